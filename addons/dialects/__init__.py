@@ -1,0 +1,1 @@
+"""One module per model API: pure functions between bytes on the wire and `ModelCall`, no I/O."""
