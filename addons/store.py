@@ -34,7 +34,7 @@ def read_metadata(run: Path) -> dict[str, Any]:
     """
     path = run / RUN_FILE
     try:
-        metadata = json.loads(path.read_text())
+        metadata: dict[str, Any] = json.loads(path.read_text())
     except FileNotFoundError:
         raise RunError(f"{run} is not a run folder: it has no {RUN_FILE}") from None
     except (OSError, ValueError) as error:

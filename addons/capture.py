@@ -1,0 +1,172 @@
+"""Addon: sends a model call to the endpoint instead of its host."""
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from mitmproxy import ctx, exceptions, http
+from mitmproxy.addonmanager import Loader
+
+from rolltap.addons import endpoint as ep
+from rolltap.addons.calls import Event
+from rolltap.addons.dialects import chat
+from rolltap.addons.engine import NEUTRAL_SAMPLING
+from rolltap.addons.options import option_errors
+from rolltap.addons.rendering import ModelError, Rendering, model_folder
+from rolltap.addons.sessions import SESSION
+from rolltap.addons.store import RunError, RunWriter, write_metadata
+
+logger = logging.getLogger(__name__)
+
+CAPTURED = "rolltap_captured"
+"""Key of `flow.metadata` that marks a model call."""
+
+READY = "recording to %s, proxy at %s"
+"""What is logged once calls can be taken."""
+
+_OPTIONS = ("rolltap_out", "rolltap_engine", "rolltap_model", "rolltap_renderer", "rolltap_sampling")
+_SAMPLING_KEYS = {*NEUTRAL_SAMPLING, "max_tokens", "seed"}
+_CREDENTIALS = ("authorization", "x-api-key", "x-goog-api-key", "api-key", "cookie")
+
+
+class Capture:
+    """Recognises model calls, owns the run folder and the endpoint that answers them."""
+
+    def __init__(self) -> None:
+        self._endpoint: ep.Endpoint | None = None
+        self._writer: RunWriter | None = None
+        self._starting: asyncio.Task[None] | None = None
+
+    def load(self, loader: Loader) -> None:
+        """Declare the options, and have mitmproxy answer TLS by itself without ever dialling the real host."""
+        loader.add_option("rolltap_out", str, "", "The run folder that calls are recorded to. Made when missing.")
+        loader.add_option("rolltap_engine", str, "", "Base URL of the vLLM server, for instance http://127.0.0.1:8000.")
+        loader.add_option("rolltap_model", str, "", "Folder or name of the served model, for its tokenizer.")
+        loader.add_option(
+            "rolltap_renderer",
+            str,
+            "auto",
+            "How conversations become tokens: a name of the `renderers` library, for instance `qwen3`, or `auto`.",
+        )
+        loader.add_option(
+            "rolltap_sampling",
+            str,
+            "{}",
+            "JSON object of sampling parameters that differ from neutral ones "
+            f"({', '.join(sorted(_SAMPLING_KEYS))}). Those that a harness asks for are recorded, not applied.",
+        )
+        # http2=False: over HTTP/2 mitmproxy opens a connection per call and allows five at a time
+        ctx.options.update(connection_strategy="lazy", upstream_cert=False, http2=False)
+
+    def configure(self, updated: set[str]) -> None:
+        """Check the options and open the run folder."""
+        if not updated & set(_OPTIONS):
+            return
+        with option_errors():
+            if self._endpoint is not None:
+                raise exceptions.OptionsError("the rolltap options cannot change while a run is recorded")
+            self._open()
+
+    def _open(self) -> None:
+        for name in ("rolltap_out", "rolltap_engine", "rolltap_model"):
+            if not getattr(ctx.options, name):
+                raise exceptions.OptionsError(f"{name} is not set: add --set {name}=...")
+        engine = ctx.options.rolltap_engine
+        if urlsplit(engine).scheme not in ("http", "https") or not urlsplit(engine).hostname:
+            raise exceptions.OptionsError(f"rolltap_engine is {engine!r}: give a URL such as http://127.0.0.1:8000")
+        sampling = _sampling(ctx.options.rolltap_sampling)
+        run = Path(ctx.options.rolltap_out).expanduser()
+        model = model_folder(ctx.options.rolltap_model)
+        try:
+            rendering = Rendering(model, ctx.options.rolltap_renderer)
+        except ModelError as error:
+            raise exceptions.OptionsError(f"rolltap_model: {error}") from error
+        if rendering.name == "default":
+            logger.warning(
+                "no renderer knows the chat template of %s: every call is rendered in full and tool calls are not "
+                "parsed. Set rolltap_renderer if you know the model's family.",
+                model,
+            )
+        metadata = {
+            "model": model,
+            "renderer": rendering.name,
+            "tokenizer_sha256": rendering.tokenizer_sha256,
+            "chat_template_sha256": rendering.chat_template_sha256,
+            "engine": engine,
+            "sampling": {**NEUTRAL_SAMPLING, **sampling},
+        }
+        try:
+            write_metadata(run, metadata)
+        except (RunError, OSError) as error:
+            raise exceptions.OptionsError(f"rolltap_out: {error}") from error
+        self._writer = RunWriter(run)
+        self._endpoint = ep.Endpoint(rendering, engine, self._writer, run, sampling)
+
+    def running(self) -> None:
+        """Start the endpoint. Its socket is open already, so nothing has to wait for it."""
+        if self._endpoint is None:
+            return
+        self._starting = asyncio.get_running_loop().create_task(self._endpoint.start())
+        addresses = ctx.master.addons.get("proxyserver").listen_addrs()
+        where = " and ".join(f"http://{host}:{port}" for host, port, *_ in addresses)
+        logger.info(READY, ctx.options.rolltap_out, where)
+
+    async def done(self) -> None:
+        """Abort running calls and close the run folder."""
+        if self._endpoint is not None and self._starting is not None:
+            await self._starting
+            await self._endpoint.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def request(self, flow: http.HTTPFlow) -> None:
+        """Redirect a model call to the endpoint, without the harness's API key."""
+        path = flow.request.path.partition("?")[0]
+        if flow.response is not None or self._endpoint is None or not _is_model_call(flow.request.method, path):
+            return
+        flow.metadata[CAPTURED] = True
+        host = flow.request.pretty_host
+        headers = flow.request.headers
+        for name in [n for n in headers if n.lower() in _CREDENTIALS or n.lower().startswith("x-rolltap-")]:
+            del headers[name]
+        headers[ep.SECRET_HEADER] = self._endpoint.secret
+        headers[ep.SESSION_HEADER] = flow.metadata[SESSION]
+        headers[ep.HOST_HEADER] = host
+        flow.request.scheme, flow.request.host, flow.request.port = "http", "127.0.0.1", self._endpoint.port
+
+    def responseheaders(self, flow: http.HTTPFlow) -> None:
+        """Pass the endpoint's bytes on as they come."""
+        if flow.metadata.get(CAPTURED) and flow.response is not None:
+            flow.response.stream = True
+
+    def record(self, event: Event) -> None:
+        """Write an event to the run folder; a full disk must not keep a refusal from being answered."""
+        if self._writer is None:
+            return
+        try:
+            self._writer.add_event(event)
+        except OSError as error:
+            logger.error("cannot write to %s: %s", self._writer.run, error)
+
+
+def _is_model_call(method: str, path: str) -> bool:
+    return (method == "POST" and path in chat.PATHS) or (method == "GET" and path == "/v1/models")
+
+
+def _sampling(text: str) -> dict[str, Any]:
+    try:
+        sampling = json.loads(text)
+    except ValueError as error:
+        raise exceptions.OptionsError(f"rolltap_sampling is not JSON: {error}") from error
+    if not isinstance(sampling, dict):
+        raise exceptions.OptionsError(f"rolltap_sampling is {text!r}: give a JSON object")
+    for key, value in sampling.items():
+        if key not in _SAMPLING_KEYS:
+            known = ", ".join(sorted(_SAMPLING_KEYS))
+            raise exceptions.OptionsError(f"rolltap_sampling has the unknown key {key!r}: use {known}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise exceptions.OptionsError(f"rolltap_sampling[{key!r}] is {value!r}: give a number")
+    return sampling

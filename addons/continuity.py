@@ -1,0 +1,142 @@
+"""Conversation to prompt token ids: continue a recorded call token for token, or render in full and say why.
+
+A recorded turn is found by what the harness sends back, compared as canonical messages: parsed tool arguments, text
+parts joined, tool-call ids as we issued them. Its text is never tokenised again. Reasoning does not take part in the
+comparison, as harnesses drop or keep it; it only decides between turns that are otherwise equal.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+
+from rolltap.addons.calls import CallKind
+from rolltap.addons.dialects.model_call import Message, Tool
+from rolltap.addons.rendering import Rendering
+
+
+@dataclass(slots=True)
+class Turn:
+    """A finished call. Its own tokens only: those before are its parent's, so T turns hold O(T) tokens."""
+
+    call_id: str
+    parent: "Turn | None"
+    tail_ids: list[int]
+    completion_ids: list[int]
+    reasoning: str
+
+    def prompt_ids(self) -> list[int]:
+        """The full prompt of the call."""
+        chain: list[Turn] = []
+        turn: Turn | None = self
+        while turn is not None:
+            chain.append(turn)
+            turn = turn.parent
+        ids: list[int] = []
+        for ancestor in reversed(chain[1:]):
+            ids += ancestor.tail_ids
+            ids += ancestor.completion_ids
+        return ids + self.tail_ids
+
+
+@dataclass(slots=True)
+class Prompt:
+    """What the engine is given for a call, and how it came about."""
+
+    ids: list[int]
+    kind: CallKind
+    reason: str | None
+    """Why the call is not `bridged`; None when it is."""
+    parent: Turn | None
+    prefix_length: int
+    """How many of `ids` are the parent's prompt and completion."""
+    new_messages: list[Message]
+    """The messages after the parent's conversation and reply; all of them without a parent."""
+    tools_changed: bool
+    """Whether the tools are to be recorded: they are with every call that has no parent."""
+    state: str = field(repr=False, default="")
+
+
+class Conversations:
+    """The turns of one session, by the conversation that each of them completed."""
+
+    def __init__(self, rendering: Rendering) -> None:
+        self._rendering = rendering
+        self._turns: dict[str, list[Turn]] = {}
+
+    def prompt(self, messages: list[Message], tools: list[Tool]) -> Prompt:
+        """The prompt of a new call: the longest recorded conversation that this one extends, bridged, or all of it
+        rendered."""
+        states = _states(messages, tools)
+        reason = "no earlier call" if not self._turns else "no earlier call is a prefix of this conversation"
+        for length in range(len(messages) - 1, 0, -1):
+            turns = self._turns.get(states[length])
+            if not turns:
+                continue
+            turn = _pick(turns, messages[length - 1])
+            if turn is None:
+                reason = f"{len(turns)} earlier calls fit equally well up to message {length}"
+                continue
+            prompt_ids = turn.prompt_ids()
+            ids = self._rendering.bridge(prompt_ids, turn.completion_ids, messages[length:], tools)
+            if ids is None:
+                reason = f"the renderer cannot continue call {turn.call_id}"
+                continue
+            prefix = len(prompt_ids) + len(turn.completion_ids)
+            return Prompt(ids, "bridged", None, turn, prefix, messages[length:], False, states[-1])
+        kind: CallKind = "rendered" if self._turns else "root"
+        ids = self._rendering.render(messages, tools)
+        return Prompt(ids, kind, reason, None, 0, messages, True, states[-1])
+
+    def add(self, call_id: str, prompt: Prompt, completion_ids: list[int], reply: Message) -> None:
+        """Remember a completed call, so that the next one can continue it. `reply` is what the harness saw."""
+        state = _next_state(prompt.state, reply)
+        tail = prompt.ids[prompt.prefix_length :]
+        turn = Turn(call_id, prompt.parent, tail, completion_ids, reply.get("reasoning_content") or "")
+        self._turns.setdefault(state, []).append(turn)
+
+
+def canonical(message: Message) -> str:
+    """A message as a string that is equal for equal messages, however a harness wrote them."""
+    kept = {key: value for key, value in message.items() if key != "reasoning_content" and value}
+    if "tool_calls" in kept:
+        kept["tool_calls"] = [
+            {"id": c["id"], "name": c["function"]["name"], "arguments": _parsed(c["function"]["arguments"])}
+            for c in kept["tool_calls"]
+        ]
+    return json.dumps(kept, sort_keys=True, ensure_ascii=False)
+
+
+def _parsed(arguments: object) -> object:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _states(messages: list[Message], tools: list[Tool]) -> list[str]:
+    """A digest of each prefix of the conversation, the tools included; `states[n]` covers `messages[:n]`."""
+    state = hashlib.blake2b(json.dumps(tools, sort_keys=True).encode(), digest_size=16).hexdigest()
+    states = [state]
+    for message in messages:
+        state = _next_state(state, message)
+        states.append(state)
+    return states
+
+
+def _next_state(state: str, message: Message) -> str:
+    return hashlib.blake2b((state + canonical(message)).encode("utf-8", "replace"), digest_size=16).hexdigest()
+
+
+def _pick(turns: list[Turn], echoed: Message) -> Turn | None:
+    """The turn that the echoed reply belongs to, or None in doubt. Turns of equal tokens are the same turn."""
+    if len(turns) > 1:
+        reasoning = echoed.get("reasoning_content") or ""
+        turns = [turn for turn in turns if turn.reasoning == reasoning]
+    if not turns:
+        return None
+    first = turns[0]
+    if any(t.completion_ids != first.completion_ids or t.prompt_ids() != first.prompt_ids() for t in turns[1:]):
+        return None
+    return first

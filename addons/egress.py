@@ -1,0 +1,50 @@
+"""Addon: which other hosts a session may reach. Refusals are answered at once and recorded."""
+
+import fnmatch
+import logging
+from collections.abc import Callable, Sequence
+
+from mitmproxy import ctx, http
+from mitmproxy.addonmanager import Loader
+
+from rolltap.addons.calls import Event
+from rolltap.addons.capture import CAPTURED
+from rolltap.addons.sessions import SESSION
+
+logger = logging.getLogger(__name__)
+
+
+class Egress:
+    """Refuses every request that is neither a model call nor for an allowed host.
+
+    The answer is 404 with `{}`: every harness accepts that at once for its telemetry, settings and update checks,
+    while a dropped connection costs some of them 20 s of retries. Must come after `Capture`, which claims the model
+    calls. `record` takes the events of refused requests.
+    """
+
+    def __init__(self, record: Callable[[Event], None]) -> None:
+        self._record = record
+
+    def load(self, loader: Loader) -> None:
+        """Declare the option, and refuse tunnels that carry something else than HTTP."""
+        loader.add_option(
+            "rolltap_allow",
+            Sequence[str],
+            [],
+            "Host that sessions may reach besides the model, for instance `pypi.org` or `*.pythonhosted.org`. "
+            "May be given several times. All other hosts get 404.",
+        )
+        ctx.options.update(rawtcp=False)
+
+    def request(self, flow: http.HTTPFlow) -> None:
+        """Refuse what is not allowed."""
+        if flow.response is not None or flow.metadata.get(CAPTURED):
+            return
+        host = flow.request.pretty_host
+        if any(fnmatch.fnmatch(host.lower(), pattern.lower()) for pattern in ctx.options.rolltap_allow):
+            return
+        session_id = flow.metadata[SESSION]
+        path = flow.request.path.partition("?")[0]
+        logger.info("session %s: refused %s %s%s", session_id, flow.request.method, host, path)
+        self._record(Event("refused", session_id, host, flow.request.method, path))
+        flow.response = http.Response.make(404, b"{}", {"content-type": "application/json"})

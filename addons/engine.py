@@ -1,0 +1,164 @@
+"""vLLM client: token ids in; token ids, log-probabilities and weight versions out.
+
+Speaks vLLM's `POST /inference/v1/generate` (vLLM 0.32 and newer, started with `--enable-scale-out`), streaming.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from rolltap.addons.calls import VersionSpan
+
+GENERATE = "/inference/v1/generate"
+
+NEUTRAL_SAMPLING: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Samples from the policy itself, so that log-probabilities are the policy's. All of it is sent with every call,
+because vLLM otherwise takes defaults from the model's generation_config.json."""
+
+
+class EngineError(Exception):
+    """The engine did not answer as it should. `status` is the HTTP status that a harness should see."""
+
+    def __init__(self, message: str, *, status: int = 503) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Newly sampled tokens; the last chunk names the finish reason and the weights of the whole completion."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str | None = None
+    weight_versions: list[VersionSpan] | None = None
+    cached_tokens: int | None = None
+
+
+class Engine:
+    """One vLLM server. Must be created inside the event loop that uses it."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        # no total timeout: a generation may take as long as it takes, and may queue behind a weight update
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
+        self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+        self._max_model_len: int | None = None
+        self.model = ""
+
+    async def close(self) -> None:
+        """Close the connections; running generations end with `EngineError`."""
+        await self._session.close()
+
+    async def max_model_len(self) -> int:
+        """The engine's context window in tokens. Asked once; also learns the served model's name.
+
+        Raises `EngineError` when the engine cannot be reached or does not say.
+        """
+        if self._max_model_len is None:
+            try:
+                async with self._session.get(self.url + "/v1/models") as response:
+                    data = json.loads(await response.read())
+                base = next(m for m in data["data"] if not m.get("parent"))
+                self.model, self._max_model_len = str(base["id"]), int(base["max_model_len"])
+            except (aiohttp.ClientError, TimeoutError) as error:
+                raise EngineError(f"the engine at {self.url} cannot be reached: {error}") from error
+            except (ValueError, KeyError, TypeError, StopIteration) as error:
+                raise EngineError(f"{self.url}/v1/models is not vLLM's: {error!r}", status=502) from error
+        return self._max_model_len
+
+    async def generate(
+        self, token_ids: list[int], sampling: dict[str, Any], model: str | None, accepted: asyncio.Event
+    ) -> AsyncIterator[Chunk]:
+        """Sample a completion of `token_ids`, as it comes.
+
+        `model` names a LoRA adapter, or is None for the base model. `accepted` is set when the engine has taken the
+        request. Closing the iterator stops the generation. Raises `EngineError` when the engine is down, refuses,
+        answers something else than the protocol, or ends before the completion does.
+        """
+        body: dict[str, Any] = {"token_ids": token_ids, "stream": True, "sampling_params": {**sampling, "logprobs": 0}}
+        body["stream_options"] = {"include_usage": True}
+        if model is not None:
+            body["model"] = model
+        finished = False
+        try:
+            async with await self._post(body) as response:
+                if response.status != 200:
+                    raise await _refusal(response)
+                accepted.set()
+                async for data in _events(response.content):
+                    if data == b"[DONE]":
+                        break
+                    chunk = _chunk(data)
+                    finished = finished or chunk.finish_reason is not None
+                    yield chunk
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineError(f"the engine at {self.url} failed: {error or type(error).__name__}") from error
+        if not finished:
+            raise EngineError(f"the engine at {self.url} ended the generation without a finish reason", status=502)
+
+    async def _post(self, body: dict[str, Any]) -> aiohttp.ClientResponse:
+        try:
+            return await self._session.post(self.url + GENERATE, json=body)
+        except aiohttp.ServerDisconnectedError:
+            # uvicorn closes a kept connection after an internal error; nothing was sampled yet, so ask once more
+            return await self._session.post(self.url + GENERATE, json=body)
+
+
+async def _events(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """The data of each server-sent event. A line may be longer than aiohttp's own line reader allows."""
+    buffer = b""
+    async for piece in stream.iter_any():
+        buffer += piece
+        *lines, buffer = buffer.split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip()
+
+
+def _chunk(data: bytes) -> Chunk:
+    try:
+        event = json.loads(data)
+        if "error" in event:
+            status = int(event["error"].get("code") or 500)
+            raise EngineError(f"the engine refused: {event['error'].get('message')}", status=max(status, 400))
+        usage = event.get("usage") or {}
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        if not event["choices"]:
+            return Chunk([], [], cached_tokens=cached)
+        choice = event["choices"][0]
+        token_ids = [int(i) for i in choice["token_ids"]]
+        content = (choice.get("logprobs") or {}).get("content") or []
+        # log-probabilities of other tokens are worse than none: the call is then marked for their number
+        matching = [entry["token_id"] for entry in content] == token_ids
+        versions = choice.get("weight_versions")
+        return Chunk(
+            token_ids=token_ids,
+            logprobs=[float(entry["logprob"]) for entry in content] if matching else [],
+            finish_reason=choice["finish_reason"],
+            weight_versions=versions and [VersionSpan(str(v["version"]), v["start"], v["end"]) for v in versions],
+            cached_tokens=cached,
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise EngineError(f"the engine answered garbage ({error!r}): {data[:200]!r}", status=502) from error
+
+
+async def _refusal(response: aiohttp.ClientResponse) -> EngineError:
+    text = (await response.read()).decode("utf-8", "replace")[:500]
+    hint = ""
+    if response.status in (403, 404):
+        hint = f"; {GENERATE} needs vLLM 0.32 or newer with --enable-scale-out"
+    status = response.status if response.status in (400, 413, 503) else 502
+    return EngineError(f"the engine answered {response.status}: {text}{hint}", status=status)

@@ -1,0 +1,8 @@
+"""The recorder's script: `mitmdump -s addons/record.py --set rolltap_out=RUN --set rolltap_engine=URL ...`."""
+
+from rolltap.addons.capture import Capture
+from rolltap.addons.egress import Egress
+from rolltap.addons.sessions import Sessions
+
+capture = Capture()
+addons = [Sessions(capture.record), capture, Egress(capture.record)]

@@ -1,0 +1,155 @@
+"""Conversation to token ids and back, by the `renderers` library; and which renderer a model needs."""
+
+import hashlib
+import json
+import uuid
+from pathlib import Path
+from typing import Any
+
+from renderers.base import (
+    MODEL_RENDERER_MAP,
+    RENDERER_REGISTRY,
+    MultimodalRenderer,
+    Renderer,
+    ToolCallParseStatus,
+    create_renderer,
+    load_tokenizer,
+)
+from renderers.configs import config_from_name
+
+from rolltap.addons.dialects.model_call import Message, Reply, Tool, ToolCall
+
+_PROBE_TOOL: Tool = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Looks.",
+        "parameters": {"type": "object", "properties": {"where": {"type": "string"}}, "required": ["where"]},
+    },
+}
+_PROBE_CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"where": "é"}}}
+_PROBES: list[tuple[list[Message], list[Tool] | None]] = [
+    ([{"role": "user", "content": "Hello"}], None),
+    ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}], [_PROBE_TOOL]),
+    (
+        [
+            {"role": "user", "content": "Look."},
+            {"role": "assistant", "content": "", "reasoning_content": "I look.", "tool_calls": [_PROBE_CALL]},
+            {"role": "tool", "content": "Nothing.", "tool_call_id": "c1", "name": "look"},
+        ],
+        [_PROBE_TOOL],
+    ),
+]
+
+
+class ModelError(Exception):
+    """A model folder whose tokenizer or template cannot be used; the message says why."""
+
+
+class Rendering:
+    """A model's tokenizer and renderer.
+
+    `model` is a folder or a name that `transformers` can load a tokenizer from. `renderer` is a name of the
+    `renderers` library or `auto`: the one registered for the model's name, else the one whose token ids agree with
+    the model's own chat template on a set of probe conversations, else the template itself, which cannot continue a
+    conversation token for token. Raises `ModelError`.
+    """
+
+    def __init__(self, model: str, renderer: str = "auto") -> None:
+        try:
+            self._tokenizer = load_tokenizer(model)
+        except Exception as error:
+            raise ModelError(f"cannot load a tokenizer from {model!r}: {str(error).splitlines()[0]}") from error
+        self.name = self._choose(model) if renderer == "auto" else renderer
+        try:
+            self._renderer = _create(self._tokenizer, self.name)
+        except Exception as error:
+            raise ModelError(f"the renderer {self.name!r} does not fit {model!r}: {error}") from error
+        template = self._tokenizer.chat_template
+        self.chat_template_sha256 = hashlib.sha256(str(template).encode()).hexdigest()
+        vocabulary = json.dumps(self._tokenizer.get_vocab(), sort_keys=True)
+        self.tokenizer_sha256 = hashlib.sha256(vocabulary.encode()).hexdigest()
+
+    def _choose(self, model: str) -> str:
+        if model in MODEL_RENDERER_MAP:
+            return str(MODEL_RENDERER_MAP[model])
+        create_renderer(self._tokenizer, config_from_name("default"))  # fills the registry
+        for name in RENDERER_REGISTRY:
+            if name != "default" and self._agrees(name):
+                return str(name)
+        return "default"
+
+    def _agrees(self, name: str) -> bool:
+        try:
+            renderer = _create(self._tokenizer, name)
+            if isinstance(renderer, MultimodalRenderer):
+                return False
+            return all(
+                renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
+                == self._tokenizer.apply_chat_template(
+                    messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
+                )
+                for messages, tools in _PROBES
+            )
+        except Exception:
+            # most renderers ask for special tokens of their own model family: this one is not for this model
+            return False
+
+    def render(self, messages: list[Message], tools: list[Tool]) -> list[int]:
+        """Prompt token ids of a whole conversation, the generation prompt included."""
+        ids: list[int] = self._renderer.render_ids(messages, tools=tools or None, add_generation_prompt=True)
+        return ids
+
+    def bridge(
+        self, prompt_ids: list[int], completion_ids: list[int], messages: list[Message], tools: list[Tool]
+    ) -> list[int] | None:
+        """`prompt_ids + completion_ids` followed by the tokens of the new `messages` and the generation prompt.
+
+        None when the renderer cannot continue this conversation without changing its tokens.
+        """
+        bridged = self._renderer.bridge_to_next_turn(prompt_ids, completion_ids, messages, tools=tools or None)
+        if bridged is None:
+            return None
+        ids: list[int] = bridged.token_ids
+        sampled = len(prompt_ids) + len(completion_ids)
+        if ids[: len(prompt_ids)] != prompt_ids or ids[len(prompt_ids) : sampled] != completion_ids:
+            return None
+        return ids
+
+    def parse(
+        self, prompt_ids: list[int], completion_ids: list[int], tools: list[Tool], *, partial: bool = False
+    ) -> Reply:
+        """The message in the sampled tokens. A tool call that is not well formed becomes text, unless the completion
+        is `partial` and the call may still become one."""
+        parsed = self._renderer.parse_response(completion_ids, tools=tools or None, prompt_ids=prompt_ids)
+        content = parsed.content or ""
+        calls = []
+        for call in parsed.tool_calls:
+            if call.status is ToolCallParseStatus.OK and call.name:
+                arguments = call.arguments
+                text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+                calls.append(ToolCall(id=f"call_{uuid.uuid4().hex[:24]}", name=call.name, arguments=text))
+            elif not partial:
+                content += call.raw
+        # renderers strip reasoning once it is complete and not before; a stream needs the same text both times
+        reasoning = (parsed.reasoning_content or "").strip()
+        return Reply(content=content, reasoning=reasoning, tool_calls=calls)
+
+    def stop_token_ids(self) -> list[int]:
+        """Ids that end the model's turn."""
+        ids: list[int] = self._renderer.get_stop_token_ids()
+        return ids
+
+
+def _create(tokenizer: Any, name: str) -> Renderer:
+    config = config_from_name(name)
+    if name != "default":
+        # keep earlier reasoning in the context when the user speaks again: it was sampled, so it stays
+        config = config.model_copy(update={"thinking_retention": "all"})
+    return create_renderer(tokenizer, config)
+
+
+def model_folder(model: str) -> str:
+    """`model` as an absolute path when it is a folder here, else the name as it is."""
+    path = Path(model).expanduser()
+    return str(path.resolve()) if path.is_dir() else model

@@ -1,0 +1,88 @@
+"""Addon: whose connection this is. Proxy credentials to session."""
+
+import ipaddress
+import logging
+from collections.abc import Callable, MutableMapping
+from weakref import WeakKeyDictionary
+
+from mitmproxy import connection, ctx, exceptions, http
+from mitmproxy.addonmanager import Loader
+
+from rolltap.addons.calls import Event
+from rolltap.addons.credentials import parse_basic, valid
+from rolltap.addons.options import option_errors
+
+logger = logging.getLogger(__name__)
+
+SESSION = "rolltap_session"
+"""Key of `flow.metadata` that holds the session id of an authenticated flow."""
+
+_HELP = (
+    "The rolltap recorder wants proxy credentials: HTTPS_PROXY=http://SESSION:TOKEN@HOST:PORT\n"
+    "SESSION names the rollout. TOKEN is the HMAC-SHA256 of SESSION under rolltap_secret, or anything without one.\n"
+)
+
+
+class Sessions:
+    """Answers 407 to connections without valid credentials and names the session of all others.
+
+    The credentials are a capability for one session: they are checked once a tunnel, stripped from the request, and
+    nothing else identifies a session. `record` takes the events of refused credentials.
+    """
+
+    def __init__(self, record: Callable[[Event], None]) -> None:
+        self._record = record
+        self._authenticated: MutableMapping[connection.Client, str] = WeakKeyDictionary()
+
+    def load(self, loader: Loader) -> None:
+        """Declare the option, and listen on loopback unless another address was given."""
+        loader.add_option(
+            "rolltap_secret",
+            str,
+            "",
+            "Secret behind the sessions' proxy passwords (HMAC-SHA256 of the session id). Required unless the proxy "
+            "listens on loopback, where any password is taken without one.",
+        )
+        if not ctx.options.listen_host:
+            ctx.options.update(listen_host="127.0.0.1")
+
+    def configure(self, updated: set[str]) -> None:
+        """Refuse to be reachable from other machines without a secret."""
+        with option_errors():
+            if not ctx.options.rolltap_secret and not _is_loopback(ctx.options.listen_host):
+                raise exceptions.OptionsError(
+                    f"listen_host is {ctx.options.listen_host!r}, which other machines can reach: set rolltap_secret, "
+                    "or listen on 127.0.0.1"
+                )
+
+    def http_connect(self, flow: http.HTTPFlow) -> None:
+        """Authenticate a tunnel."""
+        session_id = self._authenticate(flow)
+        if session_id is not None:
+            self._authenticated[flow.client_conn] = session_id
+
+    def requestheaders(self, flow: http.HTTPFlow) -> None:
+        """Name the session of a request in a tunnel, or authenticate one without a tunnel."""
+        session_id = self._authenticated.get(flow.client_conn) or self._authenticate(flow)
+        if session_id is not None:
+            flow.metadata[SESSION] = session_id
+
+    def _authenticate(self, flow: http.HTTPFlow) -> str | None:
+        credentials = parse_basic(flow.request.headers.pop("proxy-authorization", ""))
+        # no credentials at all is how clients ask for the challenge; only wrong ones are worth a line
+        if credentials is not None:
+            if valid(ctx.options.rolltap_secret, *credentials):
+                return credentials[0]
+            logger.warning("refused the proxy credentials of %r", credentials[0])
+            self._record(Event("unauthorised", None, flow.request.pretty_host, flow.request.method))
+        flow.response = http.Response.make(
+            407, _HELP, {"proxy-authenticate": 'Basic realm="rolltap"', "content-type": "text/plain"}
+        )
+        return None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
