@@ -1,0 +1,47 @@
+"""One advantage per session, relative to the other sessions of its group."""
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Literal
+
+Scale = Literal["group", "batch", "none"]
+
+EPSILON = 1e-4
+"""Added to the standard deviation, as TRL does."""
+
+
+def session_advantages(rewards: Mapping[str, tuple[str, float | None]], scale: Scale) -> dict[str, float]:
+    """Session id -> advantage, from session id -> (group id, reward).
+
+    The advantage is `(reward - mean of the group) / (std + 1e-4)`, where std has Bessel's correction and is that of
+    the group (`group`) or of all sessions given (`batch`); with `none` there is no division. This is what TRL 1.16's
+    `GRPOTrainer._generate_and_score_completions` computes for `scale_rewards` (trl/trainer/grpo_trainer.py, with
+    `nanstd` of trl/trainer/utils.py). TRL needs groups of one size with one row a session; here groups may differ in
+    size. A session alone in its group, or in a group of equal rewards, gets 0.0.
+
+    Sessions without a reward get no advantage and enter neither mean nor standard deviation. Raises `ValueError` for
+    a reward that is not a finite number and for an unknown `scale`.
+    """
+    scored = {session: (group, reward) for session, (group, reward) in rewards.items() if reward is not None}
+    groups: defaultdict[str, list[float]] = defaultdict(list)
+    for session, (group, reward) in scored.items():
+        if not math.isfinite(reward):
+            raise ValueError(f"session {session} has the reward {reward}: it must be a finite number")
+        groups[group].append(reward)
+    means = {group: statistics.mean(values) for group, values in groups.items()}
+
+    if scale == "group":
+        divisors = {group: _std(values) + EPSILON for group, values in groups.items()}
+    elif scale == "batch":
+        divisors = dict.fromkeys(groups, _std([reward for _, reward in scored.values()]) + EPSILON)
+    elif scale == "none":
+        divisors = dict.fromkeys(groups, 1.0)
+    else:
+        raise ValueError(f"unknown scale {scale!r}: choose group, batch or none")
+    return {session: (reward - means[group]) / divisors[group] for session, (group, reward) in scored.items()}
+
+
+def _std(values: list[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
