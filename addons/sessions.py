@@ -2,6 +2,7 @@
 
 import ipaddress
 import logging
+import os
 from collections.abc import Callable, MutableMapping
 from weakref import WeakKeyDictionary
 
@@ -39,9 +40,10 @@ class Sessions:
         loader.add_option(
             "rolltap_secret",
             str,
-            "",
+            os.environ.get("ROLLTAP_SECRET", ""),
             "Secret behind the sessions' proxy passwords (HMAC-SHA256 of the session id). Required unless the proxy "
-            "listens on loopback, where any password is taken without one.",
+            "listens on loopback, where any password is taken without one. The environment variable ROLLTAP_SECRET "
+            "gives it without showing it to other processes.",
         )
         if not ctx.options.listen_host:
             ctx.options.update(listen_host="127.0.0.1")

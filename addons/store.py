@@ -9,11 +9,12 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rolltap.addons.calls import CALL_SCHEMA, EVENT_SCHEMA, SCHEMA_VERSION, SESSION_SCHEMA, Call, Event, Session
 
@@ -124,22 +125,26 @@ def _write_all(descriptor: int, buffer: pa.Buffer) -> None:
         raise
 
 
-def read_rows(run: Path, table: str) -> Iterator[dict[str, Any]]:
+def read_rows(run: Path, table: str, sessions: Collection[str] | None = None) -> Iterator[dict[str, Any]]:
     """Rows of one table (`calls`, `sessions` or `events`) in the order they were committed, file by file.
 
-    A truncated tail, which a crash leaves behind, is skipped with a warning.
+    With `sessions`, only the rows of these session ids. A truncated tail, which a crash leaves behind, is skipped
+    with a warning.
     """
     read_metadata(run)
+    wanted = None if sessions is None else pa.array(list(sessions), pa.string())
     for path in sorted(run.glob(f"{table}-*.arrow")):
-        yield from _read_file(path)
+        yield from _read_file(path, wanted)
 
 
-def _read_file(path: Path) -> Iterator[dict[str, Any]]:
+def _read_file(path: Path, sessions: pa.Array | None) -> Iterator[dict[str, Any]]:
     rows = 0
     try:
         with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as reader:
             for batch in reader:
                 rows += batch.num_rows
+                if sessions is not None:
+                    batch = batch.filter(pc.is_in(batch.column("session_id"), sessions))
                 yield from batch.to_pylist()
     except (pa.ArrowInvalid, OSError) as error:
         logger.warning("%s: the last commit is incomplete and was skipped after %d rows (%s)", path, rows, error)

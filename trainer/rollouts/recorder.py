@@ -1,0 +1,119 @@
+"""The recorder as a child process: mitmdump with the addons, from start-up to shutdown."""
+
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rolltap.addons.credentials import token
+from rolltap.trainer.errors import UserError
+from rolltap.trainer.rollouts.harness import proxy_environment, write_bundle
+
+_READY = re.compile(r"recording to .*, proxy at http://(\S+:\d+)")
+_STOP_SECONDS = 20.0
+
+
+def addon_path() -> Path:
+    """The script that `mitmdump -s` loads, wherever rolltap is installed."""
+    import rolltap.addons
+
+    return Path(next(iter(rolltap.addons.__path__))) / "record.py"
+
+
+class Recorder:
+    """mitmdump recording into `run`, on a free loopback port, with a secret of its own. A context manager.
+
+    `options` are further mitmproxy options. Its log is `recorder.log` in the run folder. Raises `UserError` when it
+    does not start.
+    """
+
+    def __init__(self, run: Path, *, engine: str, model: str, options: Mapping[str, str] | None = None) -> None:
+        self.run = run
+        self._secret = secrets.token_urlsafe(32)
+        self._options = {"rolltap_out": str(run), "rolltap_engine": engine, "rolltap_model": model, **(options or {})}
+        self._address = ""
+
+    def __enter__(self) -> Self:
+        program = Path(sys.executable).with_name("mitmdump")
+        mitmdump = str(program) if program.exists() else shutil.which("mitmdump")
+        if mitmdump is None:
+            raise UserError("mitmdump is not installed: pip install 'rolltap[record]'")
+        command = [mitmdump, "-s", str(addon_path()), "--listen-host", "127.0.0.1", "--listen-port", "0"]
+        for name, value in self._options.items():
+            command += ["--set", f"{name}={value}"]
+        self.run.mkdir(parents=True, exist_ok=True)
+        self._folder = tempfile.TemporaryDirectory(prefix="rolltap-")
+        # the secret travels by environment: a command line can be read by every process of the machine
+        env = {**os.environ, "ROLLTAP_SECRET": self._secret, "PYTHONUNBUFFERED": "1"}
+        self._process = subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for us; the recorder ends when its sessions have
+        )
+        self._started = threading.Event()
+        self._copier = threading.Thread(target=self._copy_log, daemon=True)
+        self._copier.start()
+        try:
+            self._started.wait()
+            if not self._address:
+                raise UserError(f"the recorder did not start:\n{self._tail()}")
+            confdir = Path(self._options.get("confdir", "~/.mitmproxy")).expanduser()
+            self._ca = confdir / "mitmproxy-ca-cert.pem"
+            self._bundle = write_bundle(self._ca, Path(self._folder.name))
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def environment(self, session_id: str) -> dict[str, str]:
+        """What a harness needs to be recorded as `session_id`."""
+        url = f"http://{session_id}:{token(self._secret, session_id)}@{self._address}"
+        return proxy_environment(url, self._ca, self._bundle)
+
+    def check(self) -> None:
+        """Raise `UserError` when the recorder has died."""
+        if self._process.poll() is not None:
+            raise UserError(f"the recorder died with status {self._process.returncode}:\n{self._tail()}")
+
+    def _copy_log(self) -> None:
+        assert self._process.stdout is not None
+        with (self.run / "recorder.log").open("a") as log:
+            for line in self._process.stdout:
+                log.write(line)
+                log.flush()
+                match = _READY.search(line)
+                if match and not self._address:
+                    self._address = match[1]
+                    self._started.set()
+        self._started.set()
+
+    def _tail(self) -> str:
+        return "\n".join((self.run / "recorder.log").read_text(errors="replace").splitlines()[-8:])
+
+    def _stop(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._copier.join()
+        self._folder.cleanup()

@@ -1,0 +1,105 @@
+"""Sessions of tasks, several at a time, each in its own copy of the workspace under its own credentials."""
+
+import asyncio
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rolltap.addons.calls import Session, utc_now
+from rolltap.addons.store import RunWriter
+from rolltap.trainer.rollouts.evaluate import evaluate
+from rolltap.trainer.rollouts.harness import Harness, clean_environment
+from rolltap.trainer.rollouts.recorder import Recorder
+from rolltap.trainer.rollouts.runtime import run
+from rolltap.trainer.rollouts.task import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How sessions are run. `timeout` is in seconds and covers the harness alone."""
+
+    harness: Harness
+    sessions_per_group: int
+    concurrency: int
+    timeout: float
+
+
+async def rollout(
+    tasks: Sequence[Task],
+    plan: Plan,
+    recorder: Recorder,
+    writer: RunWriter,
+    *,
+    policy_version: str,
+    done: Callable[[Session], None],
+) -> list[Session]:
+    """Run one group of sessions for each task and record every session, failed ones included.
+
+    Returns the sessions in the order they ended; `done` is called with each. A session that fails is data. Raises
+    `UserError` when the recorder dies and `OSError` when the run folder cannot be written.
+    """
+    semaphore = asyncio.Semaphore(plan.concurrency)
+    sessions: list[Session] = []
+
+    async def one(task: Task, group_id: str, index: int) -> None:
+        async with semaphore:
+            recorder.check()
+            session = Session(
+                session_id=f"{group_id}-{index}",
+                task_id=task.id,
+                group_id=group_id,
+                harness=plan.harness.name,
+                status="error",
+                policy_version=policy_version,
+            )
+            await _run_session(session, task, plan, recorder)
+            session.finished_at = utc_now()
+            writer.add_session(session)
+            sessions.append(session)
+            done(session)
+
+    async with asyncio.TaskGroup() as group:
+        for task in tasks:
+            group_id = f"{task.id}-{uuid.uuid4().hex[:8]}"
+            for index in range(plan.sessions_per_group):
+                group.create_task(one(task, group_id, index))
+    return sessions
+
+
+async def _run_session(session: Session, task: Task, plan: Plan, recorder: Recorder) -> None:
+    """Run the harness and the evaluator; how that went is written into `session`."""
+    logs = recorder.run / "logs"
+    logs.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="rolltap-", ignore_cleanup_errors=True) as folder:
+        workspace, home = Path(folder, "workspace"), Path(folder, "home")
+        home.mkdir()
+        try:
+            if task.workspace is not None:
+                await asyncio.to_thread(shutil.copytree, task.workspace, workspace, symlinks=True)
+            else:
+                workspace.mkdir()
+            base = clean_environment(home)
+            env = {**base, **plan.harness.env, **recorder.environment(session.session_id)}
+            finished = await run(
+                plan.harness.command_for(task.instruction),
+                cwd=workspace,
+                env=env,
+                timeout=plan.timeout,
+                log=logs / f"{session.session_id}.log",
+            )
+        except OSError as error:
+            session.error = f"the session could not be started: {error}"
+            return
+        session.exit_status = finished.exit_status
+        if finished.exit_status is None:
+            session.status, session.error = "timeout", f"stopped after {plan.timeout:g} s"
+        elif finished.exit_status != 0:
+            session.status, session.error = "failed", f"the harness ended with status {finished.exit_status}"
+        else:
+            session.status = "completed"
+        log = logs / f"{session.session_id}.evaluate.log"
+        session.reward, fault = await evaluate(task, workspace, base, log)
+        session.error = session.error or fault

