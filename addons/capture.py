@@ -127,15 +127,14 @@ class Capture:
         path = flow.request.path.partition("?")[0]
         if flow.response is not None or self._endpoint is None or not _is_model_call(flow.request.method, path):
             return
-        flow.metadata[CAPTURED] = True
-        host = flow.request.pretty_host
         headers = flow.request.headers
         for name in [n for n in headers if n.lower() in _CREDENTIALS or n.lower().startswith("x-rolltap-")]:
             del headers[name]
         headers[ep.SECRET_HEADER] = self._endpoint.secret
         headers[ep.SESSION_HEADER] = flow.metadata[SESSION]
-        headers[ep.HOST_HEADER] = host
+        headers[ep.HOST_HEADER] = flow.request.host
         flow.request.scheme, flow.request.host, flow.request.port = "http", "127.0.0.1", self._endpoint.port
+        flow.metadata[CAPTURED] = True
 
     def responseheaders(self, flow: http.HTTPFlow) -> None:
         """Pass the endpoint's bytes on as they come."""

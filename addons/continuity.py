@@ -67,25 +67,26 @@ class Conversations:
         """The prompt of a new call: the longest recorded conversation that this one extends, bridged, or all of it
         rendered."""
         states = _states(messages, tools)
-        reason = "no earlier call" if not self._turns else "no earlier call is a prefix of this conversation"
+        reasons = []  # of the longest match first
         for length in range(len(messages) - 1, 0, -1):
             turns = self._turns.get(states[length])
             if not turns:
                 continue
             turn = _pick(turns, messages[length - 1])
             if turn is None:
-                reason = f"{len(turns)} earlier calls fit equally well up to message {length}"
+                reasons.append(f"{len(turns)} earlier calls fit equally well up to message {length}")
                 continue
             prompt_ids = turn.prompt_ids()
             ids = self._rendering.bridge(prompt_ids, turn.completion_ids, messages[length:], tools)
             if ids is None:
-                reason = f"the renderer cannot continue call {turn.call_id}"
+                reasons.append(f"the renderer cannot continue call {turn.call_id}")
                 continue
             prefix = len(prompt_ids) + len(turn.completion_ids)
             return Prompt(ids, "bridged", None, turn, prefix, messages[length:], False, states[-1])
         kind: CallKind = "rendered" if self._turns else "root"
+        reasons.append("no earlier call is a prefix of this conversation" if self._turns else "no earlier call")
         ids = self._rendering.render(messages, tools)
-        return Prompt(ids, kind, reason, None, 0, messages, True, states[-1])
+        return Prompt(ids, kind, reasons[0], None, 0, messages, True, states[-1])
 
     def add(self, call_id: str, prompt: Prompt, completion_ids: list[int], reply: Message) -> None:
         """Remember a completed call, so that the next one can continue it. `reply` is what the harness saw."""
@@ -107,12 +108,17 @@ def canonical(message: Message) -> str:
 
 
 def _parsed(arguments: object) -> object:
-    if not isinstance(arguments, str):
-        return arguments
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     try:
-        return json.loads(arguments)
+        return json.loads(text, parse_float=_number)
     except (ValueError, RecursionError):
         return arguments
+
+
+def _number(text: str) -> int | float:
+    """JavaScript has one kind of number and writes 1.0 as 1."""
+    number = float(text)
+    return int(number) if number.is_integer() else number
 
 
 def _states(messages: list[Message], tools: list[Tool]) -> list[str]:

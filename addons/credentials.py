@@ -14,8 +14,13 @@ def token(secret: str, session_id: str) -> str:
 
 
 def valid(secret: str, session_id: str, password: str) -> bool:
-    """Whether `password` is the session's. Without a secret every password is; an empty session id never is."""
-    return bool(session_id) and (not secret or hmac.compare_digest(token(secret, session_id), password))
+    """Whether `password` is the session's. Without a secret every password is.
+
+    An empty session id never is, nor one with control characters: it is going to be the value of a header.
+    """
+    if not session_id or not session_id.isprintable():
+        return False
+    return not secret or hmac.compare_digest(token(secret, session_id).encode(), password.encode())
 
 
 def parse_basic(header: str) -> tuple[str, str] | None:

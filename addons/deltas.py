@@ -4,9 +4,8 @@ import re
 
 from rolltap.addons.dialects.model_call import Reply
 
-_UNSETTLED = re.compile(r"(\s|\ufffd|<[^<>\n]{0,32})+\Z")
-"""What the next token may still change: trailing white space, which parsers strip before a tool call; a character
-whose bytes are not all there (decoded as U+FFFD); and what may become a tag."""
+_LONGEST_TAG = 33
+_OPEN_TAG = re.compile(r"<[^<>\n]*\Z")
 
 
 class TextDeltas:
@@ -22,7 +21,7 @@ class TextDeltas:
 
     def feed(self, reply: Reply) -> tuple[str, str]:
         """New reasoning and new content of a partial reply."""
-        return self._send(_UNSETTLED.sub("", reply.reasoning), _UNSETTLED.sub("", reply.content))
+        return self._send(_settled(reply.reasoning), _settled(reply.content))
 
     def finish(self, reply: Reply) -> tuple[str, str]:
         """The rest of the text of the complete reply."""
@@ -36,3 +35,17 @@ class TextDeltas:
         self._reasoning += new_reasoning
         self._content += new_content
         return new_reasoning, new_content
+
+
+def _settled(text: str) -> str:
+    """`text` without what the next token may still change at its end: white space, which parsers strip before a tool
+    call; a character whose bytes are not all there (decoded as U+FFFD); and what may become a tag."""
+    end = len(text)
+    while end:
+        if text[end - 1].isspace() or text[end - 1] == "\ufffd":
+            end -= 1
+        elif tag := _OPEN_TAG.search(text, max(0, end - _LONGEST_TAG), end):
+            end = tag.start()
+        else:
+            break
+    return text[:end]

@@ -9,7 +9,7 @@ from mitmproxy.addonmanager import Loader
 
 from rolltap.addons.calls import Event
 from rolltap.addons.capture import CAPTURED
-from rolltap.addons.sessions import SESSION
+from rolltap.addons.sessions import SESSION, writable
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +40,13 @@ class Egress:
         """Refuse what is not allowed."""
         if flow.response is not None or flow.metadata.get(CAPTURED):
             return
-        host = flow.request.pretty_host
+        # not pretty_host: the Host header is the harness's to choose and decides nothing about where the bytes go
+        host = flow.request.host
         if any(fnmatch.fnmatch(host.lower(), pattern.lower()) for pattern in ctx.options.rolltap_allow):
             return
-        session_id = flow.metadata[SESSION]
-        path = flow.request.path.partition("?")[0]
-        logger.info("session %s: refused %s %s%s", session_id, flow.request.method, host, path)
-        self._record(Event("refused", session_id, host, flow.request.method, path))
+        # before anything that may fail: a request without a response goes to its host
         flow.response = http.Response.make(404, b"{}", {"content-type": "application/json"})
+        session_id = flow.metadata.get(SESSION)
+        method, path = writable(flow.request.method), writable(flow.request.path.partition("?")[0])
+        logger.info("session %s: refused %s %s%s", session_id, method, host, path)
+        self._record(Event("refused", session_id, host, method, path))

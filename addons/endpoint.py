@@ -68,6 +68,7 @@ class Endpoint:
         self._engine_url = engine_url
         self._policy = PolicyFile(run)
         self._conversations: defaultdict[str, Conversations] = defaultdict(lambda: Conversations(rendering))
+        self._running: set[asyncio.Task[Any]] = set()
         # bound at once, so that requests queue here even before the server runs
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.port: int = self._socket.getsockname()[1]
@@ -86,6 +87,9 @@ class Endpoint:
 
     async def close(self) -> None:
         """Stop serving. Running calls are recorded as aborted."""
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
         await self._runner.cleanup()
         await self.engine.close()
 
@@ -117,7 +121,13 @@ class Endpoint:
         except OSError as error:
             return _error(_unrecorded(error))
         exchange = Exchange(self, call, prompt, model_call)
-        return await (exchange.stream(request) if model_call.stream else exchange.respond(request))
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        try:
+            return await (exchange.stream(request) if model_call.stream else exchange.respond(request))
+        finally:
+            self._running.discard(task)
 
     async def _begin(self, session_id: str, host: str, path: str, model_call: ModelCall) -> tuple[Call, Prompt]:
         """The call's prompt and its intent, on disk before the engine is asked."""

@@ -17,7 +17,7 @@ from renderers.base import (
 )
 from renderers.configs import config_from_name
 
-from rolltap.addons.dialects.model_call import Message, Reply, Tool, ToolCall
+from rolltap.addons.dialects.model_call import Message, Reply, Tool, ToolCall, well_formed
 
 _PROBE_TOOL: Tool = {
     "type": "function",
@@ -121,14 +121,19 @@ class Rendering:
     ) -> Reply:
         """The message in the sampled tokens. A tool call that is not well formed becomes text, unless the completion
         is `partial` and the call may still become one."""
-        parsed = self._renderer.parse_response(completion_ids, tools=tools or None, prompt_ids=prompt_ids)
+        try:
+            parsed = self._renderer.parse_response(completion_ids, tools=tools or None, prompt_ids=prompt_ids)
+        except (ValueError, RecursionError):
+            # JSON that Python does not read: an integer of thousands of digits, or as many brackets
+            return Reply(content=self._tokenizer.decode(completion_ids, skip_special_tokens=True))
         content = parsed.content or ""
         calls = []
         for call in parsed.tool_calls:
-            if call.status is ToolCallParseStatus.OK and call.name:
+            if call.status is ToolCallParseStatus.OK and call.name and isinstance(call.name, str):
                 arguments = call.arguments
                 text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-                calls.append(ToolCall(id=f"call_{uuid.uuid4().hex[:24]}", name=call.name, arguments=text))
+                call_id = f"call_{uuid.uuid4().hex[:24]}"
+                calls.append(ToolCall(id=call_id, name=well_formed(call.name), arguments=well_formed(text)))
             elif not partial:
                 content += call.raw
         # renderers strip reasoning once it is complete and not before; a stream needs the same text both times

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 from mitmproxy import connection, ctx, exceptions, http
 from mitmproxy.addonmanager import Loader
+from mitmproxy.proxy.mode_specs import ProxyMode
 
 from rolltap.addons.calls import Event
 from rolltap.addons.credentials import parse_basic, valid
@@ -51,11 +52,13 @@ class Sessions:
     def configure(self, updated: set[str]) -> None:
         """Refuse to be reachable from other machines without a secret."""
         with option_errors():
-            if not ctx.options.rolltap_secret and not _is_loopback(ctx.options.listen_host):
-                raise exceptions.OptionsError(
-                    f"listen_host is {ctx.options.listen_host!r}, which other machines can reach: set rolltap_secret, "
-                    "or listen on 127.0.0.1"
-                )
+            for mode in ctx.options.mode:
+                host = ProxyMode.parse(mode).listen_host(ctx.options.listen_host)
+                if not ctx.options.rolltap_secret and not _is_loopback(host):
+                    raise exceptions.OptionsError(
+                        f"the proxy would listen on {host!r}, which other machines can reach: set rolltap_secret, or "
+                        "listen on 127.0.0.1 (listen_host, or mode regular@127.0.0.1:PORT)"
+                    )
 
     def http_connect(self, flow: http.HTTPFlow) -> None:
         """Authenticate a tunnel."""
@@ -68,19 +71,26 @@ class Sessions:
         session_id = self._authenticated.get(flow.client_conn) or self._authenticate(flow)
         if session_id is not None:
             flow.metadata[SESSION] = session_id
+        # some clients send the credentials again in the tunnel
+        flow.request.headers.pop("proxy-authorization", None)
 
     def _authenticate(self, flow: http.HTTPFlow) -> str | None:
         credentials = parse_basic(flow.request.headers.pop("proxy-authorization", ""))
-        # no credentials at all is how clients ask for the challenge; only wrong ones are worth a line
-        if credentials is not None:
-            if valid(ctx.options.rolltap_secret, *credentials):
-                return credentials[0]
-            logger.warning("refused the proxy credentials of %r", credentials[0])
-            self._record(Event("unauthorised", None, flow.request.pretty_host, flow.request.method))
+        if credentials is not None and valid(ctx.options.rolltap_secret, *credentials):
+            return credentials[0]
         flow.response = http.Response.make(
             407, _HELP, {"proxy-authenticate": 'Basic realm="rolltap"', "content-type": "text/plain"}
         )
+        # no credentials at all is how clients ask for the challenge; only wrong ones are worth a line
+        if credentials is not None:
+            logger.warning("refused the proxy credentials of %r", credentials[0])
+            self._record(Event("unauthorised", None, flow.request.host, writable(flow.request.method)))
         return None
+
+
+def writable(text: str) -> str:
+    """`text` from the wire with escapes for the bytes that are not UTF-8, which mitmproxy turns into surrogates."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _is_loopback(host: str) -> bool:

@@ -107,10 +107,11 @@ class RunWriter:
         batch = pa.RecordBatch.from_pylist([row], schema=schema)
         if table not in self._files:
             path = self.run / f"{table}-{self._suffix}.arrow"
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
-            self._files[table] = descriptor
+            self._files[table] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+        descriptor = self._files[table]
+        if os.fstat(descriptor).st_size == 0:  # new, or its first write failed
             _write_all(descriptor, schema.serialize())
-        _write_all(self._files[table], batch.serialize())
+        _write_all(descriptor, batch.serialize())
 
 
 def _write_all(descriptor: int, buffer: pa.Buffer) -> None:

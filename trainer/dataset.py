@@ -1,6 +1,7 @@
 """Opens a run folder: its calls with full prompts, and its sessions."""
 
 from collections import defaultdict
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,17 @@ from rolltap.addons.store import RunError, read_rows
 Row = dict[str, Any]
 
 
-def load_calls(run: Path) -> dict[str, list[Call]]:
+def load_calls(run: Path, sessions: Collection[str] | None = None) -> dict[str, list[Call]]:
     """Session id -> its calls in the order in which they started, each with its full prompt.
+
+    With `sessions`, only those of these session ids.
 
     A call whose prompt cannot be rebuilt, because its parent is missing or the lengths disagree, has `violation` set
     and only the tail that was stored as its prompt. Raises `RunError` when the folder cannot be read and when a call
     is recorded twice.
     """
     rows: defaultdict[str, dict[str, Row]] = defaultdict(dict)
-    for row in read_rows(run, "calls"):
+    for row in read_rows(run, "calls", sessions):
         session = rows[row["session_id"]]
         if row["call_id"] in session:
             raise RunError(

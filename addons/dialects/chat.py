@@ -8,7 +8,16 @@ import contextlib
 import json
 from typing import Any
 
-from rolltap.addons.dialects.model_call import DialectError, Message, ModelCall, Reply, Tool, ToolCall, Usage
+from rolltap.addons.dialects.model_call import (
+    DialectError,
+    Message,
+    ModelCall,
+    Reply,
+    Tool,
+    ToolCall,
+    Usage,
+    parse_json,
+)
 
 NAME = "openai-chat"
 
@@ -47,7 +56,7 @@ _WISHES = [
 def decode(body: bytes) -> ModelCall:
     """The request in `body`. Raises `DialectError` for what the API itself would refuse."""
     try:
-        request = json.loads(body)
+        request = parse_json(body.decode())
     except (ValueError, RecursionError) as error:
         raise DialectError(f"We could not parse the JSON body of your request: {error}") from None
     if not isinstance(request, dict):
@@ -142,7 +151,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         # the model may have sampled something else than JSON; that stays text
         with contextlib.suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
+            arguments = parse_json(arguments)
     return {
         "id": str(call.get("id") or ""),
         "type": "function",

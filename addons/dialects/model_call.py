@@ -1,5 +1,7 @@
 """What every dialect decodes to and encodes from: the common language between the wire and the engine."""
 
+import json
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,6 +13,26 @@ Message = dict[str, Any]
 
 Tool = dict[str, Any]
 """A tool in the OpenAI form, `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+
+
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text, without lone surrogates: see `well_formed`. Raises `ValueError` and `RecursionError`."""
+    value = json.loads(text)
+    if _SURROGATE_ESCAPE.search(text):  # pairs are fine, and rare enough to look twice
+        value = json.loads(well_formed(json.dumps(value, ensure_ascii=False)))
+    return value
+
+
+def well_formed(text: str) -> str:
+    """`text` with U+FFFD for each lone surrogate.
+
+    Harnesses in JavaScript send them when they cut a text inside a character; no tokenizer and no Arrow string takes
+    them.
+    """
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 class DialectError(Exception):

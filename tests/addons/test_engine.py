@@ -1,0 +1,142 @@
+"""The client against an engine that misbehaves, and the scripted engine against a real vLLM."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+from rolltap.addons.calls import VersionSpan
+from rolltap.addons.engine import NEUTRAL_SAMPLING, Engine, EngineError
+from tests.scripted_engine import Answer, Say
+
+
+@pytest.fixture
+async def client(scripted_engine):
+    engine = Engine(scripted_engine.url)
+    yield engine
+    await engine.close()
+
+
+async def generate(client: Engine, *, model: str | None = None):
+    """All chunks of a generation."""
+    sampling = {**NEUTRAL_SAMPLING, "max_tokens": 64}
+    return [chunk async for chunk in client.generate([1, 2, 3], sampling, model, asyncio.Event())]
+
+
+async def test_tokens_log_probabilities_and_versions_arrive_in_order(scripted_engine, client):
+    scripted_engine.replies.append(Say("hello there", weight_version="7"))
+    chunks = await generate(client)
+    ids = scripted_engine.ids("hello there") + [scripted_engine.tokenizer.eos_token_id]
+    assert [i for chunk in chunks for i in chunk.token_ids] == ids
+    assert [p for chunk in chunks for p in chunk.logprobs] == [-0.125 * (1 + i % 5) for i in range(len(ids))]
+    assert chunks[-1].finish_reason == "stop"
+    assert chunks[-1].weight_versions == [VersionSpan("7", 0, len(ids))]
+
+
+async def test_sampling_and_adapter_are_sent_as_given(scripted_engine, client):
+    scripted_engine.replies.append(Say("x"))
+    await generate(client, model="policy-3")
+    (request,) = scripted_engine.requests
+    assert request["model"] == "policy-3"
+    assert request["sampling_params"] == {**NEUTRAL_SAMPLING, "max_tokens": 64, "logprobs": 0}
+
+
+async def test_the_context_window_is_the_engines(client):
+    assert await client.max_model_len() == 8192
+    assert client.model == "scripted"
+
+
+@pytest.mark.parametrize(
+    ("reply", "status", "message"),
+    [
+        (Answer(500, "broken"), 502, "answered 500: broken"),
+        (Answer(404, "no such route"), 502, "needs vLLM 0.32 or newer with --enable-scale-out"),
+        (Answer(200, '{"error": {"message": "too long", "code": 400}}'), 400, "refused: too long"),
+        (Answer(200, "not json"), 502, "garbage"),
+        (Answer(200, '{"choices": [{"token_ids": null}]}'), 502, "garbage"),
+        (Answer(200, '{"choices": [], "usage": null}'), 502, "without a finish reason"),
+        (Say("one two three four", break_after=2), 503, "failed"),
+    ],
+)
+async def test_what_is_not_a_generation_is_an_error(scripted_engine, client, reply, status, message):
+    scripted_engine.replies.append(reply)
+    with pytest.raises(EngineError, match=message) as error:
+        await generate(client)
+    assert error.value.status == status
+
+
+async def test_an_engine_that_is_down_is_an_error():
+    engine = Engine("http://127.0.0.1:9")
+    with pytest.raises(EngineError, match="failed"):
+        await generate(engine)
+    with pytest.raises(EngineError, match="cannot be reached"):
+        await engine.max_model_len()
+    await engine.close()
+
+
+async def test_something_else_than_vllm_is_an_error(scripted_engine):
+    engine = Engine(scripted_engine.url + "/elsewhere")
+    with pytest.raises(EngineError, match="is not vLLM's"):
+        await engine.max_model_len()
+    await engine.close()
+
+
+async def test_log_probabilities_of_other_tokens_are_not_taken(scripted_engine, client):
+    choice = {"token_ids": [5], "logprobs": {"content": [{"token_id": 6, "logprob": -1.0}]}, "finish_reason": "stop"}
+    scripted_engine.replies.append(Answer(200, json.dumps({"choices": [choice]})))
+    (chunk,) = await generate(client)
+    assert (chunk.token_ids, chunk.logprobs) == ([5], [])
+
+
+def shape(value):
+    """The keys and types of a JSON value; of a list, the shapes that occur in it."""
+    if isinstance(value, dict):
+        return {key: shape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [shape(item) for item in value[:1]]
+    return type(value).__name__
+
+
+def events(url: str, body: dict) -> list:
+    with httpx.stream("POST", url + "/inference/v1/generate", json=body, timeout=60) as response:
+        assert response.status_code == 200
+        return [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
+
+
+@pytest.mark.engine
+class TestContract:
+    """What the tests assume of the scripted engine is what vLLM does."""
+
+    def test_the_scripted_engine_streams_in_vllms_shape(self, engine, scripted_engine):
+        sampling = {**NEUTRAL_SAMPLING, "max_tokens": 3, "logprobs": 0, "ignore_eos": True}
+        body = {"token_ids": [5, 6, 7], "stream": True, "sampling_params": sampling}
+        scripted_engine.replies.append(Say("one two", finish_reason="length"))
+        real, scripted = events(engine.url, body), events(scripted_engine.url, body)
+        assert real[-1] == scripted[-1] == "[DONE]"
+        # the sampled token's own entry is repeated under top_logprobs, which nobody reads
+        for data in (real, scripted):
+            data[:] = [json.loads(event) for event in data[:-1]]
+            for event in data:
+                event["choices"][0]["logprobs"]["content"][0]["top_logprobs"] = []
+        assert shape(real[0]) == shape(scripted[0])
+        assert shape(real[-1]) == shape(scripted[-1])
+
+    def test_both_list_their_model_with_its_context_window(self, engine, scripted_engine):
+        for url in (engine.url, scripted_engine.url):
+            (model,) = httpx.get(url + "/v1/models").json()["data"]
+            assert model["parent"] is None
+            assert model["max_model_len"] == 8192
+
+    def test_vllm_refuses_in_the_stream(self, engine):
+        (first, *_) = events(engine.url, {"token_ids": [10**6], "stream": True, "sampling_params": {"max_tokens": 1}})
+        assert json.loads(first)["error"]["code"] == 400
+
+    async def test_the_client_reads_vllm(self, engine):
+        client = Engine(engine.url)
+        chunks = await generate(client)
+        ids = [i for chunk in chunks for i in chunk.token_ids]
+        assert len(ids) == sum(len(chunk.logprobs) for chunk in chunks)
+        assert chunks[-1].weight_versions is not None
+        assert chunks[-1].weight_versions[-1].end == len(ids)
+        assert chunks[-1].cached_tokens is not None
+        await client.close()

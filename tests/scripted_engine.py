@@ -1,0 +1,146 @@
+"""An engine that says what a test tells it to, in vLLM's token-in/token-out protocol.
+
+It leads a harness through a given conversation and misbehaves on request. `addons/test_engine.py` holds its protocol
+against a real vLLM.
+"""
+
+import asyncio
+import json
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+from aiohttp import web
+
+
+@dataclass
+class Say:
+    """A reply: the tokens of `text`, ended as the model ends its turn unless the finish reason is another."""
+
+    text: str
+    finish_reason: str = "stop"
+    hold_after: int | None = None
+    """Wait for `release()` after this many tokens."""
+    break_after: int | None = None
+    """Close the connection after this many tokens."""
+    weight_version: str = "default"
+
+
+@dataclass
+class Answer:
+    """A reply that is not a stream of tokens: a status and a body, or an event in a stream when the status is 200."""
+
+    status: int
+    body: str
+
+
+Reply = Say | Answer
+
+
+class ScriptedEngine:
+    """A context manager: an HTTP server in a thread of its own. `replies` are given in order, then `otherwise`."""
+
+    def __init__(self, tokenizer: Any, *, max_model_len: int = 8192) -> None:
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
+        self.replies: deque[Reply] = deque()
+        self.otherwise: Callable[[dict[str, Any]], Reply] | None = None
+        self.requests: list[dict[str, Any]] = []
+        self.disconnected = threading.Event()
+        """Set when a client hung up during a generation."""
+        self.holding = threading.Event()
+        """Set while a generation waits for `release()`."""
+        self.url = ""
+
+    def __enter__(self) -> Self:
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self._thread.start()
+        self._ready.wait()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    def release(self) -> None:
+        """Let held generations go on."""
+        self._loop.call_soon_threadsafe(self._released.set)
+
+    def ids(self, text: str) -> list[int]:
+        """Token ids of `text`."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    async def _serve(self) -> None:
+        self._loop, self._stop, self._released = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/inference/v1/generate", self._generate)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        self._ready.set()
+        await self._stop.wait()
+        await runner.cleanup()
+
+    async def _models(self, request: web.Request) -> web.Response:
+        model = {"id": "scripted", "object": "model", "parent": None, "max_model_len": self.max_model_len}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.requests.append(body)
+        reply = self.replies.popleft() if self.replies else self.otherwise(body) if self.otherwise else None
+        if reply is None:
+            reply = Answer(500, "the script is over")
+        if isinstance(reply, Answer) and reply.status != 200:
+            return web.Response(status=reply.status, text=reply.body)
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        if isinstance(reply, Answer):
+            await response.write(f"data: {reply.body}\n\ndata: [DONE]\n\n".encode())
+            return response
+        try:
+            await self._say(response, reply, len(body["token_ids"]))
+        except asyncio.CancelledError:
+            self.disconnected.set()
+            raise
+        return response
+
+    async def _say(self, response: web.StreamResponse, reply: Say, prompt_tokens: int) -> None:
+        ids = self.ids(reply.text)
+        if reply.finish_reason == "stop":
+            ids.append(self.tokenizer.eos_token_id)
+        for i, token_id in enumerate(ids):
+            if i == reply.break_after:
+                assert response._req.transport is not None
+                response._req.transport.abort()
+                return
+            if i == reply.hold_after:
+                self.holding.set()
+                await self._released.wait()
+                self.holding.clear()
+            last = i == len(ids) - 1
+            await response.write(self._event(token_id, i, reply, len(ids), prompt_tokens if last else None))
+        await response.write(b"data: [DONE]\n\n")
+
+    def _event(self, token_id: int, index: int, reply: Say, length: int, prompt_tokens: int | None) -> bytes:
+        last = prompt_tokens is not None
+        logprob = -0.125 * (1 + index % 5)  # exact in float32
+        entry = {"token_id": token_id, "logprob": logprob, "rank": 1, "top_logprobs": []}
+        choice = {
+            "index": 0,
+            "finish_reason": reply.finish_reason if last else None,
+            "stop_reason": None,
+            "token_ids": [token_id],
+            "routed_experts": None,
+            "sampling_mask": None,
+            "weight_versions": [{"version": reply.weight_version, "start": 0, "end": length}] if last else None,
+            "logprobs": {"content": [entry]},
+        }
+        event = {"request_id": "scripted", "usage": None, "output_mode": "tokens", "choices": [choice]}
+        return b"data: " + json.dumps(event).encode() + b"\n\n"
