@@ -17,7 +17,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rolltap.addons.calls import Session, utc_now
 from rolltap.addons.store import RunError, RunWriter
 from rolltap.trainer.errors import UserError
-from rolltap.trainer.publish import PublishError
 from rolltap.trainer.report import print_summary, summarize
 from rolltap.trainer.rollouts.harness import load_harness, require_program
 from rolltap.trainer.rollouts.recorder import Recorder, addon_path
@@ -49,7 +48,7 @@ def run(command: click.Command) -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except (UserError, RunError, PublishError) as error:
+    except (UserError, RunError) as error:
         console.print(f"error: {error}", style="red", markup=False, highlight=False)
         sys.exit(1)
     except (KeyboardInterrupt, click.Abort):

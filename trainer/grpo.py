@@ -21,7 +21,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler, pad
 
 from rolltap.trainer.advantages import session_advantages
-from rolltap.trainer.traces import Trace
+from rolltap.trainer.traces import Batch, Trace
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class TraceGRPOTrainer(GRPOTrainer):
         args: GRPOConfig,
         train_dataset: Dataset,
         *,
-        trace_source: Callable[[list[dict[str, Any]]], list[Trace]],
+        trace_source: Callable[[list[dict[str, Any]]], Batch],
         groups_per_step: int,
         processing_class: Any = None,
         callbacks: list[TrainerCallback] | None = None,
@@ -123,14 +123,16 @@ class TraceGRPOTrainer(GRPOTrainer):
     def _prepare_inputs(self, generation_batch: list[dict[str, Any]]) -> dict[str, Tensor]:
         steps = self.args.steps_per_generation
         if self._step % (steps * self.num_iterations) == 0 or self._buffered_inputs is None:
-            traces = self.trace_source(generation_batch) if self.accelerator.is_main_process else None
-            (traces,) = broadcast_object_list([traces])
-            self._buffered_inputs = self._build_inputs(traces)
+            batch = self.trace_source(generation_batch) if self.accelerator.is_main_process else None
+            (batch,) = broadcast_object_list([batch])
+            self._buffered_inputs = self._build_inputs(batch)
         return self._buffered_inputs[self._step % steps]
 
-    def _build_inputs(self, traces: list[Trace]) -> list[dict[str, Tensor]]:
+    def _build_inputs(self, batch: Batch) -> list[dict[str, Tensor]]:
         """This process's micro-batches of a generation batch, in the keys that `GRPOTrainer._compute_loss` reads."""
-        rewards = session_rewards(traces)
+        traces, rewards = batch.traces, batch.rewards
+        if unrewarded := {trace.session_id for trace in traces} - rewards.keys():
+            raise ValueError(f"sessions without a reward must be left out, but these have traces: {sorted(unrewarded)}")
         advantages = session_advantages(rewards, self.scale_rewards)
         processes = self.accelerator.num_processes
         parts = split_evenly(traces, self.args.steps_per_generation * processes)
@@ -173,19 +175,6 @@ class _SkipEmptySteps(TrainerCallback):
         """Drop the gradients; the optimizer then leaves parameters and its state alone."""
         if self.trainer.tokens_in_batch == 0:
             model.zero_grad(set_to_none=True)
-
-
-def session_rewards(traces: Sequence[Trace]) -> dict[str, tuple[str, float]]:
-    """Session id -> (group id, reward). Raises `ValueError` for a trace without a reward."""
-    rewards = {}
-    for trace in traces:
-        if trace.reward is None:
-            raise ValueError(
-                f"trace {trace.trace_id} of session {trace.session_id} has no reward: "
-                "trace_source must leave sessions without one out"
-            )
-        rewards[trace.session_id] = (trace.group_id, trace.reward)
-    return rewards
 
 
 def mean_group_std(rewards: Mapping[str, tuple[str, float]]) -> float:

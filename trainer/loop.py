@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from peft import LoraConfig
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import set_seed
+from transformers.utils import logging as transformers_logging
 from trl import GRPOConfig
 
 from rolltap.addons.calls import Session
@@ -32,7 +34,7 @@ from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.scheduler import Plan, rollout
 from rolltap.trainer.rollouts.task import Task, load_tasks
 from rolltap.trainer.serve import check_engine
-from rolltap.trainer.traces import Ledger, Strategy, Trace, build_traces, label, leave_out_unrewarded
+from rolltap.trainer.traces import Batch, Ledger, Strategy, Trace, build_traces, label, leave_out_unrewarded
 
 CHECKPOINTS = "checkpoints"
 FINISHED = "model"
@@ -55,6 +57,7 @@ def train(recipe: Recipe, *, engine: str, run: Path, seed: int, console: Console
         publisher = _publisher(recipe, engine, run)
         source = OnlineTraces(plan, recorder, publisher, recipe.strategy, {t.id: t for t in tasks}, console)
         set_seed(seed)
+        transformers_logging.disable_progress_bar()  # one for every published checkpoint
         trainer = TraceGRPOTrainer(
             model=str(recipe.model),
             args=args,
@@ -93,7 +96,7 @@ class OnlineTraces:
         self._console = console
         self._writer = RunWriter(recorder.run)
 
-    def __call__(self, rows: list[dict[str, Any]]) -> list[Trace]:
+    def __call__(self, rows: list[dict[str, Any]]) -> Batch:
         """Publish the trainer's weights and record a group of sessions for each row (`task_id`)."""
         started = time.monotonic()
         step = self.trainer.state.global_step
@@ -101,8 +104,8 @@ class OnlineTraces:
         published = time.monotonic()
         sessions = self._rollout([self._tasks[row["task_id"]] for row in rows], str(step))
         traces, ledger = session_traces(self._recorder.run, sessions, self._strategy)
-        rewards = [session.reward for session in sessions if session.reward is not None]
-        mean = f"{sum(rewards) / len(rewards):.3f}" if rewards else "none"
+        rewards = {s.session_id: (s.group_id, s.reward) for s in sessions if s.reward is not None}
+        mean = f"{fmean(reward for _, reward in rewards.values()):.3f}" if rewards else "none"
         left_out = "".join(f", {tokens} left out: {why}" for why, tokens in ledger.left_out.items())
         self._console.print(
             f"step {step + 1}/{self.trainer.args.max_steps}  reward [bold]{mean}[/]  "
@@ -110,7 +113,7 @@ class OnlineTraces:
             f"{ledger.trained} tokens to train{left_out}  published in {published - started:.1f} s",
             highlight=False,
         )
-        return traces
+        return Batch(traces, rewards)
 
     def _rollout(self, tasks: Sequence[Task], version: str) -> list[Session]:
         columns = (TextColumn("sessions"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

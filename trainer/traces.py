@@ -74,6 +74,18 @@ class Trace:
     reward: float | None = None
 
 
+@dataclass(slots=True)
+class Batch:
+    """What a trainer steps on: traces, and the reward of every session that has one.
+
+    A session whose calls were all left out has no trace; its reward still counts in its group's mean.
+    """
+
+    traces: list[Trace]
+    rewards: dict[str, tuple[str, float]]
+    """Session id -> (group id, reward)."""
+
+
 def build_traces(calls: Sequence[Call], strategy: Strategy) -> tuple[list[Trace], Ledger]:
     """Traces of one session's calls, in the order in which a depth-first walk of the call tree reaches their leaves.
 

@@ -6,6 +6,7 @@ import os
 
 import aiohttp
 import pytest
+
 from rolltap.addons import endpoint as ep
 from rolltap.addons.rendering import Rendering
 from rolltap.addons.store import RunWriter, read_rows, write_metadata
@@ -13,7 +14,9 @@ from tests.scripted_engine import Answer, Say
 
 PATH = "/v1/chat/completions"
 TOOLS = [{"type": "function", "function": {"name": "bash", "description": "Run", "parameters": {"type": "object"}}}]
-TOOL_CALL = '<think>\nI look.\n</think>\n\n<tool_call>\n{"name":  "bash", "arguments": {"a" :true, "b":"é"}}\n</tool_call>'
+TOOL_CALL = (
+    '<think>\nI look.\n</think>\n\n<tool_call>\n{"name":  "bash", "arguments": {"a" :true, "b":"é"}}\n</tool_call>'
+)
 
 
 @pytest.fixture(scope="session")
@@ -195,16 +198,17 @@ class TestStream:
             scripted_engine.release()
             assert b"[DONE]" in await response.content.read()
 
-    async def test_a_harness_that_hangs_up_stops_the_generation(self, harness, scripted_engine):
+    async def test_a_harness_that_hangs_up_stops_the_generation(self, harness, scripted_engine, monkeypatch):
+        committed = asyncio.Event()
+        add_call = harness.endpoint.writer.add_call
+        monkeypatch.setattr(harness.endpoint.writer, "add_call", lambda call: (add_call(call), committed.set()))
         scripted_engine.replies.append(Say("one two three four five six", hold_after=3))
         async with harness.post({"messages": [user()], "stream": True}) as response:
             await response.content.readany()
             await asyncio.to_thread(scripted_engine.holding.wait)
             response.close()
         assert await asyncio.to_thread(scripted_engine.disconnected.wait, 30)
-        async with asyncio.timeout(30):
-            while not harness.calls():
-                await asyncio.sleep(0)
+        await asyncio.wait_for(committed.wait(), 30)
         (call,) = harness.calls()
         assert call["status"] == "aborted"
         assert len(call["completion_ids"]) == 3

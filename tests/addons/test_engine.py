@@ -5,6 +5,7 @@ import json
 
 import httpx
 import pytest
+
 from rolltap.addons.calls import VersionSpan
 from rolltap.addons.engine import NEUTRAL_SAMPLING, Engine, EngineError
 from tests.scripted_engine import Answer, Say
@@ -26,7 +27,7 @@ async def generate(client: Engine, *, model: str | None = None):
 async def test_tokens_log_probabilities_and_versions_arrive_in_order(scripted_engine, client):
     scripted_engine.replies.append(Say("hello there", weight_version="7"))
     chunks = await generate(client)
-    ids = scripted_engine.ids("hello there") + [scripted_engine.tokenizer.eos_token_id]
+    ids = [*scripted_engine.ids("hello there"), scripted_engine.tokenizer.eos_token_id]
     assert [i for chunk in chunks for i in chunk.token_ids] == ids
     assert [p for chunk in chunks for p in chunk.logprobs] == [-0.125 * (1 + i % 5) for i in range(len(ids))]
     assert chunks[-1].finish_reason == "stop"

@@ -24,7 +24,7 @@ from trl import GRPOConfig
 from rolltap.addons.calls import Call, VersionSpan
 from rolltap.trainer import grpo
 from rolltap.trainer.grpo import TokenAccountError, TraceGRPOTrainer
-from rolltap.trainer.traces import Strategy, Trace, build_traces
+from rolltap.trainer.traces import Batch, Strategy, Trace, build_traces
 
 VOCABULARY = 32
 GROUPS = Dataset.from_dict({"task_id": ["a", "b"]})
@@ -125,6 +125,11 @@ class Spy(TrainerCallback):
         self.weights.append({name: weight.detach().clone() for name, weight in model.named_parameters()})
 
 
+def batch_of(traces: list[Trace]) -> Batch:
+    """The traces with the rewards that they are labelled with."""
+    return Batch(traces, {t.session_id: (t.group_id, t.reward) for t in traces if t.reward is not None})
+
+
 def make_trainer(
     model,
     out: Path,
@@ -158,7 +163,7 @@ def make_trainer(
         copy.deepcopy(model),
         GRPOConfig(**settings | config),
         GROUPS,
-        trace_source=source,
+        trace_source=lambda rows: batch_of(source(rows)),
         groups_per_step=groups_per_step,
         processing_class=tokenizer(),
         peft_config=peft_config,
@@ -211,7 +216,7 @@ def test_the_model_that_sampled_has_ratio_one_and_nothing_is_clipped(model, trac
 def test_only_sampled_tokens_have_a_gradient_and_it_is_the_advantage_over_their_number(
     model, traces, tmp_path, monkeypatch
 ):
-    advantages = grpo.session_advantages(grpo.session_rewards(traces), "group")
+    advantages = grpo.session_advantages(batch_of(traces).rewards, "group")
     total = sum(sum(trace.completion_mask) for trace in traces)
     expected = sorted(
         -advantages[trace.session_id] / total for trace in traces for sampled in trace.completion_mask if sampled
@@ -394,7 +399,7 @@ def test_tokens_lost_on_the_way_to_the_loss_are_an_error(model, traces, tmp_path
 
 def test_a_trace_without_a_reward_is_refused(model, traces, tmp_path):
     traces[1] = replace(traces[1], reward=None)
-    with pytest.raises(ValueError, match=r"trace a1/a1-1 of session a1 has no reward: trace_source must leave"):
+    with pytest.raises(ValueError, match=r"sessions without a reward must be left out.*'a1'"):
         make_trainer(model, tmp_path, lambda rows: traces).train()
 
 
@@ -436,3 +441,14 @@ def test_rows_that_cannot_fill_a_step_are_refused(model, tmp_path, dataset, grou
 
 if __name__ == "__main__":
     train_once(Path(sys.argv[1]))
+
+
+def test_a_session_that_left_no_trace_counts_in_its_groups_mean(model, tmp_path):
+    """Otherwise a harness that crashed before its first call would raise its group's baseline."""
+    traces = [trace for trace in record(model, random.Random(5)) if trace.group_id == "a"]
+    batch = batch_of(traces)
+    batch.rewards["crashed"] = ("a", -10.0)
+    trainer = make_trainer(model, tmp_path, lambda rows: traces)
+    seen = torch.cat([rows["advantages"] for rows in trainer._build_inputs(batch)])
+    assert (seen >= 0).all()
+    assert seen.max() > 0

@@ -1,0 +1,184 @@
+"""The recorder as people start it: a real mitmdump with TLS, a real client, a scripted engine."""
+
+import os
+import re
+import signal
+import ssl
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from rolltap.addons.credentials import token
+from rolltap.addons.store import read_rows
+from tests.scripted_engine import Say
+
+MITMDUMP = Path(sys.executable).with_name("mitmdump")
+ADDON = Path(__file__).resolve().parents[2] / "addons" / "record.py"
+READY = re.compile(r"recording to .* proxy at http://(\S+)")
+CHAT = "https://api.openai.com/v1/chat/completions"
+HELLO = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
+
+
+class Recorder:
+    """A mitmdump process with the addon."""
+
+    def __init__(self, tmp_path, engine_url, model, *extra, env=None):
+        self.run = tmp_path / "run"
+        self.confdir = tmp_path / "conf"
+        settings = [
+            f"confdir={self.confdir}",
+            f"rolltap_out={self.run}",
+            f"rolltap_engine={engine_url}",
+            f"rolltap_model={model}",
+            *extra,
+        ]
+        command = [MITMDUMP, "-s", ADDON, "--listen-port", "0"]
+        for setting in settings:
+            command += ["--set", setting]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **(env or {})}
+        )
+        self.lines = []
+        self.address = None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if match := READY.search(line):
+                self.address = match[1]
+                break
+
+    def client(self, user="s1", password="x"):
+        context = ssl.create_default_context(cafile=self.confdir / "mitmproxy-ca-cert.pem")
+        proxy = f"http://{user}:{password}@{self.address}" if user else f"http://{self.address}"
+        return httpx.Client(proxy=proxy, verify=context, trust_env=False, timeout=30)
+
+    def stop(self, number=signal.SIGTERM):
+        self.process.send_signal(number)
+        self.lines += self.process.stdout.readlines()
+        self.process.stdout.close()
+        return self.process.wait()
+
+    def rows(self, table):
+        return list(read_rows(self.run, table))
+
+
+@pytest.fixture
+def start(tmp_path, scripted_engine, tiny_model):
+    started = []
+
+    def start(*extra, env=None):
+        started.append(Recorder(tmp_path, scripted_engine.url, tiny_model, *extra, env=env))
+        return started[-1]
+
+    yield start
+    for recorder in started:
+        if recorder.process.poll() is None:
+            recorder.stop()
+
+
+def test_a_model_call_is_answered_over_tls_and_everything_else_is_refused(start, scripted_engine):
+    recorder = start()
+    scripted_engine.replies += [Say("Hi."), Say("Ho.")]
+    with recorder.client() as client:
+        key = {"authorization": "Bearer sk-very-secret"}
+        assert client.post(CHAT, json=HELLO, headers=key).json()["choices"][0]["message"]["content"] == "Hi."
+        with client.stream("POST", CHAT, json={**HELLO, "stream": True}) as response:
+            assert list(response.iter_lines())[-2] == "data: [DONE]"
+        for method, url in [
+            ("GET", "https://api.openai.com/v1/files"),
+            ("POST", "https://telemetry.example.com/v1/chat"),
+            ("GET", "http://169.254.169.254/latest"),
+        ]:
+            refused = client.request(method, url)
+            assert (refused.status_code, refused.content) == (404, b"{}")
+        assert [model["id"] for model in client.get("https://api.openai.com/v1/models").json()["data"]] == ["scripted"]
+    assert recorder.stop() == 0
+    assert [call["session_id"] for call in recorder.rows("calls")] == ["s1", "s1"]
+    refusals = [(e["method"], e["host"], e["path"]) for e in recorder.rows("events") if e["kind"] == "refused"]
+    assert refusals == [
+        ("GET", "api.openai.com", "/v1/files"),
+        ("POST", "telemetry.example.com", "/v1/chat"),
+        ("GET", "169.254.169.254", "/latest"),
+    ]
+    everything = b"".join(path.read_bytes() for path in recorder.run.iterdir()) + "".join(recorder.lines).encode()
+    assert b"sk-very-secret" not in everything
+
+
+def test_an_allowed_host_is_dialled(start):
+    recorder = start("rolltap_allow=127.0.0.1")
+    with recorder.client() as client:
+        # nothing listens there: mitmproxy says so, which the refusal does not
+        assert client.get("http://127.0.0.1:9/x").status_code == 502
+    recorder.stop()
+    assert recorder.rows("events") == []
+
+
+def test_with_a_secret_only_the_sessions_own_token_opens_the_proxy(start, scripted_engine):
+    recorder = start(env={"ROLLTAP_SECRET": "hidden"})
+    scripted_engine.replies.append(Say("Hi."))
+    with recorder.client("s1", token("hidden", "s1")) as client:
+        assert client.post(CHAT, json=HELLO).status_code == 200
+    for user, password in [("s2", token("hidden", "s1")), ("s1", "x"), (None, None)]:
+        with recorder.client(user, password) as client, pytest.raises(httpx.ProxyError, match="407"):
+            client.post(CHAT, json=HELLO)
+    recorder.stop()
+    assert [call["session_id"] for call in recorder.rows("calls")] == ["s1"]
+    assert [event["kind"] for event in recorder.rows("events")].count("unauthorised") == 2
+    assert "hidden" not in "".join(recorder.lines)
+
+
+def test_kill_9_in_the_middle_of_a_rollout_loses_no_committed_call(start, scripted_engine):
+    recorder = start()
+    scripted_engine.replies += [Say(f"Reply {i}.") for i in range(5)] + [Say("one two three", hold_after=2)]
+    with recorder.client() as client:
+        told = [client.post(CHAT, json=HELLO).json()["id"].removeprefix("chatcmpl-") for _ in range(5)]
+        with client.stream("POST", CHAT, json={**HELLO, "stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            scripted_engine.holding.wait()
+            recorder.stop(signal.SIGKILL)
+            with pytest.raises(httpx.HTTPError):
+                list(lines)
+    calls = recorder.rows("calls")
+    assert [call["call_id"] for call in calls] == told
+    assert all(len(call["completion_ids"]) == len(call["logprobs"]) > 0 for call in calls)
+    started = [event["detail"] for event in recorder.rows("events") if event["kind"] == "call_started"]
+    assert len(started) == 6
+    assert set(told) < set(started)
+
+
+def test_a_second_recorder_goes_on_in_the_same_run(start, scripted_engine):
+    for _ in range(2):
+        recorder = start()
+        scripted_engine.replies.append(Say("Hi."))
+        with recorder.client() as client:
+            assert client.post(CHAT, json=HELLO).status_code == 200
+        recorder.stop()
+    assert len(recorder.rows("calls")) == 2
+    assert len(list(recorder.run.glob("calls-*.arrow"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("rolltap_out=", "rolltap_out is not set"),
+        ("rolltap_engine=localhost:8000", "rolltap_engine is 'localhost:8000': give a URL such as"),
+        ("rolltap_model=/nowhere", "rolltap_model: cannot load a tokenizer from '/nowhere'"),
+        ("rolltap_renderer=qwen9", "the renderer 'qwen9' does not fit"),
+        ('rolltap_sampling={"temprature": 1}', "rolltap_sampling has the unknown key 'temprature'"),
+        ("listen_host=0.0.0.0", "listen_host is '0.0.0.0', which other machines can reach: set rolltap_secret"),
+    ],
+)
+def test_a_bad_option_ends_mitmdump_with_a_message_and_no_traceback(start, setting, message):
+    recorder = start(setting)
+    assert recorder.address is None
+    assert recorder.process.wait() == 1
+    log = "".join(recorder.lines)
+    assert message in log
+    assert "Traceback" not in log
+
+
+def test_it_listens_on_loopback_unless_told_otherwise(start):
+    assert start().address.startswith("127.0.0.1:")

@@ -1,0 +1,62 @@
+import asyncio
+import os
+import select
+import sys
+
+import pytest
+
+from rolltap.trainer.rollouts.runtime import run
+
+
+async def sh(script, tmp_path, *, timeout=60.0):
+    return await run(["sh", "-c", script], cwd=tmp_path, env=dict(os.environ), timeout=timeout, log=tmp_path / "log")
+
+
+def wait_until_dead(pid: int) -> bool:
+    """Whether a process has ended, or does soon: a killed one takes a moment."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    ended, _, _ = select.select([descriptor], [], [], 30)
+    os.close(descriptor)
+    return bool(ended)
+
+
+async def test_status_and_output_are_kept(tmp_path):
+    finished = await sh("echo out; echo err >&2; exit 3", tmp_path)
+    assert (finished.exit_status, finished.output) == (3, "out\nerr\n")
+
+
+async def test_it_has_no_standard_input(tmp_path):
+    assert (await sh("cat; echo end", tmp_path)).output == "end\n"
+
+
+async def test_a_command_that_takes_too_long_is_stopped(tmp_path):
+    assert (await sh("sleep 600", tmp_path, timeout=0.1)).exit_status is None
+
+
+async def test_what_a_command_leaves_running_is_killed(tmp_path):
+    finished = await sh("sleep 600 & echo $!", tmp_path)
+    assert wait_until_dead(int(finished.output))
+
+
+async def test_cancelling_kills_the_whole_group(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    task = asyncio.create_task(sh("sleep 600 & echo $! > fifo; wait", tmp_path))
+    pid = int(await asyncio.to_thread((tmp_path / "fifo").read_text))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert wait_until_dead(pid)
+
+
+async def test_a_program_that_does_not_exist_is_an_os_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        await run(["no-such-program"], cwd=tmp_path, env={}, timeout=1, log=tmp_path / "log")
+
+
+async def test_output_that_is_not_text_is_kept_readable(tmp_path):
+    code = "import sys; sys.stdout.buffer.write(bytes([0xff, 0x41]))"
+    finished = await run([sys.executable, "-c", code], cwd=tmp_path, env={}, timeout=60, log=tmp_path / "log")
+    assert finished.output == "\ufffdA"
