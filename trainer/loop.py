@@ -18,7 +18,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from transformers import set_seed
+from transformers import PrinterCallback, set_seed
 from transformers.utils import logging as transformers_logging
 from trl import GRPOConfig
 
@@ -66,6 +66,7 @@ def train(recipe: Recipe, *, engine: str, run: Path, seed: int, console: Console
             groups_per_step=recipe.groups_per_step,
             peft_config=LoraConfig(**recipe.lora) if recipe.lora else None,
         )
+        trainer.remove_callback(PrinterCallback)  # one line a step, and that is `OnlineTraces`'s
         source.trainer = trainer
         checkpoint = last_checkpoint(run / CHECKPOINTS)
         if checkpoint is not None:
@@ -112,6 +113,7 @@ class OnlineTraces:
             f"{len(sessions)} sessions in {time.monotonic() - published:.1f} s  "
             f"{ledger.trained} tokens to train{left_out}  published in {published - started:.1f} s",
             highlight=False,
+            soft_wrap=True,
         )
         return Batch(traces, rewards)
 
@@ -178,6 +180,7 @@ def training_arguments(recipe: Recipe, run: Path, seed: int, tasks: Sequence[Tas
     defaults = {
         "bf16": cuda,
         "use_cpu": not cuda,
+        "activation_checkpointing": True,  # TRL's default, by the name that is not deprecated
         "beta": 0.0,
         "report_to": "none",
         "logging_steps": 1,

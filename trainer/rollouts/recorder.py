@@ -95,8 +95,8 @@ class Recorder:
 
     def _copy_log(self) -> None:
         assert self._process.stdout is not None
-        with (self.run / "recorder.log").open("a") as log:
-            for line in self._process.stdout:
+        with self._process.stdout as output, (self.run / "recorder.log").open("a") as log:
+            for line in output:
                 log.write(line)
                 log.flush()
                 match = _READY.search(line)

@@ -1,0 +1,84 @@
+"""The promise, on real parts: what vLLM sampled is what the store holds and what the trainer sees."""
+
+import asyncio
+import itertools
+import shutil
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rolltap.addons.store import RunWriter
+from rolltap.trainer.dataset import load_calls
+from rolltap.trainer.loop import session_traces
+from rolltap.trainer.rollouts.harness import load_harness
+from rolltap.trainer.rollouts.recorder import Recorder
+from rolltap.trainer.rollouts.scheduler import Plan, rollout
+from rolltap.trainer.rollouts.task import load_tasks
+
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+
+pytestmark = [pytest.mark.engine, pytest.mark.harness]
+
+
+@pytest.fixture(scope="module")
+def recorded(engine, tmp_path_factory):
+    """A run folder, and the sessions of mini-swe-agent that were recorded into it."""
+    if shutil.which("mini") is None:
+        pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
+    run = tmp_path_factory.mktemp("run")
+    plan = Plan(load_harness(RECIPES / "harnesses" / "mini-swe-agent.toml"), 3, 3, 300.0)
+    tasks = load_tasks(RECIPES / "quickstart" / "tasks.jsonl")
+    with Recorder(run, engine=engine.url, model=str(engine.model_dir)) as recorder:
+        sessions = asyncio.run(
+            rollout(tasks, plan, recorder, RunWriter(run), policy_version="default", done=lambda session: None)
+        )
+    return run, sessions
+
+
+def test_the_harness_ran_to_its_end_in_several_turns(recorded):
+    run, sessions = recorded
+    assert [session.status for session in sessions] == ["completed"] * 3
+    assert all(len(calls) >= 3 for calls in load_calls(run).values())
+
+
+def test_every_sampled_token_is_what_vllm_reports_when_it_scores_the_same_sequence(recorded, engine):
+    run, _ = recorded
+    for calls in load_calls(run).values():
+        for call in calls:
+            sequence = call.prompt_ids + call.completion_ids
+            body = {"model": str(engine.model_dir), "prompt": sequence, "max_tokens": 1, "prompt_logprobs": 0}
+            choice = httpx.post(f"{engine.url}/v1/completions", json=body, timeout=60).json()["choices"][0]
+            scored = choice["prompt_logprobs"][len(call.prompt_ids) :]
+            assert [int(next(iter(entry))) for entry in scored] == call.completion_ids
+            expected = [next(iter(entry.values()))["logprob"] for entry in scored]
+            assert call.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_prompts_of_later_turns_begin_with_the_earlier_turns_tokens(recorded):
+    run, _ = recorded
+    for calls in load_calls(run).values():
+        for earlier, later in itertools.pairwise(calls):
+            # mini-swe-agent drops a reply without a tool call from its history: that is a new branch, and says so
+            if later.kind == "bridged" and later.parent_id == earlier.call_id:
+                prefix = earlier.prompt_ids + earlier.completion_ids
+                assert later.prompt_ids[: len(prefix)] == prefix
+            else:
+                assert later.kind_reason is not None or later.parent_id != earlier.call_id
+        assert any(call.kind == "bridged" for call in calls)
+
+
+def test_on_policy_ratios_in_the_trainer_are_one(recorded, engine):
+    run, sessions = recorded
+    model = AutoModelForCausalLM.from_pretrained(engine.model_dir, dtype=torch.float32)
+    traces, ledger = session_traces(run, sessions, "prefix_merging")
+    assert ledger.sampled == ledger.trained == sum(sum(trace.completion_mask) for trace in traces) > 0
+    for trace in traces:
+        ids = torch.tensor([trace.prompt_ids + trace.completion_ids])
+        with torch.no_grad():
+            logprobs = model(ids).logits.log_softmax(-1)[0, len(trace.prompt_ids) - 1 : -1]
+        taken = logprobs.gather(1, torch.tensor(trace.completion_ids).unsqueeze(1)).squeeze(1)
+        ratio = torch.exp(taken - torch.tensor(trace.logprobs))[torch.tensor(trace.completion_mask).bool()]
+        torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=1e-4, rtol=0)

@@ -1,0 +1,33 @@
+import pytest
+
+from rolltap.trainer.errors import UserError
+from rolltap.trainer.recipe import load_recipe
+
+GOOD = 'model = "m"\ntasks = "t.jsonl"\nharness = "h.toml"\nsteps = 1\n'
+
+
+def test_paths_are_relative_to_the_recipe(tmp_path):
+    (tmp_path / "r.toml").write_text(GOOD)
+    recipe = load_recipe(tmp_path / "r.toml")
+    assert (recipe.model, recipe.tasks) == (tmp_path / "m", tmp_path / "t.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model = ", "is not TOML"),
+        (GOOD + "stepz = 3\n", "unknown key 'stepz'"),
+        (GOOD.replace("steps = 1", "steps = 0"), "'steps' is 0"),
+        (GOOD + 'strategy = "tree"\n', "'strategy' is 'tree'"),
+        (GOOD + 'publish = "lora"\n', r"needs a \[lora\] table"),
+    ],
+)
+def test_a_bad_key_is_named_with_its_value(tmp_path, text, message):
+    (tmp_path / "r.toml").write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_recipe(tmp_path / "r.toml")
+
+
+def test_a_missing_recipe_is_named(tmp_path):
+    with pytest.raises(UserError, match="cannot read the recipe"):
+        load_recipe(tmp_path / "none.toml")
