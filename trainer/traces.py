@@ -19,7 +19,7 @@ Strategy = Literal["per_request", "prefix_merging"]
 """`per_request`: one trace per call. `prefix_merging`: one per root-to-leaf path of the call tree. Both train the
 same sampled tokens, each in exactly one trace."""
 
-LeftOut = Literal["missing_logprobs", "violation", "aborted", "failed", "superseded", "no_reward"]
+LeftOut = Literal["aborted", "failed", "missing_logprobs", "violation", "superseded", "no_reward"]
 """Why the sampled tokens of a call are not trained. A call for which several hold is counted under the first."""
 
 HASH_BASE = np.uint64(0x9E3779B97F4A7C15)
@@ -155,11 +155,13 @@ def _require_one_session(calls: Sequence[Call]) -> None:
 
 def _left_out(call: Call) -> LeftOut | None:
     """Why the call by itself cannot be trained on, or None; a call that sampled nothing has no log-probabilities."""
+    if call.status != "completed":
+        return call.status
     if not call.logprobs:
         return "missing_logprobs"
     if call.violation or find_violation(call.completion_ids, call.logprobs, call.weight_versions):
         return "violation"
-    return None if call.status == "completed" else call.status
+    return None
 
 
 def _account(tokens: int, reason: LeftOut | None) -> Ledger:

@@ -136,7 +136,7 @@ class TestLeftOut:
             ("violation", {"logprobs": [-0.1, math.nan]}),
             ("violation", {"logprobs": [-0.1]}),
             ("violation", {"weight_versions": [VersionSpan("1", 0, 1)]}),
-            ("violation", {"violation": "damaged", "status": "aborted"}),
+            ("aborted", {"violation": "damaged", "status": "aborted"}),
             ("aborted", {"status": "aborted"}),
             ("failed", {"status": "failed"}),
         ],

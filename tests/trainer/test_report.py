@@ -1,0 +1,54 @@
+from datetime import UTC, datetime, timedelta
+
+from rolltap.addons.calls import Call, Event, Session, VersionSpan
+from rolltap.addons.store import RunWriter, write_metadata
+from rolltap.trainer.report import Step, plot_rewards, reward_steps, summarize
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def session(number, version, reward):
+    started = START + timedelta(seconds=number)
+    return Session(f"s{number}", "t", "g", "h", "completed", 0, reward, None, version, started)
+
+
+def test_steps_are_in_the_order_in_which_the_versions_were_used():
+    sessions = [session(3, "10", 1.0), session(1, "9", 0.0), session(2, "9", 0.5), session(4, None, None)]
+    assert reward_steps(sessions) == [
+        Step("9", 2, 0.25, 0.5),
+        Step("10", 1, 1.0, 1.0),
+        Step("default", 1, None, None),
+    ]
+
+
+def test_a_run_is_counted_with_what_went_wrong(tmp_path):
+    write_metadata(tmp_path, {})
+    writer = RunWriter(tmp_path)
+    versions = [VersionSpan("v", 0, 1)]
+    writer.add_call(Call("s1", "a", [1], [2], [-1.0], versions))
+    writer.add_call(Call("s1", "b", [9], [2], [1.0], versions, violation="log-probability 0 is positive (1.0)"))
+    writer.add_call(Call("s1", "c", [8], [2], [-1.0], [], status="aborted"))
+    for call_id in ("a", "b", "c", "lost"):
+        writer.add_event(Event("call_started", "s1", detail=call_id))
+    writer.add_event(Event("refused", "s1", "example.com"))
+    writer.add_event(Event("unauthorised"))
+    writer.add_session(session(1, "v", 1.0))
+    summary = summarize(tmp_path)
+    assert summary.calls == {"completed": 2, "aborted": 1}
+    assert summary.interrupted == 1
+    assert summary.refused == {"example.com": 1}
+    assert summary.unauthorised == 1
+    assert summary.violations == {"log-probability 0 is positive (1.0)": 1}
+    assert summary.ledger.left_out == {"violation": 1, "aborted": 1}
+    assert (summary.ledger.sampled, summary.ledger.trained) == (3, 1)
+
+
+def test_the_plot_is_a_png_even_of_a_run_without_rewards(tmp_path):
+    write_metadata(tmp_path, {})
+    writer = RunWriter(tmp_path)
+    writer.add_session(session(1, "0", None))
+    plot_rewards(tmp_path, tmp_path / "none.png", "nothing yet")
+    writer.add_session(session(2, "1", 0.5))
+    plot_rewards(tmp_path, tmp_path / "some.png", "something")
+    assert (tmp_path / "none.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "some.png").stat().st_size > (tmp_path / "none.png").stat().st_size
