@@ -19,7 +19,7 @@ _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text, without lone surrogates: see `well_formed`. Raises `ValueError` and `RecursionError`."""
+    """The value of a JSON text, its strings `well_formed`. Raises `ValueError` and `RecursionError`."""
     value = json.loads(text)
     if _SURROGATE_ESCAPE.search(text):  # pairs are fine, and rare enough to look twice
         value = json.loads(well_formed(json.dumps(value, ensure_ascii=False)))

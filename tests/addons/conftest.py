@@ -1,0 +1,56 @@
+import warnings
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from rolltap.addons.rendering import Rendering
+
+with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+    import mitmproxy.addons  # noqa: F401 - what it imports uses what others deprecate; tests take warnings as errors
+
+TEMPLATE = Path(__file__).resolve().parents[2] / "recipes/quickstart/chat_template.jinja"
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+MARKUP = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+
+
+def save_tokenizer(folder, template):
+    """A small byte-level BPE with Qwen3's special tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        [TEMPLATE.read_text()],
+        trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False),
+    )
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKUP])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
+        chat_template=template,
+    ).save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def rendering_folder(tmp_path_factory):
+    """A folder with a tokenizer and nothing else, for which `auto` finds the renderer `qwen3`."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder, TEMPLATE.read_text())
+    return folder
+
+
+@pytest.fixture(scope="session")
+def rendering(rendering_folder):
+    return Rendering(str(rendering_folder))
+
+
+@pytest.fixture(scope="session")
+def encode(rendering_folder):
+    """Text to token ids."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(rendering_folder)
+    return lambda text: tokenizer.encode(text, add_special_tokens=False)

@@ -1,0 +1,247 @@
+import logging
+import re
+
+import aiohttp
+import pytest
+from mitmproxy import ctx, http
+from mitmproxy.addons.proxyserver import Proxyserver
+from mitmproxy.test import taddons, tflow
+
+from rolltap.addons import endpoint as ep
+from rolltap.addons.calls import Event
+from rolltap.addons.capture import CAPTURED, Capture
+from rolltap.addons.dialects import chat
+from rolltap.addons.engine import NEUTRAL_SAMPLING
+from rolltap.addons.sessions import SESSION
+from rolltap.addons.store import RUN_FILE, read_metadata, read_rows, write_metadata
+from tests.addons.conftest import save_tokenizer
+
+COMPLETIONS = "https://api.openai.com/v1/chat/completions"
+
+
+@pytest.fixture
+def options(rendering_folder, tmp_path):
+    """What a recorder needs to be told. Nothing listens where its engine should be."""
+    return {
+        "rolltap_out": str(tmp_path / "run"),
+        "rolltap_engine": "http://127.0.0.1:1",
+        "rolltap_model": str(rendering_folder),
+        "rolltap_renderer": "qwen3",
+    }
+
+
+@pytest.fixture
+async def capture(options):
+    """The addon of a running recorder."""
+    addon = Capture()
+    with taddons.context(Proxyserver(), addon) as context:
+        context.configure(addon, **options)
+        addon.running()
+        yield addon
+        await addon.done()
+
+
+def request(method="POST", url=COMPLETIONS, headers=()):
+    flow = tflow.tflow(req=http.Request.make(method, url, headers=dict(headers)))
+    flow.metadata[SESSION] = "s1"
+    return flow
+
+
+class TestModelCalls:
+    @pytest.mark.parametrize(
+        ("method", "url"),
+        [
+            *(("POST", f"https://api.example.com{path}") for path in sorted(chat.PATHS)),
+            ("POST", COMPLETIONS + "?api-version=1"),
+            ("POST", "http://127.0.0.1:9/v1/chat/completions"),
+            ("GET", "https://api.openai.com/v1/models"),
+        ],
+    )
+    def test_they_go_to_the_endpoint_and_nowhere_else(self, capture, method, url):
+        flow = request(method, url)
+        path = flow.request.path
+        capture.request(flow)
+        assert flow.metadata[CAPTURED] is True
+        assert flow.response is None
+        assert flow.request.scheme == "http"
+        assert (flow.request.host, flow.request.port) == ("127.0.0.1", capture._endpoint.port)
+        assert flow.request.path == path
+
+    @pytest.mark.parametrize(
+        ("method", "url"),
+        [
+            ("GET", COMPLETIONS),
+            ("PUT", COMPLETIONS),
+            ("OPTIONS", COMPLETIONS),
+            ("POST", COMPLETIONS + "/"),
+            ("POST", COMPLETIONS + "/5"),
+            ("POST", COMPLETIONS + ";x"),
+            ("POST", "https://api.openai.com//v1/chat/completions"),
+            ("POST", "https://api.openai.com/V1/chat/completions"),
+            ("POST", "https://api.openai.com/v1/chat%2Fcompletions"),
+            ("POST", "https://api.openai.com/x/../v1/chat/completions"),
+            ("POST", "https://api.openai.com/v1/models"),
+            ("GET", "https://api.openai.com/v1/models/gpt-x"),
+            ("GET", "https://example.com/?/v1/models"),
+        ],
+    )
+    def test_other_requests_are_left_alone(self, capture, method, url):
+        flow = request(method, url, {"authorization": "Bearer key"})
+        before = flow.request.get_state()
+        capture.request(flow)
+        assert CAPTURED not in flow.metadata
+        assert flow.request.get_state() == before
+
+    def test_an_answer_that_is_there_stays(self, capture):
+        flow = request()
+        flow.response = http.Response.make(407)
+        capture.request(flow)
+        assert CAPTURED not in flow.metadata
+
+    def test_without_a_session_nothing_is_captured(self, capture):
+        flow = request()
+        del flow.metadata[SESSION]
+        with pytest.raises(KeyError):
+            capture.request(flow)
+        assert CAPTURED not in flow.metadata
+
+    def test_the_harnesss_keys_go_no_further(self, capture):
+        keys = dict.fromkeys(("Authorization", "X-Api-Key", "x-goog-api-key", "Api-Key", "Cookie"), "secret")
+        flow = request(headers={**keys, "user-agent": "harness"})
+        capture.request(flow)
+        assert "secret" not in flow.request.headers.values()
+        assert flow.request.headers["user-agent"] == "harness"
+
+    def test_a_harness_cannot_speak_for_another_session(self, capture):
+        forged = {"X-Rolltap-Session": "s2", "x-rolltap-host": "x", "X-ROLLTAP-SECRET": "x", "x-rolltap-other": "x"}
+        flow = request(headers=forged)
+        flow.request.headers.add("x-rolltap-session", "s3")
+        flow.request.headers["host"] = "spoofed.com"
+        capture.request(flow)
+        ours = {name: value for name, value in flow.request.headers.items(multi=True) if name.startswith("x-rolltap-")}
+        assert ours == {
+            ep.SECRET_HEADER: capture._endpoint.secret,
+            ep.SESSION_HEADER: "s1",
+            ep.HOST_HEADER: "api.openai.com",
+        }
+
+    async def test_the_endpoint_answers_what_was_captured(self, capture):
+        flow = request()
+        capture.request(flow)
+        async with aiohttp.ClientSession() as client:
+            async with client.post(flow.request.url, data=b"{", headers=dict(flow.request.headers)) as response:
+                assert response.status == 400
+            async with client.post(flow.request.url, data=b"{") as response:
+                assert response.status == 403
+        assert [event["kind"] for event in read_rows(capture._writer.run, "events")] == ["rejected"]
+
+    def test_their_replies_are_passed_on_as_they_come(self, capture):
+        flow, other = request(), request("GET", "https://example.com/")
+        for each in (flow, other):
+            capture.request(each)
+            each.response = http.Response.make()
+            capture.responseheaders(each)
+        assert flow.response.stream is True
+        assert other.response.stream is False
+
+
+class TestOptions:
+    """At start-up mitmdump ends with what is logged as an error; test_options.py has the other cases."""
+
+    @pytest.fixture
+    async def configure(self, options):
+        capture = Capture()
+        with taddons.context(Proxyserver(), capture) as context:
+            yield lambda **changes: context.configure(capture, **{**options, **changes})
+            capture.running()
+            await capture.done()
+
+    @pytest.mark.parametrize(
+        ("name", "value", "words"),
+        [
+            ("rolltap_out", "", r"rolltap_out is not set: add --set rolltap_out="),
+            ("rolltap_engine", "", r"rolltap_engine is not set: add --set rolltap_engine="),
+            ("rolltap_model", "", r"rolltap_model is not set: add --set rolltap_model="),
+            ("rolltap_engine", "localhost:8000", r"rolltap_engine is 'localhost:8000': give a URL such as http://"),
+            ("rolltap_engine", "http://", r"rolltap_engine is 'http://': give a URL such as http://"),
+            ("rolltap_model", "{tmp}", r"rolltap_model: cannot load a tokenizer from '.*'"),
+            ("rolltap_renderer", "gpt-oss", r"rolltap_model: the renderer 'gpt-oss' does not fit"),
+            ("rolltap_sampling", "{", r"rolltap_sampling is not JSON"),
+            ("rolltap_sampling", "[1]", r"rolltap_sampling is '\[1\]': give a JSON object"),
+            ("rolltap_sampling", '{"temp": 1}', r"unknown key 'temp': use .*temperature"),
+            ("rolltap_sampling", '{"top_p": "1"}', r"rolltap_sampling\['top_p'\] is '1': give a number"),
+            ("rolltap_sampling", '{"top_k": true}', r"rolltap_sampling\['top_k'\] is True: give a number"),
+            ("rolltap_out", "{tmp}/file", r"rolltap_out: .*file"),
+        ],
+    )
+    def test_a_refusal_names_the_option_its_value_and_what_to_do(self, configure, caplog, tmp_path, name, value, words):
+        (tmp_path / "file").touch()
+        configure(**{name: value.replace("{tmp}", str(tmp_path))})
+        (refusal,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+        assert re.search(words, refusal.message)
+        assert not (tmp_path / "run").exists()
+
+    def test_the_run_of_another_model_is_refused(self, configure, caplog, tmp_path):
+        write_metadata(tmp_path / "run", {"tokenizer_sha256": "other"})
+        configure()
+        assert re.search(r"rolltap_out: .* another tokenizer: choose a new folder", caplog.text)
+
+    def test_they_cannot_change_while_a_run_is_recorded(self, capture, caplog):
+        ctx.options.update(rolltap_sampling='{"temperature": 0.5}')
+        assert "cannot change while a run is recorded" in caplog.text
+
+    def test_other_options_can(self, capture, caplog):
+        ctx.options.update(stream_large_bodies="1m")
+        assert caplog.text == ""
+
+    def test_the_real_host_is_never_dialled(self, capture):
+        assert (ctx.options.connection_strategy, ctx.options.upstream_cert) == ("lazy", False)
+        assert ctx.options.http2 is False
+
+    def test_a_template_that_no_renderer_knows_is_warned_of(self, configure, caplog, tmp_path):
+        save_tokenizer(tmp_path / "model", "{% for message in messages %}{{ message.content }}{% endfor %}")
+        configure(rolltap_model=str(tmp_path / "model"), rolltap_renderer="auto")
+        assert "Set rolltap_renderer" in caplog.text
+
+
+class TestRun:
+    def test_it_says_how_it_was_recorded(self, capture, options, rendering):
+        metadata = read_metadata(capture._writer.run)
+        assert metadata["model"] == options["rolltap_model"]
+        assert (metadata["renderer"], metadata["engine"]) == ("qwen3", "http://127.0.0.1:1")
+        assert metadata["tokenizer_sha256"] == rendering.tokenizer_sha256
+        assert metadata["sampling"] == NEUTRAL_SAMPLING
+
+    def test_events_are_written_to_it(self, capture):
+        capture.record(Event("refused", "s1", "evil.com", "GET", "/"))
+        (event,) = read_rows(capture._writer.run, "events")
+        assert (event["kind"], event["session_id"], event["host"]) == ("refused", "s1", "evil.com")
+
+    def test_a_run_that_cannot_be_written_to_is_logged(self, capture, tmp_path, caplog):
+        run = capture._writer.run
+        (run / RUN_FILE).unlink()
+        run.rmdir()
+        capture.record(Event("refused"))
+        assert f"cannot write to {run}" in caplog.text
+
+
+async def test_sampling_may_differ_from_neutral(options):
+    capture = Capture()
+    with taddons.context(Proxyserver(), capture) as context:
+        context.configure(capture, **options, rolltap_sampling='{"temperature": 0.7, "max_tokens": 64}')
+        capture.running()
+        await capture.done()
+    sampling = {**NEUTRAL_SAMPLING, "temperature": 0.7, "max_tokens": 64}
+    assert capture._endpoint.sampling == sampling
+    assert read_metadata(capture._writer.run)["sampling"] == sampling
+
+
+async def test_nothing_is_captured_before_a_run_is_open():
+    capture = Capture()
+    with taddons.context(Proxyserver(), capture):
+        capture.running()
+        flow = request()
+        capture.request(flow)
+        capture.record(Event("refused"))
+        await capture.done()
+    assert CAPTURED not in flow.metadata

@@ -1,0 +1,109 @@
+import pyarrow as pa
+import pytest
+from mitmproxy import http
+from mitmproxy.test import taddons, tflow
+
+from rolltap.addons.calls import EVENT_SCHEMA
+from rolltap.addons.capture import CAPTURED
+from rolltap.addons.egress import Egress
+from rolltap.addons.sessions import SESSION
+
+
+@pytest.fixture
+def events():
+    return []
+
+
+@pytest.fixture
+async def egress(events):
+    addon = Egress(events.append)
+    with taddons.context(addon) as context:
+        context.configure(addon, rolltap_allow=["pypi.org", "*.PythonHosted.org"])
+        yield addon
+
+
+def request(url="https://evil.com/a?b=c", method="GET", **metadata):
+    flow = tflow.tflow(req=http.Request.make(method, url))
+    flow.metadata.update({SESSION: "s1", **metadata})
+    return flow
+
+
+def test_other_hosts_get_an_empty_object_at_once(egress):
+    flow = request()
+    egress.request(flow)
+    assert (flow.response.status_code, flow.response.content) == (404, b"{}")
+    assert flow.response.headers["content-type"] == "application/json"
+
+
+def test_refusals_are_recorded_without_the_query(egress, events):
+    egress.request(request(method="POST"))
+    (event,) = events
+    assert (event.kind, event.session_id, event.host) == ("refused", "s1", "evil.com")
+    assert (event.method, event.path) == ("POST", "/a")
+
+
+@pytest.mark.parametrize(
+    "url", ["https://pypi.org/simple/", "http://PyPI.org:8080/", "https://files.pythonhosted.org/x"]
+)
+def test_allowed_hosts_are_reached(egress, events, url):
+    flow = request(url)
+    egress.request(flow)
+    assert flow.response is None
+    assert events == []
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://pypi.org.evil.com/",
+        "https://evil.com/pypi.org",
+        "https://notpypi.org/",
+        "https://pythonhosted.org/",
+        "https://127.0.0.1:8000/",
+    ],
+)
+def test_hosts_that_only_look_allowed_are_not(egress, url):
+    flow = request(url)
+    egress.request(flow)
+    assert flow.response.status_code == 404
+
+
+def test_the_host_header_does_not_decide(egress):
+    flow = request("https://evil.com/")
+    flow.request.headers["host"] = "pypi.org"
+    egress.request(flow)
+    assert flow.response.status_code == 404
+
+
+def test_model_calls_pass(egress, events):
+    flow = request(**{CAPTURED: True})
+    egress.request(flow)
+    assert flow.response is None
+    assert events == []
+
+
+def test_an_answer_that_is_there_stays(egress, events):
+    flow = request()
+    flow.response = http.Response.make(407)
+    egress.request(flow)
+    assert flow.response.status_code == 407
+    assert events == []
+
+
+def test_what_is_not_utf8_can_be_recorded(egress, events):
+    flow = request()
+    flow.request.data.path, flow.request.data.method = b"/\xff", b"G\xff"
+    egress.request(flow)
+    assert flow.response.status_code == 404
+    pa.RecordBatch.from_pylist([event.to_row() for event in events], schema=EVENT_SCHEMA)
+
+
+def test_a_request_is_refused_even_when_that_cannot_be_recorded(egress, monkeypatch):
+    def fail(event):
+        raise RuntimeError
+
+    monkeypatch.setattr(egress, "_record", fail)
+    flow = request()
+    with pytest.raises(RuntimeError):
+        egress.request(flow)
+    assert flow.response.status_code == 404

@@ -1,0 +1,118 @@
+import json
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from rolltap.addons.dialects.model_call import Reply
+from rolltap.addons.rendering import ModelError, Rendering, model_folder
+from tests.addons.conftest import TEMPLATE, save_tokenizer
+
+USER = {"role": "user", "content": "Hello"}
+
+
+class TestChoice:
+    def test_auto_finds_the_renderer_that_agrees_with_the_template(self, rendering):
+        assert rendering.name == "qwen3"
+
+    def test_a_template_that_no_renderer_agrees_with_is_used_itself(self, tmp_path):
+        template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+        save_tokenizer(tmp_path, template)
+        rendering = Rendering(str(tmp_path))
+        assert rendering.name == "default"
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+        ids = rendering.render([USER], [])
+        assert tokenizer.decode(ids) == "user: Hello\nassistant:"
+        assert rendering.bridge(ids, tokenizer.encode(" Hi"), [USER], []) is None
+
+    def test_a_renderer_can_be_named(self, rendering_folder):
+        assert Rendering(str(rendering_folder), "qwen3").name == "qwen3"
+
+    @pytest.mark.parametrize(
+        ("renderer", "words"),
+        [("qwen4", "the renderer 'qwen4' does not fit"), ("gpt-oss", "the renderer 'gpt-oss' does not fit")],
+        ids=["unknown", "of another family"],
+    )
+    def test_a_wrong_name_is_refused(self, rendering_folder, renderer, words):
+        with pytest.raises(ModelError, match=words):
+            Rendering(str(rendering_folder), renderer)
+
+    def test_a_folder_without_a_tokenizer_is_refused(self, tmp_path):
+        with pytest.raises(ModelError, match="cannot load a tokenizer from"):
+            Rendering(str(tmp_path))
+
+    def test_digests_tell_tokenizers_and_templates_apart(self, rendering, tmp_path):
+        save_tokenizer(tmp_path, TEMPLATE.read_text() + "{# edited #}")
+        other = Rendering(str(tmp_path), "qwen3")
+        assert other.tokenizer_sha256 == rendering.tokenizer_sha256
+        assert other.chat_template_sha256 != rendering.chat_template_sha256
+
+
+class TestModelFolder:
+    def test_a_folder_becomes_absolute_and_a_name_stays(self, tmp_path, monkeypatch):
+        (tmp_path / "model").mkdir()
+        monkeypatch.chdir(tmp_path)
+        assert model_folder("model") == str(tmp_path / "model")
+        assert model_folder("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+
+
+class TestBridge:
+    @pytest.mark.parametrize("completion", ["Hi.<|im_end|>", "Hi", "", "<think>\nI", "<think>\nI\n</think>\n\nHi<|im_"])
+    def test_it_keeps_every_token_sampled_so_far(self, rendering, encode, completion):
+        prompt_ids, completion_ids = rendering.render([USER], []), encode(completion)
+        ids = rendering.bridge(prompt_ids, completion_ids, [USER], [])
+        assert ids[: len(prompt_ids) + len(completion_ids)] == prompt_ids + completion_ids
+        assert ids[-len(encode("Hello<|im_end|>\n<|im_start|>assistant\n")) :] == encode(
+            "Hello<|im_end|>\n<|im_start|>assistant\n"
+        )
+
+    @pytest.mark.parametrize("completion", ["Hi.<|im_end|>Hi", "<think>\nI<|im_end|>"], ids=["after the end", "open"])
+    def test_it_declines_what_it_would_have_to_change(self, rendering, encode, completion):
+        assert rendering.bridge(rendering.render([USER], []), encode(completion), [USER], []) is None
+
+    def test_earlier_reasoning_stays_when_the_user_speaks_again(self, rendering, encode):
+        completion_ids = encode("<think>\nI think.\n</think>\n\nHi.<|im_end|>")
+        assert rendering.bridge(rendering.render([USER], []), completion_ids, [USER], []) is not None
+
+
+def call(text):
+    return f"<tool_call>\n{text}\n</tool_call>"
+
+
+class TestParse:
+    def parse(self, rendering, encode, text, **options):
+        return rendering.parse(rendering.render([USER], []), encode(text), [], **options)
+
+    def test_reasoning_text_and_calls_are_told_apart(self, rendering, encode):
+        look = call('{"name": "look", "arguments": {"at": "é"}}')
+        reply = self.parse(rendering, encode, f"<think>\nHm.\n</think>\n\nI look.\n{look}<|im_end|>")
+        assert (reply.reasoning, reply.content) == ("Hm.", "I look.")
+        (made,) = reply.tool_calls
+        assert (made.name, json.loads(made.arguments)) == ("look", {"at": "é"})
+        assert made.id.startswith("call_")
+
+    def test_every_call_has_an_id_of_its_own(self, rendering, encode):
+        reply = self.parse(rendering, encode, call('{"name": "look", "arguments": {}}') * 3)
+        assert len({made.id for made in reply.tool_calls}) == 3
+
+    @pytest.mark.parametrize(
+        "inside",
+        ['{"name": "look", "argum', "not JSON", '{"arguments": {}}', '{"name": 5, "arguments": {}}', "[]"],
+        ids=["cut", "not JSON", "no name", "a number as name", "no object"],
+    )
+    def test_a_call_that_is_not_well_formed_is_text(self, rendering, encode, inside):
+        assert self.parse(rendering, encode, call(inside)) == Reply(content=inside)
+        assert self.parse(rendering, encode, f"<tool_call>\n{inside}", partial=True) == Reply()
+
+    @pytest.mark.parametrize(
+        "value", ["1" * 5000, "[" * 100_000], ids=["an integer of thousands of digits", "brackets without end"]
+    )
+    def test_json_that_python_does_not_read_is_text(self, rendering, encode, value):
+        text = call(f'{{"name": "look", "arguments": {value}}}')
+        assert self.parse(rendering, encode, text + "<|im_end|>") == Reply(content=text)
+
+    def test_half_a_character_is_replaced(self, rendering, encode):
+        (made,) = self.parse(rendering, encode, call(r'{"name": "look", "arguments": {"at": "\ud83d"}}')).tool_calls
+        assert made.arguments == '{"at": "\ufffd"}'
+
+    def test_a_turn_ends_with_its_stop_token(self, rendering, encode):
+        assert set(rendering.stop_token_ids()) == {*encode("<|im_end|>"), *encode("<|endoftext|>")}

@@ -1,0 +1,165 @@
+import base64
+
+import pyarrow as pa
+import pytest
+from mitmproxy import exceptions, http
+from mitmproxy.test import taddons, tflow
+
+from rolltap.addons.calls import EVENT_SCHEMA
+from rolltap.addons.credentials import token
+from rolltap.addons.sessions import SESSION, Sessions
+
+SECRET = "key"
+
+
+def credentials(session_id, password=None):
+    password = token(SECRET, session_id) if password is None else password
+    return {"proxy-authorization": "Basic " + base64.b64encode(f"{session_id}:{password}".encode()).decode()}
+
+
+def request(method="GET", url="http://example.com/", headers=None, client=None):
+    return tflow.tflow(req=http.Request.make(method, url, headers=headers or {}), client_conn=client)
+
+
+@pytest.fixture
+def events():
+    return []
+
+
+@pytest.fixture
+async def sessions(events, monkeypatch):
+    monkeypatch.delenv("ROLLTAP_SECRET", raising=False)
+    addon = Sessions(events.append)
+    with taddons.context(addon) as context:
+        context.configure(addon, rolltap_secret=SECRET)
+        yield addon
+
+
+class TestTunnel:
+    def test_its_credentials_name_the_session_of_every_request_in_it(self, sessions):
+        connect = request("CONNECT", "https://example.com/", credentials("s1"))
+        sessions.http_connect(connect)
+        assert connect.response is None
+        assert "proxy-authorization" not in connect.request.headers
+        for _ in range(2):
+            inside = request(client=connect.client_conn)
+            sessions.requestheaders(inside)
+            assert (inside.metadata[SESSION], inside.response) == ("s1", None)
+
+    def test_credentials_that_are_repeated_within_it_go_no_further(self, sessions):
+        connect = request("CONNECT", "https://example.com/", credentials("s1"))
+        sessions.http_connect(connect)
+        inside = request(headers=credentials("s2"), client=connect.client_conn)
+        sessions.requestheaders(inside)
+        assert inside.metadata[SESSION] == "s1"
+        assert "proxy-authorization" not in inside.request.headers
+
+    def test_other_connections_are_not_named_by_it(self, sessions):
+        sessions.http_connect(request("CONNECT", "https://example.com/", credentials("s1")))
+        other = request()
+        sessions.requestheaders(other)
+        assert (other.metadata.get(SESSION), other.response.status_code) == (None, 407)
+
+
+@pytest.fixture(params=["http_connect", "requestheaders"])
+def authenticate(request, sessions):
+    """The hook for a tunnel and the one for a request without."""
+    return getattr(sessions, request.param)
+
+
+class TestCredentials:
+    def test_a_request_without_a_tunnel_brings_its_own(self, sessions):
+        flow = request(headers=credentials("s1"))
+        sessions.requestheaders(flow)
+        assert (flow.metadata[SESSION], flow.response) == ("s1", None)
+        assert "proxy-authorization" not in flow.request.headers
+
+    @pytest.mark.parametrize(
+        ("session_id", "password"),
+        [("s1", "wrong"), ("s1", token(SECRET, "s2")), ("s1", "é"), ("", ""), ("", token(SECRET, ""))],
+        ids=["wrong", "another session's", "not ASCII", "empty", "empty session"],
+    )
+    def test_wrong_ones_are_refused_and_recorded(self, authenticate, events, session_id, password):
+        flow = request("POST", headers=credentials(session_id, password))
+        authenticate(flow)
+        assert flow.response.status_code == 407
+        assert SESSION not in flow.metadata
+        assert "proxy-authorization" not in flow.request.headers
+        (event,) = events
+        assert (event.kind, event.session_id, event.host, event.method) == ("unauthorised", None, "example.com", "POST")
+
+    @pytest.mark.parametrize("header", [{}, {"proxy-authorization": "Bearer x"}, {"proxy-authorization": "Basic *"}])
+    def test_without_any_the_client_is_asked_for_them(self, authenticate, events, header):
+        flow = request(headers=header)
+        authenticate(flow)
+        assert flow.response.status_code == 407
+        assert flow.response.headers["proxy-authenticate"].startswith("Basic ")
+        assert "HTTPS_PROXY=http://SESSION:TOKEN@HOST:PORT" in flow.response.text
+        assert events == []
+
+    def test_what_is_not_utf8_can_be_recorded(self, sessions, events):
+        flow = request(headers=credentials("s1", "wrong"))
+        flow.request.data.method = b"G\xff"
+        sessions.requestheaders(flow)
+        assert flow.response.status_code == 407
+        pa.RecordBatch.from_pylist([event.to_row() for event in events], schema=EVENT_SCHEMA)
+
+    def test_a_request_is_refused_even_when_that_cannot_be_recorded(self, sessions, monkeypatch):
+        def fail(event):
+            raise RuntimeError
+
+        monkeypatch.setattr(sessions, "_record", fail)
+        flow = request(headers=credentials("s1", "wrong"))
+        with pytest.raises(RuntimeError):
+            sessions.requestheaders(flow)
+        assert flow.response.status_code == 407
+
+
+class TestOptions:
+    @pytest.fixture
+    async def context(self, monkeypatch):
+        monkeypatch.delenv("ROLLTAP_SECRET", raising=False)
+        with taddons.context() as context:
+            yield context
+
+    def test_any_password_is_taken_without_a_secret(self, context):
+        sessions = Sessions([].append)
+        context.master.addons.add(sessions)
+        flow = request(headers=credentials("s1", "anything"))
+        sessions.requestheaders(flow)
+        assert flow.metadata[SESSION] == "s1"
+
+    def test_it_listens_on_loopback_unless_told_otherwise(self, context):
+        context.master.addons.add(Sessions([].append))
+        assert context.options.listen_host == "127.0.0.1"
+
+    def test_the_secret_can_come_from_the_environment(self, context, monkeypatch):
+        monkeypatch.setenv("ROLLTAP_SECRET", SECRET)
+        context.master.addons.add(Sessions([].append))
+        assert context.options.rolltap_secret == SECRET
+
+    @pytest.mark.parametrize(
+        ("options", "accepted"),
+        [
+            ({"listen_host": "localhost"}, True),
+            ({"listen_host": "::1"}, True),
+            ({"listen_host": "127.1.2.3"}, True),
+            ({"listen_host": ""}, False),
+            ({"listen_host": "0.0.0.0"}, False),
+            ({"listen_host": "::"}, False),
+            ({"listen_host": "192.168.0.7"}, False),
+            ({"listen_host": "example.com"}, False),
+            ({"mode": ["regular", "regular@0.0.0.0:9"]}, False),
+            ({"mode": ["regular@127.0.0.1:9"], "listen_host": "0.0.0.0"}, True),
+            ({"listen_host": "0.0.0.0", "rolltap_secret": SECRET}, True),
+            ({"mode": ["regular@0.0.0.0:9"], "rolltap_secret": SECRET}, True),
+        ],
+    )
+    def test_other_machines_are_let_in_with_a_secret_only(self, context, options, accepted):
+        sessions = Sessions([].append)
+        context.master.addons.add(sessions)
+        if accepted:
+            context.configure(sessions, **options)
+        else:
+            with pytest.raises(exceptions.OptionsError, match=r"other machines can reach: set rolltap_secret, or"):
+                context.configure(sessions, **options)
