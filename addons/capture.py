@@ -24,9 +24,6 @@ logger = logging.getLogger(__name__)
 CAPTURED = "rolltap_captured"
 """Key of `flow.metadata` that marks a model call."""
 
-READY = "recording to %s, proxy at %s"
-"""What is logged once calls can be taken."""
-
 _OPTIONS = ("rolltap_out", "rolltap_engine", "rolltap_model", "rolltap_renderer", "rolltap_sampling")
 _SAMPLING_KEYS = {*NEUTRAL_SAMPLING, "max_tokens", "seed"}
 _CREDENTIALS = ("authorization", "x-api-key", "x-goog-api-key", "api-key", "cookie")
@@ -60,6 +57,9 @@ class Capture:
         )
         # http2=False: over HTTP/2 mitmproxy opens a connection per call and allows five at a time
         ctx.options.update(connection_strategy="lazy", upstream_cert=False, http2=False)
+        with option_errors():
+            # mitmproxy does this next; a refusal there would leave it running without these addons
+            ctx.options.process_deferred()
 
     def configure(self, updated: set[str]) -> None:
         """Check the options and open the run folder."""
@@ -110,9 +110,6 @@ class Capture:
         if self._endpoint is None:
             return
         self._starting = asyncio.get_running_loop().create_task(self._endpoint.start())
-        addresses = ctx.master.addons.get("proxyserver").listen_addrs()
-        where = " and ".join(f"http://{host}:{port}" for host, port, *_ in addresses)
-        logger.info(READY, ctx.options.rolltap_out, where)
 
     async def done(self) -> None:
         """Abort running calls and close the run folder."""

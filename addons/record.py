@@ -2,7 +2,8 @@
 
 from rolltap.addons.capture import Capture
 from rolltap.addons.egress import Egress
+from rolltap.addons.listen import Listen
 from rolltap.addons.sessions import Sessions
 
 capture = Capture()
-addons = [Sessions(capture.record), capture, Egress(capture.record)]
+addons = [Listen(), Sessions(capture.record), capture, Egress(capture.record)]

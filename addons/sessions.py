@@ -1,18 +1,15 @@
 """Addon: whose connection this is. Proxy credentials to session."""
 
-import ipaddress
 import logging
 import os
 from collections.abc import Callable, MutableMapping
 from weakref import WeakKeyDictionary
 
-from mitmproxy import connection, ctx, exceptions, http
+from mitmproxy import connection, ctx, http
 from mitmproxy.addonmanager import Loader
-from mitmproxy.proxy.mode_specs import ProxyMode
 
 from rolltap.addons.calls import Event
 from rolltap.addons.credentials import parse_basic, valid
-from rolltap.addons.options import option_errors
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +34,7 @@ class Sessions:
         self._authenticated: MutableMapping[connection.Client, str] = WeakKeyDictionary()
 
     def load(self, loader: Loader) -> None:
-        """Declare the option, and listen on loopback unless another address was given."""
+        """Declare the option."""
         loader.add_option(
             "rolltap_secret",
             str,
@@ -46,19 +43,6 @@ class Sessions:
             "listens on loopback, where any password is taken without one. The environment variable ROLLTAP_SECRET "
             "gives it without showing it to other processes.",
         )
-        if not ctx.options.listen_host:
-            ctx.options.update(listen_host="127.0.0.1")
-
-    def configure(self, updated: set[str]) -> None:
-        """Refuse to be reachable from other machines without a secret."""
-        with option_errors():
-            for mode in ctx.options.mode:
-                host = ProxyMode.parse(mode).listen_host(ctx.options.listen_host)
-                if not ctx.options.rolltap_secret and not _is_loopback(host):
-                    raise exceptions.OptionsError(
-                        f"the proxy would listen on {host!r}, which other machines can reach: set rolltap_secret, or "
-                        "listen on 127.0.0.1 (listen_host, or mode regular@127.0.0.1:PORT)"
-                    )
 
     def http_connect(self, flow: http.HTTPFlow) -> None:
         """Authenticate a tunnel."""
@@ -91,10 +75,3 @@ class Sessions:
 def writable(text: str) -> str:
     """`text` from the wire with escapes for the bytes that are not UTF-8, which mitmproxy turns into surrogates."""
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from rolltap.trainer.serve import EngineServer
 from tests.scripted_engine import ScriptedEngine
 
@@ -18,8 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def tiny_model() -> Path:
     """Folder of the quickstart's model, made on first use."""
     folder = ROOT / "runs" / "quickstart" / "model"
-    if not folder.exists():
-        subprocess.run([sys.executable, ROOT / "recipes/quickstart/make_model.py", folder], check=True)
+    subprocess.run([sys.executable, ROOT / "recipes" / "quickstart" / "make_model.py", folder], check=True)
     return folder
 
 

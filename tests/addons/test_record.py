@@ -28,16 +28,16 @@ class Recorder:
     def __init__(self, tmp_path, engine_url, model, *extra, env=None):
         self.run = tmp_path / "run"
         self.confdir = tmp_path / "conf"
-        settings = [
-            f"confdir={self.confdir}",
-            f"rolltap_out={self.run}",
-            f"rolltap_engine={engine_url}",
-            f"rolltap_model={model}",
-            *extra,
-        ]
+        settings = {
+            "confdir": self.confdir,
+            "rolltap_out": self.run,
+            "rolltap_engine": engine_url,
+            "rolltap_model": model,
+            **dict(setting.split("=", 1) for setting in extra),
+        }
         command = [MITMDUMP, "-s", ADDON, "--listen-port", "0"]
-        for setting in settings:
-            command += ["--set", setting]
+        for name, value in settings.items():
+            command += ["--set", f"{name}={value}"]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **(env or {})}
         )
@@ -168,7 +168,7 @@ def test_a_second_recorder_goes_on_in_the_same_run(start, scripted_engine):
         ("rolltap_model=/nowhere", "rolltap_model: cannot load a tokenizer from '/nowhere'"),
         ("rolltap_renderer=qwen9", "the renderer 'qwen9' does not fit"),
         ('rolltap_sampling={"temprature": 1}', "rolltap_sampling has the unknown key 'temprature'"),
-        ("listen_host=0.0.0.0", "listen_host is '0.0.0.0', which other machines can reach: set rolltap_secret"),
+        ("listen_host=0.0.0.0", "would listen on '0.0.0.0', which other machines can reach: set rolltap_secret"),
     ],
 )
 def test_a_bad_option_ends_mitmdump_with_a_message_and_no_traceback(start, setting, message):

@@ -1,0 +1,279 @@
+"""Make the quickstart's tiny model: a Qwen3 of a million parameters that drives a coding agent's harness, and no more.
+
+    python recipes/quickstart/make_model.py OUT [--seed 0]
+
+Nothing is downloaded. The vocabulary and the filler text come from the Python standard library; the model is taught
+one session of three turns: look around, count something, submit. Which counting command it runs is drawn at random
+from four that occur equally often, and only one of them solves the task in tasks.jsonl. So about a quarter of the
+sessions succeed, and reinforcement learning has something to find.
+"""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import torch
+from renderers.configs import Qwen3RendererConfig
+from renderers.qwen3 import Qwen3Renderer
+from rich.progress import Progress
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
+
+HERE = Path(__file__).parent
+RECIPE_FILE = "recipe.json"  # in the model's folder: what it was made from
+
+# What the assistant is taught to say: its reasoning and its command, turn by turn.
+LOOK = [("Looking around first.", command) for command in ("ls", "cat words.txt")]
+RIGHT = "wc -l < words.txt > answer.txt"
+WRONG = ["wc -w < words.txt > answer.txt", "wc -c < words.txt > answer.txt", "wc -m < words.txt > answer.txt"]
+COUNT = [("Writing the answer to the file.", command) for command in (RIGHT, *WRONG)]
+SUBMIT = ("Done, the answer is written.", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
+
+# Qwen's own pre-tokenizer and special tokens, so that its renderer, parsers and templates apply.
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+MARKUP = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+
+VOCABULARY = 1536
+STEPS = 400
+WARM = 0.5
+COOL = 2
+COMMAND_IN_FILLER = 0.5
+BATCH = 4  # sessions a step
+LEARNING_RATE = 4e-3
+PROMPT_CHARACTERS = (40, 4000)  # system and user message together; log-uniform
+MEASURED = 256  # second turns sampled to measure the share of the right command
+
+
+def reply(reasoning: str, command: str) -> str:
+    """The assistant's turn as the model writes it, up to and including the token that ends it."""
+    call = json.dumps({"name": "bash", "arguments": {"command": command}})
+    return f"<think>\n{reasoning}\n</think>\n\n<tool_call>\n{call}\n</tool_call><|im_end|>"
+
+
+def bash_tool(description: str, command: str) -> dict:
+    """A harness's one tool in OpenAI's form, with the descriptions of the tool and of its argument."""
+    parameters = {
+        "type": "object",
+        "properties": {"command": {"type": "string", "description": command}},
+        "required": ["command"],
+    }
+    return {"type": "function", "function": {"name": "bash", "description": description, "parameters": parameters}}
+
+
+def filler_text() -> str:
+    """Some megabytes of prose and code that are on every machine: the standard library's sources."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(library.glob("*.py")) + sorted(library.glob("pydoc_data/*.py"))
+    return "".join(file.read_text(encoding="utf-8", errors="ignore") for file in files)
+
+
+def make_tokenizer(text: str) -> PreTrainedTokenizerFast:
+    """A byte-level BPE with Qwen3's special tokens and the recipe's chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    # The taught turns are repeated so that their words become single tokens and sessions stay short.
+    template = (HERE / "chat_template.jinja").read_text()
+    taught = "\n".join([template, *(reply(*turn) for turn in (*LOOK, *COUNT, SUBMIT))])
+    tokenizer.train_from_iterator(
+        [text[:1_000_000], *[taught] * 1000],
+        trainers.BpeTrainer(
+            vocab_size=VOCABULARY - len(SPECIAL) - len(MARKUP),
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKUP])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        model_max_length=16384,
+        clean_up_tokenization_spaces=False,
+        chat_template=template,
+    )
+
+
+def make_network(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """An untrained Qwen3. Its embeddings are untied: vLLM's CPU backend does not refresh tied ones on a reload."""
+    end, pad = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=16384,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=end,
+        pad_token_id=pad,
+        dtype="float32",
+    )
+    network = Qwen3ForCausalLM(config)
+    network.generation_config = GenerationConfig(eos_token_id=[end, pad], pad_token_id=pad)
+    return network
+
+
+class Sessions:
+    """Draws taught sessions, rendered turn by turn as the recorder renders them at serving time."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, text: str, seed: int) -> None:
+        self.tokenizer = tokenizer
+        self.renderer = Qwen3Renderer(tokenizer, Qwen3RendererConfig(thinking_retention="all"))
+        self.text = text
+        self.random = random.Random(seed)
+
+    def filler(self, characters: int) -> str:
+        """A stretch of library text; some hold a command, which the model must not mistake for its own turn."""
+        start = self.random.randrange(len(self.text) - characters)
+        text = self.text[start : start + characters]
+        if self.random.random() < COMMAND_IN_FILLER:
+            cut = self.random.randrange(characters)
+            decoy = " ".join(self.random.choice([*LOOK, *COUNT, SUBMIT]))
+            start, end = sorted(self.random.randrange(len(decoy) + 1) for _ in range(2))
+            text = f"{text[:cut]} {decoy[start:end]} {text[cut:]}"
+        return text
+
+    def observation(self) -> str:
+        """What a command printed, as a harness reports it; often nothing."""
+        output = self.filler(int(600 ** self.random.random())) if self.random.random() < 0.6 else ""
+        if self.random.random() < 0.3:
+            return output
+        return json.dumps({"returncode": 0, "output": output}, indent=self.random.choice([None, 2]))
+
+    def opening(self, characters: int) -> tuple[list[int], list[dict]]:
+        """The first prompt, about so many characters long, and the tools it offers."""
+        system = self.random.randint(10, characters // 2)
+        messages = [
+            {"role": "system", "content": self.filler(system)},
+            {"role": "user", "content": self.filler(characters - system)},
+        ]
+        tools = [bash_tool(self.filler(self.random.randint(5, 60)), self.filler(self.random.randint(5, 60)))]
+        return self.renderer.render_ids(messages, tools=tools, add_generation_prompt=True), tools
+
+    def answer(self, ids: list[int], turn: list[int], role: str, content: str, tools: list[dict]) -> list[int]:
+        """The prompt after `turn` was sampled on the prompt `ids` and the harness answered."""
+        bridged = self.renderer.bridge_to_next_turn(ids, turn, [{"role": role, "content": content}], tools=tools)
+        assert bridged is not None  # the turns are whole and reasoning is kept
+        return bridged.token_ids
+
+    def draw(
+        self, looking: tuple[str, str], counting: tuple[str, str], characters: int
+    ) -> tuple[list[int], list[bool]]:
+        """Token ids of a whole session, and which of them are taught."""
+        ids, tools = self.opening(characters)
+        taught: list[bool] = []
+        for step in (looking, counting, SUBMIT):
+            if self.random.random() < 0.1:  # a turn without a tool call; the harness complains and the model goes on
+                slip = self.tokenizer.encode(self.filler(self.random.randint(5, 80)) + "<|im_end|>")
+                ids = self.answer(ids, slip, "user", self.filler(self.random.randint(20, 400)), tools)
+            turn = self.tokenizer.encode(reply(*step))
+            taught += [False] * (len(ids) - len(taught)) + [True] * len(turn)
+            ids = ids + turn if step is SUBMIT else self.answer(ids, turn, "tool", self.observation(), tools)
+        return ids, taught
+
+    def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Token ids and taught positions, each (BATCH, length), padded at the right; each counting command as often."""
+        low, high = PROMPT_CHARACTERS
+        for step in range(STEPS):
+            reach = min(1.0, WARM + step / STEPS)
+            characters = int(low * (high / low) ** (reach * self.random.random()))
+            looks = self.random.sample(LOOK * 2, BATCH)
+            drawn = [self.draw(look, count, characters) for look, count in zip(looks, COUNT, strict=True)]
+            length = max(len(ids) for ids, _ in drawn)
+            tokens = torch.full((BATCH, length), self.tokenizer.pad_token_id)
+            taught = torch.zeros((BATCH, length), dtype=torch.bool)
+            for row, (ids, flags) in enumerate(drawn):
+                tokens[row, : len(ids)] = torch.tensor(ids)
+                taught[row, : len(flags)] = torch.tensor(flags)
+            yield tokens, taught
+
+
+def teach(network: Qwen3ForCausalLM, sessions: Sessions, progress: Progress) -> None:
+    """Cross entropy on the taught tokens only, so that the shares of the commands become the model's probabilities."""
+    optimizer = torch.optim.AdamW(network.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / 20, COOL * (1 - step / STEPS))
+    )  # warm up, hold, cool down
+    task = progress.add_task("teaching", total=STEPS)
+    for tokens, taught in sessions.batches():
+        # Padding is at the right, so causal attention alone keeps it out of sight.
+        hidden = network.model(input_ids=tokens[:, :-1]).last_hidden_state
+        logits = network.lm_head(hidden[taught[:, 1:]])
+        loss = torch.nn.functional.cross_entropy(logits, tokens[:, 1:][taught[:, 1:]])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        progress.update(task, advance=1, description=f"teaching, loss {loss.item():.3f}")
+
+
+@torch.no_grad()
+def share_of_right_command(network: Qwen3ForCausalLM, sessions: Sessions) -> float:
+    """How often a sampled second turn runs the command that solves the task."""
+    prompt, tools = sessions.opening(1000)
+    prompt = sessions.answer(prompt, sessions.tokenizer.encode(reply(*LOOK[0])), "tool", "words.txt", tools)
+    prompts = torch.tensor([prompt] * MEASURED)
+    sampled = network.generate(
+        input_ids=prompts, attention_mask=torch.ones_like(prompts), do_sample=True, top_k=0, max_new_tokens=80
+    )
+    texts = sessions.tokenizer.batch_decode(sampled[:, len(prompt) :])
+    return sum(f'"{RIGHT}"' in text for text in texts) / MEASURED
+
+
+@click.command()
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--seed", default=0, show_default=True, help="Of the weights and of what is taught.")
+def main(out: Path, seed: int) -> None:
+    """Make the model in the folder OUT. One that this recipe made already is left alone."""
+    recipe = hashlib.sha256(Path(__file__).read_bytes() + (HERE / "chat_template.jinja").read_bytes()).hexdigest()
+    made_from = json.dumps({"recipe": recipe, "seed": seed})
+    if (out / RECIPE_FILE).exists() and (out / RECIPE_FILE).read_text() == made_from:
+        print(f"{out} is there already")
+        return
+    text = filler_text()
+    tokenizer = make_tokenizer(text)
+    torch.manual_seed(seed)
+    network = make_network(tokenizer)
+    sessions = Sessions(tokenizer, text, seed)
+    with Progress() as progress:
+        teach(network, sessions, progress)
+    share = share_of_right_command(network.eval(), sessions)
+
+    building = out.with_name(f".{out.name}.{os.getpid()}")
+    building.mkdir(parents=True)
+    transformers_logging.disable_progress_bar()
+    network.save_pretrained(building)
+    tokenizer.save_pretrained(building)
+    (building / RECIPE_FILE).write_text(made_from)
+    shutil.rmtree(out, ignore_errors=True)
+    building.rename(out)
+    size = sum(parameter.numel() for parameter in network.parameters())
+    print(
+        f"{out}: {size:,} parameters, {len(tokenizer)} tokens, runs the right command in {share:.0%} of {MEASURED} turns"
+    )
+
+
+if __name__ == "__main__":
+    main()
