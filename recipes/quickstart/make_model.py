@@ -270,9 +270,7 @@ def main(out: Path, seed: int) -> None:
     shutil.rmtree(out, ignore_errors=True)
     building.rename(out)
     size = sum(parameter.numel() for parameter in network.parameters())
-    print(
-        f"{out}: {size:,} parameters, {len(tokenizer)} tokens, runs the right command in {share:.0%} of {MEASURED} turns"
-    )
+    print(f"{out}: {size:,} parameters, {len(tokenizer)} tokens, the right command in {share:.0%} of {MEASURED} turns")
 
 
 if __name__ == "__main__":

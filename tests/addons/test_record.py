@@ -76,6 +76,7 @@ def start(tmp_path, scripted_engine, tiny_model):
     for recorder in started:
         if recorder.process.poll() is None:
             recorder.stop()
+        recorder.process.stdout.close()
 
 
 def test_a_model_call_is_answered_over_tls_and_everything_else_is_refused(start, scripted_engine):
