@@ -8,6 +8,7 @@ import aiohttp
 import pytest
 
 from rolltap.addons import endpoint as ep
+from rolltap.addons import exchange
 from rolltap.addons.rendering import Rendering
 from rolltap.addons.store import RunWriter, read_rows, write_metadata
 from tests.scripted_engine import Answer, Say
@@ -136,7 +137,7 @@ class TestReply:
         assert reply["choices"][0]["finish_reason"] == "stop"
 
     async def test_slow_replies_are_kept_alive_by_leading_white_space(self, harness, scripted_engine, monkeypatch):
-        monkeypatch.setattr(ep, "KEEP_ALIVE_SECONDS", 0.01)
+        monkeypatch.setattr(exchange, "KEEP_ALIVE_SECONDS", 0.01)
         scripted_engine.replies.append(Say("Hi.", hold_after=1))
         async with harness.post({"messages": [user()]}) as response:
             assert response.status == 200
@@ -177,19 +178,19 @@ class TestStream:
     async def test_nothing_is_committed_after_the_last_event(self, harness, scripted_engine, monkeypatch):
         """The event that ends the stream leaves only when the call can be read back."""
         on_disk = []
-        finish = ep.chat.StreamEncoder.finish
+        finish = exchange.chat.StreamEncoder.finish
 
         def spy(encoder, *args):
             on_disk.append(len(harness.calls()))
             return finish(encoder, *args)
 
-        monkeypatch.setattr(ep.chat.StreamEncoder, "finish", spy)
+        monkeypatch.setattr(exchange.chat.StreamEncoder, "finish", spy)
         scripted_engine.replies.append(Say("Hi."))
         await harness.stream(user())
         assert on_disk == [1]
 
     async def test_silence_is_filled_with_empty_deltas(self, harness, scripted_engine, monkeypatch):
-        monkeypatch.setattr(ep, "KEEP_ALIVE_SECONDS", 0.01)
+        monkeypatch.setattr(exchange, "KEEP_ALIVE_SECONDS", 0.01)
         scripted_engine.replies.append(Say("Hi.", hold_after=0))
         async with harness.post({"messages": [user()], "stream": True}) as response:
             seen = b""
