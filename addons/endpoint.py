@@ -24,7 +24,7 @@ from rolltap.addons.continuity import Conversations, Prompt
 from rolltap.addons.dialects import chat
 from rolltap.addons.dialects.model_call import DialectError, ModelCall
 from rolltap.addons.engine import NEUTRAL_SAMPLING, Engine, EngineError
-from rolltap.addons.exchange import Exchange, Parts, as_dialect_error, error_response, unrecorded
+from rolltap.addons.exchange import Exchange, Parts, as_dialect_error, error_response
 from rolltap.addons.policy import PolicyFile
 from rolltap.addons.rendering import Rendering
 from rolltap.addons.store import RunWriter
@@ -99,11 +99,9 @@ class Endpoint:
         try:
             model_call = chat.decode(await request.read())
             call, prompt = await self._begin(session_id, host, request.path, model_call)
-        except (DialectError, EngineError) as error:
-            self._reject(session_id, host, request.path, str(error))
+        except Exception as error:
+            self._reject(session_id, host, request.path, str(error) or repr(error))
             return error_response(as_dialect_error(error))
-        except OSError as error:
-            return error_response(unrecorded(error))
         exchange = Exchange(self._parts, self._conversations[session_id], call, prompt, model_call)
         task = asyncio.current_task()
         assert task is not None

@@ -90,7 +90,7 @@ class Exchange:
             await self._generate()
             reply = self._parse()
             self._commit(reply)
-        except (EngineError, OSError) as error:
+        except Exception as error:  # whatever it is, the call is recorded and the harness is told
             told = self._fail(error)
             return told.status, chat.encode_error(told)
         return 200, chat.encode_reply(self.reply_id, self.model_call.model, self.created, reply, self._usage())
@@ -106,8 +106,8 @@ class Exchange:
             accepted = asyncio.create_task(self.generation.accepted.wait())
             await asyncio.wait({task, accepted}, timeout=KEEP_ALIVE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             accepted.cancel()
-            if task.done() and task.exception() is not None:
-                return error_response(self._fail(_raised(task)))
+            if task.done():
+                task.result()
             await response.prepare(request)
             await response.write(encoder.start())
             deltas = TextDeltas()
@@ -133,17 +133,20 @@ class Exchange:
         except (asyncio.CancelledError, ConnectionError):
             await self._abort(task)
             raise
+        except Exception as error:
+            task.cancel()
+            told = self._fail(error)
+            if not response.prepared:
+                return error_response(told)
+            await response.write(encoder.error(told))
         return response
 
     def _last_events(self, task: "asyncio.Task[None]", encoder: chat.StreamEncoder, deltas: TextDeltas) -> bytes:
-        if task.exception() is not None:
-            return encoder.error(self._fail(_raised(task)))
+        """The rest of the text, and the events that end the stream once the call is on disk."""
+        task.result()
         reply = self._parse()
         text = encoder.delta(*deltas.finish(reply))
-        try:
-            self._commit(reply)
-        except OSError as error:
-            return encoder.error(self._fail(error))
+        self._commit(reply)
         return text + encoder.finish(reply.tool_calls, reply.finish_reason, self._usage())
 
     def _parse(self, *, partial: bool = False) -> Reply:
@@ -163,10 +166,10 @@ class Exchange:
     def _fail(self, error: Exception) -> DialectError:
         """Record the call as failed with what was sampled, and say what the harness should be told."""
         self.call.status = "aborted" if self.generation.finish_reason == "abort" else "failed"
-        self.call.error = str(error)
-        logger.warning("session %s: call %s failed: %s", self.call.session_id, self.call.call_id, error)
+        self.call.error = str(error) or repr(error)
+        logger.warning("session %s: call %s failed: %s", self.call.session_id, self.call.call_id, self.call.error)
         self._record_end()
-        return as_dialect_error(error) if isinstance(error, EngineError) else unrecorded(error)
+        return as_dialect_error(error)
 
     async def _abort(self, task: "asyncio.Task[Any]") -> None:
         """The harness hung up: stop the generation and record what it had sampled."""
@@ -228,25 +231,16 @@ class Exchange:
             self._conversations.add(call.call_id, self.prompt, call.completion_ids, message)
 
 
-def _raised(task: "asyncio.Task[Any]") -> Exception:
-    error = task.exception()
-    if isinstance(error, EngineError):
-        return error
-    assert error is not None
-    raise error
-
-
 def as_dialect_error(error: Exception) -> DialectError:
     """What the harness is told of a failure."""
     if isinstance(error, DialectError):
         return error
-    status = error.status if isinstance(error, EngineError) else 500
-    return DialectError(str(error), status=status, code="engine_error")
-
-
-def unrecorded(error: Exception) -> DialectError:
-    """What the harness is told when the run folder cannot be written: an unrecorded call is not served."""
-    return DialectError(f"the recorder cannot write this call: {error}", status=500, code="not_recorded")
+    if isinstance(error, EngineError):
+        return DialectError(str(error), status=error.status, code="engine_error")
+    if isinstance(error, OSError):
+        return DialectError(f"the recorder cannot write this call: {error}", status=500, code="not_recorded")
+    logger.error("a bug of rolltap or of a renderer", exc_info=error)
+    return DialectError(f"internal error of the recorder: {error!r}", status=500, code="internal_error")
 
 
 def error_response(error: DialectError) -> web.Response:

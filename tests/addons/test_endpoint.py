@@ -306,6 +306,30 @@ class TestErrors:
         assert "[DONE]" not in text
         assert (response.status == 500) == (not stream)
 
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_a_renderer_that_fails_costs_the_call_and_not_its_record(
+        self, harness, scripted_engine, monkeypatch, stream
+    ):
+        def broken(*args, **kwargs):
+            raise RuntimeError("no such token")
+
+        monkeypatch.setattr(harness.endpoint.rendering, "parse", broken)
+        scripted_engine.replies.append(Say("Hi."))
+        async with harness.post({"messages": [user()], "stream": stream}) as response:
+            text = await response.text()
+        assert "internal error of the recorder" in text
+        assert "[DONE]" not in text
+        assert [(call["status"], call["error"]) for call in harness.calls()] == [("failed", "no such token")]
+
+    async def test_a_conversation_that_cannot_be_rendered_is_refused_and_recorded(self, harness, monkeypatch):
+        def broken(*args, **kwargs):
+            raise RecursionError("too deep")
+
+        monkeypatch.setattr(harness.endpoint.rendering, "render", broken)
+        status, reply = await harness.ask(user())
+        assert (status, reply["error"]["code"]) == (500, "internal_error")
+        assert harness.events("rejected")[0]["detail"] == "too deep"
+
 
 class TestAccess:
     async def test_only_the_addon_may_ask(self, harness):
