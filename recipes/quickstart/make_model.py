@@ -45,9 +45,11 @@ MARKUP = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>
 
 VOCABULARY = 1536
 STEPS = 400
-WARM = 0.5
-COOL = 2
-COMMAND_IN_FILLER = 0.5
+WARM = (
+    0.5  # share of the way from the shortest to the longest prompts at the first step; all lengths from the middle on
+)
+COOL = 2  # the learning rate falls to 0 over the last 1/COOL of the steps
+COMMAND_IN_FILLER = 0.5  # share of filler texts that quote a taught command
 BATCH = 4  # sessions a step
 LEARNING_RATE = 4e-3
 PROMPT_CHARACTERS = (40, 4000)  # system and user message together; log-uniform
@@ -252,6 +254,8 @@ def main(out: Path, seed: int) -> None:
     if (out / RECIPE_FILE).exists() and (out / RECIPE_FILE).read_text() == made_from:
         print(f"{out} is there already")
         return
+    if out.exists() and not (out / RECIPE_FILE).exists():
+        raise click.ClickException(f"{out} was not made by this recipe: choose another folder")
     text = filler_text()
     tokenizer = make_tokenizer(text)
     torch.manual_seed(seed)
