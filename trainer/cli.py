@@ -42,7 +42,8 @@ def main() -> None:
 
 
 def run(command: click.Command) -> None:
-    """Run a command as a program: a user's error ends it with status 1 and a message, Ctrl-C with 130."""
+    """Run a command as a program: a user's error ends it with status 1 and a message, Ctrl-C or SIGTERM with 130."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         command.main(standalone_mode=False)
     except click.ClickException as error:
@@ -102,7 +103,6 @@ def serve(
     server = EngineServer(
         model, vllm=vllm, host=host, port=port, max_model_len=max_model_len, lora_rank=lora_rank, extra=extra
     )
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     server.start()
     with server:
         console.print(f"vLLM serves {model} at {server.url}", style="bold")
@@ -120,11 +120,12 @@ def record(out: Path, engine: str, model: str, settings: tuple[str, ...], comman
     with Recorder(out, engine=engine, model=model, options=_settings(settings)) as recorder:
         # the terminal sends Ctrl-C to the command as well: it decides what to do, and its status is ours
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        inherited = signal.SIG_IGN if before == signal.SIG_IGN else signal.SIG_DFL
         try:
             process = subprocess.Popen(
                 command,
                 env={**os.environ, **recorder.environment(session.session_id)},
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+                preexec_fn=lambda: signal.signal(signal.SIGINT, inherited),
             )
             session.exit_status = process.wait()
         finally:

@@ -1,6 +1,5 @@
 """Makes the tiny model, serves it, trains it by recipe.toml and shows how the reward went. Called by run.sh."""
 
-import signal
 import socket
 import subprocess
 import sys
@@ -52,5 +51,4 @@ def free_port() -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     cli.run(quickstart)

@@ -101,15 +101,22 @@ def test_a_harness_that_takes_too_long_is_data(scripted_engine, tiny_model, tmp_
     assert session.reward == 0.0
 
 
-def test_ctrl_c_leaves_no_process_and_a_readable_run(scripted_engine, tiny_model, tmp_path, tasks, preset):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopping_it_leaves_no_process_and_a_readable_run(scripted_engine, tiny_model, tmp_path, tasks, preset, number):
     marker = str(tmp_path)
     os.mkfifo(tmp_path / "started")
     harness = preset(["sh", "-c", f"sleep 600 & echo {marker} > {tmp_path}/started; wait"])
     options = ["--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tiny_model]
     command = [ROLLTAP, "rollout", tasks, "--harness", harness, "-n", "1", *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs inherit it ignored
+    )
     (tmp_path / "started").read_text()
-    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, number)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in stderr
