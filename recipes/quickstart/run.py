@@ -19,7 +19,7 @@ console = Console(stderr=True)
 
 @click.command()
 @click.option("--vllm", default="vllm", show_default=True, help="The vllm program.")
-@click.option("--seed", default=0, show_default=True, help="Seed of the trainer.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the sampling and of the trainer.")
 @click.pass_context
 def quickstart(context: click.Context, vllm: str, seed: int) -> None:
     """Train the tiny model on its task. A run that was stopped goes on; otherwise a new one begins."""
@@ -28,7 +28,9 @@ def quickstart(context: click.Context, vllm: str, seed: int) -> None:
     run = next_run(seed)
     log = RUNS / "vllm.log"
     with console.status(f"starting vLLM; its log is {log}"):
-        engine = EngineServer(str(model), vllm=vllm, port=free_port(), max_model_len=8192, log=log)
+        engine = EngineServer(
+            str(model), vllm=vllm, port=free_port(), max_model_len=8192, log=log, extra=("--seed", str(seed))
+        )
         engine.start()
     with engine:
         console.print(f"vLLM serves the tiny model at {engine.url}; recording into {run}")
