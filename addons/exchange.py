@@ -76,7 +76,7 @@ class Exchange:
                     await response.prepare(request)
                 await response.write(b" ")
         except (asyncio.CancelledError, ConnectionError):
-            await self._abort(task)
+            self._abort(task)
             raise
         status, body = task.result()
         if response is None:
@@ -131,7 +131,7 @@ class Exchange:
                         await response.write(encoder.keep_alive())
             await response.write(self._last_events(task, encoder, deltas))
         except (asyncio.CancelledError, ConnectionError):
-            await self._abort(task)
+            self._abort(task)
             raise
         except Exception as error:
             task.cancel()
@@ -171,15 +171,16 @@ class Exchange:
         self._record_end()
         return as_dialect_error(error)
 
-    async def _abort(self, task: "asyncio.Task[Any]") -> None:
-        """The harness hung up: stop the generation and record what it had sampled."""
-        if self.call.finished_at is not None:
-            return  # it hung up after the commit
+    def _abort(self, task: "asyncio.Task[Any]") -> None:
+        """The harness hung up: record what was sampled and stop the generation.
+
+        Awaits nothing: a handler may be cancelled twice, and the record must not be lost to the second time.
+        """
+        if self.call.finished_at is None:  # else it hung up after the commit
+            self.call.status = "aborted"
+            self.call.error = "the harness closed the connection"
+            self._record_end()
         task.cancel()
-        await asyncio.wait({task})
-        self.call.status = "aborted"
-        self.call.error = "the harness closed the connection"
-        self._record_end()
 
     def _record_end(self) -> None:
         try:
