@@ -51,8 +51,6 @@ class Prompt:
     """How many of `ids` are the parent's prompt and completion."""
     new_messages: list[Message]
     """The messages after the parent's conversation and reply; all of them without a parent."""
-    tools_changed: bool
-    """Whether the tools are to be recorded: they are with every call that has no parent."""
     state: str = field(repr=False, default="")
 
 
@@ -82,11 +80,11 @@ class Conversations:
                 reasons.append(f"the renderer cannot continue call {turn.call_id}")
                 continue
             prefix = len(prompt_ids) + len(turn.completion_ids)
-            return Prompt(ids, "bridged", None, turn, prefix, messages[length:], False, states[-1])
+            return Prompt(ids, "bridged", None, turn, prefix, messages[length:], states[-1])
         kind: CallKind = "rendered" if self._turns else "root"
         reasons.append("no earlier call is a prefix of this conversation" if self._turns else "no earlier call")
         ids = self._rendering.render(messages, tools)
-        return Prompt(ids, kind, reasons[0], None, 0, messages, True, states[-1])
+        return Prompt(ids, kind, reasons[0], None, 0, messages, states[-1])
 
     def add(self, call_id: str, prompt: Prompt, completion_ids: list[int], reply: Message) -> None:
         """Remember a completed call, so that the next one can continue it. `reply` is what the harness saw."""

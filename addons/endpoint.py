@@ -142,7 +142,7 @@ class Endpoint:
             stream=model_call.stream,
             sampling=json.dumps({**sampling, "asked": model_call.asked}),
             messages=json.dumps(prompt.new_messages, ensure_ascii=False),
-            tools=json.dumps(model_call.tools, ensure_ascii=False) if prompt.tools_changed else None,
+            tools=json.dumps(model_call.tools, ensure_ascii=False) if prompt.parent is None else None,
         )
         self.writer.add_event(Event("call_started", session_id, host, "POST", path, call.call_id))
         return call, prompt

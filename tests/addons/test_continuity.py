@@ -78,7 +78,7 @@ class TestKind:
         prompt = session.prompt([user("Hi")])
         assert (prompt.kind, prompt.reason, prompt.parent, prompt.prefix_length) == ("root", "no earlier call", None, 0)
         assert prompt.ids == session.rendering.render([user("Hi")], [TOOL])
-        assert (prompt.new_messages, prompt.tools_changed) == ([user("Hi")], True)
+        assert prompt.new_messages == [user("Hi")]
 
     @pytest.mark.parametrize(
         "echo",
@@ -110,7 +110,7 @@ class TestKind:
         prompt = session.prompt([user("Hi"), echo(reply), result(reply)])
         assert (prompt.kind, prompt.reason, prompt.parent.call_id) == ("bridged", None, "0")
         assert prompt.ids[: prompt.prefix_length] == session.tokens(0)
-        assert (prompt.new_messages, prompt.tools_changed) == ([result(reply)], False)
+        assert prompt.new_messages == [result(reply)]
 
     @pytest.mark.parametrize(
         "echo",
