@@ -115,21 +115,22 @@ def _read_tools(request: dict[str, Any], model_call: ModelCall) -> None:
         return
     for i, tool in enumerate(tools):
         kind = tool.get("type", "function") if isinstance(tool, dict) else None
-        described = tool.get(kind) if isinstance(kind, str) else None
-        if kind in ("function", "custom") and (not isinstance(described, dict) or not _named(described)):
+        if not isinstance(kind, str):
+            raise DialectError(f"'tools[{i}]' must be a tool with a type.")
+        if kind not in ("function", "custom"):
+            model_call.hosted_tools.append(tool)
+            continue
+        described = tool.get(kind)
+        if not isinstance(described, dict) or not _named(described):
             raise DialectError(f"'tools[{i}]' must be a {kind} tool with a name.")
         if kind == "function":
             model_call.tools.append(tool)
-        elif kind == "custom":
+        else:
             name, form = described["name"], described.get("format")
             grammar = form.get("grammar") if isinstance(form, dict) else None
             grammar = grammar.get("definition") if isinstance(grammar, dict) else None
             model_call.tools.append(freeform_tool(name, described.get("description"), grammar))
             model_call.wire_tools[name] = WireTool(name, freeform=True)
-        elif isinstance(kind, str):
-            model_call.hosted_tools.append(tool)
-        else:
-            raise DialectError(f"'tools[{i}]' must be a tool with a type.")
 
 
 def _named(described: dict[str, Any]) -> bool:
