@@ -140,7 +140,7 @@ class Generation:
             return
         self._task.cancel()
         self.call.status = "aborted"
-        self._end(DialectError(why, status=499, code="aborted"), why)
+        self._end(DialectError(why, status=503, code="aborted"), why)
 
     async def _run(self) -> None:
         try:
