@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rolltap.addons.dialects import chat, google
+from rolltap.addons.dialects import chat, google, messages, responses
 from rolltap.addons.dialects.dialect import Dialect, Operation
 
-DIALECTS: list[Dialect] = [chat, google]
+DIALECTS: list[Dialect] = [chat, google, messages, responses]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +18,12 @@ class Route:
 
 
 def find_route(method: str, target: str, headers: Mapping[str, str]) -> Route | None:
-    """Who answers a request to `target` (path and query), or None when it is not served."""
+    """Who answers a request to `target` (path and query), or None when it is not served.
+
+    Several APIs list their models under one path. Clients of Anthropic's are known by a header that it demands.
+    """
     path = target.partition("?")[0]
-    for dialect in DIALECTS:
+    for dialect in [messages, *DIALECTS] if "anthropic-version" in headers else DIALECTS:
         operation = dialect.operation(method, path)
         if operation is not None:
             return Route(dialect, operation)
