@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rolltap.addons.dialects import chat
+from rolltap.addons.dialects import chat, responses
 from rolltap.addons.dialects.dialect import Dialect, Operation
 
-DIALECTS: list[Dialect] = [chat]
+DIALECTS: list[Dialect] = [chat, responses]
 
 
 @dataclass(frozen=True, slots=True)
