@@ -33,7 +33,7 @@ _GENERATE = re.compile(
     r"/(?:v1|v1beta|v1beta1)/(?:(?:projects/[^/]+/locations/[^/]+/)?publishers/google/)?"
     r"models/(?P<model>.+):(?P<method>generateContent|streamGenerateContent|countTokens)"
 )
-_MODELS = re.compile(r"/v1beta/models(?:/(?P<model>.+))?")  # /v1/models is OpenAI's as well, and goes to it
+_MODELS = re.compile(r"/v1beta/models(?:/(?P<model>[^:]+))?")  # /v1/models is OpenAI's as well, and goes to it
 
 # protobuf's parsers stop at 100 levels; arguments stand about 10 levels below the top of a body
 _BODY_LEVELS = 100
