@@ -14,7 +14,7 @@ STREAM = {"messages": [user()], "stream": True}
 
 async def unheard(harness):
     """Wait until the endpoint has noticed that the harness is gone."""
-    while not harness.endpoint._memories["s1"].recent[0].unheard:
+    while not harness.endpoint._memories["s1"].recent[0].unheard:  # noqa: ASYNC110 - nothing signals it
         await asyncio.sleep(0)
 
 
