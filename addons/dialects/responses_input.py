@@ -41,8 +41,8 @@ def decode_input(request: dict[str, Any], model_call: ModelCall, names: ToolName
         return
     placed: list[_Placed] = []
     for i, item in enumerate(items):
-        if not isinstance(item, dict):
-            raise DialectError(f"'input[{i}]' must be an object.")
+        if not isinstance(item, dict) or not isinstance(item.get("type", ""), str):
+            raise DialectError(f"'input[{i}]' must be an object whose type, if any, is a string.")
         if item.get("type") == "additional_tools":
             read_tools(item.get("tools"), f"input[{i}].tools", model_call, names)
         else:
@@ -116,7 +116,7 @@ def _other_message(item: dict[str, Any], where: str) -> Message:
     if kind == "message":
         role = item.get("role")
         if role not in ("system", "developer", "user"):
-            raise DialectError(f"'{where}.role' must be system, developer, user or assistant, not {role!r}.")
+            raise DialectError(f"'{where}.role' must be system, developer, user or assistant.")
         content = _text(item.get("content"), f"{where}.content")
         return {"role": "user" if role == "user" else "system", "content": content}
     if kind in ("function_call_output", "custom_tool_call_output"):
@@ -136,7 +136,7 @@ def _other_message(item: dict[str, Any], where: str) -> Message:
         raise DialectError(f"'{where}' refers to an item by its id, and items are not stored. Send the item itself.")
     if kind == "compaction_trigger":
         raise DialectError(f"'{where}' is a compaction trigger, which must be the last item.")
-    raise DialectError(f"'{where}' has type {kind!r}, which this model neither issues nor reads.")
+    raise DialectError(f"'{where}' has type '{kind}', which this model neither issues nor reads.")
 
 
 def _text(content: Any, where: str) -> str:
@@ -152,8 +152,10 @@ def _text(content: Any, where: str) -> str:
 def _part(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
+    if not isinstance(kind, str):
+        raise DialectError(f"'{where}' must be a part with a type.")
     if kind not in (*_TEXTS, "refusal"):
-        raise DialectError(f"'{where}' has type {kind!r}; this model takes text only.")
+        raise DialectError(f"'{where}' has type '{kind}'; this model takes text only.")
     return _string(text, f"{where}.text")
 
 
