@@ -251,7 +251,7 @@ class TestDecode:
             ({"input": [{"type": "function_call_output", "call_id": "t", "output": {}}]}, "'input[0].output'"),
             ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "'input[0]' has type 'web_search_call'"),
             ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "'input[0]' refers to an item"),
-            ({"input": [{"id": "msg_1"}]}, "'input[0]' refers to an item"),
+            ({"input": [{"type": None, "id": "msg_1"}]}, "'input[0]' refers to an item"),
             ({"input": [{"type": "additional_tools", "tools": "x"}]}, "'input[0].tools'"),
             ({"instructions": 5}, "'instructions'"),
             ({"tools": "x"}, "'tools'"),
