@@ -27,8 +27,14 @@ PATCH = {
     "description": "Patches.",
     "format": {"type": "grammar", "syntax": "lark", "definition": "start: LINE+"},
 }
-AGENTS = {"type": "namespace", "name": "agents", "description": "Agents.", "tools": [{**LOOK, "name": "spawn"}]}
+AGENTS = {
+    "type": "namespace",
+    "name": "agents",
+    "description": "Agents.",
+    "tools": [{**LOOK, "name": "spawn"}, {"type": "custom", "name": "exec", "description": "Runs."}],
+}
 SEARCH = {"type": "web_search", "external_web_access": False}
+FREEFORM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 REQUEST = {
     "model": "gpt-x",
     "instructions": "Be brief.",
@@ -132,9 +138,10 @@ class TestDecode:
                 function(
                     "patch",
                     "Patches.\n\nThe input must match this grammar:\nstart: LINE+",
-                    {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]},
+                    FREEFORM,
                 ),
                 function("agents__spawn", "Looks.", {"type": "object"}),
+                function("agents__exec", "Runs.", FREEFORM),
             ],
             stream=True,
             max_tokens=9,
@@ -143,6 +150,7 @@ class TestDecode:
             wire_tools={
                 "patch": WireTool("patch", freeform=True),
                 "agents__spawn": WireTool("spawn", namespace="agents"),
+                "agents__exec": WireTool("exec", namespace="agents", freeform=True),
             },
             hints={"client_metadata.session": "s1", "prompt_cache_key": "thread-1"},
         )
@@ -186,7 +194,7 @@ class TestDecode:
     def test_tools_may_stand_among_the_items(self):
         more = {"type": "additional_tools", "role": "developer", "tools": [AGENTS, {**LOOK, "name": "wait"}]}
         call = decode(instructions=None, input=[more, {"role": "user", "content": "Hi"}], tools=[LOOK])
-        assert [t["function"]["name"] for t in call.tools] == ["look", "agents__spawn", "wait"]
+        assert [t["function"]["name"] for t in call.tools] == ["look", "agents__spawn", "agents__exec", "wait"]
         assert call.messages == [{"role": "user", "content": "Hi"}]
 
     def test_of_two_tools_with_one_name_the_later_counts(self):
@@ -203,9 +211,10 @@ class TestDecode:
             ],
         )
         names = ["agents__spawn", "agents__spawn_"]
-        assert [t["function"]["name"] for t in call.tools] == names
+        assert [t["function"]["name"] for t in call.tools][:2] == names
         assert [c["function"]["name"] for c in call.messages[-1]["tool_calls"]] == names
-        assert call.wire_tools == {"agents__spawn_": WireTool("spawn", namespace="agents")}
+        assert "agents__spawn" not in call.wire_tools
+        assert call.wire_tools["agents__spawn_"] == WireTool("spawn", namespace="agents")
 
     def test_no_tools_are_shown_when_none_may_be_called(self):
         call = decode(tool_choice="none")
@@ -380,7 +389,7 @@ USAGE = Usage(prompt=7, completion=3, cached=4)
 text = st.text(max_size=12)
 names_and_arguments = (
     st.tuples(st.sampled_from(["look", "unheard_of"]), st.just("{}") | st.just('{"at":  "é"}') | text)
-    | st.tuples(st.just("patch"), text.map(lambda t: json.dumps({"input": t})))
+    | st.tuples(st.sampled_from(["patch", "agents__exec"]), text.map(lambda t: json.dumps({"input": t})))
     | st.tuples(st.just("agents__spawn"), st.just('{"n": [1]}'))
 )
 replies = st.builds(
