@@ -41,7 +41,7 @@ REQUEST = {
     "messages": [
         {
             "role": "user",
-            "content": [{"type": "text", "text": "<reminder/>"}, {"type": "text", "text": "Look there."}],
+            "content": [{"type": "text", "text": "<reminder/>\n"}, {"type": "text", "text": "Look there."}],
         },
         {"role": "system", "content": "It is Monday."},
         {
@@ -97,7 +97,7 @@ class TestDecode:
             model="claude-x",
             messages=[
                 {"role": "system", "content": "Be brief.\n\nBe kind."},
-                {"role": "user", "content": "<reminder/>\n\nLook there."},
+                {"role": "user", "content": "<reminder/>\nLook there."},
                 {"role": "system", "content": "It is Monday."},
                 {
                     "role": "assistant",
@@ -138,6 +138,7 @@ class TestDecode:
     def test_a_string_is_the_same_as_one_text_block(self):
         block = [{"type": "text", "text": "Hi"}]
         assert decode(system="Hi").messages == decode(system=block).messages
+        assert decode(system="").messages == decode(system=[{"type": "text", "text": ""}]).messages
         for role in ("user", "system", "assistant"):
             assert decode_content(role, "Hi") == decode_content(role, block) == [{"role": role, "content": "Hi"}]
 
@@ -184,6 +185,11 @@ class TestDecode:
         message = decode_assistant({"type": "redacted_thinking", "data": data})
         ours = {"call_id": "c7"} if data == sign("c7") else {}
         assert message == {"role": "assistant", "content": "", **ours}
+
+    def test_the_blocks_of_a_tool_result_are_lines(self):
+        parts = [{"type": "text", "text": "a.py"}, {"type": "tool_reference", "tool_name": "gone"}]
+        (message,) = decode_content("user", [{"type": "tool_result", "tool_use_id": "t1", "content": parts}])
+        assert message["content"] == 'a.py\n{"name": "gone"}'
 
     def test_what_a_hosted_tool_said_to_another_model_is_json_text(self):
         use = {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "é"}}
@@ -350,7 +356,18 @@ arguments = (
     st.dictionaries(st.text(max_size=5) | st.just("INVALID_JSON"), json_values, max_size=3).map(json.dumps)
     | json_values.map(lambda value: json.dumps(value, ensure_ascii=False))
     | st.text(max_size=8)
-    | st.sampled_from(["{", '{"n": 1e400}', '{"n": NaN}', '{"n": 1e22}', '{"a": "\\ud83d"}', "9" * 5000, "[" * 2000])
+    | st.sampled_from(
+        [
+            "{",
+            '{"INVALID_JSON": "x"}',
+            '{"n": 1e400}',
+            '{"n": NaN}',
+            '{"n": 1e22}',
+            '{"a": "\\ud83d"}',
+            "9" * 5000,
+            "[" * 2000,
+        ]
+    )
 )
 calls = st.builds(ToolCall, st.from_regex(r"call_[0-9a-f]{4}", fullmatch=True), st.text(min_size=1), arguments)
 replies = st.builds(
@@ -436,14 +453,20 @@ class TestEncodeReply:
             ('{"at": "é"}', {"at": "é"}),
             ("not JSON", {"INVALID_JSON": "not JSON"}),
             ("[1]", {"INVALID_JSON": "[1]"}),
+            ('{"INVALID_JSON": "x"}', {"INVALID_JSON": '{"INVALID_JSON": "x"}'}),
             ('{"n": 1e400}', {"INVALID_JSON": '{"n": 1e400}'}),
         ],
-        ids=["an object", "not JSON", "a list", "infinite"],
+        ids=["an object", "not JSON", "a list", "like wrapped text", "infinite"],
     )
     def test_arguments_are_an_object_whatever_was_sampled(self, text, expected):
         reply = Reply(tool_calls=[ToolCall("call_1", "look", text)], finish_reason="tool_calls")
         (block,) = json.loads(messages.encode_reply(HEAD, reply, USAGE))["content"]
         assert block == {"type": "tool_use", "id": "call_1", "name": "look", "input": expected}
+
+    def test_tool_calls_are_the_reason_even_when_a_stop_text_ended_them(self):
+        reply = Reply("", "", [ToolCall("call_1", "look", "{}")], "tool_calls", stop="END")
+        message = json.loads(messages.encode_reply(HEAD, reply, USAGE))
+        assert (message["stop_reason"], message["stop_sequence"]) == ("tool_use", None)
 
     def test_no_content_is_an_empty_list(self):
         assert json.loads(messages.encode_reply(HEAD, Reply(), USAGE))["content"] == []
