@@ -10,6 +10,13 @@ from rolltap.addons.dialects.model_call import ServedModel
 
 _LONGEST_TOOL_OUTPUT = 10_000
 """Tokens; what Codex's own catalogue says."""
+_INSTRUCTIONS = (
+    "You are Codex, a coding agent in the user's terminal. Work in the current directory with the tools that you have. "
+    "Look before you change anything, edit files with shell commands, check what you did, and go on until the task is "
+    "done. End with a short account of what you changed."
+)
+"""Codex keeps the system prompt of a model in its catalogue; what it says about its skills and the environment comes
+after it."""
 
 
 def catalogue(models: list[ServedModel]) -> dict[str, Any]:
@@ -29,8 +36,7 @@ def _entry(model: ServedModel, priority: int) -> dict[str, Any]:
         "auto_compact_token_limit": model.context * 3 // 4,
         "truncation_policy": {"mode": "tokens", "limit": min(_LONGEST_TOOL_OUTPUT, model.context // 4)},
         "input_modalities": ["text"],
-        # Empty: Codex then sends no instructions of a model's own, only those about its skills and the environment.
-        "base_instructions": "",
+        "base_instructions": _INSTRUCTIONS,
         # Functions only: a shell, no freeform apply_patch (there is none without `apply_patch_tool_type`), no
         # namespaces of sub-agents.
         "shell_type": "unified_exec",
