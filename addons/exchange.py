@@ -16,6 +16,8 @@ KEEP_ALIVE_SECONDS = 15.0
 """Harnesses give up after 60 s of silence at the earliest (Gemini CLI)."""
 COALESCE_SECONDS = 0.1
 """Deltas leave at most this often: every chunk costs the proxy 30 to 90 microseconds."""
+LONGEST_PAUSE_SECONDS = 2.0
+"""Deltas leave at least this often while there are some."""
 
 
 async def respond(generation: Generation, dialect: Dialect, head: Head, request: web.Request) -> web.StreamResponse:
@@ -59,10 +61,10 @@ async def send_events(generation: Generation, encoder: StreamEncoder, write: Wri
     await _write(write, encoder.start())
     sent = 0
     while True:
-        started = time.perf_counter()
+        started = time.thread_time()
         parsed = generation.advance()
         # a long reply takes longer to parse each time: spend at most a twentieth of the time on it
-        pause = max(COALESCE_SECONDS, 20 * (time.perf_counter() - started))
+        pause = min(max(COALESCE_SECONDS, 20 * (time.thread_time() - started)), LONGEST_PAUSE_SECONDS)
         pieces = generation.pieces[sent:]
         sent += len(pieces)
         await _write(write, b"".join(encoder.delta(reasoning, content) for reasoning, content in pieces))
