@@ -53,7 +53,8 @@ def tasks(tmp_path):
 def preset(tmp_path):
     def preset(command):
         path = tmp_path / "harness.toml"
-        path.write_text(f'name = "x"\nversion = "1"\ncommand = {json.dumps(command)}\n')
+        program, *headless = map(json.dumps, command)
+        path.write_text(f'name = "x"\nversion = "1"\nprogram = {program}\nheadless = [{", ".join(headless)}]\n')
         return path
 
     return preset
