@@ -11,15 +11,21 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Raised whenever a reader of the earlier version would misread a row."""
 
 SENTINEL_LOGPROB = -9999.0
 """vLLM clamps log-probabilities here; such a value says "not known", never "very unlikely"."""
 
 CallKind = Literal["root", "bridged", "rendered"]
+CallRole = Literal["agent", "subagent", "compaction", "auxiliary"]
+"""What a call is for: the harness's main line, a helper agent that it started, a summary of its own history, or a side
+question (a title, a routing decision, a loop check, a commit message) whose answer is not part of solving the task."""
 CallStatus = Literal["completed", "aborted", "failed"]
 SessionStatus = Literal["completed", "failed", "timeout", "error"]
+EventKind = Literal[
+    "call_started", "refused", "uncaptured", "unauthorised", "rejected", "joined", "replayed", "continued"
+]
 
 _TIME = pa.timestamp("us", tz="UTC")
 _VERSIONS = pa.list_(pa.struct([("version", pa.string()), ("start", pa.int32()), ("end", pa.int32())]))
@@ -34,6 +40,8 @@ CALL_SCHEMA = pa.schema(
         ("status", pa.string()),
         ("error", pa.string()),
         ("violation", pa.string()),
+        ("role", pa.string()),
+        ("role_evidence", pa.string()),
         ("dialect", pa.string()),
         ("host", pa.string()),
         ("path", pa.string()),
@@ -126,6 +134,9 @@ class Call:
     error: str | None = None
     violation: str | None = None
     """Which invariant the tokens break; such a call is kept and never trained on."""
+    role: CallRole = "agent"
+    role_evidence: str = ""
+    """Which header, field or structure of the request says so; empty for the assumption."""
     dialect: str = ""
     host: str = ""
     path: str = ""
@@ -134,7 +145,7 @@ class Call:
     stream: bool = False
     finish_reason: str | None = None
     sampling: str = "{}"
-    """JSON of the sampling parameters the engine was sent, and under `asked` those the harness wanted."""
+    """JSON of the sampling parameters the engine was sent, and under `asked` what else the harness wanted."""
     messages: str = "[]"
     tools: str | None = None
     """JSON of the tools shown to the model; None when they are the parent's."""
@@ -181,11 +192,14 @@ class Event:
     """Something on the wire that is not a call but must not go unseen; a row of `EVENT_SCHEMA`.
 
     Kinds: `call_started` (the intent written before the engine is asked; `detail` is the call id), `refused` (a
-    host or path that is not served), `unauthorised` (bad proxy credentials), `rejected` (a model call that was
-    answered with an error before it reached the engine).
+    host or path that is not served), `uncaptured` (refused or let through, and it looks like a model call),
+    `unauthorised` (bad proxy credentials), `rejected` (a model call that was answered with an error before it reached
+    the engine), `joined` (a retry of a call that was still running), `replayed` (a retry that got the finished reply
+    again), `continued` (an engine failed in the middle of a call, which went on from the last sampled token). The
+    `detail` of the last three is the call id.
     """
 
-    kind: Literal["call_started", "refused", "unauthorised", "rejected"]
+    kind: EventKind
     session_id: str | None = None
     host: str = ""
     method: str = ""

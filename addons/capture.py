@@ -12,7 +12,8 @@ from mitmproxy.addonmanager import Loader
 
 from rolltap.addons import endpoint as ep
 from rolltap.addons.calls import Event
-from rolltap.addons.dialects import chat
+from rolltap.addons.dialects.model_call import DialectError
+from rolltap.addons.dialects.routes import find_route
 from rolltap.addons.engine import NEUTRAL_SAMPLING
 from rolltap.addons.options import option_errors
 from rolltap.addons.rendering import ModelError, Rendering, model_folder
@@ -24,7 +25,14 @@ logger = logging.getLogger(__name__)
 CAPTURED = "rolltap_captured"
 """Key of `flow.metadata` that marks a model call."""
 
-_OPTIONS = ("rolltap_out", "rolltap_engine", "rolltap_model", "rolltap_renderer", "rolltap_sampling")
+_OPTIONS = (
+    "rolltap_out",
+    "rolltap_engine",
+    "rolltap_model",
+    "rolltap_renderer",
+    "rolltap_sampling",
+    "rolltap_patience",
+)
 _SAMPLING_KEYS = {*NEUTRAL_SAMPLING, "max_tokens", "seed"}
 _CREDENTIALS = ("authorization", "x-api-key", "x-goog-api-key", "api-key", "cookie")
 
@@ -54,6 +62,13 @@ class Capture:
             "{}",
             "JSON object of sampling parameters that differ from neutral ones "
             f"({', '.join(sorted(_SAMPLING_KEYS))}). Those that a harness asks for are recorded, not applied.",
+        )
+        loader.add_option(
+            "rolltap_patience",
+            int,
+            120,
+            "Seconds that a call waits for an engine that fails, counted from its last sampled token. Within it the "
+            "generation goes on from that token; after it the harness gets its API's own error.",
         )
         # http2=False: over HTTP/2 mitmproxy opens a connection per call and allows five at a time
         ctx.options.update(connection_strategy="lazy", upstream_cert=False, http2=False)
@@ -103,7 +118,8 @@ class Capture:
         except (RunError, OSError) as error:
             raise exceptions.OptionsError(f"rolltap_out: {error}") from error
         self._writer = RunWriter(run)
-        self._endpoint = ep.Endpoint(rendering, engine, self._writer, run, sampling)
+        patience = ctx.options.rolltap_patience
+        self._endpoint = ep.Endpoint(rendering, engine, self._writer, run, sampling, patience=patience)
 
     def running(self) -> None:
         """Start the endpoint. Its socket is open already, so nothing has to wait for it."""
@@ -121,10 +137,21 @@ class Capture:
 
     def request(self, flow: http.HTTPFlow) -> None:
         """Redirect a model call to the endpoint, without the harness's API key."""
-        path = flow.request.path.partition("?")[0]
-        if flow.response is not None or self._endpoint is None or not _is_model_call(flow.request.method, path):
+        if flow.response is not None or self._endpoint is None:
             return
         headers = flow.request.headers
+        route = find_route(flow.request.method, flow.request.path, headers)
+        if route is None:
+            return
+        try:
+            # Codex compresses its bodies with zstd
+            flow.request.decode()
+        except ValueError as error:
+            told = DialectError(f"The request body cannot be decompressed: {error}")
+            body = route.dialect.encode_error(told)
+            flow.response = http.Response.make(told.status, body, {"content-type": "application/json"})
+            self.record(Event("rejected", flow.metadata[SESSION], flow.request.host, "POST", "", str(told)))
+            return
         for name in [n for n in headers if n.lower() in _CREDENTIALS or n.lower().startswith("x-rolltap-")]:
             del headers[name]
         headers[ep.SECRET_HEADER] = self._endpoint.secret
@@ -146,10 +173,6 @@ class Capture:
             self._writer.add_event(event)
         except OSError as error:
             logger.error("cannot write to %s: %s", self._writer.run, error)
-
-
-def _is_model_call(method: str, path: str) -> bool:
-    return (method == "POST" and path in chat.PATHS) or (method == "GET" and path == "/v1/models")
 
 
 def _sampling(text: str) -> dict[str, Any]:

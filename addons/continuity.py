@@ -2,7 +2,8 @@
 
 A recorded turn is found by what the harness sends back, compared as canonical messages: parsed tool arguments, text
 parts joined, tool-call ids as we issued them. Its text is never tokenised again. Reasoning does not take part in the
-comparison, as harnesses drop or keep it; it only decides between turns that are otherwise equal.
+comparison, as harnesses drop or keep it; like the opaque field issued with it (`call_id`), it only decides between
+turns that are otherwise equal.
 """
 
 import hashlib
@@ -60,6 +61,7 @@ class Conversations:
     def __init__(self, rendering: Rendering) -> None:
         self._rendering = rendering
         self._turns: dict[str, list[Turn]] = {}
+        self._by_call: dict[str, Turn] = {}
 
     def prompt(self, messages: list[Message], tools: list[Tool]) -> Prompt:
         """The prompt of a new call: the longest recorded conversation that this one extends, bridged, or all of it
@@ -83,7 +85,7 @@ class Conversations:
             return Prompt(ids, "bridged", None, turn, prefix, messages[length:], states[-1])
         kind: CallKind = "rendered" if self._turns else "root"
         reasons.append("no earlier call is a prefix of this conversation" if self._turns else "no earlier call")
-        ids = self._rendering.render(messages, tools)
+        ids = self._rendering.render([self._with_reasoning(message) for message in messages], tools)
         return Prompt(ids, kind, reasons[0], None, 0, messages, states[-1])
 
     def add(self, call_id: str, prompt: Prompt, completion_ids: list[int], reply: Message) -> None:
@@ -92,11 +94,19 @@ class Conversations:
         tail = prompt.ids[prompt.prefix_length :]
         turn = Turn(call_id, prompt.parent, tail, completion_ids, reply.get("reasoning_content") or "")
         self._turns.setdefault(state, []).append(turn)
+        self._by_call[call_id] = turn
+
+    def _with_reasoning(self, message: Message) -> Message:
+        """The reasoning belongs to the context when the harness sends only the opaque field issued with it."""
+        turn = self._by_call.get(message.get("call_id", ""))
+        if turn is None or not turn.reasoning or message.get("reasoning_content"):
+            return message
+        return {**message, "reasoning_content": turn.reasoning}
 
 
 def canonical(message: Message) -> str:
     """A message as a string that is equal for equal messages, however a harness wrote them."""
-    kept = {key: value for key, value in message.items() if key != "reasoning_content" and value}
+    kept = {key: value for key, value in message.items() if value and key not in ("reasoning_content", "call_id")}
     if "tool_calls" in kept:
         kept["tool_calls"] = [
             {"id": c["id"], "name": c["function"]["name"], "arguments": _parsed(c["function"]["arguments"])}
@@ -135,6 +145,8 @@ def _next_state(state: str, message: Message) -> str:
 
 def _pick(turns: list[Turn], echoed: Message) -> Turn | None:
     """The turn that the echoed reply belongs to, or None in doubt. Turns of equal tokens are the same turn."""
+    if len(turns) > 1 and (issued := [turn for turn in turns if turn.call_id == echoed.get("call_id")]):
+        return issued[0]
     if len(turns) > 1:
         reasoning = echoed.get("reasoning_content") or ""
         turns = [turn for turn in turns if turn.reasoning == reasoning]

@@ -1,6 +1,7 @@
 """Text of a growing reply as it becomes certain, for streaming."""
 
 import re
+from collections.abc import Sequence
 
 from rolltap.addons.dialects.model_call import Reply
 
@@ -35,6 +36,28 @@ class TextDeltas:
         self._reasoning += new_reasoning
         self._content += new_content
         return new_reasoning, new_content
+
+
+def cut_at_stop(reply: Reply, stops: Sequence[str], *, partial: bool) -> None:
+    """End a reply before the first of the `stops` in its text. Of a `partial` reply, what may become one is left out
+    as well."""
+    for field in ("reasoning", "content"):
+        text: str = getattr(reply, field)
+        found = min(((text.index(stop), stop) for stop in stops if stop in text), default=None)
+        if found:
+            setattr(reply, field, text[: found[0]])
+            reply.stop, reply.tool_calls = found[1], []
+            if field == "reasoning":
+                reply.content = ""
+            return
+        if partial:
+            setattr(reply, field, text[: len(text) - _overlap(text, stops)])
+
+
+def _overlap(text: str, stops: Sequence[str]) -> int:
+    """How many characters at the end of `text` begin one of the `stops`."""
+    lengths = (n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+    return max(lengths, default=0)
 
 
 def _settled(text: str) -> str:

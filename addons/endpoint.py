@@ -5,7 +5,6 @@ or continued to prompt token ids, sampled by the engine, encoded as it comes, an
 last event leaves. Only the addon in the same process knows the secret that every request must carry.
 """
 
-import asyncio
 import hmac
 import json
 import logging
@@ -13,20 +12,25 @@ import secrets
 import socket
 import time
 import uuid
-from collections import defaultdict
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
-from rolltap.addons.calls import Call, Event
-from rolltap.addons.continuity import Conversations, Prompt
-from rolltap.addons.dialects import chat
-from rolltap.addons.dialects.model_call import DialectError, ModelCall
-from rolltap.addons.engine import NEUTRAL_SAMPLING, Engine, EngineError
-from rolltap.addons.exchange import Exchange, Parts, as_dialect_error, error_response
+from rolltap.addons.calls import Call, Event, EventKind
+from rolltap.addons.continuity import Conversations
+from rolltap.addons.dialects.dialect import Dialect, Operation
+from rolltap.addons.dialects.model_call import ContextOverflow, Head, ModelCall, ServedModel
+from rolltap.addons.dialects.routes import find_route
+from rolltap.addons.engine import NEUTRAL_SAMPLING, Engine
+from rolltap.addons.exchange import error_response, respond, stream
+from rolltap.addons.generation import Generation, Parts, as_dialect_error
 from rolltap.addons.policy import PolicyFile
 from rolltap.addons.rendering import Rendering
+from rolltap.addons.retries import find_retried
+from rolltap.addons.roles import find_role
 from rolltap.addons.store import RunWriter
 
 logger = logging.getLogger(__name__)
@@ -36,13 +40,34 @@ SESSION_HEADER = "x-rolltap-session"
 HOST_HEADER = "x-rolltap-host"
 
 BODY_LIMIT = 256 * 1024 * 1024
+_RECENT = 64
+"""How many of a session's generations a retry is looked for in."""
+
+
+@dataclass(slots=True)
+class Memory:
+    """What the endpoint knows of one session."""
+
+    conversations: Conversations
+    recent: deque[Generation] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    tools_seen: bool = False
 
 
 class Endpoint:
-    """An aiohttp application that answers model calls. `start` binds it; `close` ends it with all its calls."""
+    """An aiohttp application that answers model calls. `start` binds it; `close` ends it with all its calls.
+
+    `patience` is in seconds, see `Parts`.
+    """
 
     def __init__(
-        self, rendering: Rendering, engine_url: str, writer: RunWriter, run: Path, sampling: dict[str, Any]
+        self,
+        rendering: Rendering,
+        engine_url: str,
+        writer: RunWriter,
+        run: Path,
+        sampling: dict[str, Any],
+        *,
+        patience: float,
     ) -> None:
         self.secret = secrets.token_urlsafe(32)
         self.rendering = rendering
@@ -50,8 +75,8 @@ class Endpoint:
         self.sampling = {**NEUTRAL_SAMPLING, **sampling}
         self._engine_url = engine_url
         self._policy = PolicyFile(run)
-        self._conversations: defaultdict[str, Conversations] = defaultdict(lambda: Conversations(rendering))
-        self._running: set[asyncio.Task[Any]] = set()
+        self._patience = patience
+        self._memories: defaultdict[str, Memory] = defaultdict(lambda: Memory(Conversations(rendering)))
         # bound at once, so that requests queue here even before the server runs
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.port: int = self._socket.getsockname()[1]
@@ -60,73 +85,75 @@ class Endpoint:
     async def start(self) -> None:
         """Serve until `close`."""
         self.engine = Engine(self._engine_url)
-        self._parts = Parts(self.engine, self._policy, self.rendering, self.writer)
-        app = web.Application(client_max_size=BODY_LIMIT, middlewares=[self._authorize])
-        for path in chat.PATHS:
-            app.router.add_post(path, self._chat)
-        app.router.add_get("/v1/models", self._models)
+        self._parts = Parts(self.engine, self._policy, self.rendering, self.writer, self._patience)
+        app = web.Application(client_max_size=BODY_LIMIT)
+        app.router.add_route("*", "/{target:.*}", self._serve)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await self._runner.setup()
         await web.SockSite(self._runner, self._socket).start()
 
     async def close(self) -> None:
         """Stop serving. Running calls are recorded as aborted."""
-        for task in self._running:
-            task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        for memory in self._memories.values():
+            for generation in memory.recent:
+                generation.abort("the recorder was stopped")
         await self._runner.cleanup()
         await self.engine.close()
 
-    @web.middleware
-    async def _authorize(self, request: web.Request, handler: Any) -> web.StreamResponse:
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
         if not hmac.compare_digest(request.headers.get(SECRET_HEADER, ""), self.secret):
             return web.Response(status=403, text="this port belongs to the rolltap recorder in front of it")
-        response: web.StreamResponse = await handler(request)
-        return response
-
-    async def _models(self, request: web.Request) -> web.Response:
+        route = find_route(request.method, request.raw_path, request.headers)
+        if route is None:
+            return web.Response(status=404, text="not a model call")
+        dialect = route.dialect
         try:
-            await self.engine.max_model_len()
-        except EngineError as error:
-            return error_response(DialectError(str(error), status=error.status, code="engine_unavailable"))
-        return web.Response(
-            body=chat.encode_models([self.engine.model], int(time.time())), content_type="application/json"
-        )
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        session_id = request.headers[SESSION_HEADER]
-        host = request.headers.get(HOST_HEADER, "")
-        try:
-            model_call = chat.decode(await request.read())
-            call, prompt = await self._begin(session_id, host, request.path, model_call)
+            if route.operation == "generate":
+                model_call = dialect.decode(await request.read(), request.raw_path)
+                generation = await self.begin(dialect, model_call, request)
+            else:
+                body = await self._look_up(dialect, route.operation, request)
         except Exception as error:
-            self._reject(session_id, host, request.path, str(error) or repr(error))
-            return error_response(as_dialect_error(error))
-        exchange = Exchange(self._parts, self._conversations[session_id], call, prompt, model_call)
-        task = asyncio.current_task()
-        assert task is not None
-        self._running.add(task)
-        try:
-            return await (exchange.stream(request) if model_call.stream else exchange.respond(request))
-        finally:
-            self._running.discard(task)
+            self._reject(request, str(error) or repr(error))
+            return error_response(dialect, as_dialect_error(error))
+        if route.operation != "generate":
+            return web.Response(body=body, content_type="application/json")
+        head = Head(generation.call.call_id, int(time.time()), request.raw_path, model_call)
+        answer = stream if model_call.stream else respond
+        return await answer(generation, dialect, head, request)
 
-    async def _begin(self, session_id: str, host: str, path: str, model_call: ModelCall) -> tuple[Call, Prompt]:
-        """The call's prompt and its intent, on disk before the engine is asked."""
+    async def _look_up(self, dialect: Dialect, operation: Operation, request: web.Request) -> bytes:
+        """The body of a reply that needs no sampling."""
+        if operation == "models":
+            context = await self.engine.max_model_len()
+            served = [ServedModel(self.engine.model, context)]
+            return dialect.encode_models(request.raw_path, served, int(time.time()))
+        model_call = dialect.decode(await request.read(), request.raw_path)
+        conversations = self._memories[request.headers[SESSION_HEADER]].conversations
+        return dialect.encode_token_count(len(conversations.prompt(model_call.messages, model_call.tools).ids))
+
+    async def begin(self, dialect: Dialect, model_call: ModelCall, request: web.Request) -> Generation:
+        """The generation that answers a request: a new one, its intent on disk before the engine is asked, or the one
+        that the request repeats.
+
+        Raises `DialectError` and `EngineError` for what is refused before that, and `OSError` when nothing can be
+        written.
+        """
         context = await self.engine.max_model_len()
-        prompt = self._conversations[session_id].prompt(model_call.messages, model_call.tools)
+        session_id = request.headers[SESSION_HEADER]
+        memory = self._memories[session_id]
+        prompt = memory.conversations.prompt(model_call.messages, model_call.tools)
         room = context - len(prompt.ids)
         if room < 1:
-            raise DialectError(
-                f"This model's maximum context length is {context} tokens. However, your messages resulted in "
-                f"{len(prompt.ids)} tokens. Please reduce the length of the messages.",
-                code="context_length_exceeded",
-            )
-        sampling = {
-            **self.sampling,
-            "max_tokens": min(model_call.max_tokens or room, room, self.sampling.get("max_tokens", room)),
-            "stop_token_ids": self.rendering.stop_token_ids(),
-        }
+            raise ContextOverflow(len(prompt.ids), context)
+        host, path = request.headers.get(HOST_HEADER, ""), request.path
+        generation = find_retried(memory.recent, dialect.NAME, model_call, prompt.ids, request.headers)
+        if generation is not None:
+            kind: EventKind = "replayed" if generation.done else "joined"
+            self.writer.add_event(Event(kind, session_id, host, "POST", path, generation.call.call_id))
+            return generation
+        role = find_role(model_call, request.headers, tools_before=memory.tools_seen)
+        memory.tools_seen = memory.tools_seen or bool(model_call.tools)
         call = Call(
             session_id=session_id,
             call_id=uuid.uuid4().hex,
@@ -135,21 +162,39 @@ class Endpoint:
             prefix_length=prompt.prefix_length,
             kind=prompt.kind,
             kind_reason=prompt.reason,
-            dialect=chat.NAME,
+            role=role.role,
+            role_evidence=role.evidence,
+            dialect=dialect.NAME,
             host=host,
             path=path,
             model=model_call.model,
             stream=model_call.stream,
-            sampling=json.dumps({**sampling, "asked": model_call.asked}),
             messages=json.dumps(prompt.new_messages, ensure_ascii=False),
             tools=json.dumps(model_call.tools, ensure_ascii=False) if prompt.parent is None else None,
         )
         self.writer.add_event(Event("call_started", session_id, host, "POST", path, call.call_id))
-        return call, prompt
+        sampling = self._sampling_for(model_call, room)
+        generation = Generation(self._parts, memory.conversations, call, prompt, model_call, sampling)
+        memory.recent.append(generation)
+        return generation
 
-    def _reject(self, session_id: str, host: str, path: str, why: str) -> None:
-        logger.warning("session %s: %s%s: %s", session_id, host, path, why)
+    def _sampling_for(self, model_call: ModelCall, room: int) -> dict[str, Any]:
+        """vLLM's sampling parameters: ours, and of the harness's wishes those that shape the reply."""
+        sampling = {
+            **self.sampling,
+            "max_tokens": min(model_call.max_tokens or room, room, self.sampling.get("max_tokens", room)),
+            "stop_token_ids": self.rendering.stop_token_ids(),
+        }
+        if model_call.stop:
+            sampling["stop"] = model_call.stop
+        if model_call.schema is not None:
+            sampling["structured_outputs"] = {"json": model_call.schema} if model_call.schema else {"json_object": True}
+        return sampling
+
+    def _reject(self, request: web.Request, why: str) -> None:
+        session_id, host = request.headers[SESSION_HEADER], request.headers.get(HOST_HEADER, "")
+        logger.warning("session %s: %s%s: %s", session_id, host, request.path, why)
         try:
-            self.writer.add_event(Event("rejected", session_id, host, "POST", path, why))
+            self.writer.add_event(Event("rejected", session_id, host, request.method, request.path, why))
         except OSError as error:
             logger.error("cannot write to %s: %s", self.writer.run, error)

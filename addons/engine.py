@@ -3,7 +3,6 @@
 Speaks vLLM's `POST /inference/v1/generate` (vLLM 0.32 and newer, started with `--enable-scale-out`), streaming.
 """
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -29,11 +28,13 @@ because vLLM otherwise takes defaults from the model's generation_config.json.""
 
 
 class EngineError(Exception):
-    """The engine did not answer as it should. `status` is the HTTP status that a harness should see."""
+    """The engine did not answer as it should. `status` is the HTTP status that a harness should see; `passing` says
+    that asking again may help."""
 
-    def __init__(self, message: str, *, status: int = 503) -> None:
+    def __init__(self, message: str, *, status: int = 503, passing: bool = False) -> None:
         super().__init__(message)
         self.status = status
+        self.passing = passing
 
 
 @dataclass(slots=True)
@@ -43,6 +44,8 @@ class Chunk:
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str | None = None
+    stop: str | None = None
+    """The stop text that ended the completion."""
     weight_versions: list[VersionSpan] | None = None
     cached_tokens: int | None = None
 
@@ -79,14 +82,12 @@ class Engine:
                 raise EngineError(f"{self.url}/v1/models is not vLLM's: {error!r}", status=502) from error
         return self._max_model_len
 
-    async def generate(
-        self, token_ids: list[int], sampling: dict[str, Any], model: str | None, accepted: asyncio.Event
-    ) -> AsyncIterator[Chunk]:
+    async def generate(self, token_ids: list[int], sampling: dict[str, Any], model: str | None) -> AsyncIterator[Chunk]:
         """Sample a completion of `token_ids`, as it comes.
 
-        `model` names a LoRA adapter, or is None for the base model. `accepted` is set when the engine has taken the
-        request. Closing the iterator stops the generation. Raises `EngineError` when the engine is down, refuses,
-        answers something else than the protocol, or ends before the completion does.
+        `model` names a LoRA adapter, or is None for the base model. Closing the iterator stops the generation. Raises
+        `EngineError` when the engine is down, refuses, answers something else than the protocol, or ends before the
+        completion does.
         """
         body: dict[str, Any] = {"token_ids": token_ids, "stream": True, "sampling_params": {**sampling, "logprobs": 0}}
         body["stream_options"] = {"include_usage": True}
@@ -97,7 +98,6 @@ class Engine:
             async with await self._post(body) as response:
                 if response.status != 200:
                     raise await _refusal(response)
-                accepted.set()
                 async for data in _events(response.content):
                     if data == b"[DONE]":
                         break
@@ -105,9 +105,11 @@ class Engine:
                     finished = finished or chunk.finish_reason is not None
                     yield chunk
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise EngineError(f"the engine at {self.url} failed: {error or type(error).__name__}") from error
+            why = f"the engine at {self.url} failed: {error or type(error).__name__}"
+            raise EngineError(why, passing=True) from error
         if not finished:
-            raise EngineError(f"the engine at {self.url} ended the generation without a finish reason", status=502)
+            why = f"the engine at {self.url} ended the generation without a finish reason"
+            raise EngineError(why, status=502, passing=True)
 
     async def _post(self, body: dict[str, Any]) -> aiohttp.ClientResponse:
         try:
@@ -133,7 +135,8 @@ def _chunk(data: bytes) -> Chunk:
         event = json.loads(data)
         if "error" in event:
             status = int(event["error"].get("code") or 500)
-            raise EngineError(f"the engine refused: {event['error'].get('message')}", status=max(status, 400))
+            why = f"the engine refused: {event['error'].get('message')}"
+            raise EngineError(why, status=max(status, 400), passing=status >= 500)
         usage = event.get("usage") or {}
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         if not event["choices"]:
@@ -148,6 +151,7 @@ def _chunk(data: bytes) -> Chunk:
             token_ids=token_ids,
             logprobs=[float(entry["logprob"]) for entry in content] if matching else [],
             finish_reason=choice["finish_reason"],
+            stop=stop if isinstance(stop := choice.get("stop_reason"), str) else None,
             weight_versions=versions and [VersionSpan(str(v["version"]), v["start"], v["end"]) for v in versions],
             cached_tokens=cached,
         )
@@ -161,4 +165,5 @@ async def _refusal(response: aiohttp.ClientResponse) -> EngineError:
     if response.status in (403, 404):
         hint = f"; {GENERATE} needs vLLM 0.32 or newer with --enable-scale-out"
     status = response.status if response.status in (400, 413, 503) else 502
-    return EngineError(f"the engine answered {response.status}: {text}{hint}", status=status)
+    passing = response.status >= 500
+    return EngineError(f"the engine answered {response.status}: {text}{hint}", status=status, passing=passing)

@@ -40,6 +40,7 @@ _PROBES: list[tuple[list[Message], list[Tool] | None]] = [
         [_PROBE_TOOL],
     ),
 ]
+_SYSTEM_LATER: list[Message] = [{"role": "user", "content": "Hello"}, {"role": "system", "content": "Be brief."}]
 
 
 class ModelError(Exception):
@@ -65,6 +66,7 @@ class Rendering:
             self._renderer = _create(self._tokenizer, self.name)
         except Exception as error:
             raise ModelError(f"the renderer {self.name!r} does not fit {model!r}: {error}") from error
+        self._system_anywhere = self._takes(_SYSTEM_LATER)
         template = self._tokenizer.chat_template
         self.chat_template_sha256 = hashlib.sha256(str(template).encode()).hexdigest()
         vocabulary = json.dumps(self._tokenizer.get_vocab(), sort_keys=True)
@@ -95,9 +97,17 @@ class Rendering:
             # most renderers ask for special tokens of their own model family: this one is not for this model
             return False
 
+    def _takes(self, messages: list[Message]) -> bool:
+        try:
+            self._renderer.render_ids(messages, tools=None, add_generation_prompt=True)
+        except Exception:
+            return False  # the template raises for what it does not know
+        return True
+
     def render(self, messages: list[Message], tools: list[Tool]) -> list[int]:
         """Prompt token ids of a whole conversation, the generation prompt included."""
-        ids: list[int] = self._renderer.render_ids(messages, tools=tools or None, add_generation_prompt=True)
+        fitting = self._fit(messages)
+        ids: list[int] = self._renderer.render_ids(fitting, tools=tools or None, add_generation_prompt=True)
         return ids
 
     def bridge(
@@ -107,7 +117,8 @@ class Rendering:
 
         None when the renderer cannot continue this conversation without changing its tokens.
         """
-        bridged = self._renderer.bridge_to_next_turn(prompt_ids, completion_ids, messages, tools=tools or None)
+        new = self._fit(messages, later=True)
+        bridged = self._renderer.bridge_to_next_turn(prompt_ids, completion_ids, new, tools=tools or None)
         if bridged is None:
             return None
         ids: list[int] = bridged.token_ids
@@ -115,6 +126,22 @@ class Rendering:
         if ids[: len(prompt_ids)] != prompt_ids or ids[len(prompt_ids) : sampled] != completion_ids:
             return None
         return ids
+
+    def _fit(self, messages: list[Message], *, later: bool = False) -> list[Message]:
+        """The messages without our own keys and, for templates that take a system message only at the beginning, with
+        those at the beginning joined and the others as the user's. `later` says that they are not the beginning."""
+        fitting: list[Message] = []
+        for message in messages:
+            if "call_id" in message:
+                message = {key: value for key, value in message.items() if key != "call_id"}
+            if message["role"] == "system" and not self._system_anywhere:
+                if fitting and all(earlier["role"] == "system" for earlier in fitting):
+                    fitting[0] = {**fitting[0], "content": f"{fitting[0]['content']}\n\n{message['content']}"}
+                    continue
+                if fitting or later:
+                    message = {**message, "role": "user"}
+            fitting.append(message)
+        return fitting
 
     def parse(
         self, prompt_ids: list[int], completion_ids: list[int], tools: list[Tool], *, partial: bool = False

@@ -31,7 +31,7 @@ class RunError(Exception):
 def read_metadata(run: Path) -> dict[str, Any]:
     """The contents of `run.json`.
 
-    Raises `RunError` when there is none, when it is damaged, and when a newer rolltap wrote it.
+    Raises `RunError` when there is none, when it is damaged, and when another schema wrote it.
     """
     path = run / RUN_FILE
     try:
@@ -43,10 +43,9 @@ def read_metadata(run: Path) -> dict[str, Any]:
     version = metadata.get("schema_version") if isinstance(metadata, dict) else None
     if not isinstance(version, int):
         raise RunError(f"{path} names no schema_version")
-    if version > SCHEMA_VERSION:
-        raise RunError(
-            f"{run} was written with schema {version}, this rolltap reads up to {SCHEMA_VERSION}: upgrade rolltap"
-        )
+    if version != SCHEMA_VERSION:
+        other = "a newer" if version > SCHEMA_VERSION else "an older"
+        raise RunError(f"{run} has schema {version}, this rolltap reads {SCHEMA_VERSION}: read it with {other} rolltap")
     return metadata
 
 

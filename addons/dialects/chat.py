@@ -4,24 +4,28 @@ Field names follow the OpenAI API reference; `reasoning_content` is the extensio
 clients share.
 """
 
-import contextlib
-import json
 from typing import Any
 
+from rolltap.addons.dialects.dialect import Operation
+from rolltap.addons.dialects.fields import parse_object, positive_integer, stop_texts
 from rolltap.addons.dialects.model_call import (
+    FREEFORM_ARGUMENT,
     DialectError,
+    Head,
     Message,
     ModelCall,
     Reply,
-    Tool,
-    ToolCall,
+    ServedModel,
     Usage,
-    parse_json,
+    WireTool,
+    dump_json,
+    parse_arguments,
 )
+from rolltap.addons.dialects.tools import echoed_call, freeform_input, freeform_tool
 
 NAME = "openai-chat"
 
-PATHS = frozenset(
+_PATHS = frozenset(
     {
         "/v1/chat/completions",
         "/chat/completions",
@@ -30,7 +34,7 @@ PATHS = frozenset(
         "/compatible-mode/v1/chat/completions",
     }
 )
-"""Exact paths under which providers serve this API. Any host counts: what is not captured is refused anyway."""
+_MODELS = "/v1/models"
 
 _WISHES = [
     "temperature",
@@ -42,7 +46,6 @@ _WISHES = [
     "repetition_penalty",
     "logit_bias",
     "seed",
-    "stop",
     "n",
     "logprobs",
     "top_logprobs",
@@ -53,54 +56,85 @@ _WISHES = [
 ]
 
 
-def decode(body: bytes) -> ModelCall:
+def operation(method: str, path: str) -> Operation | None:
+    """What a request asks for. Providers serve this API under several paths, and any host counts."""
+    if method == "POST" and path in _PATHS:
+        return "generate"
+    if method == "GET" and (path == _MODELS or path.startswith(_MODELS + "/")):
+        return "models"
+    return None
+
+
+def decode(body: bytes, target: str) -> ModelCall:
     """The request in `body`. Raises `DialectError` for what the API itself would refuse."""
-    try:
-        request = parse_json(body.decode())
-    except (ValueError, RecursionError) as error:
-        raise DialectError(f"We could not parse the JSON body of your request: {error}") from None
-    if not isinstance(request, dict):
-        raise DialectError("The request body must be a JSON object.")
+    request = parse_object(body)
     messages = request.get("messages")
     if not isinstance(messages, list) or not messages:
         raise DialectError("'messages' must be a non-empty list.")
     if request.get("n") not in (None, 1):
         raise DialectError("'n' must be 1.")
-    stream = request.get("stream")
     options = request.get("stream_options")
-    return ModelCall(
+    model_call = ModelCall(
         model=str(request.get("model") or ""),
         messages=[_message(m, f"messages[{i}]") for i, m in enumerate(messages)],
-        tools=_tools(request),
-        stream=stream is True,
+        tools=[],
+        stream=request.get("stream") is True,
         include_usage=isinstance(options, dict) and options.get("include_usage") is True,
         max_tokens=_max_tokens(request),
+        stop=stop_texts(request.get("stop"), "stop"),
+        schema=_schema(request.get("response_format")),
         asked={key: request[key] for key in _WISHES if request.get(key) is not None},
     )
+    _read_tools(request, model_call)
+    metadata = request.get("metadata")
+    if isinstance(metadata, dict):
+        model_call.hints = {f"metadata.{key}": value for key, value in metadata.items() if isinstance(value, str)}
+    return model_call
 
 
 def _max_tokens(request: dict[str, Any]) -> int | None:
     for key in ("max_completion_tokens", "max_tokens"):
-        value = request.get(key)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise DialectError(f"'{key}' must be a positive integer.")
-        return value
+        if request.get(key) is not None:
+            return positive_integer(request[key], key)
     return None
 
 
-def _tools(request: dict[str, Any]) -> list[Tool]:
+def _schema(wanted: Any) -> dict[str, Any] | None:
+    if not isinstance(wanted, dict) or wanted.get("type") not in ("json_object", "json_schema"):
+        return None
+    described = wanted.get("json_schema")
+    schema = described.get("schema") if isinstance(described, dict) else None
+    return schema if isinstance(schema, dict) else {}
+
+
+def _read_tools(request: dict[str, Any], model_call: ModelCall) -> None:
     tools = request.get("tools") or []
     if not isinstance(tools, list):
         raise DialectError("'tools' must be a list.")
     if request.get("tool_choice") == "none":
-        return []
+        return
     for i, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise DialectError(f"'tools[{i}]' must be a function tool with a name.")
-    return tools
+        kind = tool.get("type", "function") if isinstance(tool, dict) else None
+        if not isinstance(kind, str):
+            raise DialectError(f"'tools[{i}]' must be a tool with a type.")
+        if kind not in ("function", "custom"):
+            model_call.hosted_tools.append(tool)
+            continue
+        described = tool.get(kind)
+        if not isinstance(described, dict) or not _named(described):
+            raise DialectError(f"'tools[{i}]' must be a {kind} tool with a name.")
+        if kind == "function":
+            model_call.tools.append(tool)
+        else:
+            name, form = described["name"], described.get("format")
+            grammar = form.get("grammar") if isinstance(form, dict) else None
+            grammar = grammar.get("definition") if isinstance(grammar, dict) else None
+            model_call.tools.append(freeform_tool(name, described.get("description"), grammar))
+            model_call.wire_tools[name] = WireTool(name, freeform=True)
+
+
+def _named(described: dict[str, Any]) -> bool:
+    return isinstance(described.get("name"), str) and bool(described["name"])
 
 
 def _message(message: Any, where: str) -> Message:
@@ -144,32 +178,28 @@ def _text(content: Any, where: str) -> str:
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    call_id = str(call.get("id") or "") if isinstance(call, dict) else ""
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise DialectError(f"'{where}' must be a function call with a name.")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        # the model may have sampled something else than JSON; that stays text
-        with contextlib.suppress(ValueError, RecursionError):
-            arguments = parse_json(arguments)
-    return {
-        "id": str(call.get("id") or ""),
-        "type": "function",
-        "function": {"name": function["name"], "arguments": {} if arguments is None else arguments},
-    }
+    if isinstance(function, dict) and _named(function):
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            arguments = parse_arguments(arguments)
+        return echoed_call(call_id, function["name"], {} if arguments is None else arguments)
+    custom = call.get("custom") if isinstance(call, dict) else None
+    if isinstance(custom, dict) and _named(custom):
+        return echoed_call(call_id, custom["name"], {FREEFORM_ARGUMENT: str(custom.get("input") or "")})
+    raise DialectError(f"'{where}' must be a function call with a name.")
 
 
-def encode_reply(reply_id: str, model: str, created: int, reply: Reply, usage: Usage) -> bytes:
+def encode_reply(head: Head, reply: Reply, usage: Usage) -> bytes:
     """The body of a reply to a request that did not ask for a stream."""
     message = reply.to_message()
-    if reply.tool_calls and not reply.content:
-        message["content"] = None
-    return _json(
+    if reply.tool_calls:
+        message["tool_calls"] = _wire_calls(head, reply)
+        message["content"] = message["content"] or None
+    return dump_json(
         {
-            "id": reply_id,
-            "object": "chat.completion",
-            "created": created,
-            "model": model,
+            **_first_fields(head, "chat.completion"),
             "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": reply.finish_reason}],
             "usage": _usage(usage),
         }
@@ -179,21 +209,40 @@ def encode_reply(reply_id: str, model: str, created: int, reply: Reply, usage: U
 def encode_error(error: DialectError) -> bytes:
     """The body of an error reply."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return _json({"error": {"message": str(error), "type": kind, "param": None, "code": error.code}})
+    return dump_json({"error": {"message": str(error), "type": kind, "param": None, "code": error.code}})
 
 
-def encode_models(names: list[str], created: int) -> bytes:
-    """The body of a reply to `GET /v1/models`."""
-    models = [{"id": name, "object": "model", "created": created, "owned_by": "rolltap"} for name in names]
-    return _json({"object": "list", "data": models})
+def encode_token_count(tokens: int) -> bytes:
+    """This API has no request to count tokens."""
+    raise NotImplementedError
+
+
+def encode_models(target: str, models: list[ServedModel], created: int) -> bytes:
+    """The body of a reply to `GET /v1/models`, or to `GET /v1/models/NAME`: every name is answered by the engine."""
+    path = target.partition("?")[0]
+    if path != _MODELS:
+        return dump_json(_model(path.removeprefix(_MODELS + "/"), models[0].context, created))
+    return dump_json({"object": "list", "data": [_model(m.name, m.context, created) for m in models]})
+
+
+def _model(name: str, context: int, created: int) -> dict[str, Any]:
+    # max_model_len is vLLM's extension
+    return {"id": name, "object": "model", "created": created, "owned_by": "rolltap", "max_model_len": context}
+
+
+def stream_encoder(head: Head) -> "StreamEncoder":
+    """The encoder of a streamed reply."""
+    return StreamEncoder(head)
 
 
 class StreamEncoder:
-    """Server-sent events of one streamed reply, in the order `start`, any of `delta` and `keep_alive`, `finish`."""
+    """Server-sent events of one streamed reply."""
 
-    def __init__(self, reply_id: str, model: str, created: int, *, include_usage: bool = False) -> None:
-        self._head = {"id": reply_id, "object": "chat.completion.chunk", "created": created, "model": model}
-        self._include_usage = include_usage
+    content_type = "text/event-stream"
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._fields = _first_fields(head, "chat.completion.chunk")
 
     def start(self) -> bytes:
         """The first event."""
@@ -209,28 +258,47 @@ class StreamEncoder:
         return events
 
     def keep_alive(self) -> bytes:
-        """An event that changes nothing. An empty delta, because Qwen Code's idle timer ignores SSE comments."""
+        """An empty delta, because Qwen Code's idle timer ignores SSE comments."""
         return self._chunk({})
 
-    def finish(self, tool_calls: list[ToolCall], finish_reason: str, usage: Usage) -> bytes:
+    def finish(self, reply: Reply, usage: Usage) -> bytes:
         """The tool calls and the events that end the stream."""
         events = b""
-        for i, call in enumerate(tool_calls):
-            function = {"name": call.name, "arguments": call.arguments}
-            events += self._chunk(
-                {"tool_calls": [{"index": i, "id": call.id, "type": "function", "function": function}]}
-            )
-        events += self._chunk({}, finish_reason)
-        if self._include_usage:
-            events += _event({**self._head, "choices": [], "usage": _usage(usage)})
+        for i, call in enumerate(_wire_calls(self._head, reply)):
+            events += self._chunk({"tool_calls": [{"index": i, **call}]})
+        events += self._chunk({}, reply.finish_reason)
+        if self._head.model_call.include_usage:
+            events += _event({**self._fields, "choices": [], "usage": _usage(usage)})
         return events + b"data: [DONE]\n\n"
 
     def error(self, error: DialectError) -> bytes:
-        """The event for a failure after the stream began; nothing follows it."""
+        """The event for a failure after the stream began."""
         return b"data: " + encode_error(error) + b"\n\n"
 
     def _chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
-        return _event({**self._head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}]})
+        choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
+        return _event({**self._fields, "choices": [choice]})
+
+
+def _first_fields(head: Head, kind: str) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{head.call_id}",
+        "object": kind,
+        "created": head.created,
+        "model": head.model_call.model,
+    }
+
+
+def _wire_calls(head: Head, reply: Reply) -> list[dict[str, Any]]:
+    calls: list[dict[str, Any]] = []
+    for call in reply.tool_calls:
+        if call.name in head.model_call.wire_tools:
+            custom = {"name": call.name, "input": freeform_input(call.arguments)}
+            calls.append({"id": call.id, "type": "custom", "custom": custom})
+        else:
+            function = {"name": call.name, "arguments": call.arguments}
+            calls.append({"id": call.id, "type": "function", "function": function})
+    return calls
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
@@ -242,9 +310,5 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _json(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
-
-
 def _event(value: Any) -> bytes:
-    return b"data: " + _json(value) + b"\n\n"
+    return b"data: " + dump_json(value) + b"\n\n"

@@ -1,5 +1,7 @@
 """What every dialect decodes to and encodes from: the common language between the wire and the engine."""
 
+import base64
+import binascii
 import json
 import re
 from dataclasses import dataclass, field
@@ -8,14 +10,18 @@ from typing import Any, Literal
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 Message = dict[str, Any]
-"""A message as `renderers` takes it: role, content (text), and where they apply `reasoning_content`,
-`tool_calls` (`{"id", "type": "function", "function": {"name", "arguments"}}`, arguments parsed) and `tool_call_id`."""
+"""A message as `renderers` takes it: `role` (system, user, assistant or tool), `content` (text), and where they apply
+`reasoning_content`, `tool_calls` (`{"id", "type": "function", "function": {"name", "arguments"}}`, arguments parsed)
+and `tool_call_id`. An assistant message may carry `call_id`: the call that its opaque fields say issued it."""
 
 Tool = dict[str, Any]
 """A tool in the OpenAI form, `{"type": "function", "function": {"name", "description", "parameters"}}`."""
 
+FREEFORM_ARGUMENT = "input"
+"""The one argument, a string, of the function that stands for a freeform tool."""
 
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+_SIGNATURE = "rolltap:"
 
 
 def parse_json(text: str) -> Any:
@@ -24,6 +30,14 @@ def parse_json(text: str) -> Any:
     if _SURROGATE_ESCAPE.search(text):  # pairs are fine, and rare enough to look twice
         value = json.loads(well_formed(json.dumps(value, ensure_ascii=False)))
     return value
+
+
+def parse_arguments(text: str) -> Any:
+    """The arguments of an echoed tool call; what is not JSON stays the text that the model sampled."""
+    try:
+        return parse_json(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def well_formed(text: str) -> str:
@@ -35,6 +49,29 @@ def well_formed(text: str) -> str:
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
+def dump_json(value: Any) -> bytes:
+    """Compact JSON as every dialect writes it."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def sign(call_id: str) -> str:
+    """The opaque field that is issued with a call's reasoning (a signature, encrypted content). It names the call and
+    proves nothing: it is only ever looked up among the calls of the session that sends it. Base64, as Google's SDK
+    decodes it."""
+    return base64.b64encode((_SIGNATURE + call_id).encode()).decode()
+
+
+def signed_call(signature: object) -> str | None:
+    """The call that an opaque field was issued with, or None when it is not ours."""
+    if not isinstance(signature, str):
+        return None
+    try:
+        text = base64.b64decode(signature, validate=True).decode()
+    except (binascii.Error, ValueError):
+        return None
+    return text.removeprefix(_SIGNATURE) if text.startswith(_SIGNATURE) else None
+
+
 class DialectError(Exception):
     """A request that this API would answer with an error; `status` is its HTTP status, `code` its short name."""
 
@@ -42,6 +79,30 @@ class DialectError(Exception):
         super().__init__(message)
         self.status = status
         self.code = code
+
+
+class ContextOverflow(DialectError):
+    """A prompt of `prompt_tokens` that leaves no room in a context window of `limit` tokens. Each API says it in its
+    own words, which harnesses look for before they compact their history."""
+
+    def __init__(self, prompt_tokens: int, limit: int) -> None:
+        super().__init__(
+            f"This model's maximum context length is {limit} tokens. However, your messages resulted in "
+            f"{prompt_tokens} tokens. Please reduce the length of the messages.",
+            code="context_length_exceeded",
+        )
+        self.prompt_tokens = prompt_tokens
+        self.limit = limit
+
+
+@dataclass(frozen=True, slots=True)
+class WireTool:
+    """How the harness knows a tool that the model sees as a function of another name or form."""
+
+    name: str
+    namespace: str | None = None
+    freeform: bool = False
+    """Its input is a text (`FREEFORM_ARGUMENT`), not JSON arguments."""
 
 
 @dataclass(slots=True)
@@ -53,10 +114,20 @@ class ModelCall:
     tools: list[Tool]
     stream: bool = False
     include_usage: bool = False
-    """Whether a stream ends with the token usage."""
+    """Whether a stream ends with the token usage (Chat Completions only; the others always say it)."""
     max_tokens: int | None = None
+    stop: list[str] = field(default_factory=list)
+    """Texts that end the reply and are not part of it."""
+    schema: dict[str, Any] | None = None
+    """JSON schema that the reply must match; `{}` for any JSON object."""
     asked: dict[str, Any] = field(default_factory=dict)
     """Sampling and decoding wishes of the harness, as it wrote them. They are recorded, not obeyed."""
+    hosted_tools: list[Any] = field(default_factory=list)
+    """Tools that the provider would run itself, as the harness wrote them. The model is not shown them."""
+    wire_tools: dict[str, WireTool] = field(default_factory=dict)
+    """By the name that the model sees; only tools whose form on the wire differs."""
+    hints: dict[str, str] = field(default_factory=dict)
+    """What the body says of the call's purpose, for its role: field -> value."""
 
 
 @dataclass(slots=True)
@@ -76,6 +147,8 @@ class Reply:
     reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
     finish_reason: FinishReason = "stop"
+    stop: str | None = None
+    """Which of the call's stop texts ended it."""
 
     def to_message(self) -> Message:
         """The message as a harness that echoes it verbatim would send it back."""
@@ -97,3 +170,23 @@ class Usage:
     prompt: int
     completion: int
     cached: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What a reply says besides the sampled message."""
+
+    call_id: str
+    created: int
+    """Seconds since the epoch."""
+    target: str
+    """The request's path and query."""
+    model_call: ModelCall
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model as a models list shows it; `context` is its window in tokens."""
+
+    name: str
+    context: int

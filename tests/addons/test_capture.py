@@ -51,7 +51,7 @@ class TestModelCalls:
     @pytest.mark.parametrize(
         ("method", "url"),
         [
-            *(("POST", f"https://api.example.com{path}") for path in sorted(chat.PATHS)),
+            *(("POST", f"https://api.example.com{path}") for path in sorted(chat._PATHS)),
             ("POST", COMPLETIONS + "?api-version=1"),
             ("POST", "http://127.0.0.1:9/v1/chat/completions"),
             ("GET", "https://api.openai.com/v1/models"),
@@ -81,7 +81,7 @@ class TestModelCalls:
             ("POST", "https://api.openai.com/v1/chat%2Fcompletions"),
             ("POST", "https://api.openai.com/x/../v1/chat/completions"),
             ("POST", "https://api.openai.com/v1/models"),
-            ("GET", "https://api.openai.com/v1/models/gpt-x"),
+            ("GET", "https://api.openai.com/v1/engines/gpt-x"),
             ("GET", "https://example.com/?/v1/models"),
         ],
     )

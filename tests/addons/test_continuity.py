@@ -27,7 +27,7 @@ class Session:
     def decode(self, messages):
         """The messages as they come out of the harness's request."""
         body = json.dumps({"messages": messages, "tools": self.tools})
-        return chat.decode(body.encode())
+        return chat.decode(body.encode(), "/")
 
     def prompt(self, messages):
         call = self.decode(messages)
@@ -276,7 +276,7 @@ def test_a_conversation_of_whole_turns_is_bridged_to_its_end(rendering, encode, 
 @settings(max_examples=300, deadline=None)
 def test_every_request_that_decodes_has_a_prompt(rendering, body):
     try:
-        call = chat.decode(body)
+        call = chat.decode(body, "/")
     except DialectError:
         return
     conversations = Conversations(rendering)

@@ -1,6 +1,5 @@
 """The client against an engine that misbehaves, and the scripted engine against a real vLLM."""
 
-import asyncio
 import json
 
 import httpx
@@ -21,7 +20,7 @@ async def client(scripted_engine):
 async def generate(client: Engine, *, model: str | None = None):
     """All chunks of a generation."""
     sampling = {**NEUTRAL_SAMPLING, "max_tokens": 64}
-    return [chunk async for chunk in client.generate([1, 2, 3], sampling, model, asyncio.Event())]
+    return [chunk async for chunk in client.generate([1, 2, 3], sampling, model)]
 
 
 async def test_tokens_log_probabilities_and_versions_arrive_in_order(scripted_engine, client):

@@ -196,10 +196,11 @@ class TestReadRows:
         os.truncate(path, path.stat().st_size - 1)
         assert call_ids(run) == ["0", "2"]
 
-    def test_a_newer_schema_is_refused(self, run):
+    @pytest.mark.parametrize(("change", "needed"), [(1, "a newer rolltap"), (-1, "an older rolltap")])
+    def test_another_schema_is_refused(self, run, change, needed):
         write_calls(run, [0])
-        (run / "run.json").write_text(json.dumps({"schema_version": SCHEMA_VERSION + 1}))
-        with pytest.raises(RunError, match=f"written with schema {SCHEMA_VERSION + 1}.*upgrade rolltap"):
+        (run / "run.json").write_text(json.dumps({"schema_version": SCHEMA_VERSION + change}))
+        with pytest.raises(RunError, match=f"has schema {SCHEMA_VERSION + change}.*{needed}"):
             call_ids(run)
 
 

@@ -10,8 +10,18 @@ from openai.types import ErrorObject, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from rolltap.addons.dialects import chat
-from rolltap.addons.dialects.model_call import DialectError, ModelCall, Reply, ToolCall, Usage
+from rolltap.addons.dialects.model_call import (
+    DialectError,
+    Head,
+    ModelCall,
+    Reply,
+    ServedModel,
+    ToolCall,
+    Usage,
+    WireTool,
+)
 
+TARGET = "/v1/chat/completions"
 TOOL = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}}
 REQUEST = {
     "model": "gpt-x",
@@ -39,7 +49,7 @@ REQUEST = {
 
 
 def decode(**changes):
-    return chat.decode(json.dumps({**REQUEST, **changes}).encode())
+    return chat.decode(json.dumps({**REQUEST, **changes}).encode(), TARGET)
 
 
 def decode_message(**message):
@@ -106,7 +116,7 @@ class TestDecode:
     @pytest.mark.parametrize("cut", [r"\ud83d", r"\udc00", r"\\ud83d"], ids=["high", "low", "within arguments"])
     def test_half_a_character_becomes_a_replacement_character(self, cut):
         whole = json.dumps(REQUEST).replace(r"\\u00e9", cut).replace("Nothing.", r"\ud83d\ude00 " + cut)
-        call = chat.decode(whole.encode())
+        call = chat.decode(whole.encode(), TARGET)
         assert call.messages[2]["tool_calls"][0]["function"]["arguments"]["at"] == "\ufffd"
         assert call.messages[3]["content"][0] == "😀"
 
@@ -124,6 +134,39 @@ class TestDecode:
 
     def test_no_tools_are_shown_when_none_may_be_called(self):
         assert decode(tool_choice="none").tools == []
+
+    def test_hosted_tools_are_recorded_and_not_shown(self):
+        call = decode(tools=[{"type": "web_search"}, TOOL])
+        assert (call.tools, call.hosted_tools) == ([TOOL], [{"type": "web_search"}])
+
+    def test_a_freeform_tool_is_a_function_of_one_text(self):
+        grammar = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: PATCH"}}
+        call = decode(
+            tools=[{"type": "custom", "custom": {"name": "patch", "description": "Edits.", "format": grammar}}]
+        )
+        (tool,) = call.tools
+        assert tool["function"]["parameters"]["required"] == ["input"]
+        assert "start: PATCH" in tool["function"]["description"]
+        assert call.wire_tools == {"patch": WireTool("patch", freeform=True)}
+
+    @pytest.mark.parametrize(("stop", "texts"), [("x", ["x"]), (["x", "y"], ["x", "y"]), (None, []), ("", [])])
+    def test_stop_texts_are_a_list(self, stop, texts):
+        assert decode(stop=stop).stop == texts
+
+    @pytest.mark.parametrize(
+        ("wanted", "schema"),
+        [
+            ({"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}, {"type": "object"}),
+            ({"type": "json_object"}, {}),
+            ({"type": "text"}, None),
+            (None, None),
+        ],
+    )
+    def test_a_schema_is_read_from_the_response_format(self, wanted, schema):
+        assert decode(response_format=wanted).schema == schema
+
+    def test_metadata_hints_at_the_purpose(self):
+        assert decode(metadata={"promptId": "s########0", "n": 1}).hints == {"metadata.promptId": "s########0"}
 
     @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
     def test_reasoning_is_kept(self, name):
@@ -148,7 +191,10 @@ class TestDecode:
             ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 5}}]}]}, "tool_calls[0]'"),
             ({"tools": "x"}, "'tools'"),
             ({"tools": [TOOL, "x"]}, "'tools[1]'"),
-            ({"tools": [{"type": "web_search"}]}, "'tools[0]'"),
+            ({"tools": [{"type": 5}]}, "'tools[0]'"),
+            ({"tools": [{"type": "custom", "custom": {}}]}, "'tools[0]'"),
+            ({"stop": 5}, "'stop'"),
+            ({"stop": ["x", 5]}, "'stop'"),
             ({"n": 2}, "'n'"),
             ({"max_completion_tokens": 0}, "'max_completion_tokens'"),
             ({"max_completion_tokens": None, "max_tokens": 1.5}, "'max_tokens'"),
@@ -174,12 +220,12 @@ class TestDecode:
     )
     def test_what_is_not_json_is_refused(self, body):
         with pytest.raises(DialectError, match="could not parse the JSON body"):
-            chat.decode(body)
+            chat.decode(body, TARGET)
 
     @pytest.mark.parametrize("body", [b"[]", b"null", b'"x"', b"NaN"])
     def test_what_is_not_an_object_is_refused(self, body):
         with pytest.raises(DialectError, match="must be a JSON object"):
-            chat.decode(body)
+            chat.decode(body, TARGET)
 
 
 def places(value, path=()):
@@ -227,11 +273,15 @@ bodies = mutated_requests() | st.binary(max_size=40) | anything.map(lambda value
 @settings(max_examples=1500, deadline=None)
 def test_any_body_is_a_model_call_or_a_refusal(body):
     try:
-        call = chat.decode(body)
+        call = chat.decode(body, TARGET)
     except DialectError as refusal:
         json.loads(chat.encode_error(refusal))
     else:
         json.dumps(asdict(call), ensure_ascii=False).encode()
+
+
+def head(**fields):
+    return Head("r1", 5, TARGET, ModelCall("gpt-x", [], [], **fields))
 
 
 LOOK = ToolCall("call_1", "look", '{"at": "é"}')
@@ -252,9 +302,9 @@ def sent(text):
 class TestEncodeReply:
     @pytest.mark.parametrize("reply", REPLIES)
     def test_the_openai_sdk_reads_it(self, reply):
-        body = chat.encode_reply("r1", "gpt-x", 5, reply, USAGE)
+        body = chat.encode_reply(head(), reply, USAGE)
         completion = ChatCompletion.model_validate_json(body)
-        assert (completion.id, completion.model, completion.created) == ("r1", "gpt-x", 5)
+        assert (completion.id, completion.model, completion.created) == ("chatcmpl-r1", "gpt-x", 5)
         (choice,) = completion.choices
         message = choice.message
         assert choice.finish_reason == reply.finish_reason
@@ -268,7 +318,7 @@ class TestEncodeReply:
 
     @pytest.mark.parametrize("reply", REPLIES[:-1])
     def test_decoding_its_message_gives_the_reply(self, reply):
-        message = json.loads(chat.encode_reply("r1", "gpt-x", 5, reply, USAGE))["choices"][0]["message"]
+        message = json.loads(chat.encode_reply(head(), reply, USAGE))["choices"][0]["message"]
         decoded = decode_message(**message)
         assert decoded["content"] == reply.content
         assert decoded.get("reasoning_content", "") == reply.reasoning
@@ -284,19 +334,34 @@ def test_an_error_has_the_apis_shape():
 
 
 def test_models_are_listed():
-    (model,) = json.loads(chat.encode_models(["tiny"], 5))["data"]
+    (model,) = json.loads(chat.encode_models("/v1/models", [ServedModel("tiny", 4096)], 5))["data"]
     assert Model.model_validate(model).id == "tiny"
+    assert model["max_model_len"] == 4096
+
+
+def test_a_model_is_found_by_any_name():
+    model = json.loads(chat.encode_models("/v1/models/gpt-x?a=b", [ServedModel("tiny", 4096)], 5))
+    assert (Model.model_validate(model).id, model["max_model_len"]) == ("gpt-x", 4096)
+
+
+def test_a_freeform_tool_is_called_with_its_text():
+    freeform = head(wire_tools={"patch": WireTool("patch", freeform=True)})
+    reply = Reply("", "", [ToolCall("call_1", "patch", '{"input": "*** Begin"}')], "tool_calls")
+    message = ChatCompletion.model_validate_json(chat.encode_reply(freeform, reply, USAGE)).choices[0].message
+    assert (message.tool_calls[0].custom.name, message.tool_calls[0].custom.input) == ("patch", "*** Begin")
+    echoed = decode_message(**message.model_dump(exclude_none=True))["tool_calls"][0]["function"]
+    assert echoed == {"name": "patch", "arguments": {"input": "*** Begin"}}
 
 
 def streamed(reply, *, include_usage=True, keep_alive=False, piece=3):
     """The reply as events, its text cut in pieces."""
-    encoder = chat.StreamEncoder("r1", "gpt-x", 5, include_usage=include_usage)
+    encoder = chat.StreamEncoder(head(include_usage=include_usage))
     events = encoder.start()
     for text, name in ((reply.reasoning, "reasoning"), (reply.content, "content")):
         for start in range(0, len(text), piece):
             events += encoder.delta(**{"reasoning": "", "content": "", name: text[start : start + piece]})
             events += encoder.keep_alive() if keep_alive else b""
-    return events + encoder.finish(reply.tool_calls, reply.finish_reason, USAGE)
+    return events + encoder.finish(reply, USAGE)
 
 
 def data_of(events):
@@ -323,12 +388,12 @@ class TestStreamEncoder:
         assert calls == reply.tool_calls
 
     def test_reasoning_goes_before_content(self):
-        first, second = map(json.loads, data_of(chat.StreamEncoder("r1", "m", 5).delta("Hm.", "Hi")))
+        first, second = map(json.loads, data_of(chat.StreamEncoder(head()).delta("Hm.", "Hi")))
         assert first["choices"][0]["delta"] == {"reasoning_content": "Hm."}
         assert second["choices"][0]["delta"] == {"content": "Hi"}
 
     def test_no_new_text_is_no_event(self):
-        assert chat.StreamEncoder("r1", "m", 5).delta("", "") == b""
+        assert chat.StreamEncoder(head()).delta("", "") == b""
 
     def test_usage_is_the_last_chunk_when_asked_for(self):
         *_, last, _done = data_of(streamed(REPLIES[0]))
@@ -339,5 +404,5 @@ class TestStreamEncoder:
         assert b"usage" not in streamed(REPLIES[0], include_usage=False)
 
     def test_an_error_is_an_event(self):
-        (event,) = data_of(chat.StreamEncoder("r1", "m", 5).error(DialectError("Down.", status=503)))
+        (event,) = data_of(chat.StreamEncoder(head()).error(DialectError("Down.", status=503)))
         assert json.loads(event)["error"]["message"] == "Down."

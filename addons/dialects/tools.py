@@ -1,0 +1,41 @@
+"""Tools as the model sees them: functions in the OpenAI form, whatever their form on the wire."""
+
+from typing import Any
+
+from rolltap.addons.dialects.model_call import FREEFORM_ARGUMENT, Tool, parse_arguments
+
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+def function_tool(name: str, description: object, parameters: object) -> Tool:
+    """A tool with JSON arguments, described by a JSON schema."""
+    function: dict[str, Any] = {"name": name}
+    if isinstance(description, str):
+        function["description"] = description
+    function["parameters"] = parameters if isinstance(parameters, dict) else _NO_PARAMETERS
+    return {"type": "function", "function": function}
+
+
+def freeform_tool(name: str, description: object, grammar: object) -> Tool:
+    """A function of one text for a tool whose input is free text; its grammar, if any, goes into the description."""
+    text = description if isinstance(description, str) else ""
+    if isinstance(grammar, str) and grammar:
+        text = f"{text}\n\nThe input must match this grammar:\n{grammar}".strip()
+    parameters = {
+        "type": "object",
+        "properties": {FREEFORM_ARGUMENT: {"type": "string"}},
+        "required": [FREEFORM_ARGUMENT],
+    }
+    return function_tool(name, text, parameters)
+
+
+def freeform_input(arguments: str) -> str:
+    """The text that the model gave a freeform tool; all of the arguments when they are not as described."""
+    parsed = parse_arguments(arguments)
+    text = parsed.get(FREEFORM_ARGUMENT) if isinstance(parsed, dict) else None
+    return text if isinstance(text, str) else arguments
+
+
+def echoed_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """A tool call of an earlier assistant message, with parsed arguments."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -1,0 +1,36 @@
+"""Whether a request repeats an earlier one whose reply was lost, so that it must not be sampled twice."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rolltap.addons.dialects.model_call import ModelCall
+from rolltap.addons.generation import Generation
+
+_RETRY_COUNT = "x-stainless-retry-count"
+"""How often the client has sent this request before: the OpenAI and Anthropic SDKs."""
+
+
+def find_retried(
+    recent: Iterable[Generation],
+    dialect: str,
+    model_call: ModelCall,
+    prompt_ids: list[int],
+    headers: Mapping[str, str],
+) -> Generation | None:
+    """The newest generation that the request repeats, or None when it asks for a new sample.
+
+    A request that is the same in everything is a retry when nobody has had that generation's reply: its listener hung
+    up. Otherwise two sub-agents may ask the same, or a script may draw twice, and only the client's own word makes it
+    a retry. A generation that failed is never repeated.
+    """
+    marked = headers.get(_RETRY_COUNT, "0") != "0"
+    for generation in reversed(list(recent)):
+        if generation.error is None and (marked or generation.unheard):
+            same_api = generation.call.dialect == dialect and _wishes(generation.model_call) == _wishes(model_call)
+            if same_api and generation.call.prompt_ids == prompt_ids:
+                return generation
+    return None
+
+
+def _wishes(model_call: ModelCall) -> tuple[Any, ...]:
+    return (model_call.model, model_call.max_tokens, model_call.stop, model_call.schema, model_call.asked)
