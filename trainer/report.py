@@ -33,8 +33,15 @@ class Summary:
     sessions: dict[str, int]
     calls: dict[str, int]
     kinds: dict[str, int]
+    roles: dict[str, int]
     violations: dict[str, int]
     refused: dict[str, int]
+    uncaptured_calls: int
+    """Requests that look like model calls and were not answered here: any of them is a gap in the record."""
+    retried: int
+    """Requests that got the reply of an earlier one, which is recorded once."""
+    continued: int
+    """How often an engine failed in the middle of a call and the call went on."""
     rejected: int
     unauthorised: int
     interrupted: int
@@ -64,8 +71,12 @@ def summarize(run: Path, strategy: Strategy = "prefix_merging") -> Summary:
         sessions=dict(Counter(session.status for session in sessions.values())),
         calls=dict(Counter(call.status for call in every)),
         kinds=dict(Counter(call.kind for call in every)),
+        roles=dict(Counter(call.role for call in every)),
         violations=dict(Counter(call.violation for call in every if call.violation)),
         refused=dict(Counter(event["host"] for event in events if event["kind"] == "refused")),
+        uncaptured_calls=kinds["uncaptured"],
+        retried=kinds["joined"] + kinds["replayed"],
+        continued=kinds["continued"],
         rejected=kinds["rejected"],
         unauthorised=kinds["unauthorised"],
         interrupted=sum(e["kind"] == "call_started" and e["detail"] not in ended for e in events),
@@ -99,6 +110,7 @@ def print_summary(summary: Summary, console: Console) -> None:
     table = Table("", "", show_header=False, title="recorded")
     table.add_row("sessions", _counts(summary.sessions))
     table.add_row("calls", _counts(summary.calls))
+    table.add_row("roles", _counts(summary.roles))
     table.add_row("prompts", _counts(summary.kinds))
     table.add_row("sampled tokens", str(summary.ledger.sampled))
     table.add_row("  to train", str(summary.ledger.trained))
@@ -106,9 +118,18 @@ def print_summary(summary: Summary, console: Console) -> None:
         table.add_row(f"  left out: {reason}", str(tokens))
     for violation, count in summary.violations.items():
         table.add_row("[red]broken tokens[/]", f"{count} calls: {violation}")
-    for name in ("rejected", "unauthorised", "interrupted"):
-        if getattr(summary, name):
-            table.add_row(f"{name} requests" if name != "interrupted" else "calls cut off", str(getattr(summary, name)))
+    if summary.uncaptured_calls:
+        table.add_row("[red]uncaptured model calls[/]", str(summary.uncaptured_calls))
+    notes = {
+        "retried requests": summary.retried,
+        "continued after a failure of the engine": summary.continued,
+        "rejected requests": summary.rejected,
+        "unauthorised requests": summary.unauthorised,
+        "calls cut off": summary.interrupted,
+    }
+    for note, count in notes.items():
+        if count:
+            table.add_row(note, str(count))
     if summary.refused:
         table.add_row("refused hosts", _counts(summary.refused))
     console.print(table)

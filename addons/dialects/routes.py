@@ -1,12 +1,20 @@
 """Which model API a request speaks, by its method and exact path."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rolltap.addons.dialects import chat, google, messages, responses
 from rolltap.addons.dialects.dialect import Dialect, Operation
+from rolltap.addons.dialects.model_call import DialectError
 
 DIALECTS: list[Dialect] = [chat, google, messages, responses]
+
+
+_SAMPLES = re.compile(
+    r"[/:](complete|completions|responses|messages|converse|invoke|predict|(stream)?generate)[a-z-]*$", re.I
+)
+"""How the paths of the known model APIs end, those that are served and those that are not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,3 +36,22 @@ def find_route(method: str, target: str, headers: Mapping[str, str]) -> Route | 
         if operation is not None:
             return Route(dialect, operation)
     return None
+
+
+def looks_like_model_call(method: str, target: str) -> bool:
+    """Whether a request that is not served probably asks a model for a reply, in an API or version unknown here."""
+    return method == "POST" and _SAMPLES.search(target.partition("?")[0]) is not None
+
+
+def not_served(method: str, target: str, headers: Mapping[str, str]) -> bytes:
+    """The body of a 404 in the words of the API that the request seems to be of, or an empty JSON object."""
+    path = target.partition("?")[0]
+    if "anthropic-version" in headers:
+        dialect: Dialect = messages
+    elif path.startswith("/v1beta"):
+        dialect = google
+    elif path.startswith("/v1/"):
+        dialect = chat
+    else:
+        return b"{}"
+    return dialect.encode_error(DialectError(f"{method} {path} is not served here.", status=404, code="not_found"))
