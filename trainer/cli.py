@@ -195,7 +195,10 @@ def environment_command(proxy: str, session: str | None, preset: str | None, eng
         environment = harness.environment(engine)
         console.print(f"start it as: {shlex.join([harness.program, *harness.arguments])}", markup=False, soft_wrap=True)
     bundle = ca.with_name("rolltap-ca-bundle.pem")
-    write_bundle(ca, bundle)
+    try:
+        write_bundle(ca, bundle)
+    except OSError as error:
+        raise UserError(f"cannot write {bundle}: {error.strerror}; copy the CA elsewhere and see --ca") from error
     url = proxy_url(address.netloc, session, os.environ.get("ROLLTAP_SECRET", ""))
     environment = {**environment, **proxy_environment(url, ca, bundle)}
     console.print(f"session: {session}; certificates: {bundle}", markup=False, soft_wrap=True)
