@@ -87,8 +87,10 @@ npm_packages() {
     if [ ! -d "$folder" ]; then
         say "installing $* into $folder"
         rm -rf "$partial" && mkdir -p "$partial" || return
-        npm install --prefix "$partial" --no-audit --no-fund --loglevel error "$@" || { rm -rf "$partial"; return 1; }
-        mv -T "$partial" "$folder" || return
+        npm install --prefix "$partial" --no-audit --no-fund --fetch-retries 1 --loglevel error "$@" ||
+            { rm -rf "$partial"; return 1; }
+        mv -T "$partial" "$folder" 2>/dev/null || rm -rf "$partial"  # another checkout may have been faster
+        [ -d "$folder" ] || return
     fi
     export PATH="$folder/node_modules/.bin:$PATH"
 }
@@ -98,18 +100,14 @@ environment_harnesses() {
     local file name install
     environment_mini_swe_agent
     export PATH="$VENVS/mini-swe-agent/bin:$PATH"
-    for file in recipes/harnesses/*.toml; do
+    for file in $(grep -l '^install = "npm ' recipes/harnesses/*.toml); do
         name="$(basename "$file" .toml)"
         install="$(preset "$name" install)"
-        case "$install" in
-            "npm install --global "*)
-                npm_packages "$name-$(preset "$name" version)" ${install#npm install --global } ||
-                    say "$name could not be installed (see above); its tests are skipped"
-                ;;
-        esac
+        npm_packages "$name-$(preset "$name" version)" ${install#npm install --global } ||
+            say "$name could not be installed (see above); its tests are skipped"
     done
-    # two of them need a newer Node than distributions have
-    if [ "$(node --version 2>/dev/null | sed 's/^v\([0-9]*\).*/\1/')" -lt 23 ] 2>/dev/null; then
-        npm_packages node-22.23.3 node@22.23.3 || say "Node 22 could not be installed (see above): qwen-code and pi need it"
+    # qwen-code and pi need Node 22.19, which is newer than that of most distributions; on the PATH it serves all
+    if ! node -e 'const [a, b] = process.versions.node.split("."); process.exit(a * 100 + +b < 2219 ? 1 : 0)'; then
+        npm_packages node-22.23.3 node@22.23.3 || say "Node 22 could not be installed (see above)"
     fi
 }
