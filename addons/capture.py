@@ -13,11 +13,11 @@ from mitmproxy.addonmanager import Loader
 from rolltap.addons import endpoint as ep
 from rolltap.addons.calls import Event
 from rolltap.addons.dialects.model_call import DialectError
-from rolltap.addons.dialects.routes import find_route
+from rolltap.addons.dialects.routes import Route, find_route, is_websocket
 from rolltap.addons.engine import NEUTRAL_SAMPLING
 from rolltap.addons.options import option_errors
 from rolltap.addons.rendering import ModelError, Rendering, model_folder
-from rolltap.addons.sessions import SESSION
+from rolltap.addons.sessions import SESSION, writable
 from rolltap.addons.store import RunError, RunWriter, write_metadata
 
 logger = logging.getLogger(__name__)
@@ -69,6 +69,13 @@ class Capture:
             120,
             "Seconds that a call waits for an engine that fails, counted from its last sampled token. Within it the "
             "generation goes on from that token; after it the harness gets its API's own error.",
+        )
+        loader.add_option(
+            "rolltap_websocket",
+            bool,
+            False,
+            "Serve the Responses API over WebSockets too. Codex asks for one first and falls back to HTTP at once "
+            "when it is declined.",
         )
         # http2=False: over HTTP/2 mitmproxy opens a connection per call and allows five at a time
         ctx.options.update(connection_strategy="lazy", upstream_cert=False, http2=False)
@@ -141,16 +148,14 @@ class Capture:
             return
         headers = flow.request.headers
         route = find_route(flow.request.method, flow.request.path, headers)
-        if route is None:
+        if is_websocket(flow.request.path, headers):
+            if not ctx.options.rolltap_websocket:
+                # 426 makes Codex fall back at once; other refusals cost it seconds
+                flow.response = http.Response.make(426, b"{}", {"content-type": "application/json"})
+                return
+        elif route is None:
             return
-        try:
-            # Codex compresses its bodies with zstd
-            flow.request.decode()
-        except ValueError as error:
-            told = DialectError(f"The request body cannot be decompressed: {error}")
-            body = route.dialect.encode_error(told)
-            flow.response = http.Response.make(told.status, body, {"content-type": "application/json"})
-            self.record(Event("rejected", flow.metadata[SESSION], flow.request.host, "POST", "", str(told)))
+        if route is not None and not self._decompress(flow, route):
             return
         for name in [n for n in headers if n.lower() in _CREDENTIALS or n.lower().startswith("x-rolltap-")]:
             del headers[name]
@@ -160,10 +165,28 @@ class Capture:
         flow.request.scheme, flow.request.host, flow.request.port = "http", "127.0.0.1", self._endpoint.port
         flow.metadata[CAPTURED] = True
 
+    def _decompress(self, flow: http.HTTPFlow, route: Route) -> bool:
+        """Codex compresses its bodies with zstd."""
+        try:
+            flow.request.decode()
+        except ValueError as error:
+            told = DialectError(f"The request body cannot be decompressed: {error}")
+            body = route.dialect.encode_error(told)
+            flow.response = http.Response.make(told.status, body, {"content-type": "application/json"})
+            path = flow.request.path.partition("?")[0]
+            self.record(Event("rejected", flow.metadata[SESSION], flow.request.host, "POST", writable(path), str(told)))
+            return False
+        return True
+
     def responseheaders(self, flow: http.HTTPFlow) -> None:
         """Pass the endpoint's bytes on as they come."""
         if flow.metadata.get(CAPTURED) and flow.response is not None:
             flow.response.stream = True
+
+    def websocket_message(self, flow: http.HTTPFlow) -> None:
+        """mitmproxy keeps every message of a connection; they are in the run already."""
+        if flow.metadata.get(CAPTURED) and flow.websocket is not None:
+            del flow.websocket.messages[:-1]
 
     def record(self, event: Event) -> None:
         """Write an event to the run folder; a full disk must not keep a refusal from being answered."""

@@ -107,6 +107,8 @@ class Conversations:
 def canonical(message: Message) -> str:
     """A message as a string that is equal for equal messages, however a harness wrote them."""
     kept = {key: value for key, value in message.items() if value and key not in ("reasoning_content", "call_id")}
+    if message["role"] == "assistant" and not message["content"].strip():
+        kept.pop("content", None)  # Claude Code drops blank text before a tool call
     if "tool_calls" in kept:
         kept["tool_calls"] = [
             {"id": c["id"], "name": c["function"]["name"], "arguments": _parsed(c["function"]["arguments"])}

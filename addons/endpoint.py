@@ -23,7 +23,7 @@ from rolltap.addons.calls import Call, Event, EventKind
 from rolltap.addons.continuity import Conversations
 from rolltap.addons.dialects.dialect import Dialect, Operation
 from rolltap.addons.dialects.model_call import ContextOverflow, Head, ModelCall, ServedModel
-from rolltap.addons.dialects.routes import find_route
+from rolltap.addons.dialects.routes import find_route, is_websocket
 from rolltap.addons.engine import NEUTRAL_SAMPLING, Engine
 from rolltap.addons.exchange import error_response, respond, stream
 from rolltap.addons.generation import Generation, Parts, as_dialect_error
@@ -32,6 +32,7 @@ from rolltap.addons.rendering import Rendering
 from rolltap.addons.retries import find_retried
 from rolltap.addons.roles import find_role
 from rolltap.addons.store import RunWriter
+from rolltap.addons.websocket import serve_socket
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class Endpoint:
         self._parts = Parts(self.engine, self._policy, self.rendering, self.writer, self._patience)
         app = web.Application(client_max_size=BODY_LIMIT)
         app.router.add_route("*", "/{target:.*}", self._serve)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
         await web.SockSite(self._runner, self._socket).start()
 
@@ -103,6 +104,8 @@ class Endpoint:
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         if not hmac.compare_digest(request.headers.get(SECRET_HEADER, ""), self.secret):
             return web.Response(status=403, text="this port belongs to the rolltap recorder in front of it")
+        if is_websocket(request.raw_path, request.headers):
+            return await serve_socket(request, self.begin, self._reject)
         route = find_route(request.method, request.raw_path, request.headers)
         if route is None:
             return web.Response(status=404, text="not a model call")

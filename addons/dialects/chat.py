@@ -5,6 +5,7 @@ clients share.
 """
 
 from typing import Any
+from urllib.parse import unquote
 
 from rolltap.addons.dialects.dialect import Operation
 from rolltap.addons.dialects.fields import parse_object, positive_integer, stop_texts
@@ -21,6 +22,7 @@ from rolltap.addons.dialects.model_call import (
     dump_json,
     parse_arguments,
 )
+from rolltap.addons.dialects.openai_error import encode_error as encode_error
 from rolltap.addons.dialects.tools import echoed_call, freeform_input, freeform_tool
 
 NAME = "openai-chat"
@@ -206,12 +208,6 @@ def encode_reply(head: Head, reply: Reply, usage: Usage) -> bytes:
     )
 
 
-def encode_error(error: DialectError) -> bytes:
-    """The body of an error reply."""
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return dump_json({"error": {"message": str(error), "type": kind, "param": None, "code": error.code}})
-
-
 def encode_token_count(tokens: int) -> bytes:
     """This API has no request to count tokens."""
     raise NotImplementedError
@@ -221,7 +217,7 @@ def encode_models(target: str, models: list[ServedModel], created: int) -> bytes
     """The body of a reply to `GET /v1/models`, or to `GET /v1/models/NAME`: every name is answered by the engine."""
     path = target.partition("?")[0]
     if path != _MODELS:
-        return dump_json(_model(path.removeprefix(_MODELS + "/"), models[0].context, created))
+        return dump_json(_model(unquote(path.removeprefix(_MODELS + "/")), models[0].context, created))
     return dump_json({"object": "list", "data": [_model(m.name, m.context, created) for m in models]})
 
 

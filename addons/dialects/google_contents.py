@@ -1,7 +1,7 @@
 """`contents` of the Gemini API as messages."""
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 from rolltap.addons.dialects.google_json import message, repeated
 from rolltap.addons.dialects.model_call import DialectError, Message, parse_arguments, signed_call
@@ -21,7 +21,7 @@ def system_message(instruction: Any) -> list[Message]:
     if isinstance(instruction, str):
         instruction = {"parts": [{"text": instruction}]}
     where = "system_instruction"
-    texts = [_text(kind, value, at) for kind, value, _, at in _parts(message(instruction, where), where)]
+    texts = [_text(part) for part in _parts(message(instruction, where), where)]
     # each part is a text of its own ("You are a cat.", "Your name is Neko."), no piece of a streamed one
     text = "\n\n".join(text for text in texts if text)
     return [{"role": "system", "content": text}] if text else []
@@ -49,6 +49,16 @@ def messages(contents: Any) -> list[Message]:
     return conversation.messages
 
 
+class _Part(NamedTuple):
+    """A part: which data it holds (one of `_DATA`), the data, what else it says, and where the data stands."""
+
+    kind: str
+    data: Any
+    thought: bool
+    signature: Any
+    where: str
+
+
 class _Conversation:
     """The messages so far and the calls that nothing has answered."""
 
@@ -63,34 +73,32 @@ class _Conversation:
             self.messages.append({"role": "assistant", "content": ""})
             self._open = []
         turn = self.messages[-1]
-        for kind, value, part, at in _parts(content, where):
-            if kind == "functionCall":
-                turn.setdefault("tool_calls", []).append(self._call(value, at))
-            elif part.get("thought") is True:
-                reasoning = turn.get("reasoning_content", "") + _text(kind, value, at)
-                turn.update({"reasoning_content": reasoning} if reasoning else {})
-            else:
-                turn["content"] += _text(kind, value, at)
-            call_id = signed_call(part.get("thoughtSignature"))
+        for part in _parts(content, where):
+            if part.kind == "functionCall":
+                turn.setdefault("tool_calls", []).append(self._call(part))
+            elif not part.thought:
+                turn["content"] += _text(part)
+            elif _text(part):
+                turn["reasoning_content"] = turn.get("reasoning_content", "") + _text(part)
+            call_id = signed_call(part.signature)
             if call_id is not None:
                 turn.setdefault("call_id", call_id)
 
     def add_user(self, content: dict[str, Any], where: str) -> None:
         """Function responses become tool messages, before the user's text."""
         parts = _parts(content, where)
-        responses = [(value, at) for kind, value, _, at in parts if kind == "functionResponse"]
-        texts = [(kind, value, at) for kind, value, _, at in parts if kind != "functionResponse"]
-        self.messages += [self._response(value, at) for value, at in responses]
-        text = "".join(_text(kind, value, at) for kind, value, at in texts)
+        responses = [part for part in parts if part.kind == "functionResponse"]
+        self.messages += [self._response(part) for part in responses]
+        text = "".join(_text(part) for part in parts if part.kind != "functionResponse")
         if text or not responses:
             self.messages.append({"role": "user", "content": text})
 
-    def _call(self, value: Any, where: str) -> dict[str, Any]:
-        call = message(value, where)
-        name = _name(call, where)
+    def _call(self, part: _Part) -> dict[str, Any]:
+        call = message(part.data, part.where)
+        name = _name(call, part.where)
         args = call.get("args", {})
         if not isinstance(args, dict):
-            raise DialectError(f"Invalid value at '{where}.args': it must be an object.")
+            raise DialectError(f"Invalid value at '{part.where}.args': it must be an object.")
         text = args.get(ARGUMENTS_TEXT)
         arguments = parse_arguments(text) if len(args) == 1 and isinstance(text, str) else args
         self._calls += 1
@@ -98,23 +106,22 @@ class _Conversation:
         self._open.append((call_id, name))
         return echoed_call(call_id, name, arguments)
 
-    def _response(self, value: Any, where: str) -> Message:
-        response = message(value, where)
-        name = _name(response, where)
+    def _response(self, part: _Part) -> Message:
+        response = message(part.data, part.where)
+        name = _name(response, part.where)
         if response.get("parts"):
-            raise DialectError(f"'{where}.parts' is not supported: this model takes text only.")
-        answered = [call for call in self._open if call[0] == _id(response)]
-        answered = answered or [call for call in self._open if call[1] == name]
+            raise DialectError(f"'{part.where}.parts' is not supported: this model takes text only.")
         call_id = _id(response)
+        answered = [call for call in self._open if call[0] == call_id]
+        answered = answered or [call for call in self._open if call[1] == name]
         if answered:
             self._open.remove(answered[0])
             call_id = answered[0][0]
-        text = _response_text(response.get("response", {}), f"{where}.response")
+        text = _response_text(response.get("response", {}), f"{part.where}.response")
         return {"role": "tool", "content": text, "tool_call_id": call_id}
 
 
-def _parts(content: dict[str, Any], where: str) -> list[tuple[str, Any, dict[str, Any], str]]:
-    """Of each part: which data it holds, the data, its fields, and where it stands."""
+def _parts(content: dict[str, Any], where: str) -> list[_Part]:
     parts = []
     for i, value in enumerate(repeated(content.get("parts"), f"{where}.parts")):
         at = f"{where}.parts[{i}]"
@@ -125,16 +132,17 @@ def _parts(content: dict[str, Any], where: str) -> list[tuple[str, Any, dict[str
             if unknown:
                 raise DialectError(f"'{at}.{unknown[0]}' is not supported: this model takes text only.")
             kind = "text"  # a signature alone, or nothing
-        parts.append((kind, part.get(kind, ""), part, f"{at}.{kind}"))
+        thought = part.get("thought") is True
+        parts.append(_Part(kind, part.get(kind, ""), thought, part.get("thoughtSignature"), f"{at}.{kind}"))
     return parts
 
 
-def _text(kind: str, value: Any, where: str) -> str:
-    if kind != "text":
-        raise DialectError(f"'{where}' is not allowed in the content of this role.")
-    if not isinstance(value, str):
-        raise DialectError(f"Invalid value at '{where}': it must be a string.")
-    return value
+def _text(part: _Part) -> str:
+    if part.kind != "text":
+        raise DialectError(f"'{part.where}' is not allowed in the content of this role.")
+    if not isinstance(part.data, str):
+        raise DialectError(f"Invalid value at '{part.where}': it must be a string.")
+    return part.data
 
 
 def _name(value: dict[str, Any], where: str) -> str:

@@ -32,8 +32,9 @@ def system_message(system: Any, known: dict[str, Tool]) -> list[Message]:
     """The system prompt, a string or blocks, as no message or one. `known` holds the request's tools by name."""
     blocks = _blocks(system or [], "system")
     texts = [_text(block, known) for block in blocks]
-    texts = [text for text in texts if not text.startswith(_BILLING)]
-    return [{"role": "system", "content": _joined(texts)}] if texts else []
+    texts = [text for text in texts if text and not text.startswith(_BILLING)]
+    # a blank line, as some harnesses write blocks that neither end nor begin with one
+    return [{"role": "system", "content": "\n\n".join(texts)}] if texts else []
 
 
 def conversation(messages: Any, known: dict[str, Tool]) -> list[Message]:
@@ -59,7 +60,7 @@ def conversation(messages: Any, known: dict[str, Tool]) -> list[Message]:
         elif role == "user":
             decoded += _user(blocks, known)
         else:
-            decoded.append({"role": "system", "content": _joined([_text(block, known) for block in blocks])})
+            decoded.append({"role": "system", "content": "".join(_text(block, known) for block in blocks)})
     return decoded
 
 
@@ -120,14 +121,14 @@ def _user(blocks: list[_Block], known: dict[str, Tool]) -> list[Message]:
             results.append(_tool_result(block, where, known))
         else:
             texts.append(_text((where, block), known))
-    text = _joined(texts)
+    text = "".join(texts)  # Claude Code ends a block with a newline when another one follows
     return [*results, {"role": "user", "content": text}] if text or not results else results
 
 
 def _tool_result(block: dict[str, Any], where: str, known: dict[str, Tool]) -> Message:
     content = block.get("content")
     blocks = _blocks([] if content is None else content, f"{where}.content")
-    text = _joined([_text(inner, known) for inner in blocks])
+    text = "\n".join(_text(inner, known) for inner in blocks)
     if block.get("is_error") is True:
         text = f"Error: {text}"  # chat templates have no other place for the flag
     return {"role": "tool", "content": text, "tool_call_id": text_field(block, "tool_use_id", where)}
@@ -148,11 +149,6 @@ def _text(placed: _Block, known: dict[str, Tool]) -> str:
     if kind in _HOSTED_BLOCKS or kind.endswith("_tool_result"):
         return _json_text({key: value for key, value in block.items() if key != "cache_control"}, where)
     raise DialectError(f"{where}.type: Input should be text here, not {kind!r}; this model takes text only.")
-
-
-def _joined(texts: list[str]) -> str:
-    # blocks that a harness puts side by side are separate texts: reminders, prompts that came one after another
-    return "\n\n".join(text for text in texts if text)
 
 
 def text_field(block: dict[str, Any], key: str, where: str) -> str:

@@ -69,10 +69,9 @@ def decode(body: bytes, target: str) -> ModelCall:
 
 
 def _refuse_stored(request: dict[str, Any]) -> None:
-    previous = request.get("previous_response_id")
-    if previous is not None:
+    if request.get("previous_response_id") is not None:
         raise DialectError(
-            f"Previous response with id {previous!r} not found: responses are not stored. "
+            "The response that 'previous_response_id' names was not found: responses are not stored. "
             "Send the whole conversation in 'input'.",
             code="previous_response_not_found",
         )

@@ -23,7 +23,8 @@ from rolltap.addons.dialects.tools import echoed_call
 _Placed = tuple[str, dict[str, Any]]
 """An item and where it stands in the request."""
 
-_TEXTS = ("input_text", "output_text", "summary_text", "text")
+_TEXTS = {"input_text": "text", "output_text": "text", "summary_text": "text", "text": "text", "refusal": "refusal"}
+"""The parts that are text, and the field that holds it."""
 
 
 def decode_input(request: dict[str, Any], model_call: ModelCall, names: ToolNames) -> None:
@@ -41,13 +42,13 @@ def decode_input(request: dict[str, Any], model_call: ModelCall, names: ToolName
         return
     placed: list[_Placed] = []
     for i, item in enumerate(items):
-        if not isinstance(item, dict):
-            raise DialectError(f"'input[{i}]' must be an object.")
-        if item.get("type") == "additional_tools":
+        if not isinstance(item, dict) or not isinstance(item.get("type"), str | None):
+            raise DialectError(f"'input[{i}]' must be an object whose type, if any, is a string.")
+        if _kind(item) == "additional_tools":
             read_tools(item.get("tools"), f"input[{i}].tools", model_call, names)
         else:
             placed.append((f"input[{i}]", item))
-    triggered = bool(placed) and placed[-1][1].get("type") == "compaction_trigger"
+    triggered = bool(placed) and _kind(placed[-1][1]) == "compaction_trigger"
     for assistant, run in groupby(placed[:-1] if triggered else placed, key=lambda item: _by_assistant(item[1])):
         if assistant:
             model_call.messages.append(_assistant_message(run, names))
@@ -59,8 +60,12 @@ def decode_input(request: dict[str, Any], model_call: ModelCall, names: ToolName
         raise DialectError("'input' must hold at least one message.")
 
 
+def _kind(item: dict[str, Any]) -> str:
+    return item.get("type") or ("message" if "role" in item else "item_reference")
+
+
 def _by_assistant(item: dict[str, Any]) -> bool:
-    kind = item.get("type", "message")
+    kind = _kind(item)
     if kind == "message":
         return item.get("role") == "assistant"
     return kind in ("reasoning", "function_call", "custom_tool_call")
@@ -72,7 +77,7 @@ def _assistant_message(run: Iterable[_Placed], names: ToolNames) -> Message:
     calls: list[dict[str, Any]] = []
     call_id = None
     for where, item in run:
-        kind = item.get("type", "message")
+        kind = _kind(item)
         if kind == "message":
             texts.append(_text(item.get("content"), f"{where}.content"))
         elif kind == "reasoning":
@@ -112,11 +117,11 @@ def _tool_call(item: dict[str, Any], where: str, names: ToolNames) -> dict[str, 
 
 
 def _other_message(item: dict[str, Any], where: str) -> Message:
-    kind = item.get("type", "message" if "role" in item else "item_reference")
+    kind = _kind(item)
     if kind == "message":
         role = item.get("role")
         if role not in ("system", "developer", "user"):
-            raise DialectError(f"'{where}.role' must be system, developer, user or assistant, not {role!r}.")
+            raise DialectError(f"'{where}.role' must be system, developer, user or assistant.")
         content = _text(item.get("content"), f"{where}.content")
         return {"role": "user" if role == "user" else "system", "content": content}
     if kind in ("function_call_output", "custom_tool_call_output"):
@@ -136,7 +141,7 @@ def _other_message(item: dict[str, Any], where: str) -> Message:
         raise DialectError(f"'{where}' refers to an item by its id, and items are not stored. Send the item itself.")
     if kind == "compaction_trigger":
         raise DialectError(f"'{where}' is a compaction trigger, which must be the last item.")
-    raise DialectError(f"'{where}' has type {kind!r}, which this model neither issues nor reads.")
+    raise DialectError(f"'{where}' has type '{kind}', which this model neither issues nor reads.")
 
 
 def _text(content: Any, where: str) -> str:
@@ -151,10 +156,11 @@ def _text(content: Any, where: str) -> str:
 
 def _part(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
-    text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
-    if kind not in (*_TEXTS, "refusal"):
-        raise DialectError(f"'{where}' has type {kind!r}; this model takes text only.")
-    return _string(text, f"{where}.text")
+    if not isinstance(kind, str):
+        raise DialectError(f"'{where}' must be a part with a type.")
+    if kind not in _TEXTS:
+        raise DialectError(f"'{where}' has type '{kind}'; this model takes text only.")
+    return _string(part.get(_TEXTS[kind]), f"{where}.{_TEXTS[kind]}")
 
 
 def _string(value: Any, where: str) -> str:

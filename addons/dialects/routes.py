@@ -38,6 +38,12 @@ def find_route(method: str, target: str, headers: Mapping[str, str]) -> Route | 
     return None
 
 
+def is_websocket(target: str, headers: Mapping[str, str]) -> bool:
+    """Whether a request wants to speak the Responses API over a WebSocket, as Codex does first."""
+    path = target.partition("?")[0]
+    return headers.get("upgrade", "").lower() == "websocket" and responses.operation("POST", path) == "generate"
+
+
 def looks_like_model_call(method: str, target: str) -> bool:
     """Whether a request that is not served probably asks a model for a reply, in an API or version unknown here."""
     return method == "POST" and _SAMPLES.search(target.partition("?")[0]) is not None

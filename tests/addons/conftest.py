@@ -1,11 +1,15 @@
 import warnings
 from pathlib import Path
 
+import aiohttp
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from rolltap.addons.endpoint import Endpoint
 from rolltap.addons.rendering import Rendering
+from rolltap.addons.store import RunWriter, write_metadata
+from tests.addons.harness import Harness
 
 with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
     import mitmproxy.addons  # noqa: F401 - what it imports uses what others deprecate; tests take warnings as errors
@@ -54,3 +58,21 @@ def encode(rendering_folder):
     """Text to token ids."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(rendering_folder)
     return lambda text: tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.fixture(scope="session")
+def tiny_rendering(tiny_model):
+    return Rendering(str(tiny_model))
+
+
+@pytest.fixture
+async def harness(tiny_rendering, scripted_engine, tmp_path):
+    """A client of an endpoint behind the scripted engine, with no patience for an engine that fails."""
+    write_metadata(tmp_path, {})
+    writer = RunWriter(tmp_path)
+    endpoint = Endpoint(tiny_rendering, scripted_engine.url, writer, tmp_path, {}, patience=0)
+    await endpoint.start()
+    async with aiohttp.ClientSession() as client:
+        yield Harness(endpoint, client)
+    await endpoint.close()
+    writer.close()

@@ -10,68 +10,14 @@ import pytest
 from rolltap.addons import endpoint as ep
 from rolltap.addons import exchange, generation
 from rolltap.addons.dialects import chat
-from rolltap.addons.rendering import Rendering
-from rolltap.addons.store import RunWriter, read_rows, write_metadata
+from rolltap.addons.store import RunWriter, write_metadata
+from tests.addons.harness import Harness, user
 from tests.scripted_engine import Answer, Say
 
-PATH = "/v1/chat/completions"
 TOOLS = [{"type": "function", "function": {"name": "bash", "description": "Run", "parameters": {"type": "object"}}}]
 TOOL_CALL = (
     '<think>\nI look.\n</think>\n\n<tool_call>\n{"name":  "bash", "arguments": {"a" :true, "b":"é"}}\n</tool_call>'
 )
-
-
-@pytest.fixture(scope="session")
-def rendering(tiny_model):
-    return Rendering(str(tiny_model))
-
-
-class Harness:
-    """Talks to the endpoint as `capture` lets a harness talk to it."""
-
-    def __init__(self, endpoint: ep.Endpoint, client: aiohttp.ClientSession) -> None:
-        self.endpoint = endpoint
-        self.client = client
-        self.run = endpoint.writer.run
-
-    def post(self, body, *, session="s1", secret=None, headers=None):
-        ours = {ep.SECRET_HEADER: secret or self.endpoint.secret, ep.SESSION_HEADER: session, ep.HOST_HEADER: "api"}
-        headers = {**ours, **(headers or {})}
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return self.client.post(f"http://127.0.0.1:{self.endpoint.port}{PATH}", data=data, headers=headers)
-
-    async def ask(self, *messages, **fields):
-        """The reply to a request that does not ask for a stream."""
-        async with self.post({"model": "m", "messages": list(messages), **fields}) as response:
-            return response.status, await response.json()
-
-    async def stream(self, *messages, **fields):
-        """Status and events of a streamed reply."""
-        async with self.post({"model": "m", "messages": list(messages), "stream": True, **fields}) as response:
-            lines = (await response.text()).split("\n\n")
-            return response.status, [line.removeprefix("data: ") for line in lines if line]
-
-    def calls(self):
-        return list(read_rows(self.run, "calls"))
-
-    def events(self, kind):
-        return [event for event in read_rows(self.run, "events") if event["kind"] == kind]
-
-
-@pytest.fixture
-async def harness(rendering, scripted_engine, tmp_path):
-    write_metadata(tmp_path, {})
-    writer = RunWriter(tmp_path)
-    endpoint = ep.Endpoint(rendering, scripted_engine.url, writer, tmp_path, {}, patience=0)
-    await endpoint.start()
-    async with aiohttp.ClientSession() as client:
-        yield Harness(endpoint, client)
-    await endpoint.close()
-    writer.close()
-
-
-def user(text="Hello"):
-    return {"role": "user", "content": text}
 
 
 class TestReply:
@@ -364,9 +310,11 @@ class TestAccess:
         assert [span["version"] for span in call["weight_versions"]] == ["4"]
 
 
-async def test_calls_that_run_when_the_recorder_stops_are_recorded_as_aborted(rendering, scripted_engine, tmp_path):
+async def test_calls_that_run_when_the_recorder_stops_are_recorded_as_aborted(
+    tiny_rendering, scripted_engine, tmp_path
+):
     write_metadata(tmp_path, {})
-    endpoint = ep.Endpoint(rendering, scripted_engine.url, RunWriter(tmp_path), tmp_path, {}, patience=0)
+    endpoint = ep.Endpoint(tiny_rendering, scripted_engine.url, RunWriter(tmp_path), tmp_path, {}, patience=0)
     await endpoint.start()
     scripted_engine.replies.append(Say("one two three", hold_after=1))
     async with aiohttp.ClientSession() as client:

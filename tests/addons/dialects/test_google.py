@@ -50,11 +50,7 @@ REQUEST = {
         },
     ],
     "tools": [
-        {
-            "functionDeclarations": [
-                {"name": "look", "description": "Looks.", "parametersJsonSchema": {"type": "object"}}
-            ]
-        },
+        {"functionDeclarations": [{"name": "look", "description": "Looks.", "parametersJsonSchema": SCHEMA}]},
         {"googleSearch": {}},
     ],
     "toolConfig": {"functionCallingConfig": {"mode": "AUTO"}},
@@ -93,7 +89,7 @@ SNAKE_REQUEST = {
             "function_declarations": {
                 "name": "look",
                 "description": "Looks.",
-                "parameters_json_schema": {"type": "object"},
+                "parameters_json_schema": SCHEMA,
             }
         },
         {"google_search": {}},

@@ -1,0 +1,46 @@
+"""A client of the endpoint that talks to it as `capture` lets a harness talk to it."""
+
+import json
+
+import aiohttp
+
+from rolltap.addons import endpoint as ep
+from rolltap.addons.store import read_rows
+
+PATH = "/v1/chat/completions"
+
+
+def user(text="Hello"):
+    return {"role": "user", "content": text}
+
+
+class Harness:
+    """Asks as one session."""
+
+    def __init__(self, endpoint: ep.Endpoint, client: aiohttp.ClientSession) -> None:
+        self.endpoint = endpoint
+        self.client = client
+        self.run = endpoint.writer.run
+
+    def post(self, body, *, session="s1", secret=None, headers=None):
+        ours = {ep.SECRET_HEADER: secret or self.endpoint.secret, ep.SESSION_HEADER: session, ep.HOST_HEADER: "api"}
+        headers = {**ours, **(headers or {})}
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.client.post(f"http://127.0.0.1:{self.endpoint.port}{PATH}", data=data, headers=headers)
+
+    async def ask(self, *messages, **fields):
+        """The reply to a request that does not ask for a stream."""
+        async with self.post({"model": "m", "messages": list(messages), **fields}) as response:
+            return response.status, await response.json()
+
+    async def stream(self, *messages, **fields):
+        """Status and events of a streamed reply."""
+        async with self.post({"model": "m", "messages": list(messages), "stream": True, **fields}) as response:
+            lines = (await response.text()).split("\n\n")
+            return response.status, [line.removeprefix("data: ") for line in lines if line]
+
+    def calls(self):
+        return list(read_rows(self.run, "calls"))
+
+    def events(self, kind):
+        return [event for event in read_rows(self.run, "events") if event["kind"] == kind]
