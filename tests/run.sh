@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The whole test suite: ruff, mypy, pytest with the real vLLM and the real harness. Arguments go to pytest.
+# The whole test suite: ruff, mypy, pytest with the real vLLM and the real harnesses. Arguments go to pytest.
 source "$(dirname "$0")/../recipes/environments.sh"
 
 environment_rolltap
 environment_vllm
-environment_mini_swe_agent
-export PATH="$VENVS/rolltap/bin:$VENVS/mini-swe-agent/bin:$PATH"
+environment_harnesses
+export PATH="$VENVS/rolltap/bin:$PATH"
 export ROLLTAP_VLLM="$VENVS/vllm/bin/vllm"
 
 say "ruff"

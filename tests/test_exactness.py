@@ -30,7 +30,7 @@ def recorded(engine, tmp_path_factory):
     if shutil.which("mini") is None:
         pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
     run = tmp_path_factory.mktemp("run")
-    plan = Plan(load_harness(RECIPES / "harnesses" / "mini-swe-agent.toml"), 3, 3, 300.0)
+    plan = Plan(load_harness("mini-swe-agent"), 3, 3, 300.0)
     tasks = load_tasks(RECIPES / "quickstart" / "tasks.jsonl")
     with Recorder(run, engine=engine.url, model=str(engine.model_dir)) as recorder:
         sessions = asyncio.run(

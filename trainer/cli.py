@@ -4,11 +4,13 @@ import asyncio
 import json
 import os
 import secrets
+import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import click
 from rich.console import Console
@@ -18,7 +20,8 @@ from rolltap.addons.calls import Session, utc_now
 from rolltap.addons.store import RunError, RunWriter
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.report import print_summary, summarize
-from rolltap.trainer.rollouts.harness import load_harness, require_program
+from rolltap.trainer.rollouts.environment import proxy_environment, proxy_url, write_bundle
+from rolltap.trainer.rollouts.harness import harness_names, load_harness, require_program
 from rolltap.trainer.rollouts.recorder import Recorder, addon_path
 from rolltap.trainer.rollouts.scheduler import Plan, rollout
 from rolltap.trainer.rollouts.task import load_tasks
@@ -28,6 +31,7 @@ console = Console(stderr=True)
 
 _RUN = click.Path(path_type=Path, file_okay=False)
 _FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
+_HARNESS_HELP = f"A preset: {', '.join(harness_names())}, or a .toml file of your own."
 
 
 @click.group()
@@ -111,11 +115,26 @@ def serve(
 
 @rolltap.command(context_settings={"ignore_unknown_options": True})
 @_recorder_options
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def record(out: Path, engine: str, model: str, settings: tuple[str, ...], command: tuple[str, ...]) -> None:
-    """Run one COMMAND under the recorder, with its own configuration, and end with its status."""
-    require_program(command[0])
-    session = Session(f"record-{secrets.token_hex(4)}", command[0], "", command[0], "error")
+@click.option("--harness", "preset", metavar="NAME", help=_HARNESS_HELP)
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+def record(
+    out: Path, engine: str, model: str, settings: tuple[str, ...], preset: str | None, command: tuple[str, ...]
+) -> None:
+    """Run one COMMAND under the recorder, with its own configuration, and end with its status.
+
+    With --harness, COMMAND is only the arguments of its program; a variable that you have set yourself stays as it is.
+    """
+    name, environment = command[0] if command else "", {}
+    if preset is not None:
+        harness = load_harness(preset)
+        require_program(harness.program, harness.install)
+        name, environment = harness.name, harness.environment(engine)
+        command = (harness.program, *harness.arguments, *command)
+    elif command:
+        require_program(command[0])
+    else:
+        raise click.UsageError("give a COMMAND after --, or --harness")
+    session = Session(f"record-{secrets.token_hex(4)}", name, "", name, "error")
     session.group_id = session.session_id
     with Recorder(out, engine=engine, model=model, options=_settings(settings)) as recorder:
         # the terminal sends Ctrl-C to the command as well: it decides what to do, and its status is ours
@@ -124,7 +143,7 @@ def record(out: Path, engine: str, model: str, settings: tuple[str, ...], comman
         try:
             process = subprocess.Popen(
                 command,
-                env={**os.environ, **recorder.environment(session.session_id)},
+                env={**environment, **os.environ, **recorder.environment(session.session_id)},
                 preexec_fn=lambda: signal.signal(signal.SIGINT, inherited),
             )
             session.exit_status = process.wait()
@@ -137,10 +156,63 @@ def record(out: Path, engine: str, model: str, settings: tuple[str, ...], comman
     sys.exit(status if status >= 0 else 128 - status)
 
 
+@rolltap.command("env")
+@click.option("--proxy", required=True, metavar="URL", help="The recorder as the program reaches it: http://HOST:PORT.")
+@click.option("--session", metavar="ID", help="Names the session in the dataset; a new name if not given.")
+@click.option("--harness", "preset", metavar="NAME", help=_HARNESS_HELP)
+@click.option("--engine", default="http://127.0.0.1:8000", show_default=True, help="URL of the vLLM server.")
+@click.option(
+    "--ca",
+    type=click.Path(path_type=Path),
+    default="~/.mitmproxy/mitmproxy-ca-cert.pem",
+    show_default=True,
+    help="The recorder's CA certificate.",
+)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["shell", "docker", "json"]),
+    default="shell",
+    show_default=True,
+    help="Lines for a shell's eval, for `docker run --env-file`, or JSON.",
+)
+def environment_command(proxy: str, session: str | None, preset: str | None, engine: str, ca: Path, form: str) -> None:
+    """Print the environment in which a program is recorded by a recorder that runs already.
+
+    ROLLTAP_SECRET holds the recorder's secret, if it has one. A file with the usual root certificates and the
+    recorder's CA, rolltap-ca-bundle.pem, is written beside the CA. A container needs both files under the same paths.
+    """
+    address = urlsplit(proxy)
+    if address.scheme != "http" or not address.hostname or "@" in address.netloc or address.path.strip("/"):
+        raise UserError(f"--proxy {proxy}: write it as http://HOST:PORT")
+    ca = ca.expanduser().absolute()
+    if not ca.is_file():
+        raise UserError(f"there is no CA certificate {ca}: the recorder makes it when it first starts; see --ca")
+    session = session or f"session-{secrets.token_hex(4)}"
+    environment = {}
+    if preset is not None:
+        harness = load_harness(preset)
+        environment = harness.environment(engine)
+        console.print(f"start it as: {shlex.join([harness.program, *harness.arguments])}", markup=False, soft_wrap=True)
+    bundle = ca.with_name("rolltap-ca-bundle.pem")
+    try:
+        write_bundle(ca, bundle)
+    except OSError as error:
+        raise UserError(f"cannot write {bundle}: {error.strerror}; copy the CA elsewhere and see --ca") from error
+    url = proxy_url(address.netloc, session, os.environ.get("ROLLTAP_SECRET", ""))
+    environment = {**environment, **proxy_environment(url, ca, bundle)}
+    console.print(f"session: {session}; certificates: {bundle}", markup=False, soft_wrap=True)
+    if form == "json":
+        click.echo(json.dumps(environment, indent=2))
+        return
+    for name, value in environment.items():
+        click.echo(f"export {name}={shlex.quote(value)}" if form == "shell" else f"{name}={value}")
+
+
 @rolltap.command("rollout")
 @_recorder_options
 @click.argument("tasks", type=_FILE)
-@click.option("--harness", "harness_file", type=_FILE, required=True, help="Harness preset (TOML).")
+@click.option("--harness", "preset", metavar="NAME", required=True, help=_HARNESS_HELP)
 @click.option("-n", "--sessions", default=8, show_default=True, type=click.IntRange(1), help="Sessions of each task.")
 @click.option("--concurrency", default=8, show_default=True, type=click.IntRange(1), help="Sessions at the same time.")
 @click.option("--timeout", default=1800.0, show_default=True, help="Seconds after which a harness is stopped.")
@@ -151,15 +223,15 @@ def rollout_command(
     model: str,
     settings: tuple[str, ...],
     tasks: Path,
-    harness_file: Path,
+    preset: str,
     sessions: int,
     concurrency: int,
     timeout: float,
     as_json: bool,
 ) -> None:
     """Run every task in the file TASKS several times and record the sessions and their rewards."""
-    task_list, harness = load_tasks(tasks), load_harness(harness_file)
-    require_program(harness.command[0])
+    task_list, harness = load_tasks(tasks), load_harness(preset)
+    require_program(harness.program, harness.install)
     columns = (
         TextColumn("sessions"),
         BarColumn(),

@@ -48,7 +48,7 @@ def train(recipe: Recipe, *, engine: str, run: Path, seed: int, console: Console
     """
     tasks = load_tasks(recipe.tasks)
     harness = load_harness(recipe.harness)
-    require_program(harness.command[0])
+    require_program(harness.program, harness.install)
     check_engine(engine)
     args = training_arguments(recipe, run, seed, tasks)
     plan = Plan(harness, recipe.sessions_per_group, recipe.concurrency, recipe.session_timeout)

@@ -19,8 +19,8 @@ class Recipe(BaseModel):
     """Folder of the model to train, which the engine serves as well."""
     tasks: Path
     """Task file (JSON Lines)."""
-    harness: Path
-    """Harness preset (TOML)."""
+    harness: str
+    """Name of a harness preset, or a preset of your own: a file that ends in `.toml`."""
     steps: int = Field(ge=1)
     """Optimizer steps. Each trains on freshly recorded sessions (`grpo.num_iterations` times)."""
     groups_per_step: int = Field(default=1, ge=1)
@@ -57,5 +57,7 @@ def load_recipe(path: Path) -> Recipe:
         raise UserError(f"{path}: {describe(error)}") from error
     if recipe.publish == "lora" and not recipe.lora:
         raise UserError(f'{path}: publish = "lora" needs a [lora] table; publish = "checkpoint" trains without one')
-    paths = {name: (path.parent / getattr(recipe, name)).resolve() for name in ("model", "tasks", "harness")}
+    paths: dict[str, Any] = {name: (path.parent / getattr(recipe, name)).resolve() for name in ("model", "tasks")}
+    if recipe.harness.endswith(".toml"):
+        paths["harness"] = str((path.parent / recipe.harness).resolve())
     return recipe.model_copy(update=paths)

@@ -170,6 +170,16 @@ def check_engine(url: str) -> None:
         )
 
 
+def max_model_len(url: str) -> int:
+    """The context window of the model that the engine at `url` serves, in tokens. Raises `UserError`."""
+    try:
+        # the engine is never behind the caller's proxy
+        served = httpx.get(f"{url.rstrip('/')}/v1/models", timeout=30, trust_env=False).raise_for_status().json()
+        return int(next(model for model in served["data"] if not model.get("parent"))["max_model_len"])
+    except (httpx.HTTPError, ValueError, KeyError, TypeError, StopIteration) as error:
+        raise UserError(f"the engine at {url} does not tell its context window: {error!r}") from error
+
+
 def _answers(url: str) -> bool:
     try:
         return httpx.get(f"{url}/health", timeout=5).status_code == 200

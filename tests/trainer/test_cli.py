@@ -12,6 +12,7 @@ import pytest
 from rolltap.addons.calls import Call, Session, VersionSpan
 from rolltap.addons.store import RunWriter, read_rows, write_metadata
 from rolltap.trainer.dataset import load_calls, load_sessions
+from tests.addons.test_record import Recorder
 from tests.scripted_engine import Say
 
 ROLLTAP = Path(sys.executable).with_name("rolltap")
@@ -53,7 +54,8 @@ def tasks(tmp_path):
 def preset(tmp_path):
     def preset(command):
         path = tmp_path / "harness.toml"
-        path.write_text(f'name = "x"\nversion = "1"\ncommand = {json.dumps(command)}\n')
+        program, *headless = map(json.dumps, command)
+        path.write_text(f'name = "x"\nversion = "1"\nprogram = {program}\nheadless = [{", ".join(headless)}]\n')
         return path
 
     return preset
@@ -71,6 +73,52 @@ def test_record_runs_a_command_and_ends_with_its_status(scripted_engine, tiny_mo
     (session,) = load_sessions(tmp_path / "run").values()
     assert (session.status, session.exit_status, session.harness) == ("failed", 3, sys.executable)
     assert list(load_calls(tmp_path / "run")) == [session.session_id]
+
+
+def test_record_starts_a_harness_by_its_preset_and_the_users_variables_win(scripted_engine, tiny_model, tmp_path):
+    show = "import os, sys; print(sys.argv[1:], os.environ['WINDOW'], os.environ['KEY'], 'HTTPS_PROXY' in os.environ)"
+    (tmp_path / "x.toml").write_text(
+        f'name = "x"\nversion = "1"\nprogram = "{sys.executable}"\narguments = ["-c", "{show}", "--always"]\n'
+        'headless = ["{instruction}"]\n[env]\nWINDOW = "{max_model_len}"\nKEY = "placeholder"\n'
+    )
+    options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tiny_model)
+    ended = rolltap(
+        "record", *options, "--harness", tmp_path / "x.toml", "--", "-p", "go", env={**os.environ, "KEY": "mine"}
+    )
+    assert (ended.returncode, ended.stdout) == (0, "['--always', '-p', 'go'] 8192 mine True\n")
+    (session,) = load_sessions(tmp_path / "run").values()
+    assert (session.status, session.harness) == ("completed", "x")
+
+
+@pytest.fixture
+def mitmdump(scripted_engine, tiny_model, tmp_path):
+    """A recorder that somebody else started, with a secret."""
+    recorder = Recorder(tmp_path, scripted_engine.url, tiny_model, env={"ROLLTAP_SECRET": "hidden"})
+    yield recorder
+    recorder.stop()
+
+
+@pytest.mark.parametrize("form", ["shell", "docker", "json"])
+def test_env_prints_what_a_program_needs_to_be_recorded(scripted_engine, mitmdump, tmp_path, form):
+    scripted_engine.replies.append(Say("Hi."))
+    ca = tmp_path / "conf" / "mitmproxy-ca-cert.pem"
+    options = ("--session", "s 1", "--engine", scripted_engine.url, "--ca", ca, "--format", form)
+    secret = {**os.environ, "ROLLTAP_SECRET": "hidden"}
+    printed = rolltap("env", "--proxy", f"http://{mitmdump.address}", "--harness", "claude-code", *options, env=secret)
+    assert printed.returncode == 0
+    assert "start it as: claude\n" in printed.stderr
+    assert str(ca.with_name("rolltap-ca-bundle.pem")) in printed.stderr
+    show = "import os; print(os.environ['CLAUDE_CODE_MAX_CONTEXT_TOKENS'])"
+    command, env = [sys.executable, "-c", show + ASK], {}
+    if form == "shell":
+        command = ["sh", "-c", 'eval "$0"; exec "$@"', printed.stdout, *command]
+    elif form == "docker":
+        env = dict(line.split("=", 1) for line in printed.stdout.splitlines())
+    else:
+        env = json.loads(printed.stdout)
+    ended = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert (ended.stdout, ended.returncode) == ("8192\nHi.\n", 3), ended.stderr
+    assert [call["session_id"] for call in mitmdump.rows("calls")] == ["s 1"]
 
 
 def test_rollout_records_every_session_and_prints_the_summary_as_json(
@@ -131,6 +179,12 @@ class TestErrors:
             (["inspect", "/nowhere"], "/nowhere is not a run folder"),
             (["record", "--out", "x", "--model", "m", "--", "no-such-harness"], "'no-such-harness' is not on the PATH"),
             (["record", "--out", "x", "--model", "m", "--set", "a", "--", "true"], "--set a: write it as NAME=VALUE"),
+            (
+                ["record", "--out", "x", "--model", "m", "--harness", "clod"],
+                "no harness is named 'clod': choose",
+            ),
+            (["env", "--proxy", "127.0.0.1:8080"], "--proxy 127.0.0.1:8080: write it as http://HOST:PORT"),
+            (["env", "--proxy", "http://h:1", "--ca", "none.pem"], "the recorder makes it when it first starts"),
             (["serve", "m", "--vllm", "no-such-vllm"], "'no-such-vllm' is not on the PATH"),
         ],
     )
@@ -149,6 +203,11 @@ class TestErrors:
 
     def test_an_unknown_option_is_status_2(self):
         assert rolltap("inspect", "--nonsense").returncode == 2
+
+    def test_nothing_to_record_is_status_2(self):
+        ended = rolltap("record", "--out", "x", "--model", "m")
+        assert ended.returncode == 2
+        assert "give a COMMAND after --, or --harness" in ended.stderr
 
     def test_a_finished_training_is_not_overwritten(self, tmp_path):
         (tmp_path / "run" / "model").mkdir(parents=True)

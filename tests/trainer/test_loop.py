@@ -24,7 +24,7 @@ def write_recipe(folder: Path, text: str = "", **values) -> Path:
     settings = {
         "model": str(QUICKSTART.parents[1] / "runs" / "quickstart" / "model"),
         "tasks": str(QUICKSTART / "tasks.jsonl"),
-        "harness": str(QUICKSTART.parent / "harnesses" / "mini-swe-agent.toml"),
+        "harness": "mini-swe-agent",
         "steps": 2,
         "sessions_per_group": 2,
         **values,

@@ -10,6 +10,12 @@ def test_paths_are_relative_to_the_recipe(tmp_path):
     (tmp_path / "r.toml").write_text(GOOD)
     recipe = load_recipe(tmp_path / "r.toml")
     assert (recipe.model, recipe.tasks) == (tmp_path / "m", tmp_path / "t.jsonl")
+    assert recipe.harness == str(tmp_path / "h.toml")
+
+
+def test_a_harness_may_be_a_name(tmp_path):
+    (tmp_path / "r.toml").write_text(GOOD.replace("h.toml", "codex"))
+    assert load_recipe(tmp_path / "r.toml").harness == "codex"
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,21 @@
 """A harness: the command line and environment of an unmodified agent program, as data."""
 
-import os
 import shutil
 import tomllib
+from importlib import resources
 from pathlib import Path
 
-import certifi
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rolltap.trainer.errors import UserError, describe
+from rolltap.trainer.serve import max_model_len
 
-_INHERITED = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TERM", "TMPDIR", "USER", "LOGNAME", "SHELL")
+_PRESETS = resources.files("rolltap.harnesses")
+_WINDOW = "{max_model_len}"
 
 
 class Harness(BaseModel):
-    """A preset file (TOML)."""
+    """A preset: one of those that rolltap brings (`recipes/harnesses`), or a TOML file of the user's."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -22,66 +23,56 @@ class Harness(BaseModel):
     """Names the harness in the dataset."""
     version: str
     """The version that this preset was tested with."""
-    command: list[str] = Field(min_length=1)
-    """Program and arguments; `{instruction}` stands for the task's instruction."""
+    install: str = ""
+    """The command that installs this version."""
+    program: str = Field(min_length=1)
+    """The program to start."""
+    arguments: list[str] = []
+    """Arguments that it always gets, before all others."""
+    headless: list[str]
+    """Arguments with which it works on one instruction, uses its tools without asking, also as root, and ends.
+    `{instruction}` stands for the instruction."""
     env: dict[str, str] = {}
-    """Variables the program needs to run headless: a placeholder key where it refuses to start without one, telemetry
-    and update checks off."""
+    """Variables that it needs: a placeholder key where it refuses to start without one, telemetry and update checks
+    off. `{max_model_len}` stands for the engine's context window in tokens."""
+    quirks: list[str] = []
+    """What a person who runs it should know."""
 
     def command_for(self, instruction: str) -> list[str]:
-        """The command line of one session."""
-        return [argument.replace("{instruction}", instruction) for argument in self.command]
+        """The command line of one headless session."""
+        headless = [argument.replace("{instruction}", instruction) for argument in self.headless]
+        return [self.program, *self.arguments, *headless]
+
+    def environment(self, engine_url: str) -> dict[str, str]:
+        """`env` with the context window of the engine, which is asked only if need be. Raises `UserError`."""
+        if not any(_WINDOW in value for value in self.env.values()):
+            return self.env
+        window = str(max_model_len(engine_url))
+        return {name: value.replace(_WINDOW, window) for name, value in self.env.items()}
 
 
-def load_harness(path: Path) -> Harness:
-    """The preset in a TOML file. Raises `UserError`."""
+def harness_names() -> list[str]:
+    """The presets that rolltap brings."""
+    return sorted(Path(file.name).stem for file in _PRESETS.iterdir() if file.name.endswith(".toml"))
+
+
+def load_harness(name: str) -> Harness:
+    """The preset with this name, or in this file if it ends in `.toml`. Raises `UserError`."""
+    if not name.endswith(".toml") and name not in harness_names():
+        raise UserError(f"no harness is named {name!r}: choose {', '.join(harness_names())}, or give a .toml file")
+    file = Path(name) if name.endswith(".toml") else _PRESETS / f"{name}.toml"
     try:
-        return Harness.model_validate(tomllib.loads(path.read_text()))
+        return Harness.model_validate(tomllib.loads(file.read_text()))
     except OSError as error:
-        raise UserError(f"cannot read the harness preset {path}: {error.strerror}") from error
+        raise UserError(f"cannot read the harness preset {name}: {error.strerror}") from error
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path} is not TOML: {error}") from error
+        raise UserError(f"{name} is not TOML: {error}") from error
     except ValidationError as error:
-        raise UserError(f"{path}: {describe(error)}") from error
+        raise UserError(f"{name}: {describe(error)}") from error
 
 
-def require_program(program: str) -> None:
-    """Raise `UserError` unless `program` can be started."""
+def require_program(program: str, install: str = "") -> None:
+    """Raise `UserError` unless `program` can be started. `install` is the command that installs it."""
     if shutil.which(program) is None:
-        raise UserError(f"{program!r} is not on the PATH: install it, or give its folder with PATH=...:$PATH")
-
-
-def proxy_environment(proxy_url: str, ca: Path, bundle: Path) -> dict[str, str]:
-    """What makes a program send its calls through the recorder and trust its certificate.
-
-    `ca` is the recorder's CA alone, for programs that add it to their roots; `bundle` has the usual roots as well,
-    for programs that replace theirs by it. Every known variable is set, as each program reads another one.
-    """
-    return {
-        **dict.fromkeys(("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy"), proxy_url),
-        "NO_PROXY": "",
-        "no_proxy": "",
-        "NODE_EXTRA_CA_CERTS": str(ca),
-        **{
-            name: str(bundle)
-            for name in (
-                "SSL_CERT_FILE",
-                "REQUESTS_CA_BUNDLE",
-                "CURL_CA_BUNDLE",
-                "GIT_SSL_CAINFO",
-                "CODEX_CA_CERTIFICATE",
-            )
-        },
-    }
-
-
-def write_bundle(ca: Path, folder: Path) -> Path:
-    """A file with the usual root certificates and the recorder's CA."""
-    bundle = folder / "ca-bundle.pem"
-    bundle.write_text(Path(certifi.where()).read_text() + "\n" + ca.read_text())
-    return bundle
-
-
-def clean_environment(home: Path) -> dict[str, str]:
-    """The environment a session starts from: nothing of the caller's keys and configuration, its own home."""
-    return {**{name: os.environ[name] for name in _INHERITED if name in os.environ}, "HOME": str(home)}
+        how = f" ({install})" if install else ""
+        raise UserError(f"{program!r} is not on the PATH: install it{how}, or give its folder with PATH=...:$PATH")

@@ -14,9 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rolltap.addons.credentials import token
 from rolltap.trainer.errors import UserError
-from rolltap.trainer.rollouts.harness import proxy_environment, write_bundle
+from rolltap.trainer.rollouts.environment import proxy_environment, proxy_url, write_bundle
 
 _READY = re.compile(r"recording to .*, proxy at http://(\S+:\d+)")
 _STOP_SECONDS = 20.0
@@ -38,6 +37,7 @@ class Recorder:
 
     def __init__(self, run: Path, *, engine: str, model: str, options: Mapping[str, str] | None = None) -> None:
         self.run = run
+        self.engine = engine
         self._secret = secrets.token_urlsafe(32)
         self._options = {"rolltap_out": str(run), "rolltap_engine": engine, "rolltap_model": model, **(options or {})}
         self._address = ""
@@ -72,7 +72,8 @@ class Recorder:
                 raise UserError(f"the recorder did not start:\n{self._tail()}")
             confdir = Path(self._options.get("confdir", "~/.mitmproxy")).expanduser()
             self._ca = confdir / "mitmproxy-ca-cert.pem"
-            self._bundle = write_bundle(self._ca, Path(self._folder.name))
+            self._bundle = Path(self._folder.name, "ca-bundle.pem")
+            write_bundle(self._ca, self._bundle)
         except BaseException:
             self._stop()
             raise
@@ -85,7 +86,7 @@ class Recorder:
 
     def environment(self, session_id: str) -> dict[str, str]:
         """What a harness needs to be recorded as `session_id`."""
-        url = f"http://{session_id}:{token(self._secret, session_id)}@{self._address}"
+        url = proxy_url(self._address, session_id, self._secret)
         return proxy_environment(url, self._ca, self._bundle)
 
     def check(self) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from rolltap.addons.calls import Session, utc_now
 from rolltap.addons.store import RunWriter
+from rolltap.trainer.rollouts.environment import clean_environment
 from rolltap.trainer.rollouts.evaluate import evaluate
-from rolltap.trainer.rollouts.harness import Harness, clean_environment
+from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.runtime import run
 from rolltap.trainer.rollouts.task import Task
@@ -39,8 +40,10 @@ async def rollout(
     """Run one group of sessions for each task and record every session, failed ones included.
 
     Returns the sessions in the order they ended; `done` is called with each. A session that fails is data. Raises
-    `UserError` when the recorder dies and `OSError` when the run folder cannot be written.
+    `UserError` when the recorder dies or the engine does not answer, and `OSError` when the run folder cannot be
+    written.
     """
+    harness_env = await asyncio.to_thread(plan.harness.environment, recorder.engine)
     semaphore = asyncio.Semaphore(plan.concurrency)
     sessions: list[Session] = []
 
@@ -55,7 +58,7 @@ async def rollout(
                 status="error",
                 policy_version=policy_version,
             )
-            await _run_session(session, task, plan, recorder)
+            await _run_session(session, task, plan, recorder, harness_env)
             session.finished_at = utc_now()
             writer.add_session(session)
             sessions.append(session)
@@ -69,7 +72,9 @@ async def rollout(
     return sessions
 
 
-async def _run_session(session: Session, task: Task, plan: Plan, recorder: Recorder) -> None:
+async def _run_session(
+    session: Session, task: Task, plan: Plan, recorder: Recorder, harness_env: dict[str, str]
+) -> None:
     """Run the harness and the evaluator; how that went is written into `session`."""
     logs = recorder.run / "logs"
     logs.mkdir(exist_ok=True)
@@ -82,7 +87,7 @@ async def _run_session(session: Session, task: Task, plan: Plan, recorder: Recor
             else:
                 workspace.mkdir()
             base = clean_environment(home)
-            env = {**base, **plan.harness.env, **recorder.environment(session.session_id)}
+            env = {**base, **harness_env, **recorder.environment(session.session_id)}
             finished = await run(
                 plan.harness.command_for(task.instruction),
                 cwd=workspace,

@@ -1,0 +1,204 @@
+"""The real programs, unmodified and headless, led by the scripted engine over TLS.
+
+Each writes a file with a tool of its own, reads it back with another call, and ends.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from rolltap.addons.store import RunWriter, read_rows
+from rolltap.trainer.dataset import load_calls, load_sessions
+from rolltap.trainer.rollouts.environment import clean_environment
+from rolltap.trainer.rollouts.harness import harness_names, load_harness
+from rolltap.trainer.rollouts.recorder import Recorder
+from rolltap.trainer.rollouts.scheduler import Plan, rollout
+from rolltap.trainer.rollouts.task import Task
+from rolltap.trainer.traces import build_traces
+from tests.scripted_engine import Say, ScriptedEngine
+
+pytestmark = pytest.mark.harness
+
+WRITE, READ = "printf 'héllo\\n' > greeting.txt", "cat greeting.txt"
+TASK = Task(
+    # no program may take it for options or fill in its braces
+    id="greet",
+    instruction="- Write {greeting} into greeting.txt, then read it.",
+    evaluate=["grep", "-q", "héllo", "greeting.txt"],
+)
+
+
+@dataclass(frozen=True)
+class Script:
+    """What the model does in a harness, in its tools' words, and where the harness is configured."""
+
+    tools: list[tuple[str, dict]]
+    """Name and arguments of the tool that each turn calls."""
+    config: tuple[str, str]
+    """A configuration file in the home folder, and its text."""
+    last: str = "I wrote the greeting."
+    aside: str = "A greeting"
+    """The answer to side questions, which have no tools: a title, a choice of a model."""
+
+
+SCRIPTS = {
+    "claude-code": Script(
+        [
+            ("Write", {"file_path": "greeting.txt", "content": "héllo\n"}),
+            ("Bash", {"command": READ, "description": "Read the greeting"}),
+        ],
+        (".claude/settings.json", '{ "cleanupPeriodDays":  9 }'),
+    ),
+    "codex": Script(
+        [("exec_command", {"cmd": WRITE}), ("exec_command", {"cmd": READ})],
+        (".codex/config.toml", 'model_reasoning_effort   = "low"\n'),
+    ),
+    "gemini-cli": Script(
+        [
+            ("write_file", {"file_path": "greeting.txt", "content": "héllo\n"}),
+            ("run_shell_command", {"command": READ, "description": "Read the greeting"}),
+        ],
+        (".gemini/settings.json", '{ "ui":  {"hideTips": true} }'),
+        aside='{"complexity_reasoning": "It is simple.", "complexity_score": 10}',
+    ),
+    "mini-swe-agent": Script(
+        [
+            ("bash", {"command": WRITE}),
+            ("bash", {"command": READ}),
+            ("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}),
+        ],
+        (".config/mini-swe-agent/.env", "MSWEA_GLOBAL_COST_LIMIT='7'\n"),
+    ),
+    "opencode": Script(
+        [
+            ("bash", {"command": WRITE, "description": "Write the greeting"}),
+            ("read", {"filePath": "greeting.txt"}),
+        ],
+        (".config/opencode/opencode.json", '{ "$schema": "https://opencode.ai/config.json",  "snapshot": false }'),
+    ),
+    "pi": Script(
+        [("write", {"path": "greeting.txt", "content": "héllo\n"}), ("bash", {"command": READ})],
+        (".pi/agent/settings.json", '{ "hideThinkingBlock":  true }'),
+    ),
+    "qwen-code": Script(
+        [
+            ("run_shell_command", {"command": WRITE, "is_background": False}),
+            ("run_shell_command", {"command": READ, "is_background": False}),
+        ],
+        (".qwen/settings.json", '{ "$version": 4,  "ui": {"hideTips": true} }'),
+    ),
+}
+
+
+def tool_call(name, arguments):
+    """A turn with JSON that no serialiser would write: a harness that echoes it in its own words changes it."""
+    pairs = ",".join(f'  "{key}" :  {odd(value)}' for key, value in arguments.items())
+    call = f'{{"arguments":{{{pairs} }}, "name": "{name}"}}'
+    return f"<think>\nI call {name}.\n</think>\n\n<tool_call>\n{call}\n</tool_call>"
+
+
+def odd(value):
+    """JSON with the letter e as an escape."""
+    return (
+        json.dumps(value, ensure_ascii=False).replace("e", "\\u0065") if isinstance(value, str) else json.dumps(value)
+    )
+
+
+@pytest.fixture
+def engine(tokenizer):
+    with ScriptedEngine(tokenizer, max_model_len=200_000) as engine:
+        yield engine
+
+
+def lead(engine, script):
+    """Have `engine` follow `script`: which turn it is, the number of tool results in the prompt says."""
+
+    def reply(request):
+        prompt = engine.tokenizer.decode(request["token_ids"])
+        if "<tools>" not in prompt:
+            return Say(script.aside)
+        turn = prompt.count("<tool_response>")
+        return Say(tool_call(*script.tools[turn]) if turn < len(script.tools) else script.last)
+
+    engine.otherwise = reply
+
+
+@pytest.fixture(params=harness_names())
+def harness(request):
+    harness = load_harness(request.param)
+    if shutil.which(harness.program) is None:
+        pytest.skip(f"{harness.name} is not installed: tests/run.sh installs it")
+    return harness
+
+
+@pytest.fixture
+def home(harness, tmp_path, monkeypatch):
+    """The caller's home folder with a configuration of the harness."""
+    name, text = SCRIPTS[harness.name].config
+    home = tmp_path / "home"
+    (home / name).parent.mkdir(parents=True)
+    (home / name).write_text(text)
+    monkeypatch.setenv("HOME", str(home))
+    return home
+
+
+def files(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+async def test_a_session_with_tools_is_one_unbroken_line_of_calls(harness, engine, tiny_model, home, tmp_path):
+    script = SCRIPTS[harness.name]
+    lead(engine, script)
+    run = tmp_path / "run"
+    options = {"confdir": str(tmp_path / "mitmproxy")}
+    before = files(home)
+    with Recorder(run, engine=engine.url, model=str(tiny_model), options=options) as recorder:
+        plan = Plan(harness, 1, 1, 120.0)
+        (session,) = await rollout(
+            [TASK], plan, recorder, RunWriter(run), policy_version="default", done=lambda session: None
+        )
+    log = next((run / "logs").glob("*[0-9].log")).read_text()
+    assert (session.status, session.reward, session.error) == ("completed", 1.0, None), log
+    calls = load_calls(run)[session.session_id]
+    main = [call for call in calls if call.role == "agent"]
+    turns = len(script.tools) + (harness.name != "mini-swe-agent")  # which ends by a tool
+    assert [call.kind for call in main[1:]] == ["bridged"] * (turns - 1)
+    assert [call.status for call in calls] == ["completed"] * len(calls)
+    sent = [request["token_ids"] for request in engine.requests]
+    assert sorted(sent) == sorted(call.prompt_ids for call in calls)
+    traces, ledger = build_traces(calls, "prefix_merging")
+    assert [call.call_id for call in main] in [trace.call_ids for trace in traces]
+    ledger.check()
+    assert ledger.sampled == sum(len(call.completion_ids) for call in calls)
+    kinds = {event["kind"] for event in read_rows(run, "events")}
+    assert kinds <= {"call_started", "refused"}
+    assert files(home) == before  # it worked in a home of its own
+
+
+def test_recording_leaves_a_users_configuration_as_it_is(harness, engine, tiny_model, home, tmp_path):
+    lead(engine, SCRIPTS[harness.name])
+    before = files(home)
+    options = ["--out", tmp_path / "run", "--engine", engine.url, "--model", tiny_model]
+    headless = harness.command_for(TASK.instruction)[1 + len(harness.arguments) :]
+    workspace = tmp_path / "workspace"
+    workspace.mkdir()
+    rolltap = Path(sys.executable).with_name("rolltap")
+    ended = subprocess.run(
+        [rolltap, "record", *options, "--harness", harness.name, "--", *headless],
+        cwd=workspace,
+        env=clean_environment(home),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (session,) = load_sessions(tmp_path / "run").values()
+    assert (session.status, session.harness) == ("completed", harness.name)
+    assert len(load_calls(tmp_path / "run")[session.session_id]) >= len(SCRIPTS[harness.name].tools)
+    assert "héllo" in (workspace / "greeting.txt").read_text()
+    assert before.items() <= files(home).items()
