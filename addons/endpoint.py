@@ -191,7 +191,9 @@ class Endpoint:
         if model_call.stop:
             sampling["stop"] = model_call.stop
         if model_call.schema is not None:
-            sampling["structured_outputs"] = {"json": model_call.schema} if model_call.schema else {"json_object": True}
+            wanted = {"json": model_call.schema} if model_call.schema else {"json_object": True}
+            # a small model may write white space without end where JSON allows it
+            sampling["structured_outputs"] = {**wanted, "disable_any_whitespace": True}
         return sampling
 
     def _reject(self, request: web.Request, why: str) -> None:

@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ import pytest
 from rolltap.trainer.serve import EngineServer
 from tests.scripted_engine import ScriptedEngine
 
+CONTEXT = 65536
+"""Tokens; the first prompt of some harnesses has 30,000."""
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -38,19 +41,25 @@ class RunningEngine:
         self.model_dir = model_dir
 
 
-@pytest.fixture(scope="session")
-def engine(tiny_model, tmp_path_factory):
-    """A real vLLM server with the tiny model, LoRA loading on. Tests that publish must restore its weights."""
+@contextmanager
+def real_engine(model_dir, log):
+    """A vLLM server of `model_dir`, or a skipped test."""
     vllm = os.environ.get("ROLLTAP_VLLM", "vllm")
     if shutil.which(vllm) is None:
         pytest.skip(f"vLLM is not installed ({vllm}): tests/run.sh installs it, or set ROLLTAP_VLLM")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    log = tmp_path_factory.mktemp("vllm") / "vllm.log"
-    server = EngineServer(str(tiny_model), vllm=vllm, port=port, max_model_len=8192, lora_rank=8, log=log)
+    server = EngineServer(str(model_dir), vllm=vllm, port=port, max_model_len=CONTEXT, lora_rank=8, log=log)
     server.start()
     with server:
-        yield RunningEngine(server.url, tiny_model)
+        yield RunningEngine(server.url, model_dir)
+
+
+@pytest.fixture(scope="session")
+def engine(tiny_model, tmp_path_factory):
+    """A real vLLM server with the tiny model, LoRA loading on. Tests that publish must restore its weights."""
+    with real_engine(tiny_model, tmp_path_factory.mktemp("vllm") / "vllm.log") as engine:
+        yield engine
 
 
 @pytest.fixture

@@ -107,7 +107,7 @@ def make_tokenizer(text: str) -> PreTrainedTokenizerFast:
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        model_max_length=16384,
+        model_max_length=65536,
         clean_up_tokenization_spaces=False,
         chat_template=template,
     )
@@ -124,7 +124,7 @@ def make_network(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=64,
-        max_position_embeddings=16384,
+        max_position_embeddings=65536,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=end,

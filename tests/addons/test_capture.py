@@ -1,3 +1,4 @@
+import json
 import logging
 import re
 
@@ -91,6 +92,52 @@ class TestModelCalls:
         capture.request(flow)
         assert CAPTURED not in flow.metadata
         assert flow.request.get_state() == before
+
+    @pytest.mark.parametrize(
+        ("method", "url"),
+        [
+            ("POST", "https://api.anthropic.com/v1/messages?beta=true"),
+            ("POST", "https://api.anthropic.com/v1/messages/count_tokens"),
+            ("POST", "https://api.openai.com/v1/responses"),
+            ("POST", "https://generativelanguage.googleapis.com/v1beta/models/m:streamGenerateContent?alt=sse"),
+            ("GET", "https://chatgpt.com/backend-api/codex/models?client_version=1"),
+        ],
+    )
+    def test_every_dialect_is_captured(self, capture, method, url):
+        flow = request(method, url)
+        capture.request(flow)
+        assert flow.metadata[CAPTURED] is True
+
+    @pytest.mark.parametrize("encoding", ["zstd", "gzip", "br"])
+    def test_compressed_bodies_arrive_as_they_were(self, capture, encoding):
+        flow = request()
+        flow.request.content = b'{"messages": []}'
+        flow.request.encode(encoding)
+        capture.request(flow)
+        assert flow.request.raw_content == b'{"messages": []}'
+        assert "content-encoding" not in flow.request.headers
+        assert int(flow.request.headers["content-length"]) == len(flow.request.raw_content)
+
+    def test_a_body_that_cannot_be_decompressed_is_refused_and_recorded(self, capture):
+        flow = request(headers={"content-encoding": "zstd"})
+        flow.request.raw_content = b"not zstd"
+        capture.request(flow)
+        assert flow.response.status_code == 400
+        assert "decompressed" in json.loads(flow.response.content)["error"]["message"]
+        assert [e["kind"] for e in read_rows(capture._writer.run, "events")] == ["rejected"]
+
+    def test_a_websocket_is_declined_so_that_codex_falls_back_at_once(self, capture):
+        flow = request("GET", "https://api.openai.com/v1/responses", {"upgrade": "websocket"})
+        capture.request(flow)
+        assert flow.response.status_code == 426
+        assert CAPTURED not in flow.metadata
+
+    def test_a_websocket_is_served_when_that_is_asked_for(self, capture):
+        ctx.options.rolltap_websocket = True
+        flow = request("GET", "https://api.openai.com/v1/responses", {"Upgrade": "WebSocket"})
+        capture.request(flow)
+        assert flow.response is None
+        assert flow.metadata[CAPTURED] is True
 
     def test_an_answer_that_is_there_stays(self, capture):
         flow = request()

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltap.addons.deltas import TextDeltas
+from rolltap.addons.deltas import TextDeltas, cut_at_stop
 from rolltap.addons.dialects.model_call import Reply
 
 PIECES = [
@@ -114,3 +114,34 @@ class TestFinish:
         reply = Reply(reasoning="Something else")
         assert deltas.finish(reply) == ("", "")
         assert reply.reasoning == "I think"
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "cut", "stop"),
+    [
+        ("one STOP two", ["STOP"], "one ", "STOP"),
+        ("one END two STOP", ["STOP", "END"], "one ", "END"),
+        ("one", ["STOP"], "one", None),
+        ("STOP", ["STOP"], "", "STOP"),
+        ("one STO", ["STOP"], "one STO", None),
+    ],
+)
+def test_a_reply_ends_before_the_first_stop_text(text, stops, cut, stop):
+    reply = Reply(text)
+    cut_at_stop(reply, stops, partial=False)
+    assert (reply.content, reply.stop) == (cut, stop)
+
+
+@pytest.mark.parametrize(
+    ("text", "sent"), [("one STO", "one "), ("one S", "one "), ("one", "one"), ("one STOP two", "one ")]
+)
+def test_what_may_become_a_stop_text_waits(text, sent):
+    reply = Reply(text)
+    cut_at_stop(reply, ["STOP"], partial=True)
+    assert reply.content == sent
+
+
+def test_a_stop_text_in_the_reasoning_ends_all():
+    reply = Reply("text", "I think STOP")
+    cut_at_stop(reply, ["STOP"], partial=False)
+    assert (reply.reasoning, reply.content, reply.stop) == ("I think ", "", "STOP")

@@ -1,3 +1,5 @@
+import json
+
 import pyarrow as pa
 import pytest
 from mitmproxy import http
@@ -107,3 +109,38 @@ def test_a_request_is_refused_even_when_that_cannot_be_recorded(egress, monkeypa
     with pytest.raises(RuntimeError):
         egress.request(flow)
     assert flow.response.status_code == 404
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://api.openai.com/v1/completions",
+        "https://bedrock.amazonaws.com/model/m/invoke-with-response-stream",
+        "https://bedrock.amazonaws.com/model/m/converse",
+        "https://api.cohere.com/v2/generate",
+        "https://generativelanguage.googleapis.com/v2/models/m:generateContent",
+        "https://pypi.org/v9/messages?beta=true",
+    ],
+)
+def test_what_looks_like_a_model_call_is_recorded_as_uncaptured_even_when_it_is_let_through(egress, events, url):
+    egress.request(request(url, "POST"))
+    (event,) = events
+    assert event.kind == "uncaptured"
+    assert event.detail == ("let through" if "pypi" in url else "refused")
+
+
+@pytest.mark.parametrize(
+    ("url", "headers", "error"),
+    [
+        ("https://api.openai.com/v1/embeddings", {}, {"error": {"code": "not_found"}}),
+        ("https://api.anthropic.com/v1/files", {"anthropic-version": "1"}, {"error": {"type": "not_found_error"}}),
+        ("https://google.com/v1beta/files", {}, {"error": {"status": "NOT_FOUND"}}),
+    ],
+)
+def test_what_a_model_api_does_not_serve_is_that_apis_404(egress, url, headers, error):
+    flow = request(url)
+    flow.request.headers.update(headers)
+    egress.request(flow)
+    assert flow.response.status_code == 404
+    body = json.loads(flow.response.content)
+    assert error["error"].items() <= body["error"].items()

@@ -4,9 +4,11 @@ import json
 
 import httpx
 import pytest
+from transformers import AutoTokenizer
 
 from rolltap.addons.calls import VersionSpan
 from rolltap.addons.engine import NEUTRAL_SAMPLING, Engine, EngineError
+from tests.conftest import CONTEXT
 from tests.scripted_engine import Answer, Say
 
 
@@ -122,10 +124,10 @@ class TestContract:
         assert shape(real[-1]) == shape(scripted[-1])
 
     def test_both_list_their_model_with_its_context_window(self, engine, scripted_engine):
-        for url in (engine.url, scripted_engine.url):
+        for url, window in ((engine.url, CONTEXT), (scripted_engine.url, 8192)):
             (model,) = httpx.get(url + "/v1/models").json()["data"]
             assert model["parent"] is None
-            assert model["max_model_len"] == 8192
+            assert model["max_model_len"] == window
 
     def test_vllm_refuses_in_the_stream(self, engine):
         (first, *_) = events(engine.url, {"token_ids": [10**6], "stream": True, "sampling_params": {"max_tokens": 1}})
@@ -139,4 +141,33 @@ class TestContract:
         (versions,) = [chunk.weight_versions for chunk in chunks if chunk.weight_versions]
         assert versions[-1].end == len(ids)
         assert chunks[-1].cached_tokens is not None
+        await client.close()
+
+    async def test_vllm_names_the_stop_text_and_keeps_its_tokens(self, engine):
+        client = Engine(engine.url)
+        free = [c async for c in client.generate([5, 6, 7], {**NEUTRAL_SAMPLING, "max_tokens": 24, "seed": 3}, None)]
+        ids = [i for chunk in free for i in chunk.token_ids]
+        text = AutoTokenizer.from_pretrained(engine.model_dir).decode(ids, skip_special_tokens=True)
+        stop = next(text[i : i + 2] for i in range(4, len(text) - 2) if text[i : i + 2].isascii())
+        sampling = {**NEUTRAL_SAMPLING, "max_tokens": 24, "seed": 3, "stop": [stop]}
+        cut = [chunk async for chunk in client.generate([5, 6, 7], sampling, None)]
+        sampled = [i for chunk in cut for i in chunk.token_ids]
+        assert sampled == ids[: len(sampled)]
+        assert len(sampled) < len(ids)
+        assert [chunk.stop for chunk in cut if chunk.stop] == [stop]
+        assert sum(len(chunk.logprobs) for chunk in cut) == len(sampled)
+        await client.close()
+
+    async def test_vllm_follows_a_schema(self, engine):
+        client = Engine(engine.url)
+        schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+        sampling = {
+            **NEUTRAL_SAMPLING,
+            "max_tokens": 200,
+            "structured_outputs": {"json": schema, "disable_any_whitespace": True},
+        }
+        chunks = [chunk async for chunk in client.generate([5, 6, 7], sampling, None)]
+        ids = [i for chunk in chunks for i in chunk.token_ids]
+        text = AutoTokenizer.from_pretrained(engine.model_dir).decode(ids, skip_special_tokens=True)
+        assert json.loads(text)["n"] in (1, 2)
         await client.close()

@@ -101,7 +101,8 @@ class TestSchema:
         scripted_engine.replies.append(Say('{"title": "x"}'))
         _, reply = await harness.ask(user(), response_format=self.FORMAT)
         assert json.loads(reply["choices"][0]["message"]["content"]) == {"title": "x"}
-        assert scripted_engine.requests[0]["sampling_params"]["structured_outputs"] == {"json": self.SCHEMA}
+        sent = scripted_engine.requests[0]["sampling_params"]["structured_outputs"]
+        assert sent == {"json": self.SCHEMA, "disable_any_whitespace": True}
         assert harness.calls()[0]["role"] == "auxiliary"
 
     async def test_an_engine_that_cannot_follow_it_answers_without(self, patient, scripted_engine):

@@ -55,6 +55,45 @@ class TestModelFolder:
         assert model_folder("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
 
 
+STRICT = TEMPLATE.read_text().replace(
+    "{%- for message in messages %}",
+    "{%- for message in messages %}{%- if message.role == 'system' and not loop.first %}"
+    "{{- raise_exception('System message must be at the beginning.') }}{%- endif %}",
+)
+
+
+class TestSystemMessages:
+    """They stand wherever the harness put them, and some templates take only the first."""
+
+    CONVERSATION = (
+        {"role": "system", "content": "Be brief."},
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Hi."},
+        {"role": "system", "content": "It is late."},
+    )
+
+    def test_a_template_that_takes_them_anywhere_gets_them_there(self, rendering, encode):
+        text = "<|im_start|>system\nIt is late.<|im_end|>"
+        assert contains(rendering.render(list(self.CONVERSATION), []), encode(text))
+
+    def test_for_one_that_does_not_the_first_are_joined_and_the_others_are_the_users(self, tmp_path, encode):
+        assert TEMPLATE.read_text() != STRICT
+        save_tokenizer(tmp_path, STRICT)
+        rendering = Rendering(str(tmp_path), "default")
+        ids = rendering.render(list(self.CONVERSATION), [])
+        assert contains(ids, encode("<|im_start|>system\nBe brief.\n\nBe kind.<|im_end|>"))
+        assert contains(ids, encode("<|im_start|>user\nIt is late.<|im_end|>"))
+
+    def test_what_only_the_recorder_knows_is_not_rendered(self, rendering):
+        reply = {"role": "assistant", "content": "Hi."}
+        assert rendering.render([USER, {**reply, "call_id": "c"}], []) == rendering.render([USER, reply], [])
+
+
+def contains(ids, part):
+    return any(ids[i : i + len(part)] == part for i in range(len(ids)))
+
+
 class TestBridge:
     @pytest.mark.parametrize("completion", ["Hi.<|im_end|>", "Hi", "", "<think>\nI", "<think>\nI\n</think>\n\nHi<|im_"])
     def test_it_keeps_every_token_sampled_so_far(self, rendering, encode, completion):

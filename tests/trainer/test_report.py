@@ -28,19 +28,22 @@ def test_a_run_is_counted_with_what_went_wrong(tmp_path):
     writer.add_call(Call("s1", "a", [1], [2], [-1.0], versions))
     writer.add_call(Call("s1", "b", [9], [2], [1.0], versions, violation="log-probability 0 is positive (1.0)"))
     writer.add_call(Call("s1", "c", [8], [2], [-1.0], [], status="aborted"))
+    writer.add_call(Call("s1", "d", [7], [2], [-1.0], versions, role="auxiliary"))
     for call_id in ("a", "b", "c", "lost"):
         writer.add_event(Event("call_started", "s1", detail=call_id))
     writer.add_event(Event("refused", "s1", "example.com"))
-    writer.add_event(Event("unauthorised"))
+    for kind in ("unauthorised", "uncaptured", "joined", "replayed", "continued"):
+        writer.add_event(Event(kind))
     writer.add_session(session(1, "v", 1.0))
     summary = summarize(tmp_path)
-    assert summary.calls == {"completed": 2, "aborted": 1}
+    assert summary.calls == {"completed": 3, "aborted": 1}
     assert summary.interrupted == 1
     assert summary.refused == {"example.com": 1}
-    assert summary.unauthorised == 1
+    assert (summary.unauthorised, summary.uncaptured_calls, summary.retried, summary.continued) == (1, 1, 2, 1)
+    assert summary.roles == {"agent": 3, "auxiliary": 1}
     assert summary.violations == {"log-probability 0 is positive (1.0)": 1}
-    assert summary.ledger.left_out == {"violation": 1, "aborted": 1}
-    assert (summary.ledger.sampled, summary.ledger.trained) == (3, 1)
+    assert summary.ledger.left_out == {"violation": 1, "aborted": 1, "auxiliary": 1}
+    assert (summary.ledger.sampled, summary.ledger.trained) == (4, 1)
 
 
 def test_the_plot_is_a_png_even_of_a_run_without_rewards(tmp_path):

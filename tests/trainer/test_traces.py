@@ -138,6 +138,7 @@ class TestLeftOut:
             ("violation", {"weight_versions": [VersionSpan("1", 0, 1)]}),
             ("aborted", {"violation": "damaged", "status": "aborted"}),
             ("aborted", {"status": "aborted"}),
+            ("auxiliary", {"role": "auxiliary"}),
             ("failed", {"status": "failed"}),
         ],
     )

@@ -1,0 +1,80 @@
+"""The real programs with a real vLLM, to the end.
+
+The model is the quickstart's with other weights: it looks at the last token only and says the same whatever it is
+asked, so that a program that it has never seen gets an answer.
+"""
+
+import shutil
+from itertools import pairwise
+
+import pytest
+
+from rolltap.addons.store import RunWriter, read_rows
+from rolltap.trainer.dataset import load_calls
+from rolltap.trainer.report import summarize
+from rolltap.trainer.rollouts.harness import load_harness
+from rolltap.trainer.rollouts.recorder import Recorder
+from rolltap.trainer.rollouts.scheduler import Plan, rollout
+from rolltap.trainer.rollouts.task import Task
+from tests.conftest import real_engine
+
+pytestmark = [pytest.mark.harness, pytest.mark.engine]
+
+TASK = Task(id="hello", instruction="Say hello.", evaluate=["true"])
+
+ANSWER = "Hello"
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model, tmp_path_factory):
+    """A folder with a model that answers `ANSWER`."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("model") / "model"
+    shutil.copytree(tiny_model, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    network = AutoModelForCausalLM.from_pretrained(folder)
+    said = [*tokenizer.encode("\n"), *tokenizer.encode(ANSWER), tokenizer.eos_token_id]
+    with torch.no_grad():
+        for layer in network.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        network.model.norm.weight.fill_(1)
+        torch.nn.init.orthogonal_(network.model.embed_tokens.weight)
+        network.lm_head.weight.zero_()
+        for token, following in pairwise(said):
+            embedding = network.model.embed_tokens.weight[token]
+            network.lm_head.weight[following] += 10 * embedding / embedding.norm()
+    network.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(model, tmp_path_factory):
+    with real_engine(model, tmp_path_factory.mktemp("vllm") / "vllm.log") as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("name", ["claude-code", "codex", "pi", "qwen-code"])
+async def test_a_session_ends_well_and_adds_up(name, engine, tmp_path):
+    harness = load_harness(name)
+    if shutil.which(harness.program) is None:
+        pytest.skip(f"{name} is not installed: tests/run.sh installs it")
+    run = tmp_path / "run"
+    options = {"confdir": str(tmp_path / "mitmproxy")}
+    with Recorder(run, engine=engine.url, model=str(engine.model_dir), options=options) as recorder:
+        plan = Plan(harness, 1, 1, 240.0)
+        (session,) = await rollout(
+            [TASK], plan, recorder, RunWriter(run), policy_version="default", done=lambda session: None
+        )
+    log = next((run / "logs").glob("*[0-9].log")).read_text()
+    assert (session.status, session.error) == ("completed", None), log
+    calls = load_calls(run)[session.session_id]
+    assert calls
+    assert {(call.status, call.violation, call.finish_reason) for call in calls} == {("completed", None, "stop")}
+    assert ANSWER in log
+    assert not [event for event in read_rows(run, "events") if event["kind"] in ("rejected", "unauthorised")]
+    summary = summarize(run)
+    assert summary.uncaptured_calls == 0
+    assert summary.ledger.sampled == sum(len(call.completion_ids) for call in calls)
