@@ -191,9 +191,7 @@ class Endpoint:
         if model_call.stop:
             sampling["stop"] = model_call.stop
         if model_call.schema is not None:
-            wanted = {"json": model_call.schema} if model_call.schema else {"json_object": True}
-            # a small model may write white space without end where JSON allows it
-            sampling["structured_outputs"] = {**wanted, "disable_any_whitespace": True}
+            sampling["structured_outputs"] = {"json": model_call.schema} if model_call.schema else {"json_object": True}
         return sampling
 
     def _reject(self, request: web.Request, why: str) -> None:

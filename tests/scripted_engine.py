@@ -118,7 +118,7 @@ class ScriptedEngine:
         for i, token_id in enumerate(ids):
             if i == reply.break_after:
                 assert response._req.transport is not None
-                response._req.transport.abort()
+                response._req.transport.close()  # what was written still arrives
                 return
             if i == reply.hold_after:
                 self.holding.set()

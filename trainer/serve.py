@@ -43,6 +43,8 @@ def engine_command(
     command += ["--enable-scale-out"]  # opens /inference/v1/generate
     command += ["--enable-prompt-tokens-details"]  # cached tokens in usage
     command += ["--logprobs-mode", "processed_logprobs"]  # of the distribution that was sampled, temperature included
+    # a small model may write white space without end where JSON allows it
+    command += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
     if max_model_len is not None:
         command += ["--max-model-len", str(max_model_len)]
     if lora_rank:

@@ -164,7 +164,7 @@ class TestContract:
         sampling = {
             **NEUTRAL_SAMPLING,
             "max_tokens": 200,
-            "structured_outputs": {"json": schema, "disable_any_whitespace": True},
+            "structured_outputs": {"json": schema},
         }
         chunks = [chunk async for chunk in client.generate([5, 6, 7], sampling, None)]
         ids = [i for chunk in chunks for i in chunk.token_ids]
