@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from urllib.parse import urlsplit
 
 import click
@@ -47,7 +48,7 @@ def main() -> None:
 
 def run(command: click.Command) -> None:
     """Run a command as a program: a user's error ends it with status 1 and a message, Ctrl-C or SIGTERM with 130."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
         command.main(standalone_mode=False)
     except click.ClickException as error:
@@ -59,6 +60,15 @@ def run(command: click.Command) -> None:
     except (KeyboardInterrupt, click.Abort):
         console.print("stopped; what was recorded is in the run folder")
         sys.exit(130)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Stop as Ctrl-C does: while an event loop runs its own handler cancels the tasks in order."""
+    handler = signal.getsignal(signal.SIGINT)
+    if callable(handler):
+        handler(number, frame)
+    else:  # Ctrl-C is ignored
+        raise KeyboardInterrupt
 
 
 def _recorder_options(command: Callable[..., None]) -> Callable[..., None]:

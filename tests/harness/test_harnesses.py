@@ -175,6 +175,7 @@ async def test_a_session_with_tools_is_one_unbroken_line_of_calls(harness, engin
     assert [call.call_id for call in main] in [trace.call_ids for trace in traces]
     ledger.check()
     assert ledger.sampled == sum(len(call.completion_ids) for call in calls)
+    assert ledger.trained == sum(len(call.completion_ids) for call in main)
     kinds = {event["kind"] for event in read_rows(run, "events")}
     assert kinds <= {"call_started", "refused"}
     assert files(home) == before  # it worked in a home of its own
