@@ -25,10 +25,14 @@ _HEADERS: list[tuple[str, str, CallRole]] = [
 """Header, its value (empty for any), and what it says. The first that is there decides."""
 
 _SYSTEM_PROMPTS: list[tuple[str, CallRole]] = [
+    ("You are the component that summarizes", "compaction"),  # Qwen Code
+    ("You are a specialized system component responsible for distilling chat history", "compaction"),  # Gemini CLI
+    ("You are a context summarization agent", "compaction"),  # OpenCode
+    ("You are a context summarization assistant", "compaction"),  # Pi
     ("You are a title generator", "auxiliary"),  # OpenCode
     ("You are an expert software engineer that generates concise, one-line Git commit messages", "auxiliary"),  # aider
 ]
-"""How the system prompt of a side question begins."""
+"""How a system prompt begins that is not the agent's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +56,12 @@ def find_role(model_call: ModelCall, headers: Mapping[str, str], *, tools_before
     prompt_id = hints.get("metadata.promptId", "")
     if "#" in prompt_id and "########" not in prompt_id:
         return Role("subagent", f"metadata.promptId: {prompt_id}")  # Qwen Code
-    if model_call.schema is not None:
-        return Role("auxiliary", "the reply must match a JSON schema")
     system = next((m["content"] for m in model_call.messages if m["role"] == "system"), "")
     for beginning, role in _SYSTEM_PROMPTS:
         if system.startswith(beginning):
             return Role(role, f"system prompt: {beginning}")
+    if model_call.schema is not None:
+        return Role("auxiliary", "the reply must match a JSON schema")
     if tools_before and not model_call.tools:
         return Role("auxiliary", "no tools, unlike earlier calls of the session")
     return Role("agent")

@@ -64,10 +64,11 @@ def test_a_reply_that_must_match_a_schema_is_a_side_question():
     ("system", "expected"),
     [
         ("You are a title generator. You output ONLY a thread title.", "auxiliary"),
+        ("You are the component that summarizes a conversation when its context window overflows.", "compaction"),
         ("You are a coding agent. You are a title generator at times.", "agent"),
     ],
 )
-def test_a_side_question_is_known_by_how_its_system_prompt_begins(system, expected):
+def test_what_is_not_the_agents_is_known_by_how_its_system_prompt_begins(system, expected):
     assert role(call(system=system, tools=[])).role == expected
 
 
