@@ -12,7 +12,7 @@ import secrets
 import socket
 import time
 import uuid
-from collections import defaultdict, deque
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from rolltap.addons.exchange import error_response, respond, stream
 from rolltap.addons.generation import Generation, Parts, as_dialect_error
 from rolltap.addons.policy import PolicyFile
 from rolltap.addons.rendering import Rendering
-from rolltap.addons.retries import find_retried
+from rolltap.addons.retries import find_retried, worth_remembering
 from rolltap.addons.roles import find_role
 from rolltap.addons.store import RunWriter
 from rolltap.addons.websocket import serve_socket
@@ -41,8 +41,6 @@ SESSION_HEADER = "x-rolltap-session"
 HOST_HEADER = "x-rolltap-host"
 
 BODY_LIMIT = 256 * 1024 * 1024
-_RECENT = 64
-"""How many of a session's generations a retry is looked for in."""
 
 
 @dataclass(slots=True)
@@ -50,7 +48,8 @@ class Memory:
     """What the endpoint knows of one session."""
 
     conversations: Conversations
-    recent: deque[Generation] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    generations: list[Generation] = field(default_factory=list)
+    """Those that run, and the newest that are done."""
     tools_seen: bool = False
 
 
@@ -96,7 +95,7 @@ class Endpoint:
     async def close(self) -> None:
         """Stop serving. Running calls are recorded as aborted."""
         for memory in self._memories.values():
-            for generation in memory.recent:
+            for generation in memory.generations:
                 generation.abort("the recorder was stopped")
         await self._runner.cleanup()
         await self.engine.close()
@@ -150,7 +149,7 @@ class Endpoint:
         if room < 1:
             raise ContextOverflow(len(prompt.ids), context)
         host, path = request.headers.get(HOST_HEADER, ""), request.path
-        generation = find_retried(memory.recent, dialect.NAME, model_call, prompt.ids, request.headers)
+        generation = find_retried(memory.generations, dialect.NAME, model_call, prompt.ids, request.headers)
         if generation is not None:
             kind: EventKind = "replayed" if generation.done else "joined"
             self.writer.add_event(Event(kind, session_id, host, "POST", path, generation.call.call_id))
@@ -178,7 +177,7 @@ class Endpoint:
         self.writer.add_event(Event("call_started", session_id, host, "POST", path, call.call_id))
         sampling = self._sampling_for(model_call, room)
         generation = Generation(self._parts, memory.conversations, call, prompt, model_call, sampling)
-        memory.recent.append(generation)
+        memory.generations = [*worth_remembering(memory.generations), generation]
         return generation
 
     def _sampling_for(self, model_call: ModelCall, room: int) -> dict[str, Any]:

@@ -105,6 +105,8 @@ class Engine:
                     finished = finished or chunk.finish_reason is not None
                     yield chunk
         except (aiohttp.ClientError, TimeoutError) as error:
+            if finished:
+                return  # only its last words were lost
             why = f"the engine at {self.url} failed: {error or type(error).__name__}"
             raise EngineError(why, passing=True) from error
         if not finished:

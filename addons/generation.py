@@ -166,7 +166,9 @@ class Generation:
             try:
                 await self._sample_piece(policy)
             except EngineError as error:
-                if not self._may_go_on(error):
+                if self._drops_schema(error):
+                    continue
+                if not error.passing:
                     raise
                 self._complete_spans(policy, start)
                 if len(call.completion_ids) > sampled:
@@ -206,12 +208,12 @@ class Generation:
             raise EngineError(f"the engine ended the generation with {finish_reason!r}", status=500)
         call.finish_reason = finish_reason
 
-    def _may_go_on(self, error: EngineError) -> bool:
-        """Whether asking again can help. An engine that does not support a schema is asked without it."""
+    def _drops_schema(self, error: EngineError) -> bool:
+        """An engine that does not support a schema is asked without it."""
         if error.status == 400 and "structured_outputs" in self._sampling and not self.call.completion_ids:
             del self._sampling["structured_outputs"]
             return True
-        return error.passing
+        return False
 
     def _complete_spans(self, policy: Policy, start: int) -> None:
         """Name the weights of a piece whose last chunk was lost, if the policy was the same before and after it. The

@@ -1,6 +1,6 @@
 """Whether a request repeats an earlier one whose reply was lost, so that it must not be sampled twice."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rolltap.addons.dialects.model_call import ModelCall
@@ -9,9 +9,19 @@ from rolltap.addons.generation import Generation
 _RETRY_COUNT = "x-stainless-retry-count"
 """How often the client has sent this request before: the OpenAI and Anthropic SDKs."""
 
+_REMEMBERED = 8
+"""Calls of a session that are done and may still be asked for again."""
+
+
+def worth_remembering(generations: list[Generation]) -> list[Generation]:
+    """The generations that a retry can be of: those that run, and the newest that are done."""
+    done = [generation for generation in generations if generation.done]
+    forgotten = set(map(id, done[:-_REMEMBERED]))
+    return [generation for generation in generations if id(generation) not in forgotten]
+
 
 def find_retried(
-    recent: Iterable[Generation],
+    generations: list[Generation],
     dialect: str,
     model_call: ModelCall,
     prompt_ids: list[int],
@@ -24,7 +34,7 @@ def find_retried(
     a retry. A generation that failed is never repeated.
     """
     marked = headers.get(_RETRY_COUNT, "0") != "0"
-    for generation in reversed(list(recent)):
+    for generation in reversed(generations):
         if generation.error is None and (marked or generation.unheard):
             same_api = generation.call.dialect == dialect and _wishes(generation.model_call) == _wishes(model_call)
             if same_api and generation.call.prompt_ids == prompt_ids:

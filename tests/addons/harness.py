@@ -14,6 +14,13 @@ def user(text="Hello"):
     return {"role": "user", "content": text}
 
 
+def content(events):
+    """The text of the whole events in a stream of Chat Completions, however it was cut."""
+    data = [event.removeprefix("data: ") for event in events.split("\n\n")[:-1]]
+    chunks = [json.loads(text) for text in data if text != "[DONE]"]
+    return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks if chunk.get("choices"))
+
+
 class Harness:
     """Asks as one session."""
 

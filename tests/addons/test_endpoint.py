@@ -11,7 +11,7 @@ from rolltap.addons import endpoint as ep
 from rolltap.addons import exchange, generation
 from rolltap.addons.dialects import chat
 from rolltap.addons.store import RunWriter, write_metadata
-from tests.addons.harness import Harness, user
+from tests.addons.harness import Harness, content, user
 from tests.scripted_engine import Answer, Say
 
 TOOLS = [{"type": "function", "function": {"name": "bash", "description": "Run", "parameters": {"type": "object"}}}]
@@ -114,13 +114,13 @@ class TestStream:
         scripted_engine.replies.append(Say("one two three four five six", hold_after=held))
         async with harness.post({"messages": [user()], "stream": True}) as response:
             seen = b""
-            while b"two" not in seen:
+            while "two" not in content(seen.decode()):
                 seen += await response.content.readany()
             assert harness.calls() == []
             scripted_engine.release()
-            rest = await response.content.read()
-        assert b"six" in rest
-        assert b"[DONE]" in rest
+            seen += await response.content.read()
+        assert content(seen.decode()) == "one two three four five six"
+        assert seen.endswith(b"data: [DONE]\n\n")
         assert len(harness.calls()) == 1
 
     async def test_nothing_is_committed_after_the_last_event(self, harness, scripted_engine, monkeypatch):

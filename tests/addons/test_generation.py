@@ -105,7 +105,7 @@ class TestSchema:
         assert sent == {"json": self.SCHEMA}
         assert harness.calls()[0]["role"] == "auxiliary"
 
-    async def test_an_engine_that_cannot_follow_it_answers_without(self, patient, scripted_engine):
+    async def test_an_engine_that_cannot_follow_it_answers_without(self, harness, scripted_engine):
         scripted_engine.replies += [Answer(400, "unsupported schema"), Say("Hi.")]
-        assert (await patient.ask(user(), response_format=self.FORMAT))[0] == 200
+        assert (await harness.ask(user(), response_format=self.FORMAT))[0] == 200
         assert "structured_outputs" not in scripted_engine.requests[1]["sampling_params"]

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from rolltap.addons import generation
-from tests.addons.harness import user
+from tests.addons.harness import content, user
 from tests.scripted_engine import Say
 
 RETRY = {"x-stainless-retry-count": "1"}
@@ -14,7 +14,7 @@ STREAM = {"messages": [user()], "stream": True}
 
 async def unheard(harness):
     """Wait until the endpoint has noticed that the harness is gone."""
-    while not harness.endpoint._memories["s1"].recent[0].unheard:  # noqa: ASYNC110 - nothing signals it
+    while not harness.endpoint._memories["s1"].generations[0].unheard:  # noqa: ASYNC110 - nothing signals it
         await asyncio.sleep(0)
 
 
@@ -38,7 +38,8 @@ class TestJoin:
         async with harness.post(STREAM) as response:
             scripted_engine.release()
             events = await text(response)
-        assert "one" in events  # from the beginning, not from where the first stream broke off
+        # from the beginning, not from where the first stream broke off
+        assert content(events) == "one two three four"
         assert "[DONE]" in events
         assert len(scripted_engine.requests) == 1
         (call,) = harness.calls()
@@ -60,7 +61,7 @@ class TestJoin:
             await asyncio.to_thread(scripted_engine.holding.wait, 30)
             async with harness.post(STREAM, headers=RETRY) as second:
                 scripted_engine.release()
-                assert await text(first) == await text(second)
+                assert content(await text(first)) == content(await text(second)) == "one two"
         assert len(harness.calls()) == 1
 
     @pytest.mark.parametrize(
@@ -78,17 +79,29 @@ class TestJoin:
         scripted_engine.replies += [Say("one two three", hold_after=2), Say("Hi.")]
         await hang_up_while_it_runs(harness, scripted_engine, STREAM)
         async with harness.post(STREAM, session="s2", headers=RETRY) as response:
-            assert "Hi." in await text(response)
+            assert content(await text(response)) == "Hi."
 
     async def test_the_same_request_at_the_same_time_is_a_second_sample(self, harness, scripted_engine):
         scripted_engine.replies += [Say("one two", hold_after=1), Say("three four")]
         async with harness.post(STREAM) as first:
             await asyncio.to_thread(scripted_engine.holding.wait, 30)
             async with harness.post(STREAM) as second:
-                assert "three" in await text(second)
+                assert content(await text(second)) == "three four"
             scripted_engine.release()
-            assert "one" in await text(first)
+            assert content(await text(first)) == "one two"
         assert len(harness.calls()) == 2
+
+
+async def test_calls_that_run_are_never_forgotten_and_few_others_are_kept(harness, scripted_engine):
+    scripted_engine.replies += [Say("one two", hold_after=1), *[Say("Hi.")] * 12]
+    async with harness.post(STREAM) as first:
+        await asyncio.to_thread(scripted_engine.holding.wait, 30)
+        for number in range(12):
+            await harness.ask(user(str(number)))
+        kept = harness.endpoint._memories["s1"].generations
+        assert [generation.done for generation in kept] == [False] + [True] * 9
+        scripted_engine.release()
+        await text(first)
 
 
 class TestReplay:
