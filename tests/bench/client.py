@@ -109,7 +109,9 @@ async def play(target: Target, opening: dict, *, connections: int, turns: int, p
         timings.requests.clear()
         started, cpu = time.perf_counter(), target.cpu_seconds()
         starts = [paced_seconds * i / connections for i in range(connections)]
-        await asyncio.gather(*(_take_turns(c, turns, s, paced_seconds > 0) for c, s in zip(clients, starts, strict=True)))
+        await asyncio.gather(
+            *(_take_turns(c, turns, s, paced_seconds > 0) for c, s in zip(clients, starts, strict=True))
+        )
         timings.wall, timings.cpu = time.perf_counter() - started, target.cpu_seconds() - cpu
     return timings
 
