@@ -14,6 +14,8 @@ from rolltap.addons.calls import CallKind
 from rolltap.addons.dialects.model_call import Message, Tool
 from rolltap.addons.rendering import Rendering
 
+_SORTED = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
+
 
 @dataclass(slots=True)
 class Turn:
@@ -114,21 +116,25 @@ def canonical(message: Message) -> str:
             {"id": c["id"], "name": c["function"]["name"], "arguments": _parsed(c["function"]["arguments"])}
             for c in kept["tool_calls"]
         ]
-    return json.dumps(kept, sort_keys=True, ensure_ascii=False)
+    return _SORTED.encode(kept)
 
 
 def _parsed(arguments: object) -> object:
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     try:
-        return json.loads(text, parse_float=_number)
+        return _javascript(json.loads(arguments) if isinstance(arguments, str) else arguments)
     except (ValueError, RecursionError):
         return arguments
 
 
-def _number(text: str) -> int | float:
+def _javascript(value: object) -> object:
     """JavaScript has one kind of number and writes 1.0 as 1."""
-    number = float(text)
-    return int(number) if number.is_integer() else number
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _javascript(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_javascript(inner) for inner in value]
+    return value
 
 
 def _states(messages: list[Message], tools: list[Tool]) -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import orjson
 
 from rolltap.addons.calls import VersionSpan
 
@@ -114,11 +115,19 @@ class Engine:
             raise EngineError(why, status=502, passing=True)
 
     async def _post(self, body: dict[str, Any]) -> aiohttp.ClientResponse:
+        data, headers = _encode(body), {"content-type": "application/json"}
         try:
-            return await self._session.post(self.url + GENERATE, json=body)
+            return await self._session.post(self.url + GENERATE, data=data, headers=headers)
         except aiohttp.ServerDisconnectedError:
             # uvicorn closes a kept connection after an internal error; nothing was sampled yet, so ask once more
-            return await self._session.post(self.url + GENERATE, json=body)
+            return await self._session.post(self.url + GENERATE, data=data, headers=headers)
+
+
+def _encode(body: dict[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(body)  # a tenth of json's time for a long list of token ids
+    except TypeError:
+        return json.dumps(body).encode()  # a harness's schema may hold integers of more than 64 bits
 
 
 async def _events(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
@@ -134,7 +143,7 @@ async def _events(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 
 def _chunk(data: bytes) -> Chunk:
     try:
-        event = json.loads(data)
+        event = orjson.loads(data)
         if "error" in event:
             status = int(event["error"].get("code") or 500)
             why = f"the engine refused: {event['error'].get('message')}"

@@ -4,6 +4,7 @@ from rolltap.addons.capture import Capture
 from rolltap.addons.egress import Egress
 from rolltap.addons.listen import Listen
 from rolltap.addons.sessions import Sessions
+from rolltap.addons.startup import Startup
 
 capture = Capture()
-addons = [Listen(), Sessions(capture.record), capture, Egress(capture.record)]
+addons = [Listen(), Sessions(capture.record), capture, Egress(capture.record), Startup()]

@@ -43,6 +43,13 @@ async def test_sampling_and_adapter_are_sent_as_given(scripted_engine, client):
     assert request["sampling_params"] == {**NEUTRAL_SAMPLING, "max_tokens": 64, "logprobs": 0}
 
 
+async def test_a_schema_with_an_integer_of_any_size_is_sent_as_given(scripted_engine, client):
+    scripted_engine.replies.append(Say("x"))
+    sampling = {"structured_outputs": {"json": {"maximum": 2**70}}}
+    assert [chunk async for chunk in client.generate([1, 2, 3], sampling, None)]
+    assert scripted_engine.requests[0]["sampling_params"] == {**sampling, "logprobs": 0}
+
+
 async def test_the_context_window_is_the_engines(client):
     assert await client.max_model_len() == 8192
     assert client.model == "scripted"

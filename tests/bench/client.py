@@ -1,0 +1,122 @@
+"""The load: connections that each play a session of growing turns, as harnesses do."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import re
+import ssl
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+
+from tests.bench.engine import FIRST_PACED
+
+_TEXT = re.compile(rb'"content": ?"[^"]')
+_numbers = itertools.count(FIRST_PACED)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where requests go: to the engine itself, or through a proxy process whose CPU time is read."""
+
+    name: str
+    url: str
+    proxy: str | None = None
+    ca: Path | None = None
+    pid: int | None = None
+
+    def cpu_seconds(self) -> float:
+        """CPU time of the proxy so far, all threads."""
+        # Linux's clock of another process: `man clock_getcpuclockid`
+        return time.clock_gettime((~self.pid << 3) | 2) if self.pid is not None else 0.0
+
+
+@dataclass
+class Timings:
+    """What the clients saw, in seconds."""
+
+    wall: float = 0.0
+    cpu: float = 0.0
+    requests: list[float] = field(default_factory=list)
+    headers: list[float] = field(default_factory=list)
+    first_deltas: dict[int, float] = field(default_factory=dict)
+    """Request number -> when the client had its first text, by the clock of the engine's `/times`."""
+
+
+class Client:
+    """One connection, which is one session. `opening` is the body of its first request."""
+
+    def __init__(self, target: Target, session_id: str, opening: dict, timings: Timings) -> None:
+        self._target, self._timings = target, timings
+        self._body = {**opening, "messages": list(opening["messages"])}
+        self._options: dict = {}
+        if target.proxy is not None:
+            context = ssl.create_default_context(cafile=target.ca)
+            auth = aiohttp.BasicAuth(session_id, "x")
+            self._options = {"proxy": target.proxy, "proxy_auth": auth, "ssl": context}
+
+    async def __aenter__(self):
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120))
+        return self
+
+    async def __aexit__(self, *_):
+        await self._session.close()
+
+    async def turn(self) -> None:
+        """Send the conversation and append the reply and the next message to it."""
+        started = time.perf_counter()
+        async with self._post(self._body) as response:
+            answer = await response.read()
+        self._timings.requests.append(time.perf_counter() - started)
+        assert response.status == 200, answer
+        self._body["messages"] += [json.loads(answer)["choices"][0]["message"], {"role": "user", "content": "Go on."}]
+
+    async def streamed(self) -> None:
+        """Send the conversation and read the reply as it comes. The conversation stays as it is."""
+        number = next(_numbers)
+        started = time.perf_counter()
+        async with self._post({**self._body, "stream": True, "max_tokens": number}) as response:
+            self._timings.headers.append(time.perf_counter() - started)
+            received = b""
+            async for data in response.content.iter_any():
+                received += data
+                if number not in self._timings.first_deltas and _TEXT.search(received):
+                    self._timings.first_deltas[number] = time.monotonic()
+        self._timings.requests.append(time.perf_counter() - started)
+        assert received.endswith(b"data: [DONE]\n\n"), received[-500:]
+
+    def _post(self, body: dict):
+        data = json.dumps(body).encode()
+        headers = {"content-type": "application/json", "authorization": "Bearer x"}
+        return self._session.post(self._target.url, data=data, headers=headers, **self._options)
+
+
+_sessions = itertools.count()
+
+
+async def play(target: Target, opening: dict, *, connections: int, turns: int, paced_seconds: float = 0.0) -> Timings:
+    """Open `connections` sessions and play `turns` requests on each, all at once. Their first requests, which no
+    proxy can know, are not measured. With `paced_seconds` the replies are streamed; the starts are spread over it."""
+    timings = Timings()
+    clients = [Client(target, f"s{next(_sessions)}", opening, timings) for _ in range(connections)]
+    async with contextlib.AsyncExitStack() as stack:
+        for client in clients:
+            await stack.enter_async_context(client)
+        await asyncio.gather(*(client.turn() for client in clients))
+        timings.requests.clear()
+        started, cpu = time.perf_counter(), target.cpu_seconds()
+        starts = [paced_seconds * i / connections for i in range(connections)]
+        await asyncio.gather(
+            *(_take_turns(c, turns, s, paced_seconds > 0) for c, s in zip(clients, starts, strict=True))
+        )
+        timings.wall, timings.cpu = time.perf_counter() - started, target.cpu_seconds() - cpu
+    return timings
+
+
+async def _take_turns(client: Client, turns: int, start: float, streamed: bool) -> None:
+    await asyncio.sleep(start)
+    for _ in range(turns):
+        await (client.streamed() if streamed else client.turn())

@@ -1,0 +1,209 @@
+"""What the recorder costs, beside a bare mitmdump redirect and a direct call to the same engine.
+
+    python -m tests.bench.recorder
+
+Every part is a process of its own. A connection is a session whose conversation grows by a short message a turn, so
+the recorder knows the prefix of every request that is measured. CPU is the proxy process's, all threads.
+"""
+
+import asyncio
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import aiohttp
+import click
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoTokenizer
+
+from tests.bench.client import Target, Timings, play
+
+ROOT = Path(__file__).resolve().parents[2]
+MITMDUMP = Path(sys.executable).with_name("mitmdump")
+HOST = "https://api.openai.com"
+CHAT = "/v1/chat/completions"
+
+REQUEST_BYTES = 50_000
+SHORT_REPLY = 32
+"""Tokens of a reply that comes at once."""
+TURNS = 20
+"""Measured turns of a session."""
+
+_LISTENING = re.compile(r"(?:proxy at \S+|listening at \S+?):(\d+)")
+
+
+@contextmanager
+def _engine(folder: Path, words: dict[str, int], stop_id: int, *, chunks: int, pace: float) -> Iterator[str]:
+    """The engine's URL. Its replies are of the `words`, word -> token id."""
+    spoken = list(words) * (max(chunks, SHORT_REPLY) // len(words) + 1)
+    settings = {"words": spoken[:chunks], "token_ids": [words[word] for word in spoken[:chunks]]}
+    replies = folder / "replies.json"
+    replies.write_text(json.dumps({**settings, "stop_id": stop_id, "short": SHORT_REPLY, "pace": pace}))
+    command = [sys.executable, "-m", "tests.bench.engine", replies]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        process.terminate()
+
+
+@contextmanager
+def _proxy(name: str, folder: Path, script: Path, settings: dict[str, object]) -> Iterator[Target]:
+    """A running mitmdump with `script`."""
+    confdir, log = folder / f"{name}-conf", folder / f"{name}.log"
+    command: list[object] = [MITMDUMP, "-s", script, "--listen-host", "127.0.0.1", "--listen-port", "0"]
+    for key, value in {"confdir": confdir, **settings}.items():
+        command += ["--set", f"{key}={value}"]
+    env = {"PYTHONUNBUFFERED": "1", "PATH": ""}
+    with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=output, env=env) as process:
+        while not (port := _LISTENING.search(log.read_text())):
+            if process.poll() is not None:
+                raise click.ClickException(f"mitmdump ended:\n{log.read_text()}")
+            time.sleep(0.05)
+        proxy = f"http://127.0.0.1:{port[1]}"
+        yield Target(name, HOST + CHAT, proxy, confdir / "mitmproxy-ca-cert.pem", process.pid)
+        process.terminate()
+
+
+def _opening(words: dict[str, int]) -> dict:
+    """The body of a session's first request: a conversation of `REQUEST_BYTES`, most of it tool results."""
+    parameters = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
+    function = {"name": "bash", "description": _text(words, 2_000), "parameters": parameters}
+    body: dict = {"model": "bench", "max_tokens": 4_096, "tools": [{"type": "function", "function": function}]}
+    messages = [{"role": "system", "content": _text(words, 8_000)}, {"role": "user", "content": "Fix the bug."}]
+    body["messages"] = messages
+    while len(json.dumps(body)) < REQUEST_BYTES:
+        arguments = json.dumps({"command": _text(words, 150)})
+        call = {"id": f"call_{len(messages)}", "type": "function", "function": {"name": "bash", "arguments": arguments}}
+        messages.append({"role": "assistant", "content": _text(words, 150), "tool_calls": [call]})
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": _text(words, 2_000)})
+    messages.append({"role": "user", "content": "Go on."})
+    return body
+
+
+def _text(words: dict[str, int], length: int) -> str:
+    some = "".join(words)
+    return (some * (length // len(some) + 1))[:length]
+
+
+async def _first_token_times(engine: str) -> dict[int, float]:
+    async with aiohttp.ClientSession() as session, session.get(engine + "/times") as response:
+        return {int(number): seconds for number, seconds in (await response.json(content_type=None)).items()}
+
+
+def _plain(target: Target, opening: dict, connections: int, requests: int) -> dict:
+    """A row of the table: replies in one body."""
+    rounds = max(1, round(requests / (connections * TURNS)))
+    turns = min(TURNS, max(1, requests // connections))
+    played = [asyncio.run(play(target, opening, connections=connections, turns=turns)) for _ in range(rounds)]
+    times = [seconds for timings in played for seconds in timings.requests]
+    return {
+        "reply": "at once",
+        "connections": connections,
+        "target": target.name,
+        "requests_per_s": len(times) / sum(timings.wall for timings in played),
+        "p50_ms": 1e3 * statistics.median(times),
+        "cpu_ms": 1e3 * sum(timings.cpu for timings in played) / len(times) if target.pid else None,
+    }
+
+
+def _streamed(target: Target, engine: str, opening: dict, connections: int, chunks: int, pace: float) -> dict:
+    """A row of the table: streamed replies."""
+    turns = 3 if connections == 1 else 1
+    timings: Timings = asyncio.run(
+        play(target, opening, connections=connections, turns=turns, paced_seconds=chunks * pace)
+    )
+    written = asyncio.run(_first_token_times(engine))
+    delays = [seen - written[number] for number, seen in timings.first_deltas.items()]
+    requests = len(timings.requests)
+    return {
+        "reply": "streamed",
+        "connections": connections,
+        "target": target.name,
+        "requests_per_s": requests / timings.wall,
+        "p50_ms": 1e3 * statistics.median(timings.requests),
+        "cpu_ms": 1e3 * timings.cpu / requests if target.pid else None,
+        "cpu_us_per_chunk": 1e6 * timings.cpu / (requests * chunks) if target.pid else None,
+        "headers_p50_ms": 1e3 * statistics.median(timings.headers),
+        "headers_p99_ms": 1e3 * sorted(timings.headers)[int(0.99 * len(timings.headers))],
+        "first_delta_p50_ms": 1e3 * statistics.median(delays),
+    }
+
+
+_COLUMNS = {
+    "connections": "connections",
+    "target": "target",
+    "requests_per_s": "requests/s",
+    "p50_ms": "p50 ms",
+    "cpu_ms": "CPU ms/request",
+    "cpu_us_per_chunk": "CPU µs/chunk",
+    "ratio": "of bare",
+    "headers_p50_ms": "headers p50 ms",
+    "headers_p99_ms": "p99 ms",
+    "first_delta_p50_ms": "first delta p50 ms",
+}
+_HIDDEN = {"at once": set(), "streamed": {"requests_per_s", "p50_ms", "cpu_ms"}}
+"""In streamed replies these follow from the engine's pace."""
+
+
+def _add_ratios(rows: list[dict]) -> None:
+    bare = {(row["reply"], row["connections"]): row["cpu_ms"] for row in rows if row["target"] == "bare redirect"}
+    for row in rows:
+        row["ratio"] = row["cpu_ms"] / bare[row["reply"], row["connections"]] if row["cpu_ms"] else None
+
+
+def _table(reply: str, rows: list[dict]) -> Table:
+    table = Table(title=f"{REQUEST_BYTES // 1000} KB requests whose prefix is known, replies {reply}")
+    columns = [key for key in _COLUMNS if key in rows[0] and key not in _HIDDEN[reply]]
+    for key in columns:
+        table.add_column(_COLUMNS[key], justify="right")
+    for i, row in enumerate(rows):
+        cells = (row[key] for key in columns)
+        end = i + 1 == len(rows) or rows[i + 1]["connections"] != row["connections"]
+        table.add_row(*(f"{c:.2f}" if isinstance(c, float) else str(c or "") for c in cells), end_section=end)
+    return table
+
+
+@click.command(help="Measure the recorder beside a bare mitmdump redirect and a direct call to the same engine.")
+@click.option("--connections", type=int, multiple=True, default=(1, 16, 64), show_default=True)
+@click.option("--requests", default=640, show_default=True, help="Measured requests a row, replies at once.")
+@click.option("--chunks", default=200, show_default=True, help="Tokens of a streamed reply.")
+@click.option("--pace", default=0.01, show_default=True, help="Seconds between two streamed tokens.")
+@click.option("--model", default=ROOT / "runs/quickstart/model", type=click.Path(path_type=Path), show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
+def main(connections: tuple[int, ...], requests: int, chunks: int, pace: float, model: Path, as_json: bool) -> None:
+    if not model.is_dir():
+        raise click.ClickException(f"{model} is missing: make it with recipes/quickstart/make_model.py {model}")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    # whole words of one token each: as many bytes a token as a large vocabulary has
+    words = {" " + t[1:]: i for t, i in tokenizer.get_vocab().items() if re.fullmatch("Ġ[a-z]{3,}", t)}
+    opening = _opening(words)
+    rows = []
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        engine = stack.enter_context(_engine(folder, words, tokenizer.eos_token_id, chunks=chunks, pace=pace))
+        bare = _proxy("bare redirect", folder, Path(__file__).with_name("redirect.py"), {"bench_engine": engine})
+        settings = {"rolltap_out": folder / "run", "rolltap_engine": engine, "rolltap_model": model}
+        recorder = _proxy("recorder", folder, ROOT / "addons" / "record.py", settings)
+        targets = [Target("direct", engine + CHAT), stack.enter_context(bare), stack.enter_context(recorder)]
+        for number in connections:
+            rows += [_plain(target, opening, number, requests) for target in targets]
+        for number in connections:
+            rows += [_streamed(target, engine, opening, number, chunks, pace) for target in targets]
+    _add_ratios(rows)
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+    else:
+        for reply in ("at once", "streamed"):
+            Console().print(_table(reply, [row for row in rows if row["reply"] == reply]))
+
+
+if __name__ == "__main__":
+    main()
