@@ -108,13 +108,16 @@ class Capture:
             raise exceptions.OptionsError(f"rolltap_model: {error}") from error
         if rendering.name == "default":
             logger.warning(
-                "no renderer knows the chat template of %s: every call is rendered in full and tool calls are not "
-                "parsed. Set rolltap_renderer if you know the model's family.",
+                "no renderer knows the chat template of %s: tool calls are not parsed. Set rolltap_renderer if you know "
+                "the model's family.",
                 model,
             )
+        if rendering.refusal:
+            logger.warning("no conversation can be continued token for token: %s", rendering.refusal)
         metadata = {
             "model": model,
             "renderer": rendering.name,
+            "bridge_refusal": rendering.refusal,
             "tokenizer_sha256": rendering.tokenizer_sha256,
             "chat_template_sha256": rendering.chat_template_sha256,
             "engine": engine,

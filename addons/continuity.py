@@ -17,6 +17,10 @@ from rolltap.addons.rendering import Rendering
 _SORTED = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
 
 
+_BEFORE, _AFTER = 30, 50
+"""Characters shown on both sides of a difference."""
+
+
 @dataclass(slots=True)
 class Turn:
     """A finished call. Its own tokens only: those before are its parent's, so T turns hold O(T) tokens."""
@@ -48,13 +52,14 @@ class Prompt:
     ids: list[int]
     kind: CallKind
     reason: str | None
-    """Why the call is not `bridged`; None when it is."""
+    """Why the call is not `bridged`, and where it first differs from an earlier one; None when it is."""
     parent: Turn | None
     prefix_length: int
     """How many of `ids` are the parent's prompt and completion."""
     new_messages: list[Message]
     """The messages after the parent's conversation and reply; all of them without a parent."""
-    state: str = field(repr=False, default="")
+    states: list[str] = field(repr=False, default_factory=list)
+    """A digest of each prefix of the conversation."""
 
 
 class Conversations:
@@ -64,39 +69,42 @@ class Conversations:
         self._rendering = rendering
         self._turns: dict[str, list[Turn]] = {}
         self._by_call: dict[str, Turn] = {}
+        self._next: dict[str, dict[str, str]] = {}
+        """State -> the messages that came next, and the call of each."""
 
     def prompt(self, messages: list[Message], tools: list[Tool]) -> Prompt:
-        """The prompt of a new call: the longest recorded conversation that this one extends, bridged, or all of it
-        rendered."""
+        """The prompt of a new call: the recorded conversation that ends with this one's last assistant message,
+        bridged, or all of it rendered.
+
+        An earlier one would leave an assistant message among the new ones, and its tokens are those of another call.
+        """
         states = _states(messages, tools)
-        reasons = []  # of the longest match first
-        for length in range(len(messages) - 1, 0, -1):
-            turns = self._turns.get(states[length])
-            if not turns:
-                continue
-            turn = _pick(turns, messages[length - 1])
-            if turn is None:
-                reasons.append(f"{len(turns)} earlier calls fit equally well up to message {length}")
-                continue
+        length = 1 + max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
+        turns = self._turns.get(states[length], []) if length else []
+        turn = _pick(turns, messages[length - 1]) if turns else None
+        if turn is not None:
             prompt_ids = turn.prompt_ids()
             ids = self._rendering.bridge(prompt_ids, turn.completion_ids, messages[length:], tools)
-            if ids is None:
-                reasons.append(f"the renderer cannot continue call {turn.call_id}")
-                continue
-            prefix = len(prompt_ids) + len(turn.completion_ids)
-            return Prompt(ids, "bridged", None, turn, prefix, messages[length:], states[-1])
-        kind: CallKind = "rendered" if self._turns else "root"
-        reasons.append("no earlier call is a prefix of this conversation" if self._turns else "no earlier call")
+            if ids is not None:
+                prefix = len(prompt_ids) + len(turn.completion_ids)
+                return Prompt(ids, "bridged", None, turn, prefix, messages[length:], states)
+            reason = self._rendering.refusal or f"the renderer cannot continue call {turn.call_id}"
+        elif turns:
+            reason = f"{len(turns)} earlier calls fit equally well up to message {length}"
+        else:
+            reason = self._difference(messages, states) if self._turns else "no earlier call"
         ids = self._rendering.render([self._with_reasoning(message) for message in messages], tools)
-        return Prompt(ids, kind, reasons[0], None, 0, messages, states[-1])
+        return Prompt(ids, "rendered" if length else "root", reason, None, 0, messages, states)
 
     def add(self, call_id: str, prompt: Prompt, completion_ids: list[int], reply: Message) -> None:
         """Remember a completed call, so that the next one can continue it. `reply` is what the harness saw."""
-        state = _next_state(prompt.state, reply)
         tail = prompt.ids[prompt.prefix_length :]
         turn = Turn(call_id, prompt.parent, tail, completion_ids, reply.get("reasoning_content") or "")
-        self._turns.setdefault(state, []).append(turn)
+        self._turns.setdefault(_next_state(prompt.states[-1], reply), []).append(turn)
         self._by_call[call_id] = turn
+        first = len(prompt.states) - 1 - len(prompt.new_messages)
+        for state, message in zip(prompt.states[first:], [*prompt.new_messages, reply], strict=True):
+            self._next.setdefault(state, {}).setdefault(canonical(message), call_id)
 
     def _with_reasoning(self, message: Message) -> Message:
         """The reasoning belongs to the context when the harness sends only the opaque field issued with it."""
@@ -104,6 +112,27 @@ class Conversations:
         if turn is None or not turn.reasoning or message.get("reasoning_content"):
             return message
         return {**message, "reasoning_content": turn.reasoning}
+
+    def _difference(self, messages: list[Message], states: list[str]) -> str:
+        """Where the conversation leaves those that were recorded, in words."""
+        known = [i for i, state in enumerate(states) if state in self._next or state in self._turns]
+        if not known:
+            return "its tools are not those of any earlier call"
+        length = known[-1]
+        if turns := self._turns.get(states[length]):
+            return f"after call {turns[-1].call_id} it has an assistant message that no call sampled"
+        theirs, call_id = next(reversed(self._next[states[length]].items()))
+        if length == len(messages):
+            return f"it ends within the conversation of call {call_id}"
+        ours = canonical(messages[length])
+        return f"message {length} is not that of call {call_id}: {first_difference(ours, theirs)}"
+
+
+def first_difference(ours: str, theirs: str) -> str:
+    """Two texts around the first character in which they differ."""
+    at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    start = max(0, at - _BEFORE)
+    return f"{ours[start : at + _AFTER]!r} where it had {theirs[start : at + _AFTER]!r}"
 
 
 def canonical(message: Message) -> str:

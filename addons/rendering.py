@@ -18,6 +18,8 @@ from renderers.base import (
 from renderers.configs import config_from_name
 
 from rolltap.addons.dialects.model_call import Message, Reply, Tool, ToolCall, well_formed
+from rolltap.addons.template_bridge import TemplateBridge
+from rolltap.addons.tokenizer import CachingTokenizer
 
 _PROBE_TOOL: Tool = {
     "type": "function",
@@ -52,13 +54,12 @@ class Rendering:
 
     `model` is a folder or a name that `transformers` can load a tokenizer from. `renderer` is a name of the
     `renderers` library or `auto`: the one registered for the model's name, else the one whose token ids agree with
-    the model's own chat template on a set of probe conversations, else the template itself, which cannot continue a
-    conversation token for token. Raises `ModelError`.
+    the model's own chat template on a set of probe conversations, else the template itself. Raises `ModelError`.
     """
 
     def __init__(self, model: str, renderer: str = "auto") -> None:
         try:
-            self._tokenizer = load_tokenizer(model)
+            self._tokenizer = CachingTokenizer(load_tokenizer(model))
         except Exception as error:
             raise ModelError(f"cannot load a tokenizer from {model!r}: {str(error).splitlines()[0]}") from error
         self.name = self._choose(model) if renderer == "auto" else renderer
@@ -67,10 +68,18 @@ class Rendering:
         except Exception as error:
             raise ModelError(f"the renderer {self.name!r} does not fit {model!r}: {error}") from error
         self._system_anywhere = self._takes(_SYSTEM_LATER)
+        self._template_bridge = (
+            TemplateBridge(self._tokenizer, self.stop_token_ids()) if self.name == "default" else None
+        )
         template = self._tokenizer.chat_template
         self.chat_template_sha256 = hashlib.sha256(str(template).encode()).hexdigest()
         vocabulary = json.dumps(self._tokenizer.get_vocab(), sort_keys=True)
         self.tokenizer_sha256 = hashlib.sha256(vocabulary.encode()).hexdigest()
+
+    @property
+    def refusal(self) -> str | None:
+        """Why no conversation can be continued token for token, or None when they can."""
+        return self._template_bridge.refusal if self._template_bridge is not None else None
 
     def _choose(self, model: str) -> str:
         if model in MODEL_RENDERER_MAP:
@@ -118,6 +127,9 @@ class Rendering:
         None when the renderer cannot continue this conversation without changing its tokens.
         """
         new = self._fit(messages, later=True)
+        if self._template_bridge is not None:
+            extension = None if self.refusal else self._template_bridge.extension(completion_ids, new)
+            return None if extension is None else prompt_ids + completion_ids + extension
         bridged = self._renderer.bridge_to_next_turn(prompt_ids, completion_ids, new, tools=tools or None)
         if bridged is None:
             return None

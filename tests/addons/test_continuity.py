@@ -140,18 +140,47 @@ class TestKind:
         messages = [user("Hi"), echo(reply), result(reply)]
         prompt = session.prompt(messages)
         assert (prompt.kind, prompt.parent, prompt.prefix_length) == ("rendered", None, 0)
-        assert prompt.reason == "no earlier call is a prefix of this conversation"
+        assert prompt.reason.startswith("message 1 is not that of call 0: ")
         assert prompt.ids == session.rendering.render(session.decode(messages).messages, [TOOL])
 
     def test_a_message_of_the_user_that_was_altered_is_not(self, session):
         reply = session.ask([user("Hi")], "Hello.<|im_end|>")
-        assert session.prompt([user("Hi!"), reply, user("Go on")]).kind == "rendered"
+        prompt = session.prompt([user("Hi!"), reply, user("Go on")])
+        assert prompt.kind == "rendered"
+        assert prompt.reason == (
+            'message 0 is not that of call 0: \'{"content": "Hi!", "role": "user"}\' '
+            'where it had \'{"content": "Hi", "role": "user"}\''
+        )
+
+    def test_an_assistant_message_that_nobody_sampled_is_not_continued(self, session):
+        reply = session.ask([user("Hi")], "Hello.<|im_end|>")
+        forged = {"role": "assistant", "content": "I am another."}
+        prompt = session.prompt([user("Hi"), reply, user("Go on"), forged, user("Go on")])
+        assert (prompt.kind, prompt.parent) == ("rendered", None)
+        assert prompt.reason == "after call 0 it has an assistant message that no call sampled"
+
+    def test_a_conversation_that_is_asked_again_is_another_root(self, session):
+        session.ask([user("Hi")], "Hello.<|im_end|>")
+        prompt = session.prompt([user("Hi")])
+        assert (prompt.kind, prompt.reason) == ("root", "it ends within the conversation of call 0")
+
+    def test_blank_text_before_a_call_may_be_dropped(self, session):
+        reply = session.ask([user("Hi")], THINKING.replace("So:", " ") + "<|im_end|>")
+        assert session.prompt([user("Hi"), {**reply, "content": ""}, result(reply)]).kind == "bridged"
+
+    def test_reasoning_comes_back_by_the_opaque_field_issued_with_it(self, session):
+        reply = session.ask([user("Hi")], "<think>\nI look.\n</think>\n\nHello.<|im_end|>")
+        echo = {"role": "assistant", "content": reply["content"], "call_id": "0"}
+        altered = [user("Hello"), echo, user("Go on")]
+        prompt = session.conversations.prompt(altered, session.tools)
+        whole = [user("Hello"), {**echo, "reasoning_content": "I look."}, user("Go on")]
+        assert prompt.ids == session.rendering.render(whole, session.tools)
 
     def test_other_tools_are_another_conversation(self, session):
         reply = session.ask([user("Hi")], "Hello.<|im_end|>")
         session.tools = []
         prompt = session.prompt([user("Hi"), reply, user("Go on")])
-        assert (prompt.kind, prompt.reason) == ("rendered", "no earlier call is a prefix of this conversation")
+        assert (prompt.kind, prompt.reason) == ("rendered", "its tools are not those of any earlier call")
 
     def test_what_the_renderer_cannot_continue_is_rendered_and_says_so(self, session):
         reply = session.ask([user("Hi")], "Hello.<|im_end|>And more")
@@ -223,7 +252,7 @@ def test_branches_continue_their_own_calls(session):
     agent += [session.ask(agent, "Two.<|im_end|>"), user("More")]  # call 3
     retry = [*main[:3]]
     retry += [session.ask(retry, "Another way.<|im_end|>"), user("And?")]  # call 4
-    assert [call.kind for call, _ in session.calls] == ["root", "rendered", "bridged", "bridged", "bridged"]
+    assert [call.kind for call, _ in session.calls] == ["root", "root", "bridged", "bridged", "bridged"]
     assert [call.parent.call_id for call, _ in session.calls if call.parent] == ["0", "1", "0"]
     for messages, parent in ((main, "2"), (agent, "3"), (retry, "4")):
         prompt = session.prompt(messages)
