@@ -108,8 +108,8 @@ class Capture:
             raise exceptions.OptionsError(f"rolltap_model: {error}") from error
         if rendering.name == "default":
             logger.warning(
-                "no renderer knows the chat template of %s: tool calls are not parsed. Set rolltap_renderer if you know "
-                "the model's family.",
+                "no renderer knows the chat template of %s: tool calls are not parsed. Set rolltap_renderer if you "
+                "know the model's family.",
                 model,
             )
         if rendering.refusal:

@@ -91,5 +91,5 @@ class TemplateBridge:
 
 def _answered(result: Message) -> dict[str, Any]:
     """A call that a tool's result answers."""
-    function = {"name": result.get("name") or "look", "arguments": {}}
+    function: dict[str, Any] = {"name": result.get("name") or "look", "arguments": {}}
     return {"id": result["tool_call_id"], "type": "function", "function": function}
