@@ -58,6 +58,7 @@ CALL_SCHEMA = pa.schema(
         ("tools", pa.string()),
         ("reply", pa.string()),
         ("cached_tokens", pa.int32()),
+        ("engine", pa.string()),
         ("started_at", _TIME),
         ("first_token_at", _TIME),
         ("finished_at", _TIME),
@@ -152,6 +153,8 @@ class Call:
     reply: str | None = None
     """JSON of the assistant message as the harness saw it."""
     cached_tokens: int | None = None
+    engine: str | None = None
+    """URL of the engine that sampled the last of it."""
     started_at: datetime = field(default_factory=utc_now)
     first_token_at: datetime | None = None
     finished_at: datetime | None = None

@@ -48,7 +48,12 @@ class Capture:
     def load(self, loader: Loader) -> None:
         """Declare the options, and have mitmproxy answer TLS by itself without ever dialling the real host."""
         loader.add_option("rolltap_out", str, "", "The run folder that calls are recorded to. Made when missing.")
-        loader.add_option("rolltap_engine", str, "", "Base URL of the vLLM server, for instance http://127.0.0.1:8000.")
+        loader.add_option(
+            "rolltap_engine",
+            str,
+            "",
+            "Base URL of the vLLM server, for instance http://127.0.0.1:8000; several of the same model by commas.",
+        )
         loader.add_option("rolltap_model", str, "", "Folder or name of the served model, for its tokenizer.")
         loader.add_option(
             "rolltap_renderer",
@@ -96,9 +101,10 @@ class Capture:
         for name in ("rolltap_out", "rolltap_engine", "rolltap_model"):
             if not getattr(ctx.options, name):
                 raise exceptions.OptionsError(f"{name} is not set: add --set {name}=...")
-        engine = ctx.options.rolltap_engine
-        if urlsplit(engine).scheme not in ("http", "https") or not urlsplit(engine).hostname:
-            raise exceptions.OptionsError(f"rolltap_engine is {engine!r}: give a URL such as http://127.0.0.1:8000")
+        engines = [url.strip() for url in ctx.options.rolltap_engine.split(",")]
+        for engine in engines:
+            if urlsplit(engine).scheme not in ("http", "https") or not urlsplit(engine).hostname:
+                raise exceptions.OptionsError(f"rolltap_engine is {engine!r}: give a URL such as http://127.0.0.1:8000")
         sampling = _sampling(ctx.options.rolltap_sampling)
         run = Path(ctx.options.rolltap_out).expanduser()
         model = model_folder(ctx.options.rolltap_model)
@@ -120,7 +126,7 @@ class Capture:
             "bridge_refusal": rendering.refusal,
             "tokenizer_sha256": rendering.tokenizer_sha256,
             "chat_template_sha256": rendering.chat_template_sha256,
-            "engine": engine,
+            "engines": engines,
             "sampling": {**NEUTRAL_SAMPLING, **sampling},
         }
         try:
@@ -129,7 +135,7 @@ class Capture:
             raise exceptions.OptionsError(f"rolltap_out: {error}") from error
         self._writer = RunWriter(run)
         patience = ctx.options.rolltap_patience
-        self._endpoint = ep.Endpoint(rendering, engine, self._writer, run, sampling, patience=patience)
+        self._endpoint = ep.Endpoint(rendering, engines, self._writer, run, sampling, patience=patience)
 
     def running(self) -> None:
         """Start the endpoint. Its socket is open already, so nothing has to wait for it."""

@@ -13,6 +13,7 @@ import socket
 import time
 import uuid
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from rolltap.addons.continuity import Conversations
 from rolltap.addons.dialects.dialect import Dialect, Operation
 from rolltap.addons.dialects.model_call import ContextOverflow, Head, ModelCall, ServedModel
 from rolltap.addons.dialects.routes import find_route, is_websocket
-from rolltap.addons.engine import NEUTRAL_SAMPLING, Engine
+from rolltap.addons.engine import NEUTRAL_SAMPLING
+from rolltap.addons.engines import Engines
 from rolltap.addons.exchange import error_response, respond, stream
 from rolltap.addons.generation import Generation, Parts, as_dialect_error
 from rolltap.addons.policy import PolicyFile
@@ -62,7 +64,7 @@ class Endpoint:
     def __init__(
         self,
         rendering: Rendering,
-        engine_url: str,
+        engine_urls: Sequence[str],
         writer: RunWriter,
         run: Path,
         sampling: dict[str, Any],
@@ -73,19 +75,19 @@ class Endpoint:
         self.rendering = rendering
         self.writer = writer
         self.sampling = {**NEUTRAL_SAMPLING, **sampling}
-        self._engine_url = engine_url
+        self._engine_urls = engine_urls
         self._policy = PolicyFile(run)
         self._patience = patience
         self._memories: defaultdict[str, Memory] = defaultdict(lambda: Memory(Conversations(rendering)))
         # bound at once, so that requests queue here even before the server runs
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.port: int = self._socket.getsockname()[1]
-        self.engine: Engine
+        self.engines: Engines
 
     async def start(self) -> None:
         """Serve until `close`."""
-        self.engine = Engine(self._engine_url)
-        self._parts = Parts(self.engine, self._policy, self.rendering, self.writer, self._patience)
+        self.engines = Engines(self._engine_urls)
+        self._parts = Parts(self.engines, self._policy, self.rendering, self.writer, self._patience)
         app = web.Application(client_max_size=BODY_LIMIT)
         app.router.add_route("*", "/{target:.*}", self._serve)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
@@ -98,7 +100,7 @@ class Endpoint:
             for generation in memory.generations:
                 generation.abort("the recorder was stopped")
         await self._runner.cleanup()
-        await self.engine.close()
+        await self.engines.close()
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         if not hmac.compare_digest(request.headers.get(SECRET_HEADER, ""), self.secret):
@@ -127,8 +129,9 @@ class Endpoint:
     async def _look_up(self, dialect: Dialect, operation: Operation, request: web.Request) -> bytes:
         """The body of a reply that needs no sampling."""
         if operation == "models":
-            context = await self.engine.max_model_len()
-            served = [ServedModel(self.engine.model, context)]
+            engine = self.engines.of(request.headers[SESSION_HEADER])
+            context = await engine.max_model_len()
+            served = [ServedModel(engine.model, context)]
             return dialect.encode_models(request.raw_path, served, int(time.time()))
         model_call = dialect.decode(await request.read(), request.raw_path)
         conversations = self._memories[request.headers[SESSION_HEADER]].conversations
@@ -141,8 +144,8 @@ class Endpoint:
         Raises `DialectError` and `EngineError` for what is refused before that, and `OSError` when nothing can be
         written.
         """
-        context = await self.engine.max_model_len()
         session_id = request.headers[SESSION_HEADER]
+        context = await self.engines.of(session_id).max_model_len()
         memory = self._memories[session_id]
         prompt = memory.conversations.prompt(model_call.messages, model_call.tools)
         room = context - len(prompt.ids)

@@ -17,6 +17,7 @@ from rolltap.addons.continuity import Conversations, Prompt
 from rolltap.addons.deltas import TextDeltas, cut_at_stop
 from rolltap.addons.dialects.model_call import DialectError, ModelCall, Reply, Usage
 from rolltap.addons.engine import Engine, EngineError
+from rolltap.addons.engines import Engines
 from rolltap.addons.policy import Policy, PolicyFile
 from rolltap.addons.rendering import Rendering
 from rolltap.addons.store import RunWriter
@@ -34,7 +35,7 @@ LONGEST_PAUSE_SECONDS = 10.0
 class Parts:
     """What calls are answered from and recorded to."""
 
-    engine: Engine
+    engines: Engines
     policy: PolicyFile
     rendering: Rendering
     writer: RunWriter
@@ -163,8 +164,9 @@ class Generation:
         pause, waited, sampled = FIRST_PAUSE_SECONDS, 0.0, 0
         while call.finish_reason is None:
             policy, start = self._parts.policy.read(), len(call.completion_ids)
+            engine = self._parts.engines.of(call.session_id)
             try:
-                await self._sample_piece(policy)
+                await self._sample_piece(engine, policy)
             except EngineError as error:
                 if self._drops_schema(error):
                     continue
@@ -173,21 +175,25 @@ class Generation:
                 self._complete_spans(policy, start)
                 if len(call.completion_ids) > sampled:
                     pause, waited, sampled = FIRST_PAUSE_SECONDS, 0.0, len(call.completion_ids)
-                if waited + pause > self._parts.patience:
+                self._parts.engines.failed(engine)
+                moves = self._parts.engines.of(call.session_id) is not engine
+                if not moves and waited + pause > self._parts.patience:
                     raise
                 logger.warning("call %s goes on after %d tokens: %s", call.call_id, sampled, error)
                 self._record(Event("continued", call.session_id, call.host, "POST", call.path, call.call_id))
-                await asyncio.sleep(pause)
-                waited, pause = waited + pause, min(2 * pause, LONGEST_PAUSE_SECONDS)
+                if not moves:
+                    await asyncio.sleep(pause)
+                    waited, pause = waited + pause, min(2 * pause, LONGEST_PAUSE_SECONDS)
                 self._finish_what_was_complete()
 
-    async def _sample_piece(self, policy: Policy) -> None:
-        """Ask the engine once for the rest of the completion. Raises `EngineError`."""
+    async def _sample_piece(self, engine: Engine, policy: Policy) -> None:
+        """Ask an engine once for the rest of the completion. Raises `EngineError`."""
         call = self.call
+        call.engine = engine.url
         start = len(call.completion_ids)
         sampling = {**self._sampling, "max_tokens": self._sampling["max_tokens"] - start}
         finish_reason = None
-        async for chunk in self._parts.engine.generate(call.prompt_ids + call.completion_ids, sampling, policy.model):
+        async for chunk in engine.generate(call.prompt_ids + call.completion_ids, sampling, policy.model):
             if chunk.token_ids and call.first_token_at is None:
                 call.first_token_at = utc_now()
             call.completion_ids += chunk.token_ids

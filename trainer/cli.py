@@ -76,7 +76,12 @@ def _recorder_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in (
         click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="Further option of the recorder."),
         click.option("--model", required=True, help="Folder or name of the served model, for its tokenizer."),
-        click.option("--engine", default="http://127.0.0.1:8000", show_default=True, help="URL of the vLLM server."),
+        click.option(
+            "--engine",
+            default="http://127.0.0.1:8000",
+            show_default=True,
+            help="URL of vLLM; several by commas.",
+        ),
         click.option("--out", type=_RUN, required=True, help="The run folder to record into."),
     ):
         command = option(command)

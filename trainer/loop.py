@@ -49,6 +49,8 @@ def train(recipe: Recipe, *, engine: str, run: Path, seed: int, console: Console
     tasks = load_tasks(recipe.tasks)
     harness = load_harness(recipe.harness)
     require_program(harness.program, harness.install)
+    if "," in engine:
+        raise UserError(f"--engine {engine}: weights are published to one engine only, give one URL")
     check_engine(engine)
     args = training_arguments(recipe, run, seed, tasks)
     plan = Plan(harness, recipe.sessions_per_group, recipe.concurrency, recipe.session_timeout)

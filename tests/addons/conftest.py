@@ -1,7 +1,6 @@
 import warnings
 from pathlib import Path
 
-import aiohttp
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -70,9 +69,9 @@ async def harness(tiny_rendering, scripted_engine, tmp_path):
     """A client of an endpoint behind the scripted engine, with no patience for an engine that fails."""
     write_metadata(tmp_path, {})
     writer = RunWriter(tmp_path)
-    endpoint = Endpoint(tiny_rendering, scripted_engine.url, writer, tmp_path, {}, patience=0)
+    endpoint = Endpoint(tiny_rendering, [scripted_engine.url], writer, tmp_path, {}, patience=0)
     await endpoint.start()
-    async with aiohttp.ClientSession() as client:
-        yield Harness(endpoint, client)
+    async with Harness.connect(endpoint) as client:
+        yield client
     await endpoint.close()
     writer.close()

@@ -1,6 +1,7 @@
 """A client of the endpoint that talks to it as `capture` lets a harness talk to it."""
 
 import json
+from contextlib import asynccontextmanager
 
 import aiohttp
 
@@ -28,6 +29,12 @@ class Harness:
         self.endpoint = endpoint
         self.client = client
         self.run = endpoint.writer.run
+
+    @classmethod
+    @asynccontextmanager
+    async def connect(cls, endpoint):
+        async with aiohttp.ClientSession() as client:
+            yield cls(endpoint, client)
 
     def post(self, body, *, session="s1", secret=None, headers=None):
         ours = {ep.SECRET_HEADER: secret or self.endpoint.secret, ep.SESSION_HEADER: session, ep.HOST_HEADER: "api"}

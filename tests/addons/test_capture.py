@@ -255,7 +255,7 @@ class TestRun:
     def test_it_says_how_it_was_recorded(self, capture, options, rendering):
         metadata = read_metadata(capture._writer.run)
         assert metadata["model"] == options["rolltap_model"]
-        assert (metadata["renderer"], metadata["engine"]) == ("qwen3", "http://127.0.0.1:1")
+        assert (metadata["renderer"], metadata["engines"]) == ("qwen3", ["http://127.0.0.1:1"])
         assert metadata["tokenizer_sha256"] == rendering.tokenizer_sha256
         assert metadata["sampling"] == NEUTRAL_SAMPLING
 

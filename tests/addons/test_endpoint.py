@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 
-import aiohttp
 import pytest
 
 from rolltap.addons import endpoint as ep
@@ -76,7 +75,13 @@ class TestReply:
         body = {"messages": [user(), {"role": "assistant", "content": "Hi."}, user("More")]}
         async with harness.post(body, session="s2") as response:
             assert response.status == 200
-        assert [call["kind"] for call in harness.calls()] == ["root", "root"]
+        one, two = harness.calls()
+        assert (one["kind"], two["kind"], two["parent_id"], two["kind_reason"]) == (
+            "root",
+            "rendered",
+            None,
+            "no earlier call",
+        )
 
     async def test_a_tool_call_that_is_not_json_stays_text(self, harness, scripted_engine):
         scripted_engine.replies.append(Say("<tool_call>\n{broken\n</tool_call>"))
@@ -233,9 +238,9 @@ class TestErrors:
         assert len(harness.events("rejected")) == 1
 
     async def test_an_engine_that_is_down_is_unavailable_until_it_is_up(self, harness, scripted_engine):
-        url, harness.endpoint.engine.url = harness.endpoint.engine.url, "http://127.0.0.1:9"
+        url, harness.endpoint.engines._engines[0].url = harness.endpoint.engines._engines[0].url, "http://127.0.0.1:9"
         assert (await harness.ask(user()))[0] == 503
-        harness.endpoint.engine.url = url
+        harness.endpoint.engines._engines[0].url = url
         scripted_engine.replies.append(Say("Hi."))
         assert (await harness.ask(user()))[0] == 200
 
@@ -297,7 +302,7 @@ class TestAccess:
         assert harness.calls() == []
 
     async def test_the_models_list_names_the_served_model(self, harness):
-        headers = {ep.SECRET_HEADER: harness.endpoint.secret}
+        headers = {ep.SECRET_HEADER: harness.endpoint.secret, ep.SESSION_HEADER: "s1"}
         async with harness.client.get(f"http://127.0.0.1:{harness.endpoint.port}/v1/models", headers=headers) as reply:
             assert [model["id"] for model in (await reply.json())["data"]] == ["scripted"]
 
@@ -314,11 +319,10 @@ async def test_calls_that_run_when_the_recorder_stops_are_recorded_as_aborted(
     tiny_rendering, scripted_engine, tmp_path
 ):
     write_metadata(tmp_path, {})
-    endpoint = ep.Endpoint(tiny_rendering, scripted_engine.url, RunWriter(tmp_path), tmp_path, {}, patience=0)
+    endpoint = ep.Endpoint(tiny_rendering, [scripted_engine.url], RunWriter(tmp_path), tmp_path, {}, patience=0)
     await endpoint.start()
     scripted_engine.replies.append(Say("one two three", hold_after=1))
-    async with aiohttp.ClientSession() as client:
-        harness = Harness(endpoint, client)
+    async with Harness.connect(endpoint) as harness:
         asked = asyncio.create_task(harness.ask(user()))
         await asyncio.to_thread(scripted_engine.holding.wait)
         await endpoint.close()

@@ -44,10 +44,11 @@ class Harness(BaseModel):
         return [self.program, *self.arguments, *headless]
 
     def environment(self, engine_url: str) -> dict[str, str]:
-        """`env` with the context window of the engine, which is asked only if need be. Raises `UserError`."""
+        """`env` with the context window of the engine, which is asked only if need be; of several engines, by commas,
+        the first is asked. Raises `UserError`."""
         if not any(_WINDOW in value for value in self.env.values()):
             return self.env
-        window = str(max_model_len(engine_url))
+        window = str(max_model_len(engine_url.split(",")[0]))
         return {name: value.replace(_WINDOW, window) for name, value in self.env.items()}
 
 
