@@ -64,11 +64,14 @@ class Conversations:
         self._rendering = rendering
         self._turns: dict[str, list[Turn]] = {}
         self._by_call: dict[str, Turn] = {}
+        self._newest: tuple[list[Message], list[str]] = ([], [])
+        """The messages of the newest request and their states: most of the next one's, as a rule."""
 
     def prompt(self, messages: list[Message], tools: list[Tool]) -> Prompt:
         """The prompt of a new call: the longest recorded conversation that this one extends, bridged, or all of it
         rendered."""
-        states = _states(messages, tools)
+        states = _states(messages, tools, *self._newest)
+        self._newest = messages, states
         reasons = []  # of the longest match first
         for length in range(len(messages) - 1, 0, -1):
             turns = self._turns.get(states[length])
@@ -135,13 +138,19 @@ def _javascript(value: object) -> object:
     return value
 
 
-def _states(messages: list[Message], tools: list[Tool]) -> list[str]:
-    """A digest of each prefix of the conversation, the tools included; `states[n]` covers `messages[:n]`."""
-    state = hashlib.blake2b(json.dumps(tools, sort_keys=True).encode(), digest_size=16).hexdigest()
-    states = [state]
-    for message in messages:
-        state = _next_state(state, message)
-        states.append(state)
+def _states(messages: list[Message], tools: list[Tool], known: list[Message], known_states: list[str]) -> list[str]:
+    """A digest of each prefix of the conversation, the tools included; `states[n]` covers `messages[:n]`.
+
+    `known` is a conversation whose states are known, so that what it shares with this one is not digested again.
+    """
+    states = [hashlib.blake2b(json.dumps(tools, sort_keys=True).encode(), digest_size=16).hexdigest()]
+    for i, message in enumerate(messages):
+        same_prefix = i < len(known) and states[i] == known_states[i]
+        # not for tool calls, as their arguments may hold True where those of the other hold 1, which Python calls equal
+        if same_prefix and "tool_calls" not in message and message == known[i]:
+            states.append(known_states[i + 1])
+        else:
+            states.append(_next_state(states[i], message))
     return states
 
 
