@@ -71,6 +71,8 @@ class Conversations:
         self._by_call: dict[str, Turn] = {}
         self._next: dict[str, dict[str, str]] = {}
         """State -> the messages that came next, and the call of each."""
+        self._newest: tuple[list[Message], list[str]] = ([], [])
+        """The messages of the newest request and their states: most of the next one's, as a rule."""
 
     def prompt(self, messages: list[Message], tools: list[Tool]) -> Prompt:
         """The prompt of a new call: the recorded conversation that ends with this one's last assistant message,
@@ -78,7 +80,8 @@ class Conversations:
 
         An earlier one would leave an assistant message among the new ones, and its tokens are those of another call.
         """
-        states = _states(messages, tools)
+        states = _states(messages, tools, *self._newest)
+        self._newest = messages, states
         length = 1 + max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
         turns = self._turns.get(states[length], []) if length else []
         turn = _pick(turns, messages[length - 1]) if turns else None
@@ -166,13 +169,19 @@ def _javascript(value: object) -> object:
     return value
 
 
-def _states(messages: list[Message], tools: list[Tool]) -> list[str]:
-    """A digest of each prefix of the conversation, the tools included; `states[n]` covers `messages[:n]`."""
-    state = hashlib.blake2b(json.dumps(tools, sort_keys=True).encode(), digest_size=16).hexdigest()
-    states = [state]
-    for message in messages:
-        state = _next_state(state, message)
-        states.append(state)
+def _states(messages: list[Message], tools: list[Tool], known: list[Message], known_states: list[str]) -> list[str]:
+    """A digest of each prefix of the conversation, the tools included; `states[n]` covers `messages[:n]`.
+
+    `known` is a conversation whose states are known, so that what it shares with this one is not digested again.
+    """
+    states = [hashlib.blake2b(json.dumps(tools, sort_keys=True).encode(), digest_size=16).hexdigest()]
+    for i, message in enumerate(messages):
+        same_prefix = i < len(known) and states[i] == known_states[i]
+        # not for tool calls, as their arguments may hold True where those of the other hold 1, which Python calls equal
+        if same_prefix and "tool_calls" not in message and message == known[i]:
+            states.append(known_states[i + 1])
+        else:
+            states.append(_next_state(states[i], message))
     return states
 
 

@@ -137,6 +137,7 @@ class TestKind:
     )
     def test_a_reply_that_was_altered_is_not(self, session, echo):
         reply = session.ask([user("Hi")], THINKING + "<|im_end|>")
+        assert session.prompt([user("Hi"), reply, result(reply)]).kind == "bridged"
         messages = [user("Hi"), echo(reply), result(reply)]
         prompt = session.prompt(messages)
         assert (prompt.kind, prompt.parent, prompt.prefix_length) == ("rendered", None, 0)
@@ -145,6 +146,7 @@ class TestKind:
 
     def test_a_message_of_the_user_that_was_altered_is_not(self, session):
         reply = session.ask([user("Hi")], "Hello.<|im_end|>")
+        assert session.prompt([user("Hi"), reply, user("Go on")]).kind == "bridged"
         prompt = session.prompt([user("Hi!"), reply, user("Go on")])
         assert prompt.kind == "rendered"
         assert prompt.reason == (

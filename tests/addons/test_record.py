@@ -88,8 +88,8 @@ def test_a_model_call_is_answered_over_tls_and_everything_else_is_refused(start,
         with client.stream("POST", CHAT, json={**HELLO, "stream": True}) as response:
             assert list(response.iter_lines())[-2] == "data: [DONE]"
         for method, url in [
-            ("GET", "https://api.openai.com/v1/files"),
-            ("POST", "https://telemetry.example.com/v1/chat"),
+            ("GET", "https://api.openai.com/files"),
+            ("POST", "https://telemetry.example.com/chat"),
             ("GET", "http://169.254.169.254/latest"),
         ]:
             refused = client.request(method, url)
@@ -99,8 +99,8 @@ def test_a_model_call_is_answered_over_tls_and_everything_else_is_refused(start,
     assert [call["session_id"] for call in recorder.rows("calls")] == ["s1", "s1"]
     refusals = [(e["method"], e["host"], e["path"]) for e in recorder.rows("events") if e["kind"] == "refused"]
     assert refusals == [
-        ("GET", "api.openai.com", "/v1/files"),
-        ("POST", "telemetry.example.com", "/v1/chat"),
+        ("GET", "api.openai.com", "/files"),
+        ("POST", "telemetry.example.com", "/chat"),
         ("GET", "169.254.169.254", "/latest"),
     ]
     everything = b"".join(path.read_bytes() for path in recorder.run.iterdir()) + "".join(recorder.lines).encode()

@@ -4,10 +4,12 @@ from rolltap.addons.startup import Startup
 
 
 def test_what_was_loaded_is_not_collected_again():
-    loaded = [[]]
+    loaded, thresholds = [[]], gc.get_threshold()
     Startup().running()
     try:
         assert not any(known is loaded for known in gc.get_objects())
+        assert gc.get_threshold()[0] > thresholds[0]
     finally:
         gc.unfreeze()
+        gc.set_threshold(*thresholds)
     assert any(known is loaded for known in gc.get_objects())

@@ -3,7 +3,9 @@
     python -m tests.bench.recorder
 
 Every part is a process of its own. A connection is a session whose conversation grows by a short message a turn, so
-the recorder knows the prefix of every request that is measured. CPU is the proxy process's, all threads.
+the recorder knows the prefix of every request that is measured. CPU is the proxy process's, all threads: of a request,
+or of a streamed request over the number of tokens that the engine sent. Headers and first delta are medians; the first
+delta is counted from the moment when the engine wrote its first token.
 """
 
 import asyncio
@@ -138,16 +140,16 @@ def _streamed(target: Target, engine: str, opening: dict, connections: int, chun
 
 
 _COLUMNS = {
-    "connections": "connections",
+    "connections": "open",
     "target": "target",
     "requests_per_s": "requests/s",
     "p50_ms": "p50 ms",
-    "cpu_ms": "CPU ms/request",
-    "cpu_us_per_chunk": "CPU µs/chunk",
+    "cpu_ms": "CPU ms",
+    "cpu_us_per_chunk": "µs/chunk",
     "ratio": "of bare",
-    "headers_p50_ms": "headers p50 ms",
-    "headers_p99_ms": "p99 ms",
-    "first_delta_p50_ms": "first delta p50 ms",
+    "headers_p50_ms": "headers ms",
+    "headers_p99_ms": "p99",
+    "first_delta_p50_ms": "first delta ms",
 }
 _HIDDEN = {"at once": set(), "streamed": {"requests_per_s", "p50_ms", "cpu_ms"}}
 """In streamed replies these follow from the engine's pace."""
@@ -160,10 +162,10 @@ def _add_ratios(rows: list[dict]) -> None:
 
 
 def _table(reply: str, rows: list[dict]) -> Table:
-    table = Table(title=f"{REQUEST_BYTES // 1000} KB requests whose prefix is known, replies {reply}")
+    table = Table(title=f"{REQUEST_BYTES // 1000} KB requests, prefix known, replies {reply}")
     columns = [key for key in _COLUMNS if key in rows[0] and key not in _HIDDEN[reply]]
     for key in columns:
-        table.add_column(_COLUMNS[key], justify="right")
+        table.add_column(_COLUMNS[key], justify="right", no_wrap=key == "target")
     for i, row in enumerate(rows):
         cells = (row[key] for key in columns)
         end = i + 1 == len(rows) or rows[i + 1]["connections"] != row["connections"]
