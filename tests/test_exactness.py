@@ -70,6 +70,21 @@ def test_prompts_of_later_turns_begin_with_the_earlier_turns_tokens(recorded):
         assert any(call.kind == "bridged" for call in calls)
 
 
+def test_vllm_used_the_recorded_prompts_and_found_their_prefix_in_its_cache(recorded, engine):
+    run, _ = recorded
+    bridged = 0
+    for calls in load_calls(run).values():
+        for call in calls:
+            body = {"token_ids": call.prompt_ids, "sampling_params": {"max_tokens": 1}, "return_token_ids": True}
+            used = httpx.post(f"{engine.url}/inference/v1/generate", json=body, timeout=60).json()
+            assert used["prompt_token_ids"] == call.prompt_ids
+            if call.kind == "bridged":
+                bridged += 1
+                # all but the block of 16 tokens or more (128 on CPU) that was not full yet
+                assert call.cached_tokens > call.prefix_length - 256
+    assert bridged
+
+
 def test_on_policy_ratios_in_the_trainer_are_one(recorded, engine):
     run, sessions = recorded
     model = AutoModelForCausalLM.from_pretrained(engine.model_dir, dtype=torch.float32)
