@@ -26,7 +26,7 @@ async def respond(generation: Generation, dialect: Dialect, head: Head, request:
     with generation.listening():
         while not await generation.finished(KEEP_ALIVE_SECONDS):
             if response is None:
-                response = web.StreamResponse(headers={"content-type": "application/json"})
+                response = web.StreamResponse(headers=_headers(generation, "application/json"))
                 await response.prepare(request)
             await response.write(b" ")
         if generation.reply is None:
@@ -35,7 +35,7 @@ async def respond(generation: Generation, dialect: Dialect, head: Head, request:
         else:
             status, body = 200, dialect.encode_reply(head, generation.reply, generation.usage)
         if response is None:
-            response = web.Response(body=body, status=status, content_type="application/json")
+            response = web.Response(body=body, status=status, headers=_headers(generation, "application/json"))
             await response.prepare(request)
         else:
             await response.write(body)
@@ -47,7 +47,7 @@ async def respond(generation: Generation, dialect: Dialect, head: Head, request:
 async def stream(generation: Generation, dialect: Dialect, head: Head, request: web.Request) -> web.StreamResponse:
     """Answer with events."""
     encoder = dialect.stream_encoder(head)
-    response = web.StreamResponse(headers={"content-type": encoder.content_type, "cache-control": "no-cache"})
+    response = web.StreamResponse(headers=_headers(generation, encoder.content_type))
     with generation.listening():
         await response.prepare(request)
         await send_events(generation, encoder, response.write)
@@ -76,6 +76,17 @@ async def send_events(generation: Generation, encoder: StreamEncoder, write: Wri
             await generation.finished(pause)
         if not await generation.changed(KEEP_ALIVE_SECONDS):
             await _write(write, encoder.keep_alive())
+
+
+def _headers(generation: Generation, content_type: str) -> dict[str, str]:
+    """The call's id is the request's id, under the names that OpenAI's and Anthropic's SDKs look for."""
+    call_id = generation.call.call_id
+    return {
+        "content-type": content_type,
+        "cache-control": "no-cache",
+        "x-request-id": call_id,
+        "request-id": call_id,
+    }
 
 
 async def _write(write: Write, data: bytes) -> None:

@@ -35,6 +35,14 @@ class TestReply:
         assert reply["usage"]["prompt_tokens"] == call["prompt_length"]
         assert reply["usage"]["completion_tokens"] == len(ids)
 
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_the_calls_id_is_the_requests_id(self, harness, scripted_engine, stream):
+        scripted_engine.replies.append(Say("Hi."))
+        async with harness.post({"messages": [user()], "stream": stream}) as response:
+            await response.read()
+        (call,) = harness.calls()
+        assert response.headers["x-request-id"] == response.headers["request-id"] == call["call_id"]
+
     async def test_sampling_is_neutral_whatever_the_harness_asks_for(self, harness, scripted_engine):
         scripted_engine.replies.append(Say("x"))
         await harness.ask(user(), temperature=0.1, top_p=0.5, seed=3, max_tokens=9)
