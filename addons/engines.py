@@ -20,13 +20,16 @@ class Engines:
 
     def of(self, session_id: str) -> Engine:
         """The engine of a session, among those that did not just fail; among all when all did."""
-        now = asyncio.get_running_loop().time()
-        up = [engine for engine in self._engines if self._down_until.get(engine, 0.0) <= now]
-        return max(up or self._engines, key=lambda engine: _weight(engine.url, session_id))
+        return max(self._up() or self._engines, key=lambda engine: _weight(engine.url, session_id))
 
-    def failed(self, engine: Engine) -> None:
-        """Leave an engine out for a while."""
+    def failed(self, engine: Engine) -> bool:
+        """Leave an engine out for a while; says whether another one is left."""
         self._down_until[engine] = asyncio.get_running_loop().time() + DOWN_SECONDS
+        return bool(self._up())
+
+    def _up(self) -> list[Engine]:
+        now = asyncio.get_running_loop().time()
+        return [engine for engine in self._engines if self._down_until.get(engine, 0.0) <= now]
 
     async def close(self) -> None:
         """Close the connections."""

@@ -175,8 +175,7 @@ class Generation:
                 self._complete_spans(policy, start)
                 if len(call.completion_ids) > sampled:
                     pause, waited, sampled = FIRST_PAUSE_SECONDS, 0.0, len(call.completion_ids)
-                self._parts.engines.failed(engine)
-                moves = self._parts.engines.of(call.session_id) is not engine
+                moves = self._parts.engines.failed(engine)
                 if not moves and waited + pause > self._parts.patience:
                     raise
                 logger.warning("call %s goes on after %d tokens: %s", call.call_id, sampled, error)
@@ -266,7 +265,7 @@ class Generation:
         logger.warning("session %s: call %s %s: %s", call.session_id, call.call_id, call.status, why)
         try:
             self._commit(None)
-        except OSError as failure:
+        except Exception as failure:  # what waits for this call must not wait for ever
             logger.error("cannot write call %s to %s: %s", call.call_id, self._parts.writer.run, failure)
         self.error = error
         self._set_done()

@@ -265,11 +265,14 @@ class TestErrors:
         assert (call["status"], call["violation"]) == ("completed", "2 token ids but 0 log-probabilities")
 
     @pytest.mark.parametrize("stream", [False, True])
-    async def test_a_call_that_cannot_be_recorded_is_not_served(self, harness, scripted_engine, monkeypatch, stream):
+    @pytest.mark.parametrize("kind", [OSError, ValueError])
+    async def test_a_call_that_cannot_be_recorded_is_not_served(
+        self, harness, scripted_engine, monkeypatch, stream, kind
+    ):
         scripted_engine.replies.append(Say("Hi."))
 
         def full(call):
-            raise OSError(28, "No space left on device")
+            raise kind("No space left on device")
 
         monkeypatch.setattr(harness.endpoint.writer, "add_call", full)
         async with harness.post({"messages": [user()], "stream": stream}) as response:

@@ -48,6 +48,24 @@ async def test_when_all_failed_each_session_has_its_own_again(engines):
     assert homes(engines) == before
 
 
+async def test_an_engine_that_fails_says_whether_another_one_is_left(engines):
+    assert [engines.failed(engine) for engine in engines._engines] == [True, True, True, False]
+
+
+async def test_when_no_engine_is_left_the_call_fails(tokenizer, tiny_rendering, tmp_path):
+    write_metadata(tmp_path, {})
+    writer = RunWriter(tmp_path)
+    with ScriptedEngine(tokenizer) as one, ScriptedEngine(tokenizer) as two:
+        endpoint = Endpoint(tiny_rendering, [one.url, two.url], writer, tmp_path, {}, patience=0)
+        await endpoint.start()
+        async with Harness.connect(endpoint) as harness:
+            status, _ = await harness.ask(user())
+        await endpoint.close()
+    assert status == 502
+    assert (len(one.requests), len(two.requests)) == (1, 1)
+    writer.close()
+
+
 async def test_a_call_whose_engine_dies_goes_on_at_another_one(tokenizer, tiny_rendering, tmp_path, monkeypatch):
     """At once, with no patience for the one that died."""
     monkeypatch.setattr(generation, "FIRST_PAUSE_SECONDS", 1000.0)
