@@ -20,13 +20,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rolltap.addons.calls import Session, utc_now
 from rolltap.addons.store import RunError, RunWriter
 from rolltap.trainer.errors import UserError
-from rolltap.trainer.report import print_summary, summarize
 from rolltap.trainer.rollouts.environment import proxy_environment, proxy_url, write_bundle
 from rolltap.trainer.rollouts.harness import harness_names, load_harness, require_program
 from rolltap.trainer.rollouts.recorder import Recorder, addon_path
 from rolltap.trainer.rollouts.scheduler import Plan, rollout
 from rolltap.trainer.rollouts.task import load_tasks
+from rolltap.trainer.run_commands import check_command, inspect_command, print_run
 from rolltap.trainer.serve import EngineServer
+from rolltap.trainer.traces import LedgerError
 
 console = Console(stderr=True)
 
@@ -54,7 +55,7 @@ def run(command: click.Command) -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except (UserError, RunError) as error:
+    except (UserError, RunError, LedgerError) as error:
         console.print(f"error: {error}", style="red", markup=False, highlight=False)
         sys.exit(1)
     except (KeyboardInterrupt, click.Abort):
@@ -265,7 +266,7 @@ def rollout_command(
 
         plan = Plan(harness, sessions, concurrency, timeout)
         asyncio.run(rollout(task_list, plan, recorder, RunWriter(out), policy_version="default", done=done))
-    _print_run(out, as_json)
+    print_run(out, as_json)
 
 
 @rolltap.command()
@@ -285,21 +286,9 @@ def train(recipe: Path, out: Path, engine: str, seed: int) -> None:
         raise UserError(f"{out} holds a finished training: choose another --out")
     run_recipe(load_recipe(recipe), engine=engine, run=out, seed=seed, console=console)
     plot_rewards(out, out / "reward.png", f"{recipe.stem}, seed {seed}")
-    _print_run(out, as_json=False)
+    print_run(out, as_json=False)
     console.print(f"reward plot: {out / 'reward.png'}   trained model: {out / FINISHED}")
 
 
-@rolltap.command()
-@click.argument("run", type=_RUN)
-@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
-def inspect(run: Path, as_json: bool) -> None:
-    """Show what a RUN folder holds: rewards, sessions, calls and the ledger of its tokens."""
-    _print_run(run, as_json)
-
-
-def _print_run(run: Path, as_json: bool) -> None:
-    summary = summarize(run)
-    if as_json:
-        click.echo(json.dumps(summary.to_json()))
-    else:
-        print_summary(summary, Console())
+rolltap.add_command(inspect_command)
+rolltap.add_command(check_command)

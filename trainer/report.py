@@ -1,19 +1,25 @@
 """What a run holds, for people and for programs; and how its reward went."""
 
+import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from rolltap.addons.calls import Session
+from rolltap.addons.calls import Call, Session
 from rolltap.addons.store import read_rows
 from rolltap.trainer.dataset import load_calls, load_sessions
-from rolltap.trainer.traces import Ledger, Strategy, build_traces, label, leave_out_unrewarded
+from rolltap.trainer.traces import Ledger, LedgerError, Strategy, build_traces, label, leave_out_unrewarded
+
+MOST_SESSIONS = 50
+"""Rows of the table of sessions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +33,28 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionRow:
+    """One session in a line. `status` and `harness` are None when only its calls were recorded."""
+
+    session_id: str
+    harness: str | None
+    status: str | None
+    reward: float | None
+    calls: int
+    bridged: int
+    rendered: int
+    ledger: Ledger
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """Counts over a run. `interrupted` calls were started and never ended, because the recorder was killed."""
 
     sessions: dict[str, int]
     calls: dict[str, int]
     kinds: dict[str, int]
+    rendered: dict[str, int]
+    """Why prompts were rendered though their session had calls: reason, with ids and numbers left out -> calls."""
     roles: dict[str, int]
     violations: dict[str, int]
     refused: dict[str, int]
@@ -47,6 +69,8 @@ class Summary:
     interrupted: int
     ledger: Ledger
     steps: list[Step]
+    session_rows: list[SessionRow]
+    """In the order in which the sessions started."""
 
     def to_json(self) -> dict[str, Any]:
         """The summary as JSON values."""
@@ -54,16 +78,14 @@ class Summary:
 
 
 def summarize(run: Path, strategy: Strategy = "prefix_merging") -> Summary:
-    """Count a run. Raises `RunError` when the folder cannot be read."""
+    """Count a run. Raises `RunError` when the folder cannot be read, and `LedgerError`."""
     sessions = load_sessions(run)
     calls = load_calls(run)
     events = list(read_rows(run, "events"))
-    ledger = Ledger()
-    for session_id, session_calls in calls.items():
-        traces, account = build_traces(session_calls, strategy)
-        if session_id in sessions:
-            label(traces, sessions[session_id])
-        ledger += leave_out_unrewarded(traces, account)[1]
+    rows = [
+        session_row(session_id, sessions.get(session_id), calls.get(session_id, []), strategy)
+        for session_id in _by_start(sessions, calls)
+    ]
     every = [call for session_calls in calls.values() for call in session_calls]
     ended = {call.call_id for call in every}
     kinds = Counter(event["kind"] for event in events)
@@ -71,6 +93,7 @@ def summarize(run: Path, strategy: Strategy = "prefix_merging") -> Summary:
         sessions=dict(Counter(session.status for session in sessions.values())),
         calls=dict(Counter(call.status for call in every)),
         kinds=dict(Counter(call.kind for call in every)),
+        rendered=dict(Counter(_without_ids(call.kind_reason or "") for call in every if call.kind == "rendered")),
         roles=dict(Counter(call.role for call in every)),
         violations=dict(Counter(call.violation for call in every if call.violation)),
         refused=dict(Counter(event["host"] for event in events if event["kind"] == "refused")),
@@ -80,9 +103,41 @@ def summarize(run: Path, strategy: Strategy = "prefix_merging") -> Summary:
         rejected=kinds["rejected"],
         unauthorised=kinds["unauthorised"],
         interrupted=sum(e["kind"] == "call_started" and e["detail"] not in ended for e in events),
-        ledger=ledger,
+        ledger=sum((row.ledger for row in rows), Ledger()),
         steps=reward_steps(sessions.values()),
+        session_rows=rows,
     )
+
+
+def session_row(
+    session_id: str, session: Session | None, calls: Sequence[Call], strategy: Strategy = "prefix_merging"
+) -> SessionRow:
+    """Count one session. Raises `LedgerError`."""
+    kinds = Counter(call.kind for call in calls)
+    return SessionRow(
+        session_id=session_id,
+        harness=session.harness if session else None,
+        status=session.status if session else None,
+        reward=session.reward if session else None,
+        calls=len(calls),
+        bridged=kinds["bridged"],
+        rendered=kinds["rendered"],
+        ledger=session_ledger(calls, session, strategy),
+    )
+
+
+def session_ledger(calls: Sequence[Call], session: Session | None, strategy: Strategy = "prefix_merging") -> Ledger:
+    """The ledger of one session's calls. Raises `LedgerError`."""
+    try:
+        traces, ledger = build_traces(calls, strategy)
+        if session is not None:
+            label(traces, session)
+        ledger = leave_out_unrewarded(traces, ledger)[1]
+        if ledger.sampled != (sampled := sum(len(call.completion_ids) for call in calls)):
+            raise LedgerError(f"the calls hold {sampled} sampled tokens, the ledger says {ledger.sampled}")
+    except LedgerError as error:
+        raise LedgerError(f"session {calls[0].session_id}: {error}; this is a bug of rolltap") from error
+    return ledger
 
 
 def reward_steps(sessions: Iterable[Session]) -> list[Step]:
@@ -107,15 +162,15 @@ def print_summary(summary: Summary, console: Console) -> None:
                 step.policy_version, str(step.sessions), _number(step.mean_reward), _number(step.best_reward)
             )
         console.print(rewards)
+    if summary.session_rows:
+        console.print(_session_table(summary.session_rows))
     table = Table("", "", show_header=False, title="recorded")
     table.add_row("sessions", _counts(summary.sessions))
     table.add_row("calls", _counts(summary.calls))
     table.add_row("roles", _counts(summary.roles))
     table.add_row("prompts", _counts(summary.kinds))
-    table.add_row("sampled tokens", str(summary.ledger.sampled))
-    table.add_row("  to train", str(summary.ledger.trained))
-    for reason, tokens in sorted(summary.ledger.left_out.items()):
-        table.add_row(f"  left out: {reason}", str(tokens))
+    for name, tokens in ledger_lines(summary.ledger):
+        table.add_row(name, str(tokens))
     for violation, count in summary.violations.items():
         table.add_row("[red]broken tokens[/]", f"{count} calls: {violation}")
     if summary.uncaptured_calls:
@@ -133,6 +188,25 @@ def print_summary(summary: Summary, console: Console) -> None:
     if summary.refused:
         table.add_row("refused hosts", _counts(summary.refused))
     console.print(table)
+    if summary.rendered:
+        reasons = Table("why prompts were rendered", "calls")
+        for reason, count in Counter(summary.rendered).most_common():
+            reasons.add_row(Text(reason), str(count))
+        console.print(reasons)
+
+
+def print_ledger(ledger: Ledger, console: Console) -> None:
+    """The ledger of sampled tokens as a table."""
+    table = Table("", "", show_header=False, title="tokens")
+    for name, tokens in ledger_lines(ledger):
+        table.add_row(name, str(tokens))
+    console.print(table)
+
+
+def ledger_lines(ledger: Ledger) -> list[tuple[str, int]]:
+    """What a ledger says, as names and numbers of tokens."""
+    left_out = [(f"  left out: {reason}", tokens) for reason, tokens in sorted(ledger.left_out.items())]
+    return [("sampled tokens", ledger.sampled), ("  to train", ledger.trained), *left_out]
 
 
 def plot_rewards(run: Path, path: Path, title: str) -> None:
@@ -156,6 +230,36 @@ def plot_rewards(run: Path, path: Path, title: str) -> None:
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def _session_table(rows: Sequence[SessionRow]) -> Table:
+    columns = ("session", "harness", "status", "reward", "calls", "bridged/\nrendered", "tokens")
+    cut = f"the first {MOST_SESSIONS} of {len(rows)}; --json has all" if len(rows) > MOST_SESSIONS else None
+    # few lines between the columns, so that a row fits a narrow terminal
+    table = Table(*columns, title="sessions", caption=cut, box=box.SIMPLE, padding=0, pad_edge=False)
+    for row in rows[:MOST_SESSIONS]:
+        table.add_row(
+            Text(row.session_id, overflow="fold"),
+            Text(row.harness or ""),
+            row.status or "",
+            _number(row.reward),
+            str(row.calls),
+            f"{row.bridged}/{row.rendered}",
+            str(row.ledger.sampled),
+        )
+    return table
+
+
+def _by_start(sessions: dict[str, Session], calls: dict[str, list[Call]]) -> list[str]:
+    """The ids of all sessions, those with calls alone among them, in the order in which they started."""
+    started = {session_id: session_calls[0].started_at for session_id, session_calls in calls.items()}
+    started |= {session_id: session.started_at for session_id, session in sessions.items()}
+    return sorted(started, key=lambda session_id: (started[session_id], session_id))
+
+
+def _without_ids(reason: str) -> str:
+    """A reason as it is for many calls: ids, which are hexadecimal, and numbers become three dots."""
+    return re.sub(r"\b([0-9a-f]{16,}|[0-9]+)\b", "…", reason)
 
 
 def _counts(counts: dict[str, int]) -> str:

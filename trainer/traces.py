@@ -98,11 +98,10 @@ def build_traces(calls: Sequence[Call], strategy: Strategy) -> tuple[list[Trace]
     """
     calls = sorted(calls, key=lambda call: (call.started_at, call.call_id))
     _require_one_session(calls)
-    parents, superseded = _link(calls)
+    parents, left_out = link_calls(calls)
     ledger = Ledger()
     trained = []
-    for i, call in enumerate(calls):
-        reason = _left_out(call) or ("superseded" if i in superseded else None)
+    for i, (call, reason) in enumerate(zip(calls, left_out, strict=True)):
         ledger += _account(len(call.completion_ids), reason)
         if reason is None:
             trained.append(i)
@@ -123,6 +122,15 @@ def build_traces(calls: Sequence[Call], strategy: Strategy) -> tuple[list[Trace]
     if unowned or masked != ledger.trained:
         raise LedgerError(f"the traces train {masked} tokens, the ledger says {ledger.trained}")
     return traces, ledger
+
+
+def link_calls(calls: Sequence[Call]) -> tuple[list[int | None], list[LeftOut | None]]:
+    """The call tree of one session's calls, which are in the order in which they started.
+
+    Returns the index of each call's parent, None for a root; and why each call is not trained, None when it is.
+    """
+    parents, superseded = _link(calls)
+    return parents, [_left_out(call) or ("superseded" if i in superseded else None) for i, call in enumerate(calls)]
 
 
 def label(traces: Iterable[Trace], session: Session) -> None:
