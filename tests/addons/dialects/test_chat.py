@@ -1,10 +1,8 @@
-import copy
 import json
 from dataclasses import asdict
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types import ErrorObject, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -20,6 +18,7 @@ from rolltap.addons.dialects.model_call import (
     Usage,
     WireTool,
 )
+from tests.addons.dialects import hostile
 
 TARGET = "/v1/chat/completions"
 TOOL = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}}
@@ -228,45 +227,10 @@ class TestDecode:
             chat.decode(body, TARGET)
 
 
-def places(value, path=()):
-    """The path of every value within `value`."""
-    yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in items:
-        yield from places(inner, (*path, key))
-
-
-anything = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.integers(min_value=10**400, max_value=10**401)
-    | st.floats()
-    | st.text(st.characters(categories=None), max_size=8)
-    | st.sampled_from(["text", "user", "assistant", "tool", "\ud83d", '{"a": "\\ud83d"}', "<|im_end|>", "none", 1]),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["role", "content", "type", "text", "function", "name"]), inner, max_size=3)
-    ),
-    max_leaves=5,
+anything = hostile.values(
+    ["text", "user", "assistant", "tool"], ["role", "content", "type", "text", "function", "name"]
 )
-
-
-@st.composite
-def mutated_requests(draw):
-    request = copy.deepcopy(REQUEST)
-    for path in draw(st.lists(st.sampled_from([p for p in places(REQUEST) if p]), min_size=1, max_size=3)):
-        parent = request
-        try:
-            for key in path[:-1]:
-                parent = parent[key]
-            parent[path[-1]] = draw(anything)
-        except (KeyError, IndexError, TypeError):
-            pass  # an earlier mutation took the place away
-    return json.dumps(request).encode()
-
-
-bodies = mutated_requests() | st.binary(max_size=40) | anything.map(lambda value: json.dumps(value).encode())
+bodies = hostile.bodies([REQUEST], anything)
 
 
 @given(bodies)

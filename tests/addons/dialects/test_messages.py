@@ -20,6 +20,7 @@ from rolltap.addons.dialects.model_call import (
     sign,
 )
 from rolltap.addons.dialects.routes import find_route
+from tests.addons.dialects import hostile
 
 LOOK = {"name": "look", "description": "Looks.", "input_schema": {"type": "object", "properties": {"at": {}}}}
 SHOWN_LOOK = {
@@ -280,43 +281,9 @@ class TestDecode:
             decode(messages=prefill)
 
 
-def places(value, path=()):
-    """The path of every value within `value`."""
-    yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in items:
-        yield from places(inner, (*path, key))
-
-
 words = ["text", "user", "assistant", "system", "thinking", "tool_use", "tool_result", "tool_reference", "image"]
 keys = ["role", "content", "type", "text", "name", "input", "INVALID_JSON", "tool_name", "source", "tool_use_id"]
-anything = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(st.characters(categories=None), max_size=8)
-    | st.sampled_from([*words, "\ud83d", '{"a": "\\ud83d"}', "none", "server_tool_use", sign("c1")]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(keys), inner, max_size=4),
-    max_leaves=6,
-)
-
-
-@st.composite
-def mutated_requests(draw):
-    request = copy.deepcopy(REQUEST)
-    for path in draw(st.lists(st.sampled_from([p for p in places(REQUEST) if p]), min_size=1, max_size=3)):
-        parent = request
-        try:
-            for key in path[:-1]:
-                parent = parent[key]
-            parent[path[-1]] = draw(anything)
-        except (KeyError, IndexError, TypeError):
-            pass  # an earlier mutation took the place away
-    return json.dumps(request).encode()
-
-
-bodies = mutated_requests() | st.binary(max_size=40) | anything.map(lambda value: json.dumps(value).encode())
+bodies = hostile.bodies([REQUEST], hostile.values([*words, "server_tool_use", sign("c1")], keys))
 
 
 @given(bodies, st.sampled_from(["/v1/messages", "/v1/messages/count_tokens"]))

@@ -1,4 +1,3 @@
-import copy
 import json
 from dataclasses import asdict
 
@@ -19,6 +18,7 @@ from rolltap.addons.dialects.model_call import (
     parse_arguments,
     sign,
 )
+from tests.addons.dialects import hostile
 
 LOOK = {"type": "function", "name": "look", "description": "Looks.", "parameters": {"type": "object"}, "strict": False}
 PATCH = {
@@ -294,14 +294,6 @@ class TestDecode:
         assert refusal.value.code == "previous_response_not_found"
 
 
-def places(value, path=()):
-    """The path of every value within `value`."""
-    yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in items:
-        yield from places(inner, (*path, key))
-
-
 NAMES = ["type", "role", "content", "summary", "text", "call_id", "name", "namespace", "tools", "arguments", "output"]
 KINDS = ["message", "reasoning", "function_call", "custom_tool_call", "compaction", "compaction_trigger", "namespace"]
 MUTABLE = {
@@ -313,34 +305,7 @@ MUTABLE = {
         {"type": "compaction_trigger"},
     ],
 }
-anything = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.integers(min_value=10**400, max_value=10**401)
-    | st.floats()
-    | st.text(st.characters(categories=None), max_size=8)
-    | st.sampled_from([*KINDS, "user", "assistant", "\ud83d", '{"a": "\\ud83d"}', sign("c1"), "none"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=4),
-    max_leaves=6,
-)
-
-
-@st.composite
-def mutated_requests(draw):
-    request = copy.deepcopy(MUTABLE)
-    for path in draw(st.lists(st.sampled_from([p for p in places(MUTABLE) if p]), min_size=1, max_size=3)):
-        parent = request
-        try:
-            for key in path[:-1]:
-                parent = parent[key]
-            parent[path[-1]] = draw(anything)
-        except (KeyError, IndexError, TypeError):
-            pass  # an earlier mutation took the place away
-    return json.dumps(request).encode()
-
-
-bodies = mutated_requests() | st.binary(max_size=40) | anything.map(lambda value: json.dumps(value).encode())
+bodies = hostile.bodies([MUTABLE], hostile.values([*KINDS, "user", "assistant", sign("c1")], NAMES))
 
 
 @given(bodies)

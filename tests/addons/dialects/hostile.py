@@ -1,0 +1,50 @@
+"""Request bodies that no client sends on purpose."""
+
+import copy
+import json
+
+from hypothesis import strategies as st
+
+
+def values(words, names):
+    """Any JSON value, often of `words` and of objects with the keys `names`; texts may hold half a character."""
+    return st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.integers(min_value=10**400, max_value=10**401)
+        | st.floats()
+        | st.text(st.characters(categories=None), max_size=8)
+        | st.sampled_from([*words, "\ud83d", '{"a": "\\ud83d"}', "<|im_end|>", "none", 1]),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(names), inner, max_size=4),
+        max_leaves=6,
+    )
+
+
+@st.composite
+def mutated(draw, request, anything):
+    """`request` with other values in up to three places."""
+    body = copy.deepcopy(request)
+    for path in draw(st.lists(st.sampled_from([p for p in _places(request) if p]), min_size=1, max_size=3)):
+        parent = body
+        try:
+            for key in path[:-1]:
+                parent = parent[key]
+            parent[path[-1]] = draw(anything)
+        except (KeyError, IndexError, TypeError):
+            pass  # an earlier mutation took the place away
+    return body
+
+
+def bodies(requests, anything):
+    """Mutated requests, any JSON, any bytes."""
+    json_values = st.one_of(*(mutated(request, anything) for request in requests), anything)
+    return json_values.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=40)
+
+
+def _places(value, path=()):
+    """The path of every value within `value`."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from _places(inner, (*path, key))
