@@ -74,8 +74,6 @@ def shell(harness: Harness, command: str) -> str:
     name, arguments = {
         "claude-code": ("Bash", {"command": command, "description": "Work"}),
         "codex": ("exec_command", {"cmd": command}),
-        "opencode": ("bash", {"command": command, "description": "Work"}),
-        "pi": ("bash", {"command": command}),
         "qwen-code": ("run_shell_command", {"command": command, "is_background": False}),
     }[harness.name]
     return tool_call(name, arguments)
