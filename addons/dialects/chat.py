@@ -4,6 +4,7 @@ Field names follow the OpenAI API reference; `reasoning_content` is the extensio
 clients share.
 """
 
+import json
 from typing import Any
 from urllib.parse import unquote
 
@@ -268,8 +269,14 @@ class StreamEncoder:
         return events + b"data: [DONE]\n\n"
 
     def error(self, error: DialectError) -> bytes:
-        """The event for a failure after the stream began."""
-        return b"data: " + encode_error(error) + b"\n\n"
+        """The event for a failure after the stream began.
+
+        Its `code` is the status that the headers can no longer tell, as vLLM writes it. Qwen Code asks again for 5xx,
+        and gives up without one.
+        """
+        told = json.loads(encode_error(error))
+        told["error"]["code"] = error.status
+        return _event(told)
 
     def _chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
         choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}

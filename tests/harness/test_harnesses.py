@@ -3,8 +3,6 @@
 Each writes a file with a tool of its own, reads it back with another call, and ends.
 """
 
-import json
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -12,15 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from rolltap.addons.store import RunWriter, read_rows
 from rolltap.trainer.dataset import load_calls, load_sessions
 from rolltap.trainer.rollouts.environment import clean_environment
-from rolltap.trainer.rollouts.harness import harness_names, load_harness
-from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.scheduler import Plan, rollout
+from rolltap.trainer.rollouts.harness import harness_names
 from rolltap.trainer.rollouts.task import Task
 from rolltap.trainer.traces import build_traces
-from tests.scripted_engine import Say, ScriptedEngine
+from tests.harness.play import installed, play, tool_call
+from tests.scripted_engine import Say
 
 pytestmark = pytest.mark.harness
 
@@ -95,26 +91,6 @@ SCRIPTS = {
 }
 
 
-def tool_call(name, arguments):
-    """A turn with JSON that no serialiser would write: a harness that echoes it in its own words changes it."""
-    pairs = ",".join(f'  "{key}" :  {odd(value)}' for key, value in arguments.items())
-    call = f'{{"arguments":{{{pairs} }}, "name": "{name}"}}'
-    return f"<think>\nI call {name}.\n</think>\n\n<tool_call>\n{call}\n</tool_call>"
-
-
-def odd(value):
-    """JSON with the letter e as an escape."""
-    return (
-        json.dumps(value, ensure_ascii=False).replace("e", "\\u0065") if isinstance(value, str) else json.dumps(value)
-    )
-
-
-@pytest.fixture
-def engine(tokenizer):
-    with ScriptedEngine(tokenizer, max_model_len=200_000) as engine:
-        yield engine
-
-
 def lead(engine, script):
     """Have `engine` follow `script`: which turn it is, the number of tool results in the prompt says."""
 
@@ -130,10 +106,7 @@ def lead(engine, script):
 
 @pytest.fixture(params=harness_names())
 def harness(request):
-    harness = load_harness(request.param)
-    if shutil.which(harness.program) is None:
-        pytest.skip(f"{harness.name} is not installed: tests/run.sh installs it")
-    return harness
+    return installed(request.param)
 
 
 @pytest.fixture
@@ -154,18 +127,10 @@ def files(folder):
 async def test_a_session_with_tools_is_one_unbroken_line_of_calls(harness, engine, tiny_model, home, tmp_path):
     script = SCRIPTS[harness.name]
     lead(engine, script)
-    run = tmp_path / "run"
-    options = {"confdir": str(tmp_path / "mitmproxy")}
     before = files(home)
-    with Recorder(run, engine=engine.url, model=str(tiny_model), options=options) as recorder:
-        plan = Plan(harness, 1, 1, 120.0)
-        (session,) = await rollout(
-            [TASK], plan, recorder, RunWriter(run), policy_version="default", done=lambda session: None
-        )
-    log = next((run / "logs").glob("*[0-9].log")).read_text()
-    assert (session.status, session.reward, session.error) == ("completed", 1.0, None), log
-    calls = load_calls(run)[session.session_id]
-    main = [call for call in calls if call.role == "agent"]
+    played = await play(harness, TASK, engine, tiny_model, tmp_path)
+    session, calls, main = played.session, played.calls, played.main
+    assert (session.status, session.reward, session.error) == ("completed", 1.0, None), played.log
     turns = len(script.tools) + (harness.name != "mini-swe-agent")  # which ends by a tool
     assert [call.kind for call in main[1:]] == ["bridged"] * (turns - 1)
     assert [call.status for call in calls] == ["completed"] * len(calls)
@@ -176,8 +141,8 @@ async def test_a_session_with_tools_is_one_unbroken_line_of_calls(harness, engin
     ledger.check()
     assert ledger.sampled == sum(len(call.completion_ids) for call in calls)
     assert ledger.trained == sum(len(call.completion_ids) for call in main)
-    kinds = {event["kind"] for event in read_rows(run, "events")}
-    assert kinds <= {"call_started", "refused"}
+    assert {event["kind"] for event in played.events} <= {"call_started", "refused"}
+    assert played.summary.uncaptured_calls == 0
     assert files(home) == before  # it worked in a home of its own
 
 

@@ -367,6 +367,7 @@ class TestStreamEncoder:
     def test_usage_is_not_sent_otherwise(self):
         assert b"usage" not in streamed(REPLIES[0], include_usage=False)
 
-    def test_an_error_is_an_event(self):
+    def test_an_error_is_an_event_that_says_the_status(self):
         (event,) = data_of(chat.StreamEncoder(head()).error(DialectError("Down.", status=503)))
-        assert json.loads(event)["error"]["message"] == "Down."
+        told = json.loads(event)["error"]
+        assert (told["message"], told["code"]) == ("Down.", 503)

@@ -1,0 +1,11 @@
+"""The engine that leads the programs, with a window in which the longest first prompt fits."""
+
+import pytest
+
+from tests.scripted_engine import ScriptedEngine
+
+
+@pytest.fixture
+def engine(tokenizer):
+    with ScriptedEngine(tokenizer, max_model_len=200_000) as engine:
+        yield engine

@@ -1,0 +1,42 @@
+"""An agent in a few lines: the openai SDK's Chat Completions, first whole and then streamed."""
+
+import json
+from pathlib import Path
+
+import openai
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "write_file",
+        "description": "Write a file.",
+        "parameters": {
+            "type": "object",
+            "properties": {"path": {"type": "string"}, "content": {"type": "string"}},
+            "required": ["path", "content"],
+        },
+    },
+}
+
+
+def agent(client, task, streamed):
+    messages = [{"role": "user", "content": task}]
+    while True:
+        asked = {"model": "gpt-4.1", "messages": messages, "tools": [TOOL]}
+        if streamed:
+            with client.chat.completions.stream(**asked) as stream:
+                completion = stream.get_final_completion()
+        else:
+            completion = client.chat.completions.create(**asked)
+        message = completion.choices[0].message
+        messages.append(message)
+        if not message.tool_calls:
+            return message.content
+        for call in message.tool_calls:
+            arguments = json.loads(call.function.arguments)
+            Path(arguments["path"]).write_text(arguments["content"])
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "written"})
+
+
+for name in ("whole", "streamed"):
+    print(agent(openai.OpenAI(), f"Write {name}.txt, twice.", name == "streamed"))

@@ -1,0 +1,37 @@
+"""Codex over one WebSocket for its whole session, as it speaks with its own service."""
+
+import pytest
+
+from rolltap.trainer.rollouts.task import Task
+from tests.harness.play import installed, play, shell
+from tests.scripted_engine import Say
+
+pytestmark = pytest.mark.harness
+
+TASK = Task(
+    id="lines", instruction="Write one line after the other.", evaluate=["grep", "-qz", "^0\n1\n2\n$", "lines.txt"]
+)
+
+
+async def test_every_turn_goes_over_the_socket_and_brings_only_what_is_new(engine, tiny_model, tmp_path):
+    codex = installed("codex")
+
+    def reply(request):
+        turn = engine.tokenizer.decode(request["token_ids"]).count("<tool_response>")
+        return Say(shell(codex, f"echo {turn} >> lines.txt") if turn < 3 else "Done.")
+
+    engine.otherwise = reply
+    options = {"rolltap_websocket": "true", "flow_detail": "4"}  # the log shows each message
+    played = await play(codex, TASK, engine, tiny_model, tmp_path, options)
+    assert (played.session.status, played.session.reward) == ("completed", 1.0), played.log
+    assert [(call.kind, call.role) for call in played.calls] == [("root", "agent")] + [("bridged", "agent")] * 3
+    assert {(call.host, call.path, call.dialect) for call in played.calls} == {
+        ("api.openai.com", "/v1/responses", "openai-responses")
+    }
+    assert [request["token_ids"] for request in engine.requests] == [call.prompt_ids for call in played.calls]
+    assert {event["kind"] for event in played.events} == {"call_started"}
+    assert played.summary.uncaptured_calls == 0
+    assert "101 Switching Protocols" in played.recorder_log
+    assert "POST http" not in played.recorder_log
+    assert played.recorder_log.count("-> WebSocket text message") == 1 + 4  # the first prepares the session
+    assert played.recorder_log.count(TASK.instruction) == 1

@@ -1,0 +1,79 @@
+"""An engine that dies in the middle of a reply, and what the program gets to see of it."""
+
+import pytest
+
+from rolltap.trainer.rollouts.task import Task
+from tests.harness.play import installed, play, shell
+from tests.scripted_engine import Answer, Say
+
+pytestmark = pytest.mark.harness
+
+TASK = Task(
+    id="lines", instruction="Write one line after the other.", evaluate=["grep", "-qz", "^0\n1\n$", "lines.txt"]
+)
+BREAK_AFTER = 8
+"""Tokens, in the middle of the reasoning."""
+
+
+def lead(engine, harness, fault=None):
+    """Two lines, then the end. The second reply is `fault` at first, or breaks off; who asks for the rest gets it."""
+    broken = []
+
+    def reply(request):
+        prompt = engine.tokenizer.decode(request["token_ids"])
+        turn = prompt.count("<tool_response>")
+        text = shell(harness, f"echo {turn} >> lines.txt") if turn < 2 else "Done."
+        if turn == 1 and not broken:
+            broken.append(turn)
+            return fault or Say(text, break_after=BREAK_AFTER)
+        return Say(text.removeprefix(prompt.rsplit("<|im_start|>assistant\n", 1)[1]))
+
+    engine.otherwise = reply
+
+
+@pytest.mark.parametrize("name", ["claude-code", "codex"])
+async def test_the_program_sees_one_unbroken_reply(name, engine, tiny_model, tmp_path):
+    harness = installed(name)
+    lead(engine, harness)
+    played = await play(harness, TASK, engine, tiny_model, tmp_path)
+    assert (played.session.status, played.session.reward) == ("completed", 1.0), played.log
+    assert [(call.kind, call.status) for call in played.calls] == [
+        ("root", "completed"),
+        ("bridged", "completed"),
+        ("bridged", "completed"),
+    ]
+    second = played.calls[1]
+    (continued,) = played.of("continued")
+    assert continued["detail"] == second.call_id
+    assert engine.requests[2]["token_ids"] == second.prompt_ids + second.completion_ids[:BREAK_AFTER]
+    assert second.violation is None
+    assert (played.summary.continued, played.summary.retried, played.summary.uncaptured_calls) == (1, 0, 0)
+    assert played.summary.ledger.trained == sum(len(call.completion_ids) for call in played.calls)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("claude-code", None),
+        # after a broken connection, a 503, Qwen Code would wait for a minute
+        ("qwen-code", Answer(200, '{"error": {"message": "no memory left", "code": 500}}')),
+    ],
+)
+async def test_without_patience_the_program_is_told_and_asks_again(name, fault, engine, tiny_model, tmp_path):
+    harness = installed(name)
+    lead(engine, harness, fault)
+    played = await play(harness, TASK, engine, tiny_model, tmp_path, {"rolltap_patience": "0"})
+    assert (played.session.status, played.session.reward) == ("completed", 1.0), played.log
+    assert [(call.kind, call.status) for call in played.calls] == [
+        ("root", "completed"),
+        ("bridged", "failed"),
+        ("bridged", "completed"),
+        ("bridged", "completed"),
+    ]
+    failed, again = played.calls[1:3]
+    assert again.prompt_ids == failed.prompt_ids
+    assert played.summary.uncaptured_calls == 0
+    ledger = played.summary.ledger
+    assert len(failed.completion_ids) == (0 if fault else BREAK_AFTER)
+    assert sum(ledger.left_out.values()) == len(failed.completion_ids)
+    assert ledger.sampled == sum(len(call.completion_ids) for call in played.calls)

@@ -1,0 +1,46 @@
+"""A helper agent that the program starts: a line of calls of its own within the session."""
+
+import pytest
+
+from rolltap.trainer.rollouts.task import Task
+from tests.harness.play import installed, play, shell, tool_call
+from tests.scripted_engine import Say
+
+pytestmark = pytest.mark.harness
+
+TASK = Task(id="delegate", instruction="Let somebody else do it.", evaluate=["test", "-s", "helper.txt"])
+ASKED, TOLD = "You are to write helper.txt.", "The helper has written it."
+
+START = {
+    "claude-code": ("Agent", {"subagent_type": "general-purpose"}, "header x-claude-code-request-class: subagent"),
+    "qwen-code": ("agent", {"subagent_type": "general-purpose"}, "metadata.promptId: "),
+}
+"""The tool that starts a helper, what it wants to know, and how the role of the helper's calls is known."""
+
+
+@pytest.mark.parametrize("name", START)
+async def test_its_calls_are_a_line_of_their_own(name, engine, tiny_model, tmp_path):
+    harness = installed(name)
+    tool, arguments, evidence = START[name]
+
+    def reply(request):
+        prompt = engine.tokenizer.decode(request["token_ids"])
+        worked = "<tool_response>" in prompt
+        if TASK.instruction in prompt:
+            return Say("Done." if worked else tool_call(tool, {**arguments, "description": "Help", "prompt": ASKED}))
+        return Say(TOLD if worked else shell(harness, "echo done > helper.txt"))
+
+    engine.otherwise = reply
+    played = await play(harness, TASK, engine, tiny_model, tmp_path)
+    assert (played.session.status, played.session.reward) == ("completed", 1.0), played.log
+    helper = [call for call in played.calls if call.role == "subagent"]
+    assert len(helper) == 2
+    assert all(call.role_evidence.startswith(evidence) for call in helper)
+    for line in (played.main, helper):
+        ids = [call.call_id for call in line]
+        assert [call.parent_id for call in line] == [None, *ids[:-1]]
+        assert [call.kind for call in line[1:]] == ["bridged"] * (len(line) - 1)
+    assert TOLD in engine.tokenizer.decode(played.main[-1].prompt_ids)
+    assert {(call.status, call.violation) for call in played.calls} == {("completed", None)}
+    assert played.summary.uncaptured_calls == 0
+    assert played.summary.ledger.trained == sum(len(call.completion_ids) for call in [*played.main, *helper])
