@@ -34,7 +34,8 @@ def _entry(model: ServedModel, priority: int) -> dict[str, Any]:
         "context_window": model.context,
         # Codex would wait until the window is almost full; a model that reasons before its summary needs more room.
         "auto_compact_token_limit": model.context * 3 // 4,
-        "truncation_policy": {"mode": "tokens", "limit": min(_LONGEST_TOOL_OUTPUT, model.context // 4)},
+        # Codex takes four bytes for a token, and a digit may be one: the share is small, so that one output still fits.
+        "truncation_policy": {"mode": "tokens", "limit": min(_LONGEST_TOOL_OUTPUT, model.context // 8)},
         "input_modalities": ["text"],
         "base_instructions": _INSTRUCTIONS,
         # Functions only: a shell, no freeform apply_patch (there is none without `apply_patch_tool_type`), no

@@ -45,7 +45,8 @@ async def test_it_goes_on_from_its_own_summary(name, env, window, digits, refuse
     before, compaction, first, *later = played.calls[at - 1 :]
     assert {call.role for call in [*played.calls[:at], first, *later]} == {"agent"}
     assert {call.kind for call in [*played.calls[1:at], compaction, *later]} == {"bridged"}
-    assert (first.kind, first.kind_reason) == ("rendered", "no earlier call is a prefix of this conversation")
+    assert first.parent_id is None
+    assert "is not that of call" in first.kind_reason  # a message of the history that the summary replaced
     assert len(first.prompt_ids) < len(before.prompt_ids)
     assert {(call.status, call.violation) for call in played.calls} == {("completed", None)}
     assert played.summary.uncaptured_calls == 0

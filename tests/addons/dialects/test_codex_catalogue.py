@@ -38,7 +38,7 @@ def test_codex_learns_the_name_and_the_window():
 
 def test_one_tool_output_does_not_fill_the_window():
     small, large = entries(ServedModel("small", 4096), ServedModel("large", 262144))
-    assert small["truncation_policy"] == {"mode": "tokens", "limit": 1024}
+    assert small["truncation_policy"] == {"mode": "tokens", "limit": 512}
     assert large["truncation_policy"] == {"mode": "tokens", "limit": 10_000}
 
 
