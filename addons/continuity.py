@@ -1,9 +1,8 @@
 """Conversation to prompt token ids: continue a recorded call token for token, or render in full and say why.
 
-A recorded turn is found by what the harness sends back, compared as canonical messages: parsed tool arguments, text
-parts joined, tool-call ids as we issued them. Its text is never tokenised again. Reasoning does not take part in the
-comparison, as harnesses drop or keep it; like the opaque field issued with it (`call_id`), it only decides between
-turns that are otherwise equal.
+A recorded turn is found by what the harness sends back, compared as canonical messages (`canonical.py`). Its text is
+never tokenised again. Reasoning does not take part in the comparison, as harnesses drop or keep it; like the opaque
+field issued with it (`call_id`), it only decides between turns that are otherwise equal.
 """
 
 import hashlib
@@ -11,11 +10,9 @@ import json
 from dataclasses import dataclass, field
 
 from rolltap.addons.calls import CallKind
+from rolltap.addons.canonical import Defaults, canonical, tool_defaults
 from rolltap.addons.dialects.model_call import Message, Tool
 from rolltap.addons.rendering import Rendering
-
-_SORTED = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
-
 
 _BEFORE, _AFTER = 30, 50
 """Characters shown on both sides of a difference."""
@@ -60,6 +57,8 @@ class Prompt:
     """The messages after the parent's conversation and reply; all of them without a parent."""
     states: list[str] = field(repr=False, default_factory=list)
     """A digest of each prefix of the conversation."""
+    defaults: Defaults = field(repr=False, default_factory=dict)
+    """Those of the call's tools."""
 
 
 class Conversations:
@@ -73,6 +72,8 @@ class Conversations:
         """State -> the messages that came next, and the call of each."""
         self._newest: tuple[list[Message], list[str]] = ([], [])
         """The messages of the newest request and their states: most of the next one's, as a rule."""
+        self._newest_turn: tuple[Turn | None, list[int]] = (None, [])
+        """The newest turn and its full prompt: the next call continues it, as a rule."""
 
     def prompt(self, messages: list[Message], tools: list[Tool]) -> Prompt:
         """The prompt of a new call: the recorded conversation that ends with this one's last assistant message,
@@ -80,34 +81,37 @@ class Conversations:
 
         An earlier one would leave an assistant message among the new ones, and its tokens are those of another call.
         """
-        states = _states(messages, tools, *self._newest)
+        defaults = tool_defaults(tools)
+        states = _states(messages, tools, defaults, *self._newest)
         self._newest = messages, states
-        length = 1 + max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
+        length = next((n for n in range(len(messages), 0, -1) if messages[n - 1]["role"] == "assistant"), 0)
         turns = self._turns.get(states[length], []) if length else []
         turn = _pick(turns, messages[length - 1]) if turns else None
         if turn is not None:
-            prompt_ids = turn.prompt_ids()
+            newest, newest_prompt_ids = self._newest_turn
+            prompt_ids = newest_prompt_ids if turn is newest else turn.prompt_ids()
             ids = self._rendering.bridge(prompt_ids, turn.completion_ids, messages[length:], tools)
             if ids is not None:
                 prefix = len(prompt_ids) + len(turn.completion_ids)
-                return Prompt(ids, "bridged", None, turn, prefix, messages[length:], states)
+                return Prompt(ids, "bridged", None, turn, prefix, messages[length:], states, defaults)
             reason = self._rendering.refusal or f"the renderer cannot continue call {turn.call_id}"
         elif turns:
             reason = f"{len(turns)} earlier calls fit equally well up to message {length}"
         else:
-            reason = self._difference(messages, states) if self._turns else "no earlier call"
+            reason = self._difference(messages, states, defaults) if self._turns else "no earlier call"
         ids = self._rendering.render([self._with_reasoning(message) for message in messages], tools)
-        return Prompt(ids, "rendered" if length else "root", reason, None, 0, messages, states)
+        return Prompt(ids, "rendered" if length else "root", reason, None, 0, messages, states, defaults)
 
     def add(self, call_id: str, prompt: Prompt, completion_ids: list[int], reply: Message) -> None:
         """Remember a completed call, so that the next one can continue it. `reply` is what the harness saw."""
         tail = prompt.ids[prompt.prefix_length :]
         turn = Turn(call_id, prompt.parent, tail, completion_ids, reply.get("reasoning_content") or "")
-        self._turns.setdefault(_next_state(prompt.states[-1], reply), []).append(turn)
+        self._turns.setdefault(_next_state(prompt.states[-1], reply, prompt.defaults), []).append(turn)
         self._by_call[call_id] = turn
+        self._newest_turn = turn, prompt.ids
         first = len(prompt.states) - 1 - len(prompt.new_messages)
         for state, message in zip(prompt.states[first:], [*prompt.new_messages, reply], strict=True):
-            self._next.setdefault(state, {}).setdefault(canonical(message), call_id)
+            self._next.setdefault(state, {}).setdefault(canonical(message, prompt.defaults), call_id)
 
     def _with_reasoning(self, message: Message) -> Message:
         """The reasoning belongs to the context when the harness sends only the opaque field issued with it."""
@@ -116,7 +120,7 @@ class Conversations:
             return message
         return {**message, "reasoning_content": turn.reasoning}
 
-    def _difference(self, messages: list[Message], states: list[str]) -> str:
+    def _difference(self, messages: list[Message], states: list[str], defaults: Defaults) -> str:
         """Where the conversation leaves those that were recorded, in words."""
         known = [i for i, state in enumerate(states) if state in self._next or state in self._turns]
         if not known:
@@ -127,7 +131,7 @@ class Conversations:
         theirs, call_id = next(reversed(self._next[states[length]].items()))
         if length == len(messages):
             return f"it ends within the conversation of call {call_id}"
-        ours = canonical(messages[length])
+        ours = canonical(messages[length], defaults)
         return f"message {length} is not that of call {call_id}: {first_difference(ours, theirs)}"
 
 
@@ -138,55 +142,32 @@ def first_difference(ours: str, theirs: str) -> str:
     return f"{ours[start : at + _AFTER]!r} where it had {theirs[start : at + _AFTER]!r}"
 
 
-def canonical(message: Message) -> str:
-    """A message as a string that is equal for equal messages, however a harness wrote them."""
-    kept = {key: value for key, value in message.items() if value and key not in ("reasoning_content", "call_id")}
-    if message["role"] == "assistant" and not message["content"].strip():
-        kept.pop("content", None)  # Claude Code drops blank text before a tool call
-    if "tool_calls" in kept:
-        kept["tool_calls"] = [
-            {"id": c["id"], "name": c["function"]["name"], "arguments": _parsed(c["function"]["arguments"])}
-            for c in kept["tool_calls"]
-        ]
-    return _SORTED.encode(kept)
-
-
-def _parsed(arguments: object) -> object:
-    try:
-        return _javascript(json.loads(arguments) if isinstance(arguments, str) else arguments)
-    except (ValueError, RecursionError):
-        return arguments
-
-
-def _javascript(value: object) -> object:
-    """JavaScript has one kind of number and writes 1.0 as 1."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, dict):
-        return {key: _javascript(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_javascript(inner) for inner in value]
-    return value
-
-
-def _states(messages: list[Message], tools: list[Tool], known: list[Message], known_states: list[str]) -> list[str]:
+def _states(
+    messages: list[Message], tools: list[Tool], defaults: Defaults, known: list[Message], known_states: list[str]
+) -> list[str]:
     """A digest of each prefix of the conversation, the tools included; `states[n]` covers `messages[:n]`.
 
     `known` is a conversation whose states are known, so that what it shares with this one is not digested again.
     """
     states = [hashlib.blake2b(json.dumps(tools, sort_keys=True).encode(), digest_size=16).hexdigest()]
     for i, message in enumerate(messages):
-        same_prefix = i < len(known) and states[i] == known_states[i]
-        # not for tool calls, as their arguments may hold True where those of the other hold 1, which Python calls equal
-        if same_prefix and "tool_calls" not in message and message == known[i]:
+        if i < len(known) and states[i] == known_states[i] and _identical(message, known[i]):
             states.append(known_states[i + 1])
         else:
-            states.append(_next_state(states[i], message))
+            states.append(_next_state(states[i], message, defaults))
     return states
 
 
-def _next_state(state: str, message: Message) -> str:
-    return hashlib.blake2b((state + canonical(message)).encode("utf-8", "replace"), digest_size=16).hexdigest()
+def _identical(message: Message, other: Message) -> bool:
+    """Whether two messages are equal, and also in their types: Python calls True and 1 equal."""
+    if message != other:
+        return False
+    return "tool_calls" not in message or repr(message["tool_calls"]) == repr(other["tool_calls"])
+
+
+def _next_state(state: str, message: Message, defaults: Defaults) -> str:
+    text = state + canonical(message, defaults)
+    return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16).hexdigest()
 
 
 def _pick(turns: list[Turn], echoed: Message) -> Turn | None:

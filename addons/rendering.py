@@ -42,6 +42,11 @@ _PROBES: list[tuple[list[Message], list[Tool] | None]] = [
         [_PROBE_TOOL],
     ),
 ]
+_READS_ONE_TURN = frozenset(
+    ["nemotron-3", "nemotron-3-ultra", "prime-qwen3", "qwen3", "qwen3-vl", "qwen3.5", "qwen3.6", "qwen3.8"]
+)
+"""Renderers that continue a conversation without a look at the prompt before its last stop token."""
+
 _SYSTEM_LATER: list[Message] = [{"role": "user", "content": "Hello"}, {"role": "system", "content": "Be brief."}]
 
 
@@ -130,14 +135,21 @@ class Rendering:
         if self._template_bridge is not None:
             extension = None if self.refusal else self._template_bridge.extension(completion_ids, new)
             return None if extension is None else prompt_ids + completion_ids + extension
-        bridged = self._renderer.bridge_to_next_turn(prompt_ids, completion_ids, new, tools=tools or None)
+        start = self._last_stop(prompt_ids) if self.name in _READS_ONE_TURN else 0
+        tail = prompt_ids[start:]
+        bridged = self._renderer.bridge_to_next_turn(tail, completion_ids, new, tools=tools or None)
         if bridged is None:
             return None
         ids: list[int] = bridged.token_ids
-        sampled = len(prompt_ids) + len(completion_ids)
-        if ids[: len(prompt_ids)] != prompt_ids or ids[len(prompt_ids) : sampled] != completion_ids:
+        sampled = len(tail) + len(completion_ids)
+        if ids[: len(tail)] != tail or ids[len(tail) : sampled] != completion_ids:
             return None
-        return ids
+        return prompt_ids + ids[len(tail) :]
+
+    def _last_stop(self, prompt_ids: list[int]) -> int:
+        """The position of the last stop token, or 0."""
+        stops = set(self.stop_token_ids())
+        return next((i for i in range(len(prompt_ids) - 1, 0, -1) if prompt_ids[i] in stops), 0)
 
     def _fit(self, messages: list[Message], *, later: bool = False) -> list[Message]:
         """The messages without our own keys and, for templates that take a system message only at the beginning, with

@@ -18,8 +18,8 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKUP = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 
 
-def save_tokenizer(folder, template):
-    """A small byte-level BPE with Qwen3's special tokens."""
+def save_tokenizer(folder, template, more=()):
+    """A small byte-level BPE with Qwen3's special tokens, and `more` of them."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -30,6 +30,7 @@ def save_tokenizer(folder, template):
     )
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKUP])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in more])
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltap.addons.continuity import Conversations, Turn, canonical
+from rolltap.addons.continuity import Conversations, Turn
 from rolltap.addons.dialects import chat
 from rolltap.addons.dialects.model_call import DialectError
 from tests.addons.dialects.test_chat import TOOL, bodies
@@ -194,23 +194,6 @@ class TestKind:
         for completion in ("One.<|im_end|>", "Two.<|im_end|>And more"):
             messages += [session.ask(messages, completion), user("Go on")]
         assert session.prompt(messages).reason == "the renderer cannot continue call 1"
-
-
-def called(text):
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": "c1", "function": {"name": "look", "arguments": text}}],
-    }
-
-
-class TestCanonical:
-    def test_what_is_empty_is_as_good_as_absent(self):
-        assert canonical({"role": "tool", "content": "", "tool_call_id": ""}) == canonical({"role": "tool"})
-
-    def test_arguments_that_are_not_json_are_compared_as_text(self):
-        assert canonical(called("{'a': 1}")) == canonical(called("{'a': 1}"))
-        assert canonical(called("{'a': 1}")) != canonical(called("{'a':1}"))
 
 
 class TestEqualReplies:

@@ -1,12 +1,16 @@
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from rolltap.addons import rendering as module
 from rolltap.addons.dialects.model_call import Reply
 from rolltap.addons.rendering import ModelError, Rendering, model_folder
-from tests.addons.conftest import TEMPLATE, save_tokenizer
+from tests.addons.conftest import MARKUP, SPECIAL, TEMPLATE, save_tokenizer
 
+ROLES = ["user", "tool", "system"]
 USER = {"role": "user", "content": "Hello"}
 
 
@@ -111,6 +115,36 @@ class TestBridge:
     def test_earlier_reasoning_stays_when_the_user_speaks_again(self, rendering, encode):
         completion_ids = encode("<think>\nI think.\n</think>\n\nHi.<|im_end|>")
         assert rendering.bridge(rendering.render([USER], []), completion_ids, [USER], []) is not None
+
+
+VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+pieces = st.sampled_from([*SPECIAL, *MARKUP, "<|im_start|>assistant\n", "<|im_end|>\n", "\n", "user\n", "Hi", " ", "é"])
+texts = st.lists(pieces, max_size=12).map("".join)
+new_messages = st.lists(
+    st.builds(lambda role, text: {"role": role, "content": text, "tool_call_id": "c"}, st.sampled_from(ROLES), texts),
+    min_size=1,
+    max_size=3,
+)
+
+
+class TestBridgeOfOneTurn:
+    """Most of a long prompt is not shown to renderers that do not look at it."""
+
+    @pytest.fixture(scope="class", params=sorted(module._READS_ONE_TURN))
+    @classmethod
+    def any_rendering(cls, request, tmp_path_factory):
+        folder = tmp_path_factory.mktemp("tokenizer")
+        save_tokenizer(folder, TEMPLATE.read_text(), VISION)
+        return Rendering(str(folder), request.param)
+
+    @given(prompt=texts, completion=texts, messages=new_messages)
+    @settings(max_examples=200, deadline=None)
+    def test_its_tokens_are_those_of_the_whole_prompt(self, any_rendering, encode, prompt, completion, messages):
+        arguments = encode(prompt), encode(completion), messages, []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "_READS_ONE_TURN", frozenset())
+            whole = any_rendering.bridge(*arguments)
+        assert any_rendering.bridge(*arguments) == whole
 
 
 def call(text):

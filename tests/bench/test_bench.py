@@ -1,14 +1,21 @@
 import json
+import shutil
 import subprocess
 import sys
+
+import pytest
 
 from tests.bench.recorder import ROOT
 
 
-def test_it_measures_every_case_of_every_target(tiny_model):
+def measured(benchmark, model, *options):
+    command = [sys.executable, "-m", f"tests.bench.{benchmark}", "--json", "--model", model, *options]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT).stdout)
+
+
+def test_every_case_of_every_target_is_measured(tiny_model):
     few = ["--connections", "1", "--connections", "2", "--requests", "2", "--chunks", "3", "--pace", "0.001"]
-    command = [sys.executable, "-m", "tests.bench.recorder", "--json", "--model", tiny_model, *few]
-    rows = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT).stdout)
+    rows = measured("recorder", tiny_model, *few)
     assert [(row["reply"], row["connections"], row["target"]) for row in rows] == [
         (reply, connections, target)
         for reply in ("at once", "streamed")
@@ -17,3 +24,18 @@ def test_it_measures_every_case_of_every_target(tiny_model):
     ]
     for row in rows:
         assert all(value > 0 for value in row.values() if not isinstance(value, str | None)), row
+
+
+def test_prompts_are_measured_at_every_length(tiny_model):
+    rows = measured("prompts", tiny_model, "--tokens", "1000", "--tokens", "2000")
+    assert [row["tokens"] // 1000 for row in rows] == [1, 2]
+    assert all(value > 0 for row in rows for value in row.values())
+
+
+@pytest.mark.harness
+def test_awkward_replies_of_a_session_are_continued(tiny_model):
+    if shutil.which("mini") is None:
+        pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
+    (row,) = measured("continuity", tiny_model, "--sessions", "1", "--harness", "mini-swe-agent")
+    assert (row["sessions"], row["completed"], row["root"], row["rendered"]) == (1, 1, 1, 0)
+    assert row["bridged"] == row["calls"] - 1 >= 3

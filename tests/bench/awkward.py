@@ -1,0 +1,123 @@
+"""Replies that a model may well sample and that no serialiser would write: odd JSON, odd spacing, odd reasoning."""
+
+import json
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from tests.bench.vocabulary import Vocabulary
+
+_COMMANDS = [
+    "ls -la",
+    "ls /nonexistent-{n}",
+    "exit 1",
+    "printf 'out\\n'; printf 'err\\n' >&2; exit {n}",
+    'for i in 1 2 3; do\n  echo "row $i"\ndone\n',
+    "cat <<'EOF'\n  two  spaces, a tab\there\n\nand a \"quoted\" \\ line\nEOF",
+    "echo 'naïve café — 東京 🎉 case {n}'",
+    "printf '<%s>{{\"a\": 1}}</%s> & <b>' tool_call tool_call",
+    "true",
+    "cd {cwd} && ls",
+    "find . -name 'x{n}' -exec echo {{}} \\;",
+    "find . -name 'y{n}' -exec echo {{}} \\\\;",
+    "echo 'trailing blanks'  \n\n",
+    "seq 1 {n}00 | tail -n 3",
+]
+_CONTENTS = [
+    "x = {n}\n",
+    "héllo\n\n\ttab — 東京 🎉\n",
+    '{{"a": 1.0, "b": [true, null]}}',
+    "  no newline at the end {n}",
+    "{n} \ttrailing  \nblanks\t\n\n\n",
+]
+_TEXTS = ["", "", "I look.", "So:\n\n", " \n", "Café — 東京 🎉:", "First `ls`,\n\n* then **more**\n", "  ok  "]
+_GAPS = ["", "", " ", "  ", "\n  ", "\t"]
+_WORDS = [
+    "the",
+    "file",
+    "may",
+    "hold",
+    "naïvely",
+    "東京",
+    "—",
+    '"then"',
+    "what\nwe",
+    "want.\n\nSo",
+    "I",
+    "read",
+    "it",
+    "",
+]
+
+
+def replies(vocabulary: Vocabulary, rng: random.Random, cwd: str) -> list[str]:
+    """What the model says in the turns of one session: four to eight replies, the last of which ends it."""
+    turns = [_reply(_calls(vocabulary, rng, n, cwd), rng) for n in range(1, rng.randint(4, 8))]
+    if vocabulary.end is not None:
+        return [*turns, _reply([vocabulary.end], rng)]
+    return [*turns, _thinking(rng) + rng.choice(["Done.", "  Done: naïve café 🎉\n", "Done.\n\n* one\n* two"])]
+
+
+def _calls(vocabulary: Vocabulary, rng: random.Random, n: int, cwd: str) -> list[tuple[str, dict[str, Any]]]:
+    """One call or two, their arguments filled in."""
+    number = 10 * n + rng.randint(1, 9)  # no two turns are equal: some harnesses look for loops
+    chosen = rng.choices(vocabulary.actions, k=rng.choice([1, 1, 2]))
+    return [(name, _filled(arguments, rng, n=number + 100 * i, cwd=cwd)) for i, (name, arguments) in enumerate(chosen)]
+
+
+def _filled(arguments: dict[str, Any], rng: random.Random, **values: object) -> dict[str, Any]:
+    filled = {}
+    for key, value in arguments.items():
+        optional = key.endswith("?")
+        if optional and rng.random() < 0.5:
+            continue
+        if value == "COMMAND":
+            value = rng.choice(_COMMANDS).format(**values)
+        elif value == "CONTENT":
+            value = rng.choice(_CONTENTS).format(**values)
+        elif isinstance(value, str):
+            value = value.format(**values)
+        filled[key.removesuffix("?")] = value
+    return filled
+
+
+def _reply(calls: Sequence[tuple[str, dict[str, Any]]], rng: random.Random) -> str:
+    blocks = []
+    for name, arguments in calls:
+        call = [f'"name":{rng.choice(_GAPS)}"{name}"', f'"arguments":{rng.choice(_GAPS)}{odd_json(arguments, rng)}']
+        rng.shuffle(call)
+        blocks.append(f"<tool_call>\n{{{rng.choice(_GAPS)}{', '.join(call)}}}\n</tool_call>")
+    return _thinking(rng) + rng.choice(_TEXTS) + rng.choice(["\n", "\n\n", ""]).join(["", *blocks])
+
+
+def _thinking(rng: random.Random) -> str:
+    """None, empty, short or some hundreds of tokens."""
+    kind = rng.choice(["none", "empty", "short", "long"])
+    if kind == "none":
+        return ""
+    text = {"empty": "", "short": "I think.", "long": " ".join(rng.choices(_WORDS, k=250))}[kind]
+    return f"<think>\n{text}\n</think>" + rng.choice(["\n\n", "\n", " "])
+
+
+def odd_json(value: Any, rng: random.Random) -> str:
+    """Valid JSON of `value`, its keys in any order, with odd spacing, escapes and numbers."""
+
+    def gap() -> str:
+        return rng.choice(_GAPS)
+
+    if isinstance(value, dict):
+        keys = rng.sample(list(value), len(value))
+        pairs = (f"{gap()}{odd_json(key, rng)}{gap()}:{gap()}{odd_json(value[key], rng)}" for key in keys)
+        return "{" + ",".join(pairs) + gap() + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(gap() + odd_json(inner, rng) for inner in value) + gap() + "]"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return rng.choice([f"{value}", f"{value}.0", f"{value}e0", f'"{value}"'])
+    if isinstance(value, bool) and rng.random() < 0.2:
+        return f'"{json.dumps(value)}"'
+    if rng.random() < 0.5:
+        return json.dumps(value)
+    text = json.dumps(value, ensure_ascii=False)
+    if isinstance(value, str) and rng.random() < 0.5:
+        text = text.replace("/", "\\/").replace("e", "\\u0065")
+    return text

@@ -1,0 +1,144 @@
+"""How many calls of the real harnesses are continued token for token, and why the others are not.
+
+    python -m tests.bench.continuity
+
+Each session is the unmodified program under the recorder, led by an engine whose model samples awkward replies
+(`tests/bench/awkward.py`), the same ones in every run. A program that is not installed is left out.
+"""
+
+import asyncio
+import json
+import random
+import re
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoTokenizer
+
+from rolltap.addons.calls import Call
+from rolltap.addons.store import RunWriter
+from rolltap.trainer.dataset import load_calls, load_sessions
+from rolltap.trainer.rollouts.harness import Harness, harness_names, load_harness
+from rolltap.trainer.rollouts.recorder import Recorder
+from rolltap.trainer.rollouts.scheduler import Plan, rollout
+from rolltap.trainer.rollouts.task import Task
+from tests.bench.awkward import replies
+from tests.bench.recorder import ROOT
+from tests.bench.vocabulary import VOCABULARIES
+from tests.scripted_engine import Reply, Say, ScriptedEngine
+
+CONCURRENCY = 2
+TIMEOUT = 180.0
+_CASE = re.compile(r"case-\d{4}")
+_CWD = re.compile(r"/\S+/rolltap-\w+/workspace")
+
+
+def _task(number: int) -> Task:
+    case = f"case-{number:04}"
+    return Task(id=case, instruction=f"Try the tools in this folder; it is for {case}.", evaluate=["true"])
+
+
+def _model(harness: str, tokenizer: Any) -> Callable[[dict[str, Any]], Reply]:
+    """A model that goes through the replies of each session in turn; the instruction says which session it is."""
+    vocabulary = VOCABULARIES[harness]
+    left: dict[str, list[str]] = {}
+
+    def reply(request: dict[str, Any]) -> Reply:
+        prompt = tokenizer.decode(request["token_ids"])
+        case = _CASE.search(prompt)
+        if case is None or "<tools>" not in prompt:
+            return Say(vocabulary.aside)
+        if case[0] not in left:
+            cwd = _CWD.search(prompt)
+            left[case[0]] = replies(vocabulary, random.Random(case[0]), cwd[0] if cwd else ".")
+        session = left[case[0]]
+        return Say(session.pop(0) if len(session) > 1 else session[0])
+
+    return reply
+
+
+def play(harness: Harness, sessions: int, run: Path, model: Path) -> None:
+    """Record `sessions` sessions into `run`."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    plan = Plan(harness, 1, CONCURRENCY, TIMEOUT)
+    tasks = [_task(number) for number in range(sessions)]
+    with ScriptedEngine(tokenizer, max_model_len=200_000) as engine:
+        engine.otherwise = _model(harness.name, tokenizer)
+        options = {"confdir": str(run.parent / "mitmproxy")}
+        with Recorder(run, engine=engine.url, model=str(model), options=options) as recorder:
+            asyncio.run(
+                rollout(tasks, plan, recorder, RunWriter(run), policy_version="default", done=lambda session: None)
+            )
+
+
+def count(harness: str, run: Path) -> dict[str, Any]:
+    """A row of the table."""
+    calls = [call for session in load_calls(run).values() for call in session]
+    kinds = Counter(call.kind for call in calls)
+    return {
+        "harness": harness,
+        "sessions": len(sessions := load_sessions(run)),
+        "completed": sum(session.status == "completed" for session in sessions.values()),
+        "calls": len(calls),
+        **{kind: kinds[kind] for kind in ("root", "bridged", "rendered")},
+        "roles": dict(Counter(call.role for call in calls)),
+        "why": dict(Counter(_first_words(call) for call in calls if call.kind == "rendered")),
+    }
+
+
+def _first_words(call: Call) -> str:
+    """A reason without the numbers and names of its session."""
+    return re.sub(r"call \S+|\d+", "…", (call.kind_reason or "").split(": ")[0])
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    table = Table(title="Calls of real harnesses that sample awkward replies")
+    numbers = [column for column, value in rows[0].items() if not isinstance(value, dict)]
+    for column in numbers:
+        table.add_column(column, justify="left" if column == "harness" else "right")
+    for row in rows:
+        table.add_row(*(str(row[column]) for column in numbers))
+    console = Console()
+    console.print(table)
+    for row in rows:
+        console.print(f"{row['harness']}:", ", ".join(f"{number} {role}" for role, number in row["roles"].items()))
+        for reason, number in row["why"].items():
+            console.print(f"    {number} rendered: {reason}")
+
+
+@click.command(help="Count the calls of every installed harness that are continued token for token.")
+@click.option("--sessions", default=20, show_default=True, help="Sessions of each harness.")
+@click.option("--harness", "names", multiple=True, type=click.Choice(harness_names()), help="Only these.")
+@click.option("--model", default=ROOT / "runs/quickstart/model", type=click.Path(path_type=Path), show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), help="A folder to keep the runs in, one for each harness.")
+@click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
+def main(sessions: int, names: tuple[str, ...], model: Path, out: Path | None, as_json: bool) -> None:
+    if not model.is_dir():
+        raise click.ClickException(f"{model} is missing: make it with recipes/quickstart/make_model.py {model}")
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in names or harness_names():
+            harness = load_harness(name)
+            if shutil.which(harness.program) is None:
+                click.echo(f"{name} is not installed: {harness.install}", err=True)
+                continue
+            run = (out or Path(scratch)) / name
+            play(harness, sessions, run, model)
+            rows.append(count(name, run))
+    if not rows:
+        raise click.ClickException("no harness is installed")
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+    else:
+        _print(rows)
+
+
+if __name__ == "__main__":
+    main()

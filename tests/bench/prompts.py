@@ -1,0 +1,144 @@
+"""What a call's prompt costs as its conversation grows: rendered in full, and continued.
+
+    python -m tests.bench.prompts
+
+One process, no engine: a coding session of tool calls and their results, in Chat Completions bodies. CPU milliseconds,
+medians of the last turns before each length; decoding is the same for both. Rendered in full: with a tokenizer that
+has seen none of the texts, and with one that has just rendered the same conversation and kept its long texts;
+the ratio is of the latter to continuing.
+"""
+
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoTokenizer
+
+from rolltap.addons.continuity import Conversations
+from rolltap.addons.dialects import chat
+from rolltap.addons.dialects.model_call import Message, ModelCall, Tool
+from rolltap.addons.rendering import Rendering
+from tests.bench.recorder import ROOT
+
+TURNS = 9
+"""How many turns before a length are measured."""
+RENDERINGS = 5
+_WORDS = (ROOT / "tests/scripted_engine.py").read_text().split(" ")
+_COLUMNS = {
+    "tokens": "tokens",
+    "rendered_cold_ms": "rendered",
+    "rendered_warm_ms": "texts kept",
+    "bridged_ms": "continued",
+    "ratio": "ratio",
+    "decode_ms": "decoding",
+}
+
+
+@dataclass
+class Turn:
+    """A call of the session and its costs in CPU seconds."""
+
+    call: ModelCall
+    tokens: int
+    decode: float
+    bridge: float
+
+
+def session(rendering: Rendering, encode: Callable[[str], list[int]]) -> Iterator[Turn]:
+    """The calls of one session, each longer than the one before."""
+    rng = random.Random(0)
+    tools = [_tool(rng, name) for name in ("bash", "read", "write", "edit", "search")]
+    conversations = Conversations(rendering)
+    messages: list[Message] = [{"role": "system", "content": _text(rng, 100)}, {"role": "user", "content": "Fix it."}]
+    for number in range(10_000):
+        body = json.dumps({"model": "bench", "messages": messages, "tools": tools}).encode()
+        started = time.process_time()
+        call = chat.decode(body, "/v1/chat/completions")
+        decoded = time.process_time()
+        prompt = conversations.prompt(call.messages, call.tools)
+        bridged = time.process_time()
+        assert prompt.kind == ("bridged" if number else "root")
+        yield Turn(call, len(prompt.ids), decoded - started, bridged - decoded)
+        completion_ids = encode(_sampled(rng, number))
+        reply = rendering.parse(prompt.ids, completion_ids, call.tools).to_message()
+        conversations.add(str(number), prompt, completion_ids, reply)
+        result = {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": _text(rng, 100)}
+        messages = [*messages, reply, result]
+
+
+def _text(rng: random.Random, words: int) -> str:
+    start = rng.randrange(len(_WORDS) - words)
+    return " ".join(_WORDS[start : start + words])
+
+
+def _tool(rng: random.Random, name: str) -> Tool:
+    parameters = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
+    return {"type": "function", "function": {"name": name, "description": _text(rng, 20), "parameters": parameters}}
+
+
+def _sampled(rng: random.Random, number: int) -> str:
+    call = json.dumps({"name": "bash", "arguments": {"command": f"sed -n {number}p file.py | {_text(rng, 8)}"}})
+    return f"<think>\n{_text(rng, 30)}\n</think>\n\nI look.\n<tool_call>\n{call}\n</tool_call><|im_end|>"
+
+
+def _render(rendering: Rendering, call: ModelCall) -> float:
+    """CPU milliseconds."""
+    started = time.process_time()
+    rendering.render(call.messages, call.tools)
+    return 1e3 * (time.process_time() - started)
+
+
+def measure(lengths: list[int], model: Path) -> list[dict[str, Any]]:
+    """A row for each length in tokens."""
+
+    def rendering() -> Rendering:
+        return Rendering(str(model), "qwen3")
+
+    recorder = rendering()
+    rows: list[dict[str, Any]] = []
+    turns: list[Turn] = []
+    for turn in session(recorder, AutoTokenizer.from_pretrained(model).encode):
+        turns = [*turns[1 - TURNS :], turn]
+        if turn.tokens < lengths[len(rows)]:
+            continue
+        fresh = [rendering() for _ in range(RENDERINGS)]
+        cold, warm = (statistics.median(_render(one, turn.call) for one in fresh) for _ in range(2))
+        bridged = 1e3 * statistics.median(turn.bridge for turn in turns)
+        decode = 1e3 * statistics.median(turn.decode for turn in turns)
+        row = {"tokens": turn.tokens, "messages": len(turn.call.messages), "rendered_cold_ms": cold}
+        row |= {"rendered_warm_ms": warm, "bridged_ms": bridged, "ratio": warm / bridged}
+        rows.append({**row, "decode_ms": decode})
+        if len(rows) == len(lengths):
+            break
+    return rows
+
+
+@click.command(help="Measure what a prompt costs in CPU time as its conversation grows.")
+@click.option("--tokens", type=int, multiple=True, default=(1_000, 4_000, 16_000, 64_000, 128_000), show_default=True)
+@click.option("--model", default=ROOT / "runs/quickstart/model", type=click.Path(path_type=Path), show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
+def main(tokens: tuple[int, ...], model: Path, as_json: bool) -> None:
+    if not model.is_dir():
+        raise click.ClickException(f"{model} is missing: make it with recipes/quickstart/make_model.py {model}")
+    rows = measure(sorted(tokens), model)
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    table = Table(title="CPU ms of a call's prompt")
+    for title in _COLUMNS.values():
+        table.add_column(title, justify="right")
+    for row in rows:
+        table.add_row(*(f"{row[key]:.1f}" if isinstance(row[key], float) else f"{row[key]:,}" for key in _COLUMNS))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""The tools of each harness, as the benchmark of continuity uses them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+Action = tuple[str, dict[str, Any]]
+"""A tool's name and arguments. `COMMAND` and `CONTENT` stand for something awkward, `{n}` for a number of the turn's
+own, and a key with a question mark is left out at times."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a model can do in a harness."""
+
+    actions: list[Action]
+    end: Action | None = None
+    """The call that ends a session; without one, a reply without calls does."""
+    aside: str = "A title"
+    """The answer to side questions, which have no tools."""
+
+
+VOCABULARIES = {
+    "claude-code": Vocabulary(
+        [
+            ("Bash", {"command": "COMMAND", "description?": "Run it", "timeout?": 20000, "run_in_background?": False}),
+            ("Write", {"content": "CONTENT", "file_path": "notes-{n}.txt"}),
+            ("Edit", {"replace_all?": True, "new_string": "CONTENT", "old_string": "é", "file_path": "notes-{n}.txt"}),
+            ("Read", {"limit?": 5, "offset?": 1, "file_path": "missing-{n}.txt"}),
+            ("ListAgents", {}),
+            ("ReportFindings", {"findings": []}),
+            ("ToolSearch", {"query": "select:WebFetch", "max_results": 5}),
+        ]
+    ),
+    "codex": Vocabulary(
+        [
+            ("exec_command", {"cmd": "COMMAND", "yield_time_ms?": 2000, "login?": False, "max_output_tokens?": 500}),
+            ("exec_command", {"workdir": ".", "tty?": True, "cmd": "COMMAND"}),
+            ("get_goal", {}),
+        ]
+    ),
+    "gemini-cli": Vocabulary(
+        [
+            ("run_shell_command", {"command": "COMMAND", "description?": "Run it", "is_background?": False}),
+            ("write_file", {"content": "CONTENT", "file_path": "notes-{n}.txt"}),
+            ("read_file", {"end_line?": 5, "start_line?": 1, "file_path": "missing-{n}.txt"}),
+            ("glob", {"pattern": "*.{n}", "case_sensitive?": True}),
+            ("list_background_processes", {}),
+        ],
+        aside='{"complexity_reasoning": "It is simple.", "complexity_score": 10}',
+    ),
+    "mini-swe-agent": Vocabulary(
+        [("bash", {"command": "COMMAND"})], end=("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"})
+    ),
+    "opencode": Vocabulary(
+        [
+            ("bash", {"timeout?": 20000, "command": "COMMAND"}),
+            ("todowrite", {"todos": []}),
+            ("read", {"limit?": 5, "offset?": 1, "filePath": "missing-{n}.txt"}),
+            ("glob", {"pattern": "*.{n}"}),
+        ]
+    ),
+    "pi": Vocabulary(
+        [
+            ("bash", {"timeout?": 20, "command": "COMMAND"}),
+            ("write", {"content": "CONTENT", "path": "notes-{n}.txt"}),
+            ("edit", {"edits": [{"newText": "b", "oldText": "é"}], "path": "notes-{n}.txt"}),
+            ("read", {"limit?": 5, "offset?": 1, "path": "missing-{n}.txt"}),
+        ]
+    ),
+    "qwen-code": Vocabulary(
+        [
+            ("run_shell_command", {"is_background": False, "command": "COMMAND", "timeout?": 20000}),
+            ("write_file", {"content": "CONTENT", "file_path": "notes-{n}.txt"}),
+            ("read_file", {"limit?": 5, "offset?": 0, "file_path": "missing-{n}.txt"}),
+            ("glob", {"pattern": "*.{n}"}),
+            ("get_goal", {}),
+        ]
+    ),
+}
