@@ -1,12 +1,12 @@
-"""A tokenizer that reads a long text once."""
+"""A tokenizer that reads a text once."""
 
 from functools import lru_cache
 from typing import Any
 
 _SHORT = 256
-"""Characters. Shorter texts are tokenised faster than they are worth keeping."""
-_TEXTS = 512
-"""Long texts that are kept: system prompts and tools, which sessions share."""
+"""Characters. Many short texts are kept: a template writes the same few around every message."""
+_SHORT_TEXTS, _LONG_TEXTS = 8192, 512
+"""How many are kept. The long ones are system prompts and tools, which sessions share."""
 
 
 class CachingTokenizer:
@@ -17,13 +17,12 @@ class CachingTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._cached = lru_cache(maxsize=_TEXTS)(self._encode)
+        self._short = lru_cache(maxsize=_SHORT_TEXTS)(self._encode)
+        self._long = lru_cache(maxsize=_LONG_TEXTS)(self._encode)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Token ids of `text`."""
-        if len(text) < _SHORT:
-            return list(self._encode(text, add_special_tokens))
-        return list(self._cached(text, add_special_tokens))
+        return list((self._short if len(text) < _SHORT else self._long)(text, add_special_tokens))
 
     def _encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))

@@ -1,3 +1,4 @@
+import pytest
 from transformers import PreTrainedTokenizerFast
 
 from rolltap.addons.rendering import Rendering
@@ -15,11 +16,12 @@ class Counting:
         return [len(text)]
 
 
-def test_a_long_text_is_tokenised_once():
+@pytest.mark.parametrize("text", ["assistant\n", LONG])
+def test_a_text_is_tokenised_once(text):
     inner = Counting()
     tokenizer = CachingTokenizer(inner)
-    assert tokenizer.encode(LONG) == tokenizer.encode(LONG) == [len(LONG)]
-    assert inner.texts == [LONG]
+    assert tokenizer.encode(text) == tokenizer.encode(text) == [len(text)]
+    assert inner.texts == [text]
 
 
 def test_who_changes_the_ids_changes_his_own():
