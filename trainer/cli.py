@@ -209,7 +209,8 @@ def environment_command(proxy: str, session: str | None, preset: str | None, eng
     if preset is not None:
         harness = load_harness(preset)
         environment = harness.environment(engine)
-        console.print(f"start it as: {shlex.join([harness.program, *harness.arguments])}", markup=False, soft_wrap=True)
+        for line in (f"start it as: {shlex.join([harness.program, *harness.arguments])}", *harness.quirks):
+            console.print(line, markup=False, soft_wrap=True)
     bundle = ca.with_name("rolltap-ca-bundle.pem")
     try:
         write_bundle(ca, bundle)

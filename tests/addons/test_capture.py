@@ -139,6 +139,15 @@ class TestModelCalls:
         assert flow.response is None
         assert flow.metadata[CAPTURED] is True
 
+    def test_the_messages_of_a_websocket_are_not_kept(self, capture):
+        captured, other = tflow.twebsocketflow(), tflow.twebsocketflow()
+        captured.metadata[CAPTURED] = True
+        last, kept = captured.websocket.messages[-1], list(other.websocket.messages)
+        for flow in (captured, other):
+            capture.websocket_message(flow)
+        assert captured.websocket.messages == [last]
+        assert other.websocket.messages == kept
+
     def test_an_answer_that_is_there_stays(self, capture):
         flow = request()
         flow.response = http.Response.make(407)
