@@ -62,7 +62,7 @@ def inspect_command(run: Path, session: str | None, call: str | None, as_json: b
     show_default=True,
     type=click.FloatRange(0),
     help="The mean absolute difference that is still within, in nats. An engine in float32 on CPU repeats itself "
-    "within 0.0001; in bfloat16 single tokens differ by up to 0.1 from batch to batch, their mean by far less.",
+    "within 0.0001; bfloat16 differs more, as results depend on what is computed in the same batch.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def check_command(run: Path, engine: str, sample: int, seed: int, threshold: float, as_json: bool) -> None:

@@ -11,7 +11,7 @@ from urllib.parse import parse_qs, unquote
 
 from rolltap.addons.dialects.dialect import Operation
 from rolltap.addons.dialects.fields import parse_object, positive_integer, stop_texts
-from rolltap.addons.dialects.google_contents import ARGUMENTS_TEXT, messages, system_message
+from rolltap.addons.dialects.google_contents import messages, system_message
 from rolltap.addons.dialects.google_json import json_schema, message, nests_deeper, repeated
 from rolltap.addons.dialects.model_call import (
     ContextOverflow,
@@ -22,10 +22,9 @@ from rolltap.addons.dialects.model_call import (
     ServedModel,
     Usage,
     dump_json,
-    parse_json,
     sign,
 )
-from rolltap.addons.dialects.tools import function_tool
+from rolltap.addons.dialects.tools import as_object, function_tool, wrapped
 
 NAME = "google-generate-content"
 
@@ -280,15 +279,5 @@ def _last_parts(head: Head, reply: Reply) -> list[dict[str, Any]]:
 
 
 def _args(arguments: str) -> dict[str, Any]:
-    """Sampled arguments as the object that they must be here; as text in one field of it when they are none.
-
-    `google_contents` reads that field back, so that an echoed call has the arguments that were sampled.
-    """
-    try:
-        args = parse_json(arguments)
-        json.dumps(args, allow_nan=False)  # NaN and numbers that become infinite are no JSON
-    except (ValueError, RecursionError):
-        args = None
-    if not isinstance(args, dict) or args.keys() == {ARGUMENTS_TEXT} or nests_deeper(args, _ARGUMENT_LEVELS):
-        return {ARGUMENTS_TEXT: arguments}
-    return args
+    args = as_object(arguments)
+    return wrapped(arguments) if nests_deeper(args, _ARGUMENT_LEVELS) else args

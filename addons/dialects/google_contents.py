@@ -4,11 +4,8 @@ import json
 from typing import Any, NamedTuple
 
 from rolltap.addons.dialects.google_json import message, repeated
-from rolltap.addons.dialects.model_call import DialectError, Message, parse_arguments, signed_call
-from rolltap.addons.dialects.tools import echoed_call
-
-ARGUMENTS_TEXT = "_arguments"
-"""The one field of `args` that holds sampled arguments as text, when they are no JSON object."""
+from rolltap.addons.dialects.model_call import DialectError, Message, signed_call
+from rolltap.addons.dialects.tools import echoed_call, from_object
 
 _DATA = ("functionCall", "functionResponse", "text")
 _BESIDE_DATA = frozenset({"thought", "thoughtSignature", "partMetadata", "mediaResolution", "videoMetadata"})
@@ -99,12 +96,10 @@ class _Conversation:
         args = call.get("args", {})
         if not isinstance(args, dict):
             raise DialectError(f"Invalid value at '{part.where}.args': it must be an object.")
-        text = args.get(ARGUMENTS_TEXT)
-        arguments = parse_arguments(text) if len(args) == 1 and isinstance(text, str) else args
         self._calls += 1
         call_id = _id(call) or f"call_{self._calls}"
         self._open.append((call_id, name))
-        return echoed_call(call_id, name, arguments)
+        return echoed_call(call_id, name, from_object(args))
 
     def _response(self, part: _Part) -> Message:
         response = message(part.data, part.where)

@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 from rolltap.addons.dialects.dialect import Operation
 from rolltap.addons.dialects.fields import parse_object, positive_integer, stop_texts
-from rolltap.addons.dialects.messages_content import conversation, system_message, text_field, wire_input
+from rolltap.addons.dialects.messages_content import conversation, system_message, text_field
 from rolltap.addons.dialects.model_call import (
     ContextOverflow,
     DialectError,
@@ -22,7 +22,7 @@ from rolltap.addons.dialects.model_call import (
     dump_json,
     sign,
 )
-from rolltap.addons.dialects.tools import function_tool
+from rolltap.addons.dialects.tools import as_object, function_tool
 
 NAME = "anthropic-messages"
 
@@ -146,7 +146,7 @@ def encode_reply(head: Head, reply: Reply, usage: Usage) -> bytes:
     if reply.content:
         content.append({"type": "text", "text": reply.content})
     for call in reply.tool_calls:
-        content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": wire_input(call.arguments)})
+        content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": as_object(call.arguments)})
     return dump_json({**_message_fields(head), "content": content, **_stop_fields(reply), "usage": _usage(usage)})
 
 
@@ -222,7 +222,7 @@ class StreamEncoder:
         events = self._close()
         for call in reply.tool_calls:
             events += self._block_start({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
-            text = dump_json(wire_input(call.arguments)).decode()
+            text = dump_json(as_object(call.arguments)).decode()
             events += self._block_delta({"type": "input_json_delta", "partial_json": text})
             events += self._block_stop()
         events += _event("message_delta", delta=_stop_fields(reply), usage=_usage(usage))

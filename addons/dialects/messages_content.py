@@ -13,14 +13,10 @@ of a session is taken out here:
 import json
 from typing import Any
 
-from rolltap.addons.dialects.model_call import DialectError, Message, Tool, parse_arguments, signed_call
-from rolltap.addons.dialects.tools import echoed_call
+from rolltap.addons.dialects.model_call import DialectError, Message, Tool, signed_call
+from rolltap.addons.dialects.tools import echoed_call, from_object
 
 _BILLING = "x-anthropic-billing-header"
-
-_UNPARSED = "INVALID_JSON"
-"""The key under which arguments that are not a JSON object travel as text, for `input` must be an object. Anthropic's
-guide to fine-grained tool streaming wraps invalid JSON in the same way."""
 
 _HOSTED_BLOCKS = ("server_tool_use", "mcp_tool_use", "search_result")
 
@@ -107,9 +103,7 @@ def _tool_use(block: dict[str, Any], where: str) -> dict[str, Any]:
         raise DialectError(f"{where}.name: Input should not be empty.")
     if not isinstance(arguments, dict):
         raise DialectError(f"{where}.input: Input should be an object.")
-    if _is_wrapped(arguments):
-        arguments = parse_arguments(arguments[_UNPARSED])
-    return echoed_call(text_field(block, "id", where), name, arguments)
+    return echoed_call(text_field(block, "id", where), name, from_object(arguments))
 
 
 def _user(blocks: list[_Block], known: dict[str, Tool]) -> list[Message]:
@@ -164,20 +158,3 @@ def _json_text(value: Any, where: str) -> str:
         return json.dumps(value, ensure_ascii=False)
     except RecursionError:
         raise DialectError(f"{where}: Input is nested too deeply.") from None
-
-
-def wire_input(arguments: str) -> dict[str, Any]:
-    """A call's arguments as the object that this API's clients expect; text that is not one is wrapped."""
-    parsed = parse_arguments(arguments)
-    if isinstance(parsed, dict) and not _is_wrapped(parsed):
-        try:
-            json.dumps(parsed, allow_nan=False)
-        except (ValueError, RecursionError):
-            pass  # Python reads NaN and 1e400, JSON has neither
-        else:
-            return parsed
-    return {_UNPARSED: arguments}
-
-
-def _is_wrapped(arguments: dict[str, Any]) -> bool:
-    return arguments.keys() == {_UNPARSED} and isinstance(arguments[_UNPARSED], str)

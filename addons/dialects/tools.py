@@ -1,9 +1,12 @@
 """Tools as the model sees them: functions in the OpenAI form, whatever their form on the wire."""
 
+import json
 from typing import Any
 
 from rolltap.addons.dialects.model_call import FREEFORM_ARGUMENT, Tool, parse_arguments
 
+_UNPARSED = "INVALID_JSON"
+"""The key under which arguments that are not a JSON object travel as text."""
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -39,3 +42,31 @@ def freeform_input(arguments: str) -> str:
 def echoed_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
     """A tool call of an earlier assistant message, with parsed arguments."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def as_object(arguments: str) -> dict[str, Any]:
+    """Sampled arguments as the object that some APIs demand; text that is not one is wrapped, so that `from_object`
+    gives back what was sampled."""
+    parsed = parse_arguments(arguments)
+    if isinstance(parsed, dict) and not _is_wrapped(parsed):
+        try:
+            json.dumps(parsed, allow_nan=False)
+        except (ValueError, RecursionError):
+            pass  # Python reads NaN and 1e400, JSON has neither
+        else:
+            return parsed
+    return wrapped(arguments)
+
+
+def wrapped(arguments: str) -> dict[str, Any]:
+    """Arguments that cannot be sent as they are, as the one text of an object."""
+    return {_UNPARSED: arguments}
+
+
+def from_object(arguments: dict[str, Any]) -> Any:
+    """The arguments of an echoed call, unwrapped."""
+    return parse_arguments(arguments[_UNPARSED]) if _is_wrapped(arguments) else arguments
+
+
+def _is_wrapped(arguments: dict[str, Any]) -> bool:
+    return arguments.keys() == {_UNPARSED} and isinstance(arguments[_UNPARSED], str)
