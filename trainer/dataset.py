@@ -1,7 +1,8 @@
 """Opens a run folder: its calls with full prompts, and its sessions."""
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,29 @@ from rolltap.addons.calls import CALL_SCHEMA, SESSION_SCHEMA, Call, Session, Ver
 from rolltap.addons.store import RunError, read_rows
 
 Row = dict[str, Any]
+
+
+@dataclass(slots=True)
+class RecordedSession:
+    """A session as it stands in the run folder."""
+
+    session_id: str
+    session: Session | None
+    """None when only its calls were recorded, by a recorder that somebody else started."""
+    calls: list[Call]
+    """In the order in which they started, each with its full prompt."""
+
+
+def iter_sessions(run: Path, sessions: Collection[str] | None = None) -> Iterator[RecordedSession]:
+    """Every session of a run, one at a time, in the order in which they were first recorded.
+
+    With `sessions`, only those of these session ids. Marks and raises as `load_calls`.
+    """
+    known = load_sessions(run)
+    calls = load_calls(run, sessions)
+    for session_id in dict.fromkeys([*calls, *known]):
+        if sessions is None or session_id in sessions:
+            yield RecordedSession(session_id, known.get(session_id), calls.get(session_id, []))
 
 
 def load_calls(run: Path, sessions: Collection[str] | None = None) -> dict[str, list[Call]]:

@@ -16,9 +16,9 @@ from rolltap.addons.engine import NEUTRAL_SAMPLING
 from rolltap.addons.policy import POLICY_FILE
 from rolltap.addons.store import RunWriter, write_metadata
 from rolltap.trainer.check import Score, Served, choose, incomparable, summarize_scores
+from rolltap.trainer.commands.inspect import check_command
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.publish import LoraPublisher
-from rolltap.trainer.run_commands import check_command
 
 SAMPLING = {**NEUTRAL_SAMPLING, "max_tokens": 12, "seed": 1, "stop_token_ids": [], "asked": {"temperature": 0.2}}
 SERVED = Served("/m", {"default": "/m", "2": "policy-2"}, 100)

@@ -15,10 +15,10 @@ from rolltap.addons.calls import Call, Session, VersionSpan
 from rolltap.addons.store import RunWriter, write_metadata
 from rolltap.trainer import report
 from rolltap.trainer.cli import rolltap, run
+from rolltap.trainer.commands.inspect import inspect_command
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.inspect import branches, find_id, first_difference, view_call, view_session
 from rolltap.trainer.report import MOST_SESSIONS, print_summary, session_ledger, summarize
-from rolltap.trainer.run_commands import inspect_command
 from rolltap.trainer.show import call_tree, completion, load_decoder
 from rolltap.trainer.traces import Ledger, LedgerError
 

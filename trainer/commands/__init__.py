@@ -1,0 +1,1 @@
+"""The commands of `rolltap` that read and write run folders."""
