@@ -1,5 +1,7 @@
 """Errors that the user can mend: printed without a traceback."""
 
+import reprlib
+
 from pydantic import ValidationError
 
 
@@ -8,14 +10,19 @@ class UserError(Exception):
 
 
 def describe(error: ValidationError) -> str:
-    """A pydantic error as one line that names each key, its value and the fault."""
-    faults = []
+    """A pydantic error as one line that names each key, its value, shortened, and the first fault in it."""
+    faults: dict[str, str] = {}
     for fault in error.errors():
-        key = ".".join(str(part) for part in fault["loc"]) or "the line"
-        if fault["type"] == "extra_forbidden":
-            faults.append(f"unknown key {key!r}")
-        elif fault["type"] == "missing":
-            faults.append(f"{key!r} is missing")
-        else:
-            faults.append(f"{key!r} is {fault['input']!r}: {fault['msg']}")
-    return "; ".join(faults)
+        key = ".".join(str(part) for part in fault["loc"])
+        match fault["type"]:
+            case "extra_forbidden":
+                what = f"unknown key {key!r}"
+            case "missing":
+                what = f"{key!r} is missing"
+            case "json_invalid":
+                what = fault["msg"]
+            case _:
+                what = f"{repr(key) if key else 'the line'} is {reprlib.repr(fault['input'])}: {fault['msg']}"
+        # a list of token ids may have thousands of faults
+        faults.setdefault(".".join(part for part in fault["loc"] if isinstance(part, str)), what)
+    return "; ".join(faults.values())

@@ -1,0 +1,375 @@
+import io
+import json
+import math
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rolltap.addons.calls import Call, Session
+from rolltap.addons.store import RunError, RunWriter, read_metadata, read_rows, write_metadata
+from rolltap.trainer.dataset import load_calls, load_sessions
+from rolltap.trainer.errors import UserError
+from rolltap.trainer.import_calls import import_calls
+from rolltap.trainer.staging import new_files
+from rolltap.trainer.traces import build_traces, label
+from tests.trainer.forests import START, import_line, recorded_sessions, traces_of
+
+
+def line(**fields):
+    """A good line, with some of its keys changed."""
+    good = {
+        "session_id": "s",
+        "call_id": "a",
+        "prompt_ids": [1, 2],
+        "completion_ids": [3],
+        "logprobs": [-0.5],
+        "finish_reason": "stop",
+    }
+    return good | fields
+
+
+def write(*lines):
+    return "".join((text if isinstance(text, str) else json.dumps(text)) + "\n" for text in lines).encode()
+
+
+def load(run, content, *, skip_bad=False):
+    """Imports `content`; returns the summary and the bad lines."""
+    bad = []
+    source = io.BytesIO(content)
+    summary = import_calls(
+        source, run, skip_bad=skip_bad, report=lambda *fault: bad.append(fault), advance=lambda *_: None
+    )
+    return summary, bad
+
+
+def refused(run, content):
+    """The bad lines for which `content` is refused."""
+    bad = []
+    with pytest.raises(UserError, match="nothing was imported"):
+        import_calls(
+            io.BytesIO(content),
+            run,
+            skip_bad=False,
+            report=lambda *fault: bad.append(fault),
+            advance=lambda *_: None,
+        )
+    return bad
+
+
+@pytest.fixture
+def run(tmp_path):
+    return tmp_path / "run"
+
+
+class TestCalls:
+    def test_a_call_and_its_session_come_back_with_everything_that_the_line_says(self, run):
+        said = line(
+            task_id="t",
+            group_id="g",
+            harness="h",
+            reward=0.5,
+            started_at="2026-01-01T02:00:00+02:00",
+            role="subagent",
+            status="aborted",
+            policy_version="7",
+        )
+        load(run, write(said))
+        [call] = load_calls(run)["s"]
+        assert (call.prompt_ids, call.completion_ids, call.logprobs) == ([1, 2], [3], [-0.5])
+        assert (call.kind, call.kind_reason, call.parent_id) == ("root", "imported", None)
+        assert (call.role, call.status, call.finish_reason, call.started_at) == ("subagent", "aborted", "stop", START)
+        assert [(span.version, span.start, span.end) for span in call.weight_versions] == [("7", 0, 1)]
+        assert load_sessions(run)["s"] == Session(
+            "s", "t", "g", "h", "failed", reward=0.5, policy_version="7", started_at=START
+        )
+
+    def test_a_new_run_says_that_it_was_imported(self, run):
+        load(run, write(line()))
+        assert read_metadata(run)["source"] == "import"
+        assert "tokenizer_sha256" not in read_metadata(run)
+
+    def test_what_no_line_says_is_left_open(self, run):
+        load(run, write(line()))
+        session = load_sessions(run)["s"]
+        assert (session.group_id, session.reward, session.harness, session.status) == ("s", None, "", "completed")
+        assert session.policy_version == "unknown"
+
+    def test_a_later_line_may_say_what_an_earlier_one_leaves_out(self, run):
+        load(run, write(line(), line(call_id="b", reward=1)))
+        assert load_sessions(run)["s"].reward == 1.0
+
+    def test_prompts_are_stored_as_what_follows_the_parent(self, run):
+        child = line(call_id="b", prompt_ids=[1, 2, 3, 4])
+        summary, _ = load(run, write(child, line()))
+        rows = {row["call_id"]: row for row in read_rows(run, "calls")}
+        assert (rows["b"]["prompt_tail_ids"], rows["b"]["parent_id"], rows["b"]["kind"]) == ([4], "a", "bridged")
+        assert rows["b"]["kind_reason"] is None
+        assert load_calls(run)["s"][1].prompt_ids == [1, 2, 3, 4]
+        assert (summary.calls, summary.bridged, summary.sessions, summary.sampled_tokens) == (2, 1, 1, 2)
+
+    def test_a_given_parent_decides_between_calls_with_the_same_tokens(self, run):
+        twin, child = line(call_id="b"), line(call_id="c", prompt_ids=[1, 2, 3], parent_id="b")
+        load(run, write(line(), twin, child))
+        assert {call.call_id: call.parent_id for call in load_calls(run)["s"]} == {"a": None, "b": None, "c": "b"}
+
+    @pytest.mark.parametrize("parent_id", ["b", "unknown"])
+    def test_a_given_parent_that_does_not_begin_the_prompt_is_not_taken(self, run, parent_id):
+        other, child = line(call_id="b", prompt_ids=[9]), line(call_id="c", prompt_ids=[1, 2, 3], parent_id=parent_id)
+        load(run, write(line(), other, child))
+        assert {call.call_id: call.parent_id for call in load_calls(run)["s"]} == {"a": None, "b": None, "c": "a"}
+
+    def test_a_run_can_be_imported_into_twice(self, run):
+        load(run, write(line()))
+        load(run, write(line(session_id="t")))
+        assert set(load_calls(run)) == set(load_sessions(run)) == {"s", "t"}
+
+    def test_a_folder_with_other_things_is_refused(self, run):
+        run.mkdir()
+        (run / "thesis.txt").touch()
+        with pytest.raises(RunError, match=r"it has no run\.json"):
+            load(run, write(line()))
+
+    def test_a_file_without_lines_makes_no_run(self, run):
+        with pytest.raises(UserError, match="there is no line"):
+            load(run, b"\n\n")
+        assert not run.exists()
+
+
+class TestUntrainable:
+    @pytest.mark.parametrize(
+        ("fields", "reason"),
+        [
+            ({"logprobs": None}, "missing_logprobs"),
+            ({"logprobs": []}, "missing_logprobs"),
+            ({"logprobs": [-0.5, -0.5]}, "violation"),
+            ({"completion_ids": []}, "violation"),
+            ({"logprobs": [0.25]}, "violation"),
+            ({"logprobs": [math.nan]}, "violation"),
+            ({"logprobs": [-math.inf]}, "violation"),
+            ({"logprobs": [-1e300]}, "violation"),
+            ({"logprobs": [-9999.0]}, "violation"),
+        ],
+        ids=str,
+    )
+    def test_a_call_whose_log_probabilities_cannot_be_right_is_kept_and_not_trained_on(self, run, fields, reason):
+        summary, bad = load(run, write(line(**fields)))
+        [call] = load_calls(run)["s"]
+        _, ledger = build_traces([call], "per_request")
+        tokens = len(call.completion_ids)
+        assert bad == []
+        assert ledger.trained == 0
+        assert ledger.left_out == ({reason: tokens} if tokens else {})
+        assert (call.violation is None) == (fields.get("logprobs", 0) is None)
+        assert (summary.violations, summary.without_logprobs) == (
+            int(call.violation is not None),
+            int(reason == "missing_logprobs"),
+        )
+
+
+BAD = {
+    "not JSON": ("{", "Invalid JSON"),
+    "not an object": ([1], "the line is [1]: Input should be an object"),
+    "an unknown key": (line(promt_ids=[1]), "unknown key 'promt_ids'"),
+    "a missing key": ({"session_id": "s"}, "'call_id' is missing"),
+    "a negative token id": (line(prompt_ids=[1, -1]), "'prompt_ids.1' is -1"),
+    "a token id beyond 32 bits": (line(completion_ids=[2**31]), "'completion_ids.0' is 2147483648"),
+    "a token id that is a fraction": (line(completion_ids=[1.5]), "'completion_ids.0' is 1.5"),
+    "token ids as text": (line(prompt_ids="1 2"), "'prompt_ids' is '1 2'"),
+    "an empty name": (line(session_id=""), "'session_id' is ''"),
+    "a role that there is not": (line(role="boss"), "'role' is 'boss'"),
+    "a reward that is not a number": (line(reward=math.nan), "'reward' is nan"),
+    "a time that is none": (line(started_at="yesterday"), "'started_at' is 'yesterday'"),
+    "a time out of range": (line(started_at="0001-01-01T00:00:00+10:00"), "the year is out of range"),
+    "half a character": ('{"session_id": "\\ud800"}', "Invalid JSON"),
+}
+
+
+class TestBadLines:
+    @pytest.mark.parametrize(("bad", "reason"), BAD.values(), ids=BAD)
+    def test_one_bad_line_is_named_and_keeps_everything_out(self, run, bad, reason):
+        [(number, fault)] = refused(run, write(line(session_id="t"), "", bad))
+        assert number == 3
+        assert reason in fault
+        assert not run.exists()
+        assert list(run.parent.iterdir()) == []
+
+    @pytest.mark.parametrize(("bad", "reason"), BAD.values(), ids=BAD)
+    def test_the_others_are_imported_on_demand(self, run, bad, reason):
+        summary, [(number, fault)] = load(run, write(bad, line()), skip_bad=True)
+        assert (summary.calls, summary.skipped, number) == (1, 1, 1)
+        assert reason in fault
+        assert list(load_calls(run)) == ["s"]
+
+    def test_bytes_that_are_no_text_are_a_bad_line(self, run):
+        [(number, _)] = refused(run, b"\xff\xfe\n" + write(line()))
+        assert number == 1
+
+    def test_all_bad_lines_are_named(self, run):
+        assert [number for number, _ in refused(run, write("{", line(), "[", "nope"))] == [1, 3, 4]
+
+    def test_thousands_of_faults_in_one_list_are_one(self, run):
+        [(_, fault)] = refused(run, write(line(prompt_ids=[-1] * 5000, nonsense=1)))
+        assert len(fault) < 200
+        assert "unknown key 'nonsense'" in fault
+
+    def test_a_repeated_call_is_bad_and_the_first_one_counts(self, run):
+        again = line(completion_ids=[4])
+        assert refused(run, write(line(), again)) == [(2, "call_id 'a' of session 's' is in line 1 too")]
+        load(run, write(line(), again), skip_bad=True)
+        assert load_calls(run)["s"][0].completion_ids == [3]
+
+    def test_the_same_call_id_in_two_sessions_is_fine(self, run):
+        assert load(run, write(line(), line(session_id="t")))[1] == []
+
+    @pytest.mark.parametrize(
+        ("field", "first", "second"),
+        [("task_id", "a", "b"), ("group_id", "a", "b"), ("harness", "a", "b"), ("reward", 0.0, 1.0)],
+    )
+    def test_a_line_that_contradicts_its_session_is_bad(self, run, field, first, second):
+        lines = write(line(**{field: first}), line(call_id="b"), line(call_id="c", **{field: second}))
+        assert refused(run, lines) == [(3, f"{field} is {second!r}, but line 1 of session 's' says {first!r}")]
+
+    def test_what_a_bad_line_says_binds_no_other(self, run):
+        summary, _ = load(run, write(line(), line(reward=1.0), line(call_id="b", reward=0.0)), skip_bad=True)
+        assert (summary.calls, summary.skipped) == (2, 1)
+
+    def test_a_session_that_the_run_has_is_bad(self, run):
+        write_metadata(run, {})
+        writer = RunWriter(run)
+        writer.add_call(Call("s", "x", [1]))
+        writer.add_session(Session("t", "", "", "", "failed"))
+        writer.close()
+        lines = write(line(), line(session_id="t"), line(session_id="u"))
+        assert refused(run, lines) == [
+            (1, "the run has session 's' already"),
+            (2, "the run has session 't' already"),
+        ]
+        load(run, lines, skip_bad=True)
+        assert set(load_calls(run)) == {"s", "u"}
+
+
+def rolltap(*arguments, **kwargs):
+    program = Path(sys.executable).with_name("rolltap")
+    return subprocess.run([program, *map(str, arguments)], capture_output=True, **kwargs)
+
+
+class TestCommand:
+    def test_the_standard_input_may_be_a_pipe(self, run):
+        ended = rolltap("import", "-", run, "--json", input=write(line(), line(call_id="b")))
+        assert ended.returncode == 0
+        assert json.loads(ended.stdout) == {
+            "sessions": 1,
+            "calls": 2,
+            "bridged": 0,
+            "sampled_tokens": 2,
+            "violations": 0,
+            "without_logprobs": 0,
+            "skipped": 0,
+        }
+        assert len(load_calls(run)["s"]) == 2
+
+    def test_bad_lines_are_printed_up_to_a_number_and_end_with_status_1(self, run, tmp_path):
+        (tmp_path / "calls.jsonl").write_bytes(write(*["{"] * 25))
+        ended = rolltap("import", tmp_path / "calls.jsonl", run, text=True)
+        assert ended.returncode == 1
+        assert ended.stdout == ""
+        assert "line 20: Invalid JSON" in ended.stderr
+        assert "line 21:" not in ended.stderr
+        assert "and 5 more bad lines" in ended.stderr
+        assert not run.exists()
+
+    def test_the_summary_says_what_was_skipped_and_what_cannot_be_trained_on(self, run, tmp_path):
+        (tmp_path / "calls.jsonl").write_bytes(write("{", line(), line(call_id="b", logprobs=None)))
+        ended = rolltap("import", tmp_path / "calls.jsonl", run, "--skip-bad", text=True)
+        assert ended.returncode == 0
+        assert "1 bad lines were skipped" in ended.stdout
+        assert "1 calls have no log-probabilities" in ended.stdout
+
+
+class TestKilled:
+    @pytest.mark.parametrize("known", [False, True], ids=["a new run", "a run that is there"])
+    def test_a_killed_import_leaves_whole_sessions_or_none_and_the_next_one_cleans_up(self, tmp_path, known):
+        """The import is killed before every system call that changes the run folder, one after the other."""
+        content = write(line(), line(session_id="t"))
+        seen = set()
+        for step in range(100):
+            run = tmp_path / str(step) / "run"
+            if known:
+                load(run, write(line(session_id="before")))
+            script = (
+                "import os, signal, sys\n"
+                "steps = 0\n"
+                "def hook(event, arguments):\n"
+                "    global steps\n"
+                "    if event in ('os.rename', 'os.mkdir', 'os.rmdir', 'os.remove') or (\n"
+                "        event == 'open' and isinstance(arguments[2], int) and arguments[2] & os.O_CREAT\n"
+                "    ):\n"
+                "        if steps == int(sys.argv[1]): os.kill(os.getpid(), signal.SIGKILL)\n"
+                "        steps += 1\n"
+                "from rolltap.trainer.import_calls import import_calls\n"
+                "from pathlib import Path\n"
+                "source = open(sys.argv[2], 'rb')\n"
+                "sys.addaudithook(hook)\n"
+                "import_calls(source, Path(sys.argv[3]), skip_bad=False, report=print, advance=lambda *_: None)\n"
+            )
+            (tmp_path / "calls.jsonl").write_bytes(content)
+            ended = subprocess.run([sys.executable, "-c", script, str(step), tmp_path / "calls.jsonl", run])
+            summary, _ = load(run, content, skip_bad=True)
+            assert summary.skipped in (0, 2)
+            seen.add(summary.skipped)
+            assert set(load_calls(run)) == set(load_sessions(run)) == {"s", "t", *(["before"] if known else [])}
+            assert {path.name for path in run.parent.iterdir()} == {"run"}
+            assert not [path.name for path in run.iterdir() if path.name.startswith(".")]
+            if ended.returncode == 0:
+                break
+            assert ended.returncode == -signal.SIGKILL
+        assert step > 5
+        assert seen == {0, 2}
+
+    def test_a_second_import_at_the_same_time_is_refused(self, run):
+        load(run, write(line()))
+        with new_files(run), pytest.raises(UserError, match="another command is writing"):
+            load(run, write(line(session_id="t")))
+        load(run, write(line(session_id="t")))
+        assert set(load_calls(run)) == {"s", "t"}
+
+
+class TestProperties:
+    @given(recorded_sessions(), st.randoms(use_true_random=False))
+    @settings(max_examples=100, deadline=None)
+    def test_exported_calls_are_imported_to_the_same_traces_and_ledger_in_any_order(self, sessions, rng):
+        lines = [import_line(call, session) for session, calls in sessions for call in calls]
+        rng.shuffle(lines)
+        expected = {}
+        for session, calls in sessions:
+            for strategy in ("per_request", "prefix_merging"):
+                traces, ledger = build_traces(calls, strategy)
+                label(traces, session)
+                expected[session.session_id, strategy] = traces, ledger
+        with tempfile.TemporaryDirectory() as folder:
+            run = Path(folder) / "run"
+            _, bad = load(run, write(*lines))
+            assert bad == []
+            for strategy in ("per_request", "prefix_merging"):
+                for session_id, found in traces_of(run, strategy).items():
+                    assert found == expected[session_id, strategy]
+
+    @given(recorded_sessions(), st.randoms(use_true_random=False))
+    @settings(max_examples=50, deadline=None)
+    def test_the_order_of_lines_without_times_does_not_matter(self, sessions, rng):
+        lines = [json.loads(import_line(call, session)) for session, calls in sessions for call in calls]
+        for said in lines:
+            del said["started_at"]
+        shuffled = random.Random(rng.random()).sample(lines, len(lines))
+        with tempfile.TemporaryDirectory() as folder:
+            runs = [Path(folder) / name for name in "ab"]
+            for run, order in zip(runs, (lines, shuffled), strict=True):
+                load(run, write(*order))
+            assert traces_of(runs[0]) == traces_of(runs[1])

@@ -1,0 +1,256 @@
+"""Calls that anything else made, as JSON Lines, into a run folder.
+
+The file is read twice: first every line is checked and its place is noted by session, then one session after the other
+is linked and written. Memory is that of one session, whatever the order of the lines.
+"""
+
+import os
+import shutil
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO
+
+import numpy as np
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from rolltap.addons.calls import Call, CallRole, CallStatus, Session, VersionSpan, find_violation, utc_now
+from rolltap.addons.store import RunWriter, read_metadata, read_rows, write_metadata
+from rolltap.trainer.errors import UserError, describe
+from rolltap.trainer.staging import new_files, new_folder
+from rolltap.trainer.traces import link_calls
+
+Report = Callable[[int, str], None]
+"""Called for every bad line with its number, from 1, and what is wrong with it."""
+Advance = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done and of how much."""
+
+_SESSION_FIELDS = ("task_id", "group_id", "harness", "reward")
+
+
+def _in_utc(time: datetime) -> datetime:
+    try:
+        return (time if time.tzinfo else time.replace(tzinfo=UTC)).astimezone(UTC)
+    except OverflowError:
+        raise ValueError("the year is out of range") from None
+
+
+TokenIds = list[Annotated[int, Field(ge=0, le=2**31 - 1)]]
+Name = Annotated[str, Field(min_length=1)]
+
+
+class ImportLine(BaseModel):
+    """One line: one call. Keys that are left out say nothing; a session's lines must not contradict each other."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    session_id: Name
+    call_id: Name
+    prompt_ids: TokenIds
+    """The whole prompt, not only what is new in it."""
+    completion_ids: TokenIds
+    logprobs: list[float] | None
+    """Natural-log probability of each of `completion_ids`; null when they are not known."""
+    finish_reason: str | None
+    task_id: str | None = None
+    group_id: str | None = None
+    """The session's own id when no line of it gives one: it is compared with no other."""
+    harness: str | None = None
+    reward: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    started_at: Annotated[datetime, AfterValidator(_in_utc)] | None = None
+    """ISO 8601; UTC when it names no zone; the time of the import when it is left out."""
+    role: CallRole = "agent"
+    status: CallStatus = "completed"
+    parent_id: str | None = None
+    """Decides between calls with the same tokens; one whose tokens do not begin the prompt is not taken."""
+    policy_version: str = "unknown"
+
+    def to_call(self, imported_at: datetime) -> Call:
+        """The call, not linked yet. Log-probabilities are those that the store's 32 bits hold."""
+        with np.errstate(over="ignore"):
+            logprobs = np.array(self.logprobs or [], np.float32).tolist()
+        spans = [VersionSpan(self.policy_version, 0, len(self.completion_ids))] if self.completion_ids else []
+        return Call(
+            self.session_id,
+            self.call_id,
+            self.prompt_ids,
+            self.completion_ids,
+            logprobs,
+            spans,
+            parent_id=self.parent_id,
+            kind_reason="imported",
+            status=self.status,
+            violation=None if self.logprobs is None else find_violation(self.completion_ids, logprobs, spans),
+            role=self.role,
+            finish_reason=self.finish_reason,
+            started_at=self.started_at or imported_at,
+        )
+
+
+@dataclass(slots=True)
+class ImportSummary:
+    """Counts of what an import wrote; `skipped` are the bad lines."""
+
+    sessions: int = 0
+    calls: int = 0
+    bridged: int = 0
+    """Calls that continue another one; the others are roots of a call tree."""
+    sampled_tokens: int = 0
+    violations: int = 0
+    """Calls whose tokens break an invariant: kept, marked and not trained on."""
+    without_logprobs: int = 0
+    """Calls that sampled tokens of unknown probability: kept and not trained on."""
+    skipped: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The summary as JSON values."""
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class _Session:
+    """What the first reading notes about a session."""
+
+    offsets: list[int] = field(default_factory=list)
+    lines: dict[str, int] = field(default_factory=dict)
+    """Call id -> number of its line."""
+    says: dict[str, tuple[Any, int]] = field(default_factory=dict)
+    """Field of the session -> its value and the number of the first line that gives it."""
+
+    def add(self, line: ImportLine, number: int, offset: int) -> str | None:
+        """Note a line, unless it contradicts an earlier one: returns how."""
+        if line.call_id in self.lines:
+            return f"call_id {line.call_id!r} of session {line.session_id!r} is in line {self.lines[line.call_id]} too"
+        says = {name: value for name in _SESSION_FIELDS if (value := getattr(line, name)) is not None}
+        for name, value in says.items():
+            known, first = self.says.get(name, (value, number))
+            if value != known:
+                return f"{name} is {value!r}, but line {first} of session {line.session_id!r} says {known!r}"
+        self.offsets.append(offset)
+        self.lines[line.call_id] = number
+        for name, value in says.items():
+            self.says.setdefault(name, (value, number))
+        return None
+
+
+def import_calls(source: BinaryIO, run: Path, *, skip_bad: bool, report: Report, advance: Advance) -> ImportSummary:
+    """Add the calls in `source`, one JSON object a line, to the run folder `run`, which may be new.
+
+    All or nothing: the run has every good line or, when this raises or is killed, none. The order of the lines does
+    not matter: calls that were started at the same time are taken in the order of their prompts' lengths.
+
+    Raises `UserError` when there is no line, when one is bad and `skip_bad` is false, and when another import into
+    the run is going on; `RunError` when the folder is not a run.
+    """
+    imported_at = utc_now()
+    new = not run.exists() or (run.is_dir() and not any(run.iterdir()))
+    if not new:
+        read_metadata(run)
+    with _seekable(source) as lines, new_folder(run) if new else new_files(run) as staged:
+        sessions, bad = _check(lines, set() if new else _session_ids(run), report, advance)
+        if bad and not skip_bad:
+            raise UserError(f"{bad} bad lines, nothing was imported: mend them, or leave them out with --skip-bad")
+        if not sessions and not bad:
+            raise UserError("there is no line to import")
+        if new:
+            write_metadata(staged, {"source": "import"})
+        summary = ImportSummary(skipped=bad)
+        writer = RunWriter(staged)
+        for done, (session_id, noted) in enumerate(sessions.items(), start=1):
+            calls = _link([line.to_call(imported_at) for line in _read(lines, noted.offsets)])
+            for call in calls:
+                writer.add_call(call)
+            writer.add_session(_session(session_id, noted, calls))
+            _count(summary, calls)
+            advance("sessions written", done, len(sessions))
+        writer.close()
+    return summary
+
+
+@contextmanager
+def _seekable(source: BinaryIO) -> Iterator[BinaryIO]:
+    """`source` itself, or a temporary file with all of it when it is a pipe."""
+    if source.seekable():
+        yield source
+        return
+    with tempfile.TemporaryFile() as spool:
+        shutil.copyfileobj(source, spool)
+        yield spool
+
+
+def _session_ids(run: Path) -> set[str]:
+    return {row["session_id"] for table in ("calls", "sessions") for row in read_rows(run, table)}
+
+
+def _check(
+    lines: BinaryIO, recorded: Collection[str], report: Report, advance: Advance
+) -> tuple[dict[str, _Session], int]:
+    """Session id -> what its good lines say, and the number of bad ones. A line contradicts only good ones."""
+    sessions: defaultdict[str, _Session] = defaultdict(_Session)
+    size, offset, bad = lines.seek(0, os.SEEK_END), lines.seek(0), 0
+    for number, text in enumerate(lines, start=1):
+        start, offset = offset, offset + len(text)
+        advance("lines read", offset, size)
+        if not text.strip():
+            continue
+        try:
+            line = ImportLine.model_validate_json(text)
+        except ValidationError as error:
+            fault: str | None = describe(error)
+        else:
+            fault = f"the run has session {line.session_id!r} already"
+            if line.session_id not in recorded:
+                fault = sessions[line.session_id].add(line, number, start)
+        if fault is not None:
+            bad += 1
+            report(number, fault)
+    return {session_id: noted for session_id, noted in sessions.items() if noted.lines}, bad
+
+
+def _read(lines: BinaryIO, offsets: Iterable[int]) -> Iterator[ImportLine]:
+    for offset in offsets:
+        lines.seek(offset)
+        try:
+            yield ImportLine.model_validate_json(lines.readline())
+        except ValidationError as error:
+            raise UserError(f"the file changed while it was read: {describe(error)}") from error
+
+
+def _link(calls: list[Call]) -> list[Call]:
+    """The calls in the order in which they started, each with what it shares with its parent."""
+    calls.sort(key=lambda call: (call.started_at, len(call.prompt_ids), call.call_id))
+    for call, parent in zip(calls, link_calls(calls)[0], strict=True):
+        call.parent_id = None
+        if parent is not None:
+            call.parent_id = calls[parent].call_id
+            call.prefix_length = len(calls[parent].prompt_ids) + len(calls[parent].completion_ids)
+            call.kind, call.kind_reason = "bridged", None
+    return calls
+
+
+def _session(session_id: str, noted: _Session, calls: Sequence[Call]) -> Session:
+    """The session's row. It failed when none of its calls was completed."""
+    says = {name: value for name, (value, _) in noted.says.items()}
+    return Session(
+        session_id,
+        says.get("task_id", ""),
+        says.get("group_id", session_id),
+        says.get("harness", ""),
+        "completed" if any(call.status == "completed" for call in calls) else "failed",
+        reward=says.get("reward"),
+        policy_version=next((span.version for call in calls for span in call.weight_versions), None),
+        started_at=calls[0].started_at,
+    )
+
+
+def _count(summary: ImportSummary, calls: Sequence[Call]) -> None:
+    summary.sessions += 1
+    summary.calls += len(calls)
+    summary.bridged += sum(call.kind == "bridged" for call in calls)
+    summary.sampled_tokens += sum(len(call.completion_ids) for call in calls)
+    summary.violations += sum(call.violation is not None for call in calls)
+    summary.without_logprobs += sum(bool(call.completion_ids) and not call.logprobs for call in calls)
