@@ -1,5 +1,7 @@
 """The records of a run: calls, sessions and events, with their Arrow schemas and the invariants of a call.
 
+The last column of each table, `digest`, is added by the store.
+
 This module is the contract between the recorder, which writes these rows, and the trainer, which reads them.
 """
 
@@ -11,7 +13,9 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 2
+from rolltap.addons.digest import DIGEST
+
+SCHEMA_VERSION = 3
 """Raised whenever a reader of the earlier version would misread a row."""
 
 SENTINEL_LOGPROB = -9999.0
@@ -62,6 +66,7 @@ CALL_SCHEMA = pa.schema(
         ("started_at", _TIME),
         ("first_token_at", _TIME),
         ("finished_at", _TIME),
+        (DIGEST, pa.string()),
     ]
 )
 
@@ -78,6 +83,7 @@ SESSION_SCHEMA = pa.schema(
         ("policy_version", pa.string()),
         ("started_at", _TIME),
         ("finished_at", _TIME),
+        (DIGEST, pa.string()),
     ]
 )
 
@@ -90,6 +96,7 @@ EVENT_SCHEMA = pa.schema(
         ("path", pa.string()),
         ("detail", pa.string()),
         ("at", _TIME),
+        (DIGEST, pa.string()),
     ]
 )
 
@@ -160,7 +167,7 @@ class Call:
     finished_at: datetime | None = None
 
     def to_row(self) -> dict[str, Any]:
-        """The call as a row of `CALL_SCHEMA`."""
+        """The call as a row of `CALL_SCHEMA`, the digest left out."""
         row = {name: getattr(self, name) for name in CALL_SCHEMA.names if hasattr(self, name)}
         row["prompt_length"] = len(self.prompt_ids)
         row["prompt_tail_ids"] = self.prompt_ids[self.prefix_length :]
@@ -186,8 +193,8 @@ class Session:
     finished_at: datetime | None = None
 
     def to_row(self) -> dict[str, Any]:
-        """The session as a row of `SESSION_SCHEMA`."""
-        return {name: getattr(self, name) for name in SESSION_SCHEMA.names}
+        """The session as a row of `SESSION_SCHEMA`, the digest left out."""
+        return {name: getattr(self, name) for name in SESSION_SCHEMA.names if name != DIGEST}
 
 
 @dataclass(slots=True)
@@ -211,8 +218,8 @@ class Event:
     at: datetime = field(default_factory=utc_now)
 
     def to_row(self) -> dict[str, Any]:
-        """The event as a row of `EVENT_SCHEMA`."""
-        return {name: getattr(self, name) for name in EVENT_SCHEMA.names}
+        """The event as a row of `EVENT_SCHEMA`, the digest left out."""
+        return {name: getattr(self, name) for name in EVENT_SCHEMA.names if name != DIGEST}
 
 
 def find_violation(

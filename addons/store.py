@@ -1,22 +1,29 @@
-"""The crash-safe Arrow store: a run folder of append-only IPC stream files.
+"""The run folder: its metadata, the writer of its segments, and reading them back.
 
-One commit is one record batch, handed to the operating system in a single `write`. Killing the process at any
-instruction therefore loses at most the batch being written; readers skip a truncated tail and say so. Every writer
-process has its own files, so several may record into one run.
+Every writer process has segments of its own, so several may record into one run. Rows never move from one file to
+another: a closed segment is compacted in its place.
 """
 
+import errno
+import fcntl
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Literal, Self
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rolltap.addons.calls import CALL_SCHEMA, EVENT_SCHEMA, SCHEMA_VERSION, SESSION_SCHEMA, Call, Event, Session
+from rolltap.addons.digest import DIGEST, row_digest
+from rolltap.addons.segment import Segment, SegmentReader, compact, hidden_name
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +31,16 @@ RUN_FILE = "run.json"
 TABLES = {"calls": CALL_SCHEMA, "sessions": SESSION_SCHEMA, "events": EVENT_SCHEMA}
 _ROWS = {table: pa.struct(list(schema)) for table, schema in TABLES.items()}
 """A row as one value, which pyarrow makes in half the time that it takes for a list of columns."""
+_TOKEN_COLUMNS = ("prompt_tail_ids", "completion_ids", "logprobs")
+
+Sync = Literal["never", "session", "call"]
+"""When commits are brought to the disk itself (`fdatasync`). Killing a process loses none in any case; `never` may lose
+those of the last seconds when the machine stops, `session` those of sessions that have not ended, `call` none."""
+
+SEGMENT_BYTES = 64 * 1024 * 1024
+"""A segment that is larger when a session ends is closed and compacted."""
+ROOM_BYTES = 4 * 1024 * 1024
+"""Free space without which no new call is begun: what the record of a long one takes."""
 
 
 class RunError(Exception):
@@ -57,96 +74,190 @@ def write_metadata(run: Path, metadata: dict[str, Any]) -> None:
     A run holds token ids of one tokenizer: raises `RunError` when `run.json` names another tokenizer or template.
     """
     run.mkdir(parents=True, exist_ok=True)
-    if (run / RUN_FILE).exists():
-        known = read_metadata(run)
-        for key in ("tokenizer_sha256", "chat_template_sha256"):
-            if key in known and known[key] != metadata.get(key):
-                raise RunError(f"{run} was recorded with another {key.removesuffix('_sha256')}: choose a new folder")
-        return
-    write_atomically(run / RUN_FILE, json.dumps({"schema_version": SCHEMA_VERSION, **metadata}, indent=2) + "\n")
+    with _locked(run):
+        if not (run / RUN_FILE).exists():
+            _write_metadata(run, {"schema_version": SCHEMA_VERSION, **metadata})
+            return
+    known = read_metadata(run)
+    for key in ("tokenizer_sha256", "chat_template_sha256"):
+        if key in known and known[key] != metadata.get(key):
+            raise RunError(f"{run} was recorded with another {key.removesuffix('_sha256')}: choose a new folder")
+
+
+def add_recorder(run: Path, recorder: dict[str, Any]) -> None:
+    """Note in `run.json`, under `recorders`, what one recorder samples with; once for those that are alike."""
+    with _locked(run):
+        metadata = read_metadata(run)
+        recorders = metadata.setdefault("recorders", [])
+        if recorder not in recorders:
+            recorders.append(recorder)
+            _write_metadata(run, metadata)
+
+
+def add_engine(run: Path, url: str, engine: dict[str, Any]) -> None:
+    """Note in `run.json`, under `engines`, what an engine says of itself; the last word stands."""
+    with _locked(run):
+        metadata = read_metadata(run)
+        engines = metadata.setdefault("engines", {})
+        if engines.get(url) != engine:
+            engines[url] = engine
+            _write_metadata(run, metadata)
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` to `path` so that a reader sees the old contents or the new, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = hidden_name(path)
     temporary.write_text(text)
     temporary.replace(path)
 
 
+def _write_metadata(run: Path, metadata: dict[str, Any]) -> None:
+    write_atomically(run / RUN_FILE, json.dumps(metadata, indent=2) + "\n")
+
+
+@contextmanager
+def _locked(run: Path) -> Iterator[None]:
+    """One process at a time changes `run.json`."""
+    descriptor = os.open(run, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 class RunWriter:
-    """Appends calls, sessions and events to a run folder; one instance per process.
+    """Appends calls, sessions and events to a run folder; one instance per process, and a context manager.
 
     Files appear with their first row. Raises `OSError` when a commit could not be written, in which case nothing
-    of it is readable either.
+    of it is readable either. `sync` and `end_session` may run in another thread than the commits.
     """
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, sync: Sync = "session") -> None:
         self.run = run
+        self.policy = sync
         self._suffix = f"{time.time_ns():x}-{os.getpid()}"
-        self._files: dict[str, int] = {}
+        self._segments: dict[str, Segment] = {}
+        self._closed: list[Segment] = []
+        self._count = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def require_room(self) -> None:
+        """Raise `OSError` unless the record of another call has room on the disk."""
+        disk = os.statvfs(self.run)
+        if disk.f_bavail * disk.f_frsize < ROOM_BYTES:
+            raise OSError(errno.ENOSPC, f"less than {ROOM_BYTES >> 20} MiB are free", str(self.run))
 
     def add_call(self, call: Call) -> None:
-        """Commit one call."""
-        self._commit("calls", call.to_row())
+        """Commit one call. With the policy `call`, `sync` has to follow."""
+        row = call.to_row()
+        for name in _TOKEN_COLUMNS:
+            # pyarrow reads an array faster than a list, and so does the digest
+            row[name] = np.array(row[name], dtype=np.float32 if name == "logprobs" else np.int32)
+        self._add_row("calls", row)
 
     def add_session(self, session: Session) -> None:
         """Commit one session."""
-        self._commit("sessions", session.to_row())
+        self._add_row("sessions", session.to_row())
+        if self.policy != "never":
+            self.sync()
 
     def add_event(self, event: Event) -> None:
         """Commit one event."""
-        self._commit("events", event.to_row())
+        self._add_row("events", event.to_row())
+
+    def add_batch(self, table: str, batch: pa.RecordBatch) -> None:
+        """Commit rows of the table that have their digests already, together."""
+        with self._lock:
+            if table not in self._segments:
+                path = self.run / f"{table}-{self._suffix}-{self._count:04}.arrow"
+                self._count += 1
+                self._segments[table] = Segment(path, TABLES[table])
+            self._segments[table].append(batch)
+
+    def sync(self) -> None:
+        """Bring all commits so far to the disk. Raises `OSError`."""
+        with self._lock:
+            pending = [segment.start_sync() for segment in self._segments.values()]
+        for commits in pending:
+            if commits is not None:
+                commits.finish()
+
+    def end_session(self) -> None:
+        """A session of this writer ended: bring it to the disk, and compact segments that have grown large."""
+        if self.policy != "never":
+            self.sync()
+        with self._lock:
+            for table, segment in list(self._segments.items()):
+                if segment.size >= SEGMENT_BYTES:
+                    self._closed.append(self._segments.pop(table))
+            closed, self._closed = self._closed, []
+        _compact(closed)
 
     def close(self) -> None:
-        """Close the files. They need no end marker: a stream ends where its bytes end."""
-        for descriptor in self._files.values():
-            os.close(descriptor)
-        self._files.clear()
+        """Close and compact the segments. A process that cannot do this loses nothing."""
+        with self._lock:
+            closed, self._segments = list(self._segments.values()), {}
+        _compact(closed)
 
-    def _commit(self, table: str, row: dict[str, Any]) -> None:
-        schema = TABLES[table]
-        batch = pa.RecordBatch.from_struct_array(pa.array([row], _ROWS[table]))
-        if table not in self._files:
-            path = self.run / f"{table}-{self._suffix}.arrow"
-            self._files[table] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
-        descriptor = self._files[table]
-        if os.fstat(descriptor).st_size == 0:  # new, or its first write failed
-            _write_all(descriptor, schema.serialize())
-        _write_all(descriptor, batch.serialize())
+    def _add_row(self, table: str, row: dict[str, Any]) -> None:
+        row[DIGEST] = row_digest(row, TABLES[table])
+        self.add_batch(table, pa.RecordBatch.from_struct_array(pa.array([row], _ROWS[table])))
 
 
-def _write_all(descriptor: int, buffer: pa.Buffer) -> None:
-    """Append all of `buffer`, or take back what part of it was written and raise."""
-    start = os.lseek(descriptor, 0, os.SEEK_END)
-    view = memoryview(buffer)
-    try:
-        while view:
-            view = view[os.write(descriptor, view) :]
-    except OSError:
-        os.ftruncate(descriptor, start)
-        raise
+def _compact(segments: list[Segment]) -> None:
+    for segment in segments:
+        try:
+            compact(segment.path)
+        except OSError as error:
+            logger.warning("%s stays as it is, in small batches: %s", segment.path, error)
+        finally:
+            segment.close()
 
 
-def read_rows(run: Path, table: str, sessions: Collection[str] | None = None) -> Iterator[dict[str, Any]]:
-    """Rows of one table (`calls`, `sessions` or `events`) in the order they were committed, file by file.
+def run_files(run: Path, table: str) -> list[Path]:
+    """The segments of one table (`calls`, `sessions` or `events`), by the time when their writers started."""
+    return sorted(run.glob(f"{table}-*.arrow"))
 
-    With `sessions`, only the rows of these session ids. A truncated tail, which a crash leaves behind, is skipped
-    with a warning.
+
+def read_batches(run: Path, table: str, sessions: Collection[str] | None = None) -> Iterator[pa.RecordBatch]:
+    """The rows of one table in the order in which they were committed, file by file.
+
+    With `sessions`, only the rows of these session ids. What a crash left behind the last commit of a file is skipped;
+    a damaged end is warned of.
     """
     read_metadata(run)
     wanted = None if sessions is None else pa.array(list(sessions), pa.string())
-    for path in sorted(run.glob(f"{table}-*.arrow")):
-        yield from _read_file(path, wanted)
+    for path in run_files(run, table):
+        with SegmentReader(path) as reader:
+            for _, batch in reader:
+                if wanted is not None:
+                    batch = batch.filter(pc.is_in(batch.column("session_id"), wanted))
+                if batch.num_rows:
+                    yield batch
+            if reader.damage:
+                logger.warning("%s: %s", path, reader.damage)
 
 
-def _read_file(path: Path, sessions: pa.Array | None) -> Iterator[dict[str, Any]]:
-    rows = 0
-    try:
-        with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as reader:
-            for batch in reader:
-                rows += batch.num_rows
-                if sessions is not None:
-                    batch = batch.filter(pc.is_in(batch.column("session_id"), sessions))
-                yield from batch.to_pylist()
-    except (pa.ArrowInvalid, OSError) as error:
-        logger.warning("%s: the last commit is incomplete and was skipped after %d rows (%s)", path, rows, error)
+def read_rows(run: Path, table: str, sessions: Collection[str] | None = None) -> Iterator[dict[str, Any]]:
+    """The rows of `read_batches`, one by one."""
+    for batch in read_batches(run, table, sessions):
+        yield from batch_rows(batch)
+
+
+def batch_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    """The rows of a batch, with lists of tokens made the quick way."""
+    tokens = {name: batch.column(name) for name in _TOKEN_COLUMNS if name in batch.schema.names}
+    rows: list[dict[str, Any]] = batch.drop_columns(list(tokens)).to_pylist()
+    for name, column in tokens.items():
+        for row, values in zip(rows, column, strict=True):
+            row[name] = values.values.to_numpy().tolist() if values.is_valid else None
+    return rows

@@ -1,15 +1,27 @@
 """Opens a run folder: its calls with full prompts, and its sessions."""
 
+import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
+
+import pyarrow as pa
 
 from rolltap.addons.calls import CALL_SCHEMA, SESSION_SCHEMA, Call, Session, VersionSpan
-from rolltap.addons.store import RunError, read_rows
+from rolltap.addons.digest import DIGEST
+from rolltap.addons.segment import SegmentReader, rows_of_session
+from rolltap.addons.store import RunError, batch_rows, read_metadata, read_rows, run_files
 
 Row = dict[str, Any]
+
+logger = logging.getLogger(__name__)
+
+OPEN_FILES = 64
+"""Segments that are mapped at the same time."""
+_STORED_OTHERWISE = ("prompt_length", "prompt_tail_ids", DIGEST)
 
 
 @dataclass(slots=True)
@@ -26,13 +38,15 @@ class RecordedSession:
 def iter_sessions(run: Path, sessions: Collection[str] | None = None) -> Iterator[RecordedSession]:
     """Every session of a run, one at a time, in the order in which they were first recorded.
 
-    With `sessions`, only those of these session ids. Marks and raises as `load_calls`.
+    With `sessions`, only those of these session ids. Holds the calls of one session in memory, and of the others where
+    they lie; a run that grows meanwhile is read as it was at the beginning. Marks and raises as `load_calls`.
     """
     known = load_sessions(run)
-    calls = load_calls(run, sessions)
-    for session_id in dict.fromkeys([*calls, *known]):
-        if sessions is None or session_id in sessions:
-            yield RecordedSession(session_id, known.get(session_id), calls.get(session_id, []))
+    with SessionIndex(run, "calls") as index:
+        for session_id in dict.fromkeys([*index.session_ids, *known]):
+            if sessions is None or session_id in sessions:
+                calls = _rebuild(run, session_id, index.batches(session_id))
+                yield RecordedSession(session_id, known.get(session_id), calls)
 
 
 def load_calls(run: Path, sessions: Collection[str] | None = None) -> dict[str, list[Call]]:
@@ -44,26 +58,85 @@ def load_calls(run: Path, sessions: Collection[str] | None = None) -> dict[str, 
     and only the tail that was stored as its prompt. Raises `RunError` when the folder cannot be read and when a call
     is recorded twice.
     """
-    rows: defaultdict[str, dict[str, Row]] = defaultdict(dict)
-    for row in read_rows(run, "calls", sessions):
-        session = rows[row["session_id"]]
-        if row["call_id"] in session:
-            raise RunError(
-                f"{run} holds call {row['call_id']} of session {row['session_id']} twice: "
-                "remove the calls-*.arrow file that is a copy of another"
-            )
-        session[row["call_id"]] = row
-    return {session_id: _rebuild(session) for session_id, session in rows.items()}
+    return {session.session_id: session.calls for session in iter_sessions(run, sessions) if session.calls}
 
 
 def load_sessions(run: Path) -> dict[str, Session]:
     """Session id -> session; the row that was written last wins. Raises `RunError` when the folder cannot be read."""
-    rows = read_rows(run, "sessions")
-    return {row["session_id"]: Session(**{name: row[name] for name in SESSION_SCHEMA.names}) for row in rows}
+    names = [name for name in SESSION_SCHEMA.names if name != DIGEST]
+    return {row["session_id"]: Session(**{name: row[name] for name in names}) for row in read_rows(run, "sessions")}
 
 
-def _rebuild(rows: dict[str, Row]) -> list[Call]:
+class SessionIndex:
+    """Where the rows of each session lie in the segments of a table, so that one session is read without the others.
+
+    A context manager. Raises `RunError` when the folder cannot be read.
+    """
+
+    def __init__(self, run: Path, table: str) -> None:
+        read_metadata(run)
+        self._paths = run_files(run, table)
+        self._inodes = [0] * len(self._paths)
+        # session id -> segment -> byte offsets of its batches
+        self._places: defaultdict[str, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        self._open: dict[int, SegmentReader] = {}
+        for number in range(len(self._paths)):
+            self._scan(number)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for reader in self._open.values():
+            reader.close()
+
+    @property
+    def session_ids(self) -> list[str]:
+        """Those that have rows, in the order of their first ones."""
+        return list(self._places)
+
+    def batches(self, session_id: str) -> Iterator[pa.RecordBatch]:
+        """The rows of one session in the order of their commits, file by file."""
+        for number in list(self._places.get(session_id, ())):
+            reader = self._reader(number)
+            for offset in self._places[session_id][number]:
+                yield rows_of_session(reader.read(offset), session_id)
+
+    def _scan(self, number: int) -> None:
+        self._inodes[number] = self._paths[number].stat().st_ino
+        with SegmentReader(self._paths[number]) as reader:
+            for offset, batch in reader:
+                for session_id in batch.column("session_id").unique().to_pylist():
+                    self._places[session_id][number].append(offset)
+            if reader.damage:
+                logger.warning("%s: %s", reader.path, reader.damage)
+
+    def _reader(self, number: int) -> SegmentReader:
+        if number not in self._open:
+            if len(self._open) == OPEN_FILES:
+                self._open.pop(next(iter(self._open))).close()
+            self._open[number] = SegmentReader(self._paths[number])
+            if self._paths[number].stat().st_ino != self._inodes[number]:
+                # compacted since: the same rows in other places
+                for places in self._places.values():
+                    places.pop(number, None)
+                self._scan(number)
+        return self._open[number]
+
+
+def _rebuild(run: Path, session_id: str, batches: Iterator[pa.RecordBatch]) -> list[Call]:
     """The calls of one session, parents before children, whatever the order of their rows."""
+    rows: dict[str, Row] = {}
+    for batch in batches:
+        for row in batch_rows(batch):
+            if row["call_id"] in rows:
+                raise RunError(
+                    f"{run} holds call {row['call_id']} of session {session_id} twice: "
+                    "remove the calls-*.arrow file that is a copy of another"
+                )
+            rows[row["call_id"]] = row
     children: defaultdict[str | None, list[str]] = defaultdict(list)
     for call_id, row in rows.items():
         parent_id = row["parent_id"]
@@ -78,7 +151,7 @@ def _rebuild(rows: dict[str, Row]) -> list[Call]:
     for call_id in rows.keys() - calls.keys():
         # its ancestors form a circle, so that none of them has a beginning
         calls[call_id] = _call(rows[call_id], None)
-    return sorted(calls.values(), key=lambda call: (call.started_at, call.call_id))
+    return sorted(calls.values(), key=lambda call: (call.started_at, len(call.prompt_ids), call.call_id))
 
 
 def _call(row: Row, parent: Call | None) -> Call:
@@ -90,7 +163,7 @@ def _call(row: Row, parent: Call | None) -> Call:
         violation = f"parent {row['parent_id']} is not in the run"
     elif len(prefix) != prefix_length:
         violation = f"the prompt has {row['prompt_length']} tokens, but {len(prefix) + len(tail)} can be rebuilt"
-    fields = {name: row[name] for name in CALL_SCHEMA.names if name not in ("prompt_length", "prompt_tail_ids")}
+    fields = {name: row[name] for name in CALL_SCHEMA.names if name not in _STORED_OTHERWISE}
     fields |= {
         "prompt_ids": tail if violation else prefix + tail,
         "prefix_length": 0 if violation else prefix_length,

@@ -85,14 +85,17 @@ def make_call(number):
 
 
 def write_calls(run, numbers):
-    """Commit calls; returns their file."""
+    """Commit calls and leave their file as a writer that was killed does; returns it."""
     writer = RunWriter(run)
     known = set(run.glob("calls-*.arrow"))
     for number in numbers:
         writer.add_call(make_call(number))
-    writer.close()
     [path] = set(run.glob("calls-*.arrow")) - known
     return path
+
+
+def without_digests(rows):
+    return [{name: value for name, value in row.items() if name != "digest"} for row in rows]
 
 
 def call_ids(run):
@@ -115,9 +118,9 @@ class TestRunWriter:
         writer.add_session(session)
         writer.add_event(event)
         writer.close()
-        assert list(read_rows(run, "calls")) == [call.to_row()]
-        assert list(read_rows(run, "sessions")) == [session.to_row()]
-        assert list(read_rows(run, "events")) == [event.to_row()]
+        assert without_digests(read_rows(run, "calls")) == [call.to_row()]
+        assert without_digests(read_rows(run, "sessions")) == [session.to_row()]
+        assert without_digests(read_rows(run, "events")) == [event.to_row()]
 
     def test_several_writers_share_a_run(self, run):
         writers = [RunWriter(run), RunWriter(run)]
@@ -136,7 +139,7 @@ class TestRunWriter:
         dataset = Dataset.from_file(str(path))
         assert dataset.num_rows == 3
         assert dataset["completion_ids"][:] == [[3, 0], [3, 1], [3, 2]]
-        assert dataset[0] == make_call(0).to_row()
+        assert without_digests(dataset) == [make_call(number).to_row() for number in range(3)]
 
     @pytest.mark.parametrize("acknowledged", [1, 50, 400])
     def test_kill_9_loses_no_acknowledged_commit(self, run, acknowledged):
@@ -165,7 +168,7 @@ class TestRunWriter:
 
 
 class TestReadRows:
-    def test_a_truncated_tail_is_skipped_with_a_warning_wherever_it_was_cut(self, run, caplog):
+    def test_a_truncated_tail_is_skipped_wherever_it_was_cut(self, run, caplog):
         path = write_calls(run, range(2))
         start = path.stat().st_size
         path.unlink()
@@ -183,12 +186,12 @@ class TestReadRows:
         path = write_calls(run, [0])
         os.truncate(path, 40)
         assert call_ids(run) == []
-        assert "skipped after 0 rows" in caplog.text
+        assert f"{path}: it has no schema" in caplog.text
 
     def test_an_empty_file_has_no_rows(self, run, caplog):
         os.truncate(write_calls(run, [0]), 0)
         assert call_ids(run) == []
-        assert "skipped after 0 rows" in caplog.text
+        assert "it has no schema (it is empty)" in caplog.text
 
     def test_other_files_are_read_after_a_truncated_one(self, run):
         path = write_calls(run, [0, 1])

@@ -1,0 +1,242 @@
+"""One append-only file of a run: an Arrow IPC stream that any Arrow reader may read while it grows.
+
+A commit is one record batch. Its bytes are written behind the first eight, and those last. Until then they are zero,
+which Arrow's readers take for the end of the stream: a process that is killed at any instruction leaves no half of a
+batch that somebody could read.
+"""
+
+import errno
+import fcntl
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import pyarrow as pa
+
+logger = logging.getLogger(__name__)
+
+BATCH_BYTES = 1024 * 1024
+"""About the size of a compacted batch: a session or two."""
+_PREFIX = 8
+"""Bytes of a message that say where it ends: continuation marker and length (Arrow columnar format, IPC)."""
+
+
+class Segment:
+    """A file that this process alone appends to. It appears with its first commit and is locked (`flock`) until it is
+    closed.
+
+    Raises `OSError` when a commit could not be written, in which case nothing of it can be read.
+    """
+
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        self.path = path
+        self.size = 0
+        """Bytes of all commits."""
+        self._schema = schema
+        self._descriptor: int | None = None
+        self._unsynced = False
+        self._new = True
+
+    def append(self, batch: pa.RecordBatch) -> None:
+        """Commit the rows of a batch together."""
+        message = memoryview(batch.serialize())
+        if self._descriptor is None:
+            self._create(message)
+            return
+        try:
+            _write(self._descriptor, message[_PREFIX:], self.size + _PREFIX)
+            _write(self._descriptor, message[:_PREFIX], self.size)
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(self._descriptor, self.size)
+            raise
+        self.size += len(message)
+        self._unsynced = True
+
+    def start_sync(self) -> "PendingSync | None":
+        """What brings all commits so far to the disk, in whatever thread; None when they are there."""
+        if not self._unsynced or self._descriptor is None:
+            return None
+        pending = PendingSync(os.dup(self._descriptor), self.path.parent if self._new else None)
+        self._unsynced = self._new = False
+        return pending
+
+    def close(self) -> None:
+        """Let go of the file. It needs no end marker: a stream ends where its bytes end."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _create(self, message: memoryview) -> None:
+        """A file without a schema would stop its readers: the name appears when the first commit is complete."""
+        hidden = hidden_name(self.path)
+        descriptor = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            schema = memoryview(self._schema.serialize())
+            _write(descriptor, schema, 0)
+            _write(descriptor, message, len(schema))
+            hidden.rename(self.path)
+        except OSError:
+            os.close(descriptor)
+            hidden.unlink(missing_ok=True)
+            raise
+        self._descriptor, self.size = descriptor, len(schema) + len(message)
+        self._unsynced = True
+
+
+class PendingSync:
+    """Commits of one segment on their way to the disk."""
+
+    def __init__(self, descriptor: int, folder: Path | None) -> None:
+        self._descriptor = descriptor
+        self._folder = folder
+
+    def finish(self) -> None:
+        """Wait for the disk. Raises `OSError`."""
+        try:
+            os.fdatasync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+        if self._folder is not None:
+            sync_folder(self._folder)
+
+
+class SegmentReader:
+    """The commits of a segment, in order; a context manager. What a crash left behind the last one is not read.
+
+    Iterating yields the byte offset of each batch and the batch. Afterwards `end` is where the last of them ended, and
+    `damage` says why nothing more could be read, None at a proper end.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.end = 0
+        self.damage: str | None = None
+        self.schema: pa.Schema | None = None
+        self._source = pa.memory_map(str(path))
+        self._messages = pa.ipc.MessageReader.open_stream(self._source)
+        try:
+            self.schema = pa.ipc.read_schema(self._messages.read_next_message())
+        except (pa.ArrowInvalid, StopIteration) as error:
+            self.damage = f"it has no schema ({str(error) or 'it is empty'})"
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._source.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[tuple[int, pa.RecordBatch]]:
+        if self.schema is None:
+            return
+        rows = 0
+        while True:
+            self.end = self._source.tell()
+            try:
+                batch = pa.ipc.read_record_batch(self._messages.read_next_message(), self.schema)
+            except StopIteration:
+                return
+            except (pa.ArrowInvalid, OSError) as error:
+                self.damage = f"the last commit is incomplete and was skipped after {rows} rows ({error})"
+                return
+            rows += batch.num_rows
+            yield self.end, batch
+
+    def read(self, offset: int) -> pa.RecordBatch:
+        """The batch at an offset that iterating yielded."""
+        self._source.seek(offset)
+        return pa.ipc.read_record_batch(pa.ipc.read_message(self._source), self.schema)
+
+
+def compact(path: Path) -> None:
+    """Rewrite a segment that nobody appends to: rows of a session together, about `BATCH_BYTES` a batch.
+
+    The new file takes the place of the old one in one step, so that a reader sees one of them and a crash leaves one
+    of them. Rows stay in the order of their commits within a session. Does nothing when there is nothing to gain.
+    Raises `OSError`.
+    """
+    with SegmentReader(path) as reader:
+        sessions: defaultdict[str | None, list[int]] = defaultdict(list)
+        offsets, rows = 0, 0
+        for offset, batch in reader:
+            offsets, rows = offsets + 1, rows + batch.num_rows
+            for session_id in batch.column("session_id").unique().to_pylist():
+                sessions[session_id].append(offset)
+        if offsets < 2 or reader.damage:
+            return
+        hidden = hidden_name(path)
+        try:
+            with open(hidden, "xb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                written = 0
+                with pa.ipc.new_stream(file, reader.schema) as writer:
+                    for batch in _regrouped(reader, sessions):
+                        writer.write_batch(batch)
+                        written += batch.num_rows
+                if written != rows:
+                    raise OSError(errno.EIO, f"{written} of {rows} rows were copied", str(path))
+                file.flush()
+                os.fsync(file.fileno())
+                hidden.rename(path)
+        except OSError:
+            hidden.unlink(missing_ok=True)
+            raise
+    sync_folder(path.parent)
+
+
+def rows_of_session(batch: pa.RecordBatch, session_id: str | None) -> pa.RecordBatch:
+    """The rows of one session."""
+    ids = batch.column("session_id")
+    return batch.filter(ids.is_null() if session_id is None else pa.compute.equal(ids, session_id))
+
+
+def hidden_name(path: Path) -> Path:
+    """The name of a file that is not complete yet."""
+    return path.with_name(f".{path.name}.{os.getpid()}")
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _regrouped(reader: SegmentReader, sessions: dict[str | None, list[int]]) -> Iterator[pa.RecordBatch]:
+    pending: list[pa.RecordBatch] = []
+    size = 0
+    for session_id, offsets in sessions.items():
+        for offset in offsets:
+            batch = rows_of_session(reader.read(offset), session_id)
+            pending.append(batch)
+            size += batch.nbytes
+            if size >= BATCH_BYTES:
+                yield _joined(pending)
+                pending, size = [], 0
+    if pending:
+        yield _joined(pending)
+
+
+def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+    (batch,) = pa.Table.from_batches(batches).combine_chunks().to_batches()
+    return batch
+
+
+def _write(descriptor: int, data: Any, offset: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
