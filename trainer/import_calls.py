@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from rolltap.addons.calls import Call, CallRole, CallStatus, Session, VersionSpan, find_violation, utc_now
-from rolltap.addons.store import RunWriter, read_metadata, read_rows, write_metadata
+from rolltap.addons.store import RunWriter, read_batches, read_metadata, write_metadata
 from rolltap.trainer.errors import UserError, describe
 from rolltap.trainer.staging import new_files, new_folder
 from rolltap.trainer.traces import link_calls
@@ -159,12 +159,13 @@ def import_calls(source: BinaryIO, run: Path, *, skip_bad: bool, report: Report,
         if new:
             write_metadata(staged, {"source": "import"})
         summary = ImportSummary(skipped=bad)
-        writer = RunWriter(staged)
+        writer = RunWriter(staged, "never")
         for done, (session_id, noted) in enumerate(sessions.items(), start=1):
             calls = _link([line.to_call(imported_at) for line in _read(lines, noted.offsets)])
             for call in calls:
                 writer.add_call(call)
             writer.add_session(_session(session_id, noted, calls))
+            writer.end_session()
             _count(summary, calls)
             advance("sessions written", done, len(sessions))
         writer.close()
@@ -183,7 +184,12 @@ def _seekable(source: BinaryIO) -> Iterator[BinaryIO]:
 
 
 def _session_ids(run: Path) -> set[str]:
-    return {row["session_id"] for table in ("calls", "sessions") for row in read_rows(run, table)}
+    return {
+        session_id
+        for table in ("calls", "sessions")
+        for batch in read_batches(run, table)
+        for session_id in batch.column("session_id").unique().to_pylist()
+    }
 
 
 def _check(

@@ -1,22 +1,23 @@
 """Run folders that appear all at once: written under a hidden name, moved into place when they are complete.
 
-A hidden folder is locked by the command that writes it, so that what a killed command left behind is told from what
-is being written.
+The hidden folder is locked by the command that writes it, so that what a killed command left behind is told from what
+is being written. The files lie in a folder within it, as writers lock the folder that they write to.
 """
 
 import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
+from rolltap.addons.segment import sync_folder
 from rolltap.trainer.errors import UserError
 
 STAGING = ".staging"
 """Folder inside a run: files that are being added."""
 COMPLETE = ".complete"
-"""The same folder once all files are complete: whoever finds it may move them into the run."""
+"""The files once all are complete: whoever holds the lock of `STAGING` may move them into the run."""
 
 
 @contextmanager
@@ -33,7 +34,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         yield staged
         _sync(staged)
         staged.rename(out)
-        _sync_folder(out.parent)
+        sync_folder(out.parent)
 
 
 @contextmanager
@@ -67,42 +68,31 @@ def _finish(run: Path) -> None:
         for name in sorted(os.listdir(folder)):
             (folder / name).rename(run / name)
         folder.rmdir()
-        _sync_folder(run)
-
-
-def is_held(folder: Path) -> bool:
-    """Whether a live command writes this staging folder."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
+        sync_folder(run)
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[Path]:
-    """`folder`, empty and locked until the block ends; removed if it is still there then."""
+    """A new folder in the hidden `folder`, which is locked until the block ends and then removed."""
     folder.mkdir(exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # the one who held it may have moved it away in between
-            mine = os.path.samestat(os.fstat(descriptor), os.stat(folder))
+            # its last owner may have removed it in between
+            owned = os.path.samestat(os.fstat(descriptor), folder.stat())
         except (BlockingIOError, FileNotFoundError):
-            mine = False
-        if not mine:
+            owned = False
+        if not owned:
             raise UserError(f"another command is writing {folder}: wait until it has ended")
-        for name in os.listdir(folder):
-            (folder / name).unlink()
         try:
-            yield folder
+            staged = folder / "run"
+            if staged.exists():
+                shutil.rmtree(staged)
+            staged.mkdir()
+            yield staged
         finally:
-            with suppress(FileNotFoundError):
-                shutil.rmtree(folder)
+            shutil.rmtree(folder)
     finally:
         os.close(descriptor)
 
@@ -115,12 +105,4 @@ def _sync(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-    _sync_folder(folder)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(folder)
