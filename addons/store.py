@@ -139,6 +139,7 @@ class RunWriter:
         self._suffix = f"{time.time_ns():x}-{os.getpid()}"
         self._segments: dict[str, Segment] = {}
         self._closed: list[Segment] = []
+        self._lost: OSError | None = None
         self._count = 0
         self._lock = threading.Lock()
 
@@ -177,6 +178,9 @@ class RunWriter:
     def add_batch(self, table: str, batch: pa.RecordBatch) -> None:
         """Commit rows of the table that have their digests already, together."""
         with self._lock:
+            if self._lost is not None:
+                why = f"earlier commits may not be on the disk ({self._lost}): stop the recorder and look"
+                raise OSError(errno.EIO, why, str(self.run))
             if table not in self._segments:
                 path = self.run / f"{table}-{self._suffix}-{self._count:04}.arrow"
                 self._count += 1
@@ -184,12 +188,21 @@ class RunWriter:
             self._segments[table].append(batch)
 
     def sync(self) -> None:
-        """Bring all commits so far to the disk. Raises `OSError`."""
+        """Bring all commits so far to the disk.
+
+        Raises `OSError`, and then for every further commit: the kernel may have dropped what it could not write, and
+        says so once.
+        """
         with self._lock:
             pending = [segment.start_sync() for segment in self._segments.values()]
         for commits in pending:
             if commits is not None:
-                commits.finish()
+                try:
+                    commits.finish()
+                except OSError as error:
+                    self._lost = error
+        if self._lost is not None:
+            raise self._lost
 
     def end_session(self) -> None:
         """A session of this writer ended: bring it to the disk, and compact segments that have grown large."""
@@ -203,7 +216,9 @@ class RunWriter:
         _compact(closed)
 
     def close(self) -> None:
-        """Close and compact the segments. A process that cannot do this loses nothing."""
+        """Close and compact the segments. A process that cannot do this loses nothing. Raises as `sync`."""
+        if self.policy != "never":
+            self.sync()
         with self._lock:
             closed, self._segments = list(self._segments.values()), {}
         _compact(closed)
