@@ -45,7 +45,7 @@ def iter_sessions(run: Path, sessions: Collection[str] | None = None) -> Iterato
     with SessionIndex(run, "calls") as index:
         for session_id in dict.fromkeys([*index.session_ids, *known]):
             if sessions is None or session_id in sessions:
-                calls = _rebuild(run, session_id, index.batches(session_id))
+                calls = rebuild_calls(run, session_id, index.batches(session_id))
                 yield RecordedSession(session_id, known.get(session_id), calls)
 
 
@@ -78,7 +78,7 @@ class SessionIndex:
         self._paths = run_files(run, table)
         self._inodes = [0] * len(self._paths)
         # session id -> segment -> byte offsets of its batches
-        self._places: defaultdict[str, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        self._places: defaultdict[str | None, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         self._open: dict[int, SegmentReader] = {}
         for number in range(len(self._paths)):
             self._scan(number)
@@ -95,10 +95,10 @@ class SessionIndex:
     @property
     def session_ids(self) -> list[str]:
         """Those that have rows, in the order of their first ones."""
-        return list(self._places)
+        return [session_id for session_id in self._places if session_id is not None]
 
-    def batches(self, session_id: str) -> Iterator[pa.RecordBatch]:
-        """The rows of one session in the order of their commits, file by file."""
+    def batches(self, session_id: str | None) -> Iterator[pa.RecordBatch]:
+        """The rows of one session (None: of none) in the order of their commits, file by file."""
         for number in list(self._places.get(session_id, ())):
             reader = self._reader(number)
             for offset in self._places[session_id][number]:
@@ -126,8 +126,8 @@ class SessionIndex:
         return self._open[number]
 
 
-def _rebuild(run: Path, session_id: str, batches: Iterator[pa.RecordBatch]) -> list[Call]:
-    """The calls of one session, parents before children, whatever the order of their rows."""
+def rebuild_calls(run: Path, session_id: str, batches: Iterator[pa.RecordBatch]) -> list[Call]:
+    """The calls of one session from its rows, in the order in which they started. Marks and raises as `load_calls`."""
     rows: dict[str, Row] = {}
     for batch in batches:
         for row in batch_rows(batch):

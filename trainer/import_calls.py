@@ -21,13 +21,12 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from rolltap.addons.calls import Call, CallRole, CallStatus, Session, VersionSpan, find_violation, utc_now
 from rolltap.addons.store import RunWriter, read_batches, read_metadata, write_metadata
 from rolltap.trainer.errors import UserError, describe
+from rolltap.trainer.progress import Advance
 from rolltap.trainer.staging import new_files, new_folder
 from rolltap.trainer.traces import link_calls
 
 Report = Callable[[int, str], None]
 """Called for every bad line with its number, from 1, and what is wrong with it."""
-Advance = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done and of how much."""
 
 _SESSION_FIELDS = ("task_id", "group_id", "harness", "reward")
 
@@ -159,16 +158,15 @@ def import_calls(source: BinaryIO, run: Path, *, skip_bad: bool, report: Report,
         if new:
             write_metadata(staged, {"source": "import"})
         summary = ImportSummary(skipped=bad)
-        writer = RunWriter(staged, "never")
-        for done, (session_id, noted) in enumerate(sessions.items(), start=1):
-            calls = _link([line.to_call(imported_at) for line in _read(lines, noted.offsets)])
-            for call in calls:
-                writer.add_call(call)
-            writer.add_session(_session(session_id, noted, calls))
-            writer.end_session()
-            _count(summary, calls)
-            advance("sessions written", done, len(sessions))
-        writer.close()
+        with RunWriter(staged, "never") as writer:
+            for done, (session_id, noted) in enumerate(sessions.items(), start=1):
+                calls = _link([line.to_call(imported_at) for line in _read(lines, noted.offsets)])
+                for call in calls:
+                    writer.add_call(call)
+                writer.add_session(_session(session_id, noted, calls))
+                writer.end_session()
+                _count(summary, calls)
+                advance("sessions written", done, len(sessions))
     return summary
 
 

@@ -99,10 +99,5 @@ def _locked(folder: Path) -> Iterator[Path]:
 
 def _sync(folder: Path) -> None:
     """Have the files of a folder on the disk before its name says that they are complete."""
-    for name in os.listdir(folder):
-        descriptor = os.open(folder / name, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    sync_folder(folder)
+    for path in [*folder.rglob("*"), folder]:
+        sync_folder(path)

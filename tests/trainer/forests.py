@@ -2,14 +2,16 @@
 
 import json
 import math
+from collections import Counter
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 from hypothesis import strategies as st
 
-from rolltap.addons.calls import Call, Session, VersionSpan, find_violation
-from rolltap.addons.store import RunWriter, write_metadata
+from rolltap.addons.calls import Call, Event, Session, VersionSpan, find_violation
+from rolltap.addons.store import TABLES, RunWriter, read_rows, write_metadata
 from rolltap.trainer.dataset import iter_sessions
-from rolltap.trainer.traces import build_traces, label
+from rolltap.trainer.traces import build_traces, label, link_calls
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 TOKENS = st.lists(st.integers(0, 2), max_size=3)
@@ -112,12 +114,33 @@ def import_line(call, session):
     )
 
 
-def record(run, sessions):
-    """Write sessions with their calls as they are to a new run."""
-    write_metadata(run, {"model": "tiny"})
-    writer = RunWriter(run)
-    for session, calls in sessions:
-        for call in calls:
-            writer.add_call(call)
-        writer.add_session(session)
-    writer.close()
+def record(run, sessions, **metadata):
+    """Write sessions as a recorder does: the calls linked, their prompts as what is new, an event for each call."""
+    write_metadata(run, {"model": "tiny", **metadata})
+    with RunWriter(run, "never") as writer:
+        writer.add_event(Event("unauthorised", host="example.com"))
+        for session, calls in sessions:
+            for call in linked(calls):
+                writer.add_event(Event("call_started", call.session_id, detail=call.call_id, at=call.started_at))
+                writer.add_call(call)
+            writer.add_event(Event("refused", session.session_id, host="example.com"))
+            writer.add_session(session)
+
+
+def linked(calls):
+    """Copies of the calls that say which one they continue."""
+    calls = sorted(calls, key=lambda call: (call.started_at, len(call.prompt_ids), call.call_id))
+    copies = []
+    for call, parent in zip(calls, link_calls(calls)[0], strict=True):
+        if parent is None:
+            copies.append(replace(call, parent_id=None, kind_reason="first"))
+        else:
+            prefix_length = len(calls[parent].prompt_ids) + len(calls[parent].completion_ids)
+            parent_id = calls[parent].call_id
+            copies.append(replace(call, parent_id=parent_id, prefix_length=prefix_length, kind="bridged"))
+    return copies
+
+
+def rows_of(run):
+    """Every row of a run, in no order."""
+    return {table: Counter(row["digest"] for row in read_rows(run, table)) for table in TABLES}

@@ -1,30 +1,23 @@
-"""The commands that write run folders: `rolltap import`."""
+"""The commands that write run folders: `rolltap import`, `merge`, `split` and `filter`."""
 
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, get_args
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from rolltap.addons.calls import CallRole, SessionStatus
 from rolltap.trainer.errors import UserError
-from rolltap.trainer.import_calls import Advance, import_calls
+from rolltap.trainer.import_calls import import_calls
+from rolltap.trainer.progress import progress_bar
+from rolltap.trainer.runs import Filter, SplitBy, filter_run, merge_runs, split_run
 
 _RUN = click.Path(path_type=Path, file_okay=False)
 MOST_FAULTS = 20
 """Bad lines that are printed; the rest is counted."""
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Advance]:
-    """A bar that says what is being done."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("", total=None)
-        yield lambda what, done, total: progress.update(bar, description=what, completed=done, total=total)
 
 
 @contextmanager
@@ -73,7 +66,7 @@ def import_command(file: BinaryIO, run: Path, skip_bad: bool, as_json: bool) -> 
 
     with _readable_errors(run):
         try:
-            with _progress(console) as advance:
+            with progress_bar(console) as advance:
                 summary = import_calls(file, run, skip_bad=skip_bad, report=report, advance=advance)
         finally:
             if faults > MOST_FAULTS:
@@ -90,3 +83,78 @@ def import_command(file: BinaryIO, run: Path, skip_bad: bool, as_json: bool) -> 
     ):
         if count:
             click.echo(f"{count} {what}")
+
+
+_OUT = click.option("--out", type=_RUN, required=True, help="The folder to write. It must be new or empty.")
+_SOURCE = click.Path(path_type=Path, file_okay=False, exists=True)
+
+
+@click.command("merge")
+@click.argument("runs", type=_SOURCE, nargs=-1, required=True)
+@_OUT
+def merge_command(runs: tuple[Path, ...], out: Path) -> None:
+    """Write the sessions of several RUNS to one.
+
+    They must have the same tokenizer and chat template, and no session in common.
+    """
+    with _readable_errors(out), progress_bar(Console(stderr=True)) as advance:
+        sessions = merge_runs(runs, out, advance)
+    click.echo(f"{sessions} sessions in {out}")
+
+
+@click.command("split")
+@click.argument("run", type=_SOURCE)
+@_OUT
+@click.option("--by", type=click.Choice(get_args(SplitBy)), help="A run for each value of this field of the sessions.")
+@click.option("--parts", type=click.IntRange(1), metavar="N", help="N runs of about as many sessions, groups whole.")
+def split_command(run: Path, out: Path, by: SplitBy | None, parts: int | None) -> None:
+    """Write the sessions of a RUN to several, folders in --out that are named after their part.
+
+    Events of no session go to the first part.
+    """
+    wanted = by or parts
+    if wanted is None or (by and parts):
+        raise click.UsageError("give either --by or --parts")
+    with _readable_errors(out), progress_bar(Console(stderr=True)) as advance:
+        sessions = split_run(run, out, wanted, advance)
+    for name, number in sessions.items():
+        click.echo(f"{number} sessions in {out / name}")
+
+
+@click.command("filter")
+@click.argument("run", type=_SOURCE)
+@_OUT
+@click.option("--min-reward", type=float, help="The reward is at least this.")
+@click.option("--max-reward", type=float, help="The reward is at most this.")
+@click.option("--harness", "harnesses", multiple=True, help="The harness has this name.")
+@click.option("--policy-version", "policy_versions", multiple=True, help="The session started with these weights.")
+@click.option("--status", "statuses", multiple=True, type=click.Choice(get_args(SessionStatus)), help="It ended so.")
+@click.option("--session", "sessions", multiple=True, metavar="ID", help="The session has this id.")
+@click.option(
+    "--role",
+    "roles",
+    multiple=True,
+    type=click.Choice(get_args(CallRole)),
+    help="Only calls of this role, and those that their prompts continue.",
+)
+def filter_command(
+    run: Path,
+    out: Path,
+    min_reward: float | None,
+    max_reward: float | None,
+    harnesses: tuple[str, ...],
+    policy_versions: tuple[str, ...],
+    statuses: tuple[str, ...],
+    sessions: tuple[str, ...],
+    roles: tuple[CallRole, ...],
+) -> None:
+    """Write the sessions of a RUN that fit all that is asked for to a new run.
+
+    An option that is given several times accepts each of its values. Sessions without a row in the run fit only
+    --session and --role; those without a reward fit no --min-reward and --max-reward. Events of no session are left
+    out.
+    """
+    criteria = Filter(min_reward, max_reward, harnesses, policy_versions, statuses, sessions, roles)
+    with _readable_errors(out), progress_bar(Console(stderr=True)) as advance:
+        kept = filter_run(run, out, criteria, advance)
+    click.echo(f"{kept} sessions in {out}")
