@@ -123,7 +123,7 @@ class SegmentReader:
         self._messages = pa.ipc.MessageReader.open_stream(self._source)
         try:
             self.schema = pa.ipc.read_schema(self._messages.read_next_message())
-        except (pa.ArrowInvalid, StopIteration) as error:
+        except (pa.ArrowException, OSError, StopIteration) as error:
             self.damage = f"it has no schema ({str(error) or 'it is empty'})"
 
     def close(self) -> None:
@@ -148,9 +148,15 @@ class SegmentReader:
                 batch = pa.ipc.read_record_batch(self._messages.read_next_message(), self.schema)
             except StopIteration:
                 return
-            except (pa.ArrowInvalid, OSError) as error:
+            except (pa.ArrowException, OSError) as error:
                 self.damage = f"the last commit is incomplete and was skipped after {rows} rows ({error})"
                 return
+            try:
+                # a flipped bit in an offset would have a reader look outside of the file
+                batch.validate(full=True)
+            except pa.ArrowInvalid as error:
+                self.damage = f"the commit at byte {self.end} is damaged and was skipped ({error})"
+                continue
             rows += batch.num_rows
             yield self.end, batch
 
