@@ -44,7 +44,7 @@ def iter_sessions(run: Path, sessions: Collection[str] | None = None) -> Iterato
     known = load_sessions(run)
     with SessionIndex(run, "calls") as index:
         for session_id in dict.fromkeys([*index.session_ids, *known]):
-            if sessions is None or session_id in sessions:
+            if session_id is not None and (sessions is None or session_id in sessions):
                 calls = rebuild_calls(run, session_id, index.batches(session_id))
                 yield RecordedSession(session_id, known.get(session_id), calls)
 
@@ -77,7 +77,7 @@ class SessionIndex:
         read_metadata(run)
         self._paths = run_files(run, table)
         self._inodes = [0] * len(self._paths)
-        # session id -> segment -> byte offsets of its batches
+        # session id (None for rows of nobody) -> segment -> byte offsets of its batches
         self._places: defaultdict[str | None, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         self._open: dict[int, SegmentReader] = {}
         for number in range(len(self._paths)):
@@ -93,12 +93,12 @@ class SessionIndex:
             reader.close()
 
     @property
-    def session_ids(self) -> list[str]:
+    def session_ids(self) -> list[str | None]:
         """Those that have rows, in the order of their first ones."""
-        return [session_id for session_id in self._places if session_id is not None]
+        return list(self._places)
 
     def batches(self, session_id: str | None) -> Iterator[pa.RecordBatch]:
-        """The rows of one session (None: of none) in the order of their commits, file by file."""
+        """The rows of one session in the order of their commits, file by file."""
         for number in list(self._places.get(session_id, ())):
             reader = self._reader(number)
             for offset in self._places[session_id][number]:

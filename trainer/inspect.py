@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rolltap.addons.calls import Call, Session
-from rolltap.addons.store import read_rows
+from rolltap.addons.store import read_batches
 from rolltap.trainer.dataset import load_calls, load_sessions
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.report import session_ledger
@@ -87,6 +87,8 @@ class CallView:
     """Those that are new in it."""
     tools: list[str] | None
     """Names of the tools shown to the model; None when they are the parent's."""
+    left_out: str | None
+    """Why its sampled tokens are not trained, None when they are."""
     difference: Difference | None
     """For a `rendered` call, if an earlier call of its session was completed."""
 
@@ -97,7 +99,8 @@ class CallView:
             call[name] = json.loads(call[name]) if call[name] is not None else None
         call["tools"] = json.loads(self.call.tools) if self.call.tools is not None else None
         call["messages"] = self.messages
-        return json_values({"call": call, "difference": self.difference and asdict(self.difference)})
+        difference = self.difference and asdict(self.difference)
+        return json_values({"call": call, "left_out": self.left_out, "difference": difference})
 
 
 def json_values(value: Any) -> Any:
@@ -120,7 +123,10 @@ def find_id(prefix: str, ids: Collection[str], what: str, where: str) -> str:
 
 def find_session(run: Path, prefix: str) -> str:
     """The id of a session of a run, recorded or with calls alone. Raises `UserError`."""
-    ids = {row["session_id"] for table in ("sessions", "calls") for row in read_rows(run, table)}
+    ids = set()
+    for table in ("sessions", "calls"):
+        for batch in read_batches(run, table):
+            ids.update(batch.column("session_id").unique().to_pylist())
     return find_id(prefix, ids, "session", str(run))
 
 
@@ -138,13 +144,15 @@ def view_session(run: Path, prefix: str) -> SessionView:
 def view_call(run: Path, session: str, prefix: str) -> CallView:
     """A call of a run by the ids of its session and itself, or the beginnings of them. Raises as `view_session`."""
     session_id = find_session(run, session)
-    calls = {call.call_id: call for call in load_calls(run, [session_id]).get(session_id, [])}
+    recorded = load_calls(run, [session_id]).get(session_id, [])
+    calls = {call.call_id: call for call in recorded}
     call = calls[find_id(prefix, calls, "call", f"session {session_id}")]
     tools = None
     if call.tools is not None:
         tools = [str(tool.get("function", tool).get("name")) for tool in json.loads(call.tools)]
-    difference = first_difference(call, list(calls.values())) if call.kind == "rendered" else None
-    return CallView(call, json.loads(call.messages), tools, difference)
+    left_out = next(branch.left_out for branch in branches(recorded) if branch.call_id == call.call_id)
+    difference = first_difference(call, recorded) if call.kind == "rendered" else None
+    return CallView(call, json.loads(call.messages), tools, left_out, difference)
 
 
 def branches(calls: Sequence[Call]) -> list[Branch]:

@@ -82,7 +82,8 @@ class _Run:
     def session_ids(self) -> list[str]:
         """Sessions that have calls, in the order in which they were first recorded; then those of rows and events."""
         tables = (self.tables[name] for name in ("calls", "sessions", "events"))
-        return list(dict.fromkeys(session_id for table in tables for session_id in table.session_ids))
+        known = dict.fromkeys(session_id for table in tables for session_id in table.session_ids)
+        return [session_id for session_id in known if session_id is not None]
 
     def copy(self, session_id: str | None, writer: RunWriter, calls: Collection[str] | None = None) -> None:
         """Write the rows of a session (None: the events of none); with `calls`, of these calls only."""
@@ -197,7 +198,8 @@ def _require_one_model(sources: Sequence[_Run]) -> None:
 def _require_other_sessions(sources: Sequence[_Run]) -> None:
     owners: dict[str, _Run] = {}
     for source in sources:
-        recorded = dict.fromkeys([*source.tables["calls"].session_ids, *source.rows])
+        known = dict.fromkeys([*source.tables["calls"].session_ids, *source.rows])
+        recorded = [session_id for session_id in known if session_id is not None]
         if repeated := [session_id for session_id in recorded if session_id in owners]:
             first = owners[repeated[0]]
             alike = first.digests(repeated[0]) == source.digests(repeated[0])
