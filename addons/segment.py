@@ -110,14 +110,16 @@ class PendingSync:
 class SegmentReader:
     """The commits of a segment, in order; a context manager. What a crash left behind the last one is not read.
 
-    Iterating yields the byte offset of each batch and the batch. Afterwards `end` is where the last of them ended, and
-    `damage` says why nothing more could be read, None at a proper end.
+    Iterating yields the byte offset of each batch and the batch. Afterwards `end` is where the last of them ended,
+    `damage` says what could not be read, None if all could, and `invalid` holds the offsets of the batches in which
+    a bit has changed, which are not yielded, each with what is wrong.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.end = 0
         self.damage: str | None = None
+        self.invalid: list[tuple[int, str]] = []
         self.schema: pa.Schema | None = None
         self._source = pa.memory_map(str(path))
         self._messages = pa.ipc.MessageReader.open_stream(self._source)
@@ -156,6 +158,7 @@ class SegmentReader:
                 batch.validate(full=True)
             except pa.ArrowInvalid as error:
                 self.damage = f"the commit at byte {self.end} is damaged and was skipped ({error})"
+                self.invalid.append((self.end, str(error)))
                 continue
             rows += batch.num_rows
             yield self.end, batch

@@ -1,6 +1,7 @@
-"""The commands that write run folders: `rolltap import`, `merge`, `split` and `filter`."""
+"""The commands that write run folders, `rolltap import`, `merge`, `split` and `filter`; and `rolltap verify`."""
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,10 +15,12 @@ from rolltap.trainer.errors import UserError
 from rolltap.trainer.import_calls import import_calls
 from rolltap.trainer.progress import progress_bar
 from rolltap.trainer.runs import Filter, SplitBy, filter_run, merge_runs, split_run
+from rolltap.trainer.verify import verify_run
 
 _RUN = click.Path(path_type=Path, file_okay=False)
 MOST_FAULTS = 20
 """Bad lines that are printed; the rest is counted."""
+MOST_FINDINGS = 100
 
 
 @contextmanager
@@ -158,3 +161,31 @@ def filter_command(
     with _readable_errors(out), progress_bar(Console(stderr=True)) as advance:
         kept = filter_run(run, out, criteria, advance)
     click.echo(f"{kept} sessions in {out}")
+
+
+@click.command("verify")
+@click.argument("run", type=_SOURCE)
+@click.option("--repair", is_flag=True, help="Cut off incomplete ends of files, and remove leftover files.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
+def verify_command(run: Path, repair: bool, as_json: bool) -> None:
+    """Check every file, every row and every invariant of a RUN.
+
+    Ends with status 0 when nothing is damaged, else with 1. A run that is being recorded can be verified. --repair
+    does only what can lose nothing that was committed, leaves files alone that are being written, and says what it
+    did.
+    """
+    with _readable_errors(run), progress_bar(Console(stderr=True)) as advance:
+        found = verify_run(run, advance, repair=repair)
+    if as_json:
+        click.echo(json.dumps(found.to_json()))
+        sys.exit(0 if found.sound else 1)
+    for done in found.repaired:
+        click.echo(f"repaired: {done}")
+    for finding in found.findings[:MOST_FINDINGS]:
+        click.echo(f"{finding.grade}: {finding.where}: {finding.what}{finding.advice and f'; {finding.advice}'}")
+    if len(found.findings) > MOST_FINDINGS:
+        click.echo(f"and {len(found.findings) - MOST_FINDINGS} more: see --json")
+    click.echo(", ".join(f"{number} {table}" for table, number in found.rows.items()))
+    damage = sum(finding.grade == "damage" for finding in found.findings)
+    click.echo(f"{damage} damaged" if damage else "nothing is damaged")
+    sys.exit(0 if found.sound else 1)

@@ -1,0 +1,398 @@
+import json
+import os
+import shutil
+import tempfile
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rolltap.addons.calls import Call, Event, Session, VersionSpan
+from rolltap.addons.digest import DIGEST, row_digest
+from rolltap.addons.segment import SegmentReader
+from rolltap.addons.store import TABLES, RunError, RunWriter, read_rows, run_files, write_metadata
+from rolltap.trainer.cli import rolltap
+from rolltap.trainer.dataset import load_calls, load_sessions
+from rolltap.trainer.staging import COMPLETE, new_files
+from rolltap.trainer.verify import verify_run
+from tests.trainer.forests import START, record, recorded_sessions
+
+DEAD = 2**22 + 1
+"""A process number beyond the highest."""
+
+
+def verify(run, **options):
+    return verify_run(run, lambda *_: None, **options)
+
+
+def found(run):
+    """Grade, place and words of every finding."""
+    return [(finding.grade, finding.where, finding.what) for finding in verify(run).findings]
+
+
+def make_call(call_id, prompt_ids, completion_ids, **fields):
+    fields = {"session_id": "s", "started_at": START, **fields}
+    fields.setdefault("logprobs", [-0.5] * len(completion_ids))
+    fields.setdefault("weight_versions", [VersionSpan("1", 0, len(completion_ids))])
+    return Call(call_id=call_id, prompt_ids=prompt_ids, completion_ids=completion_ids, **fields)
+
+
+CHILD = {"parent_id": "a", "prefix_length": 2, "kind": "bridged"}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Two calls, the second of which continues the first; the files are as a killed recorder leaves them."""
+    return make_run(tmp_path / "run", [make_call("a", [1], [2]), make_call("b", [1, 2, 3], [4], **CHILD)])
+
+
+def make_run(run, calls):
+    write_metadata(run, {"model": "tiny"})
+    with killed_writer(run) as writer:
+        for call in calls:
+            writer.add_call(call)
+        writer.add_session(Session("s", "t", "g", "h", "completed", reward=1.0, started_at=START))
+    return run
+
+
+@contextmanager
+def killed_writer(run):
+    """A writer whose files are not compacted, and not locked afterwards."""
+    writer = RunWriter(run, "never")
+    yield writer
+    for segment in writer._segments.values():
+        segment.close()
+
+
+def calls_file(run):
+    [path] = run_files(run, "calls")
+    return path
+
+
+def contents(run):
+    return {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+class TestSound:
+    def test_a_sound_run_has_no_findings_and_its_rows_are_counted(self, run):
+        verification = verify(run)
+        assert verification.findings == []
+        assert verification.rows == {"calls": 2, "sessions": 1, "events": 0}
+        assert verification.sound
+
+    def test_a_compacted_run_is_sound(self, tmp_path):
+        write_metadata(tmp_path, {})
+        with RunWriter(tmp_path) as writer:
+            for number in range(3):
+                writer.add_call(make_call(str(number), [1], [2]))
+            writer.add_session(Session("s", "t", "g", "h", "completed", started_at=START))
+        assert found(tmp_path) == []
+
+    def test_a_run_that_is_being_written_is_sound(self, run):
+        writer = RunWriter(run)
+        writer.add_call(make_call("c", [9], [9]))
+        assert found(run) == []
+        writer.close()
+
+    def test_verifying_changes_nothing(self, run):
+        os.truncate(calls_file(run), calls_file(run).stat().st_size - 100)
+        before = contents(run)
+        verify(run)
+        assert contents(run) == before
+
+    def test_another_schema_is_refused(self, run):
+        (run / "run.json").write_text('{"schema_version": 999}')
+        with pytest.raises(RunError, match="a newer rolltap"):
+            verify(run)
+
+
+class TestInvariants:
+    """What rows say that cannot be right, though they are stored as they were written."""
+
+    @pytest.mark.parametrize(
+        ("child", "what"),
+        [
+            ({**CHILD, "parent_id": "gone"}, "parent gone is not in the run"),
+            ({**CHILD, "prefix_length": 1}, "the prompt has 3 tokens, but 4 can be rebuilt"),
+            ({"prefix_length": 2}, "the prompt has 3 tokens, but 1 can be rebuilt"),
+            ({**CHILD, "violation": "known", "parent_id": "gone"}, "parent gone is not in the run"),
+            ({"logprobs": [0.5]}, "log-probability 0 is positive (0.5), and the call is not marked"),
+            ({"logprobs": [-1.0, -1.0]}, "1 token ids but 2 log-probabilities, and the call is not marked"),
+            ({"weight_versions": []}, "weight version spans cover 0 of 1 tokens, and the call is not marked"),
+            ({"role": "boss"}, "its role is 'boss'"),
+            ({"kind": "magic"}, "its kind is 'magic'"),
+            ({"status": "lost"}, "its status is 'lost'"),
+            ({"completion_ids": [-4]}, "it has a negative token id"),
+        ],
+        ids=str,
+    )
+    def test_a_call_that_cannot_be_right_is_damage(self, tmp_path, child, what):
+        b = make_call("b", [1, 2, 3], **{"completion_ids": [4], **child})
+        run = make_run(tmp_path / "run", [make_call("a", [1], [2]), b])
+        assert found(run) == [("damage", "session s, call b", what)]
+
+    @pytest.mark.parametrize(
+        "fields", [{"logprobs": []}, {"logprobs": [0.5], "violation": "log-probability 0 is positive (0.5)"}], ids=str
+    )
+    def test_a_call_that_is_known_not_to_be_trainable_is_none(self, tmp_path, fields):
+        assert found(make_run(tmp_path / "run", [make_call("a", [1], [2], **fields)])) == []
+
+    def test_a_call_that_is_there_twice_is_damage(self, run):
+        path = calls_file(run)
+        shutil.copy(path, path.with_name("calls-copy.arrow"))
+        assert found(run) == [
+            ("damage", "session s, call a", "it is recorded 2 times"),
+            ("damage", "session s, call b", "it is recorded 2 times"),
+        ]
+
+    def test_calls_that_are_each_others_parents_are_damage(self, tmp_path):
+        a = make_call("a", [1], [], parent_id="b", prefix_length=1)
+        b = make_call("b", [1], [], parent_id="a", prefix_length=1)
+        run = make_run(tmp_path / "run", [a, b])
+        assert [grade for grade, _, _ in found(run)] == ["damage", "damage"]
+
+    def test_what_is_no_damage_is_a_notice(self, run):
+        with killed_writer(run) as writer:
+            writer.add_call(make_call("a", [1], [2], session_id="t"))
+            writer.add_event(Event("call_started", "t", detail="a"))
+            writer.add_event(Event("call_started", "t", detail="b"))
+            writer.add_event(Event("unauthorised"))
+            late = START - timedelta(seconds=1)
+            writer.add_session(Session("u", "t", "g", "h", "completed", started_at=START, finished_at=late))
+        assert sorted(found(run)) == [
+            ("notice", "session t", "has no row: its calls have no reward and no group"),
+            ("notice", "session t, call b", "it was started and is not recorded: it runs, or its recorder was killed"),
+            ("notice", "session u", "it ended before it started: the clock was set back"),
+        ]
+        assert verify(run).sound
+
+
+def rewrite(path, change):
+    """Write a file again with other rows."""
+    with SegmentReader(path) as reader:
+        table = pa.Table.from_batches([batch for _, batch in reader]).combine_chunks()
+    table = change(table)
+    with open(path, "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+
+
+class TestFiles:
+    def test_a_changed_value_is_damage_wherever_it_is_in_the_row(self, run):
+        path = calls_file(run)
+        for name in TABLES["calls"].names:
+            before = path.read_bytes()
+            rewrite(path, lambda table, name=name: change_value(table, name))
+            assert any("does not have its digest" in what for _, _, what in found(run)), name
+            path.write_bytes(before)
+        assert found(run) == []
+
+    def test_a_row_with_other_contents_and_its_own_digest_is_not_noticed_as_changed(self, run):
+        """The digest finds accidents; it is no signature."""
+
+        def change(table):
+            rows = table.to_pylist()
+            rows[1]["completion_ids"] = [5]
+            rows[1][DIGEST] = row_digest(rows[1], TABLES["calls"])
+            return pa.Table.from_pylist(rows, table.schema)
+
+        rewrite(calls_file(run), change)
+        assert found(run) == []
+
+    def test_a_file_with_other_columns_is_damage(self, run):
+        rewrite(calls_file(run), lambda table: table.drop_columns(["reply"]))
+        [(grade, where, what)] = found(run)
+        assert (grade, where) == ("damage", calls_file(run).name)
+        assert "does not have the columns of calls" in what
+
+    def test_a_flipped_bit_in_the_middle_is_damage_that_is_not_repaired(self, run):
+        path = calls_file(run)
+        with SegmentReader(path) as reader:
+            first = next(iter(reader))[0]
+        data = bytearray(path.read_bytes())
+        data[first] ^= 1
+        path.write_bytes(data)
+        assert found(run)[0][:2] == ("damage", f"{path.name}, byte {first}")
+        assert "1 whole commits among them" in found(run)[0][2]
+        assert verify(run, repair=True).repaired == []
+        assert path.read_bytes() == data
+
+
+def change_value(table, name):
+    column = table.schema.get_field_index(name)
+    kind = table.schema.field(name).type
+    other = {pa.string(): "other", pa.bool_(): True, pa.int32(): 77}.get(kind)
+    if other is None:
+        other = START + timedelta(days=1) if pa.types.is_timestamp(kind) else []
+    return table.set_column(column, table.schema.field(name), pa.array([other] * table.num_rows, kind))
+
+
+class TestRepair:
+    def test_a_lost_end_is_cut_off_and_said(self, run):
+        path = calls_file(run)
+        whole = path.read_bytes()
+        with SegmentReader(path) as reader:
+            _, last = [offset for offset, _ in reader]
+        os.truncate(path, len(whole) - 100)
+        [lost] = verify(run).findings
+        assert (lost.grade, lost.where) == ("damage", f"{path.name}, byte {last}")
+        assert "the file has lost its end" in lost.what
+        verification = verify(run, repair=True)
+        size = len(whole) - 100 - last
+        assert verification.repaired == [f"{path.name}: the last {size} bytes, from byte {last} on, were cut off"]
+        assert verification.sound
+        assert path.read_bytes() == whole[:last]
+
+    def test_a_commit_that_was_not_completed_is_no_damage(self, run):
+        path = calls_file(run)
+        whole = path.read_bytes()
+        path.write_bytes(whole + bytes(8) + b"half a commit")
+        [(grade, where, what)] = found(run)
+        assert (grade, where) == ("notice", f"{path.name}, byte {len(whole)}")
+        assert "nothing is lost" in what
+        verify(run, repair=True)
+        assert path.read_bytes() == whole
+
+    def test_whole_commits_behind_zeros_are_not_cut_off(self, run):
+        path = calls_file(run)
+        with SegmentReader(path) as reader:
+            first = next(iter(reader))[0]
+        data = bytearray(path.read_bytes())
+        data[first : first + 8] = bytes(8)
+        path.write_bytes(data)
+        assert "1 whole commits among them" in found(run)[0][2]
+        assert verify(run, repair=True).repaired == []
+        assert path.read_bytes() == data
+
+    @pytest.mark.parametrize("size", [0, 100])
+    def test_a_file_that_has_lost_all_its_commits_is_removed(self, run, size):
+        path = calls_file(run)
+        os.truncate(path, size)
+        assert not verify(run).sound
+        assert verify(run, repair=True).repaired == [f"{path.name}: removed, it had lost all but {size} bytes"]
+        assert not path.exists()
+        assert verify(run).sound
+
+    def test_a_file_that_is_being_written_is_left_alone(self, run):
+        writer = RunWriter(run)
+        writer.add_call(make_call("c", [9], [9]))
+        path = run_files(run, "calls")[-1]
+        with open(path, "ab") as file:
+            file.write(bytes(8) + b"half a commit")
+        before = path.read_bytes()
+        verification = verify(run, repair=True)
+        assert [(finding.grade, finding.what) for finding in verification.findings] == [
+            ("notice", "a commit is being written")
+        ]
+        assert verification.repaired == []
+        assert path.read_bytes() == before
+        writer.close()
+
+    def test_files_that_a_dead_process_left_behind_are_removed_and_others_are_not(self, run):
+        dead = [run / f".calls-1-1-0000.arrow.{DEAD}", run / f".run.json.{DEAD}"]
+        alive = run / f".calls-1-1-0000.arrow.{os.getpid()}"
+        foreign = run / ".DS_Store"
+        for path in (*dead, alive, foreign):
+            path.touch()
+        assert [(grade, where) for grade, where, _ in found(run)] == [
+            ("notice", path.name) for path in sorted((*dead, alive))
+        ]
+        assert len(verify(run, repair=True).repaired) == 2
+        assert sorted(path.name for path in run.glob(".*")) == sorted([alive.name, foreign.name])
+
+    def test_an_import_that_was_killed_is_finished_or_undone(self, run, tmp_path):
+        (run / COMPLETE).mkdir()
+        other = make_run(tmp_path / "other", [make_call("a", [1], [2], session_id="t")])
+        calls_file(other).rename(run / COMPLETE / "calls-zz.arrow")
+        (run / ".staging" / "run").mkdir(parents=True)
+        assert [where for _, where, _ in found(run)] == [".complete", ".staging"]
+        assert len(verify(run, repair=True).repaired) == 2
+        assert set(load_calls(run)) == {"s", "t"}
+        assert not list(run.glob(".*"))
+
+    def test_an_import_that_goes_on_is_left_alone(self, run):
+        with new_files(run):
+            [(grade, where, what)] = found(run)
+            assert (grade, where, what) == ("notice", ".staging", "is being written")
+            assert verify(run, repair=True).repaired == []
+
+
+class TestProperties:
+    @given(recorded_sessions(), st.data())
+    @settings(max_examples=150, deadline=None)
+    def test_damage_is_found_or_does_no_harm_and_a_repair_is_final(self, sessions, data):
+        """A file is cut anywhere, gets bytes of a commit that was not completed, or has a byte changed."""
+        with tempfile.TemporaryDirectory() as folder:
+            run = Path(folder) / "run"
+            if data.draw(st.booleans(), "compacted"):
+                record(run, sessions)
+            else:
+                write_metadata(run, {})
+                with killed_writer(run) as writer:
+                    for session, calls in sessions:
+                        for call in calls:
+                            call.parent_id = None
+                            writer.add_call(call)
+                        writer.add_session(session)
+            before = recorded(run)
+            assert verify(run).sound
+            path = data.draw(st.sampled_from(sorted(run.glob("*.arrow"))))
+            whole = path.read_bytes()
+            damage = data.draw(st.sampled_from(["cut", "tail", "flip"]))
+            position = data.draw(st.integers(0, len(whole) - 1))
+            kept = before
+            if damage == "cut":
+                path.write_bytes(whole[:position])
+                kept = recorded(run)
+            elif damage == "tail":
+                path.write_bytes(whole.removesuffix(b"\xff\xff\xff\xff\0\0\0\0") + bytes(8) + whole[:position])
+            else:
+                flipped = bytearray(whole)
+                flipped[position] ^= data.draw(st.integers(1, 255))
+                path.write_bytes(flipped)
+            verification = verify(run)
+            if verification.sound:
+                assert recorded(run) == before
+            repaired = verify(run, repair=True)
+            if damage == "flip":
+                assert repaired.repaired == []
+            elif damage == "tail" or not repaired.repaired:
+                assert recorded(run) == before
+            if damage != "flip":
+                assert recorded(run) == kept
+            after = contents(run)
+            again = verify(run, repair=True)
+            assert again.repaired == []
+            assert again.findings == repaired.findings == verify(run).findings
+            assert contents(run) == after
+
+
+def recorded(run):
+    """The digests of all rows that can be read."""
+    return [row[DIGEST] for table in TABLES for row in read_rows(run, table)]
+
+
+def test_the_command_ends_with_1_only_when_something_is_damaged(run):
+    def command(*options):
+        return CliRunner().invoke(rolltap, ["verify", str(run), *options])
+
+    assert (command().exit_code, command().stdout) == (0, "2 calls, 1 sessions, 0 events\nnothing is damaged\n")
+    path = calls_file(run)
+    os.truncate(path, path.stat().st_size - 1)
+    assert command().exit_code == 1
+    assert "the file has lost its end" in command().stdout
+    assert json.loads(command("--json").stdout)["findings"][0]["grade"] == "damage"
+    repaired = command("--repair")
+    assert repaired.exit_code == 0
+    assert repaired.stdout.startswith("repaired: ")
+    assert json.loads(command("--repair", "--json").stdout) == {
+        "sound": True,
+        "rows": {"calls": 1, "sessions": 1, "events": 0},
+        "findings": [],
+        "repaired": [],
+    }
+    assert load_sessions(run).keys() == {"s"}

@@ -1,0 +1,115 @@
+"""What a verification finds, and what it finds in one session."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import chain
+from pathlib import Path
+from typing import Literal, get_args
+
+import pyarrow as pa
+
+from rolltap.addons.calls import Call, CallKind, CallRole, CallStatus, Session, SessionStatus, find_violation
+from rolltap.trainer.dataset import rebuild_calls
+from rolltap.trainer.report import session_ledger
+from rolltap.trainer.traces import LedgerError
+
+Grade = Literal["damage", "notice"]
+"""`damage`: rows are lost, changed or cannot be right. `notice`: nothing is wrong with the rows."""
+
+FROM_A_COPY = "take the file from a copy of the run if there is one; the other rows can be used"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is not as it should be."""
+
+    grade: Grade
+    where: str
+    """The file, with the byte; or the session, with the call."""
+    what: str
+    advice: str = ""
+
+
+def check_session(
+    run: Path,
+    session_id: str,
+    session: Session | None,
+    calls: Sequence[pa.RecordBatch],
+    events: Iterable[pa.RecordBatch],
+) -> Iterator[Finding]:
+    """What is not as it should be in the rows of one session: of its calls, of its events, and its own."""
+    where = f"session {session_id}"
+    ids = Counter(call_id for batch in calls for call_id in batch.column("call_id").to_pylist())
+    for call_id, count in ids.items():
+        if count > 1:
+            advice = "remove the calls-*.arrow file that is a copy of another"
+            yield Finding("damage", f"{where}, call {call_id}", f"it is recorded {count} times", advice)
+    if ids.total() == len(ids):
+        yield from _check_calls(run, session_id, session, calls)
+    if session is not None:
+        yield from _check_values(where, session, status=get_args(SessionStatus))
+        yield from _check_times(where, session.started_at, session.finished_at)
+    elif ids:
+        yield Finding("notice", where, "has no row: its calls have no reward and no group")
+    yield from _check_events(where, ids, events)
+
+
+def _check_calls(
+    run: Path, session_id: str, session: Session | None, batches: Sequence[pa.RecordBatch]
+) -> Iterator[Finding]:
+    recorded: dict[str, str | None] = {}
+    for batch in batches:
+        columns = (batch.column(name).to_pylist() for name in ("call_id", "violation"))
+        recorded.update(zip(*columns, strict=True))
+    # without the recorded ones, a violation says that a prompt could not be rebuilt
+    calls = rebuild_calls(run, session_id, (_without_violations(batch) for batch in batches))
+    for call in calls:
+        where = f"session {session_id}, call {call.call_id}"
+        if call.violation:
+            yield Finding("damage", where, call.violation, FROM_A_COPY)
+        call.violation = recorded[call.call_id] or call.violation
+        yield from _check_tokens(where, call)
+        names = {"kind": get_args(CallKind), "role": get_args(CallRole), "status": get_args(CallStatus)}
+        yield from _check_values(where, call, **names)
+        yield from _check_times(where, call.started_at, call.first_token_at, call.finished_at)
+    try:
+        session_ledger(calls, session)
+    except LedgerError as error:
+        yield Finding("damage", f"session {session_id}", str(error), "report it")
+
+
+def _without_violations(batch: pa.RecordBatch) -> pa.RecordBatch:
+    column = batch.schema.get_field_index("violation")
+    return batch.set_column(column, "violation", pa.nulls(batch.num_rows, pa.string()))
+
+
+def _check_tokens(where: str, call: Call) -> Iterator[Finding]:
+    if min(chain(call.prompt_ids[call.prefix_length :], call.completion_ids), default=0) < 0:
+        yield Finding("damage", where, "it has a negative token id", FROM_A_COPY)
+    # a call without log-probabilities is left out for that, whether it is marked or not
+    violation = find_violation(call.completion_ids, call.logprobs, call.weight_versions) if call.logprobs else None
+    if violation and not call.violation:
+        yield Finding("damage", where, f"{violation}, and the call is not marked", "it is not trained on in any case")
+
+
+def _check_values(where: str, row: Call | Session, **known: Sequence[str]) -> Iterator[Finding]:
+    for name, values in known.items():
+        if (value := getattr(row, name)) not in values:
+            yield Finding("damage", where, f"its {name} is {value!r}", FROM_A_COPY)
+
+
+def _check_times(where: str, *times: datetime | None) -> Iterator[Finding]:
+    known = [time for time in times if time is not None]
+    if known != sorted(known):
+        what = "it ended before it started: the clock was set back"
+        yield Finding("notice", where, what, "do not rely on how long it took")
+
+
+def _check_events(where: str, calls: Counter[str], events: Iterable[pa.RecordBatch]) -> Iterator[Finding]:
+    for batch in events:
+        for kind, call_id in zip(batch.column("kind").to_pylist(), batch.column("detail").to_pylist(), strict=True):
+            if kind == "call_started" and call_id not in calls:
+                what = "it was started and is not recorded: it runs, or its recorder was killed"
+                yield Finding("notice", f"{where}, call {call_id}", what)
