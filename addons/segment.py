@@ -124,7 +124,7 @@ class SegmentReader:
         self._source = pa.memory_map(str(path))
         self._messages = pa.ipc.MessageReader.open_stream(self._source)
         try:
-            self.schema = pa.ipc.read_schema(self._messages.read_next_message())
+            self.schema = pa.ipc.read_schema(self._next("schema"))
         except (pa.ArrowException, OSError, StopIteration) as error:
             self.damage = f"it has no schema ({str(error) or 'it is empty'})"
 
@@ -147,7 +147,7 @@ class SegmentReader:
         while True:
             self.end = self._source.tell()
             try:
-                batch = pa.ipc.read_record_batch(self._messages.read_next_message(), self.schema)
+                batch = pa.ipc.read_record_batch(self._next("record batch"), self.schema)
             except StopIteration:
                 return
             except (pa.ArrowException, OSError) as error:
@@ -162,6 +162,13 @@ class SegmentReader:
                 continue
             rows += batch.num_rows
             yield self.end, batch
+
+    def _next(self, kind: str) -> pa.Message:
+        """The next message; pyarrow takes it for what it is asked for, and crashes if it is not."""
+        message = self._messages.read_next_message()
+        if message.type != kind:
+            raise pa.ArrowInvalid(f"a message of type {message.type} where a {kind} belongs")
+        return message
 
     def read(self, offset: int) -> pa.RecordBatch:
         """The batch at an offset that iterating yielded."""

@@ -69,7 +69,10 @@ def _later_commits(tail: memoryview, schema: pa.Schema) -> int:
         if tail[position : position + 4] != _MARKER:
             continue
         try:
-            batch = pa.ipc.read_record_batch(pa.ipc.read_message(data.slice(position)), schema)
+            message = pa.ipc.read_message(data.slice(position))
+            if message.type != "record batch":
+                continue
+            batch = pa.ipc.read_record_batch(message, schema)
             batch.validate(full=True)
             found += any(row[DIGEST] == row_digest(row, schema) for row in batch_rows(batch))
         except (pa.ArrowException, OSError, EOFError, ValueError, OverflowError):
@@ -89,7 +92,7 @@ def _is_cut(tail: memoryview, schema: pa.Schema) -> bool:
         body, needed = _body_sizes(tail[_PREFIX : _PREFIX + size])
     except struct.error:
         return False
-    return 0 <= body - needed < 64 and len(tail) < _PREFIX + size + body
+    return body == -(-needed // 8) * 8 and len(tail) < _PREFIX + size + body
 
 
 @cache
@@ -100,7 +103,7 @@ def _metadata_size(schema: pa.Schema) -> int:
 
 
 def _body_sizes(metadata: memoryview) -> tuple[int, int]:
-    """The length of its body that a record batch message states, and where the last buffer in it ends.
+    """The length of its body that a record batch message states, a multiple of 8, and where its last buffer ends.
 
     Field numbers and layouts are those of Message.fbs. Raises `struct.error` for what is no such message.
     """
