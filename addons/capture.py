@@ -3,8 +3,10 @@
 import asyncio
 import json
 import logging
+import platform
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import urlsplit
 
 from mitmproxy import ctx, exceptions, http
@@ -18,7 +20,7 @@ from rolltap.addons.engine import NEUTRAL_SAMPLING
 from rolltap.addons.options import option_errors
 from rolltap.addons.rendering import ModelError, Rendering, model_folder
 from rolltap.addons.sessions import SESSION, writable
-from rolltap.addons.store import RunError, RunWriter, write_metadata
+from rolltap.addons.store import RunError, RunWriter, Sync, add_recorder, write_metadata
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +34,10 @@ _OPTIONS = (
     "rolltap_renderer",
     "rolltap_sampling",
     "rolltap_patience",
+    "rolltap_fsync",
 )
+_PACKAGES = ("rolltap", "mitmproxy", "renderers", "transformers", "pyarrow")
+"""Whose versions `run.json` names."""
 _SAMPLING_KEYS = {*NEUTRAL_SAMPLING, "max_tokens", "seed"}
 _CREDENTIALS = ("authorization", "x-api-key", "x-goog-api-key", "api-key", "cookie")
 
@@ -76,6 +81,15 @@ class Capture:
             "generation goes on from that token; after it the harness gets its API's own error.",
         )
         loader.add_option(
+            "rolltap_fsync",
+            str,
+            "session",
+            "When calls are brought to the disk itself: `call`, before a reply ends; `session`, when a session ends; "
+            "`never`, when the system does it. A killed recorder loses no committed call in any case; a machine that "
+            "stops does.",
+            choices=get_args(Sync),
+        )
+        loader.add_option(
             "rolltap_websocket",
             bool,
             False,
@@ -103,6 +117,9 @@ class Capture:
                 raise exceptions.OptionsError(f"{name} is not set: add --set {name}=...")
         engines = [url.strip() for url in ctx.options.rolltap_engine.split(",")]
         for engine in engines:
+            if urlsplit(engine).username or urlsplit(engine).password:
+                # calls name the engine that answered them, and nothing secret belongs in a run
+                raise exceptions.OptionsError("rolltap_engine has a user or a password: give the URL without")
             if urlsplit(engine).scheme not in ("http", "https") or not urlsplit(engine).hostname:
                 raise exceptions.OptionsError(f"rolltap_engine is {engine!r}: give a URL such as http://127.0.0.1:8000")
         sampling = _sampling(ctx.options.rolltap_sampling)
@@ -126,14 +143,18 @@ class Capture:
             "bridge_refusal": rendering.refusal,
             "tokenizer_sha256": rendering.tokenizer_sha256,
             "chat_template_sha256": rendering.chat_template_sha256,
+        }
+        recorder = {
             "engines": engines,
             "sampling": {**NEUTRAL_SAMPLING, **sampling},
+            "versions": {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
         }
         try:
             write_metadata(run, metadata)
+            add_recorder(run, recorder)
         except (RunError, OSError) as error:
             raise exceptions.OptionsError(f"rolltap_out: {error}") from error
-        self._writer = RunWriter(run)
+        self._writer = RunWriter(run, ctx.options.rolltap_fsync)
         patience = ctx.options.rolltap_patience
         self._endpoint = ep.Endpoint(rendering, engines, self._writer, run, sampling, patience=patience)
 
@@ -149,13 +170,17 @@ class Capture:
             await self._starting
             await self._endpoint.close()
         if self._writer is not None:
-            self._writer.close()
+            await asyncio.to_thread(self._writer.close)
 
     def request(self, flow: http.HTTPFlow) -> None:
         """Redirect a model call to the endpoint, without the harness's API key."""
         if flow.response is not None or self._endpoint is None:
             return
         headers = flow.request.headers
+        if flow.request.host == ep.CONTROL_HOST:
+            if (flow.request.method, flow.request.path) == ("POST", ep.END_PATH):
+                self._redirect(flow)
+            return
         route = find_route(flow.request.method, flow.request.path, headers)
         if is_websocket(flow.request.path, headers):
             if not ctx.options.rolltap_websocket:
@@ -166,6 +191,11 @@ class Capture:
             return
         if route is not None and not self._decompress(flow, route):
             return
+        self._redirect(flow)
+
+    def _redirect(self, flow: http.HTTPFlow) -> None:
+        assert self._endpoint is not None
+        headers = flow.request.headers
         for name in [n for n in headers if n.lower() in _CREDENTIALS or n.lower().startswith("x-rolltap-")]:
             del headers[name]
         headers[ep.SECRET_HEADER] = self._endpoint.secret

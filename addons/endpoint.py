@@ -5,6 +5,7 @@ or continued to prompt token ids, sampled by the engine, encoded as it comes, an
 last event leaves. Only the addon in the same process knows the secret that every request must carry.
 """
 
+import asyncio
 import hmac
 import json
 import logging
@@ -25,15 +26,16 @@ from rolltap.addons.continuity import Conversations
 from rolltap.addons.dialects.dialect import Dialect, Operation
 from rolltap.addons.dialects.model_call import ContextOverflow, Head, ModelCall, ServedModel
 from rolltap.addons.dialects.routes import find_route, is_websocket
-from rolltap.addons.engine import NEUTRAL_SAMPLING
+from rolltap.addons.engine import NEUTRAL_SAMPLING, Engine, EngineError
 from rolltap.addons.engines import Engines
 from rolltap.addons.exchange import error_response, respond, stream
 from rolltap.addons.generation import Generation, Parts, as_dialect_error
+from rolltap.addons.group_commit import GroupCommit
 from rolltap.addons.policy import PolicyFile
 from rolltap.addons.rendering import Rendering
 from rolltap.addons.retries import find_retried, worth_remembering
 from rolltap.addons.roles import find_role
-from rolltap.addons.store import RunWriter
+from rolltap.addons.store import RUN_FILE, RunError, RunWriter, add_engine
 from rolltap.addons.websocket import serve_socket
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,11 @@ logger = logging.getLogger(__name__)
 SECRET_HEADER = "x-rolltap-secret"
 SESSION_HEADER = "x-rolltap-session"
 HOST_HEADER = "x-rolltap-host"
+
+CONTROL_HOST = "session.rolltap"
+"""What a session asks the recorder itself goes to this host, through the proxy like all else."""
+END_PATH = "/end"
+"""`POST` here ends the session: running calls are recorded as aborted, and its commits are brought to the disk."""
 
 BODY_LIMIT = 256 * 1024 * 1024
 
@@ -78,7 +85,9 @@ class Endpoint:
         self._engine_urls = engine_urls
         self._policy = PolicyFile(run)
         self._patience = patience
+        self._run = run
         self._memories: defaultdict[str, Memory] = defaultdict(lambda: Memory(Conversations(rendering)))
+        self._described: dict[str, asyncio.Task[None]] = {}
         # bound at once, so that requests queue here even before the server runs
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.port: int = self._socket.getsockname()[1]
@@ -87,7 +96,8 @@ class Endpoint:
     async def start(self) -> None:
         """Serve until `close`."""
         self.engines = Engines(self._engine_urls)
-        self._parts = Parts(self.engines, self._policy, self.rendering, self.writer, self._patience)
+        disk = GroupCommit(self.writer)
+        self._parts = Parts(self.engines, self._policy, self.rendering, self.writer, disk, self._patience)
         app = web.Application(client_max_size=BODY_LIMIT)
         app.router.add_route("*", "/{target:.*}", self._serve)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
@@ -100,11 +110,16 @@ class Endpoint:
             for generation in memory.generations:
                 generation.abort("the recorder was stopped")
         await self._runner.cleanup()
+        for task in self._described.values():
+            task.cancel()
+        await asyncio.gather(*self._described.values(), return_exceptions=True)
         await self.engines.close()
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         if not hmac.compare_digest(request.headers.get(SECRET_HEADER, ""), self.secret):
             return web.Response(status=403, text="this port belongs to the rolltap recorder in front of it")
+        if request.headers.get(HOST_HEADER) == CONTROL_HOST:
+            return await self._end_session(request)
         if is_websocket(request.raw_path, request.headers):
             return await serve_socket(request, self.begin, self._reject)
         route = find_route(request.method, request.raw_path, request.headers)
@@ -129,8 +144,7 @@ class Endpoint:
     async def _look_up(self, dialect: Dialect, operation: Operation, request: web.Request) -> bytes:
         """The body of a reply that needs no sampling."""
         if operation == "models":
-            engine = self.engines.of(request.headers[SESSION_HEADER])
-            context = await engine.max_model_len()
+            engine, context = await self._engine(request.headers[SESSION_HEADER])
             served = [ServedModel(engine.model, context)]
             return dialect.encode_models(request.raw_path, served, int(time.time()))
         model_call = dialect.decode(await request.read(), request.raw_path)
@@ -145,7 +159,7 @@ class Endpoint:
         written.
         """
         session_id = request.headers[SESSION_HEADER]
-        context = await self.engines.of(session_id).max_model_len()
+        _, context = await self._engine(session_id)
         memory = self._memories[session_id]
         prompt = memory.conversations.prompt(model_call.messages, model_call.tools)
         room = context - len(prompt.ids)
@@ -177,11 +191,38 @@ class Endpoint:
             messages=json.dumps(prompt.new_messages, ensure_ascii=False),
             tools=json.dumps(model_call.tools, ensure_ascii=False) if prompt.parent is None else None,
         )
+        self.writer.require_room()
         self.writer.add_event(Event("call_started", session_id, host, "POST", path, call.call_id))
         sampling = self._sampling_for(model_call, room)
         generation = Generation(self._parts, memory.conversations, call, prompt, model_call, sampling)
         memory.generations = [*worth_remembering(memory.generations), generation]
         return generation
+
+    async def _engine(self, session_id: str) -> tuple[Engine, int]:
+        """The engine of a session and its context window in tokens. The first time, `run.json` learns of it."""
+        engine = self.engines.of(session_id)
+        context = await engine.max_model_len()
+        if engine.url not in self._described:
+            self._described[engine.url] = asyncio.create_task(self._describe(engine))
+        return engine, context
+
+    async def _describe(self, engine: Engine) -> None:
+        try:
+            await asyncio.to_thread(add_engine, self._run, engine.url, await engine.describe())
+        except (EngineError, RunError, OSError) as error:
+            logger.warning("%s does not say what %s is: %s", RUN_FILE, engine.url, error)
+
+    async def _end_session(self, request: web.Request) -> web.Response:
+        """End the session that asks: nothing of it runs or is remembered afterwards, and it is on the disk."""
+        memory = self._memories.pop(request.headers[SESSION_HEADER], None)
+        for generation in memory.generations if memory else ():
+            generation.abort("the session ended")
+        try:
+            await asyncio.to_thread(self.writer.end_session)
+        except OSError as error:
+            logger.error("cannot write to %s: %s", self.writer.run, error)
+            return web.Response(status=500, text=f"the session is not on the disk: {error}")
+        return web.Response()
 
     def _sampling_for(self, model_call: ModelCall, room: int) -> dict[str, Any]:
         """vLLM's sampling parameters: ours, and of the harness's wishes those that shape the reply."""

@@ -83,6 +83,32 @@ class Engine:
                 raise EngineError(f"{self.url}/v1/models is not vLLM's: {error!r}", status=502) from error
         return self._max_model_len
 
+    async def describe(self) -> dict[str, Any]:
+        """What the engine says of itself: served model, context window in tokens, vLLM's version and configuration.
+
+        The last two are None when it does not tell; the configuration needs VLLM_SERVER_DEV_MODE=1. Raises
+        `EngineError`.
+        """
+        context = await self.max_model_len()
+        version, information = await self._ask("/version"), await self._ask("/server_info")
+        return {
+            "model": self.model,
+            "max_model_len": context,
+            "vllm": version.get("version"),
+            "configuration": information.get("vllm_config"),
+        }
+
+    async def _ask(self, path: str) -> dict[str, Any]:
+        """An object that the engine serves; an empty one when it does not."""
+        try:
+            async with self._session.get(self.url + path) as response:
+                answer = json.loads(await response.read()) if response.status == 200 else {}
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineError(f"the engine at {self.url} cannot be reached: {error}") from error
+        except ValueError:
+            answer = {}
+        return answer if isinstance(answer, dict) else {}
+
     async def generate(self, token_ids: list[int], sampling: dict[str, Any], model: str | None) -> AsyncIterator[Chunk]:
         """Sample a completion of `token_ids`, as it comes.
 

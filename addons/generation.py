@@ -18,6 +18,7 @@ from rolltap.addons.deltas import TextDeltas, cut_at_stop
 from rolltap.addons.dialects.model_call import DialectError, ModelCall, Reply, Usage
 from rolltap.addons.engine import Engine, EngineError
 from rolltap.addons.engines import Engines
+from rolltap.addons.group_commit import GroupCommit
 from rolltap.addons.policy import Policy, PolicyFile
 from rolltap.addons.rendering import Rendering
 from rolltap.addons.store import RunWriter
@@ -39,6 +40,7 @@ class Parts:
     policy: PolicyFile
     rendering: Rendering
     writer: RunWriter
+    disk: GroupCommit
     patience: float
     """Seconds that a call waits for an engine that is down, counted from the last sampled token."""
 
@@ -73,6 +75,7 @@ class Generation:
         self._deltas = TextDeltas()
         self._parsed_tokens = 0
         self._stop: str | None = None
+        self._committed = False
         self._changed = asyncio.Event()
         self._done = asyncio.Event()
         self._heard = asyncio.Event()
@@ -136,8 +139,8 @@ class Generation:
         return True
 
     def abort(self, why: str) -> None:
-        """End the call now and record what was sampled. Does nothing when it is done."""
-        if self.done:
+        """End the call now and record what was sampled. Does nothing when it is recorded."""
+        if self.done or self._committed:
             return
         self._task.cancel()
         self.call.status = "aborted"
@@ -154,9 +157,15 @@ class Generation:
             self._commit(reply)
         except Exception as error:  # whatever it is, the call is recorded and the harness is told
             self._fail(error)
+            return
+        try:
+            await self._parts.disk.durable()
+        except OSError as error:  # the call is written, but may not outlive the machine
+            logger.error("call %s is not on the disk: %s", self.call.call_id, error)
+            self.error = as_dialect_error(error)
         else:
             self.reply = reply
-            self._set_done()
+        self._set_done()
 
     async def _sample(self) -> None:
         """Sample the whole completion, across failures of the engine. Raises `EngineError`."""
@@ -285,6 +294,7 @@ class Generation:
         call.sampling = json.dumps({**self._sampling, "asked": self._asked()})
         call.reply = json.dumps(message, ensure_ascii=False) if message else None
         self._parts.writer.add_call(call)
+        self._committed = True
         if message:
             self._conversations.add(call.call_id, self._prompt, call.completion_ids, message)
 

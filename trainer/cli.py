@@ -167,7 +167,9 @@ def record(
             signal.signal(signal.SIGINT, before)
         session.status = "completed" if session.exit_status == 0 else "failed"
         session.finished_at = utc_now()
-        RunWriter(out).add_session(session)
+        with RunWriter(out) as writer:
+            writer.add_session(session)
+        recorder.end(session.session_id)
     status = session.exit_status
     sys.exit(status if status >= 0 else 128 - status)
 
@@ -258,6 +260,7 @@ def rollout_command(
     )
     with (
         Recorder(out, engine=engine, model=model, options=_settings(settings)) as recorder,
+        RunWriter(out) as writer,
         Progress(*columns, console=console) as progress,
     ):
         bar = progress.add_task("", total=len(task_list) * sessions)
@@ -266,7 +269,7 @@ def rollout_command(
             progress.update(bar, advance=1, description=f"{session.session_id} {session.status} {session.reward}")
 
         plan = Plan(harness, sessions, concurrency, timeout)
-        asyncio.run(rollout(task_list, plan, recorder, RunWriter(out), policy_version="default", done=done))
+        asyncio.run(rollout(task_list, plan, recorder, writer, policy_version="default", done=done))
     print_run(out, as_json)
 
 

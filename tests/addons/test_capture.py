@@ -3,6 +3,7 @@ import logging
 import re
 
 import aiohttp
+import pyarrow
 import pytest
 from mitmproxy import ctx, http
 from mitmproxy.addons.proxyserver import Proxyserver
@@ -264,9 +265,11 @@ class TestRun:
     def test_it_says_how_it_was_recorded(self, capture, options, rendering):
         metadata = read_metadata(capture._writer.run)
         assert metadata["model"] == options["rolltap_model"]
-        assert (metadata["renderer"], metadata["engines"]) == ("qwen3", ["http://127.0.0.1:1"])
+        assert metadata["renderer"] == "qwen3"
         assert metadata["tokenizer_sha256"] == rendering.tokenizer_sha256
-        assert metadata["sampling"] == NEUTRAL_SAMPLING
+        (recorder,) = metadata["recorders"]
+        assert (recorder["engines"], recorder["sampling"]) == (["http://127.0.0.1:1"], NEUTRAL_SAMPLING)
+        assert recorder["versions"]["pyarrow"] == pyarrow.__version__
 
     def test_events_are_written_to_it(self, capture):
         capture.record(Event("refused", "s1", "evil.com", "GET", "/"))
@@ -289,7 +292,8 @@ async def test_sampling_may_differ_from_neutral(options):
         await capture.done()
     sampling = {**NEUTRAL_SAMPLING, "temperature": 0.7, "max_tokens": 64}
     assert capture._endpoint.sampling == sampling
-    assert read_metadata(capture._writer.run)["sampling"] == sampling
+    (recorder,) = read_metadata(capture._writer.run)["recorders"]
+    assert recorder["sampling"] == sampling
 
 
 async def test_nothing_is_captured_before_a_run_is_open():

@@ -7,9 +7,9 @@ import os
 import pytest
 
 from rolltap.addons import endpoint as ep
-from rolltap.addons import exchange, generation
+from rolltap.addons import exchange, generation, store
 from rolltap.addons.dialects import chat
-from rolltap.addons.store import RunWriter, write_metadata
+from rolltap.addons.store import RunWriter, read_metadata, write_metadata
 from tests.addons.harness import Harness, content, user
 from tests.scripted_engine import Answer, Say
 
@@ -324,6 +324,71 @@ class TestAccess:
         assert scripted_engine.requests[0]["model"] == "policy-4"
         (call,) = harness.calls()
         assert [span["version"] for span in call["weight_versions"]] == ["4"]
+
+
+class TestEndOfSession:
+    async def end(self, harness, session="s1"):
+        headers = {
+            ep.SECRET_HEADER: harness.endpoint.secret,
+            ep.SESSION_HEADER: session,
+            ep.HOST_HEADER: ep.CONTROL_HOST,
+        }
+        url = f"http://127.0.0.1:{harness.endpoint.port}{ep.END_PATH}"
+        async with harness.client.post(url, headers=headers) as response:
+            return response.status, await response.text()
+
+    async def test_running_calls_are_recorded_as_aborted(self, harness, scripted_engine):
+        scripted_engine.replies.append(Say("one two three", hold_after=1))
+        asked = asyncio.create_task(harness.ask(user()))
+        await asyncio.to_thread(scripted_engine.holding.wait)
+        assert await self.end(harness) == (200, "")
+        assert [(call["status"], call["error"]) for call in harness.calls()] == [("aborted", "the session ended")]
+        assert (await asked)[0] == 503
+
+    async def test_nothing_of_it_is_remembered(self, harness, scripted_engine):
+        scripted_engine.replies += [Say("Hi."), Say("Ho.")]
+        await harness.ask(user())
+        await self.end(harness)
+        await harness.ask(user(), {"role": "assistant", "content": "Hi."}, user("More"))
+        assert [call["kind"] for call in harness.calls()] == ["root", "rendered"]
+
+    async def test_a_session_without_calls_ends_too(self, harness):
+        assert await self.end(harness, "nobody") == (200, "")
+
+    async def test_a_session_that_is_not_on_the_disk_is_not_ended_well(self, harness, monkeypatch):
+        def fail():
+            raise OSError("the disk is gone")
+
+        monkeypatch.setattr(harness.endpoint.writer, "end_session", fail)
+        assert await self.end(harness) == (500, "the session is not on the disk: the disk is gone")
+
+
+async def test_a_call_is_not_begun_when_the_disk_is_almost_full(harness, scripted_engine, monkeypatch):
+    monkeypatch.setattr(store, "ROOM_BYTES", 1 << 60)
+    status, reply = await harness.ask(user())
+    assert (status, reply["error"]["code"]) == (500, "not_recorded")
+    assert "MiB are free" in reply["error"]["message"]
+    assert (scripted_engine.requests, harness.calls()) == ([], [])
+
+
+async def test_a_reply_whose_record_does_not_reach_the_disk_is_not_given(harness, scripted_engine, monkeypatch):
+    def fail():
+        raise OSError("the disk is gone")
+
+    harness.endpoint.writer.policy = "call"
+    monkeypatch.setattr(harness.endpoint.writer, "sync", fail)
+    scripted_engine.replies.append(Say("Hi."))
+    status, reply = await harness.ask(user())
+    assert (status, reply["error"]["code"]) == (500, "not_recorded")
+    assert [call["status"] for call in harness.calls()] == ["completed"]
+
+
+async def test_the_run_knows_its_engines(harness, scripted_engine):
+    await harness.ask(user())
+    await asyncio.gather(*harness.endpoint._described.values())
+    assert read_metadata(harness.run)["engines"] == {
+        scripted_engine.url: {"model": "scripted", "max_model_len": 8192, "vllm": None, "configuration": None}
+    }
 
 
 async def test_calls_that_run_when_the_recorder_stops_are_recorded_as_aborted(

@@ -13,6 +13,7 @@ import pytest
 
 from rolltap.addons.credentials import token
 from rolltap.addons.store import read_rows
+from rolltap.trainer.rollouts.recorder import SESSION_END
 from tests.scripted_engine import Say
 
 MITMDUMP = Path(sys.executable).with_name("mitmdump")
@@ -128,6 +129,27 @@ def test_with_a_secret_only_the_sessions_own_token_opens_the_proxy(start, script
     assert [call["session_id"] for call in recorder.rows("calls")] == ["s1"]
     assert [event["kind"] for event in recorder.rows("events")].count("unauthorised") == 2
     assert "hidden" not in "".join(recorder.lines)
+
+
+def test_a_session_ends_itself_and_no_other(start, scripted_engine):
+    recorder = start()
+    scripted_engine.replies += [Say("Hi."), Say("one two three", hold_after=1), Say("Ho.")]
+    with recorder.client() as client, recorder.client("s2") as other:
+        assert other.post(CHAT, json=HELLO).status_code == 200
+        with client.stream("POST", CHAT, json={**HELLO, "stream": True}):
+            scripted_engine.holding.wait()
+        # the harness hung up and is gone: the call need not wait for it to come back
+        assert client.post(SESSION_END).status_code == 200
+        assert [(call["session_id"], call["status"]) for call in recorder.rows("calls")] == [
+            ("s2", "completed"),
+            ("s1", "aborted"),
+        ]
+        messages = [*HELLO["messages"], {"role": "assistant", "content": "Hi."}, {"role": "user", "content": "More"}]
+        assert other.post(CHAT, json={**HELLO, "messages": messages}).status_code == 200
+        for method, url in [("GET", SESSION_END), ("POST", "http://session.rolltap/other")]:
+            assert client.request(method, url).status_code == 404
+    recorder.stop()
+    assert [call["kind"] for call in recorder.rows("calls") if call["session_id"] == "s2"] == ["root", "bridged"]
 
 
 def test_kill_9_in_the_middle_of_a_rollout_loses_no_committed_call(start, scripted_engine):

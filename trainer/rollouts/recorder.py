@@ -14,11 +14,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import httpx
+
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.rollouts.environment import proxy_environment, proxy_url, write_bundle
 
 _READY = re.compile(r"recording to .*, proxy at http://(\S+:\d+)")
 _STOP_SECONDS = 20.0
+
+SESSION_END = "http://session.rolltap/end"
+"""Where a session is ended, through the proxy and with its credentials; see `rolltap.addons.endpoint`."""
 
 
 def addon_path() -> Path:
@@ -88,6 +93,20 @@ class Recorder:
         """What a harness needs to be recorded as `session_id`."""
         url = proxy_url(self._address, session_id, self._secret)
         return proxy_environment(url, self._ca, self._bundle)
+
+    def end(self, session_id: str) -> None:
+        """Tell the recorder that a session is over: what still runs of it is recorded, and all is on the disk then.
+
+        Raises `UserError` when the recorder cannot do that.
+        """
+        url = proxy_url(self._address, session_id, self._secret)
+        try:
+            answer = httpx.post(SESSION_END, proxy=url, trust_env=False, timeout=_STOP_SECONDS)
+        except httpx.HTTPError as error:
+            self.check()
+            raise UserError(f"the recorder does not end session {session_id}: {error!r}") from error
+        if answer.status_code != 200:
+            raise UserError(f"the recorder cannot end session {session_id}: {answer.text}")
 
     def check(self) -> None:
         """Raise `UserError` when the recorder has died."""

@@ -64,11 +64,15 @@ async def rollout(
             sessions.append(session)
             done(session)
 
-    async with asyncio.TaskGroup() as group:
-        for task in tasks:
-            group_id = f"{task.id}-{uuid.uuid4().hex[:8]}"
-            for index in range(plan.sessions_per_group):
-                group.create_task(one(task, group_id, index))
+    try:
+        async with asyncio.TaskGroup() as group:
+            for task in tasks:
+                group_id = f"{task.id}-{uuid.uuid4().hex[:8]}"
+                for index in range(plan.sessions_per_group):
+                    group.create_task(one(task, group_id, index))
+    except ExceptionGroup as failures:
+        # the sessions that are left fail for the same reason, and the user is told it once
+        raise failures.exceptions[0] from failures
     return sessions
 
 
@@ -95,6 +99,7 @@ async def _run_session(
                 timeout=plan.timeout,
                 log=logs / f"{session.session_id}.log",
             )
+            await asyncio.to_thread(recorder.end, session.session_id)
         except OSError as error:
             session.error = f"the session could not be started: {error}"
             return

@@ -1,0 +1,51 @@
+import pytest
+
+from rolltap.addons.calls import Session
+from rolltap.addons.store import RunWriter
+from rolltap.trainer.dataset import load_sessions
+from rolltap.trainer.errors import UserError
+from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.rollouts.recorder import Recorder
+from rolltap.trainer.rollouts.scheduler import Plan, rollout
+from rolltap.trainer.rollouts.task import Task
+
+
+@pytest.fixture
+def recorder(tmp_path, tiny_model):
+    with Recorder(tmp_path / "run", engine="http://127.0.0.1:9", model=str(tiny_model)) as recorder:
+        yield recorder
+
+
+def plan_for(script):
+    harness = Harness(name="sh", version="1", program="sh", arguments=[], headless=["-c", script])
+    return Plan(harness, sessions_per_group=2, concurrency=2, timeout=60)
+
+
+async def play(recorder, script):
+    task = Task(id="count", instruction="go", evaluate=["true"])
+    done: list[Session] = []
+    with RunWriter(recorder.run) as writer:
+        await rollout([task], plan_for(script), recorder, writer, policy_version="7", done=done.append)
+    return done
+
+
+async def test_every_session_is_recorded_with_its_reward_and_its_group(recorder):
+    sessions = await play(recorder, "true")
+    recorded = load_sessions(recorder.run)
+    assert [recorded[session.session_id] for session in sessions] == sessions
+    assert {(session.status, session.reward, session.policy_version) for session in sessions} == {
+        ("completed", 1.0, "7")
+    }
+    assert len({session.group_id for session in sessions}) == 1
+
+
+async def test_a_recorder_that_dies_is_an_error_of_its_own(recorder):
+    recorder._process.kill()
+    recorder._process.wait()
+    with pytest.raises(UserError, match="the recorder died with status -9"):
+        await play(recorder, "true")
+
+
+async def test_a_recorder_that_dies_during_a_session_is_an_error_of_its_own(recorder):
+    with pytest.raises(UserError, match=r"the recorder (died|does not end)"):
+        await play(recorder, f"kill -9 {recorder._process.pid}")
