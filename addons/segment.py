@@ -122,11 +122,16 @@ class SegmentReader:
         self.end = 0
         self.damage: str | None = None
         self.schema: pa.Schema | None = None
-        self._source = pa.memory_map(str(path))
+        while True:
+            self.inode = path.stat().st_ino
+            self._source = pa.memory_map(str(path))
+            if path.stat().st_ino == self.inode:
+                break
+            self._source.close()  # compacted in between
         self._messages = pa.ipc.MessageReader.open_stream(self._source)
         try:
             self.schema = pa.ipc.read_schema(self._messages.read_next_message())
-        except (pa.ArrowInvalid, StopIteration) as error:
+        except (pa.ArrowInvalid, OSError, StopIteration) as error:
             self.damage = f"it has no schema ({str(error) or 'it is empty'})"
 
     def close(self) -> None:
