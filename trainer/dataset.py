@@ -105,8 +105,8 @@ class SessionIndex:
                 yield rows_of_session(reader.read(offset), session_id)
 
     def _scan(self, number: int) -> None:
-        self._inodes[number] = self._paths[number].stat().st_ino
         with SegmentReader(self._paths[number]) as reader:
+            self._inodes[number] = reader.inode
             for offset, batch in reader:
                 for session_id in batch.column("session_id").unique().to_pylist():
                     self._places[session_id][number].append(offset)
@@ -117,12 +117,13 @@ class SessionIndex:
         if number not in self._open:
             if len(self._open) == OPEN_FILES:
                 self._open.pop(next(iter(self._open))).close()
-            self._open[number] = SegmentReader(self._paths[number])
-            if self._paths[number].stat().st_ino != self._inodes[number]:
+            while (reader := SegmentReader(self._paths[number])).inode != self._inodes[number]:
                 # compacted since: the same rows in other places
+                reader.close()
                 for places in self._places.values():
                     places.pop(number, None)
                 self._scan(number)
+            self._open[number] = reader
         return self._open[number]
 
 
