@@ -16,7 +16,8 @@ from rich.text import Text
 from rolltap.addons.calls import Call, Session
 from rolltap.addons.store import read_rows
 from rolltap.trainer.dataset import load_calls, load_sessions
-from rolltap.trainer.traces import Ledger, LedgerError, Strategy, build_traces, label, leave_out_unrewarded
+from rolltap.trainer.ledger import Ledger, LedgerError
+from rolltap.trainer.traces import Strategy, build_traces, label, leave_out_unrewarded
 
 MOST_SESSIONS = 50
 """Rows of the table of sessions."""
