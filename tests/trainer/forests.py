@@ -47,7 +47,7 @@ def forests(draw):
         earlier = draw(st.sampled_from(calls)) if calls else make_call(0, [], [])
         known = earlier.prompt_ids + earlier.completion_ids
         shape = draw(st.sampled_from(["follow", "follow", "follow", "root", "retry", "twin", "rendered"]))
-        completion_ids = draw(TOKENS)
+        completion_ids = draw(st.lists(TOKEN, max_size=5))
         match shape:
             case "follow":
                 prompt_ids = known + draw(TOKENS)
@@ -83,7 +83,7 @@ def forests(draw):
 def selections():
     """`roles` and `max_tokens` of `build_traces`."""
     return st.fixed_dictionaries(
-        {}, optional={"roles": st.sets(st.sampled_from(ROLES)), "max_tokens": st.none() | st.integers(1, 16)}
+        {}, optional={"roles": st.sets(st.sampled_from(ROLES)), "max_tokens": st.integers(1, 16)}
     )
 
 

@@ -156,13 +156,13 @@ class TestRoles:
 class TestMaxTokens:
     @pytest.fixture
     def calls(self):
-        """[1] 7 8, [2 2] 9 10, [3] 11: trained at the positions 1 2, 5 6 and 8."""
+        """[1] 7 8, [2 2] 9 10 12, [3] 11: sampled at the positions 1 2, 5 6 7 and 9."""
         root = make_call(0, [1], [7, 8], weight_versions=[VersionSpan("1", 0, 1), VersionSpan("2", 1, 2)])
-        turn = follow(1, root, [2, 2], [9, 10], weight_versions=[VersionSpan("2", 0, 1), VersionSpan("3", 1, 2)])
+        turn = follow(1, root, [2, 2], [9, 10, 12], weight_versions=[VersionSpan("2", 0, 2), VersionSpan("3", 2, 3)])
         return [root, turn, follow(2, turn, [3], [11])]
 
     def test_a_trace_of_just_as_many_tokens_is_whole(self, calls):
-        assert build_traces(calls, "prefix_merging", max_tokens=9) == build_traces(calls, "prefix_merging")
+        assert build_traces(calls, "prefix_merging", max_tokens=10) == build_traces(calls, "prefix_merging")
 
     def test_a_longer_one_is_cut_at_its_end_with_all_that_belongs_to_it(self, calls):
         [trace], ledger = build_traces(calls, "prefix_merging", max_tokens=6)
@@ -171,31 +171,31 @@ class TestMaxTokens:
         assert trace.completion_mask == [1, 1, 0, 0, 1]
         assert trace.logprobs == [*calls[0].logprobs, 0.0, 0.0, calls[1].logprobs[0]]
         assert trace.weight_versions == [VersionSpan("1", 0, 1), VersionSpan("2", 1, 2), VersionSpan("2", 4, 5)]
-        assert ledger == Ledger(sampled=5, trained=3, left_out={"over_length": 2})
+        assert ledger == Ledger(sampled=6, trained=3, left_out={"over_length": 3})
 
-    @pytest.mark.parametrize(("max_tokens", "tokens"), [(8, 7), (5, 3), (4, 3), (3, 3), (2, 2)])
+    @pytest.mark.parametrize(("max_tokens", "tokens"), [(9, 8), (5, 3), (4, 3), (3, 3), (2, 2)])
     def test_what_follows_the_last_trained_token_of_a_cut_trace_is_dropped(self, calls, max_tokens, tokens):
         [trace], _ = build_traces(calls, "prefix_merging", max_tokens=max_tokens)
         assert len(trace.prompt_ids + trace.completion_ids) == tokens
 
     @pytest.mark.parametrize("strategy", STRATEGIES)
     def test_a_trace_with_nothing_left_to_train_is_dropped(self, calls, strategy):
-        assert build_traces(calls, strategy, max_tokens=1) == ([], Ledger(5, 0, {"over_length": 5}))
+        assert build_traces(calls, strategy, max_tokens=1) == ([], Ledger(6, 0, {"over_length": 6}))
 
     def test_requests_are_cut_at_the_same_tokens(self, calls):
         traces, ledger = build_traces(calls, "per_request", max_tokens=6)
         assert [(trace.call_ids, trace.completion_ids) for trace in traces] == [(["0"], [7, 8]), (["1"], [9])]
-        assert ledger == Ledger(sampled=5, trained=3, left_out={"over_length": 2})
+        assert ledger == Ledger(sampled=6, trained=3, left_out={"over_length": 3})
 
     def test_branches_beyond_the_cut_leave_the_one_trace_that_they_share(self, calls):
-        branch = follow(3, calls[1], [4], [12])
+        branch = follow(3, calls[1], [4], [13])
         traces, ledger = build_traces([*calls, branch], "prefix_merging", max_tokens=7)
         assert [trace.call_ids for trace in traces] == [["0", "1"]]
-        assert ledger == Ledger(sampled=6, trained=4, left_out={"over_length": 2})
+        assert ledger == Ledger(sampled=7, trained=4, left_out={"over_length": 3})
 
     def test_a_call_that_is_not_trained_anyway_keeps_its_reason(self, calls):
         calls[2].status = "aborted"
-        assert build_traces(calls, "tree", max_tokens=6)[1].left_out == {"over_length": 1, "aborted": 1}
+        assert build_traces(calls, "tree", max_tokens=6)[1].left_out == {"over_length": 2, "aborted": 1}
 
 
 class TestTree:
