@@ -297,7 +297,7 @@ def tokens_of(trace):
 
 class TestProperties:
     @given(forests(), selections())
-    @settings(max_examples=500, deadline=None)
+    @settings(max_examples=300, deadline=None)
     def test_every_sampled_token_is_trained_or_left_out_for_its_reason_under_every_strategy(self, calls, selection):
         trained, left_out = account_by_definition(calls, **selection)
         sampled = sum(len(call.completion_ids) for call in calls)
