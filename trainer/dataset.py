@@ -14,6 +14,7 @@ from rolltap.addons.calls import CALL_SCHEMA, SESSION_SCHEMA, Call, Session, Ver
 from rolltap.addons.digest import DIGEST
 from rolltap.addons.segment import SegmentReader, rows_of_session
 from rolltap.addons.store import RunError, batch_rows, read_metadata, read_rows, run_files
+from rolltap.trainer.tree import start_order
 
 Row = dict[str, Any]
 
@@ -152,7 +153,7 @@ def _rebuild(run: Path, session_id: str, batches: Iterator[pa.RecordBatch]) -> l
     for call_id in rows.keys() - calls.keys():
         # its ancestors form a circle, so that none of them has a beginning
         calls[call_id] = _call(rows[call_id], None)
-    return sorted(calls.values(), key=lambda call: (call.started_at, len(call.prompt_ids), call.call_id))
+    return sorted(calls.values(), key=start_order)
 
 
 def _call(row: Row, parent: Call | None) -> Call:
