@@ -183,7 +183,6 @@ class _Steps:
             }
         )
         self.boundaries.append((after, root, step))
-        self._asking = None
 
     def refer(self, path: Sequence[int], shared: int, embedded: dict[str, Any]) -> None:
         """Refer to an embedded trajectory where it started; nowhere when that was before the first agent step."""

@@ -102,6 +102,26 @@ def subagent():
     return recording
 
 
+def late_subagent():
+    """A sub-agent that goes on after the agent's last call."""
+    recording = Recording()
+    first = recording.ask(SYSTEM, user("Go."))
+    helper = recording.ask(user("Look."), role="subagent")
+    recording.ask(user("More."), after=first)
+    recording.ask(user("Look more."), after=helper, role="subagent")
+    return recording
+
+
+def taken_back():
+    """The harness took its second message back and wrote another one."""
+    recording = Recording()
+    first = recording.ask(SYSTEM, user("Go."))
+    recording.ask(user("Left."), after=first)
+    right = recording.ask(user("Right, please."), after=first)
+    recording.ask(user("On."), after=right)
+    return recording
+
+
 def compaction():
     """A conversation that is summed up by a call that continues it, and goes on from the summary."""
     recording = Recording()
@@ -123,6 +143,23 @@ def superseded_retry():
     return recording
 
 
+def superseded_start():
+    """The first request was repeated."""
+    recording = Recording()
+    lost = recording.ask(SYSTEM, user("Go."))
+    again = recording.ask(SYSTEM, user("Go."), prompt_ids=lost.prompt_ids)
+    recording.ask(user("On."), after=again)
+    return recording
+
+
+def unasked_result():
+    """A tool's result that belongs to no tool call."""
+    recording = Recording()
+    first = recording.ask(user("Go."), reply=says("", calls={1: "{}"}))
+    recording.ask(tool(9, "stray"), after=first)
+    return recording
+
+
 def aborted():
     """The last call was ended by the session's time limit."""
     recording = Recording()
@@ -136,6 +173,12 @@ def broken_logprobs():
     recording = Recording()
     first = recording.ask(SYSTEM, user("Go."), logprobs=[float("nan"), -1.0], violation="log-probability 0 is nan")
     recording.ask(user("More."), after=first)
+    return recording
+
+
+def positive_logprob():
+    recording = Recording()
+    recording.ask(user("Go."), logprobs=[-1.0, 0.5], violation="log-probability 1 is positive (0.5)")
     return recording
 
 
@@ -174,10 +217,15 @@ CASES = [
     turns_with_tools,
     side_question,
     subagent,
+    late_subagent,
+    taken_back,
     compaction,
     superseded_retry,
+    superseded_start,
+    unasked_result,
     aborted,
     broken_logprobs,
+    positive_logprob,
     without_logprobs,
     missing_ancestor,
     only_side_questions,

@@ -121,6 +121,27 @@ class TestTrajectory:
         assert shown(lost)[2:] == ["(c0)", "user: More.", "c1"]
         assert lost["steps"][-1]["extra"]["left_out"] == "superseded"
 
+    def test_a_first_request_that_was_repeated_is_not_in_the_main_line(self):
+        document = written(recording.superseded_start())
+        assert shown(document)[2:] == ["c1", "user: On.", "c2"]
+        assert list(embedded(document)) == ["c0"]
+
+    def test_the_main_line_is_the_branch_that_went_on(self):
+        document = written(recording.taken_back())
+        assert shown(document)[2:] == ["c0", "user: Right, please.", "c2", "user: On.", "c3"]
+        assert shown(embedded(document)["c1"])[2:] == ["(c0)", "user: Left.", "c1"]
+
+    def test_a_result_that_no_call_asked_for_has_its_id_in_extra(self):
+        step = written(recording.unasked_result())["steps"][1]
+        assert step["observation"]["results"] == [{"content": "stray", "extra": {"tool_call_id": "call_9"}}]
+
+    def test_a_new_conversation_without_a_compaction_is_a_rewrite(self):
+        made = Recording()
+        made.ask(user("Go."))
+        made.ask(user("Again."))
+        boundary = written(made)["steps"][2]
+        assert boundary["extra"]["context_management"] == {"type": "rewrite", "boundary": "replace"}
+
     def test_a_call_without_a_reply_says_why(self):
         document = written(recording.aborted())
         step = embedded(document)["c1"]["steps"][-1]

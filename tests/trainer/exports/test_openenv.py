@@ -81,6 +81,9 @@ class TestTrainingTrace:
         assert order(trace) == ["c1", "c2", "c0", "c3"]
         assert [turn["metadata"]["index"] for turn in trace["turns"]] == [1, 2, 0, 3]
 
+    def test_the_agents_branch_is_last_even_when_another_one_ended_later(self):
+        assert order(training_trace(recording.late_subagent().recorded())) == ["c1", "c3", "c0", "c2"]
+
     def test_sampling_is_told_apart_from_what_the_harness_asked_for(self):
         made = Recording()
         made.ask(user("Go."), sampling='{"temperature": 1.0, "asked": {"temperature": 0.2, "top_p": NaN}}')
@@ -107,6 +110,7 @@ class TestExport:
         ("case", "refused"),
         [
             (recording.broken_logprobs, ("c0", "violation", "a log-probability is positive or not finite")),
+            (recording.positive_logprob, ("c0", "violation", "a log-probability is positive or not finite")),
             (recording.without_logprobs, ("c0", "missing_logprobs", "2 token ids but 0 log-probabilities")),
             (recording.missing_ancestor, ("c1", "violation", "the prompt cannot be rebuilt")),
         ],
