@@ -14,8 +14,8 @@ from rolltap.trainer.errors import UserError
 from rolltap.trainer.ledger import Ledger
 from rolltap.trainer.report import session_ledger
 from rolltap.trainer.shared_prefixes import common_length, pack
-from rolltap.trainer.traces import why_left_out
-from rolltap.trainer.tree import link_calls, start_order
+from rolltap.trainer.traces import judge_calls
+from rolltap.trainer.tree import start_order
 
 FIRST_WORDS = 60
 """Characters of a reply in the call tree."""
@@ -158,9 +158,8 @@ def view_call(run: Path, session: str, prefix: str) -> CallView:
 
 def branches(calls: Sequence[Call]) -> list[Branch]:
     """The call tree of one session's calls, which are in the order in which they started."""
-    parents, superseded = link_calls(calls)
     tree = []
-    for i, (call, parent) in enumerate(zip(calls, parents, strict=True)):
+    for call, parent, reason in zip(calls, *judge_calls(calls), strict=True):
         above = calls[parent] if parent is not None else None
         known = len(above.prompt_ids) + len(above.completion_ids) if above else 0
         tree.append(
@@ -173,7 +172,7 @@ def branches(calls: Sequence[Call]) -> list[Branch]:
                 status=call.status,
                 finish_reason=call.finish_reason,
                 violation=call.violation,
-                left_out=why_left_out(call, superseded=i in superseded),
+                left_out=reason,
                 prompt_tokens=len(call.prompt_ids),
                 new_tokens=len(call.prompt_ids) - known,
                 completion_tokens=len(call.completion_ids),

@@ -82,12 +82,11 @@ def build_traces(
     """
     calls = sorted(calls, key=start_order)
     _require_one_session(calls)
-    parents, superseded = link_calls(calls)
+    parents, left_out = judge_calls(calls, roles)
     ledger = Ledger()
     # call -> how many of its sampled tokens are trained, from the first on
     trained: dict[int, int] = {}
-    for i, call in enumerate(calls):
-        reason = why_left_out(call, superseded=i in superseded, roles=roles)
+    for i, (call, reason) in enumerate(zip(calls, left_out, strict=True)):
         sampled = len(call.completion_ids)
         tokens = _tokens_within(call, max_tokens) if reason is None else 0
         ledger += Ledger(sampled, tokens, {reason or "over_length": sampled - tokens})
@@ -114,17 +113,16 @@ def build_traces(
     return traces, ledger
 
 
-def why_left_out(call: Call, *, superseded: bool, roles: Collection[CallRole] = TRAINED_ROLES) -> LeftOut | None:
-    """Why a call is not trained, or None; a call that sampled nothing has no log-probabilities."""
-    if call.status != "completed":
-        return call.status
-    if not call.logprobs:
-        return "missing_logprobs"
-    if call.violation or find_violation(call.completion_ids, call.logprobs, call.weight_versions):
-        return "violation"
-    if call.role not in roles:
-        return call.role
-    return "superseded" if superseded else None
+def judge_calls(
+    calls: Sequence[Call], roles: Collection[CallRole] = TRAINED_ROLES
+) -> tuple[list[int | None], list[LeftOut | None]]:
+    """The call tree of one session's calls, which are in `start_order`, and why each of them is not trained.
+
+    Returns the index of each call's parent, None for a root; and the reasons, None for a call that is trained.
+    """
+    parents, superseded = link_calls(calls)
+    reasons = [_fault(call, roles) for call in calls]
+    return parents, [reason or ("superseded" if i in superseded else None) for i, reason in enumerate(reasons)]
 
 
 def label(traces: Iterable[Trace], session: Session) -> None:
@@ -155,6 +153,17 @@ def _require_one_session(calls: Sequence[Call]) -> None:
         raise ValueError(f"traces are built for one session at a time, these calls are of {sorted(sessions)}")
     if repeated := [call_id for call_id, n in Counter(call.call_id for call in calls).items() if n > 1]:
         raise ValueError(f"session {calls[0].session_id} has several calls named {repeated[0]}")
+
+
+def _fault(call: Call, roles: Collection[CallRole]) -> LeftOut | None:
+    """Why the call by itself is not trained; one that sampled nothing has no log-probabilities."""
+    if call.status != "completed":
+        return call.status
+    if not call.logprobs:
+        return "missing_logprobs"
+    if call.violation or find_violation(call.completion_ids, call.logprobs, call.weight_versions):
+        return "violation"
+    return None if call.role in roles else call.role
 
 
 def _tokens_within(call: Call, max_tokens: int | None) -> int:

@@ -34,7 +34,8 @@ from rolltap.trainer.dataset import RecordedSession
 from rolltap.trainer.exports.atif_steps import Step, call_step, known, observe, replacing, result, said
 from rolltap.trainer.exports.lines import Parents, find_ends, find_path, split_lines
 from rolltap.trainer.exports.sessions import Progress, dump_json, each_session, session_file
-from rolltap.trainer.traces import LeftOut, link_calls
+from rolltap.trainer.ledger import LeftOut
+from rolltap.trainer.traces import judge_calls
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ class _Tree:
     def __init__(self, calls: Sequence[Call]) -> None:
         self.calls = calls
         self.turns: list[Turn] = rebuild_turns(calls)
-        self.left_out: list[LeftOut | None] = link_calls(calls)[1]
+        self.left_out: list[LeftOut | None] = judge_calls(calls)[1]
         index = {call.call_id: i for i, call in enumerate(calls)}
         self.parents: Parents = [index[turn.parent.call.call_id] if turn.parent else None for turn in self.turns]
 

@@ -23,7 +23,7 @@ from rolltap.trainer.conversations import Turn, for_template, rebuild_turns
 from rolltap.trainer.dataset import RecordedSession
 from rolltap.trainer.exports.lines import find_ends, find_path
 from rolltap.trainer.exports.sessions import Progress, dump_json, each_session
-from rolltap.trainer.traces import link_calls
+from rolltap.trainer.traces import judge_calls
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def export(run: Path, out: Path, progress: Progress) -> int:
 def session_conversations(recorded: RecordedSession) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """The lines of a session, and why the conversations of other leaves are not known: call id -> words."""
     calls = [call for call in recorded.calls if call.status == "completed"]
-    parents, left_out = link_calls(calls)
+    parents, left_out = judge_calls(calls)
     # all calls, as a completed one may have been recorded after one that is not
     turns = {turn.call.call_id: turn for turn in rebuild_turns(recorded.calls)}
     lines, faults = [], {}

@@ -25,7 +25,8 @@ from rolltap.trainer.conversations import Turn, on_the_wire, rebuild_turns
 from rolltap.trainer.dataset import RecordedSession
 from rolltap.trainer.exports.lines import find_ends, split_lines
 from rolltap.trainer.exports.sessions import Progress, dump_json, each_session, session_file
-from rolltap.trainer.traces import LeftOut, link_calls
+from rolltap.trainer.ledger import LeftOut
+from rolltap.trainer.traces import judge_calls
 
 SCHEMA_VERSION = 1
 INDEX_FILE = "sessions.jsonl"
@@ -71,7 +72,7 @@ def training_trace(recorded: RecordedSession) -> dict[str, Any]:
 
 def select_calls(calls: Sequence[Call]) -> Selection:
     """Which of a session's calls, in the order in which they started, become turns."""
-    parents, left_out = link_calls(calls)
+    parents, left_out = judge_calls(calls)
     faults = [find_fault(call) for call in calls]
     context = [i for i, reason in enumerate(left_out) if reason is not None and faults[i] is None]
     trained = [i for i, reason in enumerate(left_out) if reason is None and faults[i] is None]
