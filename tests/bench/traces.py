@@ -4,11 +4,11 @@
 
 A generated run and one of four times as many sessions, each read by a process of its own, session by session. A
 session is one conversation: every call continues the one before, a few of its tokens are sampled, the rest is tool
-results. Tokens are those of the traces; peak memory is the process's resident set, with what it has mapped of the run.
+results. Tokens are those of the traces; peak memory is the process's own, without the pages of the run's files that it
+has mapped, which the system takes back when it needs them.
 """
 
 import json
-import resource
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -85,7 +85,7 @@ def measure(run: Path) -> dict[str, Any]:
     """A row of the table, for this process."""
     ledger = Ledger()
     sessions = traces = tokens = 0
-    build_s = 0.0
+    build_s = peak_mb = 0.0
     started = time.perf_counter()
     for recorded in iter_sessions(run):
         before = time.perf_counter()
@@ -95,6 +95,7 @@ def measure(run: Path) -> dict[str, Any]:
         sessions += 1
         traces += len(built)
         tokens += sum(len(trace.prompt_ids) + len(trace.completion_ids) for trace in built)
+        peak_mb = max(peak_mb, _own_mb())
     seconds = time.perf_counter() - started
     assert ledger.trained == ledger.sampled > 0
     return {
@@ -105,12 +106,16 @@ def measure(run: Path) -> dict[str, Any]:
         "build_s": build_s,
         "traces_per_s": traces / seconds,
         "us_per_token": 1e6 * seconds / tokens,
-        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "peak_mb": peak_mb,
     }
 
 
+def _own_mb() -> float:
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("RssAnon"))
+
+
 def _in_a_fresh_process(function: Any, *arguments: Any) -> Any:
-    # a process inherits the peak of the one that started it, so that this one must stay small
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 
