@@ -1,8 +1,9 @@
 """One append-only file of a run: an Arrow IPC stream that any Arrow reader may read while it grows.
 
-A commit is one record batch. Its bytes are written behind the first eight, and those last. Until then they are zero,
-which Arrow's readers take for the end of the stream: a process that is killed at any instruction leaves no half of a
-batch that somebody could read.
+A commit is one record batch, written in three steps: its last byte, all but its first eight bytes, those eight. Until
+the third they are zero, which Arrow's readers take for the end of the stream: a process that is killed at any
+instruction leaves no half of a batch that somebody could read. The first makes the file as long as it will be, so that
+whoever maps a file maps a commit whole or not at all.
 """
 
 import errno
@@ -40,7 +41,10 @@ class Segment:
         self._schema = schema
         self._descriptor: int | None = None
         self._unsynced = False
-        self._new = True
+        self._torn = False
+        """The file may hold a part of a commit that failed."""
+        self._named = False
+        """Its name is on the disk too."""
 
     def append(self, batch: pa.RecordBatch) -> None:
         """Commit the rows of a batch together."""
@@ -48,29 +52,45 @@ class Segment:
         if self._descriptor is None:
             self._create(message)
             return
+        end = self.size + len(message)
         try:
+            if self._torn:
+                self._cut()
+            self._torn = True
+            _write(self._descriptor, message[-1:], end - 1)
             _write(self._descriptor, message[_PREFIX:], self.size + _PREFIX)
             _write(self._descriptor, message[:_PREFIX], self.size)
         except OSError:
             with suppress(OSError):
-                os.ftruncate(self._descriptor, self.size)
+                self._cut()
             raise
-        self.size += len(message)
+        self._torn = False
+        self.size = end
         self._unsynced = True
 
-    def start_sync(self) -> "PendingSync | None":
-        """What brings all commits so far to the disk, in whatever thread; None when they are there."""
+    def sync(self) -> None:
+        """Bring all commits so far to the disk. May run in another thread than `append`. Raises `OSError`."""
         if not self._unsynced or self._descriptor is None:
-            return None
-        pending = PendingSync(os.dup(self._descriptor), self.path.parent if self._new else None)
-        self._unsynced = self._new = False
-        return pending
+            return
+        # before the call: what is committed while it runs is synced by the next one
+        self._unsynced = False
+        os.fdatasync(self._descriptor)
+        if not self._named:
+            sync_folder(self.path.parent)
+            self._named = True
 
     def close(self) -> None:
         """Let go of the file. It needs no end marker: a stream ends where its bytes end."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+    def _cut(self) -> None:
+        """Take a part of a commit away, all but a prefix of zeros: a reader may have mapped the file and look there."""
+        assert self._descriptor is not None
+        if os.fstat(self._descriptor).st_size > self.size:
+            os.ftruncate(self._descriptor, self.size + _PREFIX)
+        self._torn = False
 
     def _create(self, message: memoryview) -> None:
         """A file without a schema would stop its readers: the name appears when the first commit is complete."""
@@ -90,23 +110,6 @@ class Segment:
         self._unsynced = True
 
 
-class PendingSync:
-    """Commits of one segment on their way to the disk."""
-
-    def __init__(self, descriptor: int, folder: Path | None) -> None:
-        self._descriptor = descriptor
-        self._folder = folder
-
-    def finish(self) -> None:
-        """Wait for the disk. Raises `OSError`."""
-        try:
-            os.fdatasync(self._descriptor)
-        finally:
-            os.close(self._descriptor)
-        if self._folder is not None:
-            sync_folder(self._folder)
-
-
 class SegmentReader:
     """The commits of a segment, in order; a context manager. What a crash left behind the last one is not read.
 
@@ -121,7 +124,12 @@ class SegmentReader:
         self.damage: str | None = None
         self.invalid: list[tuple[int, str]] = []
         self.schema: pa.Schema | None = None
-        self._source = pa.memory_map(str(path))
+        while True:
+            self.inode = path.stat().st_ino
+            self._source = pa.memory_map(str(path))
+            if path.stat().st_ino == self.inode:
+                break
+            self._source.close()  # compacted in between
         self._messages = pa.ipc.MessageReader.open_stream(self._source)
         try:
             self.schema = pa.ipc.read_schema(self._next("schema"))
@@ -193,8 +201,8 @@ def compact(path: Path) -> None:
         if offsets < 2 or reader.damage:
             return
         hidden = hidden_name(path)
-        try:
-            with open(hidden, "xb") as file:
+        with open(hidden, "xb") as file:
+            try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 written = 0
                 with pa.ipc.new_stream(file, reader.schema) as writer:
@@ -206,14 +214,16 @@ def compact(path: Path) -> None:
                 file.flush()
                 os.fsync(file.fileno())
                 hidden.rename(path)
-        except OSError:
-            hidden.unlink(missing_ok=True)
-            raise
+            except OSError:
+                hidden.unlink(missing_ok=True)
+                raise
     sync_folder(path.parent)
 
 
 def rows_of_session(batch: pa.RecordBatch, session_id: str | None) -> pa.RecordBatch:
-    """The rows of one session."""
+    """The rows of one session, of a batch that holds some."""
+    if batch.num_rows == 1:
+        return batch
     ids = batch.column("session_id")
     return batch.filter(ids.is_null() if session_id is None else pa.compute.equal(ids, session_id))
 
@@ -239,7 +249,7 @@ def _regrouped(reader: SegmentReader, sessions: dict[str | None, list[int]]) -> 
         for offset in offsets:
             batch = rows_of_session(reader.read(offset), session_id)
             pending.append(batch)
-            size += batch.nbytes
+            size += batch.get_total_buffer_size()
             if size >= BATCH_BYTES:
                 yield _joined(pending)
                 pending, size = [], 0

@@ -130,7 +130,7 @@ class RunWriter:
     """Appends calls, sessions and events to a run folder; one instance per process, and a context manager.
 
     Files appear with their first row. Raises `OSError` when a commit could not be written, in which case nothing
-    of it is readable either. `sync` and `end_session` may run in another thread than the commits.
+    of it is readable either. `sync` and `end_session` may run in other threads than the commits.
     """
 
     def __init__(self, run: Path, sync: Sync = "session") -> None:
@@ -138,10 +138,12 @@ class RunWriter:
         self.policy = sync
         self._suffix = f"{time.time_ns():x}-{os.getpid()}"
         self._segments: dict[str, Segment] = {}
-        self._closed: list[Segment] = []
-        self._lost: OSError | None = None
         self._count = 0
-        self._lock = threading.Lock()
+        self._commits = threading.Lock()
+        """Held for a commit, and whenever the segments change."""
+        self._syncs = threading.Lock()
+        """Held until the disk has answered: who waits for it finds his commits there too."""
+        self._lost: OSError | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -152,7 +154,9 @@ class RunWriter:
         self.close()
 
     def require_room(self) -> None:
-        """Raise `OSError` unless the record of another call has room on the disk."""
+        """Raise `OSError` unless the folder can be written and the record of another call has room on the disk."""
+        if not os.access(self.run, os.W_OK):
+            raise PermissionError(errno.EACCES, "the run folder cannot be written", str(self.run))
         disk = os.statvfs(self.run)
         if disk.f_bavail * disk.f_frsize < ROOM_BYTES:
             raise OSError(errno.ENOSPC, f"less than {ROOM_BYTES >> 20} MiB are free", str(self.run))
@@ -177,10 +181,8 @@ class RunWriter:
 
     def add_batch(self, table: str, batch: pa.RecordBatch) -> None:
         """Commit rows of the table that have their digests already, together."""
-        with self._lock:
-            if self._lost is not None:
-                why = f"earlier commits may not be on the disk ({self._lost}): stop the recorder and look"
-                raise OSError(errno.EIO, why, str(self.run))
+        with self._commits:
+            self._check()
             if table not in self._segments:
                 path = self.run / f"{table}-{self._suffix}-{self._count:04}.arrow"
                 self._count += 1
@@ -188,40 +190,57 @@ class RunWriter:
             self._segments[table].append(batch)
 
     def sync(self) -> None:
-        """Bring all commits so far to the disk.
+        """Bring all commits so far to the disk; of calls at the same time, one does it for all that wait.
 
-        Raises `OSError`, and then for every further commit: the kernel may have dropped what it could not write, and
-        says so once.
+        Raises `OSError`, and then for every further commit: what the system could not write it forgets, and says so
+        once.
         """
-        with self._lock:
-            pending = [segment.start_sync() for segment in self._segments.values()]
-        for commits in pending:
-            if commits is not None:
-                try:
-                    commits.finish()
-                except OSError as error:
-                    self._lost = error
-        if self._lost is not None:
-            raise self._lost
+        with self._syncs:
+            with self._commits:
+                segments = list(self._segments.values())
+            self._sync(segments)
 
     def end_session(self) -> None:
-        """A session of this writer ended: bring it to the disk, and compact segments that have grown large."""
-        if self.policy != "never":
-            self.sync()
-        with self._lock:
-            for table, segment in list(self._segments.items()):
-                if segment.size >= SEGMENT_BYTES:
-                    self._closed.append(self._segments.pop(table))
-            closed, self._closed = self._closed, []
-        _compact(closed)
+        """A session of this writer ended: bring it to the disk, and compact segments that have grown large.
+
+        Raises `OSError` as `sync`.
+        """
+        self._close(SEGMENT_BYTES)
 
     def close(self) -> None:
-        """Close and compact the segments. A process that cannot do this loses nothing. Raises as `sync`."""
-        if self.policy != "never":
-            self.sync()
-        with self._lock:
-            closed, self._segments = list(self._segments.values()), {}
-        _compact(closed)
+        """Bring all to the disk, close and compact the segments. A process that cannot do this loses nothing.
+
+        Raises `OSError` as `sync`.
+        """
+        self._close(0)
+
+    def _close(self, size: int) -> None:
+        """Bring all to the disk, and close and compact the segments of at least this size."""
+        closed: list[Segment] = []
+        try:
+            with self._syncs:
+                with self._commits:
+                    segments = list(self._segments.values())
+                    closed += [segment for segment in segments if segment.size >= size]
+                    self._segments = {table: s for table, s in self._segments.items() if s not in closed}
+                if self.policy != "never":
+                    self._sync(segments)
+        finally:
+            _compact(closed)
+
+    def _sync(self, segments: list[Segment]) -> None:
+        self._check()
+        for segment in segments:
+            try:
+                segment.sync()
+            except OSError as error:
+                self._lost = error
+                self._check()
+
+    def _check(self) -> None:
+        if self._lost is not None:
+            why = f"earlier commits may not be on the disk ({self._lost}): stop the recorder and look"
+            raise OSError(errno.EIO, why, str(self.run))
 
     def _add_row(self, table: str, row: dict[str, Any]) -> None:
         row[DIGEST] = row_digest(row, TABLES[table])
@@ -231,7 +250,8 @@ class RunWriter:
 def _compact(segments: list[Segment]) -> None:
     for segment in segments:
         try:
-            compact(segment.path)
+            if segment.size:
+                compact(segment.path)
         except OSError as error:
             logger.warning("%s stays as it is, in small batches: %s", segment.path, error)
         finally:

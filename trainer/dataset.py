@@ -14,6 +14,7 @@ from rolltap.addons.calls import CALL_SCHEMA, SESSION_SCHEMA, Call, Session, Ver
 from rolltap.addons.digest import DIGEST
 from rolltap.addons.segment import SegmentReader, rows_of_session
 from rolltap.addons.store import RunError, batch_rows, read_metadata, read_rows, run_files
+from rolltap.trainer.tree import start_order
 
 Row = dict[str, Any]
 
@@ -105,8 +106,8 @@ class SessionIndex:
                 yield rows_of_session(reader.read(offset), session_id)
 
     def _scan(self, number: int) -> None:
-        self._inodes[number] = self._paths[number].stat().st_ino
         with SegmentReader(self._paths[number]) as reader:
+            self._inodes[number] = reader.inode
             for offset, batch in reader:
                 for session_id in batch.column("session_id").unique().to_pylist():
                     self._places[session_id][number].append(offset)
@@ -117,12 +118,13 @@ class SessionIndex:
         if number not in self._open:
             if len(self._open) == OPEN_FILES:
                 self._open.pop(next(iter(self._open))).close()
-            self._open[number] = SegmentReader(self._paths[number])
-            if self._paths[number].stat().st_ino != self._inodes[number]:
+            while (reader := SegmentReader(self._paths[number])).inode != self._inodes[number]:
                 # compacted since: the same rows in other places
+                reader.close()
                 for places in self._places.values():
                     places.pop(number, None)
                 self._scan(number)
+            self._open[number] = reader
         return self._open[number]
 
 
@@ -151,7 +153,7 @@ def rebuild_calls(run: Path, session_id: str, batches: Iterator[pa.RecordBatch])
     for call_id in rows.keys() - calls.keys():
         # its ancestors form a circle, so that none of them has a beginning
         calls[call_id] = _call(rows[call_id], None)
-    return sorted(calls.values(), key=lambda call: (call.started_at, len(call.prompt_ids), call.call_id))
+    return sorted(calls.values(), key=start_order)
 
 
 def _call(row: Row, parent: Call | None) -> Call:

@@ -12,8 +12,8 @@ import pyarrow as pa
 
 from rolltap.addons.calls import Call, CallKind, CallRole, CallStatus, Session, SessionStatus, find_violation
 from rolltap.trainer.dataset import rebuild_calls
+from rolltap.trainer.ledger import LedgerError
 from rolltap.trainer.report import session_ledger
-from rolltap.trainer.traces import LedgerError
 
 Grade = Literal["damage", "notice"]
 """`damage`: rows are lost, changed or cannot be right. `notice`: nothing is wrong with the rows."""

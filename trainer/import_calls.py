@@ -23,7 +23,7 @@ from rolltap.addons.store import RunWriter, read_batches, read_metadata, write_m
 from rolltap.trainer.errors import UserError, describe
 from rolltap.trainer.progress import Advance
 from rolltap.trainer.staging import new_files, new_folder
-from rolltap.trainer.traces import link_calls
+from rolltap.trainer.tree import link_calls, start_order
 
 Report = Callable[[int, str], None]
 """Called for every bad line with its number, from 1, and what is wrong with it."""
@@ -226,7 +226,7 @@ def _read(lines: BinaryIO, offsets: Iterable[int]) -> Iterator[ImportLine]:
 
 def _link(calls: list[Call]) -> list[Call]:
     """The calls in the order in which they started, each with what it shares with its parent."""
-    calls.sort(key=lambda call: (call.started_at, len(call.prompt_ids), call.call_id))
+    calls.sort(key=start_order)
     for call, parent in zip(calls, link_calls(calls)[0], strict=True):
         call.parent_id = None
         if parent is not None:

@@ -7,14 +7,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rolltap.addons.calls import Call, Session
 from rolltap.addons.store import read_batches
 from rolltap.trainer.dataset import load_calls, load_sessions
 from rolltap.trainer.errors import UserError
+from rolltap.trainer.ledger import Ledger
 from rolltap.trainer.report import session_ledger
-from rolltap.trainer.traces import Ledger, link_calls
+from rolltap.trainer.shared_prefixes import common_length, pack
+from rolltap.trainer.traces import judge_calls
+from rolltap.trainer.tree import start_order
 
 FIRST_WORDS = 60
 """Characters of a reply in the call tree."""
@@ -157,9 +158,8 @@ def view_call(run: Path, session: str, prefix: str) -> CallView:
 
 def branches(calls: Sequence[Call]) -> list[Branch]:
     """The call tree of one session's calls, which are in the order in which they started."""
-    parents, left_out = link_calls(calls)
     tree = []
-    for call, parent, reason in zip(calls, parents, left_out, strict=True):
+    for call, parent, reason in zip(calls, *judge_calls(calls), strict=True):
         above = calls[parent] if parent is not None else None
         known = len(above.prompt_ids) + len(above.completion_ids) if above else 0
         tree.append(
@@ -197,28 +197,20 @@ def first_difference(call: Call, calls: Sequence[Call]) -> Difference | None:
 
     Among calls with equally long common beginnings it is the last one.
     """
-    started = (call.started_at, call.call_id)
-    earlier = [e for e in calls if e.status == "completed" and (e.started_at, e.call_id) < started]
+    earlier = [e for e in calls if e.status == "completed" and start_order(e) < start_order(call)]
     if not earlier:
         return None
-    prompt = np.array(call.prompt_ids, dtype=np.int32)
-    sequences = [np.array(e.prompt_ids + e.completion_ids, dtype=np.int32) for e in earlier]
-    lengths = [_common(prompt, sequence) for sequence in sequences]
+    prompt = pack(call.prompt_ids)
+    lengths = [common_length(prompt, pack(e.prompt_ids + e.completion_ids)) for e in earlier]
     position = max(lengths)
     best = max(i for i, length in enumerate(lengths) if length == position)
     return Difference(
         call_id=earlier[best].call_id,
         position=position,
         common=call.prompt_ids[max(position - BEFORE, 0) : position],
-        recorded=sequences[best][position : position + AFTER].tolist(),
+        recorded=(earlier[best].prompt_ids + earlier[best].completion_ids)[position : position + AFTER],
         rendered=call.prompt_ids[position : position + AFTER],
     )
-
-
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    shorter = min(len(a), len(b))
-    different = np.flatnonzero(a[:shorter] != b[:shorter])
-    return int(different[0]) if len(different) else shorter
 
 
 def _some(ids: Sequence[str], of: int = 0) -> str:

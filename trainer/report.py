@@ -17,7 +17,8 @@ from rich.text import Text
 
 from rolltap.addons.calls import Call, Session
 from rolltap.trainer.dataset import SessionIndex, iter_sessions, load_sessions
-from rolltap.trainer.traces import Ledger, LedgerError, Strategy, build_traces, label, leave_out_unrewarded
+from rolltap.trainer.ledger import Ledger, LedgerError
+from rolltap.trainer.traces import Strategy, build_traces, label, leave_out_unrewarded
 
 MOST_SESSIONS = 50
 """Rows of the table of sessions."""

@@ -1,146 +1,158 @@
-"""Random call forests (hypothesis), and what rolltap reads out of a run, for comparisons."""
+"""Calls for tests: by hand, and random forests of them with what the traces must hold by definition."""
 
-import json
-import math
 from collections import Counter
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 from hypothesis import strategies as st
 
-from rolltap.addons.calls import Call, Event, Session, VersionSpan, find_violation
-from rolltap.addons.store import TABLES, RunWriter, read_rows, write_metadata
-from rolltap.trainer.dataset import iter_sessions
-from rolltap.trainer.traces import build_traces, label, link_calls
+from rolltap.addons.calls import Call, VersionSpan
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
-TOKENS = st.lists(st.integers(0, 2), max_size=3)
+STRATEGIES = ["per_request", "prefix_merging", "tree"]
+ROLES = ["agent", "subagent", "compaction", "auxiliary"]
+
+
+def make_call(number, prompt_ids, completion_ids, **fields):
+    """The `number`-th call to start; every sampled token of a session has its own log-probability."""
+    fields.setdefault("logprobs", [-(number + 1) - i / 64 for i in range(len(completion_ids))])
+    fields.setdefault("weight_versions", [VersionSpan("1", 0, len(completion_ids))])
+    fields.setdefault("started_at", START + timedelta(seconds=number))
+    return Call(session_id="s", call_id=str(number), prompt_ids=prompt_ids, completion_ids=completion_ids, **fields)
+
+
+def follow(number, parent, new_ids, completion_ids, **fields):
+    """A call that continues `parent`."""
+    return make_call(number, parent.prompt_ids + parent.completion_ids + new_ids, completion_ids, **fields)
+
+
+# few ids, so that much coincides; 1, 256 and 2 ** 24 are the same bytes in another place
+TOKEN = st.sampled_from([0, 1, 256, 2**24])
+TOKENS = st.lists(TOKEN, max_size=3)
 
 
 @st.composite
-def forests(draw, session_id="s"):
-    """Calls of one session: continuations, retries and unrelated prompts over few tokens, so that many coincide.
+def version_spans(draw, length):
+    """Spans of one to three weights that cover a completion."""
+    cuts = sorted(draw(st.lists(st.integers(0, length), max_size=2)))
+    return [
+        VersionSpan(str(i), start, end) for i, (start, end) in enumerate(zip([0, *cuts], [*cuts, length], strict=True))
+    ]
 
-    Log-probabilities are exact in 32 bits. Parents are not linked.
-    """
+
+@st.composite
+def forests(draw):
+    """Calls of one session: continuations, branches, retries, twins, prompts that leave an earlier call's tokens."""
     calls = []
-    for number in range(draw(st.integers(1, 8))):
-        earlier = draw(st.sampled_from(calls)) if calls else None
-        match draw(st.sampled_from(["root", "follow", "follow", "retry"])) if earlier else "root":
+    for number in range(draw(st.integers(1, 12))):
+        earlier = draw(st.sampled_from(calls)) if calls else make_call(0, [], [])
+        known = earlier.prompt_ids + earlier.completion_ids
+        shape = draw(st.sampled_from(["follow", "follow", "follow", "root", "retry", "twin", "rendered"]))
+        completion_ids = draw(st.lists(TOKEN, max_size=5))
+        match shape:
             case "follow":
-                prompt_ids = earlier.prompt_ids + earlier.completion_ids + draw(TOKENS)
+                prompt_ids = known + draw(TOKENS)
+            case "root":
+                prompt_ids = [draw(TOKEN), *draw(TOKENS)]
             case "retry":
                 prompt_ids = list(earlier.prompt_ids)
-            case _:
-                prompt_ids = [draw(st.integers(0, 2)), *draw(TOKENS)]
-        completion_ids = draw(TOKENS)
-        logprobs = [-(number + 1) - i / 64 for i in range(len(completion_ids))]
-        logprobs = draw(
-            st.sampled_from([logprobs, logprobs, logprobs, [], [*logprobs, -1.0], [math.nan] * len(logprobs)])
+            case "twin":
+                prompt_ids, completion_ids = list(earlier.prompt_ids), list(earlier.completion_ids)
+            case "rendered":
+                prompt_ids = known[: draw(st.integers(0, len(known)))] + draw(TOKENS)
+        fault = draw(
+            st.sampled_from(
+                [{}] * 6 + [{"logprobs": []}, {"status": "aborted"}, {"status": "failed"}, {"violation": "damaged"}]
+            )
         )
-        version = draw(st.sampled_from(["1", "2"]))
-        spans = [VersionSpan(version, 0, len(completion_ids))] if completion_ids else []
         calls.append(
-            Call(
-                session_id,
-                f"c{number}",
-                prompt_ids,
+            make_call(
+                number,
+                prompt_ids or [0],
                 completion_ids,
-                logprobs,
-                spans,
-                parent_id=draw(st.sampled_from([None, *(call.call_id for call in calls)])),
-                status=draw(st.sampled_from(["completed", "completed", "aborted", "failed"])),
-                violation=find_violation(completion_ids, logprobs, spans) if logprobs else None,
-                role=draw(st.sampled_from(["agent", "agent", "subagent", "auxiliary"])),
-                finish_reason=draw(st.sampled_from(["stop", "length", None])),
+                parent_id=draw(st.sampled_from([None, "unknown", earlier.call_id, *(call.call_id for call in calls)])),
+                role=draw(st.sampled_from(["agent", "agent", *ROLES])),
+                weight_versions=draw(version_spans(len(completion_ids))),
+                # several calls may start in the same instant
                 started_at=START + timedelta(seconds=number // 2),
+                **fault,
             )
         )
     return calls
 
 
-@st.composite
-def recorded_sessions(draw):
-    """Sessions with their calls, whose ids repeat between sessions."""
-    return [
-        (
-            Session(
-                f"s{number}",
-                draw(st.sampled_from(["t1", "t2"])),
-                draw(st.sampled_from(["g1", "g2"])),
-                draw(st.sampled_from(["h1", "h2"])),
-                "completed",
-                reward=draw(st.sampled_from([None, 0.0, 0.5, 1.0])),
-                policy_version=draw(st.sampled_from(["1", "2"])),
-                started_at=START,
-            ),
-            draw(forests(f"s{number}")),
-        )
-        for number in range(draw(st.integers(1, 4)))
-    ]
-
-
-def traces_of(run, strategy="prefix_merging"):
-    """Session id -> its traces and its ledger."""
-    found = {}
-    for recorded in iter_sessions(run):
-        traces, ledger = build_traces(recorded.calls, strategy)
-        if recorded.session is not None:
-            label(traces, recorded.session)
-        found[recorded.session_id] = (traces, ledger)
-    return found
-
-
-def import_line(call, session):
-    """A call as `rolltap import` reads it."""
-    return json.dumps(
-        {
-            "session_id": call.session_id,
-            "call_id": call.call_id,
-            "prompt_ids": call.prompt_ids,
-            "completion_ids": call.completion_ids,
-            "logprobs": call.logprobs,
-            "finish_reason": call.finish_reason,
-            "task_id": session.task_id,
-            "group_id": session.group_id,
-            "harness": session.harness,
-            "reward": session.reward,
-            "started_at": call.started_at.isoformat(),
-            "role": call.role,
-            "status": call.status,
-            "parent_id": call.parent_id,
-            "policy_version": call.weight_versions[0].version if call.weight_versions else "1",
-        }
+def selections():
+    """`roles` and `max_tokens` of `build_traces`."""
+    return st.fixed_dictionaries(
+        {}, optional={"roles": st.sets(st.sampled_from(ROLES)), "max_tokens": st.integers(1, 16)}
     )
 
 
-def record(run, sessions, **metadata):
-    """Write sessions as a recorder does: the calls linked, their prompts as what is new, an event for each call."""
-    write_metadata(run, {"model": "tiny", **metadata})
-    with RunWriter(run, "never") as writer:
-        writer.add_event(Event("unauthorised", host="example.com"))
-        for session, calls in sessions:
-            for call in linked(calls):
-                writer.add_event(Event("call_started", call.session_id, detail=call.call_id, at=call.started_at))
-                writer.add_call(call)
-            writer.add_event(Event("refused", session.session_id, host="example.com"))
-            writer.add_session(session)
-
-
-def linked(calls):
-    """Copies of the calls that say which one they continue."""
+def parents_by_definition(calls):
+    """Call id -> parent's call id or None, by comparing every pair."""
     calls = sorted(calls, key=lambda call: (call.started_at, len(call.prompt_ids), call.call_id))
-    copies = []
-    for call, parent in zip(calls, link_calls(calls)[0], strict=True):
-        if parent is None:
-            copies.append(replace(call, parent_id=None, kind_reason="first"))
-        else:
-            prefix_length = len(calls[parent].prompt_ids) + len(calls[parent].completion_ids)
-            parent_id = calls[parent].call_id
-            copies.append(replace(call, parent_id=parent_id, prefix_length=prefix_length, kind="bridged"))
-    return copies
+    parents = {}
+    for i, call in enumerate(calls):
+        sequences = {earlier.call_id: earlier.prompt_ids + earlier.completion_ids for earlier in calls[:i]}
+        fitting = {k: ids for k, ids in sequences.items() if call.prompt_ids[: len(ids)] == ids}
+        longest = [k for k, ids in fitting.items() if len(ids) == max(map(len, fitting.values()))]
+        parents[call.call_id] = call.parent_id if call.parent_id in longest else next(iter(longest), None)
+    return parents
 
 
-def rows_of(run):
-    """Every row of a run, in no order."""
-    return {table: Counter(row["digest"] for row in read_rows(run, table)) for table in TABLES}
+def superseded_by_definition(calls, parents):
+    """Ids of the calls that nothing extends while something extends a sibling with the same prompt."""
+    by_id = {call.call_id: call for call in calls}
+    extended = set(parents.values())
+    return {
+        call_id
+        for call_id in by_id
+        if call_id not in extended
+        and any(
+            parents[sibling] == parents[call_id] and by_id[sibling].prompt_ids == by_id[call_id].prompt_ids
+            for sibling in by_id
+            if sibling in extended
+        )
+    }
+
+
+def account_by_definition(calls, *, roles=("agent", "subagent", "compaction"), max_tokens=None):
+    """(call id, position in its completion) of the trained tokens; and how many are left out, by reason."""
+    superseded = superseded_by_definition(calls, parents_by_definition(calls))
+    trained, left_out = set(), Counter()
+    for call in calls:
+        for i in range(len(call.completion_ids)):
+            if call.status != "completed":
+                left_out[call.status] += 1
+            elif not call.logprobs:
+                left_out["missing_logprobs"] += 1
+            elif call.violation:
+                left_out["violation"] += 1
+            elif call.role not in roles:
+                left_out[call.role] += 1
+            elif call.call_id in superseded:
+                left_out["superseded"] += 1
+            elif max_tokens is not None and len(call.prompt_ids) + i >= max_tokens:
+                left_out["over_length"] += 1
+            else:
+                trained.add((call.call_id, i))
+    return trained, dict(left_out)
+
+
+def trained_tokens(traces, calls):
+    """Where each trained token stands: (call id, position in its completion) -> (trace id, position in the trace).
+
+    Fails when a token is trained twice. A log-probability names its token.
+    """
+    names = {logprob: (call.call_id, i) for call in calls for i, logprob in enumerate(call.logprobs)}
+    found = {}
+    for trace in traces:
+        for k, (masked, logprob) in enumerate(zip(trace.completion_mask, trace.logprobs, strict=True)):
+            if masked:
+                assert names[logprob] not in found
+                found[names[logprob]] = (trace.trace_id, len(trace.prompt_ids) + k)
+    return found
+
+
+def common(a, b):
+    """Length of the common beginning, token by token."""
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -19,7 +19,7 @@ from rolltap.trainer.errors import UserError
 from rolltap.trainer.import_calls import import_calls
 from rolltap.trainer.staging import new_files
 from rolltap.trainer.traces import build_traces, label
-from tests.trainer.forests import START, import_line, recorded_sessions, traces_of
+from tests.trainer.recorded_runs import START, import_line, recorded_sessions, traces_of
 
 
 def line(**fields):
@@ -355,7 +355,7 @@ class TestProperties:
         rng.shuffle(lines)
         expected = {}
         for session, calls in sessions:
-            for strategy in ("per_request", "prefix_merging"):
+            for strategy in ("per_request", "prefix_merging", "tree"):
                 traces, ledger = build_traces(calls, strategy)
                 label(traces, session)
                 expected[session.session_id, strategy] = traces, ledger
@@ -363,7 +363,7 @@ class TestProperties:
             run = Path(folder) / "run"
             _, bad = load(run, write(*lines))
             assert bad == []
-            for strategy in ("per_request", "prefix_merging"):
+            for strategy in ("per_request", "prefix_merging", "tree"):
                 for session_id, found in traces_of(run, strategy).items():
                     assert found == expected[session_id, strategy]
 

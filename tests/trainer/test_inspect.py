@@ -18,9 +18,9 @@ from rolltap.trainer.cli import rolltap, run
 from rolltap.trainer.commands.inspect import inspect_command
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.inspect import branches, find_id, first_difference, view_call, view_session
+from rolltap.trainer.ledger import Ledger, LedgerError
 from rolltap.trainer.report import MOST_SESSIONS, print_summary, session_ledger, summarize
 from rolltap.trainer.show import CONTEXT_TOKENS, call_tree, completion, context, load_decoder
-from rolltap.trainer.traces import Ledger, LedgerError
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 

@@ -14,7 +14,7 @@ from rolltap.trainer.dataset import iter_sessions, load_calls, load_sessions
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.runs import Filter, filter_run, merge_runs, split_run
 from rolltap.trainer.traces import build_traces
-from tests.trainer.forests import START, record, recorded_sessions, rows_of, traces_of
+from tests.trainer.recorded_runs import START, record, recorded_sessions, rows_of, traces_of
 
 
 def ignore(*_):

@@ -20,7 +20,7 @@ from rolltap.trainer.cli import rolltap
 from rolltap.trainer.dataset import load_calls, load_sessions
 from rolltap.trainer.staging import COMPLETE, new_files
 from rolltap.trainer.verify import verify_run
-from tests.trainer.forests import START, record, recorded_sessions
+from tests.trainer.recorded_runs import START, record, recorded_sessions
 
 DEAD = 2**22 + 1
 """A process number beyond the highest."""

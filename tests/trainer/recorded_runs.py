@@ -1,0 +1,147 @@
+"""Runs with random sessions (hypothesis), and what is read out of a run, for comparisons."""
+
+import json
+import math
+from collections import Counter
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+from hypothesis import strategies as st
+
+from rolltap.addons.calls import Call, Event, Session, VersionSpan, find_violation
+from rolltap.addons.store import TABLES, RunWriter, read_rows, write_metadata
+from rolltap.trainer.dataset import iter_sessions
+from rolltap.trainer.traces import build_traces, label
+from rolltap.trainer.tree import link_calls, start_order
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+TOKENS = st.lists(st.integers(0, 2), max_size=3)
+
+
+@st.composite
+def session_calls(draw, session_id):
+    """Calls of one session: continuations, retries and unrelated prompts over few tokens, so that many coincide.
+
+    Log-probabilities are exact in 32 bits. Parents are not linked.
+    """
+    calls = []
+    for number in range(draw(st.integers(1, 8))):
+        earlier = draw(st.sampled_from(calls)) if calls else None
+        match draw(st.sampled_from(["root", "follow", "follow", "retry"])) if earlier else "root":
+            case "follow":
+                prompt_ids = earlier.prompt_ids + earlier.completion_ids + draw(TOKENS)
+            case "retry":
+                prompt_ids = list(earlier.prompt_ids)
+            case _:
+                prompt_ids = [draw(st.integers(0, 2)), *draw(TOKENS)]
+        completion_ids = draw(TOKENS)
+        logprobs = [-(number + 1) - i / 64 for i in range(len(completion_ids))]
+        logprobs = draw(
+            st.sampled_from([logprobs, logprobs, logprobs, [], [*logprobs, -1.0], [math.nan] * len(logprobs)])
+        )
+        version = draw(st.sampled_from(["1", "2"]))
+        spans = [VersionSpan(version, 0, len(completion_ids))] if completion_ids else []
+        calls.append(
+            Call(
+                session_id,
+                f"c{number}",
+                prompt_ids,
+                completion_ids,
+                logprobs,
+                spans,
+                parent_id=draw(st.sampled_from([None, *(call.call_id for call in calls)])),
+                status=draw(st.sampled_from(["completed", "completed", "aborted", "failed"])),
+                violation=find_violation(completion_ids, logprobs, spans) if logprobs else None,
+                role=draw(st.sampled_from(["agent", "agent", "subagent", "auxiliary"])),
+                finish_reason=draw(st.sampled_from(["stop", "length", None])),
+                started_at=START + timedelta(seconds=number // 2),
+            )
+        )
+    return calls
+
+
+@st.composite
+def recorded_sessions(draw):
+    """Sessions with their calls, whose ids repeat between sessions."""
+    return [
+        (
+            Session(
+                f"s{number}",
+                draw(st.sampled_from(["t1", "t2"])),
+                draw(st.sampled_from(["g1", "g2"])),
+                draw(st.sampled_from(["h1", "h2"])),
+                "completed",
+                reward=draw(st.sampled_from([None, 0.0, 0.5, 1.0])),
+                policy_version=draw(st.sampled_from(["1", "2"])),
+                started_at=START,
+            ),
+            draw(session_calls(f"s{number}")),
+        )
+        for number in range(draw(st.integers(1, 4)))
+    ]
+
+
+def traces_of(run, strategy="prefix_merging"):
+    """Session id -> its traces and its ledger."""
+    found = {}
+    for recorded in iter_sessions(run):
+        traces, ledger = build_traces(recorded.calls, strategy)
+        if recorded.session is not None:
+            label(traces, recorded.session)
+        found[recorded.session_id] = (traces, ledger)
+    return found
+
+
+def import_line(call, session):
+    """A call as `rolltap import` reads it."""
+    return json.dumps(
+        {
+            "session_id": call.session_id,
+            "call_id": call.call_id,
+            "prompt_ids": call.prompt_ids,
+            "completion_ids": call.completion_ids,
+            "logprobs": call.logprobs,
+            "finish_reason": call.finish_reason,
+            "task_id": session.task_id,
+            "group_id": session.group_id,
+            "harness": session.harness,
+            "reward": session.reward,
+            "started_at": call.started_at.isoformat(),
+            "role": call.role,
+            "status": call.status,
+            "parent_id": call.parent_id,
+            "policy_version": call.weight_versions[0].version if call.weight_versions else "1",
+        }
+    )
+
+
+def record(run, sessions, **metadata):
+    """Write sessions as a recorder does: the calls linked, their prompts as what is new, an event for each call."""
+    write_metadata(run, {"model": "tiny", **metadata})
+    with RunWriter(run, "never") as writer:
+        writer.add_event(Event("unauthorised", host="example.com"))
+        for session, calls in sessions:
+            for call in linked(calls):
+                writer.add_event(Event("call_started", call.session_id, detail=call.call_id, at=call.started_at))
+                writer.add_call(call)
+            writer.add_event(Event("refused", session.session_id, host="example.com"))
+            writer.add_session(session)
+
+
+def linked(calls):
+    """Copies of the calls that say which one they continue."""
+    calls = sorted(calls, key=start_order)
+    copies = []
+    for call, parent in zip(calls, link_calls(calls)[0], strict=True):
+        if parent is None:
+            copies.append(replace(call, parent_id=None, kind_reason="first"))
+        else:
+            prefix_length = len(calls[parent].prompt_ids) + len(calls[parent].completion_ids)
+            parent_id = calls[parent].call_id
+            copies.append(replace(call, parent_id=parent_id, prefix_length=prefix_length, kind="bridged"))
+    return copies
+
+
+def rows_of(run):
+    """Every row of a run, in no order."""
+    return {table: Counter(row["digest"] for row in read_rows(run, table)) for table in TABLES}
