@@ -127,8 +127,8 @@ def _write_all(descriptor: int, buffer: pa.Buffer) -> None:
         raise
 
 
-def read_rows(run: Path, table: str, sessions: Collection[str] | None = None) -> Iterator[dict[str, Any]]:
-    """Rows of one table (`calls`, `sessions` or `events`) in the order they were committed, file by file.
+def read_batches(run: Path, table: str, sessions: Collection[str] | None = None) -> Iterator[pa.RecordBatch]:
+    """The rows of one table (`calls`, `sessions` or `events`) in the order they were committed, file by file.
 
     With `sessions`, only the rows of these session ids. A truncated tail, which a crash leaves behind, is skipped
     with a warning.
@@ -139,7 +139,13 @@ def read_rows(run: Path, table: str, sessions: Collection[str] | None = None) ->
         yield from _read_file(path, wanted)
 
 
-def _read_file(path: Path, sessions: pa.Array | None) -> Iterator[dict[str, Any]]:
+def read_rows(run: Path, table: str, sessions: Collection[str] | None = None) -> Iterator[dict[str, Any]]:
+    """The rows of `read_batches`, one by one."""
+    for batch in read_batches(run, table, sessions):
+        yield from batch.to_pylist()
+
+
+def _read_file(path: Path, sessions: pa.Array | None) -> Iterator[pa.RecordBatch]:
     rows = 0
     try:
         with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as reader:
@@ -147,6 +153,6 @@ def _read_file(path: Path, sessions: pa.Array | None) -> Iterator[dict[str, Any]
                 rows += batch.num_rows
                 if sessions is not None:
                     batch = batch.filter(pc.is_in(batch.column("session_id"), sessions))
-                yield from batch.to_pylist()
+                yield batch
     except (pa.ArrowInvalid, OSError) as error:
         logger.warning("%s: the last commit is incomplete and was skipped after %d rows (%s)", path, rows, error)

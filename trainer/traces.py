@@ -6,14 +6,14 @@ else is another branch or another root: nothing is repaired. Time and memory are
 
 from bisect import bisect_right, insort
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from rolltap.addons.calls import Call, Session, VersionSpan, find_violation
+from rolltap.addons.calls import Call, CallRole, Session, VersionSpan, find_violation
 
 Strategy = Literal["per_request", "prefix_merging"]
 """`per_request`: one trace per call. `prefix_merging`: one per root-to-leaf path of the call tree. Both train the
@@ -70,8 +70,16 @@ class Trace:
     """Natural-log probabilities under the sampling policy; 0.0 where the mask is 0."""
     weight_versions: list[VersionSpan]
     """Which weights sampled the tokens with mask 1, as positions in `completion_ids`."""
+    role: CallRole = "agent"
+    """That of the last call."""
     group_id: str = ""
+    task_id: str = ""
+    harness: str = ""
     reward: float | None = None
+    shared_trace_id: str | None = None
+    """Strategy `tree`: the earlier trace of the session with which this one shares its longest beginning."""
+    shared_tokens: int = 0
+    """The length of that beginning, in tokens of `prompt_ids` and `completion_ids`."""
 
 
 @dataclass(slots=True)
@@ -86,7 +94,16 @@ class Batch:
     """Session id -> (group id, reward)."""
 
 
-def build_traces(calls: Sequence[Call], strategy: Strategy) -> tuple[list[Trace], Ledger]:
+TRAINED_ROLES: tuple[CallRole, ...] = ("agent", "subagent", "compaction")
+
+
+def build_traces(
+    calls: Sequence[Call],
+    strategy: Strategy,
+    *,
+    roles: Collection[CallRole] = TRAINED_ROLES,
+    max_tokens: int | None = None,
+) -> tuple[list[Trace], Ledger]:
     """Traces of one session's calls, in the order in which a depth-first walk of the call tree reaches their leaves.
 
     A sampled token belongs to the first trace that reaches it and is context, with mask 0, in the later ones. So are
@@ -99,6 +116,7 @@ def build_traces(calls: Sequence[Call], strategy: Strategy) -> tuple[list[Trace]
     calls = sorted(calls, key=lambda call: (call.started_at, call.call_id))
     _require_one_session(calls)
     parents, left_out = link_calls(calls)
+    left_out = [reason or (None if call.role in roles else call.role) for call, reason in zip(calls, left_out)]
     ledger = Ledger()
     trained = []
     for i, (call, reason) in enumerate(zip(calls, left_out, strict=True)):
@@ -137,6 +155,8 @@ def label(traces: Iterable[Trace], session: Session) -> None:
     """Give the traces of a session its group and its reward."""
     for trace in traces:
         trace.group_id = session.group_id
+        trace.task_id = session.task_id
+        trace.harness = session.harness
         trace.reward = session.reward
 
 
@@ -286,4 +306,5 @@ def _trace(path: Sequence[Call], owned: Sequence[Call]) -> Trace:
         completion_mask=mask,
         logprobs=logprobs,
         weight_versions=versions,
+        role=last.role,
     )
