@@ -116,7 +116,9 @@ def build_traces(
     calls = sorted(calls, key=lambda call: (call.started_at, call.call_id))
     _require_one_session(calls)
     parents, left_out = link_calls(calls)
-    left_out = [reason or (None if call.role in roles else call.role) for call, reason in zip(calls, left_out)]
+    left_out = [
+        reason or (None if call.role in roles else call.role) for call, reason in zip(calls, left_out, strict=True)
+    ]
     ledger = Ledger()
     trained = []
     for i, (call, reason) in enumerate(zip(calls, left_out, strict=True)):
