@@ -53,5 +53,7 @@ def _told(name: str, endpoint: str) -> Iterator[None]:
         raise UserError(f"--repo {name}: write it as ORG/NAME ({error})") from error
     except HfHubHTTPError as error:
         raise UserError(f"the Hub at {endpoint} refused {name}: {error.server_message or error}") from error
-    except (httpx.HTTPError, OSError) as error:
-        raise UserError(f"{name} could not be pushed to the Hub at {endpoint}: {error}") from error
+    except (httpx.HTTPError, OSError, RuntimeError, ValueError) as error:
+        # upload_folder says which file failed, and why only as the cause
+        why = f"{error} {error.__cause__ or ''}".strip()
+        raise UserError(f"{name} could not be pushed to the Hub at {endpoint}: {why}") from error
