@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from datasets import DatasetInfo
 
@@ -100,7 +101,7 @@ def save_traces(sessions: Iterable[TracedSession], out: Path, card: Callable[[],
                 shards.add(map(trace_row, traced.traces))
         DatasetInfo(features=TRACE_FEATURES).write_to_directory(str(folder))
         # as Dataset.save_to_disk writes it; that would need all rows in a dataset first, and write them twice
-        state = {
+        state: dict[str, Any] = {
             "_data_files": [{"filename": name} for name in shards.names],
             "_fingerprint": secrets.token_hex(8),
             "_format_columns": None,
