@@ -31,6 +31,7 @@ class TestShards:
             writer.add(rows(500))
         assert writer.rows == 1000
         count = len(writer.names)
+        assert count > 2
         assert writer.names == [f"data-{i:05}-of-{count:05}.{suffix}" for i in range(count)]
         assert sorted(path.name for path in tmp_path.iterdir()) == writer.names
         tables = [read(tmp_path / name) for name in writer.names]

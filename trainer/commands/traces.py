@@ -47,7 +47,7 @@ class _Roles(click.ParamType):
     type=click.Choice(get_args(Strategy)),
     default="prefix_merging",
     show_default=True,
-    help="One trace per call, or one per path of the call tree.",
+    help="One trace per call; one per path of the call tree; or the latter, naming what paths share.",
 )
 @click.option(
     "--roles",

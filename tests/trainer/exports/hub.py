@@ -19,7 +19,7 @@ class Hub:
     token: str = "hf_secret"
     url: str = ""
     refused: str | None = None
-    """Part of a path, whose requests get 403."""
+    """Part of `METHOD path`; such requests get 403."""
     visible: dict[str, bool] = field(default_factory=dict)
     """Repository -> is it private?"""
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Hub:
     def answer(self, method, path, authorization, body):
         """The status and the JSON of the answer."""
         self.requests.append(f"{method} {path}")
-        if self.refused and self.refused in path:
+        if self.refused and self.refused in f"{method} {path}":
             return 403, {"error": "Private repository storage limit reached"}
         if path.startswith("/lfs/"):
             self.objects[path.removeprefix("/lfs/")] = body

@@ -123,6 +123,7 @@ def test_a_table_without_rows_is_no_config_as_datasets_cannot_open_it(run, out, 
         path.unlink()
     assert export(run, out, ignore) == 4 + 7
     assert get_dataset_config_names(str(out)) == ["traces", "calls"]
+    assert sorted(path.name for path in out.iterdir()) == ["README.md", "calls", "traces"]
     assert (load("traces").num_rows, load("calls").num_rows) == (4, 7)
 
 
