@@ -19,7 +19,9 @@ Strategy = Literal["per_request", "prefix_merging"]
 """`per_request`: one trace per call. `prefix_merging`: one per root-to-leaf path of the call tree. Both train the
 same sampled tokens, each in exactly one trace."""
 
-LeftOut = Literal["aborted", "failed", "missing_logprobs", "violation", "auxiliary", "superseded", "no_reward"]
+LeftOut = Literal[
+    "aborted", "failed", "missing_logprobs", "violation", CallRole, "superseded", "over_length", "no_reward"
+]
 """Why the sampled tokens of a call are not trained. A call for which several hold is counted under the first."""
 
 HASH_BASE = np.uint64(0x9E3779B97F4A7C15)

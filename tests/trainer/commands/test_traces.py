@@ -1,4 +1,5 @@
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -112,14 +113,34 @@ def test_a_ledger_that_cannot_be_written_is_an_error_of_the_user(run, tmp_path):
         traces(run, "--ledger", tmp_path / "missing" / "ledger.json")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_killed_command_leaves_no_half_dataset(tmp_path, number):
+@pytest.fixture
+def long_run(tmp_path):
+    """Three sessions of a megabyte of JSON altogether."""
     write_metadata(tmp_path / "run", {})
     writer = RunWriter(tmp_path / "run")
     for i in range(3):
         writer.add_call(make_call(f"s{i}", 0, [1] * 100_000, [2]))
     writer.close()
-    command = [ROLLTAP, "traces", tmp_path / "run", "--out", tmp_path / "out", "--json"]
+    return tmp_path / "run"
+
+
+def test_a_disk_that_takes_no_more_is_a_message_and_leaves_nothing(long_run, tmp_path):
+    ended = subprocess.run(
+        [ROLLTAP, "traces", long_run, "--out", tmp_path / "out"],
+        capture_output=True,
+        text=True,
+        # no file may be larger
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
+    )
+    assert ended.returncode == 1
+    assert "could not be written: " in " ".join(ended.stderr.split())
+    assert "Traceback" not in ended.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_killed_command_leaves_no_half_dataset(long_run, tmp_path, number):
+    command = [ROLLTAP, "traces", long_run, "--out", tmp_path / "out", "--json"]
     # background jobs inherit Ctrl-C ignored
     process = subprocess.Popen(
         command,
