@@ -12,7 +12,7 @@ from datasets import load_from_disk
 from rolltap.addons.store import RunError, RunWriter, write_metadata
 from rolltap.trainer.commands.traces import traces_command
 from rolltap.trainer.errors import UserError
-from tests.trainer.outgoing import json_lines, make_call, write_run
+from tests.trainer.outgoing import follow, json_lines, make_call, write_run
 
 ROLLTAP = Path(sys.executable).with_name("rolltap")
 
@@ -79,6 +79,30 @@ def test_roles_select_calls_and_the_ledger_names_the_others(run, tmp_path):
     assert [trace["prompt_ids"] for trace in json_lines(ended.stdout)] == [[20, 21]]
     ledger = json.loads((tmp_path / "ledger.json").read_text())
     assert ledger == {"sampled": 14, "trained": 3, "left_out": {"aborted": 1, "auxiliary": 1, "agent": 9}}
+
+
+def test_side_questions_are_trained_when_they_are_asked_for(run):
+    traced = json_lines(traces(run, "--json", "--roles", "agent, auxiliary").stdout)
+    assert sorted(trace["role"] for trace in traced) == ["agent", "agent", "agent", "auxiliary"]
+
+
+def test_long_traces_are_cut_at_their_end_and_the_ledger_says_how_much(run, tmp_path):
+    ended = traces(run, "--json", "--max-tokens", 4, "--ledger", tmp_path / "ledger.json")
+    tokens = sorted(trace["prompt_ids"] + trace["completion_ids"] for trace in json_lines(ended.stdout))
+    assert tokens == [[1, 2, 3, 4], [20, 21, 22, 23], [40, 41, 42], [50, 51, 52, 53]]
+    assert json.loads((tmp_path / "ledger.json").read_text())["left_out"]["over_length"] == 3
+
+
+def test_the_strategy_tree_names_the_trace_that_begins_alike(run):
+    writer, root = RunWriter(run), make_call("v", 0, [60, 61], [62])
+    for call in (root, follow(root, 1, [63], [64]), follow(root, 2, [65], [66])):
+        writer.add_call(call)
+    writer.close()
+    first, second = (
+        t for t in json_lines(traces(run, "--json", "--strategy", "tree").stdout) if t["session_id"] == "v"
+    )
+    assert (first["shared_trace_id"], first["shared_tokens"]) == (None, 0)
+    assert (second["shared_trace_id"], second["shared_tokens"]) == (first["trace_id"], 3)
 
 
 def test_nothing_to_do_says_what_to_give(run):
