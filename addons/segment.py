@@ -111,14 +111,15 @@ class Segment:
 
 
 class SegmentReader:
-    """The commits of a segment, in order; a context manager. What a crash left behind the last one is not read.
+    """The commits of a segment, in order; a context manager. What a crash left behind the last one is not read, and
+    nothing of a file that has another schema than `expected`.
 
     Iterating yields the byte offset of each batch and the batch. Afterwards `end` is where the last of them ended,
     `damage` says what could not be read, None if all could, and `invalid` holds the offsets of the batches in which
     a bit has changed, which are not yielded, each with what is wrong.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, expected: pa.Schema | None = None) -> None:
         self.path = path
         self.end = 0
         self.damage: str | None = None
@@ -132,9 +133,14 @@ class SegmentReader:
             self._source.close()  # compacted in between
         self._messages = pa.ipc.MessageReader.open_stream(self._source)
         try:
-            self.schema = pa.ipc.read_schema(self._next("schema"))
+            schema = pa.ipc.read_schema(self._next("schema"))
         except (pa.ArrowException, OSError, StopIteration) as error:
             self.damage = f"it has no schema ({str(error) or 'it is empty'})"
+        else:
+            if expected is None or schema.equals(expected):
+                self.schema = schema
+            else:
+                self.damage = "it does not have the columns of its table"
 
     def close(self) -> None:
         """Let go of the file."""

@@ -272,7 +272,7 @@ def read_batches(run: Path, table: str, sessions: Collection[str] | None = None)
     read_metadata(run)
     wanted = None if sessions is None else pa.array(list(sessions), pa.string())
     for path in run_files(run, table):
-        with SegmentReader(path) as reader:
+        with SegmentReader(path, TABLES[table]) as reader:
             for _, batch in reader:
                 if wanted is not None:
                     batch = batch.filter(pc.is_in(batch.column("session_id"), wanted))

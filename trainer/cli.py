@@ -19,8 +19,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from rolltap.addons.calls import Session, utc_now
 from rolltap.addons.store import RunError, RunWriter
+from rolltap.trainer.commands.export import export_command
 from rolltap.trainer.commands.inspect import check_command, inspect_command, print_run
 from rolltap.trainer.commands.runs import filter_command, import_command, merge_command, split_command, verify_command
+from rolltap.trainer.commands.traces import traces_command
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.ledger import LedgerError
 from rolltap.trainer.rollouts.environment import proxy_environment, proxy_url, write_bundle
@@ -302,3 +304,5 @@ rolltap.add_command(merge_command)
 rolltap.add_command(split_command)
 rolltap.add_command(filter_command)
 rolltap.add_command(verify_command)
+rolltap.add_command(traces_command)
+rolltap.add_command(export_command)

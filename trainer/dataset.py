@@ -13,7 +13,7 @@ import pyarrow as pa
 from rolltap.addons.calls import CALL_SCHEMA, SESSION_SCHEMA, Call, Session, VersionSpan
 from rolltap.addons.digest import DIGEST
 from rolltap.addons.segment import SegmentReader, rows_of_session
-from rolltap.addons.store import RunError, batch_rows, read_metadata, read_rows, run_files
+from rolltap.addons.store import TABLES, RunError, batch_rows, read_metadata, read_rows, run_files
 from rolltap.trainer.tree import start_order
 
 Row = dict[str, Any]
@@ -77,6 +77,7 @@ class SessionIndex:
     def __init__(self, run: Path, table: str) -> None:
         read_metadata(run)
         self._paths = run_files(run, table)
+        self._schema = TABLES[table]
         self._inodes = [0] * len(self._paths)
         # session id (None for rows of nobody) -> segment -> byte offsets of its batches
         self._places: defaultdict[str | None, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -106,7 +107,7 @@ class SessionIndex:
                 yield rows_of_session(reader.read(offset), session_id)
 
     def _scan(self, number: int) -> None:
-        with SegmentReader(self._paths[number]) as reader:
+        with SegmentReader(self._paths[number], self._schema) as reader:
             self._inodes[number] = reader.inode
             for offset, batch in reader:
                 for session_id in batch.column("session_id").unique().to_pylist():
@@ -118,7 +119,7 @@ class SessionIndex:
         if number not in self._open:
             if len(self._open) == OPEN_FILES:
                 self._open.pop(next(iter(self._open))).close()
-            while (reader := SegmentReader(self._paths[number])).inode != self._inodes[number]:
+            while (reader := SegmentReader(self._paths[number], self._schema)).inode != self._inodes[number]:
                 # compacted since: the same rows in other places
                 reader.close()
                 for places in self._places.values():

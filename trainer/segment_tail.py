@@ -42,7 +42,7 @@ def find_tail(path: Path, schema: pa.Schema) -> Tail | None:
     """What follows the last commit that a reader of a segment reaches; None at a proper end. Raises `OSError`."""
     if path.stat().st_size == 0:
         return Tail("headless", 0, 0)
-    with SegmentReader(path) as reader:
+    with SegmentReader(path, schema) as reader:
         for _ in reader:
             pass
         start = reader.end

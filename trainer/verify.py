@@ -61,11 +61,7 @@ def verify_run(run: Path, advance: Advance, *, repair: bool = False) -> Verifica
     files = [(table, path) for table in TABLES for path in run_files(run, table)]
     size, done = sum(path.stat().st_size for _, path in files), 0
     for table, path in files:
-        with SegmentReader(path) as reader:
-            if reader.schema is not None and not reader.schema.equals(TABLES[table]):
-                what = f"does not have the columns of {table}, and no session can be checked"
-                found.findings.append(Finding("damage", path.name, what, FROM_A_COPY))
-                return found
+        with SegmentReader(path, TABLES[table]) as reader:
             for offset, batch in reader:
                 where = f"{path.name}, byte {offset}"
                 found.rows[table] += batch.num_rows
@@ -84,7 +80,7 @@ def verify_run(run: Path, advance: Advance, *, repair: bool = False) -> Verifica
                 Finding("damage", f"{path.name}, byte {offset}", f"a commit is damaged: {what}", FROM_A_COPY)
                 for offset, what in reader.invalid
             ]
-        found.findings += _check_tail(path, TABLES[table])
+        found.findings += _check_tail(path, TABLES[table], reader.damage)
         done += path.stat().st_size
     with SessionIndex(run, "calls") as calls, SessionIndex(run, "events") as events:
         known = dict.fromkeys([*calls.session_ids, *sessions, *events.session_ids])
@@ -117,7 +113,7 @@ def _check_digests(where: str, table: str, rows: list[Row]) -> Iterator[Finding]
             yield Finding("damage", where, what, FROM_A_COPY)
 
 
-def _check_tail(path: Path, schema: pa.Schema) -> Iterator[Finding]:
+def _check_tail(path: Path, schema: pa.Schema, damage: str | None) -> Iterator[Finding]:
     tail = find_tail(path, schema)
     if tail is None:
         return
@@ -126,7 +122,7 @@ def _check_tail(path: Path, schema: pa.Schema) -> Iterator[Finding]:
         yield Finding("notice", where, "a commit is being written")
     elif tail.kind == "unknown":
         more = f", {tail.later} whole commits among them" if tail.later else ""
-        yield Finding("damage", where, f"{tail.size} bytes cannot be read{more}", FROM_A_COPY)
+        yield Finding("damage", where, f"{tail.size} bytes cannot be read{more}: {damage}", FROM_A_COPY)
     elif tail.kind == "uncommitted":
         what = f"a commit was not completed: its {tail.size} bytes are not read, and nothing is lost"
         yield Finding("notice", where, what, "--repair cuts them off")

@@ -28,7 +28,7 @@ def change(path, position):
 
 def read(path):
     """The commits that a reader yields, and the reader."""
-    with SegmentReader(path) as reader:
+    with SegmentReader(path, SCHEMA) as reader:
         return [batch.to_pydict() for _, batch in reader], reader
 
 

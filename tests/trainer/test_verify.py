@@ -206,8 +206,8 @@ class TestFiles:
     def test_a_file_with_other_columns_is_damage(self, run):
         rewrite(calls_file(run), lambda table: table.drop_columns(["reply"]))
         [(grade, where, what)] = found(run)
-        assert (grade, where) == ("damage", calls_file(run).name)
-        assert "does not have the columns of calls" in what
+        assert (grade, where) == ("damage", f"{calls_file(run).name}, byte 0")
+        assert "does not have the columns of its table" in what
 
     def test_a_flipped_bit_in_the_middle_is_damage_that_is_not_repaired(self, run):
         path = calls_file(run)
