@@ -21,6 +21,7 @@ _RUN = click.Path(path_type=Path, file_okay=False)
 MOST_FAULTS = 20
 """Bad lines that are printed; the rest is counted."""
 MOST_FINDINGS = 100
+"""Findings that are printed; `--json` has all."""
 
 
 @contextmanager
@@ -55,8 +56,9 @@ def import_command(file: BinaryIO, run: Path, skip_bad: bool, as_json: bool) -> 
       parent_id             decides between calls with the same tokens
       policy_version        the weights that sampled the call
 
-    Bad lines are printed with their number, and then nothing is imported. A call whose tokens and log-probabilities
-    do not match is no bad line: it is kept, marked and not trained on. Killed halfway, nothing was imported.
+    Bad lines are printed with their number, and then nothing is imported. Of lines that contradict each other the
+    later is bad; so is one of a session that the run has already. A call whose tokens and log-probabilities do not
+    match is no bad line: it is kept, marked and not trained on. Killed halfway, nothing was imported.
     """
     console = Console(stderr=True)
     faults = 0
