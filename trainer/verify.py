@@ -44,8 +44,8 @@ class Verification:
 def verify_run(run: Path, advance: Advance, *, repair: bool = False) -> Verification:
     """Check a run folder; without `repair`, nothing in it is changed.
 
-    With it, incomplete ends of files that nobody writes are cut off and leftover files removed first, where nothing
-    that was committed can get lost by that. A second repair then has nothing to do.
+    With it, incomplete ends of files that nobody writes are cut off and leftover files removed first, where no row that
+    could be read gets lost by that. A second repair then has nothing to do.
 
     Raises `RunError` when the folder is not a run, or is one of another schema.
     """

@@ -173,8 +173,7 @@ def verify_command(run: Path, repair: bool, as_json: bool) -> None:
     """Check every file, every row and every invariant of a RUN.
 
     Ends with status 0 when nothing is damaged, else with 1. A run that is being recorded can be verified. --repair
-    does only what can lose nothing that was committed, leaves files alone that are being written, and says what it
-    did.
+    does only what loses no row that can be read, leaves files alone that are being written, and says what it did.
     """
     with _readable_errors(run), progress_bar(Console(stderr=True)) as advance:
         found = verify_run(run, advance, repair=repair)
