@@ -18,7 +18,7 @@ from rolltap.trainer.report import print_ledger
 from rolltap.trainer.traces import TRAINED_ROLES, Strategy
 
 if TYPE_CHECKING:
-    from rolltap.trainer.trace_dataset import TracedSession
+    from rolltap.trainer.traced import TracedSession
 
 _FOLDER = click.Path(path_type=Path, file_okay=False)
 
@@ -78,9 +78,11 @@ def traces_command(
     if out is None and not as_json and ledger_file is None:
         raise click.UsageError("say where the traces go: --out DIR, --json, or --ledger FILE for their ledger alone")
     # datasets takes a second to import, and the other commands do not need it
-    from rolltap.trainer.card import traces_card
-    from rolltap.trainer.features import trace_row
-    from rolltap.trainer.trace_dataset import Selection, Totals, count_sessions, iter_traces, save_traces
+    from rolltap.trainer.dataset import count_sessions
+    from rolltap.trainer.exports.card import traces_card
+    from rolltap.trainer.exports.features import trace_row
+    from rolltap.trainer.exports.trace_dataset import save_traces
+    from rolltap.trainer.traced import Selection, Totals, iter_traces
 
     selection, totals = Selection(strategy, roles, max_tokens), Totals()
     console = Console(stderr=True)

@@ -10,10 +10,11 @@ from datasets import Features
 
 from rolltap.addons.calls import Call
 from rolltap.addons.store import read_metadata, read_rows
-from rolltap.trainer.card import HERE, parquet_card
-from rolltap.trainer.features import CALL_FEATURES, EVENT_FEATURES, SESSION_FEATURES, TRACE_FEATURES, trace_row
-from rolltap.trainer.shards import ShardWriter
-from rolltap.trainer.trace_dataset import Selection, Totals, count_sessions, iter_traces
+from rolltap.trainer.dataset import count_sessions
+from rolltap.trainer.exports.card import HERE, parquet_card
+from rolltap.trainer.exports.features import CALL_FEATURES, EVENT_FEATURES, SESSION_FEATURES, TRACE_FEATURES, trace_row
+from rolltap.trainer.exports.shards import ShardWriter
+from rolltap.trainer.traced import Selection, Totals, iter_traces
 
 
 def export(run: Path, out: Path, progress: Callable[[int, int], None], *, where: str = HERE) -> int:

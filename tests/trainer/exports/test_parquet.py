@@ -7,9 +7,9 @@ from datasets import Features, List, Value, get_dataset_config_names, load_datas
 
 from rolltap.addons.calls import CALL_SCHEMA
 from rolltap.trainer.dataset import load_calls
+from rolltap.trainer.exports.features import trace_row
 from rolltap.trainer.exports.parquet import export
-from rolltap.trainer.features import trace_row
-from rolltap.trainer.trace_dataset import Selection, iter_traces
+from rolltap.trainer.traced import Selection, iter_traces
 from tests.trainer.outgoing import START, code_blocks, facts, write_run
 
 CONFIGS = ["traces", "calls", "sessions", "events"]

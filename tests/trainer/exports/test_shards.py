@@ -3,8 +3,8 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, Features, List, Value
 
-from rolltap.trainer import shards
-from rolltap.trainer.shards import ShardWriter
+from rolltap.trainer.exports import shards
+from rolltap.trainer.exports.shards import ShardWriter
 
 FEATURES = Features({"name": Value("string"), "ids": List(Value("int32"))})
 

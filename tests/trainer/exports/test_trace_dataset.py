@@ -3,9 +3,11 @@ import json
 import pytest
 from datasets import Dataset, Features, List, Value, load_from_disk
 
-from rolltap.trainer.card import traces_card
-from rolltap.trainer.features import trace_row
-from rolltap.trainer.trace_dataset import Selection, Totals, count_sessions, iter_traces, save_traces
+from rolltap.trainer.dataset import count_sessions
+from rolltap.trainer.exports.card import traces_card
+from rolltap.trainer.exports.features import trace_row
+from rolltap.trainer.exports.trace_dataset import save_traces
+from rolltap.trainer.traced import Selection, Totals, iter_traces
 from rolltap.trainer.traces import Ledger
 from tests.trainer.outgoing import code_blocks, facts, write_run
 
@@ -160,7 +162,7 @@ class TestCard:
 
 
 def test_features_are_those_of_the_trace_rows(run):
-    from rolltap.trainer.features import TRACE_COLUMNS, TRACE_FEATURES
+    from rolltap.trainer.exports.features import TRACE_COLUMNS, TRACE_FEATURES
 
     documented = [name for names in TRACE_COLUMNS for name in names.split(", ")]
     assert documented == list(TRACE_FEATURES)
