@@ -1,17 +1,16 @@
 """`rolltap export`: a run in other programs' formats."""
 
 import importlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rolltap.addons.store import read_metadata
-from rolltap.trainer.folders import new_folder
+from rolltap.trainer.progress import progress_bar
+from rolltap.trainer.runs.staging import new_folder
 
 _FORMATS = ("parquet", "openenv", "atif", "messages")
 """The modules of `rolltap.trainer.exports` that write a folder."""
@@ -49,8 +48,8 @@ def export_command(run: Path, target: str, out: Path | None, repo: str | None, p
         raise click.UsageError(f"--to {target} takes --out DIR, and neither --repo nor --public")
     # datasets takes a second to import, and the other commands do not need it
     export = importlib.import_module(f"rolltap.trainer.exports.{target}").export
-    with new_folder(out) as folder, _bar(console) as progress:
-        records = export(run, folder, progress)
+    with new_folder(out) as folder, progress_bar(console) as advance:
+        records = export(run, folder, partial(advance, "sessions"))
     console.print(f"{records:,} records in {out}", markup=False, soft_wrap=True)
 
 
@@ -63,14 +62,6 @@ def _push(run: Path, repo: str, public: bool, console: Console) -> str:
     repository = Repository(repo, public=public)
     with TemporaryDirectory(prefix="rolltap-") as temporary:
         folder = Path(temporary) / "data"
-        with new_folder(folder) as unfinished, _bar(console) as progress:
-            parquet.export(run, unfinished, progress, where=repository.name)
+        with new_folder(folder) as unfinished, progress_bar(console) as advance:
+            parquet.export(run, unfinished, partial(advance, "sessions"), where=repository.name)
         return repository.upload(folder, f"{run.resolve().name}, exported by rolltap")
-
-
-@contextmanager
-def _bar(console: Console) -> Iterator[Callable[[int, int], None]]:
-    columns = (TextColumn("sessions"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("", total=None)
-        yield lambda done, total: progress.update(bar, completed=done, total=total)

@@ -2,15 +2,16 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rolltap.trainer import show
 from rolltap.trainer.check import check_run, print_report
 from rolltap.trainer.inspect import view_call, view_session
+from rolltap.trainer.progress import progress_bar
 from rolltap.trainer.report import print_summary, summarize
 
 _RUN = click.Path(path_type=Path, file_okay=False)
@@ -71,16 +72,14 @@ def check_command(run: Path, engine: str, sample: int, seed: int, threshold: flo
     Ends with status 0 when the mean absolute difference of every kind of prompt and policy version is within the
     threshold, else with 1. Calls of weights that the engine does not serve any more are skipped.
     """
-    columns = (TextColumn("calls scored"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("", total=None)
+    with progress_bar(Console(stderr=True)) as advance:
         report = check_run(
             run,
             engine,
             sample=sample,
             seed=seed,
             threshold=threshold,
-            progress=lambda done, total: progress.update(bar, completed=done, total=total),
+            progress=partial(advance, "calls scored"),
         )
     if as_json:
         click.echo(json.dumps(report.to_json()))

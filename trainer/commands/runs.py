@@ -2,8 +2,6 @@
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, get_args
 
@@ -12,25 +10,16 @@ from rich.console import Console
 
 from rolltap.addons.calls import CallRole, SessionStatus
 from rolltap.trainer.errors import UserError
-from rolltap.trainer.import_calls import import_calls
 from rolltap.trainer.progress import progress_bar
-from rolltap.trainer.runs import Filter, SplitBy, filter_run, merge_runs, split_run
-from rolltap.trainer.verify import verify_run
+from rolltap.trainer.runs.combine import Filter, SplitBy, filter_run, merge_runs, split_run
+from rolltap.trainer.runs.import_calls import import_calls
+from rolltap.trainer.runs.verify import verify_run
 
 _RUN = click.Path(path_type=Path, file_okay=False)
 MOST_FAULTS = 20
 """Bad lines that are printed; the rest is counted."""
 MOST_FINDINGS = 100
 """Findings that are printed; `--json` has all."""
-
-
-@contextmanager
-def _readable_errors(run: Path) -> Iterator[None]:
-    """An error of the operating system as one of the user's: a full disk, a folder without permission."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"cannot write {error.filename or run}: {error.strerror}") from error
 
 
 @click.command("import")
@@ -69,13 +58,12 @@ def import_command(file: BinaryIO, run: Path, skip_bad: bool, as_json: bool) -> 
         if faults <= MOST_FAULTS:
             console.print(f"line {number}: {fault}", markup=False, highlight=False, soft_wrap=True)
 
-    with _readable_errors(run):
-        try:
-            with progress_bar(console) as advance:
-                summary = import_calls(file, run, skip_bad=skip_bad, report=report, advance=advance)
-        finally:
-            if faults > MOST_FAULTS:
-                console.print(f"and {faults - MOST_FAULTS} more bad lines", highlight=False)
+    try:
+        with progress_bar(console) as advance:
+            summary = import_calls(file, run, skip_bad=skip_bad, report=report, advance=advance)
+    finally:
+        if faults > MOST_FAULTS:
+            console.print(f"and {faults - MOST_FAULTS} more bad lines", highlight=False)
     if as_json:
         click.echo(json.dumps(summary.to_json()))
         return
@@ -102,7 +90,7 @@ def merge_command(runs: tuple[Path, ...], out: Path) -> None:
 
     They must have the same tokenizer and chat template, and no session in common.
     """
-    with _readable_errors(out), progress_bar(Console(stderr=True)) as advance:
+    with progress_bar(Console(stderr=True)) as advance:
         sessions = merge_runs(runs, out, advance)
     click.echo(f"{sessions} sessions in {out}")
 
@@ -120,7 +108,7 @@ def split_command(run: Path, out: Path, by: SplitBy | None, parts: int | None) -
     wanted = by or parts
     if wanted is None or (by and parts):
         raise click.UsageError("give either --by or --parts")
-    with _readable_errors(out), progress_bar(Console(stderr=True)) as advance:
+    with progress_bar(Console(stderr=True)) as advance:
         sessions = split_run(run, out, wanted, advance)
     for name, number in sessions.items():
         click.echo(f"{number} sessions in {out / name}")
@@ -160,7 +148,7 @@ def filter_command(
     out.
     """
     criteria = Filter(min_reward, max_reward, harnesses, policy_versions, statuses, sessions, roles)
-    with _readable_errors(out), progress_bar(Console(stderr=True)) as advance:
+    with progress_bar(Console(stderr=True)) as advance:
         kept = filter_run(run, out, criteria, advance)
     click.echo(f"{kept} sessions in {out}")
 
@@ -175,8 +163,11 @@ def verify_command(run: Path, repair: bool, as_json: bool) -> None:
     Ends with status 0 when nothing is damaged, else with 1. A run that is being recorded can be verified. --repair
     does only what loses no row that can be read, leaves files alone that are being written, and says what it did.
     """
-    with _readable_errors(run), progress_bar(Console(stderr=True)) as advance:
-        found = verify_run(run, advance, repair=repair)
+    try:
+        with progress_bar(Console(stderr=True)) as advance:
+            found = verify_run(run, advance, repair=repair)
+    except OSError as error:
+        raise UserError(f"{run} could not be read: {error}") from error
     if as_json:
         click.echo(json.dumps(found.to_json()))
         sys.exit(0 if found.sound else 1)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, get_args
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rolltap.addons.calls import CallRole
 from rolltap.addons.store import write_atomically
 from rolltap.trainer.errors import UserError
+from rolltap.trainer.progress import progress_bar
 from rolltap.trainer.report import print_ledger
 from rolltap.trainer.traces import TRAINED_ROLES, Strategy
 
@@ -86,9 +86,8 @@ def traces_command(
 
     selection, totals = Selection(strategy, roles, max_tokens), Totals()
     console = Console(stderr=True)
-    columns = (TextColumn("sessions"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("", total=count_sessions(run))
+    total = count_sessions(run)
+    with progress_bar(console) as advance:
 
         def sessions() -> "Iterator[TracedSession]":
             for traced in iter_traces(run, selection):
@@ -97,7 +96,7 @@ def traces_command(
                     for trace in traced.traces:
                         click.echo(json.dumps(trace_row(trace)))
                 yield traced
-                progress.advance(bar)
+                advance("sessions", totals.sessions, total)
 
         if out is None:
             deque(sessions(), maxlen=0)

@@ -10,7 +10,7 @@ from datasets import DatasetInfo
 
 from rolltap.trainer.exports.features import TRACE_FEATURES, trace_row
 from rolltap.trainer.exports.shards import ShardWriter
-from rolltap.trainer.folders import new_folder
+from rolltap.trainer.runs.staging import new_folder
 from rolltap.trainer.traced import TracedSession
 
 

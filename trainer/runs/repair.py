@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from rolltap.trainer.segment_tail import find_tail
-from rolltap.trainer.staging import COMPLETE, STAGING, clean
+from rolltap.trainer.runs.segment_tail import find_tail
+from rolltap.trainer.runs.staging import COMPLETE, STAGING, clean
 
 _HIDDEN = re.compile(r"\.(?:(?:calls|sessions|events)-.*\.arrow|run\.json)\.(?P<process>\d+)")
 """See `rolltap.addons.segment.hidden_name`."""

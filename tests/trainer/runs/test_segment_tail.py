@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from rolltap.addons.calls import Call
 from rolltap.addons.segment import SegmentReader
 from rolltap.addons.store import TABLES, RunWriter, run_files
-from rolltap.trainer.segment_tail import find_tail
+from rolltap.trainer.runs.segment_tail import find_tail
 
 SCHEMA = TABLES["calls"]
 

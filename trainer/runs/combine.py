@@ -20,7 +20,7 @@ from rolltap.addons.store import TABLES, RunWriter, read_metadata, write_metadat
 from rolltap.trainer.dataset import SessionIndex, load_sessions
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.progress import Advance
-from rolltap.trainer.staging import new_folder
+from rolltap.trainer.runs.staging import new_folder
 
 SplitBy = Literal["harness", "task_id", "group_id", "policy_version", "status"]
 """The field of the session's row whose values name the parts."""

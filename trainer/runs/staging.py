@@ -1,4 +1,4 @@
-"""Run folders that appear all at once: written under a hidden name, moved into place when they are complete.
+"""Folders that appear all at once: written under a hidden name, moved into place when they are complete.
 
 The hidden folder is locked by the command that writes it, so that what a killed command left behind is told from what
 is being written. The files lie in a folder within it, as writers lock the folder that they write to.
@@ -24,17 +24,19 @@ COMPLETE = ".complete"
 def new_folder(out: Path) -> Iterator[Path]:
     """A folder that becomes `out` when the block ends, and is removed when the block raises.
 
-    Raises `UserError` when `out` is there and not empty, and when another command is writing it.
+    Raises `UserError` when `out` exists and is not an empty folder, when another command is writing it, and for an
+    `OSError`: a full disk, a missing permission.
     """
-    out = out.absolute()
+    out = out.resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} is there already: choose a new folder")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(out.with_name(f".{out.name}.partial")) as staged:
-        yield staged
-        _sync(staged)
-        staged.rename(out)
-        sync_folder(out.parent)
+        raise UserError(f"{out} exists and is not an empty folder: choose a new one")
+    with _writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(out.with_name(f".{out.name}.partial")) as staged:
+            yield staged
+            _sync(staged)
+            staged.rename(out)
+            sync_folder(out.parent)
 
 
 @contextmanager
@@ -42,9 +44,9 @@ def new_files(run: Path) -> Iterator[Path]:
     """A folder whose files are all added to the run folder `run` when the block ends, and to none when it raises.
 
     Killed at any instruction, either no file is in the run or the next `new_files` or `clean` of the run finishes.
-    Raises `UserError` when another command is adding files to the run.
+    Raises `UserError` when another command is adding files to the run, and for an `OSError`.
     """
-    with _locked(run / STAGING) as staged:
+    with _writing(run), _locked(run / STAGING) as staged:
         _finish(run)
         yield staged
         _sync(staged)
@@ -59,6 +61,16 @@ def clean(run: Path) -> None:
     """
     with _locked(run / STAGING):
         _finish(run)
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise  # of stdout: its reader has enough
+    except OSError as error:
+        raise UserError(f"{folder} could not be written: {error}") from error
 
 
 def _finish(run: Path) -> None:

@@ -16,10 +16,10 @@ from rolltap.addons.calls import Call, Session
 from rolltap.addons.store import RunError, RunWriter, read_metadata, read_rows, write_metadata
 from rolltap.trainer.dataset import load_calls, load_sessions
 from rolltap.trainer.errors import UserError
-from rolltap.trainer.import_calls import import_calls
-from rolltap.trainer.staging import new_files
+from rolltap.trainer.runs.import_calls import import_calls
+from rolltap.trainer.runs.staging import new_files
 from rolltap.trainer.traces import build_traces, label
-from tests.trainer.recorded_runs import START, import_line, recorded_sessions, traces_of
+from tests.trainer.runs.recorded_runs import START, import_line, recorded_sessions, traces_of
 
 
 def line(**fields):
@@ -297,7 +297,7 @@ KILLED_AT_EVERY_STEP = """
 import os, signal, sys
 from pathlib import Path
 import pandas  # pyarrow would in each child
-from rolltap.trainer.import_calls import import_calls
+from rolltap.trainer.runs.import_calls import import_calls
 
 def kill_before(step):
     def hook(event, arguments):

@@ -18,9 +18,9 @@ from rolltap.addons.segment import SegmentReader
 from rolltap.addons.store import TABLES, RunError, RunWriter, read_rows, run_files, write_metadata
 from rolltap.trainer.cli import rolltap
 from rolltap.trainer.dataset import load_calls, load_sessions
-from rolltap.trainer.staging import COMPLETE, new_files
-from rolltap.trainer.verify import verify_run
-from tests.trainer.recorded_runs import START, record, recorded_sessions
+from rolltap.trainer.runs.staging import COMPLETE, new_files
+from rolltap.trainer.runs.verify import verify_run
+from tests.trainer.runs.recorded_runs import START, record, recorded_sessions
 
 DEAD = 2**22 + 1
 """A process number beyond the highest."""

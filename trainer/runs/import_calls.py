@@ -22,7 +22,7 @@ from rolltap.addons.calls import Call, CallRole, CallStatus, Session, VersionSpa
 from rolltap.addons.store import RunWriter, read_batches, read_metadata, write_metadata
 from rolltap.trainer.errors import UserError, describe
 from rolltap.trainer.progress import Advance
-from rolltap.trainer.staging import new_files, new_folder
+from rolltap.trainer.runs.staging import new_files, new_folder
 from rolltap.trainer.tree import link_calls, start_order
 
 Report = Callable[[int, str], None]

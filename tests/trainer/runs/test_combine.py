@@ -12,9 +12,9 @@ from rolltap.addons.store import RunError, RunWriter, add_engine, add_recorder, 
 from rolltap.trainer.cli import rolltap
 from rolltap.trainer.dataset import iter_sessions, load_calls, load_sessions
 from rolltap.trainer.errors import UserError
-from rolltap.trainer.runs import Filter, filter_run, merge_runs, split_run
+from rolltap.trainer.runs.combine import Filter, filter_run, merge_runs, split_run
 from rolltap.trainer.traces import build_traces
-from tests.trainer.recorded_runs import START, record, recorded_sessions, rows_of, traces_of
+from tests.trainer.runs.recorded_runs import START, record, recorded_sessions, rows_of, traces_of
 
 
 def ignore(*_):
@@ -101,7 +101,7 @@ class TestMerge:
 
     def test_a_folder_with_something_in_it_is_not_written(self, tmp_path):
         a = make_run(tmp_path / "a", make_session("s"))
-        with pytest.raises(UserError, match="is there already"):
+        with pytest.raises(UserError, match="exists and is not an empty folder"):
             merge_runs([a], a, ignore)
         (tmp_path / "out").mkdir()
         assert merge_runs([a], tmp_path / "out", ignore) == 1

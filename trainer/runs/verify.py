@@ -16,10 +16,10 @@ from rolltap.addons.digest import DIGEST, row_digest
 from rolltap.addons.segment import SegmentReader
 from rolltap.addons.store import TABLES, batch_rows, read_metadata, run_files
 from rolltap.trainer.dataset import Row, SessionIndex
-from rolltap.trainer.findings import FROM_A_COPY, Finding, check_session
+from rolltap.trainer.runs.findings import FROM_A_COPY, Finding, check_session
 from rolltap.trainer.progress import Advance
-from rolltap.trainer.repair import cut_tail, find_leftovers, is_held, remove_leftovers
-from rolltap.trainer.segment_tail import find_tail
+from rolltap.trainer.runs.repair import cut_tail, find_leftovers, is_held, remove_leftovers
+from rolltap.trainer.runs.segment_tail import find_tail
 
 
 @dataclass(slots=True)
