@@ -50,8 +50,8 @@ class Totals:
         self.traces += len(traced.traces)
         self.ledger += traced.ledger
         if session := traced.recorded.session:
-            self.harnesses[session.harness] += 1
-            self.tasks.add(session.task_id)
+            self.harnesses.update(filter(None, [session.harness]))
+            self.tasks.update(filter(None, [session.task_id]))
             if session.reward is not None:
                 self.rewarded += 1
                 self.reward_sum += session.reward

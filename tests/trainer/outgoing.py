@@ -13,7 +13,7 @@ METADATA = {
     "model": "/home/someone/models/tiny",
     "tokenizer_sha256": "aa11",
     "chat_template_sha256": "bb22",
-    "engines": ["http://gpu-7.internal:8000"],
+    "engines": {"http://gpu-7.internal:8000": {"vllm": "0.32.0"}},
 }
 
 

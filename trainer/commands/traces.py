@@ -80,7 +80,7 @@ def traces_command(
     # datasets takes a second to import, and the other commands do not need it
     from rolltap.trainer.dataset import count_sessions
     from rolltap.trainer.exports.card import traces_card
-    from rolltap.trainer.exports.features import trace_row
+    from rolltap.trainer.exports.features import trace_json
     from rolltap.trainer.exports.trace_dataset import save_traces
     from rolltap.trainer.traced import Selection, Totals, iter_traces
 
@@ -94,7 +94,7 @@ def traces_command(
                 totals.add(traced)
                 if as_json:
                     for trace in traced.traces:
-                        click.echo(json.dumps(trace_row(trace)))
+                        click.echo(json.dumps(trace_json(trace)))
                 yield traced
                 advance("sessions", totals.sessions, total)
 

@@ -143,7 +143,7 @@ def _facts(run: Path, selection: Selection, totals: Totals) -> list[str]:
     left_out = ", ".join(f"{tokens:,} {reason}" for reason, tokens in sorted(ledger.left_out.items()))
     facts = {
         "sessions": f"{totals.sessions:,}",
-        "tasks": f"{len(totals.tasks):,}",
+        "tasks": f"{len(totals.tasks):,}" if totals.tasks else "",
         "agent programs": ", ".join(f"{name} ({n:,})" for name, n in sorted(totals.harnesses.items())),
         "rewards": rewards,
         "model calls": f"{totals.calls:,}",

@@ -40,6 +40,17 @@ def test_json_prints_one_object_a_trace_and_nothing_else_on_stdout(run):
     assert (main["reward"], main["task_id"], main["harness"], main["role"]) == (0.25, "task", "pi", "agent")
 
 
+def test_log_probabilities_are_printed_as_they_were_told(tmp_path):
+    write_metadata(tmp_path, {})
+    told = [-0.1, -1e-7, -12.34567, -0.3]
+    call = make_call("s", 0, [1], [2, 3, 4, 5])
+    call.logprobs = told
+    with RunWriter(tmp_path) as writer:
+        writer.add_call(call)
+    [trace] = json_lines(traces(tmp_path, "--json").stdout)
+    assert trace["logprobs"] == told
+
+
 def test_traces_of_sessions_without_a_reward_are_there_with_null(run):
     rewards = {trace["session_id"]: trace["reward"] for trace in json_lines(traces(run, "--json").stdout)}
     assert rewards == {"s": 0.25, "t": None, "u": None}
