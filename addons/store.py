@@ -80,7 +80,7 @@ def write_metadata(run: Path, metadata: dict[str, Any]) -> None:
             return
     known = read_metadata(run)
     for key in ("tokenizer_sha256", "chat_template_sha256"):
-        if key in known and known[key] != metadata.get(key):
+        if known.get(key) != metadata.get(key):
             raise RunError(f"{run} was recorded with another {key.removesuffix('_sha256')}: choose a new folder")
 
 
