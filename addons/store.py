@@ -144,6 +144,7 @@ class RunWriter:
         self._syncs = threading.Lock()
         """Held until the disk has answered: who waits for it finds his commits there too."""
         self._lost: OSError | None = None
+        pa.array([0])  # the first one takes pyarrow a second, for it imports pandas: not in the middle of a call
 
     def __enter__(self) -> Self:
         return self
