@@ -138,6 +138,8 @@ class RunWriter:
         self.policy = sync
         self._suffix = f"{time.time_ns():x}-{os.getpid()}"
         self._segments: dict[str, Segment] = {}
+        self._full: list[Segment] = []
+        """Those that take no more commits."""
         self._count = 0
         self._commits = threading.Lock()
         """Held for a commit, and whenever the segments change."""
@@ -188,7 +190,12 @@ class RunWriter:
                 path = self.run / f"{table}-{self._suffix}-{self._count:04}.arrow"
                 self._count += 1
                 self._segments[table] = Segment(path, TABLES[table])
-            self._segments[table].append(batch)
+            try:
+                self._segments[table].append(batch)
+            except OSError:
+                if self._segments[table].size:
+                    self._full.append(self._segments.pop(table))
+                raise
 
     def sync(self) -> None:
         """Bring all commits so far to the disk; of calls at the same time, one does it for all that wait.
@@ -198,7 +205,7 @@ class RunWriter:
         """
         with self._syncs:
             with self._commits:
-                segments = list(self._segments.values())
+                segments = [*self._full, *self._segments.values()]
             self._sync(segments)
 
     def end_session(self) -> None:
@@ -221,9 +228,10 @@ class RunWriter:
         try:
             with self._syncs:
                 with self._commits:
-                    segments = list(self._segments.values())
-                    closed += [segment for segment in segments if segment.size >= size]
+                    segments = [*self._full, *self._segments.values()]
+                    closed += [segment for segment in segments if segment in self._full or segment.size >= size]
                     self._segments = {table: s for table, s in self._segments.items() if s not in closed}
+                    self._full = []
                 if self.policy != "never":
                     self._sync(segments)
         finally:
