@@ -27,7 +27,7 @@ def row_digest(row: Mapping[str, Any], schema: pa.Schema) -> str:
     end, times as ISO 8601 in UTC.
     """
     digest = blake2b(digest_size=16)
-    values = []
+    values: list[Any] = []
     for name, numbers, is_float in _columns(schema):
         value = row[name]
         if value is None:

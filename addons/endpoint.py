@@ -30,7 +30,6 @@ from rolltap.addons.engine import NEUTRAL_SAMPLING, Engine, EngineError
 from rolltap.addons.engines import Engines
 from rolltap.addons.exchange import error_response, respond, stream
 from rolltap.addons.generation import Generation, Parts, as_dialect_error
-from rolltap.addons.group_commit import GroupCommit
 from rolltap.addons.policy import PolicyFile
 from rolltap.addons.rendering import Rendering
 from rolltap.addons.retries import find_retried, worth_remembering
@@ -96,8 +95,7 @@ class Endpoint:
     async def start(self) -> None:
         """Serve until `close`."""
         self.engines = Engines(self._engine_urls)
-        disk = GroupCommit(self.writer)
-        self._parts = Parts(self.engines, self._policy, self.rendering, self.writer, disk, self._patience)
+        self._parts = Parts(self.engines, self._policy, self.rendering, self.writer, self._patience)
         app = web.Application(client_max_size=BODY_LIMIT)
         app.router.add_route("*", "/{target:.*}", self._serve)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)

@@ -18,7 +18,6 @@ from rolltap.addons.deltas import TextDeltas, cut_at_stop
 from rolltap.addons.dialects.model_call import DialectError, ModelCall, Reply, Usage
 from rolltap.addons.engine import Engine, EngineError
 from rolltap.addons.engines import Engines
-from rolltap.addons.group_commit import GroupCommit
 from rolltap.addons.policy import Policy, PolicyFile
 from rolltap.addons.rendering import Rendering
 from rolltap.addons.store import RunWriter
@@ -40,7 +39,6 @@ class Parts:
     policy: PolicyFile
     rendering: Rendering
     writer: RunWriter
-    disk: GroupCommit
     patience: float
     """Seconds that a call waits for an engine that is down, counted from the last sampled token."""
 
@@ -159,7 +157,8 @@ class Generation:
             self._fail(error)
             return
         try:
-            await self._parts.disk.durable()
+            if self._parts.writer.policy == "call":
+                await asyncio.to_thread(self._parts.writer.sync)
         except OSError as error:  # the call is written, but may not outlive the machine
             logger.error("call %s is not on the disk: %s", self.call.call_id, error)
             self.error = as_dialect_error(error)

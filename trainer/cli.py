@@ -21,13 +21,13 @@ from rolltap.addons.calls import Session, utc_now
 from rolltap.addons.store import RunError, RunWriter
 from rolltap.trainer.commands.inspect import check_command, inspect_command, print_run
 from rolltap.trainer.errors import UserError
+from rolltap.trainer.ledger import LedgerError
 from rolltap.trainer.rollouts.environment import proxy_environment, proxy_url, write_bundle
 from rolltap.trainer.rollouts.harness import harness_names, load_harness, require_program
 from rolltap.trainer.rollouts.recorder import Recorder, addon_path
 from rolltap.trainer.rollouts.scheduler import Plan, rollout
 from rolltap.trainer.rollouts.task import load_tasks
 from rolltap.trainer.serve import EngineServer
-from rolltap.trainer.traces import LedgerError
 
 console = Console(stderr=True)
 

@@ -14,6 +14,7 @@ from rolltap.addons.calls import CALL_SCHEMA, SESSION_SCHEMA, Call, Session, Ver
 from rolltap.addons.digest import DIGEST
 from rolltap.addons.segment import SegmentReader, rows_of_session
 from rolltap.addons.store import RunError, batch_rows, read_metadata, read_rows, run_files
+from rolltap.trainer.tree import start_order
 
 Row = dict[str, Any]
 
@@ -44,7 +45,7 @@ def iter_sessions(run: Path, sessions: Collection[str] | None = None) -> Iterato
     known = load_sessions(run)
     with SessionIndex(run, "calls") as index:
         for session_id in dict.fromkeys([*index.session_ids, *known]):
-            if sessions is None or session_id in sessions:
+            if session_id is not None and (sessions is None or session_id in sessions):
                 calls = _rebuild(run, session_id, index.batches(session_id))
                 yield RecordedSession(session_id, known.get(session_id), calls)
 
@@ -77,8 +78,8 @@ class SessionIndex:
         read_metadata(run)
         self._paths = run_files(run, table)
         self._inodes = [0] * len(self._paths)
-        # session id -> segment -> byte offsets of its batches
-        self._places: defaultdict[str, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        # session id (None for rows of nobody) -> segment -> byte offsets of its batches
+        self._places: defaultdict[str | None, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         self._open: dict[int, SegmentReader] = {}
         for number in range(len(self._paths)):
             self._scan(number)
@@ -93,11 +94,11 @@ class SessionIndex:
             reader.close()
 
     @property
-    def session_ids(self) -> list[str]:
+    def session_ids(self) -> list[str | None]:
         """Those that have rows, in the order of their first ones."""
         return list(self._places)
 
-    def batches(self, session_id: str) -> Iterator[pa.RecordBatch]:
+    def batches(self, session_id: str | None) -> Iterator[pa.RecordBatch]:
         """The rows of one session in the order of their commits, file by file."""
         for number in list(self._places.get(session_id, ())):
             reader = self._reader(number)
@@ -152,7 +153,7 @@ def _rebuild(run: Path, session_id: str, batches: Iterator[pa.RecordBatch]) -> l
     for call_id in rows.keys() - calls.keys():
         # its ancestors form a circle, so that none of them has a beginning
         calls[call_id] = _call(rows[call_id], None)
-    return sorted(calls.values(), key=lambda call: (call.started_at, len(call.prompt_ids), call.call_id))
+    return sorted(calls.values(), key=start_order)
 
 
 def _call(row: Row, parent: Call | None) -> Call:

@@ -7,14 +7,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rolltap.addons.calls import Call, Session
-from rolltap.addons.store import read_rows
+from rolltap.addons.store import read_batches
 from rolltap.trainer.dataset import load_calls, load_sessions
 from rolltap.trainer.errors import UserError
+from rolltap.trainer.ledger import Ledger
 from rolltap.trainer.report import session_ledger
-from rolltap.trainer.traces import Ledger, link_calls
+from rolltap.trainer.shared_prefixes import common_length, pack
+from rolltap.trainer.traces import judge_calls
+from rolltap.trainer.tree import start_order
 
 FIRST_WORDS = 60
 """Characters of a reply in the call tree."""
@@ -87,6 +88,8 @@ class CallView:
     """Those that are new in it."""
     tools: list[str] | None
     """Names of the tools shown to the model; None when they are the parent's."""
+    left_out: str | None
+    """Why its sampled tokens are not trained, None when they are."""
     difference: Difference | None
     """For a `rendered` call, if an earlier call of its session was completed."""
 
@@ -97,7 +100,8 @@ class CallView:
             call[name] = json.loads(call[name]) if call[name] is not None else None
         call["tools"] = json.loads(self.call.tools) if self.call.tools is not None else None
         call["messages"] = self.messages
-        return json_values({"call": call, "difference": self.difference and asdict(self.difference)})
+        difference = self.difference and asdict(self.difference)
+        return json_values({"call": call, "left_out": self.left_out, "difference": difference})
 
 
 def json_values(value: Any) -> Any:
@@ -120,7 +124,10 @@ def find_id(prefix: str, ids: Collection[str], what: str, where: str) -> str:
 
 def find_session(run: Path, prefix: str) -> str:
     """The id of a session of a run, recorded or with calls alone. Raises `UserError`."""
-    ids = {row["session_id"] for table in ("sessions", "calls") for row in read_rows(run, table)}
+    ids = set()
+    for table in ("sessions", "calls"):
+        for batch in read_batches(run, table):
+            ids.update(batch.column("session_id").unique().to_pylist())
     return find_id(prefix, ids, "session", str(run))
 
 
@@ -138,20 +145,21 @@ def view_session(run: Path, prefix: str) -> SessionView:
 def view_call(run: Path, session: str, prefix: str) -> CallView:
     """A call of a run by the ids of its session and itself, or the beginnings of them. Raises as `view_session`."""
     session_id = find_session(run, session)
-    calls = {call.call_id: call for call in load_calls(run, [session_id]).get(session_id, [])}
+    recorded = load_calls(run, [session_id]).get(session_id, [])
+    calls = {call.call_id: call for call in recorded}
     call = calls[find_id(prefix, calls, "call", f"session {session_id}")]
     tools = None
     if call.tools is not None:
         tools = [str(tool.get("function", tool).get("name")) for tool in json.loads(call.tools)]
-    difference = first_difference(call, list(calls.values())) if call.kind == "rendered" else None
-    return CallView(call, json.loads(call.messages), tools, difference)
+    left_out = next(branch.left_out for branch in branches(recorded) if branch.call_id == call.call_id)
+    difference = first_difference(call, recorded) if call.kind == "rendered" else None
+    return CallView(call, json.loads(call.messages), tools, left_out, difference)
 
 
 def branches(calls: Sequence[Call]) -> list[Branch]:
     """The call tree of one session's calls, which are in the order in which they started."""
-    parents, left_out = link_calls(calls)
     tree = []
-    for call, parent, reason in zip(calls, parents, left_out, strict=True):
+    for call, parent, reason in zip(calls, *judge_calls(calls), strict=True):
         above = calls[parent] if parent is not None else None
         known = len(above.prompt_ids) + len(above.completion_ids) if above else 0
         tree.append(
@@ -189,28 +197,20 @@ def first_difference(call: Call, calls: Sequence[Call]) -> Difference | None:
 
     Among calls with equally long common beginnings it is the last one.
     """
-    started = (call.started_at, call.call_id)
-    earlier = [e for e in calls if e.status == "completed" and (e.started_at, e.call_id) < started]
+    earlier = [e for e in calls if e.status == "completed" and start_order(e) < start_order(call)]
     if not earlier:
         return None
-    prompt = np.array(call.prompt_ids, dtype=np.int32)
-    sequences = [np.array(e.prompt_ids + e.completion_ids, dtype=np.int32) for e in earlier]
-    lengths = [_common(prompt, sequence) for sequence in sequences]
+    prompt = pack(call.prompt_ids)
+    lengths = [common_length(prompt, pack(e.prompt_ids + e.completion_ids)) for e in earlier]
     position = max(lengths)
     best = max(i for i, length in enumerate(lengths) if length == position)
     return Difference(
         call_id=earlier[best].call_id,
         position=position,
         common=call.prompt_ids[max(position - BEFORE, 0) : position],
-        recorded=sequences[best][position : position + AFTER].tolist(),
+        recorded=(earlier[best].prompt_ids + earlier[best].completion_ids)[position : position + AFTER],
         rendered=call.prompt_ids[position : position + AFTER],
     )
-
-
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    shorter = min(len(a), len(b))
-    different = np.flatnonzero(a[:shorter] != b[:shorter])
-    return int(different[0]) if len(different) else shorter
 
 
 def _some(ids: Sequence[str], of: int = 0) -> str:

@@ -27,6 +27,7 @@ from rolltap.addons.store import RunWriter
 from rolltap.trainer.dataset import load_calls
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.grpo import TraceGRPOTrainer
+from rolltap.trainer.ledger import Ledger
 from rolltap.trainer.publish import CheckpointPublisher, LoraPublisher, Publisher
 from rolltap.trainer.recipe import Recipe
 from rolltap.trainer.rollouts.harness import load_harness, require_program
@@ -34,7 +35,7 @@ from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.scheduler import Plan, rollout
 from rolltap.trainer.rollouts.task import Task, load_tasks
 from rolltap.trainer.serve import check_engine
-from rolltap.trainer.traces import Batch, Ledger, Strategy, Trace, build_traces, label, leave_out_unrewarded
+from rolltap.trainer.traces import Batch, Trace, build_traces, label, leave_out_unrewarded
 
 CHECKPOINTS = "checkpoints"
 FINISHED = "model"
@@ -57,7 +58,7 @@ def train(recipe: Recipe, *, engine: str, run: Path, seed: int, console: Console
     options = {**recipe.recorder, "rolltap_sampling": json.dumps(sampling(recipe))}
     with Recorder(run, engine=engine, model=str(recipe.model), options=options) as recorder:
         publisher = _publisher(recipe, engine, run)
-        source = OnlineTraces(plan, recorder, publisher, recipe.strategy, {t.id: t for t in tasks}, console)
+        source = OnlineTraces(plan, recorder, publisher, recipe, {t.id: t for t in tasks}, console)
         set_seed(seed)
         transformers_logging.disable_progress_bar()  # one for every published checkpoint
         trainer = TraceGRPOTrainer(
@@ -86,7 +87,7 @@ class OnlineTraces:
         plan: Plan,
         recorder: Recorder,
         publisher: Publisher,
-        strategy: Strategy,
+        recipe: Recipe,
         tasks: dict[str, Task],
         console: Console,
     ) -> None:
@@ -94,7 +95,7 @@ class OnlineTraces:
         self._plan = plan
         self._recorder = recorder
         self._publisher = publisher
-        self._strategy = strategy
+        self._recipe = recipe
         self._tasks = tasks
         self._console = console
         self._writer = RunWriter(recorder.run)
@@ -106,7 +107,7 @@ class OnlineTraces:
         self._publisher.publish(self.trainer.model, str(step))
         published = time.monotonic()
         sessions = self._rollout([self._tasks[row["task_id"]] for row in rows], str(step))
-        traces, ledger = session_traces(self._recorder.run, sessions, self._strategy)
+        traces, ledger = session_traces(self._recorder.run, sessions, self._recipe)
         rewards = {s.session_id: (s.group_id, s.reward) for s in sessions if s.reward is not None}
         mean = f"{fmean(reward for _, reward in rewards.values()):.3f}" if rewards else "none"
         left_out = "".join(f", {tokens} left out: {why}" for why, tokens in ledger.left_out.items())
@@ -135,13 +136,14 @@ class OnlineTraces:
             )
 
 
-def session_traces(run: Path, sessions: Sequence[Session], strategy: Strategy) -> tuple[list[Trace], Ledger]:
-    """The traces of recorded sessions, labelled with their rewards, and the ledger of all their tokens."""
+def session_traces(run: Path, sessions: Sequence[Session], recipe: Recipe) -> tuple[list[Trace], Ledger]:
+    """The traces of recorded sessions that a recipe asks for, labelled, and the ledger of all their tokens."""
     calls = load_calls(run, {session.session_id for session in sessions})
     traces: list[Trace] = []
     ledger = Ledger()
     for session in sessions:
-        built, account = build_traces(calls.get(session.session_id, []), strategy)
+        own = calls.get(session.session_id, [])
+        built, account = build_traces(own, recipe.strategy, roles=recipe.roles, max_tokens=recipe.max_tokens)
         label(built, session)
         built, account = leave_out_unrewarded(built, account)
         traces += built

@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from rolltap.addons.calls import CallRole
 from rolltap.trainer.errors import UserError, describe
-from rolltap.trainer.traces import Strategy
+from rolltap.trainer.traces import TRAINED_ROLES, Strategy
 
 
 class Recipe(BaseModel):
@@ -33,6 +34,11 @@ class Recipe(BaseModel):
     """Seconds after which a harness is stopped."""
     strategy: Strategy = "prefix_merging"
     """How calls become traces."""
+    roles: tuple[CallRole, ...] = Field(default=TRAINED_ROLES, min_length=1)
+    """Roles of the calls that are trained. What the others sampled stays as context where a trained call continues
+    it."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that a trace may have, its prompt included; a longer one is cut at its end."""
     publish: Literal["checkpoint", "lora"] = "checkpoint"
     """How new weights reach the engine: a full checkpoint that it reloads, or a LoRA adapter that it loads."""
     save_steps: int = Field(default=1, ge=1)

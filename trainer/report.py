@@ -4,19 +4,21 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from pyarrow import RecordBatch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from rolltap.addons.calls import Call, Session
-from rolltap.addons.store import read_rows
-from rolltap.trainer.dataset import load_calls, load_sessions
-from rolltap.trainer.traces import Ledger, LedgerError, Strategy, build_traces, label, leave_out_unrewarded
+from rolltap.trainer.dataset import SessionIndex, iter_sessions, load_sessions
+from rolltap.trainer.ledger import Ledger, LedgerError
+from rolltap.trainer.traces import Strategy, build_traces, label, leave_out_unrewarded
 
 MOST_SESSIONS = 50
 """Rows of the table of sessions."""
@@ -78,34 +80,52 @@ class Summary:
 
 
 def summarize(run: Path, strategy: Strategy = "prefix_merging") -> Summary:
-    """Count a run. Raises `RunError` when the folder cannot be read, and `LedgerError`."""
-    sessions = load_sessions(run)
-    calls = load_calls(run)
-    events = list(read_rows(run, "events"))
-    rows = [
-        session_row(session_id, sessions.get(session_id), calls.get(session_id, []), strategy)
-        for session_id in _by_start(sessions, calls)
-    ]
-    every = [call for session_calls in calls.values() for call in session_calls]
-    ended = {call.call_id for call in every}
-    kinds = Counter(event["kind"] for event in events)
+    """Count a run, one session at a time. Raises `RunError` when the folder cannot be read, and `LedgerError`."""
+    sessions: list[Session] = []
+    rows: list[tuple[datetime, SessionRow]] = []
+    statuses, kinds, rendered, roles, violations, events, refused = (Counter[str]() for _ in range(7))
+    begun = ended = 0
+
+    def count_events(batches: Iterable[RecordBatch]) -> set[str]:
+        """Count the events of a session; returns the ids of the calls that were begun."""
+        own = [row for batch in batches for row in batch.select(["kind", "host", "detail"]).to_pylist()]
+        events.update(row["kind"] for row in own)
+        refused.update(row["host"] for row in own if row["kind"] == "refused")
+        return {row["detail"] for row in own if row["kind"] == "call_started"}
+
+    with SessionIndex(run, "events") as index:
+        for recorded in iter_sessions(run):
+            session, calls = recorded.session, recorded.calls
+            row = session_row(recorded.session_id, session, calls, strategy)
+            rows.append((session.started_at if session else calls[0].started_at, row))
+            sessions += [session] if session else []
+            statuses.update(call.status for call in calls)
+            kinds.update(call.kind for call in calls)
+            rendered.update(_without_ids(call.kind_reason or "") for call in calls if call.kind == "rendered")
+            roles.update(call.role for call in calls)
+            violations.update(call.violation for call in calls if call.violation)
+            started = count_events(index.batches(recorded.session_id))
+            begun, ended = begun + len(started), ended + len(started & {call.call_id for call in calls})
+        # those of nobody, and of sessions that have nothing else
+        for session_id in set(index.session_ids) - {row.session_id for _, row in rows}:
+            begun += len(count_events(index.batches(session_id)))
     return Summary(
-        sessions=dict(Counter(session.status for session in sessions.values())),
-        calls=dict(Counter(call.status for call in every)),
-        kinds=dict(Counter(call.kind for call in every)),
-        rendered=dict(Counter(_without_ids(call.kind_reason or "") for call in every if call.kind == "rendered")),
-        roles=dict(Counter(call.role for call in every)),
-        violations=dict(Counter(call.violation for call in every if call.violation)),
-        refused=dict(Counter(event["host"] for event in events if event["kind"] == "refused")),
-        uncaptured_calls=kinds["uncaptured"],
-        retried=kinds["joined"] + kinds["replayed"],
-        continued=kinds["continued"],
-        rejected=kinds["rejected"],
-        unauthorised=kinds["unauthorised"],
-        interrupted=sum(e["kind"] == "call_started" and e["detail"] not in ended for e in events),
-        ledger=sum((row.ledger for row in rows), Ledger()),
-        steps=reward_steps(sessions.values()),
-        session_rows=rows,
+        sessions=dict(Counter(session.status for session in sessions)),
+        calls=dict(statuses),
+        kinds=dict(kinds),
+        rendered=dict(rendered),
+        roles=dict(roles),
+        violations=dict(violations),
+        refused=dict(refused),
+        uncaptured_calls=events["uncaptured"],
+        retried=events["joined"] + events["replayed"],
+        continued=events["continued"],
+        rejected=events["rejected"],
+        unauthorised=events["unauthorised"],
+        interrupted=begun - ended,
+        ledger=sum((row.ledger for _, row in rows), Ledger()),
+        steps=reward_steps(sessions),
+        session_rows=[row for _, row in sorted(rows, key=lambda row: (row[0], row[1].session_id))],
     )
 
 
@@ -248,13 +268,6 @@ def _session_table(rows: Sequence[SessionRow]) -> Table:
             str(row.ledger.sampled),
         )
     return table
-
-
-def _by_start(sessions: dict[str, Session], calls: dict[str, list[Call]]) -> list[str]:
-    """The ids of all sessions, those with calls alone among them, in the order in which they started."""
-    started = {session_id: session_calls[0].started_at for session_id, session_calls in calls.items()}
-    started |= {session_id: session.started_at for session_id, session in sessions.items()}
-    return sorted(started, key=lambda session_id: (started[session_id], session_id))
 
 
 def _without_ids(reason: str) -> str:

@@ -22,6 +22,8 @@ Decoder = Callable[[list[int]], str]
 _LIKELY = [(-0.1, "green"), (-1.0, "yellow"), (-3.0, "dark_orange"), (float("-inf"), "red")]
 """Log-probability from which on a token has the colour."""
 _SHORT_ID = 8
+CONTEXT_TOKENS = 100
+"""Of a prompt's new tokens, those shown before the completion."""
 
 
 def load_decoder(run: Path) -> Decoder | None:
@@ -96,14 +98,25 @@ def print_call(view: CallView, decode: Decoder | None, console: Console) -> None
     console.rule("new messages")
     for message in view.messages:
         console.print(_message(message), soft_wrap=True)
-    console.rule("completion")
-    console.print(completion(view.call, decode), soft_wrap=True)
-    legend = Text("\nlog-probability: ")
+    console.rule("tokens")
+    console.print(context(view.call, decode), completion(view.call, decode), sep="", soft_wrap=True)
+    legend = Text("\n")
+    if view.left_out:
+        legend.append(f"not trained: {view.left_out}  ", "yellow")
+    legend.append("context", "dim").append("  log-probability: ")
     for least, colour in _LIKELY:
         legend.append(f" {least:g} and more " if least > float("-inf") else " less ", f"reverse {colour}")
     if decode is None:
         legend.append("\ntoken ids, as the tokenizer of the run's model is not on this machine", "dim")
     console.print(legend)
+
+
+def context(call: Call, decode: Decoder | None) -> Text:
+    """The end of what the prompt adds to its parent's tokens: the mask is 0 there."""
+    ids = call.prompt_ids[call.prefix_length :]
+    shown = ids[-CONTEXT_TOKENS:]
+    text = Text(f"({len(ids) - len(shown)} tokens) … " if len(shown) < len(ids) else "", "dim italic")
+    return text.append("".join(f"{token} " for token in shown) if decode is None else decode(shown), "dim")
 
 
 def completion(call: Call, decode: Decoder | None) -> Text:

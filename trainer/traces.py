@@ -1,54 +1,22 @@
-"""The calls of one session -> call tree -> traces, with a ledger of every sampled token.
+"""The call tree of one session -> traces, with a ledger of every sampled token."""
 
-A call's parent is the longest earlier call whose prompt and completion begin its prompt, token for token. Anything
-else is another branch or another root: nothing is repaired. Time and memory are linear in the prompts' tokens.
-"""
-
-from bisect import bisect_right, insort
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
+from rolltap.addons.calls import Call, CallRole, Session, VersionSpan, find_violation
+from rolltap.trainer.ledger import Ledger, LedgerError, LeftOut
+from rolltap.trainer.shared_prefixes import shared_prefixes
+from rolltap.trainer.tree import link_calls, start_order
 
-from rolltap.addons.calls import Call, Session, VersionSpan, find_violation
+Strategy = Literal["per_request", "prefix_merging", "tree"]
+"""`per_request`: one trace per call. `prefix_merging`: one per root-to-leaf path of the call tree. `tree`: the same,
+and each names the trace before it with which it shares most, for a trainer that computes a shared beginning once. All
+train the same sampled tokens, each in exactly one trace."""
 
-Strategy = Literal["per_request", "prefix_merging"]
-"""`per_request`: one trace per call. `prefix_merging`: one per root-to-leaf path of the call tree. Both train the
-same sampled tokens, each in exactly one trace."""
-
-LeftOut = Literal["aborted", "failed", "missing_logprobs", "violation", "auxiliary", "superseded", "no_reward"]
-"""Why the sampled tokens of a call are not trained. A call for which several hold is counted under the first."""
-
-HASH_BASE = np.uint64(0x9E3779B97F4A7C15)
-
-
-class LedgerError(Exception):
-    """Sampled tokens that are neither trained nor left out, or that are counted twice: a bug in rolltap."""
-
-
-@dataclass(slots=True)
-class Ledger:
-    """The account of sampled tokens, in tokens. Ledgers add up with `+`."""
-
-    sampled: int = 0
-    trained: int = 0
-    left_out: dict[str, int] = field(default_factory=dict)
-    """Tokens by `LeftOut` reason; a reason that left nothing out is absent."""
-
-    def __add__(self, other: "Ledger") -> "Ledger":
-        left_out = Counter(self.left_out) + Counter(other.left_out)
-        return Ledger(self.sampled + other.sampled, self.trained + other.trained, dict(left_out))
-
-    def check(self) -> None:
-        """Raises `LedgerError` unless sampled = trained + left out."""
-        if self.sampled != self.trained + sum(self.left_out.values()):
-            raise LedgerError(
-                f"the ledger does not add up: {self.sampled} tokens sampled, {self.trained} trained, "
-                f"left out: {self.left_out or 'none'}"
-            )
+TRAINED_ROLES: tuple[CallRole, ...] = ("agent", "subagent", "compaction")
+"""The roles whose answers are part of solving the task."""
 
 
 @dataclass(slots=True)
@@ -70,7 +38,16 @@ class Trace:
     """Natural-log probabilities under the sampling policy; 0.0 where the mask is 0."""
     weight_versions: list[VersionSpan]
     """Which weights sampled the tokens with mask 1, as positions in `completion_ids`."""
+    role: CallRole = "agent"
+    """The last call's."""
+    shared_trace_id: str | None = None
+    """Strategy `tree`: the trace of the session, before this one, with which it shares the longest beginning; None
+    where there is none."""
+    shared_tokens: int = 0
+    """Length of that beginning in tokens of `prompt_ids` and `completion_ids`."""
+    task_id: str = ""
     group_id: str = ""
+    harness: str = ""
     reward: float | None = None
 
 
@@ -86,57 +63,74 @@ class Batch:
     """Session id -> (group id, reward)."""
 
 
-def build_traces(calls: Sequence[Call], strategy: Strategy) -> tuple[list[Trace], Ledger]:
+def build_traces(
+    calls: Sequence[Call],
+    strategy: Strategy,
+    *,
+    roles: Collection[CallRole] = TRAINED_ROLES,
+    max_tokens: int | None = None,
+) -> tuple[list[Trace], Ledger]:
     """Traces of one session's calls, in the order in which a depth-first walk of the call tree reaches their leaves.
 
     A sampled token belongs to the first trace that reaches it and is context, with mask 0, in the later ones. So are
-    the tokens of a left-out call with trained descendants. The order of `calls` does not matter: `started_at` does,
-    then `call_id`.
+    the tokens of a left-out call with trained descendants. Calls of other `roles` are left out. No trace has more than
+    `max_tokens` tokens: what was sampled beyond that many is left out, and a trace ends with a token that is trained.
+    The order of `calls` does not matter: `started_at` does, then the prompt's length, then `call_id`.
 
     Raises `ValueError` for calls of several sessions, a repeated call id or an unknown strategy, and `LedgerError`
     when the traces do not train exactly the tokens that the ledger says.
     """
-    calls = sorted(calls, key=lambda call: (call.started_at, call.call_id))
+    calls = sorted(calls, key=start_order)
     _require_one_session(calls)
-    parents, left_out = link_calls(calls)
+    parents, left_out = judge_calls(calls, roles)
     ledger = Ledger()
-    trained = []
+    # call -> how many of its sampled tokens are trained, from the first on
+    trained: dict[int, int] = {}
     for i, (call, reason) in enumerate(zip(calls, left_out, strict=True)):
-        ledger += _account(len(call.completion_ids), reason)
-        if reason is None:
-            trained.append(i)
+        sampled = len(call.completion_ids)
+        tokens = _tokens_within(call, max_tokens) if reason is None else 0
+        ledger += Ledger(sampled, tokens, {reason or "over_length": sampled - tokens})
+        if tokens:
+            trained[i] = tokens
     ledger.check()
 
     if strategy == "per_request":
         paths: Iterable[list[int]] = ([i] for i in trained)
-    elif strategy == "prefix_merging":
+    elif strategy in ("prefix_merging", "tree"):
         paths = _paths(parents, trained)
     else:
-        raise ValueError(f"unknown strategy {strategy!r}: choose per_request or prefix_merging")
+        raise ValueError(f"unknown strategy {strategy!r}: choose per_request, prefix_merging or tree")
     traces = []
-    unowned = set(trained)
+    unowned = dict(trained)
     for path in paths:
-        traces.append(_trace([calls[i] for i in path], [calls[i] for i in path if i in unowned]))
-        unowned.difference_update(path)
-    masked = sum(sum(trace.completion_mask) for trace in traces)
+        owned = [(calls[i], unowned.pop(i)) for i in path if i in unowned]
+        traces.append(_trace([calls[i] for i in path], owned, trained[path[-1]]))
+    masked = sum(trace.completion_mask.count(1) for trace in traces)
     if unowned or masked != ledger.trained:
         raise LedgerError(f"the traces train {masked} tokens, the ledger says {ledger.trained}")
+    if strategy == "tree":
+        _name_shared_prefixes(traces)
     return traces, ledger
 
 
-def link_calls(calls: Sequence[Call]) -> tuple[list[int | None], list[LeftOut | None]]:
-    """The call tree of one session's calls, which are in the order in which they started.
+def judge_calls(
+    calls: Sequence[Call], roles: Collection[CallRole] = TRAINED_ROLES
+) -> tuple[list[int | None], list[LeftOut | None]]:
+    """The call tree of one session's calls, which are in `start_order`, and why each of them is not trained.
 
-    Returns the index of each call's parent, None for a root; and why each call is not trained, None when it is.
+    Returns the index of each call's parent, None for a root; and the reasons, None for a call that is trained.
     """
-    parents, superseded = _link(calls)
-    return parents, [_left_out(call) or ("superseded" if i in superseded else None) for i, call in enumerate(calls)]
+    parents, superseded = link_calls(calls)
+    reasons = [_fault(call, roles) for call in calls]
+    return parents, [reason or ("superseded" if i in superseded else None) for i, reason in enumerate(reasons)]
 
 
 def label(traces: Iterable[Trace], session: Session) -> None:
-    """Give the traces of a session its group and its reward."""
+    """Give the traces of a session its task, group, harness and reward."""
     for trace in traces:
+        trace.task_id = session.task_id
         trace.group_id = session.group_id
+        trace.harness = session.harness
         trace.reward = session.reward
 
 
@@ -161,86 +155,26 @@ def _require_one_session(calls: Sequence[Call]) -> None:
         raise ValueError(f"session {calls[0].session_id} has several calls named {repeated[0]}")
 
 
-def _left_out(call: Call) -> LeftOut | None:
-    """Why the call by itself cannot be trained on, or None; a call that sampled nothing has no log-probabilities."""
+def _fault(call: Call, roles: Collection[CallRole]) -> LeftOut | None:
+    """Why the call by itself is not trained; one that sampled nothing has no log-probabilities."""
     if call.status != "completed":
         return call.status
     if not call.logprobs:
         return "missing_logprobs"
     if call.violation or find_violation(call.completion_ids, call.logprobs, call.weight_versions):
         return "violation"
-    if call.role == "auxiliary":
-        return "auxiliary"
-    return None
+    return None if call.role in roles else call.role
 
 
-def _account(tokens: int, reason: LeftOut | None) -> Ledger:
-    return Ledger(tokens, tokens) if reason is None else Ledger(tokens, left_out={reason: tokens})
+def _tokens_within(call: Call, max_tokens: int | None) -> int:
+    """How many of the tokens that a call sampled are within the first `max_tokens` of prompt and completion. A token's
+    position is the same in every trace, so that it is cut off in all or in none."""
+    if max_tokens is None:
+        return len(call.completion_ids)
+    return min(len(call.completion_ids), max(0, max_tokens - len(call.prompt_ids)))
 
 
-class _Sequences:
-    """Token sequences that are prefixes of the calls' tokens. A hash proposes a match, the tokens decide."""
-
-    def __init__(self, tokens: Sequence[npt.NDArray[np.int32]]) -> None:
-        self._tokens = tokens
-        self._by_hash: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-
-    def find(self, i: int, length: int, hashes: npt.NDArray[np.uint64]) -> int | None:
-        """The call that was added with a sequence equal to the first `length` tokens of call `i`."""
-        for j in self._by_hash.get((length, int(hashes[length])), ()):
-            if np.array_equal(self._tokens[j][:length], self._tokens[i][:length]):
-                return j
-        return None
-
-    def add(self, i: int, length: int, hashes: npt.NDArray[np.uint64]) -> int:
-        """Add the first `length` tokens of call `i`; returns the first call that was added with this sequence."""
-        known = self.find(i, length, hashes)
-        if known is None:
-            self._by_hash[length, int(hashes[length])].append(i)
-        return i if known is None else known
-
-
-def _link(calls: Sequence[Call]) -> tuple[list[int | None], set[int]]:
-    """The parent of each call, and the superseded ones; `calls` are in the order in which they started.
-
-    Among earlier calls with the same tokens the recorded parent is the parent, else the first. A call is superseded
-    when nothing extends it while something extends a sibling with the same prompt: the harness asked again.
-    """
-    tokens = [np.array(call.prompt_ids + call.completion_ids, dtype=np.int32) for call in calls]
-    powers = np.cumprod(np.full(max(map(len, tokens), default=0), HASH_BASE))
-    sequences, prompts = _Sequences(tokens), _Sequences(tokens)
-    lengths: list[int] = []
-    known_lengths: set[int] = set()
-    # call id -> the first call with the same tokens
-    twins: dict[str, int] = {}
-    parents: list[int | None] = []
-    siblings: defaultdict[tuple[int | None, int], list[int]] = defaultdict(list)
-    index = {call.call_id: i for i, call in enumerate(calls)}
-    for i, call in enumerate(calls):
-        # hashes[n] is that of the first n tokens: sum of token[k] * base ** (k + 1) modulo 2 ** 64
-        hashes = np.zeros(len(tokens[i]) + 1, dtype=np.uint64)
-        np.cumsum(tokens[i].astype(np.uint64) * powers[: len(tokens[i])], out=hashes[1:])
-        prompt_length = len(call.prompt_ids)
-        candidates = (lengths[k] for k in range(bisect_right(lengths, prompt_length) - 1, -1, -1))
-        matches = (sequences.find(i, length, hashes) for length in candidates)
-        parent = next((match for match in matches if match is not None), None)
-        if parent is not None and call.parent_id is not None and twins.get(call.parent_id) == parent:
-            parent = index[call.parent_id]
-        parents.append(parent)
-        siblings[parent, prompts.add(i, prompt_length, hashes)].append(i)
-        twins[call.call_id] = sequences.add(i, len(tokens[i]), hashes)
-        if len(tokens[i]) not in known_lengths:
-            known_lengths.add(len(tokens[i]))
-            insort(lengths, len(tokens[i]))
-    extended = set(parents)
-    superseded: set[int] = set()
-    for same_prompt in siblings.values():
-        if not extended.isdisjoint(same_prompt):
-            superseded.update(i for i in same_prompt if i not in extended)
-    return parents, superseded
-
-
-def _paths(parents: Sequence[int | None], trained: Sequence[int]) -> Iterator[list[int]]:
+def _paths(parents: Sequence[int | None], trained: Collection[int]) -> Iterator[list[int]]:
     """Root-to-leaf paths, depth first, of the tree without the branches that hold no trained call."""
     needed = set(trained)
     children: defaultdict[int | None, list[int]] = defaultdict(list)
@@ -263,20 +197,26 @@ def _paths(parents: Sequence[int | None], trained: Sequence[int]) -> Iterator[li
         yield path[::-1]
 
 
-def _trace(path: Sequence[Call], owned: Sequence[Call]) -> Trace:
-    """The tokens of a path, with the completions of the `owned` calls trained."""
+def _trace(path: Sequence[Call], owned: Iterable[tuple[Call, int]], end: int) -> Trace:
+    """The tokens of a path up to the first `end` that its last call sampled.
+
+    `owned` are the calls that this trace trains, each with the number of its sampled tokens that are trained.
+    """
     root, last = path[0], path[-1]
     start = len(root.prompt_ids)
-    completion_ids = last.prompt_ids[start:] + last.completion_ids
+    completion_ids = last.prompt_ids[start:] + last.completion_ids[:end]
     mask = [0] * len(completion_ids)
     logprobs = [0.0] * len(completion_ids)
     versions = []
-    for call in owned:
+    for call, tokens in owned:
         begin = len(call.prompt_ids) - start
-        end = begin + len(call.completion_ids)
-        mask[begin:end] = [1] * (end - begin)
-        logprobs[begin:end] = call.logprobs
-        versions += [VersionSpan(span.version, begin + span.start, begin + span.end) for span in call.weight_versions]
+        mask[begin : begin + tokens] = [1] * tokens
+        logprobs[begin : begin + tokens] = call.logprobs[:tokens]
+        versions += [
+            VersionSpan(span.version, begin + span.start, begin + min(span.end, tokens))
+            for span in call.weight_versions
+            if span.start < tokens
+        ]
     return Trace(
         session_id=last.session_id,
         trace_id=f"{last.session_id}/{last.call_id}",
@@ -286,4 +226,13 @@ def _trace(path: Sequence[Call], owned: Sequence[Call]) -> Trace:
         completion_mask=mask,
         logprobs=logprobs,
         weight_versions=versions,
+        role=last.role,
     )
+
+
+def _name_shared_prefixes(traces: Sequence[Trace]) -> None:
+    found = shared_prefixes([trace.prompt_ids + trace.completion_ids for trace in traces])
+    for trace, shared in zip(traces, found, strict=True):
+        if shared is not None:
+            trace.shared_trace_id = traces[shared.index].trace_id
+            trace.shared_tokens = shared.length

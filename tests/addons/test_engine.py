@@ -1,6 +1,7 @@
 """The client against an engine that misbehaves, and the scripted engine against a real vLLM."""
 
 import json
+import re
 
 import httpx
 import pytest
@@ -53,6 +54,11 @@ async def test_a_schema_with_an_integer_of_any_size_is_sent_as_given(scripted_en
 async def test_the_context_window_is_the_engines(client):
     assert await client.max_model_len() == 8192
     assert client.model == "scripted"
+
+
+async def test_an_engine_need_not_say_what_it_is(client):
+    known = {"model": "scripted", "max_model_len": 8192}
+    assert await client.describe() == {**known, "vllm": None, "configuration": None}
 
 
 @pytest.mark.parametrize(
@@ -139,6 +145,14 @@ class TestContract:
     def test_vllm_refuses_in_the_stream(self, engine):
         (first, *_) = events(engine.url, {"token_ids": [10**6], "stream": True, "sampling_params": {"max_tokens": 1}})
         assert json.loads(first)["error"]["code"] == 400
+
+    async def test_vllm_says_what_it_is(self, engine):
+        client = Engine(engine.url)
+        described = await client.describe()
+        assert described["model"] in described["configuration"]
+        assert described["max_model_len"] == await client.max_model_len()
+        assert re.match(r"0\.\d+", described["vllm"])
+        await client.close()
 
     async def test_the_client_reads_vllm(self, engine):
         client = Engine(engine.url)

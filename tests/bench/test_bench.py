@@ -8,14 +8,14 @@ import pytest
 from tests.bench.recorder import ROOT
 
 
-def measured(benchmark, model, *options):
-    command = [sys.executable, "-m", f"tests.bench.{benchmark}", "--json", "--model", model, *options]
+def measured(benchmark, *options):
+    command = [sys.executable, "-m", f"tests.bench.{benchmark}", "--json", *map(str, options)]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT).stdout)
 
 
 def test_every_case_of_every_target_is_measured(tiny_model):
     few = ["--connections", "1", "--connections", "2", "--requests", "2", "--chunks", "3", "--pace", "0.001"]
-    rows = measured("recorder", tiny_model, *few)
+    rows = measured("recorder", "--model", tiny_model, *few)
     assert [(row["reply"], row["connections"], row["target"]) for row in rows] == [
         (reply, connections, target)
         for reply in ("at once", "streamed")
@@ -27,15 +27,22 @@ def test_every_case_of_every_target_is_measured(tiny_model):
 
 
 def test_prompts_are_measured_at_every_length(tiny_model):
-    rows = measured("prompts", tiny_model, "--tokens", "1000", "--tokens", "2000")
+    rows = measured("prompts", "--model", tiny_model, "--tokens", "1000", "--tokens", "2000")
     assert [row["tokens"] // 1000 for row in rows] == [1, 2]
     assert all(value > 0 for row in rows for value in row.values())
+
+
+def test_traces_are_built_of_a_run_and_of_one_four_times_as_large():
+    small, large = measured("traces", "--sessions", 2, "--turns", 3, "--tokens", 300)
+    assert (small["sessions"], small["traces"], small["tokens"]) == (2, 2, 600)
+    assert (large["sessions"], large["traces"], large["tokens"]) == (8, 8, 2400)
+    assert all(value > 0 for row in (small, large) for value in row.values())
 
 
 @pytest.mark.harness
 def test_awkward_replies_of_a_session_are_continued(tiny_model):
     if shutil.which("mini") is None:
         pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
-    (row,) = measured("continuity", tiny_model, "--sessions", "1", "--harness", "mini-swe-agent")
+    (row,) = measured("continuity", "--model", tiny_model, "--sessions", "1", "--harness", "mini-swe-agent")
     assert (row["sessions"], row["completed"], row["root"], row["rendered"]) == (1, 1, 1, 0)
     assert row["bridged"] == row["calls"] - 1 >= 3

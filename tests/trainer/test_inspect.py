@@ -18,9 +18,9 @@ from rolltap.trainer.cli import rolltap, run
 from rolltap.trainer.commands.inspect import inspect_command
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.inspect import branches, find_id, first_difference, view_call, view_session
+from rolltap.trainer.ledger import Ledger, LedgerError
 from rolltap.trainer.report import MOST_SESSIONS, print_summary, session_ledger, summarize
-from rolltap.trainer.show import call_tree, completion, load_decoder
-from rolltap.trainer.traces import Ledger, LedgerError
+from rolltap.trainer.show import CONTEXT_TOKENS, call_tree, completion, context, load_decoder
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -185,6 +185,18 @@ class TestCall:
         text = printed(tmp_path, "first", "a1")
         assert "43 44" in text
         assert "the tokenizer of the run's model is not on this machine" in text
+
+    def test_what_is_not_sampled_stands_before_it_without_a_colour(self):
+        parent = call(1, "a", [1], [2])
+        shown = context(call(2, "b", list(range(100, 400)), [5], parent=parent), None)
+        assert shown.plain.startswith(f"({300 - CONTEXT_TOKENS} tokens) … {400 - CONTEXT_TOKENS} ")
+        assert shown.plain.endswith(" 399 ")
+        assert {span.style for span in shown.spans} | {shown.style} == {"dim", "dim italic"}
+
+    def test_a_call_that_is_not_trained_says_why(self, small_run):
+        assert "not trained: violation" in printed(small_run, "first", "b5")
+        assert "not trained" not in printed(small_run, "first", "a1")
+        assert json.loads(printed(small_run, "first", "b5", "--json"))["left_out"] == "violation"
 
     def test_a_token_has_the_colour_of_its_log_probability(self):
         shown = completion(call(1, "a", [1], [2, 3, 4], logprobs=[-0.01, -2.0]), None)

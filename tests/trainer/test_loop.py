@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -9,9 +10,12 @@ import pytest
 from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
+from rolltap.addons.calls import Call, Session, VersionSpan
+from rolltap.addons.store import RunWriter, write_metadata
 from rolltap.trainer import cli, loop
 from rolltap.trainer.dataset import load_calls, load_sessions
 from rolltap.trainer.errors import UserError
+from rolltap.trainer.ledger import Ledger
 from rolltap.trainer.publish import CheckpointPublisher
 from rolltap.trainer.recipe import load_recipe
 from rolltap.trainer.rollouts.task import load_tasks
@@ -91,6 +95,28 @@ class TestArguments:
     def test_what_cannot_be_is_refused(self, arguments, text, values, message):
         with pytest.raises(UserError, match=message):
             arguments(text, **values)
+
+
+def test_the_traces_are_those_that_the_recipe_asks_for_with_the_sessions_labels(tmp_path):
+    run = tmp_path / "run"
+    write_metadata(run, {})
+    spans = [VersionSpan("0", 0, 2)]
+    rewarded = Session("a", "task", "group", "harness", "completed", reward=0.5)
+    unrewarded = Session("b", "task", "group", "harness", "completed")
+    with closing(RunWriter(run)) as writer:
+        for name in "ab":
+            writer.add_call(Call(name, f"{name}1", [1], [7, 8], [-0.5, -0.25], spans))
+            writer.add_call(Call(name, f"{name}2", [1, 5], [7, 8], [-0.5, -0.25], spans, role="subagent"))
+
+    def asked_for(**values):
+        return loop.session_traces(run, [rewarded, unrewarded], load_recipe(write_recipe(tmp_path, **values)))
+
+    [trace], ledger = asked_for(strategy="tree", roles=["agent"], max_tokens=2)
+    assert (trace.trace_id, trace.completion_ids) == ("a/a1", [7])
+    assert (trace.task_id, trace.group_id, trace.harness, trace.reward) == ("task", "group", "harness", 0.5)
+    assert ledger == Ledger(8, 1, {"subagent": 4, "over_length": 2, "no_reward": 1})
+    assert [trace.shared_tokens for trace in asked_for(strategy="tree")[0]] == [0, 1]
+    assert [trace.shared_tokens for trace in asked_for()[0]] == [0, 0]
 
 
 class TestSampling:

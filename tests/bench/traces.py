@@ -1,0 +1,150 @@
+"""What it takes to read a run and build its traces, and how that grows with the number of sessions.
+
+    python -m tests.bench.traces
+
+A generated run and one of four times as many sessions, each read by a process of its own, session by session. A
+session is one conversation: every call continues the one before, a few of its tokens are sampled, the rest is tool
+results. Tokens are those of the traces; peak memory is the process's own, without the pages of the run's files that it
+has mapped, which the system takes back when it needs them.
+"""
+
+import json
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
+from datetime import UTC, datetime, timedelta
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from rolltap.addons.calls import Call, Session, VersionSpan
+from rolltap.addons.store import RunWriter, write_metadata
+from rolltap.trainer.dataset import iter_sessions
+from rolltap.trainer.ledger import Ledger
+from rolltap.trainer.traces import build_traces
+
+FACTOR = 4
+"""By how much the second run is larger."""
+SAMPLED = 0.15
+"""Share of a session's tokens that were sampled."""
+VOCABULARY = 150_000
+START = datetime(2026, 1, 1, tzinfo=UTC)
+_COLUMNS = {
+    "sessions": "sessions",
+    "tokens": "tokens",
+    "read_s": "read s",
+    "build_s": "build s",
+    "traces_per_s": "traces/s",
+    "us_per_token": "µs/token",
+    "peak_mb": "peak MB",
+}
+
+
+def write_run(run: Path, sessions: int, turns: int, tokens: int) -> None:
+    """A run whose sessions have `turns` calls each and `tokens` tokens in all."""
+    rng = np.random.default_rng(0)
+    write_metadata(run, {"model": "bench"})
+    with closing(RunWriter(run)) as writer:
+        for number in range(sessions):
+            session_id = f"session-{number:06}"
+            for call in _conversation(rng, session_id, turns, tokens // turns):
+                writer.add_call(call)
+            writer.add_session(Session(session_id, "task", "group", "bench", "completed", reward=1.0, started_at=START))
+
+
+def _conversation(rng: np.random.Generator, session_id: str, turns: int, turn_tokens: int) -> list[Call]:
+    sampled = max(1, round(SAMPLED * turn_tokens))
+    calls: list[Call] = []
+    for turn in range(turns):
+        known = calls[-1].prompt_ids + calls[-1].completion_ids if calls else []
+        ids = rng.integers(VOCABULARY, size=turn_tokens).tolist()
+        calls.append(
+            Call(
+                session_id,
+                f"{session_id}-{turn:06}",
+                known + ids[sampled:],
+                ids[:sampled],
+                (-rng.exponential(size=sampled)).tolist(),
+                [VersionSpan("0", 0, sampled)],
+                parent_id=calls[-1].call_id if calls else None,
+                prefix_length=len(known),
+                kind="bridged" if calls else "root",
+                started_at=START + timedelta(seconds=turn),
+            )
+        )
+    return calls
+
+
+def measure(run: Path) -> dict[str, Any]:
+    """A row of the table, for this process."""
+    ledger = Ledger()
+    sessions = traces = tokens = 0
+    build_s = peak_mb = 0.0
+    started = time.perf_counter()
+    for recorded in iter_sessions(run):
+        before = time.perf_counter()
+        built, account = build_traces(recorded.calls, "tree")
+        build_s += time.perf_counter() - before
+        ledger += account
+        sessions += 1
+        traces += len(built)
+        tokens += sum(len(trace.prompt_ids) + len(trace.completion_ids) for trace in built)
+        peak_mb = max(peak_mb, _own_mb())
+    seconds = time.perf_counter() - started
+    assert ledger.trained == ledger.sampled > 0
+    return {
+        "sessions": sessions,
+        "traces": traces,
+        "tokens": tokens,
+        "read_s": seconds - build_s,
+        "build_s": build_s,
+        "traces_per_s": traces / seconds,
+        "us_per_token": 1e6 * seconds / tokens,
+        "peak_mb": peak_mb,
+    }
+
+
+def _own_mb() -> float:
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("RssAnon"))
+
+
+def _in_a_fresh_process(function: Any, *arguments: Any) -> Any:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+@click.command(help="Measure building the traces of a generated run, and of one with four times as many sessions.")
+@click.option("--sessions", default=250, show_default=True, help="Sessions of the smaller run.")
+@click.option("--turns", default=60, show_default=True, help="Calls of a session.")
+@click.option("--tokens", default=40_000, show_default=True, help="Tokens of a session's last call.")
+@click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
+def main(sessions: int, turns: int, tokens: int, as_json: bool) -> None:
+    rows = []
+    for number in (sessions, FACTOR * sessions):
+        with tempfile.TemporaryDirectory() as folder:
+            run = Path(folder) / "run"
+            _in_a_fresh_process(write_run, run, number, turns, tokens)
+            rows.append(_in_a_fresh_process(measure, run))
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    small, large = rows
+    table = Table(title=f"traces of sessions of {turns} calls and {tokens:,} tokens")
+    for title in _COLUMNS.values():
+        table.add_column(title, justify="right")
+    for row in rows:
+        table.add_row(*(f"{row[key]:,.3g}" if row[key] < 10 else f"{row[key]:,.0f}" for key in _COLUMNS))
+    table.add_section()
+    table.add_row(*(f"x {large[key] / small[key]:.2f}" for key in _COLUMNS))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

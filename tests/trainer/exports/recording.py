@@ -1,0 +1,246 @@
+"""Sessions as a recorder would leave them, made by hand: tokens, messages and roles agree with one another."""
+
+import json
+from datetime import UTC, datetime, timedelta
+
+from rolltap.addons.calls import Call, Session, VersionSpan
+from rolltap.addons.store import RunWriter, write_metadata
+from rolltap.trainer.dataset import RecordedSession
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+SYSTEM = {"role": "system", "content": "You are an agent."}
+BASH = {"type": "function", "function": {"name": "bash", "description": "Run", "parameters": {"type": "object"}}}
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def tool(number, text):
+    return {"role": "tool", "tool_call_id": f"call_{number}", "content": text}
+
+
+def says(text, *, reasoning=None, calls=None):
+    """An assistant message; `calls` are a tool call's number -> the JSON text of its arguments."""
+    message = {"role": "assistant", "content": text}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [
+            {"id": f"call_{number}", "type": "function", "function": {"name": "bash", "arguments": arguments}}
+            for number, arguments in calls.items()
+        ]
+    return message
+
+
+class Recording:
+    """Calls of one session. Every call samples two tokens, and no two calls the same."""
+
+    def __init__(self, session_id="s", reward=1.0):
+        self.session_id = session_id
+        self.calls = []
+        self.session = Session(session_id, "task", "group", "pi", "completed", reward=reward, started_at=START)
+
+    def ask(self, *messages, reply=None, after=None, tools=(BASH,), status="completed", **fields):
+        """A call with `messages` as its new ones; it continues the call `after`."""
+        number = len(self.calls)
+        prefix = after.prompt_ids + after.completion_ids if after else []
+        if status == "completed":
+            reply = reply or says(f"reply {number}")
+        fields.setdefault("completion_ids", [1000 + number, 2000 + number])
+        fields.setdefault("logprobs", [-0.25 - number] * len(fields["completion_ids"]))
+        fields.setdefault("prompt_ids", [*prefix, *(10 + len(text) for text in map(str, messages)), 100 + number])
+        call = Call(
+            session_id=self.session_id,
+            call_id=f"c{number}",
+            weight_versions=[VersionSpan("1", 0, len(fields["completion_ids"]))],
+            parent_id=after.call_id if after else None,
+            prefix_length=len(prefix),
+            kind="bridged" if after else "root",
+            status=status,
+            finish_reason="stop" if status == "completed" else None,
+            model="asked-for",
+            messages=json.dumps(messages),
+            tools=None if after else json.dumps(list(tools)),
+            reply=json.dumps(reply) if reply else None,
+            started_at=START + timedelta(seconds=number),
+            **fields,
+        )
+        self.calls.append(call)
+        return call
+
+    def recorded(self):
+        return RecordedSession(self.session_id, self.session, self.calls)
+
+
+def turns_with_tools():
+    """Two turns, the first with a tool call."""
+    recording = Recording()
+    first = recording.ask(
+        SYSTEM, user("List."), reply=says("", reasoning="I look.", calls={1: '{"command": "ls"}'}), cached_tokens=1
+    )
+    recording.ask(tool(1, "a.txt"), reply=says("a.txt"), after=first)
+    return recording
+
+
+def side_question():
+    """A title, asked for beside the first call."""
+    recording = Recording()
+    first = recording.ask(SYSTEM, user("Go."))
+    recording.ask(user("Title?"), tools=(), role="auxiliary")
+    recording.ask(user("More."), after=first)
+    return recording
+
+
+def subagent():
+    """A sub-agent of two turns that runs between the agent's."""
+    recording = Recording()
+    first = recording.ask(SYSTEM, user("Go."), reply=says("", calls={1: '{"task": "look"}'}))
+    helper = recording.ask(user("Look."), role="subagent")
+    recording.ask(user("Look more."), after=helper, role="subagent")
+    recording.ask(tool(1, "seen"), after=first)
+    return recording
+
+
+def late_subagent():
+    """A sub-agent that goes on after the agent's last call."""
+    recording = Recording()
+    first = recording.ask(SYSTEM, user("Go."))
+    helper = recording.ask(user("Look."), role="subagent")
+    recording.ask(user("More."), after=first)
+    recording.ask(user("Look more."), after=helper, role="subagent")
+    return recording
+
+
+def taken_back():
+    """The harness took its second message back and wrote another one."""
+    recording = Recording()
+    first = recording.ask(SYSTEM, user("Go."))
+    recording.ask(user("Left."), after=first)
+    right = recording.ask(user("Right, please."), after=first)
+    recording.ask(user("On."), after=right)
+    return recording
+
+
+def compaction():
+    """A conversation that is summed up by a call that continues it, and goes on from the summary."""
+    recording = Recording()
+    first = recording.ask(SYSTEM, user("Go."))
+    second = recording.ask(user("More."), after=first)
+    recording.ask(user("Sum up."), reply=says("We went."), after=second, role="compaction")
+    resumed = recording.ask(SYSTEM, user("So far: We went."), kind_reason="rewritten")
+    recording.ask(user("On."), after=resumed)
+    return recording
+
+
+def superseded_retry():
+    """The second request was repeated: one reply was lost, the other one is continued."""
+    recording = Recording()
+    first = recording.ask(SYSTEM, user("Go."))
+    lost = recording.ask(user("More."), after=first)
+    again = recording.ask(user("More."), after=first, prompt_ids=lost.prompt_ids)
+    recording.ask(user("On."), after=again)
+    return recording
+
+
+def superseded_start():
+    """The first request was repeated."""
+    recording = Recording()
+    lost = recording.ask(SYSTEM, user("Go."))
+    again = recording.ask(SYSTEM, user("Go."), prompt_ids=lost.prompt_ids)
+    recording.ask(user("On."), after=again)
+    return recording
+
+
+def unasked_result():
+    """A tool's result that belongs to no tool call."""
+    recording = Recording()
+    first = recording.ask(user("Go."), reply=says("", calls={1: "{}"}))
+    recording.ask(tool(9, "stray"), after=first)
+    return recording
+
+
+def aborted():
+    """The last call was ended by the session's time limit."""
+    recording = Recording()
+    first = recording.ask(SYSTEM, user("Go."))
+    recording.ask(user("More."), after=first, status="aborted", error="the harness closed the connection")
+    return recording
+
+
+def broken_logprobs():
+    """The engine gave a log-probability that is none, and the conversation went on."""
+    recording = Recording()
+    first = recording.ask(SYSTEM, user("Go."), logprobs=[float("nan"), -1.0], violation="log-probability 0 is nan")
+    recording.ask(user("More."), after=first)
+    return recording
+
+
+def positive_logprob():
+    recording = Recording()
+    recording.ask(user("Go."), logprobs=[-1.0, 0.5], violation="log-probability 1 is positive (0.5)")
+    return recording
+
+
+def without_logprobs():
+    """As imported from a program that kept none."""
+    recording = Recording()
+    recording.ask(user("Go."), logprobs=[])
+    return recording
+
+
+def missing_ancestor():
+    """The first call is lost: of the second one only what it added is known."""
+    recording = Recording()
+    first = recording.ask(SYSTEM, user("Go."))
+    second = recording.ask(user("More."), after=first)
+    second.violation, second.prompt_ids, second.prefix_length = "parent c0 is not in the run", second.prompt_ids[-2:], 0
+    recording.calls = [second]
+    return recording
+
+
+def only_side_questions():
+    recording = Recording()
+    recording.ask(user("Title?"), tools=(), role="auxiliary")
+    return recording
+
+
+def malformed_arguments():
+    """The model sampled arguments that are not JSON."""
+    recording = Recording()
+    first = recording.ask(user("Go."), reply=says("", calls={1: '{"command": ls'}))
+    recording.ask(tool(1, "invalid JSON"), after=first)
+    return recording
+
+
+CASES = [
+    turns_with_tools,
+    side_question,
+    subagent,
+    late_subagent,
+    taken_back,
+    compaction,
+    superseded_retry,
+    superseded_start,
+    unasked_result,
+    aborted,
+    broken_logprobs,
+    positive_logprob,
+    without_logprobs,
+    missing_ancestor,
+    only_side_questions,
+    malformed_arguments,
+]
+
+
+def write(run, *recordings):
+    """A run folder of the recordings."""
+    write_metadata(run, {"model": "tiny"})
+    writer = RunWriter(run)
+    for recording in recordings:
+        for call in recording.calls:
+            writer.add_call(call)
+        if recording.session is not None:
+            writer.add_session(recording.session)
+    writer.close()
+    return run

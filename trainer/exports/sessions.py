@@ -1,0 +1,33 @@
+"""What the formats share: reading a run session by session, naming a session's file, writing JSON."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from rolltap.trainer.dataset import RecordedSession, iter_sessions, load_sessions
+
+Progress = Callable[[int, int], None]
+"""Called with the sessions that are done and their number, which grows with those that have calls and no row."""
+
+
+def each_session(run: Path, progress: Progress) -> Iterator[RecordedSession]:
+    """The sessions of a run, one at a time. Raises `RunError` when the folder cannot be read."""
+    total = len(load_sessions(run))
+    for done, recorded in enumerate(iter_sessions(run), 1):
+        yield recorded
+        progress(done, max(done, total))
+
+
+def session_file(session_id: str) -> str:
+    """A file name for a session, whatever its id."""
+    return f"{quote(session_id, safe='')}.json"
+
+
+def dump_json(value: Any) -> str:
+    """`value` as JSON. NaN and the infinities, which JSON lacks and a harness may have sent, become their names."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        return json.dumps(json.loads(json.dumps(value), parse_constant=str), ensure_ascii=False)
