@@ -49,9 +49,8 @@ def test_awkward_replies_of_a_session_are_continued(tiny_model):
 
 
 def test_every_sync_policy_and_every_file_is_measured(tmp_path):
-    command = [sys.executable, "-m", "tests.bench.store", "--json", "--commits", "70", "--folder", tmp_path]
-    measured = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT).stdout)
-    assert [(row["sync"], row["at_once"]) for row in measured["commits"]] == [
+    rows = measured("store", "--commits", 70, "--folder", tmp_path)
+    assert [(row["sync"], row["at_once"]) for row in rows["commits"]] == [
         ("never", 1),
         ("session", 1),
         ("call", 1),
@@ -59,6 +58,6 @@ def test_every_sync_policy_and_every_file_is_measured(tmp_path):
         ("call", 64),
         ("disk alone", 1),
     ]
-    assert all(row["commits_per_s"] > 0 for row in measured["commits"])
-    sizes = {row["file"]: row["bytes"] for row in measured["sizes"]}
+    assert all(row["commits_per_s"] > 0 for row in rows["commits"])
+    sizes = {row["file"]: row["bytes"] for row in rows["sizes"]}
     assert sizes["compacted, zstd"] < sizes["compacted"] < sizes["as recorded"] < sizes["JSON Lines"] / 8
