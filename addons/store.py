@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 
 from rolltap.addons.calls import CALL_SCHEMA, EVENT_SCHEMA, SCHEMA_VERSION, SESSION_SCHEMA, Call, Event, Session
 from rolltap.addons.digest import DIGEST, row_digest
-from rolltap.addons.segment import Segment, SegmentReader, compact, hidden_name
+from rolltap.addons.segment import Segment, SegmentReader, compact, hidden_name, sync_folder
 
 logger = logging.getLogger(__name__)
 
@@ -105,10 +105,19 @@ def add_engine(run: Path, url: str, engine: dict[str, Any]) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` so that a reader sees the old contents or the new, never a part."""
+    """Write `text` to `path` so that a reader sees the old contents or the new, never a part, and so does one who comes
+    after the machine stopped. Raises `OSError`."""
     temporary = hidden_name(path)
-    temporary.write_text(text)
-    temporary.replace(path)
+    try:
+        with temporary.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
 
 
 def _write_metadata(run: Path, metadata: dict[str, Any]) -> None:

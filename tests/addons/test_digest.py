@@ -93,6 +93,10 @@ def test_arrays_and_lists_are_alike():
     )
 
 
+def test_an_array_may_be_a_part_of_another():
+    assert digest(completion_ids=np.array([4, 0, 5, 0])[::2]) == digest()
+
+
 def test_a_time_is_the_same_in_every_zone():
     assert digest(started_at=NOON.astimezone(timezone(timedelta(hours=5, minutes=30)))) == digest()
     assert digest(started_at=NOON.replace(tzinfo=timezone(timedelta(hours=1)))) != digest()

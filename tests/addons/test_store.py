@@ -416,3 +416,13 @@ class TestMetadata:
         write_atomically(Path(tmp_path / "file"), "old")
         write_atomically(Path(tmp_path / "file"), "new")
         assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "new")]
+
+    def test_a_failure_leaves_the_old_contents_and_no_temporary_file(self, tmp_path, monkeypatch):
+        def full(_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        write_atomically(tmp_path / "file", "old")
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space"):
+            write_atomically(tmp_path / "file", "new")
+        assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "old")]
