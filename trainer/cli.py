@@ -19,7 +19,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from rolltap.addons.calls import Session, utc_now
 from rolltap.addons.store import RunError, RunWriter
+from rolltap.trainer.commands.export import export_command
 from rolltap.trainer.commands.inspect import check_command, inspect_command, print_run
+from rolltap.trainer.commands.traces import traces_command
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.ledger import LedgerError
 from rolltap.trainer.rollouts.environment import proxy_environment, proxy_url, write_bundle
@@ -296,3 +298,5 @@ def train(recipe: Path, out: Path, engine: str, seed: int) -> None:
 
 rolltap.add_command(inspect_command)
 rolltap.add_command(check_command)
+rolltap.add_command(traces_command)
+rolltap.add_command(export_command)

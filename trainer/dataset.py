@@ -13,7 +13,7 @@ import pyarrow as pa
 from rolltap.addons.calls import CALL_SCHEMA, SESSION_SCHEMA, Call, Session, VersionSpan
 from rolltap.addons.digest import DIGEST
 from rolltap.addons.segment import SegmentReader, rows_of_session
-from rolltap.addons.store import RunError, batch_rows, read_metadata, read_rows, run_files
+from rolltap.addons.store import RunError, batch_rows, read_batches, read_metadata, read_rows, run_files
 from rolltap.trainer.tree import start_order
 
 Row = dict[str, Any]
@@ -48,6 +48,14 @@ def iter_sessions(run: Path, sessions: Collection[str] | None = None) -> Iterato
             if session_id is not None and (sessions is None or session_id in sessions):
                 calls = _rebuild(run, session_id, index.batches(session_id))
                 yield RecordedSession(session_id, known.get(session_id), calls)
+
+
+def count_sessions(run: Path) -> int:
+    """How many sessions `iter_sessions` yields, without reading their tokens. Raises `RunError`."""
+    found = set(load_sessions(run))
+    for batch in read_batches(run, "calls"):
+        found.update(batch.column("session_id").unique().to_pylist())
+    return len(found)
 
 
 def load_calls(run: Path, sessions: Collection[str] | None = None) -> dict[str, list[Call]]:

@@ -8,7 +8,7 @@ traces on policy: data loaders fetch ahead.
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,7 +24,6 @@ from trl import GRPOConfig
 
 from rolltap.addons.calls import Session
 from rolltap.addons.store import RunWriter
-from rolltap.trainer.dataset import load_calls
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.grpo import TraceGRPOTrainer
 from rolltap.trainer.ledger import Ledger
@@ -35,7 +34,8 @@ from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.scheduler import Plan, rollout
 from rolltap.trainer.rollouts.task import Task, load_tasks
 from rolltap.trainer.serve import check_engine
-from rolltap.trainer.traces import Batch, Trace, build_traces, label, leave_out_unrewarded
+from rolltap.trainer.traced import Selection, iter_traces
+from rolltap.trainer.traces import Batch, Trace, leave_out_unrewarded
 
 CHECKPOINTS = "checkpoints"
 FINISHED = "model"
@@ -107,7 +107,7 @@ class OnlineTraces:
         self._publisher.publish(self.trainer.model, str(step))
         published = time.monotonic()
         sessions = self._rollout([self._tasks[row["task_id"]] for row in rows], str(step))
-        traces, ledger = session_traces(self._recorder.run, sessions, self._recipe)
+        traces, ledger = session_traces(self._recorder.run, {s.session_id for s in sessions}, self._recipe)
         rewards = {s.session_id: (s.group_id, s.reward) for s in sessions if s.reward is not None}
         mean = f"{fmean(reward for _, reward in rewards.values()):.3f}" if rewards else "none"
         left_out = "".join(f", {tokens} left out: {why}" for why, tokens in ledger.left_out.items())
@@ -136,17 +136,14 @@ class OnlineTraces:
             )
 
 
-def session_traces(run: Path, sessions: Sequence[Session], recipe: Recipe) -> tuple[list[Trace], Ledger]:
-    """The traces of recorded sessions that a recipe asks for, labelled, and the ledger of all their tokens."""
-    calls = load_calls(run, {session.session_id for session in sessions})
+def session_traces(run: Path, sessions: Collection[str], recipe: Recipe) -> tuple[list[Trace], Ledger]:
+    """The traces that a recipe asks for of these session ids, labelled, and the ledger of all their tokens."""
+    selection = Selection(recipe.strategy, recipe.roles, recipe.max_tokens)
     traces: list[Trace] = []
     ledger = Ledger()
-    for session in sessions:
-        own = calls.get(session.session_id, [])
-        built, account = build_traces(own, recipe.strategy, roles=recipe.roles, max_tokens=recipe.max_tokens)
-        label(built, session)
-        built, account = leave_out_unrewarded(built, account)
-        traces += built
+    for traced in iter_traces(run, selection, sessions):
+        rewarded, account = leave_out_unrewarded(traced.traces, traced.ledger)
+        traces += rewarded
         ledger += account
     ledger.check()
     return traces, ledger

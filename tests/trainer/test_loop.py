@@ -107,9 +107,11 @@ def test_the_traces_are_those_that_the_recipe_asks_for_with_the_sessions_labels(
         for name in "ab":
             writer.add_call(Call(name, f"{name}1", [1], [7, 8], [-0.5, -0.25], spans))
             writer.add_call(Call(name, f"{name}2", [1, 5], [7, 8], [-0.5, -0.25], spans, role="subagent"))
+        writer.add_session(rewarded)
+        writer.add_session(unrewarded)
 
     def asked_for(**values):
-        return loop.session_traces(run, [rewarded, unrewarded], load_recipe(write_recipe(tmp_path, **values)))
+        return loop.session_traces(run, ["a", "b"], load_recipe(write_recipe(tmp_path, **values)))
 
     [trace], ledger = asked_for(strategy="tree", roles=["agent"], max_tokens=2)
     assert (trace.trace_id, trace.completion_ids) == ("a/a1", [7])

@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from rolltap.trainer.dataset import RecordedSession, iter_sessions, load_sessions
+from rolltap.trainer.dataset import RecordedSession, count_sessions, iter_sessions
 
 Progress = Callable[[int, int], None]
-"""Called with the sessions that are done and their number, which grows with those that have calls and no row."""
+"""Called with the sessions that are done, and their number."""
 
 
 def each_session(run: Path, progress: Progress) -> Iterator[RecordedSession]:
     """The sessions of a run, one at a time. Raises `RunError` when the folder cannot be read."""
-    total = len(load_sessions(run))
+    total = count_sessions(run)
     for done, recorded in enumerate(iter_sessions(run), 1):
         yield recorded
-        progress(done, max(done, total))
+        progress(done, total)
 
 
 def session_file(session_id: str) -> str:

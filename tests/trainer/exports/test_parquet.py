@@ -1,0 +1,133 @@
+import json
+from datetime import UTC
+
+import pyarrow.parquet as pq
+import pytest
+from datasets import Features, List, Value, get_dataset_config_names, load_dataset
+
+from rolltap.addons.calls import CALL_SCHEMA
+from rolltap.trainer.dataset import load_calls
+from rolltap.trainer.exports.features import trace_row
+from rolltap.trainer.exports.parquet import export
+from rolltap.trainer.traced import Selection, iter_traces
+from tests.trainer.outgoing import START, code_blocks, facts, write_run
+
+CONFIGS = ["traces", "calls", "sessions", "events"]
+
+
+@pytest.fixture
+def run(tmp_path):
+    write_run(tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def out(tmp_path):
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def load(out, tmp_path):
+    return lambda config: load_dataset(str(out), config, split="train", cache_dir=str(tmp_path / "cache"))
+
+
+def ignore(done, total):
+    pass
+
+
+def test_each_table_of_the_run_is_a_config_that_load_dataset_opens(run, out, load):
+    assert export(run, out, ignore) == 4 + 7 + 2 + 1
+    assert {config: load(config).num_rows for config in CONFIGS} == {
+        "traces": 4,
+        "calls": 7,
+        "sessions": 2,
+        "events": 1,
+    }
+
+
+def test_traces_are_those_of_prefix_merging(run, out, load):
+    export(run, out, ignore)
+    built = [trace_row(trace) for traced in iter_traces(run, Selection()) for trace in traced.traces]
+    assert list(load("traces")) == built
+
+
+def test_the_code_of_the_card_gives_every_call_with_its_full_prompt(run, out, tmp_path):
+    export(run, out, ignore)
+    names = {"cache_dir": str(tmp_path / "cache")}
+    open_it, rebuild = code_blocks(out / "README.md")
+    open_it = open_it.replace("path/to/this/folder", str(out))
+    exec(open_it.replace('split="train"', 'split="train", cache_dir=cache_dir') + rebuild, names)
+    rebuilt = [(call["session_id"], call["prompt_ids"]) for call in names["full_prompts"](names["calls"])]
+    recorded = load_calls(run)
+    assert rebuilt == [(session, call.prompt_ids) for session, calls in recorded.items() for call in calls]
+
+
+def test_a_prompt_is_stored_once_however_many_calls_continue_it(run, out, load):
+    export(run, out, ignore)
+    stored = {call["call_id"]: call["prompt_tail_ids"] for call in load("calls")}
+    assert (stored["s-0"], stored["s-1"], stored["s-2"]) == ([1, 2], [5], [8])
+
+
+def test_sessions_and_events_hold_what_was_recorded(run, out, load):
+    export(run, out, ignore)
+    s, t = sorted(load("sessions"), key=lambda session: session["session_id"])
+    assert (s["harness"], s["reward"], s["started_at"]) == ("pi", 0.25, START)
+    assert (t["harness"], t["reward"], t["status"]) == ("codex", None, "timeout")
+    [event] = load("events")
+    assert (event["kind"], event["host"], event["at"].astimezone(UTC)) == ("refused", "example.com", START)
+
+
+def test_only_the_last_row_of_a_session_goes_out(run, out, load):
+    from rolltap.addons.calls import Session
+    from rolltap.addons.store import RunWriter
+
+    writer = RunWriter(run)
+    writer.add_session(Session("t", "task", "g", "codex", "completed", 0, 1.0, started_at=START))
+    writer.close()
+    export(run, out, ignore)
+    assert {session["session_id"]: session["reward"] for session in load("sessions")} == {"s": 0.25, "t": 1.0}
+
+
+def test_every_file_carries_the_viewers_types(run, out):
+    export(run, out, ignore)
+    [path] = (out / "calls").iterdir()
+    features = Features.from_arrow_schema(pq.read_schema(path))
+    embedded = json.loads(pq.read_schema(path).metadata[b"huggingface"])["info"]["features"]
+    assert embedded.keys() == features.keys()
+    assert features["started_at"] == Value("timestamp[us, tz=UTC]")
+    assert features["completion_ids"] == List(Value("int32"))
+    assert features["logprobs"] == List(Value("float32"))
+
+
+def test_the_engines_addresses_stay_at_home(run, out, load):
+    export(run, out, ignore)
+    calls = load("calls")
+    assert "engine" not in calls.column_names
+    assert set(calls.column_names) == set(CALL_SCHEMA.names) - {"engine", "digest"}
+    [error] = [call["error"] for call in calls if call["error"]]
+    assert error == "the engine at http://ENGINE failed: ENGINE"
+    assert "gpu-7" not in (out / "README.md").read_text()
+
+
+def test_the_card_counts_and_names_the_place_to_load_from(run, out):
+    export(run, out, ignore, where="org/name")
+    assert facts(out / "README.md")["sampled tokens"] == "14: 12 to train, left out: 1 aborted, 1 auxiliary"
+    card = (out / "README.md").read_text()
+    assert 'load_dataset("org/name", "traces", split="train")' in card
+    assert str(out) not in card
+
+
+def test_a_table_without_rows_is_no_config_as_datasets_cannot_open_it(run, out, load):
+    for path in (*run.glob("events-*"), *run.glob("sessions-*")):
+        path.unlink()
+    assert export(run, out, ignore) == 4 + 7
+    assert get_dataset_config_names(str(out)) == ["traces", "calls"]
+    assert sorted(path.name for path in out.iterdir()) == ["README.md", "calls", "traces"]
+    assert (load("traces").num_rows, load("calls").num_rows) == (4, 7)
+
+
+def test_progress_is_told_after_every_session(run, out):
+    told = []
+    export(run, out, lambda done, total: told.append((done, total)))
+    assert told == [(1, 3), (2, 3), (3, 3)]

@@ -1,0 +1,75 @@
+"""A run whose contents the tests of what goes out share, and how to read the code in a card."""
+
+import json
+import re
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from rolltap.addons.calls import Call, Event, Session, VersionSpan
+from rolltap.addons.store import RunWriter, write_metadata
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+METADATA = {
+    "model": "/home/someone/models/tiny",
+    "tokenizer_sha256": "aa11",
+    "chat_template_sha256": "bb22",
+    "engines": ["http://gpu-7.internal:8000"],
+}
+
+
+def make_call(session_id, number, prompt_ids, completion_ids, **fields):
+    return Call(
+        session_id,
+        f"{session_id}-{number}",
+        prompt_ids,
+        completion_ids,
+        [-0.5 - i for i in range(len(completion_ids))],
+        [VersionSpan("1", 0, len(completion_ids))],
+        started_at=START + timedelta(seconds=number),
+        **fields,
+    )
+
+
+def follow(parent, number, new_ids, completion_ids, **fields):
+    prefix = parent.prompt_ids + parent.completion_ids
+    fields = {"parent_id": parent.call_id, "prefix_length": len(prefix), "kind": "bridged", **fields}
+    return make_call(parent.session_id, number, prefix + new_ids, completion_ids, **fields)
+
+
+def write_run(run):
+    """Two sessions with a row, of which one has a reward, and one that was recorded without; 14 sampled tokens.
+
+    `s` has a main line of three calls, one of them aborted, a sub-agent and a side question; `t` and `u` one call each.
+    """
+    write_metadata(run, METADATA)
+    root = make_call("s", 0, [1, 2], [3, 4], messages='[{"role": "user", "content": "Go"}]', reply='{"content": "x"}')
+    turn = follow(root, 1, [5], [6, 7])
+    error = "the engine at http://gpu-7.internal:8000 failed: gpu-7.internal:8000"
+    failed = follow(turn, 2, [8], [9], status="aborted", error=error)
+    helper = make_call("s", 3, [20, 21], [22, 23, 24], role="subagent")
+    title = make_call("s", 4, [30], [31], role="auxiliary")
+    alone = make_call("t", 0, [40], [41, 42])
+    unknown = make_call("u", 0, [50], [51, 52, 53])
+    writer = RunWriter(run)
+    for call in (alone, root, turn, failed, helper, title, unknown):
+        writer.add_call(call)
+    writer.add_session(Session("s", "task", "g", "pi", "completed", 0, 0.25, started_at=START))
+    writer.add_session(Session("t", "task", "g", "codex", "timeout", started_at=START))
+    writer.add_event(Event("refused", "s", "example.com", "GET", "/", at=START))
+    writer.close()
+    return {"s": [root, turn, failed, helper, title], "t": [alone], "u": [unknown]}
+
+
+def code_blocks(card):
+    """The Python of a card, block by block."""
+    return re.findall(r"```python\n(.*?)```", Path(card).read_text(), re.DOTALL)
+
+
+def facts(card):
+    """The table at the top of a card."""
+    table = Path(card).read_text().split("| --- | --- |\n", 1)[1].split("\n\n")[0]
+    return dict(line.strip("| ").split(" | ", 1) for line in table.splitlines())
+
+
+def json_lines(text):
+    return [json.loads(line) for line in text.splitlines()]

@@ -1,0 +1,76 @@
+"""`rolltap export`: a run in other programs' formats."""
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from rolltap.addons.store import read_metadata
+from rolltap.trainer.folders import new_folder
+
+_FORMATS = ("parquet", "openenv", "atif", "messages")
+"""The modules of `rolltap.trainer.exports` that write a folder."""
+
+_FOLDER = click.Path(path_type=Path, file_okay=False)
+
+
+@click.command("export")
+@click.argument("run", type=_FOLDER)
+@click.option(
+    "--to",
+    "target",
+    type=click.Choice([*_FORMATS, "hub"]),
+    required=True,
+    help="parquet: a dataset for the Hub and its viewer. hub: the same, pushed. openenv: TrainingTrace JSON. "
+    "atif: Harbor's trajectories. messages: plain chats.",
+)
+@click.option("--out", type=_FOLDER, help="Write into this folder, which must be new or empty.")
+@click.option("--repo", metavar="ORG/NAME", help="The dataset repository that --to hub pushes to.")
+@click.option("--public", is_flag=True, help="Let a new repository be public; private if not given.")
+def export_command(run: Path, target: str, out: Path | None, repo: str | None, public: bool) -> None:
+    """Write a RUN folder in another format, or push it to the Hugging Face Hub.
+
+    The Hub's token is that of `hf auth login` or HF_TOKEN. Nothing is pushed to a repository that is public already,
+    unless --public says so; its former Parquet files and card are replaced.
+    """
+    console = Console(stderr=True)
+    if target == "hub":
+        if repo is None or out is not None:
+            raise click.UsageError("--to hub takes --repo ORG/NAME, and no --out")
+        url = _push(run, repo, public, console)
+        console.print(f"{run} is at {url}", markup=False, soft_wrap=True)
+        return
+    if out is None or repo is not None or public:
+        raise click.UsageError(f"--to {target} takes --out DIR, and neither --repo nor --public")
+    # datasets takes a second to import, and the other commands do not need it
+    export = importlib.import_module(f"rolltap.trainer.exports.{target}").export
+    with new_folder(out) as folder, _bar(console) as progress:
+        records = export(run, folder, progress)
+    console.print(f"{records:,} records in {out}", markup=False, soft_wrap=True)
+
+
+def _push(run: Path, repo: str, public: bool, console: Console) -> str:
+    """Push the run as Parquet; returns where it is."""
+    from rolltap.trainer.exports import parquet
+    from rolltap.trainer.exports.hub import Repository
+
+    read_metadata(run)
+    repository = Repository(repo, public=public)
+    with TemporaryDirectory(prefix="rolltap-") as temporary:
+        folder = Path(temporary) / "data"
+        with new_folder(folder) as unfinished, _bar(console) as progress:
+            parquet.export(run, unfinished, progress, where=repository.name)
+        return repository.upload(folder, f"{run.resolve().name}, exported by rolltap")
+
+
+@contextmanager
+def _bar(console: Console) -> Iterator[Callable[[int, int], None]]:
+    columns = (TextColumn("sessions"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("", total=None)
+        yield lambda done, total: progress.update(bar, completed=done, total=total)

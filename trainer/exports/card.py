@@ -1,0 +1,179 @@
+"""The cards of the data sets that leave a run: README.md with the metadata that the Hub reads."""
+
+import re
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path, PurePath
+from typing import Any
+
+from huggingface_hub import DatasetCardData
+
+from rolltap.addons.store import read_metadata
+from rolltap.trainer.exports.features import TRACE_COLUMNS
+from rolltap.trainer.traced import Selection, Totals
+
+HERE = "path/to/this/folder"
+"""Stands in a card for a place that only its reader knows."""
+
+_TAGS = ["rolltap", "agent", "rollouts", "reinforcement-learning", "trl"]
+
+_INTRODUCTION = """\
+Agent programs at work, token for token: what the model was given, what it sampled with which log-probabilities, and
+which weights sampled it. Recorded and written by rolltap {version}, which taps unmodified agent programs off the
+wire."""
+
+_TRACES = """\
+## Traces
+
+A trace is one sequence to train on. Every sampled token is trained by exactly one trace or left out for a reason that
+is counted above; what the policy did not sample (tool results, later instructions) is in `completion_ids` with mask 0.
+
+{columns}
+"""
+
+_LOAD_TRACES = """\
+## How to load
+
+```python
+from datasets import load_from_disk
+
+traces = load_from_disk("{where}")
+```
+
+For TRL's `SFTTrainer`, which takes one sequence and a mask over all of it:
+
+```python
+sft = traces.map(
+    lambda trace: {{
+        "input_ids": trace["prompt_ids"] + trace["completion_ids"],
+        "assistant_masks": [0] * len(trace["prompt_ids"]) + trace["completion_mask"],
+    }},
+    remove_columns=traces.column_names,
+)
+```
+"""
+
+_LOAD_PARQUET = """\
+## How to load
+
+```python
+from datasets import load_dataset
+
+traces = load_dataset("{where}", "traces", split="train")
+calls = load_dataset("{where}", "calls", split="train")
+```
+
+| config | rows | a row is |
+| --- | --- | --- |
+| `traces` | {traces:,} | one sequence to train on |
+| `calls` | {calls:,} | one model call: tokens, messages, reply, sampling parameters, timings |
+| `sessions` | {sessions:,} | one run of an agent program: task, group, status, reward |
+| `events` | {events:,} | what else happened on the wire: refused hosts, retries, calls that were cut off |
+"""
+
+_CALLS = """\
+## Calls
+
+A session's calls stand together, parents before children. A call holds what follows its parent: `prompt_tail_ids` are
+the last tokens of a prompt of `prompt_length`, and `messages` those after the parent's conversation and reply, so that
+a session of many turns takes no more room than its text. The full prompts:
+
+```python
+def full_prompts(calls):
+    session_id, sequences = None, {}
+    for call in calls:
+        if call["session_id"] != session_id:
+            session_id, sequences = call["session_id"], {}
+        shared = call["prompt_length"] - len(call["prompt_tail_ids"])
+        prompt_ids = sequences.get(call["parent_id"], [])[:shared] + call["prompt_tail_ids"]
+        sequences[call["call_id"]] = prompt_ids + call["completion_ids"]
+        yield call | {"prompt_ids": prompt_ids}
+```
+
+`messages`, `tools`, `reply` and `sampling` are JSON. Messages hold what the agent program saw, names and files of its
+machine among it: read them before making this public.
+"""
+
+
+def traces_card(run: Path, selection: Selection, totals: Totals) -> str:
+    """The card of a folder that `load_from_disk` opens."""
+    return "\n".join(
+        [
+            _header(run.resolve().name),
+            _introduction(run, selection, totals),
+            _LOAD_TRACES.format(where=HERE),
+            _TRACES.format(columns=_column_table()),
+        ]
+    )
+
+
+def parquet_card(run: Path, selection: Selection, totals: Totals, rows: Mapping[str, int], where: str) -> str:
+    """The card of a folder or a repository that `load_dataset(where, config)` opens; `rows` counts those of a config.
+
+    Each config that has rows has its shards in a folder of its name.
+    """
+    configs = [{"config_name": config, "data_files": f"{config}/*.parquet"} for config, n in rows.items() if n]
+    return "\n".join(
+        [
+            _header(run.resolve().name, configs=configs),
+            _introduction(run, selection, totals),
+            _LOAD_PARQUET.format(where=where, **rows),
+            _TRACES.format(columns=_column_table()),
+            _CALLS,
+        ]
+    )
+
+
+def _header(name: str, **metadata: Any) -> str:
+    data = DatasetCardData(pretty_name=name, tags=_TAGS, **metadata)
+    return f"---\n{data.to_yaml()}\n---\n\n# {name}\n"
+
+
+def _introduction(run: Path, selection: Selection, totals: Totals) -> str:
+    return "\n".join([_INTRODUCTION.format(version=version("rolltap")), "", *_facts(run, selection, totals), ""])
+
+
+def _facts(run: Path, selection: Selection, totals: Totals) -> list[str]:
+    metadata = read_metadata(run)
+    rewards = f"{totals.rewarded:,} of {totals.sessions:,} sessions"
+    if totals.rewarded:
+        rewards += f", mean {totals.reward_sum / totals.rewarded:.3f}"
+    cut = f", at most {selection.max_tokens:,} tokens long" if selection.max_tokens else ""
+    ledger = totals.ledger
+    left_out = ", ".join(f"{tokens:,} {reason}" for reason, tokens in sorted(ledger.left_out.items()))
+    facts = {
+        "sessions": f"{totals.sessions:,}",
+        "tasks": f"{len(totals.tasks):,}",
+        "agent programs": ", ".join(f"{name} ({n:,})" for name, n in sorted(totals.harnesses.items())),
+        "rewards": rewards,
+        "model calls": f"{totals.calls:,}",
+        "traces": f"{totals.traces:,} by `{selection.strategy}` of {', '.join(selection.roles)} calls{cut}",
+        "sampled tokens": f"{ledger.sampled:,}: {ledger.trained:,} to train, left out: {left_out or 'none'}",
+        "model": _public_name(str(metadata.get("model", ""))),
+        "tokenizer, SHA-256": _code(metadata, "tokenizer_sha256"),
+        "chat template, SHA-256": _code(metadata, "chat_template_sha256"),
+    }
+    return ["| | |", "| --- | --- |", *(f"| {_cell(name)} | {_cell(fact)} |" for name, fact in facts.items() if fact)]
+
+
+def _public_name(model: str) -> str:
+    """A model's name on the Hub, or the last part of a folder's path: the rest is nobody's business."""
+    on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith(".") and not Path(model).exists()
+    return model if on_hub else PurePath(model).name
+
+
+def _code(metadata: Mapping[str, Any], key: str) -> str:
+    return f"`{metadata[key]}`" if metadata.get(key) else ""
+
+
+def _column_table() -> str:
+    rows = [
+        f"| {', '.join(f'`{name}`' for name in names.split(', '))} | {meaning} |"
+        for names, meaning in TRACE_COLUMNS.items()
+    ]
+    return "\n".join(["| column | |", "| --- | --- |", *rows])
+
+
+def _cell(text: str) -> str:
+    """Text that may come from a task file or a preset, in a cell of a Markdown table."""
+    return " ".join(text.replace("|", "\\|").split())

@@ -1,0 +1,62 @@
+"""Parquet that the Hub's viewer shows and `load_dataset` opens: traces, calls, sessions and events."""
+
+import shutil
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from datasets import Features
+
+from rolltap.addons.calls import Call
+from rolltap.addons.store import read_metadata, read_rows
+from rolltap.trainer.dataset import count_sessions
+from rolltap.trainer.exports.card import HERE, parquet_card
+from rolltap.trainer.exports.features import CALL_FEATURES, EVENT_FEATURES, SESSION_FEATURES, TRACE_FEATURES, trace_row
+from rolltap.trainer.exports.shards import ShardWriter
+from rolltap.trainer.traced import Selection, Totals, iter_traces
+
+
+def export(run: Path, out: Path, progress: Callable[[int, int], None], *, where: str = HERE) -> int:
+    """Write a run as four configs and a card that says to load them from `where`; returns the number of rows.
+
+    A config without rows is left out. Prompts stay as they are stored, what follows the parent's: whole ones take room
+    that grows with the square of a session's turns, and `traces` has whole sequences. Raises `RunError`, `LedgerError`
+    and `OSError`.
+    """
+    selection, totals = Selection(), Totals()
+    engines = [urlsplit(url).netloc for url in read_metadata(run).get("engines", ())]
+    total = count_sessions(run)
+    with (
+        _shards(out, "traces", TRACE_FEATURES) as traces,
+        _shards(out, "calls", CALL_FEATURES) as calls,
+        _shards(out, "sessions", SESSION_FEATURES) as sessions,
+    ):
+        for traced in iter_traces(run, selection):
+            traces.add(map(trace_row, traced.traces))
+            calls.add(_call_row(call, engines) for call in traced.recorded.calls)
+            sessions.add([session.to_row()] if (session := traced.recorded.session) else [])
+            totals.add(traced)
+            progress(totals.sessions, total)
+    with _shards(out, "events", EVENT_FEATURES) as events:
+        events.add(read_rows(run, "events"))
+    rows = {shards.folder.name: shards.rows for shards in (traces, calls, sessions, events)}
+    for config, count in rows.items():
+        if not count:  # load_dataset refuses a split without rows
+            shutil.rmtree(out / config)
+    (out / "README.md").write_text(parquet_card(run, selection, totals, rows, where))
+    return sum(rows.values())
+
+
+def _shards(out: Path, config: str, features: Features) -> ShardWriter:
+    (out / config).mkdir()
+    return ShardWriter(out / config, "train", "parquet", features)
+
+
+def _call_row(call: Call, engines: Collection[str]) -> dict[str, Any]:
+    """The call as it is stored, but for the addresses of engines, which are those of the recorder's network."""
+    row = call.to_row()
+    if row["error"]:
+        for address in (*engines, urlsplit(call.engine or "").netloc):
+            row["error"] = row["error"].replace(address, "ENGINE") if address else row["error"]
+    return row
