@@ -199,6 +199,26 @@ def disk(monkeypatch):
     return disk
 
 
+class TestFailedCommit:
+    def test_the_next_one_goes_to_another_file_and_both_are_brought_to_the_disk(self, run, disk, monkeypatch):
+        def full(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        writer = RunWriter(run)
+        for number in (0, 1):
+            writer.add_call(make_call(number))
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "pwrite", full)
+            with pytest.raises(OSError, match="No space"):
+                writer.add_call(make_call(2))
+        writer.add_call(make_call(3))
+        assert call_ids(run) == ["0", "1", "3"]
+        writer.end_session()
+        assert disk.synced == ["calls", "calls"]
+        assert [sum(1 for _ in SegmentReader(path)) for path in run_files(run, "calls")] == [1, 1]
+        writer.close()
+
+
 class TestSync:
     def test_never_leaves_it_to_the_system(self, run, disk):
         writer = RunWriter(run, "never")
