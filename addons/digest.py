@@ -34,7 +34,7 @@ def row_digest(row: Mapping[str, Any], schema: pa.Schema) -> str:
             values.append(None)
         elif numbers is not None:
             values.append(len(value))
-            digest.update(np.asarray(value, dtype=numbers).data)
+            digest.update(np.ascontiguousarray(value, dtype=numbers).data)
         else:
             values.append(float(value) if is_float else value)
     digest.update(_encode(values).encode())

@@ -31,7 +31,8 @@ class Segment:
     """A file that this process alone appends to. It appears with its first commit and is locked (`flock`) until it is
     closed.
 
-    Raises `OSError` when a commit could not be written, in which case nothing of it can be read.
+    Raises `OSError` when a commit could not be written, in which case nothing of it can be read. A file that has
+    commits takes no more then: a reader may have mapped it at the length of the one that failed.
     """
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
@@ -41,8 +42,6 @@ class Segment:
         self._schema = schema
         self._descriptor: int | None = None
         self._unsynced = False
-        self._torn = False
-        """The file may hold a part of a commit that failed."""
         self._named = False
         """Its name is on the disk too."""
 
@@ -54,17 +53,14 @@ class Segment:
             return
         end = self.size + len(message)
         try:
-            if self._torn:
-                self._cut()
-            self._torn = True
             _write(self._descriptor, message[-1:], end - 1)
             _write(self._descriptor, message[_PREFIX:], self.size + _PREFIX)
             _write(self._descriptor, message[:_PREFIX], self.size)
         except OSError:
             with suppress(OSError):
-                self._cut()
+                # all but a prefix of zeros, where a reader may look
+                os.ftruncate(self._descriptor, self.size + _PREFIX)
             raise
-        self._torn = False
         self.size = end
         self._unsynced = True
 
@@ -84,13 +80,6 @@ class Segment:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
-
-    def _cut(self) -> None:
-        """Take a part of a commit away, all but a prefix of zeros: a reader may have mapped the file and look there."""
-        assert self._descriptor is not None
-        if os.fstat(self._descriptor).st_size > self.size:
-            os.ftruncate(self._descriptor, self.size + _PREFIX)
-        self._torn = False
 
     def _create(self, message: memoryview) -> None:
         """A file without a schema would stop its readers: the name appears when the first commit is complete."""

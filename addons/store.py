@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 
 from rolltap.addons.calls import CALL_SCHEMA, EVENT_SCHEMA, SCHEMA_VERSION, SESSION_SCHEMA, Call, Event, Session
 from rolltap.addons.digest import DIGEST, row_digest
-from rolltap.addons.segment import Segment, SegmentReader, compact, hidden_name
+from rolltap.addons.segment import Segment, SegmentReader, compact, hidden_name, sync_folder
 
 logger = logging.getLogger(__name__)
 
@@ -105,10 +105,19 @@ def add_engine(run: Path, url: str, engine: dict[str, Any]) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` so that a reader sees the old contents or the new, never a part."""
+    """Write `text` to `path` so that a reader sees the old contents or the new, never a part, and so does one who comes
+    after the machine stopped. Raises `OSError`."""
     temporary = hidden_name(path)
-    temporary.write_text(text)
-    temporary.replace(path)
+    try:
+        with temporary.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
 
 
 def _write_metadata(run: Path, metadata: dict[str, Any]) -> None:
@@ -138,12 +147,15 @@ class RunWriter:
         self.policy = sync
         self._suffix = f"{time.time_ns():x}-{os.getpid()}"
         self._segments: dict[str, Segment] = {}
+        self._full: list[Segment] = []
+        """Those that take no more commits."""
         self._count = 0
         self._commits = threading.Lock()
         """Held for a commit, and whenever the segments change."""
         self._syncs = threading.Lock()
         """Held until the disk has answered: who waits for it finds his commits there too."""
         self._lost: OSError | None = None
+        pa.array([0])  # the first one takes pyarrow a second, for it imports pandas: not in the middle of a call
 
     def __enter__(self) -> Self:
         return self
@@ -187,7 +199,12 @@ class RunWriter:
                 path = self.run / f"{table}-{self._suffix}-{self._count:04}.arrow"
                 self._count += 1
                 self._segments[table] = Segment(path, TABLES[table])
-            self._segments[table].append(batch)
+            try:
+                self._segments[table].append(batch)
+            except OSError:
+                if self._segments[table].size:
+                    self._full.append(self._segments.pop(table))
+                raise
 
     def sync(self) -> None:
         """Bring all commits so far to the disk; of calls at the same time, one does it for all that wait.
@@ -197,7 +214,7 @@ class RunWriter:
         """
         with self._syncs:
             with self._commits:
-                segments = list(self._segments.values())
+                segments = [*self._full, *self._segments.values()]
             self._sync(segments)
 
     def end_session(self) -> None:
@@ -220,9 +237,10 @@ class RunWriter:
         try:
             with self._syncs:
                 with self._commits:
-                    segments = list(self._segments.values())
-                    closed += [segment for segment in segments if segment.size >= size]
+                    segments = [*self._full, *self._segments.values()]
+                    closed += [segment for segment in segments if segment in self._full or segment.size >= size]
                     self._segments = {table: s for table, s in self._segments.items() if s not in closed}
+                    self._full = []
                 if self.policy != "never":
                     self._sync(segments)
         finally:

@@ -109,7 +109,7 @@ class SessionIndex:
 
     def batches(self, session_id: str | None) -> Iterator[pa.RecordBatch]:
         """The rows of one session in the order of their commits, file by file."""
-        for number in list(self._places.get(session_id, ())):
+        for number in sorted(self._places.get(session_id, ())):
             reader = self._reader(number)
             for offset in self._places[session_id][number]:
                 yield rows_of_session(reader.read(offset), session_id)

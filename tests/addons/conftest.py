@@ -1,3 +1,5 @@
+import shutil
+import subprocess
 import warnings
 from pathlib import Path
 
@@ -76,3 +78,21 @@ async def harness(tiny_rendering, scripted_engine, tmp_path):
         yield client
     await endpoint.close()
     writer.close()
+
+
+@pytest.fixture(scope="session")
+def small_disk():
+    """A function of a size and a folder: the head of a command whose process alone sees a disk of that size there."""
+
+    def command(size, folder):
+        mount = 'mount -t tmpfs -o "size=$0" none "$1" && shift && exec "$@"'
+        return [*prefix, "sh", "-c", mount, size, folder]
+
+    for options in ("-rm", "-m"):
+        prefix = ["unshare", options]
+        if (
+            shutil.which("unshare")
+            and subprocess.run([*command("1m", "/mnt"), "true"], capture_output=True).returncode == 0
+        ):
+            return command
+    pytest.skip("this machine lets nobody mount a small disk")

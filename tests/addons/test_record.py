@@ -1,5 +1,6 @@
 """The recorder as people start it: a real mitmdump with TLS, a real client, a scripted engine."""
 
+import json
 import os
 import re
 import signal
@@ -26,7 +27,7 @@ HELLO = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
 class Recorder:
     """A mitmdump process with the addon."""
 
-    def __init__(self, tmp_path, engine_url, model, *extra, env=None):
+    def __init__(self, tmp_path, engine_url, model, *extra, env=None, command=()):
         self.run = tmp_path / "run"
         self.confdir = tmp_path / "conf"
         settings = {
@@ -36,7 +37,7 @@ class Recorder:
             "rolltap_model": model,
             **dict(setting.split("=", 1) for setting in extra),
         }
-        command = [MITMDUMP, "-s", ADDON, "--listen-port", "0"]
+        command = [*command, MITMDUMP, "-s", ADDON, "--listen-port", "0"]
         for name, value in settings.items():
             command += ["--set", f"{name}={value}"]
         self.process = subprocess.Popen(
@@ -69,8 +70,8 @@ class Recorder:
 def start(tmp_path, scripted_engine, tiny_model):
     started = []
 
-    def start(*extra, env=None):
-        started.append(Recorder(tmp_path, scripted_engine.url, tiny_model, *extra, env=env))
+    def start(*extra, env=None, command=()):
+        started.append(Recorder(tmp_path, scripted_engine.url, tiny_model, *extra, env=env, command=command))
         return started[-1]
 
     yield start
@@ -170,6 +171,36 @@ def test_kill_9_in_the_middle_of_a_rollout_loses_no_committed_call(start, script
     started = [event["detail"] for event in recorder.rows("events") if event["kind"] == "call_started"]
     assert len(started) == 6
     assert set(told) < set(started)
+
+
+def test_a_recorder_whose_disk_is_full_refuses_calls_until_there_is_room(start, scripted_engine, small_disk, tmp_path):
+    (tmp_path / "run").mkdir()
+    recorder = start(command=small_disk("8m", tmp_path / "run"))
+    # the disk is there for that process alone
+    recorder.run = Path(f"/proc/{recorder.process.pid}/root{recorder.run}")
+    scripted_engine.replies += [Say("Hi."), Say("one " * 3000, hold_after=2), Say("Ho.")]
+    with recorder.client() as client:
+        assert client.post(CHAT, json=HELLO).status_code == 200
+        with client.stream("POST", CHAT, json={**HELLO, "stream": True}) as response:
+            scripted_engine.holding.wait()
+            with pytest.raises(OSError, match="No space left"):
+                (recorder.run / "ballast").write_bytes(bytes(8 << 20))
+            scripted_engine.release()
+            last = list(filter(None, response.iter_lines()))[-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["message"].startswith(
+            "the recorder cannot write this call: [Errno 28] No space left"
+        )
+        refused = client.post(CHAT, json=HELLO)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (500, "not_recorded")
+        assert "less than 4 MiB are free" in refused.json()["error"]["message"]
+        assert len(recorder.rows("calls")) == 1
+        (recorder.run / "ballast").unlink()
+        assert client.post(CHAT, json=HELLO).status_code == 200
+        assert [json.loads(call["reply"])["content"] for call in recorder.rows("calls")] == ["Hi.", "Ho."]
+    recorder.stop()
+    log = "".join(recorder.lines)
+    assert re.search(r"cannot write call \w+ to .*No space left", log)
+    assert re.search(r"session s1: .*less than 4 MiB are free", log)
 
 
 def test_a_second_recorder_goes_on_in_the_same_run(start, scripted_engine):

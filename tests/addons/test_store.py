@@ -1,16 +1,31 @@
+import errno
 import json
 import logging
 import os
 import subprocess
 import sys
+import threading
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
 
+from rolltap.addons import store
 from rolltap.addons.calls import SCHEMA_VERSION, Call, Event, Session, VersionSpan
-from rolltap.addons.store import RunError, RunWriter, read_metadata, read_rows, write_atomically, write_metadata
+from rolltap.addons.segment import SegmentReader
+from rolltap.addons.store import (
+    RunError,
+    RunWriter,
+    read_metadata,
+    read_rows,
+    run_files,
+    write_atomically,
+    write_metadata,
+)
+
+SESSION = Session("s", "task", "group", "harness", "completed", reward=0.5)
 
 WRITER = """
 import os, resource, sys
@@ -111,7 +126,7 @@ class TestRunWriter:
         writer.close()
 
     def test_each_table_has_its_rows(self, run):
-        call, session = make_call(0), Session("s", "task", "group", "harness", "completed", reward=0.5)
+        call, session = make_call(0), SESSION
         event = Event("refused", host="example.com", method="GET", path="/")
         writer = RunWriter(run)
         writer.add_call(call)
@@ -165,6 +180,184 @@ class TestRunWriter:
         with start_writer(run, CANNOT_CREATE_ITS_FILE) as child:
             assert child.stdout.read().split() == ["1"]
         assert call_ids(run) == ["1"]
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """The disk as `fdatasync` reaches it: what came there, and the error that it answers with if any."""
+    disk = SimpleNamespace(synced=[], error=None, before=lambda: None)
+    real = os.fdatasync
+
+    def fdatasync(descriptor):
+        disk.before()
+        if disk.error:
+            raise disk.error
+        real(descriptor)
+        disk.synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.split("-")[0])
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    return disk
+
+
+class TestFailedCommit:
+    def test_the_next_one_goes_to_another_file_and_both_are_brought_to_the_disk(self, run, disk, monkeypatch):
+        def full(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        writer = RunWriter(run)
+        for number in (0, 1):
+            writer.add_call(make_call(number))
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "pwrite", full)
+            with pytest.raises(OSError, match="No space"):
+                writer.add_call(make_call(2))
+        writer.add_call(make_call(3))
+        assert call_ids(run) == ["0", "1", "3"]
+        writer.end_session()
+        assert disk.synced == ["calls", "calls"]
+        assert [sum(1 for _ in SegmentReader(path)) for path in run_files(run, "calls")] == [1, 1]
+        writer.close()
+
+
+class TestSync:
+    def test_never_leaves_it_to_the_system(self, run, disk):
+        writer = RunWriter(run, "never")
+        writer.add_call(make_call(0))
+        writer.add_session(SESSION)
+        writer.end_session()
+        writer.close()
+        assert disk.synced == []
+
+    def test_session_waits_for_the_disk_when_a_session_ends(self, run, disk):
+        writer = RunWriter(run, "session")
+        writer.add_call(make_call(0))
+        writer.add_event(Event("refused"))
+        assert disk.synced == []
+        writer.end_session()
+        assert disk.synced == ["calls", "events"]
+        writer.add_session(SESSION)
+        assert disk.synced == ["calls", "events", "sessions"]
+        writer.add_call(make_call(1))
+        writer.close()
+        assert disk.synced == ["calls", "events", "sessions", "calls"]
+
+    def test_what_is_on_the_disk_is_not_brought_there_again(self, run, disk):
+        with RunWriter(run, "call") as writer:
+            writer.add_call(make_call(0))
+            for _ in range(3):
+                writer.sync()
+        assert disk.synced == ["calls"]
+
+    def test_who_comes_while_the_disk_is_busy_does_not_go_before_his_commit_is_there(self, run, disk):
+        writer = RunWriter(run, "call")
+        other = threading.Thread(target=writer.sync)
+
+        def busy():
+            disk.before = lambda: None
+            other.start()
+            other.join(timeout=0.1)
+            assert other.is_alive()
+
+        writer.add_call(make_call(0))
+        disk.before = busy
+        writer.sync()
+        other.join()
+        assert disk.synced == ["calls"]
+        writer.close()
+
+    def test_a_commit_while_the_disk_is_busy_needs_another_sync(self, run, disk):
+        writer = RunWriter(run, "call")
+
+        def busy():
+            disk.before = lambda: None
+            writer.add_call(make_call(1))
+
+        writer.add_call(make_call(0))
+        disk.before = busy
+        writer.sync()
+        writer.sync()
+        assert disk.synced == ["calls", "calls"]
+        writer.close()
+
+    def test_after_a_failure_nothing_more_is_recorded_and_all_that_was_can_be_read(self, run, disk):
+        writer = RunWriter(run, "call")
+        for number in range(2):
+            writer.add_call(make_call(number))
+        disk.error = OSError(errno.EIO, "Input/output error")
+        with pytest.raises(OSError, match=r"may not be on the disk \(.*Input/output error\): stop the recorder"):
+            writer.sync()
+        disk.error = None
+        for attempt in (writer.sync, writer.end_session, lambda: writer.add_call(make_call(2)), writer.close):
+            with pytest.raises(OSError, match="may not be on the disk"):
+                attempt()
+        assert call_ids(run) == ["0", "1"]
+
+
+class TestEndSession:
+    def test_large_segments_are_compacted_and_others_begun(self, run, monkeypatch):
+        monkeypatch.setattr(store, "SEGMENT_BYTES", 10_000)
+        writer = RunWriter(run)
+        batches = []
+        for number in range(6):
+            writer.add_call(make_call(number))
+            writer.end_session()
+            batches.append([sum(1 for _ in SegmentReader(path)) for path in run_files(run, "calls")])
+        assert batches == [[1], [2], [1], [1, 1], [1, 2], [1, 1]]
+        assert call_ids(run) == [str(number) for number in range(6)]
+        writer.close()
+
+    def test_commits_go_on_while_a_segment_is_compacted(self, run, monkeypatch):
+        monkeypatch.setattr(store, "SEGMENT_BYTES", 1)
+        real = store.compact
+
+        def compact(path):
+            monkeypatch.setattr(store, "compact", real)
+            writer.add_call(make_call(2))
+            writer.end_session()
+            real(path)
+
+        monkeypatch.setattr(store, "compact", compact)
+        with RunWriter(run) as writer:
+            writer.add_call(make_call(0))
+            writer.add_call(make_call(1))
+            writer.end_session()
+            assert call_ids(run) == ["0", "1", "2"]
+
+    def test_a_segment_that_cannot_be_compacted_stays_as_it_is(self, run, monkeypatch, caplog):
+        monkeypatch.setattr(store, "SEGMENT_BYTES", 1)
+
+        def full(_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", full)
+        writer = RunWriter(run, "never")
+        for number in range(2):
+            writer.add_call(make_call(number))
+        writer.end_session()
+        assert "stays as it is, in small batches: [Errno 28] No space left on device" in caplog.text
+        assert call_ids(run) == ["0", "1"]
+
+    def test_a_writer_whose_first_commit_failed_closes_quietly(self, run, monkeypatch, caplog):
+        def full(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        writer = RunWriter(run)
+        monkeypatch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="No space"):
+            writer.add_call(make_call(0))
+        writer.close()
+        assert caplog.records == []
+        assert [path.name for path in run.iterdir()] == ["run.json"]
+
+
+class TestRequireRoom:
+    def test_room_is_what_a_long_call_takes(self, run, monkeypatch):
+        writer = RunWriter(run)
+        writer.require_room()
+        monkeypatch.setattr(store, "ROOM_BYTES", 2**62)
+        with pytest.raises(OSError, match=r"MiB are free") as error:
+            writer.require_room()
+        assert error.value.errno == errno.ENOSPC
 
 
 class TestReadRows:
@@ -243,3 +436,13 @@ class TestMetadata:
         write_atomically(Path(tmp_path / "file"), "old")
         write_atomically(Path(tmp_path / "file"), "new")
         assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "new")]
+
+    def test_a_failure_leaves_the_old_contents_and_no_temporary_file(self, tmp_path, monkeypatch):
+        def full(_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        write_atomically(tmp_path / "file", "old")
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space"):
+            write_atomically(tmp_path / "file", "new")
+        assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "old")]

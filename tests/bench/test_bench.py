@@ -46,3 +46,18 @@ def test_awkward_replies_of_a_session_are_continued(tiny_model):
     (row,) = measured("continuity", "--model", tiny_model, "--sessions", "1", "--harness", "mini-swe-agent")
     assert (row["sessions"], row["completed"], row["root"], row["rendered"]) == (1, 1, 1, 0)
     assert row["bridged"] == row["calls"] - 1 >= 3
+
+
+def test_every_sync_policy_and_every_file_is_measured(tmp_path):
+    rows = measured("store", "--commits", 70, "--folder", tmp_path)
+    assert [(row["sync"], row["at_once"]) for row in rows["commits"]] == [
+        ("never", 1),
+        ("session", 1),
+        ("call", 1),
+        ("call", 16),
+        ("call", 64),
+        ("disk alone", 1),
+    ]
+    assert all(row["commits_per_s"] > 0 for row in rows["commits"])
+    sizes = {row["file"]: row["bytes"] for row in rows["sizes"]}
+    assert sizes["compacted, zstd"] < sizes["compacted"] < sizes["as recorded"] < sizes["JSON Lines"] / 8

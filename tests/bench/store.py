@@ -1,0 +1,170 @@
+"""What recording costs on the disk.
+
+    python -m tests.bench.store
+
+Commits are of calls such as a recorder makes: 666 new tokens, of which 200 sampled, and 3 KB of messages. Those of the
+policy `call` wait for the disk as the recorder's do, a number of calls at a time. The disk alone is a loop of appending
+as many bytes and waiting for them. A session of the second table grows to 40,000 tokens in 60 calls; its bytes are
+divided by those. JSON Lines hold the same values, and the whole prompt in every call.
+"""
+
+import asyncio
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+import numpy as np
+import pyarrow as pa
+from rich.console import Console
+from rich.table import Table
+
+from rolltap.addons.calls import Call, VersionSpan
+from rolltap.addons.store import RunWriter, Sync, read_batches, run_files, write_metadata
+
+TURNS = 60
+NEW_TOKENS, SAMPLED = 466, 200
+"""Tokens of a turn: what follows the parent's, and the reply."""
+_WORDS = ["the", "file", "has", "a", "test", "that", "fails", "when", "it", "is", "run", "with", "an", "empty", "list"]
+
+
+def make_session(number: int) -> Iterator[Call]:
+    """The calls of a session that grows."""
+    some = np.random.default_rng(number)
+    conversation: list[int] = []
+    for turn in range(TURNS):
+        prompt = conversation + (150_000 ** some.random(NEW_TOKENS)).astype(int).tolist()
+        completion = (150_000 ** some.random(SAMPLED)).astype(int).tolist()
+        yield Call(
+            session_id=f"session-{number}",
+            call_id=f"{number:08x}{turn:024x}",
+            prompt_ids=prompt,
+            completion_ids=completion,
+            logprobs=(-some.exponential(0.3, SAMPLED)).tolist(),
+            weight_versions=[VersionSpan("1", 0, SAMPLED)],
+            parent_id=f"{number:08x}{turn - 1:024x}" if turn else None,
+            prefix_length=len(conversation),
+            kind="bridged" if turn else "root",
+            dialect="chat",
+            host="api.openai.com",
+            path="/v1/chat/completions",
+            model="model",
+            finish_reason="stop",
+            messages=json.dumps([{"role": "tool", "content": " ".join(some.choice(_WORDS, 650))}]),
+            reply=json.dumps({"role": "assistant", "content": " ".join(some.choice(_WORDS, 100))}),
+        )
+        conversation = prompt + completion
+
+
+async def _commit(writer: RunWriter, calls: list[Call], at_once: int) -> None:
+    left = iter(calls)
+
+    async def worker() -> None:
+        for call in left:
+            writer.add_call(call)
+            if writer.policy == "call":
+                await asyncio.to_thread(writer.sync)
+            elif writer.policy == "session" and call.call_id.endswith(f"{TURNS - 1:x}"):
+                await asyncio.to_thread(writer.end_session)
+
+    await asyncio.gather(*(worker() for _ in range(at_once)))
+
+
+def _commits(folder: Path, calls: list[Call], sync: Sync, at_once: int) -> dict:
+    """A row of the first table."""
+    write_metadata(folder, {})
+    writer = RunWriter(folder, sync)
+    start = time.perf_counter()
+    asyncio.run(_commit(writer, calls, at_once))
+    seconds = time.perf_counter() - start
+    writer.close()
+    return {"sync": sync, "at_once": at_once, "commits_per_s": len(calls) / seconds}
+
+
+def _disk(folder: Path, size: int, times: int) -> dict:
+    """The row of the disk alone."""
+    data = bytes(size)
+    with (folder / "disk").open("xb", buffering=0) as file:
+        start = time.perf_counter()
+        for _ in range(times):
+            file.write(data)
+            os.fdatasync(file.fileno())
+        seconds = time.perf_counter() - start
+    return {"sync": "disk alone", "at_once": 1, "commits_per_s": times / seconds}
+
+
+def _sizes(folder: Path) -> list[dict]:
+    """The rows of the second table."""
+    write_metadata(folder, {})
+    calls = list(make_session(0))
+    writer = RunWriter(folder, "never")
+    for call in calls:
+        writer.add_call(call)
+    [path] = run_files(folder, "calls")
+    sizes = {"as recorded": path.stat().st_size}
+    writer.close()
+    sizes["compacted"] = path.stat().st_size
+    compressed = folder / "compressed"
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    batches = list(read_batches(folder, "calls"))
+    with pa.ipc.new_stream(compressed, batches[0].schema, options=options) as stream:
+        for batch in batches:
+            stream.write_batch(batch)
+    sizes["compacted, zstd"] = compressed.stat().st_size
+    lines = (json.dumps(asdict(call), default=str) + "\n" for call in calls)
+    sizes["JSON Lines"] = sum(len(line.encode()) for line in lines)
+    tokens = len(calls[-1].prompt_ids) + SAMPLED
+    return [{"file": file, "bytes": size, "bytes_per_token": size / tokens} for file, size in sizes.items()]
+
+
+def _table(title: str, rows: list[dict], formats: dict[str, Callable[[dict], str]]) -> Table:
+    table = Table(title=title)
+    for column in formats:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*(cell(row) for cell in formats.values()))
+    return table
+
+
+@click.command(help="Measure commits per second under every sync policy, and bytes per token.")
+@click.option("--commits", default=1800, show_default=True, help="Commits a row.")
+@click.option("--folder", type=click.Path(path_type=Path), help="On the disk to measure.  [default: the system's]")
+@click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
+def main(commits: int, folder: Path | None, as_json: bool) -> None:
+    sessions = -(-commits // TURNS)
+    calls = [call for number in range(sessions) for call in make_session(number)][:commits]
+    policies: list[tuple[Sync, int]] = [("never", 1), ("session", 1), ("call", 1), ("call", 16), ("call", 64)]
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        sizes = _sizes(Path(scratch) / "sizes")
+        rows = [_commits(Path(scratch) / f"{sync}-{n}", calls, sync, n) for sync, n in policies]
+        rows.append(_disk(Path(scratch), sizes[0]["bytes"] // TURNS, commits))
+    for row in rows:
+        row["ratio"] = row["commits_per_s"] / rows[0]["commits_per_s"]
+    for size in sizes:
+        size["ratio"] = size["bytes"] / sizes[0]["bytes"]
+    if as_json:
+        click.echo(json.dumps({"commits": rows, "sizes": sizes}, indent=2))
+        return
+    console = Console()
+    columns = {
+        "sync": lambda row: row["sync"],
+        "calls at once": lambda row: str(row["at_once"]),
+        "commits/s": lambda row: f"{row['commits_per_s']:,.0f}",
+        "of never": lambda row: f"{row['ratio']:.2f}",
+    }
+    console.print(_table("Calls of 666 new tokens", rows, columns))
+    columns = {
+        "file": lambda row: row["file"],
+        "bytes": lambda row: f"{row['bytes']:,}",
+        "bytes/token": lambda row: f"{row['bytes_per_token']:.1f}",
+        "of recorded": lambda row: f"{row['ratio']:.2f}",
+    }
+    console.print(_table("A session of 60 calls and 40,000 tokens", sizes, columns))
+
+
+if __name__ == "__main__":
+    main()
