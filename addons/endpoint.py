@@ -30,11 +30,12 @@ from rolltap.addons.engine import NEUTRAL_SAMPLING, Engine, EngineError
 from rolltap.addons.engines import Engines
 from rolltap.addons.exchange import error_response, respond, stream
 from rolltap.addons.generation import Generation, Parts, as_dialect_error
+from rolltap.addons.metadata import RUN_FILE, RunError, add_engine
 from rolltap.addons.policy import PolicyFile
 from rolltap.addons.rendering import Rendering
 from rolltap.addons.retries import find_retried, worth_remembering
 from rolltap.addons.roles import find_role
-from rolltap.addons.store import RUN_FILE, RunError, RunWriter, add_engine
+from rolltap.addons.store import RunWriter
 from rolltap.addons.websocket import serve_socket
 
 logger = logging.getLogger(__name__)

@@ -1,18 +1,15 @@
-"""The run folder: its metadata, the writer of its segments, and reading them back.
+"""The tables of a run folder: the writer of their segments, and reading them back.
 
 Every writer process has segments of its own, so several may record into one run. Rows never move from one file to
 another: a closed segment is compacted in its place.
 """
 
 import errno
-import fcntl
-import json
 import logging
 import os
 import threading
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -21,13 +18,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rolltap.addons.calls import CALL_SCHEMA, EVENT_SCHEMA, SCHEMA_VERSION, SESSION_SCHEMA, Call, Event, Session
+from rolltap.addons.calls import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA, Call, Event, Session
 from rolltap.addons.digest import DIGEST, row_digest
-from rolltap.addons.segment import Segment, SegmentReader, compact, hidden_name, sync_folder
+from rolltap.addons.metadata import read_metadata
+from rolltap.addons.segment import Segment, SegmentReader, compact
 
 logger = logging.getLogger(__name__)
 
-RUN_FILE = "run.json"
 TABLES = {"calls": CALL_SCHEMA, "sessions": SESSION_SCHEMA, "events": EVENT_SCHEMA}
 _ROWS = {table: pa.struct(list(schema)) for table, schema in TABLES.items()}
 """A row as one value, which pyarrow makes in half the time that it takes for a list of columns."""
@@ -41,98 +38,6 @@ SEGMENT_BYTES = 64 * 1024 * 1024
 """A segment that is larger when a session ends is closed and compacted."""
 ROOM_BYTES = 4 * 1024 * 1024
 """Free space without which no new call is begun: what the record of a long one takes."""
-
-
-class RunError(Exception):
-    """A run folder that cannot be read or written; the message says what to do."""
-
-
-def read_metadata(run: Path) -> dict[str, Any]:
-    """The contents of `run.json`.
-
-    Raises `RunError` when there is none, when it is damaged, and when another schema wrote it.
-    """
-    path = run / RUN_FILE
-    try:
-        metadata: dict[str, Any] = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise RunError(f"{run} is not a run folder: it has no {RUN_FILE}") from None
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path} cannot be read: {error}") from error
-    version = metadata.get("schema_version") if isinstance(metadata, dict) else None
-    if not isinstance(version, int):
-        raise RunError(f"{path} names no schema_version")
-    if version != SCHEMA_VERSION:
-        other = "a newer" if version > SCHEMA_VERSION else "an older"
-        raise RunError(f"{run} has schema {version}, this rolltap reads {SCHEMA_VERSION}: read it with {other} rolltap")
-    return metadata
-
-
-def write_metadata(run: Path, metadata: dict[str, Any]) -> None:
-    """Create the run folder and its `run.json`, or check that the folder belongs to the same model.
-
-    A run holds token ids of one tokenizer: raises `RunError` when `run.json` names another tokenizer or template.
-    """
-    run.mkdir(parents=True, exist_ok=True)
-    with _locked(run):
-        if not (run / RUN_FILE).exists():
-            _write_metadata(run, {"schema_version": SCHEMA_VERSION, **metadata})
-            return
-    known = read_metadata(run)
-    for key in ("tokenizer_sha256", "chat_template_sha256"):
-        if known.get(key) != metadata.get(key):
-            raise RunError(f"{run} was recorded with another {key.removesuffix('_sha256')}: choose a new folder")
-
-
-def add_recorder(run: Path, recorder: dict[str, Any]) -> None:
-    """Note in `run.json`, under `recorders`, what one recorder samples with; once for those that are alike."""
-    with _locked(run):
-        metadata = read_metadata(run)
-        recorders = metadata.setdefault("recorders", [])
-        if recorder not in recorders:
-            recorders.append(recorder)
-            _write_metadata(run, metadata)
-
-
-def add_engine(run: Path, url: str, engine: dict[str, Any]) -> None:
-    """Note in `run.json`, under `engines`, what an engine says of itself; the last word stands."""
-    with _locked(run):
-        metadata = read_metadata(run)
-        engines = metadata.setdefault("engines", {})
-        if engines.get(url) != engine:
-            engines[url] = engine
-            _write_metadata(run, metadata)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` so that a reader sees the old contents or the new, never a part, and so does one who comes
-    after the machine stopped. Raises `OSError`."""
-    temporary = hidden_name(path)
-    try:
-        with temporary.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def _write_metadata(run: Path, metadata: dict[str, Any]) -> None:
-    write_atomically(run / RUN_FILE, json.dumps(metadata, indent=2) + "\n")
-
-
-@contextmanager
-def _locked(run: Path) -> Iterator[None]:
-    """One process at a time changes `run.json`."""
-    descriptor = os.open(run, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 class RunWriter:
@@ -282,7 +187,7 @@ def run_files(run: Path, table: str) -> list[Path]:
 
 
 def read_batches(run: Path, table: str, sessions: Collection[str] | None = None) -> Iterator[pa.RecordBatch]:
-    """The rows of one table in the order in which they were committed, file by file.
+    """The rows of one table, file by file; those of a session in the order in which a writer committed them.
 
     With `sessions`, only the rows of these session ids. What a crash left behind the last commit of a file is skipped;
     a damaged end is warned of.

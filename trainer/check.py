@@ -21,8 +21,8 @@ from rich.table import Table
 
 from rolltap.addons.calls import Call, CallKind, find_violation
 from rolltap.addons.engine import NEUTRAL_SAMPLING
+from rolltap.addons.metadata import read_metadata
 from rolltap.addons.policy import PolicyFile
-from rolltap.addons.store import read_metadata
 from rolltap.trainer.dataset import iter_sessions
 from rolltap.trainer.errors import UserError
 

@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rolltap.addons.calls import Session, utc_now
-from rolltap.addons.store import RunError, RunWriter
+from rolltap.addons.metadata import RunError
+from rolltap.addons.store import RunWriter
 from rolltap.trainer.commands.export import export_command
 from rolltap.trainer.commands.inspect import check_command, inspect_command, print_run
 from rolltap.trainer.commands.runs import filter_command, import_command, merge_command, split_command, verify_command

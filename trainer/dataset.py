@@ -12,8 +12,9 @@ import pyarrow as pa
 
 from rolltap.addons.calls import CALL_SCHEMA, SESSION_SCHEMA, Call, Session, VersionSpan
 from rolltap.addons.digest import DIGEST
+from rolltap.addons.metadata import RunError, read_metadata
 from rolltap.addons.segment import SegmentReader, rows_of_session
-from rolltap.addons.store import TABLES, RunError, batch_rows, read_batches, read_metadata, read_rows, run_files
+from rolltap.addons.store import TABLES, batch_rows, read_batches, read_rows, run_files
 from rolltap.trainer.tree import start_order
 
 Row = dict[str, Any]

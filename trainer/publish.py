@@ -17,8 +17,8 @@ import httpx
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rolltap.addons.metadata import write_atomically
 from rolltap.addons.policy import POLICY_FILE
-from rolltap.addons.store import write_atomically
 from rolltap.trainer.errors import UserError
 
 TIMEOUT = httpx.Timeout(600, connect=10)

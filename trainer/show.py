@@ -13,7 +13,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from rolltap.addons.calls import Call
-from rolltap.addons.store import read_metadata
+from rolltap.addons.metadata import read_metadata
 from rolltap.trainer.inspect import Branch, CallView, Difference, SessionView
 from rolltap.trainer.report import print_ledger
 

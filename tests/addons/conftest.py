@@ -8,8 +8,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from rolltap.addons.endpoint import Endpoint
+from rolltap.addons.metadata import write_metadata
 from rolltap.addons.rendering import Rendering
-from rolltap.addons.store import RunWriter, write_metadata
+from rolltap.addons.store import RunWriter
 from tests.addons.harness import Harness
 
 with warnings.catch_warnings(action="ignore", category=DeprecationWarning):

@@ -14,8 +14,9 @@ from rolltap.addons.calls import Event
 from rolltap.addons.capture import CAPTURED, Capture
 from rolltap.addons.dialects import chat
 from rolltap.addons.engine import NEUTRAL_SAMPLING
+from rolltap.addons.metadata import RUN_FILE, read_metadata, write_metadata
 from rolltap.addons.sessions import SESSION
-from rolltap.addons.store import RUN_FILE, read_metadata, read_rows, write_metadata
+from rolltap.addons.store import read_rows
 from tests.addons.conftest import save_tokenizer
 
 COMPLETIONS = "https://api.openai.com/v1/chat/completions"

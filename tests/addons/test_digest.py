@@ -6,7 +6,8 @@ import pytest
 
 from rolltap.addons.calls import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA, Call, Event, Session, VersionSpan
 from rolltap.addons.digest import DIGEST, row_digest
-from rolltap.addons.store import RunWriter, read_rows, write_metadata
+from rolltap.addons.metadata import write_metadata
+from rolltap.addons.store import RunWriter, read_rows
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 CALL = Call(

@@ -9,7 +9,8 @@ import pytest
 from rolltap.addons import endpoint as ep
 from rolltap.addons import exchange, generation, store
 from rolltap.addons.dialects import chat
-from rolltap.addons.store import RunWriter, read_metadata, write_metadata
+from rolltap.addons.metadata import read_metadata, write_metadata
+from rolltap.addons.store import RunWriter
 from tests.addons.harness import Harness, content, user
 from tests.scripted_engine import Answer, Say
 

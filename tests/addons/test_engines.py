@@ -4,7 +4,8 @@ from rolltap.addons import engines as module
 from rolltap.addons import generation
 from rolltap.addons.endpoint import Endpoint
 from rolltap.addons.engines import Engines
-from rolltap.addons.store import RunWriter, read_rows, write_metadata
+from rolltap.addons.metadata import write_metadata
+from rolltap.addons.store import RunWriter, read_rows
 from tests.addons.harness import Harness, user
 from tests.scripted_engine import Answer, Say, ScriptedEngine
 

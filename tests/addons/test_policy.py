@@ -1,7 +1,7 @@
 import json
 
+from rolltap.addons.metadata import write_atomically
 from rolltap.addons.policy import POLICY_FILE, Policy, PolicyFile
-from rolltap.addons.store import write_atomically
 
 
 def publish(run, **policy):

@@ -14,16 +14,9 @@ from datasets import Dataset
 
 from rolltap.addons import store
 from rolltap.addons.calls import SCHEMA_VERSION, Call, Event, Session, VersionSpan
+from rolltap.addons.metadata import RunError, write_metadata
 from rolltap.addons.segment import SegmentReader
-from rolltap.addons.store import (
-    RunError,
-    RunWriter,
-    read_metadata,
-    read_rows,
-    run_files,
-    write_atomically,
-    write_metadata,
-)
+from rolltap.addons.store import RunWriter, read_rows, run_files
 
 SESSION = Session("s", "task", "group", "harness", "completed", reward=0.5)
 
@@ -398,51 +391,3 @@ class TestReadRows:
         (run / "run.json").write_text(json.dumps({"schema_version": SCHEMA_VERSION + change}))
         with pytest.raises(RunError, match=f"has schema {SCHEMA_VERSION + change}.*{needed}"):
             call_ids(run)
-
-
-class TestMetadata:
-    def test_what_was_written_is_read(self, run):
-        assert read_metadata(run) == {"schema_version": SCHEMA_VERSION, "model": "tiny"}
-
-    def test_the_run_folder_is_created(self, tmp_path):
-        write_metadata(tmp_path / "runs" / "1", {})
-        assert read_metadata(tmp_path / "runs" / "1") == {"schema_version": SCHEMA_VERSION}
-
-    def test_a_folder_that_is_no_run_is_refused(self, tmp_path):
-        with pytest.raises(RunError, match=r"is not a run folder: it has no run\.json"):
-            read_metadata(tmp_path)
-
-    @pytest.mark.parametrize(
-        ("text", "words"),
-        [("{", "cannot be read"), ("[]", "names no schema_version"), ("{}", "names no schema_version")],
-    )
-    def test_damaged_metadata_is_refused(self, run, text, words):
-        (run / "run.json").write_text(text)
-        with pytest.raises(RunError, match=words):
-            read_metadata(run)
-
-    def test_a_run_keeps_its_first_metadata(self, run):
-        write_metadata(run, {"model": "other"})
-        assert read_metadata(run)["model"] == "tiny"
-
-    @pytest.mark.parametrize("key", ["tokenizer_sha256", "chat_template_sha256"])
-    def test_another_tokenizer_or_template_is_refused(self, tmp_path, key):
-        write_metadata(tmp_path, {key: "a"})
-        write_metadata(tmp_path, {key: "a"})
-        with pytest.raises(RunError, match=f"recorded with another {key.removesuffix('_sha256')}"):
-            write_metadata(tmp_path, {key: "b"})
-
-    def test_writing_leaves_no_temporary_file(self, tmp_path):
-        write_atomically(Path(tmp_path / "file"), "old")
-        write_atomically(Path(tmp_path / "file"), "new")
-        assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "new")]
-
-    def test_a_failure_leaves_the_old_contents_and_no_temporary_file(self, tmp_path, monkeypatch):
-        def full(_):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        write_atomically(tmp_path / "file", "old")
-        monkeypatch.setattr(os, "fsync", full)
-        with pytest.raises(OSError, match="No space"):
-            write_atomically(tmp_path / "file", "new")
-        assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "old")]

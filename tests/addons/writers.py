@@ -22,7 +22,8 @@ import pyarrow as pa
 from rolltap.addons import segment, store
 from rolltap.addons.calls import CALL_SCHEMA, Call, Event, VersionSpan
 from rolltap.addons.digest import row_digest
-from rolltap.addons.store import RunWriter, add_engine, add_recorder, read_metadata, read_rows, write_metadata
+from rolltap.addons.metadata import add_engine, add_recorder, read_metadata, write_metadata
+from rolltap.addons.store import RunWriter, read_rows
 
 KILLS = 200
 LONGEST = 50_000

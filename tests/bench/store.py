@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from rolltap.addons.calls import Call, VersionSpan
-from rolltap.addons.store import RunWriter, Sync, read_batches, run_files, write_metadata
+from rolltap.addons.metadata import write_metadata
+from rolltap.addons.store import RunWriter, Sync, read_batches, run_files
 
 TURNS = 60
 NEW_TOKENS, SAMPLED = 466, 200

@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from rolltap.addons.calls import Call, Session, VersionSpan
-from rolltap.addons.store import RunWriter, write_metadata
+from rolltap.addons.metadata import write_metadata
+from rolltap.addons.store import RunWriter
 from rolltap.trainer.dataset import iter_sessions
 from rolltap.trainer.ledger import Ledger
 from rolltap.trainer.traces import build_traces

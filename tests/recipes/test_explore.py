@@ -7,7 +7,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from rolltap.addons.calls import Call, Session, VersionSpan
-from rolltap.addons.store import RunWriter, write_metadata
+from rolltap.addons.metadata import write_metadata
+from rolltap.addons.store import RunWriter
 from tests.conftest import ROOT
 
 EXPLORE = ROOT / "recipes" / "explore" / "explore.py"

@@ -6,7 +6,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from rolltap.addons.calls import Call, Event, Session, VersionSpan
-from rolltap.addons.store import RunWriter, write_metadata
+from rolltap.addons.metadata import write_metadata
+from rolltap.addons.store import RunWriter
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 METADATA = {

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from rolltap.addons.calls import Call, Session, VersionSpan
-from rolltap.addons.store import RunWriter, read_rows, write_metadata
+from rolltap.addons.metadata import write_metadata
+from rolltap.addons.store import RunWriter, read_rows
 from rolltap.trainer.dataset import load_calls, load_sessions
 from tests.addons.test_record import Recorder
 from tests.scripted_engine import Say

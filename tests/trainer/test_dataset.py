@@ -7,8 +7,9 @@ import pytest
 
 from rolltap.addons import store
 from rolltap.addons.calls import Call, Session, VersionSpan
+from rolltap.addons.metadata import RunError, write_metadata
 from rolltap.addons.segment import compact
-from rolltap.addons.store import RunError, RunWriter, run_files, write_metadata
+from rolltap.addons.store import RunWriter, run_files
 from rolltap.trainer import dataset
 from rolltap.trainer.dataset import SessionIndex, load_calls, load_sessions
 

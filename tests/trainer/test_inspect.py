@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.text import Text
 
 from rolltap.addons.calls import Call, Session, VersionSpan
-from rolltap.addons.store import RunWriter, write_metadata
+from rolltap.addons.metadata import write_metadata
+from rolltap.addons.store import RunWriter
 from rolltap.trainer import report
 from rolltap.trainer.cli import rolltap, run
 from rolltap.trainer.commands.inspect import inspect_command

@@ -11,7 +11,8 @@ from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
 from rolltap.addons.calls import Call, Session, VersionSpan
-from rolltap.addons.store import RunWriter, write_metadata
+from rolltap.addons.metadata import write_metadata
+from rolltap.addons.store import RunWriter
 from rolltap.trainer import cli, loop
 from rolltap.trainer.dataset import load_calls, load_sessions
 from rolltap.trainer.errors import UserError

@@ -1,7 +1,8 @@
 from datetime import UTC, datetime, timedelta
 
 from rolltap.addons.calls import Call, Event, Session, VersionSpan
-from rolltap.addons.store import RunWriter, write_metadata
+from rolltap.addons.metadata import write_metadata
+from rolltap.addons.store import RunWriter
 from rolltap.trainer.report import Step, plot_rewards, reward_steps, summarize
 
 START = datetime(2026, 1, 1, tzinfo=UTC)

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 import click
 from rich.console import Console
 
-from rolltap.addons.store import read_metadata
+from rolltap.addons.metadata import read_metadata
 from rolltap.trainer.progress import progress_bar
 from rolltap.trainer.runs.staging import new_folder
 

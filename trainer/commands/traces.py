@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 
 from rolltap.addons.calls import CallRole
-from rolltap.addons.store import write_atomically
+from rolltap.addons.metadata import write_atomically
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.progress import progress_bar
 from rolltap.trainer.report import print_ledger

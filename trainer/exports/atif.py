@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from rolltap.addons.calls import Call
-from rolltap.addons.store import read_metadata
+from rolltap.addons.metadata import read_metadata
 from rolltap.trainer.conversations import Message, Turn, rebuild_turns
 from rolltap.trainer.dataset import RecordedSession
 from rolltap.trainer.exports.atif_steps import Step, call_step, known, observe, replacing, result, said

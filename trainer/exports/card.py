@@ -8,7 +8,7 @@ from typing import Any
 
 from huggingface_hub import DatasetCardData
 
-from rolltap.addons.store import read_metadata
+from rolltap.addons.metadata import read_metadata
 from rolltap.trainer.exports.features import TRACE_COLUMNS
 from rolltap.trainer.traced import Selection, Totals
 

@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 from datasets import Features
 
 from rolltap.addons.calls import Call
-from rolltap.addons.store import read_metadata, read_rows
+from rolltap.addons.metadata import read_metadata
+from rolltap.addons.store import read_rows
 from rolltap.trainer.dataset import count_sessions
 from rolltap.trainer.exports.card import HERE, parquet_card
 from rolltap.trainer.exports.features import CALL_FEATURES, EVENT_FEATURES, SESSION_FEATURES, TRACE_FEATURES, trace_row

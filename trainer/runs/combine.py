@@ -16,7 +16,8 @@ import pyarrow.compute as pc
 
 from rolltap.addons.calls import CallRole, Session
 from rolltap.addons.digest import DIGEST
-from rolltap.addons.store import TABLES, RunWriter, read_metadata, write_metadata
+from rolltap.addons.metadata import read_metadata, write_metadata
+from rolltap.addons.store import TABLES, RunWriter
 from rolltap.trainer.dataset import SessionIndex, load_sessions
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.progress import Advance

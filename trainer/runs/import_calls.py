@@ -19,7 +19,8 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from rolltap.addons.calls import Call, CallRole, CallStatus, Session, VersionSpan, find_violation, utc_now
-from rolltap.addons.store import RunWriter, read_batches, read_metadata, write_metadata
+from rolltap.addons.metadata import read_metadata, write_metadata
+from rolltap.addons.store import RunWriter, read_batches
 from rolltap.trainer.errors import UserError, describe
 from rolltap.trainer.progress import Advance
 from rolltap.trainer.runs.staging import new_files, new_folder

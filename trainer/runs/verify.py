@@ -14,7 +14,8 @@ import pyarrow as pa
 from rolltap.addons.calls import SESSION_SCHEMA, Session
 from rolltap.addons.digest import DIGEST, row_digest
 from rolltap.addons.segment import SegmentReader
-from rolltap.addons.store import TABLES, batch_rows, read_metadata, run_files
+from rolltap.addons.metadata import read_metadata
+from rolltap.addons.store import TABLES, batch_rows, run_files
 from rolltap.trainer.dataset import Row, SessionIndex
 from rolltap.trainer.runs.findings import FROM_A_COPY, Finding, check_session
 from rolltap.trainer.progress import Advance

@@ -4,7 +4,8 @@ import json
 from datetime import UTC, datetime, timedelta
 
 from rolltap.addons.calls import Call, Session, VersionSpan
-from rolltap.addons.store import RunWriter, write_metadata
+from rolltap.addons.metadata import write_metadata
+from rolltap.addons.store import RunWriter
 from rolltap.trainer.dataset import RecordedSession
 
 START = datetime(2026, 1, 1, tzinfo=UTC)

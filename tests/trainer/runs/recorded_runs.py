@@ -9,7 +9,8 @@ from datetime import UTC, datetime, timedelta
 from hypothesis import strategies as st
 
 from rolltap.addons.calls import Call, Event, Session, VersionSpan, find_violation
-from rolltap.addons.store import TABLES, RunWriter, read_rows, write_metadata
+from rolltap.addons.metadata import write_metadata
+from rolltap.addons.store import TABLES, RunWriter, read_rows
 from rolltap.trainer.dataset import iter_sessions
 from rolltap.trainer.traces import build_traces, label
 from rolltap.trainer.tree import link_calls, start_order

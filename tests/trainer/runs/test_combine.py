@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolltap.addons.calls import Call, Event, Session, VersionSpan
-from rolltap.addons.store import RunError, RunWriter, add_engine, add_recorder, read_metadata, read_rows, run_files
+from rolltap.addons.metadata import RunError, add_engine, add_recorder, read_metadata
+from rolltap.addons.store import RunWriter, read_rows, run_files
 from rolltap.trainer.cli import rolltap
 from rolltap.trainer.dataset import iter_sessions, load_calls, load_sessions
 from rolltap.trainer.errors import UserError

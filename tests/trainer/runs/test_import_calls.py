@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolltap.addons.calls import Call, Session
-from rolltap.addons.store import RunError, RunWriter, read_metadata, read_rows, write_metadata
+from rolltap.addons.metadata import RunError, read_metadata, write_metadata
+from rolltap.addons.store import RunWriter, read_rows
 from rolltap.trainer.dataset import load_calls, load_sessions
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.runs.import_calls import import_calls
