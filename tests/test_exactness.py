@@ -18,6 +18,7 @@ from rolltap.trainer.rollouts.harness import load_harness
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.scheduler import Plan, rollout
 from rolltap.trainer.rollouts.task import load_tasks
+from rolltap.trainer.traced import Selection
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
@@ -88,7 +89,7 @@ def test_vllm_used_the_recorded_prompts_and_found_their_prefix_in_its_cache(reco
 def test_on_policy_ratios_in_the_trainer_are_one(recorded, engine):
     run, sessions = recorded
     model = AutoModelForCausalLM.from_pretrained(engine.model_dir, dtype=torch.float32)
-    traces, ledger = session_traces(run, sessions, "prefix_merging")
+    traces, ledger = session_traces(run, {session.session_id for session in sessions}, Selection())
     assert ledger.sampled == ledger.trained == sum(sum(trace.completion_mask) for trace in traces) > 0
     for trace in traces:
         ids = torch.tensor([trace.prompt_ids + trace.completion_ids])

@@ -58,7 +58,8 @@ def train(recipe: Recipe, *, engine: str, run: Path, seed: int, console: Console
     options = {**recipe.recorder, "rolltap_sampling": json.dumps(sampling(recipe))}
     with Recorder(run, engine=engine, model=str(recipe.model), options=options) as recorder:
         publisher = _publisher(recipe, engine, run)
-        source = OnlineTraces(plan, recorder, publisher, recipe, {t.id: t for t in tasks}, console)
+        selection = Selection(recipe.strategy, recipe.roles, recipe.max_tokens)
+        source = OnlineTraces(plan, recorder, publisher, selection, {t.id: t for t in tasks}, console)
         set_seed(seed)
         transformers_logging.disable_progress_bar()  # one for every published checkpoint
         trainer = TraceGRPOTrainer(
@@ -87,7 +88,7 @@ class OnlineTraces:
         plan: Plan,
         recorder: Recorder,
         publisher: Publisher,
-        recipe: Recipe,
+        selection: Selection,
         tasks: dict[str, Task],
         console: Console,
     ) -> None:
@@ -95,7 +96,7 @@ class OnlineTraces:
         self._plan = plan
         self._recorder = recorder
         self._publisher = publisher
-        self._recipe = recipe
+        self._selection = selection
         self._tasks = tasks
         self._console = console
         self._writer = RunWriter(recorder.run)
@@ -107,7 +108,7 @@ class OnlineTraces:
         self._publisher.publish(self.trainer.model, str(step))
         published = time.monotonic()
         sessions = self._rollout([self._tasks[row["task_id"]] for row in rows], str(step))
-        traces, ledger = session_traces(self._recorder.run, {s.session_id for s in sessions}, self._recipe)
+        traces, ledger = session_traces(self._recorder.run, {s.session_id for s in sessions}, self._selection)
         rewards = {s.session_id: (s.group_id, s.reward) for s in sessions if s.reward is not None}
         mean = f"{fmean(reward for _, reward in rewards.values()):.3f}" if rewards else "none"
         left_out = "".join(f", {tokens} left out: {why}" for why, tokens in ledger.left_out.items())
@@ -136,9 +137,8 @@ class OnlineTraces:
             )
 
 
-def session_traces(run: Path, sessions: Collection[str], recipe: Recipe) -> tuple[list[Trace], Ledger]:
-    """The traces that a recipe asks for of these session ids, labelled, and the ledger of all their tokens."""
-    selection = Selection(recipe.strategy, recipe.roles, recipe.max_tokens)
+def session_traces(run: Path, sessions: Collection[str], selection: Selection) -> tuple[list[Trace], Ledger]:
+    """The selected traces of these session ids, labelled, and the ledger of all their tokens."""
     traces: list[Trace] = []
     ledger = Ledger()
     for traced in iter_traces(run, selection, sessions):

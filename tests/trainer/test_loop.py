@@ -20,6 +20,7 @@ from rolltap.trainer.ledger import Ledger
 from rolltap.trainer.publish import CheckpointPublisher
 from rolltap.trainer.recipe import load_recipe
 from rolltap.trainer.rollouts.task import load_tasks
+from rolltap.trainer.traced import Selection
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
 
@@ -98,7 +99,7 @@ class TestArguments:
             arguments(text, **values)
 
 
-def test_the_traces_are_those_that_the_recipe_asks_for_with_the_sessions_labels(tmp_path):
+def test_the_traces_are_those_that_were_selected_with_the_sessions_labels(tmp_path):
     run = tmp_path / "run"
     write_metadata(run, {})
     spans = [VersionSpan("0", 0, 2)]
@@ -111,14 +112,14 @@ def test_the_traces_are_those_that_the_recipe_asks_for_with_the_sessions_labels(
         writer.add_session(rewarded)
         writer.add_session(unrewarded)
 
-    def asked_for(**values):
-        return loop.session_traces(run, ["a", "b"], load_recipe(write_recipe(tmp_path, **values)))
+    def asked_for(*selection):
+        return loop.session_traces(run, ["a", "b"], Selection(*selection))
 
-    [trace], ledger = asked_for(strategy="tree", roles=["agent"], max_tokens=2)
+    [trace], ledger = asked_for("tree", ["agent"], 2)
     assert (trace.trace_id, trace.completion_ids) == ("a/a1", [7])
     assert (trace.task_id, trace.group_id, trace.harness, trace.reward) == ("task", "group", "harness", 0.5)
     assert ledger == Ledger(8, 1, {"subagent": 4, "over_length": 2, "no_reward": 1})
-    assert [trace.shared_tokens for trace in asked_for(strategy="tree")[0]] == [0, 1]
+    assert [trace.shared_tokens for trace in asked_for("tree")[0]] == [0, 1]
     assert [trace.shared_tokens for trace in asked_for()[0]] == [0, 0]
 
 
