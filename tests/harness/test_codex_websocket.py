@@ -35,6 +35,6 @@ async def test_every_turn_goes_over_the_socket_and_brings_only_what_is_new(engin
     assert played.summary.uncaptured_calls == 0
     assert "101 Switching Protocols" in played.recorder_log
     # the scheduler ends the session; nothing else is posted
-    assert {path for path in re.findall(r"POST http://[^/]+(\S*)", played.recorder_log)} == {"/end"}
+    assert set(re.findall(r"POST http://[^/]+(\S*)", played.recorder_log)) == {"/end"}
     assert played.recorder_log.count("-> WebSocket text message") == 1 + 4  # the first prepares the session
     assert played.recorder_log.count(TASK.instruction) == 1
