@@ -17,7 +17,8 @@ def test_a_name_is_the_text_with_what_a_path_would_take_for_more_encoded(text, n
 def test_any_text_is_one_visible_file_however_long(text):
     name = file_name(text)
     assert 0 < len(name.encode()) <= 200
-    assert "/" not in name and not name.startswith(".")
+    assert "/" not in name
+    assert not name.startswith(".")
 
 
 def test_long_texts_that_differ_at_the_end_have_different_names():
