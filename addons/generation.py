@@ -126,7 +126,8 @@ class Generation:
         if self.done:
             return False
         self._changed.clear()
-        if self._parsed_tokens == len(self.call.completion_ids):
+        # a call that is committed has all its pieces, and may only wait for the disk
+        if self._committed or self._parsed_tokens == len(self.call.completion_ids):
             return False
         self._parsed_tokens = len(self.call.completion_ids)
         try:

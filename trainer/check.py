@@ -18,6 +18,7 @@ from typing import Any, Self
 import httpx
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from rolltap.addons.calls import Call, CallKind, find_violation
 from rolltap.addons.engine import NEUTRAL_SAMPLING
@@ -288,7 +289,7 @@ def print_report(report: Report, console: Console) -> None:
     for row in report.rows:
         table.add_row(
             row.kind,
-            row.policy_version,
+            Text(row.policy_version),
             str(row.calls),
             str(row.tokens),
             f"{row.mean_difference:.2g}",

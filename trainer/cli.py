@@ -52,15 +52,16 @@ def main() -> None:
 
 
 def run(command: click.Command) -> None:
-    """Run a command as a program: a user's error ends it with status 1 and a message, Ctrl-C or SIGTERM with 130."""
+    """Run a command as a program: a user's error, a full disk and the like end it with status 1 and a message, Ctrl-C
+    or SIGTERM with 130."""
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         command.main(standalone_mode=False)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except (UserError, RunError, LedgerError) as error:
-        console.print(f"error: {error}", style="red", markup=False, highlight=False)
+    except (UserError, RunError, LedgerError, OSError) as error:
+        console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(1)
     except (KeyboardInterrupt, click.Abort):
         console.print("stopped; what was recorded is in the run folder")

@@ -105,8 +105,8 @@ class CallView:
 
 
 def json_values(value: Any) -> Any:
-    """`value` with its time stamps as ISO 8601."""
-    return json.loads(json.dumps(value, default=lambda time: time.isoformat()))
+    """`value` with its time stamps as ISO 8601, and NaN and the infinities, which JSON lacks, as their names."""
+    return json.loads(json.dumps(value, default=lambda time: time.isoformat()), parse_constant=str)
 
 
 def find_id(prefix: str, ids: Collection[str], what: str, where: str) -> str:

@@ -179,7 +179,7 @@ def print_summary(summary: Summary, console: Console) -> None:
         rewards = Table("policy version", "sessions", "mean reward", "best reward", title="reward")
         for step in summary.steps:
             rewards.add_row(
-                step.policy_version, str(step.sessions), _number(step.mean_reward), _number(step.best_reward)
+                Text(step.policy_version), str(step.sessions), _number(step.mean_reward), _number(step.best_reward)
             )
         console.print(rewards)
     if summary.session_rows:
@@ -192,7 +192,7 @@ def print_summary(summary: Summary, console: Console) -> None:
     for name, tokens in ledger_lines(summary.ledger):
         table.add_row(name, str(tokens))
     for violation, count in summary.violations.items():
-        table.add_row("[red]broken tokens[/]", f"{count} calls: {violation}")
+        table.add_row("[red]broken tokens[/]", Text(f"{count} calls: {violation}"))
     if summary.uncaptured_calls:
         table.add_row("[red]uncaptured model calls[/]", str(summary.uncaptured_calls))
     notes = {
@@ -206,7 +206,7 @@ def print_summary(summary: Summary, console: Console) -> None:
         if count:
             table.add_row(note, str(count))
     if summary.refused:
-        table.add_row("refused hosts", _counts(summary.refused))
+        table.add_row("refused hosts", Text(_counts(summary.refused)))
     console.print(table)
     if summary.rendered:
         reasons = Table("why prompts were rendered", "calls")

@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import quote
 
 from rolltap.addons.calls import Call, CallRole, Session, VersionSpan, find_violation
 from rolltap.trainer.ledger import Ledger, LedgerError, LeftOut
@@ -25,7 +26,8 @@ class Trace:
 
     session_id: str
     trace_id: str
-    """The session's and the last call's id: unique in a run, and the same however the calls were ordered."""
+    """The session's id, percent-encoded, and the last call's: unique in a run, and the same however the calls were
+    ordered."""
     call_ids: list[str]
     """The path from the root call to the last one."""
     prompt_ids: list[int]
@@ -219,7 +221,8 @@ def _trace(path: Sequence[Call], owned: Iterable[tuple[Call, int]], end: int) ->
         ]
     return Trace(
         session_id=last.session_id,
-        trace_id=f"{last.session_id}/{last.call_id}",
+        # encoded, as an imported id may have a slash of its own
+        trace_id=f"{quote(last.session_id, safe='')}/{last.call_id}",
         call_ids=[call.call_id for call in path],
         prompt_ids=root.prompt_ids,
         completion_ids=completion_ids,

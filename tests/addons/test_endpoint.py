@@ -384,6 +384,23 @@ async def test_a_reply_whose_record_does_not_reach_the_disk_is_not_given(harness
     assert [call["status"] for call in harness.calls()] == ["completed"]
 
 
+async def test_a_reply_grows_no_more_while_its_record_goes_to_the_disk(harness, scripted_engine, monkeypatch):
+    loop, grown = asyncio.get_running_loop(), []
+
+    async def advance():
+        [memory] = harness.endpoint._memories.values()
+        return memory.generations[-1].advance()
+
+    def sync():
+        grown.append(asyncio.run_coroutine_threadsafe(advance(), loop).result())
+
+    harness.endpoint.writer.policy = "call"
+    monkeypatch.setattr(harness.endpoint.writer, "sync", sync)
+    scripted_engine.replies.append(Say("Hi."))
+    status, _ = await harness.ask(user())
+    assert (status, grown) == (200, [False])
+
+
 async def test_the_run_knows_its_engines(harness, scripted_engine):
     await harness.ask(user())
     await asyncio.gather(*harness.endpoint._described.values())

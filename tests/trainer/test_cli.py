@@ -195,6 +195,14 @@ class TestErrors:
         assert message in " ".join(ended.stderr.split())
         assert "Traceback" not in ended.stderr
 
+    def test_a_file_that_cannot_be_read_is_a_message_and_status_1(self, tmp_path):
+        write_metadata(tmp_path, {})
+        (tmp_path / "calls-0.arrow").mkdir()
+        ended = rolltap("inspect", tmp_path)
+        assert (ended.returncode, ended.stdout) == (1, "")
+        assert "calls-0.arrow" in ended.stderr
+        assert "Traceback" not in ended.stderr
+
     def test_a_recorder_that_does_not_start_says_why(self, tmp_path):
         ended = rolltap("record", "--out", tmp_path / "run", "--model", tmp_path / "none", "--", "true")
         assert ended.returncode == 1

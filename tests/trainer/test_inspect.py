@@ -240,6 +240,13 @@ class TestCall:
         assert view["difference"] is None
         assert json.loads(printed(small_run, "first", "b4", "--json"))["difference"]["position"] == 4
 
+    def test_as_json_a_broken_log_probability_is_its_name_as_json_has_none(self, tmp_path):
+        write_metadata(tmp_path, {})
+        with RunWriter(tmp_path) as writer:
+            writer.add_call(Call("s", "a", [1], [2, 3], [float("nan"), float("-inf")], [VersionSpan("v", 0, 2)]))
+        view = json.loads(printed(tmp_path, "s", "a", "--json"))
+        assert view["call"]["logprobs"] == ["NaN", "-Infinity"]
+
 
 class TestIds:
     IDS = ("abc1", "abc2", "xyz", "abc")

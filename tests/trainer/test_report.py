@@ -1,9 +1,12 @@
 from datetime import UTC, datetime, timedelta
+from io import StringIO
+
+from rich.console import Console
 
 from rolltap.addons.calls import Call, Event, Session, VersionSpan
 from rolltap.addons.metadata import write_metadata
 from rolltap.addons.store import RunWriter
-from rolltap.trainer.report import Step, plot_rewards, reward_steps, summarize
+from rolltap.trainer.report import Step, plot_rewards, print_summary, reward_steps, summarize
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -45,6 +48,17 @@ def test_a_run_is_counted_with_what_went_wrong(tmp_path):
     assert summary.violations == {"log-probability 0 is positive (1.0)": 1}
     assert summary.ledger.left_out == {"violation": 1, "aborted": 1, "auxiliary": 1}
     assert (summary.ledger.sampled, summary.ledger.trained) == (4, 1)
+
+
+def test_names_are_printed_as_they_are_and_not_as_markup(tmp_path):
+    write_metadata(tmp_path, {})
+    with RunWriter(tmp_path) as writer:
+        writer.add_session(session(1, "[/version]", 1.0))
+        writer.add_call(Call("s1", "a", [1], [2], [1.0], [VersionSpan("v", 0, 1)], violation="[/violation]"))
+        writer.add_event(Event("refused", "s1", "[/host]"))
+    print_summary(summarize(tmp_path), Console(file=(printed := StringIO()), width=200))
+    for name in ("[/version]", "[/violation]", "[/host]"):
+        assert name in printed.getvalue()
 
 
 def test_the_plot_is_a_png_even_of_a_run_without_rewards(tmp_path):

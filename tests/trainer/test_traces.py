@@ -153,6 +153,13 @@ class TestRoles:
         assert [trace.call_ids for trace in traces] == [["0", "2"]]
 
 
+def test_ids_with_slashes_give_no_two_traces_the_same_id():
+    ids = [("a/b", "c"), ("a", "b/c"), ("a", "b%2Fc")]
+    calls = [replace(make_call(0, [1], [2]), session_id=session_id, call_id=call_id) for session_id, call_id in ids]
+    traces = [trace for call in calls for trace in build_traces([call], "per_request")[0]]
+    assert len({trace.trace_id for trace in traces}) == 3
+
+
 class TestMaxTokens:
     @pytest.fixture
     def calls(self):

@@ -104,8 +104,12 @@ def traces_command(
             save_traces(sessions(), out, lambda: traces_card(run, selection, totals))
     totals.ledger.check()
     if ledger_file is not None:
+        text = json.dumps(asdict(totals.ledger), indent=2) + "\n"
         try:
-            write_atomically(ledger_file, json.dumps(asdict(totals.ledger), indent=2) + "\n")
+            if ledger_file.exists() and not ledger_file.is_file():
+                ledger_file.write_text(text)  # a pipe or a device, whose name is not ours to give to a file
+            else:
+                write_atomically(ledger_file, text)
         except OSError as error:
             raise UserError(f"the ledger could not be written: {error}") from error
     where = "" if out is None else f" in {out}"

@@ -1,14 +1,15 @@
 """Parquet that the Hub's viewer shows and `load_dataset` opens: traces, calls, sessions and events."""
 
+import re
 import shutil
 from collections.abc import Callable, Collection
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from datasets import Features
 
-from rolltap.addons.calls import Call
 from rolltap.addons.metadata import read_metadata
 from rolltap.addons.store import read_rows
 from rolltap.trainer.dataset import count_sessions
@@ -16,6 +17,9 @@ from rolltap.trainer.exports.card import HERE, parquet_card
 from rolltap.trainer.exports.features import CALL_FEATURES, EVENT_FEATURES, SESSION_FEATURES, TRACE_FEATURES, trace_row
 from rolltap.trainer.exports.shards import ShardWriter
 from rolltap.trainer.traced import Selection, Totals, iter_traces
+
+_SOCKET = re.compile(r"\('[^']+', \d+(?:, \d+, \d+)?\)")
+"""An address as Python writes it into the error of a connection."""
 
 
 def export(run: Path, out: Path, progress: Callable[[int, int], None], *, where: str = HERE) -> int:
@@ -26,7 +30,7 @@ def export(run: Path, out: Path, progress: Callable[[int, int], None], *, where:
     and `OSError`.
     """
     selection, totals = Selection(), Totals()
-    engines = [urlsplit(url).netloc for url in read_metadata(run).get("engines", ())]
+    engines = _engines(run)
     total = count_sessions(run)
     with (
         _shards(out, "traces", TRACE_FEATURES) as traces,
@@ -35,12 +39,13 @@ def export(run: Path, out: Path, progress: Callable[[int, int], None], *, where:
     ):
         for traced in iter_traces(run, selection):
             traces.add(map(trace_row, traced.traces))
-            calls.add(_call_row(call, engines) for call in traced.recorded.calls)
+            engines.update(urlsplit(call.engine).netloc for call in traced.recorded.calls if call.engine)
+            calls.add(_without_addresses(call.to_row(), "error", engines) for call in traced.recorded.calls)
             sessions.add([session.to_row()] if (session := traced.recorded.session) else [])
             totals.add(traced)
             progress(totals.sessions, total)
     with _shards(out, "events", EVENT_FEATURES) as events:
-        events.add(read_rows(run, "events"))
+        events.add(_without_addresses(row, "detail", engines) for row in read_rows(run, "events"))
     rows = {shards.folder.name: shards.rows for shards in (traces, calls, sessions, events)}
     for config, count in rows.items():
         if not count:  # load_dataset refuses a split without rows
@@ -54,10 +59,20 @@ def _shards(out: Path, config: str, features: Features) -> ShardWriter:
     return ShardWriter(out / config, "train", "parquet", features)
 
 
-def _call_row(call: Call, engines: Collection[str]) -> dict[str, Any]:
-    """The call as it is stored, but for the addresses of engines, which are those of the recorder's network."""
-    row = call.to_row()
-    if row["error"]:
-        for address in (*engines, urlsplit(call.engine or "").netloc):
-            row["error"] = row["error"].replace(address, "ENGINE") if address else row["error"]
+def _engines(run: Path) -> set[str]:
+    """The addresses of the engines that the run's metadata names."""
+    metadata = read_metadata(run)
+    recorders = (recorder.get("engines", ()) for recorder in metadata.get("recorders", ()))
+    return {urlsplit(url).netloc for url in chain(metadata.get("engines", ()), *recorders)}
+
+
+def _without_addresses(row: dict[str, Any], column: str, engines: Collection[str]) -> dict[str, Any]:
+    """The row as it is stored, but for the addresses of engines in the text of a column: those are of the recorder's
+    network."""
+    if row[column]:
+        text = _SOCKET.sub("ENGINE", row[column])
+        # the longest first, as one may begin another
+        for address in sorted(engines, key=len, reverse=True):
+            text = text.replace(address, "ENGINE")
+        row[column] = text
     return row

@@ -4,9 +4,9 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from rolltap.trainer.dataset import RecordedSession, count_sessions, iter_sessions
+from rolltap.trainer.file_names import file_name
 
 Progress = Callable[[int, int], None]
 """Called with the sessions that are done, and their number."""
@@ -22,7 +22,7 @@ def each_session(run: Path, progress: Progress) -> Iterator[RecordedSession]:
 
 def session_file(session_id: str) -> str:
     """A file name for a session, whatever its id."""
-    return f"{quote(session_id, safe='')}.json"
+    return f"{file_name(session_id)}.json"
 
 
 def dump_json(value: Any) -> str:

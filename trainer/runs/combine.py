@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -20,6 +19,7 @@ from rolltap.addons.metadata import read_metadata, write_metadata
 from rolltap.addons.store import TABLES, RunWriter
 from rolltap.trainer.dataset import SessionIndex, load_sessions
 from rolltap.trainer.errors import UserError
+from rolltap.trainer.file_names import file_name
 from rolltap.trainer.progress import Advance
 from rolltap.trainer.runs.staging import new_folder
 
@@ -240,10 +240,8 @@ def _parts_by(source: _Run, field: SplitBy) -> dict[str, list[str]]:
     parts: defaultdict[str, list[str]] = defaultdict(list)
     for session_id in source.session_ids:
         row = source.rows.get(session_id)
-        name = quote(getattr(row, field) or "", safe="") if row else ""
-        if name.startswith("."):
-            name = "%2E" + name[1:]
-        parts[name or UNNAMED].append(session_id)
+        value = getattr(row, field) if row else None
+        parts[file_name(value) if value else UNNAMED].append(session_id)
     return parts
 
 

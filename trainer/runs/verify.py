@@ -13,12 +13,12 @@ import pyarrow as pa
 
 from rolltap.addons.calls import SESSION_SCHEMA, Session
 from rolltap.addons.digest import DIGEST, row_digest
-from rolltap.addons.segment import SegmentReader
 from rolltap.addons.metadata import read_metadata
+from rolltap.addons.segment import SegmentReader
 from rolltap.addons.store import TABLES, batch_rows, run_files
 from rolltap.trainer.dataset import Row, SessionIndex
-from rolltap.trainer.runs.findings import FROM_A_COPY, Finding, check_session
 from rolltap.trainer.progress import Advance
+from rolltap.trainer.runs.findings import FROM_A_COPY, Finding, check_session
 from rolltap.trainer.runs.repair import cut_tail, find_leftovers, is_held, remove_leftovers
 from rolltap.trainer.runs.segment_tail import find_tail
 

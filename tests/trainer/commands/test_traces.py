@@ -1,4 +1,5 @@
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -62,6 +63,14 @@ def test_the_ledger_alone_is_a_file_of_json(run, tmp_path):
     assert (ended.exit_code, ended.stdout) == (0, "")
     ledger = json.loads((tmp_path / "ledger.json").read_text())
     assert ledger == {"sampled": 14, "trained": 12, "left_out": {"aborted": 1, "auxiliary": 1}}
+
+
+def test_the_ledger_can_go_to_a_pipe(run, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    traces(run, "--ledger", tmp_path / "pipe")
+    assert json.loads(os.read(reader, 4096))["sampled"] == 14
+    os.close(reader)
 
 
 def test_dataset_lines_and_ledger_in_one_go_agree(run, tmp_path):

@@ -129,7 +129,7 @@ class TestExport:
         run = write(tmp_path / "run", Recording("../../a b"))
         (out := tmp_path / "out").mkdir()
         export(run, out, lambda *_: None)
-        assert [path.name for path in (out / "traces").iterdir()] == ["..%2F..%2Fa%20b.json"]
+        assert [path.name for path in (out / "traces").iterdir()] == ["%2E.%2F..%2Fa%20b.json"]
 
     def test_a_session_without_a_row_is_exported(self, tmp_path):
         made = recording.turns_with_tools()

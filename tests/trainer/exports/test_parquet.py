@@ -5,7 +5,9 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Features, List, Value, get_dataset_config_names, load_dataset
 
-from rolltap.addons.calls import CALL_SCHEMA
+from rolltap.addons.calls import CALL_SCHEMA, Event
+from rolltap.addons.metadata import add_recorder
+from rolltap.addons.store import RunWriter
 from rolltap.trainer.dataset import load_calls
 from rolltap.trainer.exports.features import trace_row
 from rolltap.trainer.exports.parquet import export
@@ -108,6 +110,17 @@ def test_the_engines_addresses_stay_at_home(run, out, load):
     [error] = [call["error"] for call in calls if call["error"]]
     assert error == "the engine at http://ENGINE failed: ENGINE"
     assert "gpu-7" not in (out / "README.md").read_text()
+
+
+def test_events_name_no_engine_either(run, out, load):
+    add_recorder(run, {"engines": ["http://gpu-8.internal:8000"]})
+    why = "Cannot connect to host gpu-8.internal:8000 ssl:default [Connect call failed ('10.0.0.8', 8000)]"
+    with RunWriter(run) as writer:
+        writer.add_event(Event("rejected", "s", detail=f"the engine at http://gpu-8.internal:8000 failed: {why}"))
+    export(run, out, ignore)
+    [detail] = [event["detail"] for event in load("events") if event["kind"] == "rejected"]
+    told = "Cannot connect to host ENGINE ssl:default [Connect call failed ENGINE]"
+    assert detail == f"the engine at http://ENGINE failed: {told}"
 
 
 def test_the_card_counts_and_names_the_place_to_load_from(run, out):

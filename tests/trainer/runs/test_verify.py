@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from rolltap.addons.calls import Call, Event, Session, VersionSpan
 from rolltap.addons.digest import DIGEST, row_digest
-from rolltap.addons.segment import SegmentReader
 from rolltap.addons.metadata import RunError, write_metadata
+from rolltap.addons.segment import SegmentReader
 from rolltap.addons.store import TABLES, RunWriter, read_rows, run_files
 from rolltap.trainer.cli import rolltap
 from rolltap.trainer.dataset import load_calls, load_sessions

@@ -1,0 +1,1 @@
+"""Run folders as a whole: merged, split, filtered, imported and verified."""
