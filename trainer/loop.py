@@ -56,10 +56,13 @@ def train(recipe: Recipe, *, engine: str, run: Path, seed: int, console: Console
     args = training_arguments(recipe, run, seed, tasks)
     plan = Plan(harness, recipe.sessions_per_group, recipe.concurrency, recipe.session_timeout)
     options = {**recipe.recorder, "rolltap_sampling": json.dumps(sampling(recipe))}
-    with Recorder(run, engine=engine, model=str(recipe.model), options=options) as recorder:
+    with (
+        Recorder(run, engine=engine, model=str(recipe.model), options=options) as recorder,
+        RunWriter(run) as writer,
+    ):
         publisher = _publisher(recipe, engine, run)
         selection = Selection(recipe.strategy, recipe.roles, recipe.max_tokens)
-        source = OnlineTraces(plan, recorder, publisher, selection, {t.id: t for t in tasks}, console)
+        source = OnlineTraces(plan, recorder, writer, publisher, selection, {t.id: t for t in tasks}, console)
         set_seed(seed)
         transformers_logging.disable_progress_bar()  # one for every published checkpoint
         trainer = TraceGRPOTrainer(
@@ -87,6 +90,7 @@ class OnlineTraces:
         self,
         plan: Plan,
         recorder: Recorder,
+        writer: RunWriter,
         publisher: Publisher,
         selection: Selection,
         tasks: dict[str, Task],
@@ -99,7 +103,7 @@ class OnlineTraces:
         self._selection = selection
         self._tasks = tasks
         self._console = console
-        self._writer = RunWriter(recorder.run)
+        self._writer = writer
 
     def __call__(self, rows: list[dict[str, Any]]) -> Batch:
         """Publish the trainer's weights and record a group of sessions for each row (`task_id`)."""
