@@ -273,7 +273,8 @@ class Generation:
         call.error, call.finished_at = why, utc_now()
         logger.warning("session %s: call %s %s: %s", call.session_id, call.call_id, call.status, why)
         try:
-            self._commit(None)
+            if not self._committed:
+                self._commit(None)
         except Exception as failure:  # what waits for this call must not wait for ever
             logger.error("cannot write call %s to %s: %s", call.call_id, self._parts.writer.run, failure)
         self.error = error

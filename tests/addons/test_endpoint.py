@@ -8,6 +8,7 @@ import pytest
 
 from rolltap.addons import endpoint as ep
 from rolltap.addons import exchange, generation, store
+from rolltap.addons.continuity import Conversations
 from rolltap.addons.dialects import chat
 from rolltap.addons.metadata import read_metadata, write_metadata
 from rolltap.addons.store import RunWriter
@@ -399,6 +400,17 @@ async def test_a_reply_grows_no_more_while_its_record_goes_to_the_disk(harness, 
     scripted_engine.replies.append(Say("Hi."))
     status, _ = await harness.ask(user())
     assert (status, grown) == (200, [False])
+
+
+async def test_a_call_that_fails_after_its_commit_is_recorded_once(harness, scripted_engine, monkeypatch):
+    def fail(*arguments):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Conversations, "add", fail)
+    scripted_engine.replies.append(Say("Hi."))
+    status, _ = await harness.ask(user())
+    assert status == 500
+    assert [call["status"] for call in harness.calls()] == ["completed"]
 
 
 async def test_the_run_knows_its_engines(harness, scripted_engine):

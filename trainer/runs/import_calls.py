@@ -1,7 +1,8 @@
 """Calls that anything else made, as JSON Lines, into a run folder.
 
 The file is read twice: first every line is checked and its place is noted by session, then one session after the other
-is linked and written. Memory is that of one session, whatever the order of the lines.
+is linked and written. Memory is that of one session's tokens and of the ids of all calls, whatever the order of the
+lines.
 """
 
 import os
