@@ -175,7 +175,7 @@ def _compact(segments: list[Segment]) -> None:
         try:
             if segment.size:
                 compact(segment.path)
-        except OSError as error:
+        except (OSError, pa.ArrowException) as error:
             logger.warning("%s stays as it is, in small batches: %s", segment.path, error)
         finally:
             segment.close()
@@ -202,7 +202,7 @@ def read_batches(run: Path, table: str, sessions: Collection[str] | None = None)
                 if batch.num_rows:
                     yield batch
             if reader.damage:
-                logger.warning("%s: %s", path, reader.damage)
+                logger.warning("%s: %s; see `rolltap verify`", path, reader.damage)
 
 
 def read_rows(run: Path, table: str, sessions: Collection[str] | None = None) -> Iterator[dict[str, Any]]:

@@ -64,7 +64,7 @@ def run(command: click.Command) -> None:
         console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(1)
     except (KeyboardInterrupt, click.Abort):
-        console.print("stopped; what was recorded is in the run folder")
+        console.print("stopped; nothing that was recorded is lost")
         sys.exit(130)
 
 

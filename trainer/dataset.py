@@ -122,7 +122,7 @@ class SessionIndex:
                 for session_id in batch.column("session_id").unique().to_pylist():
                     self._places[session_id][number].append(offset)
             if reader.damage:
-                logger.warning("%s: %s", reader.path, reader.damage)
+                logger.warning("%s: %s; see `rolltap verify`", reader.path, reader.damage)
 
     def _reader(self, number: int) -> SegmentReader:
         if number not in self._open:

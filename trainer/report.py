@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -83,50 +83,55 @@ def summarize(run: Path, strategy: Strategy = "prefix_merging") -> Summary:
     """Count a run, one session at a time. Raises `RunError` when the folder cannot be read, and `LedgerError`."""
     sessions: list[Session] = []
     rows: list[tuple[datetime, SessionRow]] = []
-    statuses, kinds, rendered, roles, violations, events, refused = (Counter[str]() for _ in range(7))
-    begun = ended = 0
-
-    def count_events(batches: Iterable[RecordBatch]) -> set[str]:
-        """Count the events of a session; returns the ids of the calls that were begun."""
-        own = [row for batch in batches for row in batch.select(["kind", "host", "detail"]).to_pylist()]
-        events.update(row["kind"] for row in own)
-        refused.update(row["host"] for row in own if row["kind"] == "refused")
-        return {row["detail"] for row in own if row["kind"] == "call_started"}
-
+    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    interrupted = 0
     with SessionIndex(run, "events") as index:
         for recorded in iter_sessions(run):
             session, calls = recorded.session, recorded.calls
             row = session_row(recorded.session_id, session, calls, strategy)
             rows.append((session.started_at if session else calls[0].started_at, row))
             sessions += [session] if session else []
-            statuses.update(call.status for call in calls)
-            kinds.update(call.kind for call in calls)
-            rendered.update(_without_ids(call.kind_reason or "") for call in calls if call.kind == "rendered")
-            roles.update(call.role for call in calls)
-            violations.update(call.violation for call in calls if call.violation)
-            started = count_events(index.batches(recorded.session_id))
-            begun, ended = begun + len(started), ended + len(started & {call.call_id for call in calls})
+            _count_calls(calls, counts)
+            begun = _count_events(index.batches(recorded.session_id), counts)
+            interrupted += len(begun - {call.call_id for call in calls})
         # those of nobody, and of sessions that have nothing else
         for session_id in set(index.session_ids) - {row.session_id for _, row in rows}:
-            begun += len(count_events(index.batches(session_id)))
+            interrupted += len(_count_events(index.batches(session_id), counts))
+    events = counts["events"]
     return Summary(
         sessions=dict(Counter(session.status for session in sessions)),
-        calls=dict(statuses),
-        kinds=dict(kinds),
-        rendered=dict(rendered),
-        roles=dict(roles),
-        violations=dict(violations),
-        refused=dict(refused),
+        calls=dict(counts["calls"]),
+        kinds=dict(counts["kinds"]),
+        rendered=dict(counts["rendered"]),
+        roles=dict(counts["roles"]),
+        violations=dict(counts["violations"]),
+        refused=dict(counts["refused"]),
         uncaptured_calls=events["uncaptured"],
         retried=events["joined"] + events["replayed"],
         continued=events["continued"],
         rejected=events["rejected"],
         unauthorised=events["unauthorised"],
-        interrupted=begun - ended,
+        interrupted=interrupted,
         ledger=sum((row.ledger for _, row in rows), Ledger()),
         steps=reward_steps(sessions),
         session_rows=[row for _, row in sorted(rows, key=lambda row: (row[0], row[1].session_id))],
     )
+
+
+def _count_calls(calls: Sequence[Call], counts: Mapping[str, Counter[str]]) -> None:
+    counts["calls"].update(call.status for call in calls)
+    counts["kinds"].update(call.kind for call in calls)
+    counts["rendered"].update(_without_ids(call.kind_reason or "") for call in calls if call.kind == "rendered")
+    counts["roles"].update(call.role for call in calls)
+    counts["violations"].update(call.violation for call in calls if call.violation)
+
+
+def _count_events(batches: Iterable[RecordBatch], counts: Mapping[str, Counter[str]]) -> set[str]:
+    """Count the events of a session; returns the ids of the calls that were begun."""
+    events = [event for batch in batches for event in batch.select(["kind", "host", "detail"]).to_pylist()]
+    counts["events"].update(event["kind"] for event in events)
+    counts["refused"].update(event["host"] for event in events if event["kind"] == "refused")
+    return {event["detail"] for event in events if event["kind"] == "call_started"}
 
 
 def session_row(

@@ -21,6 +21,8 @@ from rolltap.trainer.rollouts.environment import proxy_environment, proxy_url, w
 
 _READY = re.compile(r"recording to .*, proxy at http://(\S+:\d+)")
 _STOP_SECONDS = 20.0
+_END_SECONDS = 300.0
+"""The disk may be slow, and a large file be compacted."""
 
 SESSION_END = "http://session.rolltap/end"
 """Where a session is ended, through the proxy and with its credentials; see `rolltap.addons.endpoint`."""
@@ -101,7 +103,7 @@ class Recorder:
         """
         url = proxy_url(self._address, session_id, self._secret)
         try:
-            answer = httpx.post(SESSION_END, proxy=url, trust_env=False, timeout=_STOP_SECONDS)
+            answer = httpx.post(SESSION_END, proxy=url, trust_env=False, timeout=_END_SECONDS)
         except httpx.HTTPError as error:
             self.check()
             raise UserError(f"the recorder does not end session {session_id}: {error!r}") from error

@@ -61,6 +61,7 @@ async def rollout(
             await _run_session(session, task, plan, recorder, harness_env)
             session.finished_at = utc_now()
             writer.add_session(session)
+            await asyncio.to_thread(recorder.end, session.session_id)
             sessions.append(session)
             done(session)
 
@@ -99,7 +100,6 @@ async def _run_session(
                 timeout=plan.timeout,
                 log=logs / f"{session.session_id}.log",
             )
-            await asyncio.to_thread(recorder.end, session.session_id)
         except OSError as error:
             session.error = f"the session could not be started: {error}"
             return
