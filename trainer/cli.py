@@ -104,7 +104,10 @@ def _settings(settings: tuple[str, ...]) -> dict[str, str]:
 
 @rolltap.command()
 def addon() -> None:
-    """Print the path of the recorder's script, for `mitmdump -s "$(rolltap addon)"`."""
+    """Print the path of the recorder's mitmproxy script.
+
+    For `mitmdump -s "$(rolltap addon)"`.
+    """
     click.echo(addon_path())
 
 
@@ -121,8 +124,9 @@ def addon() -> None:
 def serve(
     model: str, host: str, port: int, vllm: str, max_model_len: int | None, lora_rank: int, extra: tuple[str, ...]
 ) -> None:
-    """Start vLLM for MODEL with what the recorder and the publisher need, on GPUs or on CPU.
+    """Start vLLM for MODEL, with what recording and publishing need.
 
+    On GPUs, or on the CPU without.
     Arguments after `--` go to `vllm serve` as they are.
     """
     server = EngineServer(
@@ -141,9 +145,9 @@ def serve(
 def record(
     out: Path, engine: str, model: str, settings: tuple[str, ...], preset: str | None, command: tuple[str, ...]
 ) -> None:
-    """Run one COMMAND under the recorder, with its own configuration, and end with its status.
+    """Run one COMMAND under the recorder and end with its status.
 
-    With --harness, COMMAND is only the arguments of its program; a variable that you have set yourself stays as it is.
+    The command keeps its own configuration. With --harness, COMMAND is only the arguments of its program; a variable that you have set yourself stays as it is.
     """
     name, environment = command[0] if command else "", {}
     if preset is not None:
@@ -200,8 +204,9 @@ def record(
     help="Lines for a shell's eval, for `docker run --env-file`, or JSON.",
 )
 def environment_command(proxy: str, session: str | None, preset: str | None, engine: str, ca: Path, form: str) -> None:
-    """Print the environment in which a program is recorded by a recorder that runs already.
+    """Print the variables that send a program through a recorder.
 
+    The recorder runs already.
     ROLLTAP_SECRET holds the recorder's secret, if it has one. A file with the usual root certificates and the
     recorder's CA, rolltap-ca-bundle.pem, is written beside the CA. A container needs both files under the same paths.
     """
@@ -253,7 +258,10 @@ def rollout_command(
     timeout: float,
     as_json: bool,
 ) -> None:
-    """Run every task in the file TASKS several times and record the sessions and their rewards."""
+    """Run every task of a file several times and record it.
+
+    TASKS is JSON Lines, a task a line. Rewards are those of each task's own evaluator.
+    """
     task_list, harness = load_tasks(tasks), load_harness(preset)
     require_program(harness.program, harness.install)
     columns = (
@@ -284,7 +292,10 @@ def rollout_command(
 @click.option("--engine", default="http://127.0.0.1:8000", show_default=True, help="URL of the vLLM server.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the trainer.")
 def train(recipe: Path, out: Path, engine: str, seed: int) -> None:
-    """Train by the RECIPE: record sessions, train on them, publish the weights to the engine, repeat."""
+    """Record, train, publish, repeat, as a RECIPE says.
+
+    The new weights go to the running engine, which samples the next sessions.
+    """
     # torch and TRL take seconds to import and are not needed by the other commands
     from rolltap.trainer.loop import FINISHED
     from rolltap.trainer.loop import train as run_recipe

@@ -32,7 +32,7 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
 @click.option("--repo", metavar="ORG/NAME", help="The dataset repository that --to hub pushes to.")
 @click.option("--public", is_flag=True, help="Let a new repository be public; private if not given.")
 def export_command(run: Path, target: str, out: Path | None, repo: str | None, public: bool) -> None:
-    """Write a RUN folder in another format, or push it to the Hugging Face Hub.
+    """Write a RUN in another format, or push it to the Hub.
 
     The Hub's token is that of `hf auth login` or HF_TOKEN. Nothing is pushed to a repository that is public already,
     unless --public says so; its former Parquet files and card are replaced.

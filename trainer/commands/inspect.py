@@ -32,7 +32,7 @@ def print_run(run: Path, as_json: bool) -> None:
 @click.argument("call", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def inspect_command(run: Path, session: str | None, call: str | None, as_json: bool) -> None:
-    """Show what a RUN folder holds, the call tree of a SESSION, or everything of a CALL.
+    """Show a RUN, the call tree of a SESSION, or all of a CALL.
 
     A run: rewards, sessions, calls and the ledger of its tokens. The beginning of an id will do for it.
     """
@@ -67,8 +67,9 @@ def inspect_command(run: Path, session: str | None, call: str | None, as_json: b
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def check_command(run: Path, engine: str, sample: int, seed: int, threshold: float, as_json: bool) -> None:
-    """Score calls of a RUN again on a running engine and compare the log-probabilities.
+    """Score calls of a RUN again on a running engine.
 
+    Their log-probabilities are compared with the recorded ones.
     Ends with status 0 when the mean absolute difference of every kind of prompt and policy version is within the
     threshold, else with 1. Calls of weights that the engine does not serve any more are skipped.
     """

@@ -28,7 +28,9 @@ MOST_FINDINGS = 100
 @click.option("--skip-bad", is_flag=True, help="Leave bad lines out and import the others.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 def import_command(file: BinaryIO, run: Path, skip_bad: bool, as_json: bool) -> None:
-    """Add calls that anything else made to a RUN folder, which may be new. FILE is JSON Lines, `-` the standard input.
+    """Add calls that anything else made to a RUN.
+
+    The folder may be new. FILE is JSON Lines, `-` the standard input.
 
     \b
     A line is a call, with the keys
@@ -101,8 +103,9 @@ def merge_command(runs: tuple[Path, ...], out: Path) -> None:
 @click.option("--by", type=click.Choice(get_args(SplitBy)), help="A run for each value of this field of the sessions.")
 @click.option("--parts", type=click.IntRange(1), metavar="N", help="N runs of about as many sessions, groups whole.")
 def split_command(run: Path, out: Path, by: SplitBy | None, parts: int | None) -> None:
-    """Write the sessions of a RUN to several, folders in --out that are named after their part.
+    """Write the sessions of a RUN to several runs.
 
+    They are folders in --out, named after their part.
     Events of no session go to the first part.
     """
     wanted = by or parts
@@ -141,8 +144,9 @@ def filter_command(
     sessions: tuple[str, ...],
     roles: tuple[CallRole, ...],
 ) -> None:
-    """Write the sessions of a RUN that fit all that is asked for to a new run.
+    """Write the sessions of a RUN that fit to a new run.
 
+    They fit all that is asked for.
     An option that is given several times accepts each of its values. Sessions without a row in the run fit only
     --session and --role; those without a reward fit no --min-reward and --max-reward. Events of no session are left
     out.

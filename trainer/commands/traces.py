@@ -71,9 +71,9 @@ def traces_command(
     as_json: bool,
     ledger_file: Path | None,
 ) -> None:
-    """Build the traces of a RUN folder, for TRL and other trainers: `datasets.load_from_disk` opens what --out names.
+    """Build the traces of a RUN, to train on.
 
-    Sessions without a reward are there too, with the reward null.
+    `datasets.load_from_disk` opens what --out names. Sessions without a reward are there too, with the reward null.
     """
     if out is None and not as_json and ledger_file is None:
         raise click.UsageError("say where the traces go: --out DIR, --json, or --ledger FILE for their ledger alone")
