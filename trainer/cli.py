@@ -147,7 +147,8 @@ def record(
 ) -> None:
     """Run one COMMAND under the recorder and end with its status.
 
-    The command keeps its own configuration. With --harness, COMMAND is only the arguments of its program; a variable that you have set yourself stays as it is.
+    The command keeps its own configuration. With --harness, COMMAND is only the arguments of its program; a variable
+    that you have set yourself stays as it is.
     """
     name, environment = command[0] if command else "", {}
     if preset is not None:
