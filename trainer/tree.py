@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from rolltap.addons.calls import Call
-from rolltap.trainer.shared_prefixes import TOKEN_BYTES, common_length, pack
+from rolltap.trainer.shared_prefixes import common_length
+from rolltap.trainer.tokens import TOKEN_BYTES, Tokens, pack
 
 
 def start_order(call: Call) -> tuple[datetime, int, str]:
@@ -97,7 +98,11 @@ def _split(node: _Node, length: int) -> _Node:
 def _continues(call: Call, parent: Call) -> bool:
     sampled = len(parent.prompt_ids)
     end = sampled + len(parent.completion_ids)
-    return call.prompt_ids[sampled:end] == parent.completion_ids and call.prompt_ids[:sampled] == parent.prompt_ids
+    if call.prompt_ids[sampled:end] != parent.completion_ids:
+        return False
+    if isinstance(call.prompt_ids, Tokens):
+        return call.prompt_ids.startswith(parent.prompt_ids)
+    return call.prompt_ids[:sampled] == parent.prompt_ids
 
 
 def _superseded(prompts: Sequence[_Node], parents: Sequence[int | None]) -> set[int]:
