@@ -126,7 +126,7 @@ class Call:
 
     session_id: str
     call_id: str
-    prompt_ids: list[int]
+    prompt_ids: Sequence[int]
     """Token ids the engine was given, shape (P,)."""
     completion_ids: list[int] = field(default_factory=list)
     """Sampled token ids, the end-of-turn token included when it was sampled, shape (C,)."""

@@ -201,7 +201,7 @@ class Generation:
         start = len(call.completion_ids)
         sampling = {**self._sampling, "max_tokens": self._sampling["max_tokens"] - start}
         finish_reason = None
-        async for chunk in engine.generate(call.prompt_ids + call.completion_ids, sampling, policy.model):
+        async for chunk in engine.generate([*call.prompt_ids, *call.completion_ids], sampling, policy.model):
             if chunk.token_ids and call.first_token_at is None:
                 call.first_token_at = utc_now()
             call.completion_ids += chunk.token_ids

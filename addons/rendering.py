@@ -3,6 +3,7 @@
 import hashlib
 import json
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,7 @@ class Rendering:
         return fitting
 
     def parse(
-        self, prompt_ids: list[int], completion_ids: list[int], tools: list[Tool], *, partial: bool = False
+        self, prompt_ids: Sequence[int], completion_ids: list[int], tools: list[Tool], *, partial: bool = False
     ) -> Reply:
         """The message in the sampled tokens. A tool call that is not well formed becomes text, unless the completion
         is `partial` and the call may still become one."""

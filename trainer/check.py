@@ -139,7 +139,7 @@ class Scorer:
 
     def score(self, call: Call, model: str) -> Score:
         """Score a call by the weights that the engine serves as `model`."""
-        sequence = call.prompt_ids + call.completion_ids
+        sequence = [*call.prompt_ids, *call.completion_ids]
         body = {"model": model, "prompt": sequence, "max_tokens": 1, "prompt_logprobs": 0}
         answer = self._json("POST", "/v1/completions", body)
         try:

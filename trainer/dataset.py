@@ -15,6 +15,7 @@ from rolltap.addons.digest import DIGEST
 from rolltap.addons.metadata import RunError, read_metadata
 from rolltap.addons.segment import SegmentReader, rows_of_session
 from rolltap.addons.store import TABLES, batch_rows, read_batches, read_rows, run_files
+from rolltap.trainer.tokens import Tokens
 from rolltap.trainer.tree import start_order
 
 Row = dict[str, Any]
@@ -34,7 +35,7 @@ class RecordedSession:
     session: Session | None
     """None when only its calls were recorded, by a recorder that somebody else started."""
     calls: list[Call]
-    """In the order in which they started, each with its full prompt."""
+    """In the order in which they started, each with its full prompt as `Tokens`, which holds only what is new in it."""
 
 
 def iter_sessions(run: Path, sessions: Collection[str] | None = None) -> Iterator[RecordedSession]:
@@ -169,15 +170,19 @@ def rebuild_calls(run: Path, session_id: str, batches: Iterator[pa.RecordBatch])
 def _call(row: Row, parent: Call | None) -> Call:
     tail: list[int] = row["prompt_tail_ids"]
     prefix_length = row["prompt_length"] - len(tail)
-    prefix = parent.prompt_ids + parent.completion_ids if parent and prefix_length else []
+    known = len(parent.prompt_ids) + len(parent.completion_ids) if parent and prefix_length else 0
     violation = None
     if row["parent_id"] is not None and parent is None:
         violation = f"parent {row['parent_id']} is not in the run"
-    elif len(prefix) != prefix_length:
-        violation = f"the prompt has {row['prompt_length']} tokens, but {len(prefix) + len(tail)} can be rebuilt"
+    elif known != prefix_length:
+        violation = f"the prompt has {row['prompt_length']} tokens, but {known + len(tail)} can be rebuilt"
+    prompt_ids = Tokens(tail)
+    if parent is not None and known and violation is None:
+        assert isinstance(parent.prompt_ids, Tokens)
+        prompt_ids = Tokens(parent.completion_ids + tail, parent.prompt_ids)
     fields = {name: row[name] for name in CALL_SCHEMA.names if name not in _STORED_OTHERWISE}
     fields |= {
-        "prompt_ids": tail if violation else prefix + tail,
+        "prompt_ids": prompt_ids,
         "prefix_length": 0 if violation else prefix_length,
         "logprobs": row["logprobs"] or [],
         "weight_versions": [VersionSpan(**span) for span in row["weight_versions"] or []],

@@ -13,7 +13,8 @@ from rolltap.trainer.dataset import load_calls, load_sessions
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.ledger import Ledger
 from rolltap.trainer.report import session_ledger
-from rolltap.trainer.shared_prefixes import common_length, pack
+from rolltap.trainer.shared_prefixes import common_length
+from rolltap.trainer.tokens import pack
 from rolltap.trainer.traces import judge_calls
 from rolltap.trainer.tree import start_order
 
@@ -95,7 +96,7 @@ class CallView:
 
     def to_json(self) -> dict[str, Any]:
         """The view as JSON values, with what the row holds as JSON parsed."""
-        call = asdict(self.call)
+        call = asdict(self.call) | {"prompt_ids": list(self.call.prompt_ids)}
         for name in ("sampling", "reply"):
             call[name] = json.loads(call[name]) if call[name] is not None else None
         call["tools"] = json.loads(self.call.tools) if self.call.tools is not None else None
@@ -201,15 +202,15 @@ def first_difference(call: Call, calls: Sequence[Call]) -> Difference | None:
     if not earlier:
         return None
     prompt = pack(call.prompt_ids)
-    lengths = [common_length(prompt, pack(e.prompt_ids + e.completion_ids)) for e in earlier]
+    lengths = [common_length(prompt, pack(e.prompt_ids) + pack(e.completion_ids)) for e in earlier]
     position = max(lengths)
     best = max(i for i, length in enumerate(lengths) if length == position)
     return Difference(
         call_id=earlier[best].call_id,
         position=position,
-        common=call.prompt_ids[max(position - BEFORE, 0) : position],
-        recorded=(earlier[best].prompt_ids + earlier[best].completion_ids)[position : position + AFTER],
-        rendered=call.prompt_ids[position : position + AFTER],
+        common=list(call.prompt_ids[max(position - BEFORE, 0) : position]),
+        recorded=[*earlier[best].prompt_ids, *earlier[best].completion_ids][position : position + AFTER],
+        rendered=list(call.prompt_ids[position : position + AFTER]),
     )
 
 

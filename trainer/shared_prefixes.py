@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-TOKEN_BYTES = 4
-"""Bytes of a token in what `pack` returns."""
+from rolltap.trainer.tokens import TOKEN_BYTES, pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +54,6 @@ def _join(branches: list[tuple[int, int]], length: int, shared: list[SharedPrefi
             if i != first:
                 shared[i] = SharedPrefix(first, depth)
         branches.append((first, above))
-
-
-def pack(ids: Sequence[int]) -> bytes:
-    """Token ids as bytes. Raises `OverflowError` for an id beyond 32 bits."""
-    return np.fromiter(ids, np.int32, len(ids)).tobytes()
 
 
 def common_length(a: bytes, b: bytes) -> int:

@@ -114,7 +114,7 @@ def print_call(view: CallView, decode: Decoder | None, console: Console) -> None
 def context(call: Call, decode: Decoder | None) -> Text:
     """The end of what the prompt adds to its parent's tokens: the mask is 0 there."""
     ids = call.prompt_ids[call.prefix_length :]
-    shown = ids[-CONTEXT_TOKENS:]
+    shown = list(ids[-CONTEXT_TOKENS:])
     text = Text(f"({len(ids) - len(shown)} tokens) … " if len(shown) < len(ids) else "", "dim italic")
     return text.append("".join(f"{token} " for token in shown) if decode is None else decode(shown), "dim")
 

@@ -206,7 +206,7 @@ def _trace(path: Sequence[Call], owned: Iterable[tuple[Call, int]], end: int) ->
     """
     root, last = path[0], path[-1]
     start = len(root.prompt_ids)
-    completion_ids = last.prompt_ids[start:] + last.completion_ids[:end]
+    completion_ids = [*last.prompt_ids[start:], *last.completion_ids[:end]]
     mask = [0] * len(completion_ids)
     logprobs = [0.0] * len(completion_ids)
     versions = []
@@ -224,7 +224,7 @@ def _trace(path: Sequence[Call], owned: Iterable[tuple[Call, int]], end: int) ->
         # encoded, as an imported id may have a slash of its own
         trace_id=f"{quote(last.session_id, safe='')}/{last.call_id}",
         call_ids=[call.call_id for call in path],
-        prompt_ids=root.prompt_ids,
+        prompt_ids=list(root.prompt_ids),
         completion_ids=completion_ids,
         completion_mask=mask,
         logprobs=logprobs,

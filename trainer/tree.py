@@ -6,10 +6,12 @@ else is another branch or another root: nothing is repaired.
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from rolltap.addons.calls import Call
-from rolltap.trainer.shared_prefixes import TOKEN_BYTES, pack
+from rolltap.trainer.shared_prefixes import common_length
+from rolltap.trainer.tokens import TOKEN_BYTES, Tokens, pack
 
 
 def start_order(call: Call) -> tuple[datetime, int, str]:
@@ -25,68 +27,91 @@ def link_calls(calls: Sequence[Call]) -> tuple[list[int | None], set[int]]:
     calls with the same tokens the recorded parent is the parent, else the first. A call is superseded when nothing
     extends it while something extends a sibling with the same prompt: the harness asked again.
 
-    Time and memory are linear in the prompts' tokens, but for the sorting, which takes one comparison a call where
-    calls continue one another.
+    Time and memory are linear in a call's tokens after those of its recorded parent or of the call before it; in all
+    of its tokens where it continues neither.
     """
-    tokens = _tokens(calls)
-    parents = _parents(calls, tokens)
-    return parents, _superseded(calls, tokens, parents)
-
-
-def _tokens(calls: Sequence[Call]) -> list[bytes]:
-    """Prompt and completion of each call, packed. A prompt that begins with the recorded parent's tokens takes over
-    their bytes: lists that were read together share their numbers, and are compared faster than packed."""
-    tokens: list[bytes] = []
+    root = _Node()
     index: dict[str | None, int] = {}
+    prompts: list[_Node] = []
+    ends: list[_Node] = []
+    parents: list[int | None] = []
     for i, call in enumerate(calls):
-        known, begin = b"", 0
-        if (recorded := index.get(call.parent_id)) is not None and _continues(call, calls[recorded]):
-            known = tokens[recorded]
-            begin = len(known) // TOKEN_BYTES
-        tokens.append(known + pack(call.prompt_ids[begin:] + call.completion_ids))
+        node, known = root, 0
+        recorded = index.get(call.parent_id)
+        for j in (recorded, i - 1 if i else None):
+            if j is not None and _continues(call, calls[j]):
+                node, known = ends[j], len(calls[j].prompt_ids) + len(calls[j].completion_ids)
+                break
+        prompt, longest = _insert(node, pack(call.prompt_ids[known:]))
+        if recorded is not None and ends[recorded] is longest:
+            parents.append(recorded)
+        else:
+            parents.append(longest.first_call if longest else None)
+        end, _ = _insert(prompt, pack(call.completion_ids))
+        if end.first_call is None:
+            end.first_call = i
+        prompts.append(prompt)
+        ends.append(end)
         index[call.call_id] = i
-    return tokens
+    return parents, _superseded(prompts, parents)
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """A position in the radix tree of the calls' token sequences, where prompts or calls end or sequences part."""
+
+    edge: bytes = b""
+    """The packed tokens between the node above and this one."""
+    below: "dict[bytes, _Node]" = field(default_factory=dict)
+    """First token of an edge, packed -> the node at its end."""
+    first_call: int | None = None
+    """The first call whose prompt and completion end here."""
+
+
+def _insert(node: _Node, tokens: bytes) -> tuple[_Node, _Node | None]:
+    """The node where the packed `tokens` after `node` end, and the last on the way, from `node` to it, where a call
+    ends. It is made when there is none, as is the one where the tokens part from others."""
+    position = 0
+    ended = None if node.first_call is None else node
+    while position < len(tokens):
+        below = node.below.get(first := tokens[position : position + TOKEN_BYTES])
+        if below is None:
+            node.below[first] = below = _Node(tokens[position:])
+        elif not tokens.startswith(below.edge, position):
+            rest = tokens[position : position + len(below.edge)]
+            below = node.below[first] = _split(below, common_length(below.edge, rest) * TOKEN_BYTES)
+        node = below
+        position += len(node.edge)
+        if node.first_call is not None:
+            ended = node
+    return node, ended
+
+
+def _split(node: _Node, length: int) -> _Node:
+    """A new node after the first `length` bytes of the edge to `node`, which stays the node of its sequence."""
+    middle = _Node(node.edge[:length])
+    node.edge = node.edge[length:]
+    middle.below[node.edge[:TOKEN_BYTES]] = node
+    return middle
 
 
 def _continues(call: Call, parent: Call) -> bool:
     sampled = len(parent.prompt_ids)
     end = sampled + len(parent.completion_ids)
-    return call.prompt_ids[sampled:end] == parent.completion_ids and call.prompt_ids[:sampled] == parent.prompt_ids
+    if call.prompt_ids[sampled:end] != parent.completion_ids:
+        return False
+    if isinstance(call.prompt_ids, Tokens):
+        return call.prompt_ids.startswith(parent.prompt_ids)
+    return call.prompt_ids[:sampled] == parent.prompt_ids
 
 
-def _parents(calls: Sequence[Call], tokens: Sequence[bytes]) -> list[int | None]:
-    index: dict[str | None, int] = {call.call_id: i for i, call in enumerate(calls)}
-    parents: list[int | None] = [None] * len(calls)
-    # each call's first twin: the first call with the same tokens, maybe itself
-    first = list(range(len(calls)))
-    # the first twins of all calls whose tokens begin the current one's, from the shortest up to its own
-    prefixes: list[int] = []
-    for i in sorted(range(len(calls)), key=tokens.__getitem__):
-        while prefixes and not tokens[i].startswith(tokens[prefixes[-1]]):
-            prefixes.pop()
-        if prefixes and len(tokens[prefixes[-1]]) == len(tokens[i]):
-            first[i] = prefixes[-1]
-        else:
-            prefixes.append(i)
-        prompt_bytes = TOKEN_BYTES * len(calls[i].prompt_ids)
-        parent = next((j for j in reversed(prefixes) if j < i and len(tokens[j]) <= prompt_bytes), None)
-        recorded = index.get(calls[i].parent_id)
-        if recorded is not None and recorded < i and first[recorded] == parent:
-            parent = recorded
-        parents[i] = parent
-    return parents
-
-
-def _superseded(calls: Sequence[Call], tokens: Sequence[bytes], parents: Sequence[int | None]) -> set[int]:
-    siblings: defaultdict[tuple[int | None, int], list[int]] = defaultdict(list)
-    for i, parent in enumerate(parents):
-        siblings[parent, len(calls[i].prompt_ids)].append(i)
+def _superseded(prompts: Sequence[_Node], parents: Sequence[int | None]) -> set[int]:
+    siblings: defaultdict[tuple[int | None, _Node], list[int]] = defaultdict(list)
+    for i, key in enumerate(zip(parents, prompts, strict=True)):
+        siblings[key].append(i)
     extended = set(parents)
     superseded: set[int] = set()
-    for (parent, length), group in siblings.items():
-        if len(group) == 1 or extended.isdisjoint(group):
-            continue
-        start = 0 if parent is None else len(tokens[parent])
-        retried = {tokens[i][start : length * TOKEN_BYTES] for i in group if i in extended}
-        superseded.update(i for i in group if i not in extended and tokens[i][start : length * TOKEN_BYTES] in retried)
+    for group in siblings.values():
+        if not extended.isdisjoint(group):
+            superseded.update(i for i in group if i not in extended)
     return superseded

@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltap.trainer.shared_prefixes import SharedPrefix, common_length, pack, shared_prefixes
+from rolltap.trainer.shared_prefixes import SharedPrefix, common_length, shared_prefixes
+from rolltap.trainer.tokens import pack
 from tests.trainer.forests import TOKEN, common
 
 SEQUENCES = st.lists(st.lists(TOKEN, max_size=5), max_size=12)

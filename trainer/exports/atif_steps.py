@@ -43,7 +43,7 @@ def _metrics(call: Call) -> dict[str, Any]:
         "prompt_tokens": len(call.prompt_ids),
         "completion_tokens": len(call.completion_ids),
         "cached_tokens": call.cached_tokens,
-        "prompt_token_ids": call.prompt_ids,
+        "prompt_token_ids": list(call.prompt_ids),
         "completion_token_ids": call.completion_ids,
         "extra": {"weight_versions": versions},
     }

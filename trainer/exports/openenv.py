@@ -137,7 +137,7 @@ def training_turn(turn: Turn, index: int, left_out: str | None) -> dict[str, Any
     trained = int(left_out is None)
     return {
         "node_id": call.call_id,
-        "prompt_token_ids": call.prompt_ids,
+        "prompt_token_ids": list(call.prompt_ids),
         "completion_token_ids": call.completion_ids,
         "per_token_logps": call.logprobs,
         "loss_mask": [0] * len(call.prompt_ids) + [trained] * len(call.completion_ids),

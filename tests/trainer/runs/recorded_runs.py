@@ -99,7 +99,7 @@ def import_line(call, session):
         {
             "session_id": call.session_id,
             "call_id": call.call_id,
-            "prompt_ids": call.prompt_ids,
+            "prompt_ids": list(call.prompt_ids),
             "completion_ids": call.completion_ids,
             "logprobs": call.logprobs,
             "finish_reason": call.finish_reason,
