@@ -76,7 +76,7 @@ def test_vllm_used_the_recorded_prompts_and_found_their_prefix_in_its_cache(reco
     bridged = 0
     for calls in load_calls(run).values():
         for call in calls:
-            body = {"token_ids": call.prompt_ids, "sampling_params": {"max_tokens": 1}, "return_token_ids": True}
+            body = {"token_ids": list(call.prompt_ids), "sampling_params": {"max_tokens": 1}, "return_token_ids": True}
             used = httpx.post(f"{engine.url}/inference/v1/generate", json=body, timeout=60).json()
             assert used["prompt_token_ids"] == call.prompt_ids
             if call.kind == "bridged":

@@ -135,7 +135,7 @@ async def test_a_session_with_tools_is_one_unbroken_line_of_calls(harness, engin
     assert [call.kind for call in main[1:]] == ["bridged"] * (turns - 1)
     assert [call.status for call in calls] == ["completed"] * len(calls)
     sent = [request["token_ids"] for request in engine.requests]
-    assert sorted(sent) == sorted(call.prompt_ids for call in calls)
+    assert sorted(sent) == sorted(list(call.prompt_ids) for call in calls)
     traces, ledger = build_traces(calls, "prefix_merging")
     assert [call.call_id for call in main] in [trace.call_ids for trace in traces]
     ledger.check()
