@@ -16,10 +16,10 @@ from rolltap.addons import endpoint as ep
 from rolltap.addons.calls import Event
 from rolltap.addons.dialects.model_call import DialectError
 from rolltap.addons.dialects.routes import Route, find_route, is_websocket
-from rolltap.addons.engine import NEUTRAL_SAMPLING
 from rolltap.addons.metadata import RunError, add_recorder, write_metadata
 from rolltap.addons.options import option_errors
 from rolltap.addons.rendering import ModelError, Rendering, model_folder
+from rolltap.addons.sampling import NEUTRAL_SAMPLING
 from rolltap.addons.sessions import SESSION, writable
 from rolltap.addons.store import RunWriter, Sync
 

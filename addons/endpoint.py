@@ -26,7 +26,7 @@ from rolltap.addons.continuity import Conversations
 from rolltap.addons.dialects.dialect import Dialect, Operation
 from rolltap.addons.dialects.model_call import ContextOverflow, Head, ModelCall, ServedModel
 from rolltap.addons.dialects.routes import find_route, is_websocket
-from rolltap.addons.engine import NEUTRAL_SAMPLING, Engine, EngineError
+from rolltap.addons.engine import Engine, EngineError
 from rolltap.addons.engines import Engines
 from rolltap.addons.exchange import error_response, respond, stream
 from rolltap.addons.generation import Generation, Parts, as_dialect_error
@@ -35,6 +35,7 @@ from rolltap.addons.policy import PolicyFile
 from rolltap.addons.rendering import Rendering
 from rolltap.addons.retries import find_retried, worth_remembering
 from rolltap.addons.roles import find_role
+from rolltap.addons.sampling import NEUTRAL_SAMPLING
 from rolltap.addons.store import RunWriter
 from rolltap.addons.websocket import serve_socket
 

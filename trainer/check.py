@@ -21,9 +21,9 @@ from rich.table import Table
 from rich.text import Text
 
 from rolltap.addons.calls import Call, CallKind, find_violation
-from rolltap.addons.engine import NEUTRAL_SAMPLING
 from rolltap.addons.metadata import read_metadata
 from rolltap.addons.policy import PolicyFile
+from rolltap.addons.sampling import NEUTRAL_SAMPLING
 from rolltap.trainer.dataset import iter_sessions
 from rolltap.trainer.errors import UserError
 

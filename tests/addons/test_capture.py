@@ -13,8 +13,8 @@ from rolltap.addons import endpoint as ep
 from rolltap.addons.calls import Event
 from rolltap.addons.capture import CAPTURED, Capture
 from rolltap.addons.dialects import chat
-from rolltap.addons.engine import NEUTRAL_SAMPLING
 from rolltap.addons.metadata import RUN_FILE, read_metadata, write_metadata
+from rolltap.addons.sampling import NEUTRAL_SAMPLING
 from rolltap.addons.sessions import SESSION
 from rolltap.addons.store import read_rows
 from tests.addons.conftest import save_tokenizer

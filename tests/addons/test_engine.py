@@ -8,7 +8,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from rolltap.addons.calls import VersionSpan
-from rolltap.addons.engine import NEUTRAL_SAMPLING, Engine, EngineError
+from rolltap.addons.engine import Engine, EngineError
+from rolltap.addons.sampling import NEUTRAL_SAMPLING
 from tests.conftest import CONTEXT
 from tests.scripted_engine import Answer, Say
 

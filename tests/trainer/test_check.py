@@ -12,9 +12,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import Qwen3ForCausalLM
 
 from rolltap.addons.calls import Call, VersionSpan
-from rolltap.addons.engine import NEUTRAL_SAMPLING
 from rolltap.addons.metadata import write_metadata
 from rolltap.addons.policy import POLICY_FILE
+from rolltap.addons.sampling import NEUTRAL_SAMPLING
 from rolltap.addons.store import RunWriter
 from rolltap.trainer.check import Score, Served, choose, incomparable, summarize_scores
 from rolltap.trainer.commands.inspect import check_command

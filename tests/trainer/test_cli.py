@@ -239,3 +239,18 @@ def test_inspect_shows_rewards_and_the_ledger(tmp_path):
     table = rolltap("inspect", tmp_path).stdout
     assert "left out: no_reward" in table
     assert "0.500" in table
+
+
+def test_without_the_extras_the_commands_for_run_folders_are_there():
+    """The base install has no proxy, no torch and no vLLM."""
+    extras = ["aiohttp", "orjson", "mitmproxy", "renderers", "transformers", "torch", "trl", "peft", "matplotlib"]
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys({extras}))  # importing one of them fails
+from rolltap.trainer.cli import rolltap
+from rolltap.trainer.exports import atif, hub, messages, openenv, parquet, trace_dataset
+rolltap(["--help"])
+"""
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "verify" in shown.stdout
