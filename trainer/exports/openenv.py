@@ -64,12 +64,6 @@ def export(run: Path, out: Path, progress: Progress) -> int:
     return sessions
 
 
-def training_trace(recorded: RecordedSession) -> dict[str, Any]:
-    """The `TrainingTrace` of a session."""
-    turns = list(training_turns(recorded.calls, select_calls(recorded.calls)))
-    return {"schema_version": SCHEMA_VERSION, "turns": turns}
-
-
 def select_calls(calls: Sequence[Call]) -> Selection:
     """Which of a session's calls, in the order in which they started, become turns."""
     parents, left_out = judge_calls(calls)
