@@ -3,6 +3,8 @@
 
 import math
 
+from rolltap.trainer.exports.openenv import SCHEMA_VERSION, select_calls, training_turns
+
 TURN_FIELDS = {
     "node_id": str,
     "prompt_token_ids": list,
@@ -13,6 +15,12 @@ TURN_FIELDS = {
     "response": dict,
     "metadata": dict,
 }
+
+
+def training_trace(recorded):
+    """The trace of a session as the files have it."""
+    turns = list(training_turns(recorded.calls, select_calls(recorded.calls)))
+    return {"schema_version": SCHEMA_VERSION, "turns": turns}
 
 
 def check_trace(trace):

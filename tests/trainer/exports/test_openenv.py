@@ -2,17 +2,11 @@ import json
 
 import pytest
 
-from rolltap.trainer.exports.openenv import SCHEMA_VERSION, export, select_calls, training_turns
+from rolltap.trainer.exports.openenv import export
 from rolltap.trainer.traces import build_traces
 from tests.trainer.exports import recording
-from tests.trainer.exports.openenv_schema import check_trace
+from tests.trainer.exports.openenv_schema import check_trace, training_trace
 from tests.trainer.exports.recording import CASES, Recording, says, tool, user, write
-
-
-def training_trace(recorded):
-    """The trace of a session as the files have it."""
-    turns = list(training_turns(recorded.calls, select_calls(recorded.calls)))
-    return {"schema_version": SCHEMA_VERSION, "turns": turns}
 
 
 def order(trace):

@@ -7,11 +7,10 @@ import pytest
 from rolltap.trainer.dataset import iter_sessions
 from rolltap.trainer.exports.atif import trajectory
 from rolltap.trainer.exports.messages import session_conversations
-from rolltap.trainer.exports.openenv import training_trace
 from tests.addons.harness import user
 from tests.scripted_engine import Say
 from tests.trainer.exports.atif_schema import Trajectory
-from tests.trainer.exports.openenv_schema import check_trace
+from tests.trainer.exports.openenv_schema import check_trace, training_trace
 from tests.trainer.exports.recording import BASH
 
 TOOL_CALL = '<think>\nI look.\n</think>\n\n<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>'
