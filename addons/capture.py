@@ -12,16 +12,16 @@ from urllib.parse import urlsplit
 from mitmproxy import ctx, exceptions, http
 from mitmproxy.addonmanager import Loader
 
-from rolltap.addons import endpoint as ep
-from rolltap.addons.calls import Event
-from rolltap.addons.dialects.model_call import DialectError
 from rolltap.addons.dialects.routes import Route, find_route, is_websocket
-from rolltap.addons.metadata import RunError, add_recorder, write_metadata
+from rolltap.addons.dialects.types import DialectError
+from rolltap.addons.endpoint import server as ep
+from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
 from rolltap.addons.options import option_errors
-from rolltap.addons.rendering import ModelError, Rendering, model_folder
-from rolltap.addons.sampling import NEUTRAL_SAMPLING
+from rolltap.addons.prompts.rendering import ModelError, Rendering, model_folder
 from rolltap.addons.sessions import SESSION, writable
-from rolltap.addons.store import RunWriter, Sync
+from rolltap.addons.store.metadata import RunError, add_recorder, write_metadata
+from rolltap.addons.store.records import Event
+from rolltap.addons.store.tables import RunWriter, Sync
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from mitmproxy import ctx, http
 from mitmproxy.addonmanager import Loader
 
-from rolltap.addons.calls import Event
 from rolltap.addons.capture import CAPTURED
 from rolltap.addons.dialects.routes import looks_like_model_call, not_served
 from rolltap.addons.sessions import SESSION, writable
+from rolltap.addons.store.records import Event
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 from mitmproxy import connection, ctx, http
 from mitmproxy.addonmanager import Loader
 
-from rolltap.addons.calls import Event
 from rolltap.addons.credentials import parse_basic, valid
+from rolltap.addons.store.records import Event
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rolltap.trainer.serve import EngineServer
+from rolltap.trainer.engine.serve import EngineServer
 from tests.scripted_engine import ScriptedEngine
 
 CONTEXT = 65536

@@ -1,7 +1,7 @@
 """An engine that says what a test tells it to, in vLLM's token-in/token-out protocol.
 
-It leads a harness through a given conversation and misbehaves on request. `addons/test_engine.py` holds its protocol
-against a real vLLM.
+It leads a harness through a given conversation and misbehaves on request. `addons/engine/test_client.py` holds its
+protocol against a real vLLM.
 """
 
 import asyncio

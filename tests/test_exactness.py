@@ -11,14 +11,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rolltap.addons.store import RunWriter
-from rolltap.trainer.dataset import load_calls
-from rolltap.trainer.loop import session_traces
+from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.rollouts.harness import load_harness
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.scheduler import Plan, rollout
 from rolltap.trainer.rollouts.task import load_tasks
-from rolltap.trainer.traced import Selection
+from rolltap.trainer.traces.reader import load_calls
+from rolltap.trainer.traces.sessions import Selection
+from rolltap.trainer.training.loop import session_traces
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 

@@ -17,21 +17,21 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from rolltap.addons.calls import Session, utc_now
-from rolltap.addons.metadata import RunError
-from rolltap.addons.store import RunWriter
+from rolltap.addons.store.metadata import RunError
+from rolltap.addons.store.records import Session, utc_now
+from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.commands.export import export_command
 from rolltap.trainer.commands.inspect import check_command, inspect_command, print_run
 from rolltap.trainer.commands.runs import filter_command, import_command, merge_command, split_command, verify_command
 from rolltap.trainer.commands.traces import traces_command
+from rolltap.trainer.engine.serve import EngineServer
 from rolltap.trainer.errors import UserError
-from rolltap.trainer.ledger import LedgerError
 from rolltap.trainer.rollouts.environment import proxy_environment, proxy_url, write_bundle
 from rolltap.trainer.rollouts.harness import harness_names, load_harness, require_program
 from rolltap.trainer.rollouts.recorder import Recorder, addon_path
 from rolltap.trainer.rollouts.scheduler import Plan, rollout
 from rolltap.trainer.rollouts.task import load_tasks
-from rolltap.trainer.serve import EngineServer
+from rolltap.trainer.traces.ledger import LedgerError
 
 console = Console(stderr=True)
 
@@ -298,10 +298,10 @@ def train(recipe: Path, out: Path, engine: str, seed: int) -> None:
     The new weights go to the running engine, which samples the next sessions.
     """
     # torch and TRL take seconds to import and are not needed by the other commands
-    from rolltap.trainer.loop import FINISHED
-    from rolltap.trainer.loop import train as run_recipe
-    from rolltap.trainer.recipe import load_recipe
-    from rolltap.trainer.report import plot_rewards
+    from rolltap.trainer.training.loop import FINISHED
+    from rolltap.trainer.training.loop import train as run_recipe
+    from rolltap.trainer.training.recipe import load_recipe
+    from rolltap.trainer.views.report import plot_rewards
 
     if (out / FINISHED).exists():
         raise UserError(f"{out} holds a finished training: choose another --out")

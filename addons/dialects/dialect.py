@@ -2,7 +2,7 @@
 
 from typing import Literal, Protocol
 
-from rolltap.addons.dialects.model_call import DialectError, Head, ModelCall, Reply, ServedModel, Usage
+from rolltap.addons.dialects.types import DialectError, Head, ModelCall, Reply, ServedModel, Usage
 
 Operation = Literal["generate", "count_tokens", "models"]
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rolltap.addons.dialects.model_call import DialectError, parse_json
+from rolltap.addons.dialects.types import DialectError, parse_json
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

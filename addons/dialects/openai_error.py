@@ -1,6 +1,6 @@
 """The error body that OpenAI's APIs share."""
 
-from rolltap.addons.dialects.model_call import DialectError, dump_json
+from rolltap.addons.dialects.types import DialectError, dump_json
 
 
 def encode_error(error: DialectError) -> bytes:

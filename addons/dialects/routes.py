@@ -4,11 +4,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rolltap.addons.dialects import chat, google, messages, responses
+from rolltap.addons.dialects import anthropic, google, openai_chat, openai_responses
 from rolltap.addons.dialects.dialect import Dialect, Operation
-from rolltap.addons.dialects.model_call import DialectError
+from rolltap.addons.dialects.types import DialectError
 
-DIALECTS: list[Dialect] = [chat, google, messages, responses]
+DIALECTS: list[Dialect] = [openai_chat, google, anthropic, openai_responses]
 
 
 _SAMPLES = re.compile(
@@ -31,7 +31,7 @@ def find_route(method: str, target: str, headers: Mapping[str, str]) -> Route | 
     Several APIs list their models under one path. Clients of Anthropic's are known by a header that it demands.
     """
     path = target.partition("?")[0]
-    for dialect in [messages, *DIALECTS] if "anthropic-version" in headers else DIALECTS:
+    for dialect in [anthropic, *DIALECTS] if "anthropic-version" in headers else DIALECTS:
         operation = dialect.operation(method, path)
         if operation is not None:
             return Route(dialect, operation)
@@ -41,7 +41,7 @@ def find_route(method: str, target: str, headers: Mapping[str, str]) -> Route | 
 def is_websocket(target: str, headers: Mapping[str, str]) -> bool:
     """Whether a request wants to speak the Responses API over a WebSocket, as Codex does first."""
     path = target.partition("?")[0]
-    return headers.get("upgrade", "").lower() == "websocket" and responses.operation("POST", path) == "generate"
+    return headers.get("upgrade", "").lower() == "websocket" and openai_responses.operation("POST", path) == "generate"
 
 
 def looks_like_model_call(method: str, target: str) -> bool:
@@ -53,11 +53,11 @@ def not_served(method: str, target: str, headers: Mapping[str, str]) -> bytes:
     """The body of a 404 in the words of the API that the request seems to be of, or an empty JSON object."""
     path = target.partition("?")[0]
     if "anthropic-version" in headers:
-        dialect: Dialect = messages
+        dialect: Dialect = anthropic
     elif path.startswith("/v1beta"):
         dialect = google
     elif path.startswith("/v1/"):
-        dialect = chat
+        dialect = openai_chat
     else:
         return b"{}"
     return dialect.encode_error(DialectError(f"{method} {path} is not served here.", status=404, code="not_found"))

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from rolltap.addons.dialects.model_call import FREEFORM_ARGUMENT, Tool, parse_arguments
+from rolltap.addons.dialects.types import FREEFORM_ARGUMENT, Tool, parse_arguments
 
 _UNPARSED = "INVALID_JSON"
 """The key under which arguments that are not a JSON object travel as text."""

@@ -9,8 +9,8 @@ import click
 from rich.console import Console
 
 from rolltap.trainer import cli
-from rolltap.trainer.loop import FINISHED
-from rolltap.trainer.serve import EngineServer
+from rolltap.trainer.engine.serve import EngineServer
+from rolltap.trainer.training.loop import FINISHED
 
 HERE = Path(__file__).resolve().parent
 RUNS = HERE.parents[1] / "runs" / "quickstart"

@@ -7,10 +7,10 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rolltap.addons.endpoint import Endpoint
-from rolltap.addons.metadata import write_metadata
-from rolltap.addons.rendering import Rendering
-from rolltap.addons.store import RunWriter
+from rolltap.addons.endpoint.server import Endpoint
+from rolltap.addons.prompts.rendering import Rendering
+from rolltap.addons.store.metadata import write_metadata
+from rolltap.addons.store.tables import RunWriter
 from tests.addons.harness import Harness
 
 with warnings.catch_warnings(action="ignore", category=DeprecationWarning):

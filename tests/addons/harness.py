@@ -5,8 +5,8 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 
-from rolltap.addons import endpoint as ep
-from rolltap.addons.store import read_rows
+from rolltap.addons.endpoint import server as ep
+from rolltap.addons.store.tables import read_rows
 
 PATH = "/v1/chat/completions"
 

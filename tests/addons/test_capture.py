@@ -9,14 +9,14 @@ from mitmproxy import ctx, http
 from mitmproxy.addons.proxyserver import Proxyserver
 from mitmproxy.test import taddons, tflow
 
-from rolltap.addons import endpoint as ep
-from rolltap.addons.calls import Event
 from rolltap.addons.capture import CAPTURED, Capture
-from rolltap.addons.dialects import chat
-from rolltap.addons.metadata import RUN_FILE, read_metadata, write_metadata
-from rolltap.addons.sampling import NEUTRAL_SAMPLING
+from rolltap.addons.dialects import openai_chat
+from rolltap.addons.endpoint import server as ep
+from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
 from rolltap.addons.sessions import SESSION
-from rolltap.addons.store import read_rows
+from rolltap.addons.store.metadata import RUN_FILE, read_metadata, write_metadata
+from rolltap.addons.store.records import Event
+from rolltap.addons.store.tables import read_rows
 from tests.addons.conftest import save_tokenizer
 
 COMPLETIONS = "https://api.openai.com/v1/chat/completions"
@@ -54,7 +54,7 @@ class TestModelCalls:
     @pytest.mark.parametrize(
         ("method", "url"),
         [
-            *(("POST", f"https://api.example.com{path}") for path in sorted(chat._PATHS)),
+            *(("POST", f"https://api.example.com{path}") for path in sorted(openai_chat._PATHS)),
             ("POST", COMPLETIONS + "?api-version=1"),
             ("POST", "http://127.0.0.1:9/v1/chat/completions"),
             ("GET", "https://api.openai.com/v1/models"),

@@ -5,10 +5,10 @@ import pytest
 from mitmproxy import http
 from mitmproxy.test import taddons, tflow
 
-from rolltap.addons.calls import EVENT_SCHEMA
 from rolltap.addons.capture import CAPTURED
 from rolltap.addons.egress import Egress
 from rolltap.addons.sessions import SESSION
+from rolltap.addons.store.records import EVENT_SCHEMA
 
 
 @pytest.fixture

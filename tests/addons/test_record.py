@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from rolltap.addons.credentials import token
-from rolltap.addons.store import read_rows
+from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.rollouts.recorder import SESSION_END
 from tests.scripted_engine import Say
 

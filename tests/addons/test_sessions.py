@@ -5,9 +5,9 @@ import pytest
 from mitmproxy import http
 from mitmproxy.test import taddons, tflow
 
-from rolltap.addons.calls import EVENT_SCHEMA
 from rolltap.addons.credentials import token
 from rolltap.addons.sessions import SESSION, Sessions
+from rolltap.addons.store.records import EVENT_SCHEMA
 
 SECRET = "key"
 

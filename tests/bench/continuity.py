@@ -22,13 +22,13 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from rolltap.addons.calls import Call
-from rolltap.addons.store import RunWriter
-from rolltap.trainer.dataset import load_calls, load_sessions
+from rolltap.addons.store.records import Call
+from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.rollouts.harness import Harness, harness_names, load_harness
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.scheduler import Plan, rollout
 from rolltap.trainer.rollouts.task import Task
+from rolltap.trainer.traces.reader import load_calls, load_sessions
 from tests.bench.awkward import replies
 from tests.bench.recorder import ROOT
 from tests.bench.vocabulary import VOCABULARIES

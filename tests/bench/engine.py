@@ -1,7 +1,7 @@
 """An engine that costs next to nothing: whatever it is asked, its reply was encoded before.
 
-It speaks vLLM's token-in/token-out protocol (`addons/engine.py` is the client) and, for clients without the recorder
-and behind a bare redirect, Chat Completions with the same text.
+It speaks vLLM's token-in/token-out protocol (`addons/engine/client.py` is the client) and, for clients without the
+recorder and behind a bare redirect, Chat Completions with the same text.
 
     python -m tests.bench.engine REPLIES.json      prints its port
 """

@@ -22,10 +22,10 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from rolltap.addons.continuity import Conversations
-from rolltap.addons.dialects import chat
-from rolltap.addons.dialects.model_call import Message, ModelCall, Tool
-from rolltap.addons.rendering import Rendering
+from rolltap.addons.dialects import openai_chat
+from rolltap.addons.dialects.types import Message, ModelCall, Tool
+from rolltap.addons.prompts.continuity import Conversations
+from rolltap.addons.prompts.rendering import Rendering
 from tests.bench.recorder import ROOT
 
 TURNS = 9
@@ -61,7 +61,7 @@ def session(rendering: Rendering, encode: Callable[[str], list[int]]) -> Iterato
     for number in range(10_000):
         body = json.dumps({"model": "bench", "messages": messages, "tools": tools}).encode()
         started = time.process_time()
-        call = chat.decode(body, "/v1/chat/completions")
+        call = openai_chat.decode(body, "/v1/chat/completions")
         decoded = time.process_time()
         prompt = conversations.prompt(call.messages, call.tools)
         bridged = time.process_time()

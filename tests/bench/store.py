@@ -23,9 +23,9 @@ import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
 
-from rolltap.addons.calls import Call, VersionSpan
-from rolltap.addons.metadata import write_metadata
-from rolltap.addons.store import RunWriter, Sync, read_batches, run_files
+from rolltap.addons.store.metadata import write_metadata
+from rolltap.addons.store.records import Call, VersionSpan
+from rolltap.addons.store.tables import RunWriter, Sync, read_batches, run_files
 
 TURNS = 60
 NEW_TOKENS, SAMPLED = 466, 200

@@ -23,12 +23,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from rolltap.addons.calls import Call, Session, VersionSpan
-from rolltap.addons.metadata import write_metadata
-from rolltap.addons.store import RunWriter
-from rolltap.trainer.dataset import iter_sessions
-from rolltap.trainer.ledger import Ledger
-from rolltap.trainer.traces import build_traces
+from rolltap.addons.store.metadata import write_metadata
+from rolltap.addons.store.records import Call, Session, VersionSpan
+from rolltap.addons.store.tables import RunWriter
+from rolltap.trainer.traces.build import build_traces
+from rolltap.trainer.traces.ledger import Ledger
+from rolltap.trainer.traces.reader import iter_sessions
 
 FACTOR = 4
 """By how much the second run is larger."""

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from rolltap.addons.calls import Call, Session
-from rolltap.addons.store import RunWriter, read_rows
-from rolltap.trainer.dataset import load_calls
-from rolltap.trainer.report import Summary, summarize
+from rolltap.addons.store.records import Call, Session
+from rolltap.addons.store.tables import RunWriter, read_rows
 from rolltap.trainer.rollouts.harness import Harness, load_harness
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.scheduler import Plan, rollout
 from rolltap.trainer.rollouts.task import Task
+from rolltap.trainer.traces.reader import load_calls
+from rolltap.trainer.views.report import Summary, summarize
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from rolltap.trainer.dataset import load_calls, load_sessions
 from rolltap.trainer.rollouts.environment import clean_environment
 from rolltap.trainer.rollouts.harness import harness_names
 from rolltap.trainer.rollouts.task import Task
-from rolltap.trainer.traces import build_traces
+from rolltap.trainer.traces.build import build_traces
+from rolltap.trainer.traces.reader import load_calls, load_sessions
 from tests.harness.play import installed, play, tool_call
 from tests.scripted_engine import Say
 

@@ -9,13 +9,13 @@ from itertools import pairwise
 
 import pytest
 
-from rolltap.addons.store import RunWriter, read_rows
-from rolltap.trainer.dataset import load_calls
-from rolltap.trainer.report import summarize
+from rolltap.addons.store.tables import RunWriter, read_rows
 from rolltap.trainer.rollouts.harness import load_harness
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.scheduler import Plan, rollout
 from rolltap.trainer.rollouts.task import Task
+from rolltap.trainer.traces.reader import load_calls
+from rolltap.trainer.views.report import summarize
 from tests.conftest import real_engine
 
 pytestmark = [pytest.mark.harness, pytest.mark.engine]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rolltap.addons.store import read_rows
-from rolltap.trainer.dataset import load_calls
-from rolltap.trainer.report import summarize
+from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.rollouts.environment import clean_environment
+from rolltap.trainer.traces.reader import load_calls
+from rolltap.trainer.views.report import summarize
 from tests.harness.play import tool_call
 from tests.scripted_engine import Say
 

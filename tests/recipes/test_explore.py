@@ -6,9 +6,9 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from rolltap.addons.calls import Call, Session, VersionSpan
-from rolltap.addons.metadata import write_metadata
-from rolltap.addons.store import RunWriter
+from rolltap.addons.store.metadata import write_metadata
+from rolltap.addons.store.records import Call, Session, VersionSpan
+from rolltap.addons.store.tables import RunWriter
 from tests.conftest import ROOT
 
 EXPLORE = ROOT / "recipes" / "explore" / "explore.py"

@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 
 from hypothesis import strategies as st
 
-from rolltap.addons.calls import Call, VersionSpan
+from rolltap.addons.store.records import Call, VersionSpan
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 STRATEGIES = ["per_request", "prefix_merging", "tree"]

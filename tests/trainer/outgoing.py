@@ -5,9 +5,9 @@ import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from rolltap.addons.calls import Call, Event, Session, VersionSpan
-from rolltap.addons.metadata import write_metadata
-from rolltap.addons.store import RunWriter
+from rolltap.addons.store.metadata import write_metadata
+from rolltap.addons.store.records import Call, Event, Session, VersionSpan
+from rolltap.addons.store.tables import RunWriter
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 METADATA = {

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from rolltap.addons.calls import Call, Session, VersionSpan
-from rolltap.addons.metadata import write_metadata
-from rolltap.addons.store import RunWriter, read_rows
-from rolltap.trainer.dataset import load_calls, load_sessions
+from rolltap.addons.store.metadata import write_metadata
+from rolltap.addons.store.records import Call, Session, VersionSpan
+from rolltap.addons.store.tables import RunWriter, read_rows
+from rolltap.trainer.traces.reader import load_calls, load_sessions
 from tests.addons.test_record import Recorder
 from tests.scripted_engine import Say
 
@@ -248,7 +248,12 @@ def test_without_the_extras_the_commands_for_run_folders_are_there():
 import sys
 sys.modules.update(dict.fromkeys({extras}))  # importing one of them fails
 from rolltap.trainer.cli import rolltap
-from rolltap.trainer.exports import atif, hub, messages, openenv, parquet, trace_dataset
+from rolltap.trainer.exports import atif
+from rolltap.trainer.exports import hub
+from rolltap.trainer.exports import messages
+from rolltap.trainer.exports import openenv
+from rolltap.trainer.exports import parquet
+from rolltap.trainer.exports import trace_dataset
 rolltap(["--help"])
 """
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -8,9 +8,9 @@ from tempfile import TemporaryDirectory
 import click
 from rich.console import Console
 
-from rolltap.addons.metadata import read_metadata
+from rolltap.addons.store.metadata import read_metadata
+from rolltap.addons.store.staging import new_folder
 from rolltap.trainer.progress import progress_bar
-from rolltap.trainer.runs.staging import new_folder
 
 _FORMATS = ("parquet", "openenv", "atif", "messages")
 """The modules of `rolltap.trainer.exports` that write a folder."""

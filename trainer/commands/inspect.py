@@ -8,11 +8,11 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from rolltap.trainer import show
-from rolltap.trainer.check import check_run, print_report
-from rolltap.trainer.inspect import view_call, view_session
 from rolltap.trainer.progress import progress_bar
-from rolltap.trainer.report import print_summary, summarize
+from rolltap.trainer.views import show
+from rolltap.trainer.views.check import check_run, print_report
+from rolltap.trainer.views.inspect import view_call, view_session
+from rolltap.trainer.views.report import print_summary, summarize
 
 _RUN = click.Path(path_type=Path, file_okay=False)
 

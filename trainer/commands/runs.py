@@ -8,7 +8,7 @@ from typing import BinaryIO, get_args
 import click
 from rich.console import Console
 
-from rolltap.addons.calls import CallRole, SessionStatus
+from rolltap.addons.store.records import CallRole, SessionStatus
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.progress import progress_bar
 from rolltap.trainer.runs.combine import Filter, SplitBy, filter_run, merge_runs, split_run

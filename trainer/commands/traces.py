@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, get_args
 import click
 from rich.console import Console
 
-from rolltap.addons.calls import CallRole
-from rolltap.addons.metadata import write_atomically
+from rolltap.addons.store.metadata import write_atomically
+from rolltap.addons.store.records import CallRole
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.progress import progress_bar
-from rolltap.trainer.report import print_ledger
-from rolltap.trainer.traces import TRAINED_ROLES, Strategy
+from rolltap.trainer.traces.build import TRAINED_ROLES, Strategy
+from rolltap.trainer.views.report import print_ledger
 
 if TYPE_CHECKING:
-    from rolltap.trainer.traced import TracedSession
+    from rolltap.trainer.traces.sessions import TracedSession
 
 _FOLDER = click.Path(path_type=Path, file_okay=False)
 
@@ -78,11 +78,11 @@ def traces_command(
     if out is None and not as_json and ledger_file is None:
         raise click.UsageError("say where the traces go: --out DIR, --json, or --ledger FILE for their ledger alone")
     # datasets takes a second to import, and the other commands do not need it
-    from rolltap.trainer.dataset import count_sessions
     from rolltap.trainer.exports.card import traces_card
     from rolltap.trainer.exports.features import trace_json
     from rolltap.trainer.exports.trace_dataset import save_traces
-    from rolltap.trainer.traced import Selection, Totals, iter_traces
+    from rolltap.trainer.traces.reader import count_sessions
+    from rolltap.trainer.traces.sessions import Selection, Totals, iter_traces
 
     selection, totals = Selection(strategy, roles, max_tokens), Totals()
     console = Console(stderr=True)

@@ -27,15 +27,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rolltap.addons.calls import Call
-from rolltap.addons.metadata import read_metadata
-from rolltap.trainer.conversations import Message, Turn, rebuild_turns
-from rolltap.trainer.dataset import RecordedSession
+from rolltap.addons.store.metadata import read_metadata
+from rolltap.addons.store.records import Call
 from rolltap.trainer.exports.atif_steps import Step, call_step, known, observe, replacing, result, said
 from rolltap.trainer.exports.lines import Parents, find_ends, find_path, split_lines
 from rolltap.trainer.exports.sessions import Progress, dump_json, each_session, session_file
-from rolltap.trainer.ledger import LeftOut
-from rolltap.trainer.traces import judge_calls
+from rolltap.trainer.traces.build import judge_calls
+from rolltap.trainer.traces.conversations import Message, Turn, rebuild_turns
+from rolltap.trainer.traces.ledger import LeftOut
+from rolltap.trainer.traces.reader import RecordedSession
 
 logger = logging.getLogger(__name__)
 

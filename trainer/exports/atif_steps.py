@@ -4,8 +4,8 @@ import json
 import math
 from typing import Any
 
-from rolltap.addons.calls import Call
-from rolltap.trainer.conversations import Message, Turn, for_template
+from rolltap.addons.store.records import Call
+from rolltap.trainer.traces.conversations import Message, Turn, for_template
 
 Step = dict[str, Any]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from huggingface_hub import DatasetCardData
 
-from rolltap.addons.metadata import read_metadata
+from rolltap.addons.store.metadata import read_metadata
 from rolltap.trainer.exports.features import TRACE_COLUMNS
-from rolltap.trainer.traced import Selection, Totals
+from rolltap.trainer.traces.sessions import Selection, Totals
 
 HERE = "path/to/this/folder"
 """Stands in a card for a place that only its reader knows."""

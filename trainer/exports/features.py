@@ -7,8 +7,8 @@ import numpy as np
 import pyarrow as pa
 from datasets import Features, List, Value
 
-from rolltap.addons.calls import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA
-from rolltap.trainer.traces import Trace
+from rolltap.addons.store.records import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA
+from rolltap.trainer.traces.build import Trace
 
 _INTERNAL = ("digest", "engine")
 """Columns that mean nothing outside of the run: the row's checksum, the engine's address in the recorder's network."""

@@ -19,11 +19,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from rolltap.trainer.conversations import Turn, for_template, rebuild_turns
-from rolltap.trainer.dataset import RecordedSession
 from rolltap.trainer.exports.lines import find_ends, find_path
 from rolltap.trainer.exports.sessions import Progress, dump_json, each_session
-from rolltap.trainer.traces import judge_calls
+from rolltap.trainer.traces.build import judge_calls
+from rolltap.trainer.traces.conversations import Turn, for_template, rebuild_turns
+from rolltap.trainer.traces.reader import RecordedSession
 
 logger = logging.getLogger(__name__)
 

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rolltap.addons.calls import Call
-from rolltap.trainer.conversations import Turn, on_the_wire, rebuild_turns
-from rolltap.trainer.dataset import RecordedSession
+from rolltap.addons.store.records import Call
 from rolltap.trainer.exports.lines import find_ends, split_lines
 from rolltap.trainer.exports.sessions import Progress, dump_json, each_session, session_file
-from rolltap.trainer.ledger import LeftOut
-from rolltap.trainer.traces import judge_calls
+from rolltap.trainer.traces.build import judge_calls
+from rolltap.trainer.traces.conversations import Turn, on_the_wire, rebuild_turns
+from rolltap.trainer.traces.ledger import LeftOut
+from rolltap.trainer.traces.reader import RecordedSession
 
 SCHEMA_VERSION = 1
 INDEX_FILE = "sessions.jsonl"

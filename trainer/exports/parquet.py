@@ -10,13 +10,13 @@ from urllib.parse import urlsplit
 
 from datasets import Features
 
-from rolltap.addons.metadata import read_metadata
-from rolltap.addons.store import read_rows
-from rolltap.trainer.dataset import count_sessions
+from rolltap.addons.store.metadata import read_metadata
+from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.exports.card import HERE, parquet_card
 from rolltap.trainer.exports.features import CALL_FEATURES, EVENT_FEATURES, SESSION_FEATURES, TRACE_FEATURES, trace_row
 from rolltap.trainer.exports.shards import ShardWriter
-from rolltap.trainer.traced import Selection, Totals, iter_traces
+from rolltap.trainer.traces.reader import count_sessions
+from rolltap.trainer.traces.sessions import Selection, Totals, iter_traces
 
 _SOCKET = re.compile(r"\('[^']+', \d+(?:, \d+, \d+)?\)")
 """An address as Python writes it into the error of a connection."""

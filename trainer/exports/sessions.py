@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rolltap.trainer.dataset import RecordedSession, count_sessions, iter_sessions
 from rolltap.trainer.file_names import file_name
+from rolltap.trainer.traces.reader import RecordedSession, count_sessions, iter_sessions
 
 Progress = Callable[[int, int], None]
 """Called with the sessions that are done, and their number."""

@@ -8,10 +8,10 @@ from typing import Any
 
 from datasets import DatasetInfo
 
+from rolltap.addons.store.staging import new_folder
 from rolltap.trainer.exports.features import TRACE_FEATURES, trace_row
 from rolltap.trainer.exports.shards import ShardWriter
-from rolltap.trainer.runs.staging import new_folder
-from rolltap.trainer.traced import TracedSession
+from rolltap.trainer.traces.sessions import TracedSession
 
 
 def save_traces(sessions: Iterable[TracedSession], out: Path, card: Callable[[], str]) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from rolltap.trainer.engine.serve import max_model_len
 from rolltap.trainer.errors import UserError, describe
-from rolltap.trainer.serve import max_model_len
 
 _PRESETS = resources.files("rolltap.harnesses")
 _WINDOW = "{max_model_len}"

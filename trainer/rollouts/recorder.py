@@ -25,7 +25,7 @@ _END_SECONDS = 300.0
 """The disk may be slow, and a large file be compacted."""
 
 SESSION_END = "http://session.rolltap/end"
-"""Where a session is ended, through the proxy and with its credentials; see `rolltap.addons.endpoint`."""
+"""Where a session is ended, through the proxy and with its credentials; see `rolltap.addons.endpoint.server`."""
 
 
 def addon_path() -> Path:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rolltap.addons.calls import Session, utc_now
-from rolltap.addons.store import RunWriter
+from rolltap.addons.store.records import Session, utc_now
+from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.rollouts.environment import clean_environment
 from rolltap.trainer.rollouts.evaluate import evaluate
 from rolltap.trainer.rollouts.harness import Harness

@@ -13,15 +13,15 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rolltap.addons.calls import CallRole, Session
-from rolltap.addons.digest import DIGEST
-from rolltap.addons.metadata import read_metadata, write_metadata
-from rolltap.addons.store import TABLES, RunWriter
-from rolltap.trainer.dataset import SessionIndex, load_sessions
+from rolltap.addons.store.digest import DIGEST
+from rolltap.addons.store.metadata import read_metadata, write_metadata
+from rolltap.addons.store.records import CallRole, Session
+from rolltap.addons.store.staging import new_folder
+from rolltap.addons.store.tables import TABLES, RunWriter
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.file_names import file_name
 from rolltap.trainer.progress import Advance
-from rolltap.trainer.runs.staging import new_folder
+from rolltap.trainer.traces.reader import SessionIndex, load_sessions
 
 SplitBy = Literal["harness", "task_id", "group_id", "policy_version", "status"]
 """The field of the session's row whose values name the parts."""

@@ -10,10 +10,10 @@ from typing import Literal, get_args
 
 import pyarrow as pa
 
-from rolltap.addons.calls import Call, CallKind, CallRole, CallStatus, Session, SessionStatus, find_violation
-from rolltap.trainer.dataset import rebuild_calls
-from rolltap.trainer.ledger import LedgerError
-from rolltap.trainer.report import session_ledger
+from rolltap.addons.store.records import Call, CallKind, CallRole, CallStatus, Session, SessionStatus, find_violation
+from rolltap.trainer.traces.ledger import LedgerError
+from rolltap.trainer.traces.reader import rebuild_calls
+from rolltap.trainer.views.report import session_ledger
 
 Grade = Literal["damage", "notice"]
 """`damage`: rows are lost, changed or cannot be right. `notice`: nothing is wrong with the rows."""

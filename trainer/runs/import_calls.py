@@ -19,13 +19,13 @@ from typing import Annotated, Any, BinaryIO
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from rolltap.addons.calls import Call, CallRole, CallStatus, Session, VersionSpan, find_violation, utc_now
-from rolltap.addons.metadata import read_metadata, write_metadata
-from rolltap.addons.store import RunWriter, read_batches
+from rolltap.addons.store.metadata import read_metadata, write_metadata
+from rolltap.addons.store.records import Call, CallRole, CallStatus, Session, VersionSpan, find_violation, utc_now
+from rolltap.addons.store.staging import new_files, new_folder
+from rolltap.addons.store.tables import RunWriter, read_batches
 from rolltap.trainer.errors import UserError, describe
 from rolltap.trainer.progress import Advance
-from rolltap.trainer.runs.staging import new_files, new_folder
-from rolltap.trainer.tree import link_calls, start_order
+from rolltap.trainer.traces.tree import link_calls, start_order
 
 Report = Callable[[int, str], None]
 """Called for every bad line with its number, from 1, and what is wrong with it."""

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from rolltap.addons.store.staging import COMPLETE, STAGING, clean
 from rolltap.trainer.runs.segment_tail import find_tail
-from rolltap.trainer.runs.staging import COMPLETE, STAGING, clean
 
 _HIDDEN = re.compile(r"\.(?:(?:calls|sessions|events)-.*\.arrow|run\.json)\.(?P<process>\d+)")
-"""See `rolltap.addons.segment.hidden_name`."""
+"""See `rolltap.addons.store.segment.hidden_name`."""
 
 
 def is_held(path: Path) -> bool:

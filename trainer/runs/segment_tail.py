@@ -1,8 +1,8 @@
 """What lies behind the last commit of a segment, and whether it may be cut off.
 
-A writer puts the bytes of a commit behind its first eight, and those last (see `rolltap.addons.segment`): what begins
-with zeros was never committed. Anything else is cut off only if it is the beginning of one commit whose end the file
-has lost, by its own account of its length. What holds a later commit that can be read is never touched.
+A writer puts the bytes of a commit behind its first eight, and those last (see `rolltap.addons.store.segment`): what
+begins with zeros was never committed. Anything else is cut off only if it is the beginning of one commit whose end the
+file has lost, by its own account of its length. What holds a later commit that can be read is never touched.
 """
 
 import struct
@@ -13,9 +13,9 @@ from typing import Literal
 
 import pyarrow as pa
 
-from rolltap.addons.digest import DIGEST, row_digest
-from rolltap.addons.segment import SegmentReader
-from rolltap.addons.store import batch_rows
+from rolltap.addons.store.digest import DIGEST, row_digest
+from rolltap.addons.store.segment import SegmentReader
+from rolltap.addons.store.tables import batch_rows
 
 TailKind = Literal["uncommitted", "cut", "headless", "unknown"]
 """`uncommitted`: no reader was ever shown it. `cut`: a commit without its end. `headless`: the file ends within its

@@ -11,16 +11,16 @@ from typing import Any
 
 import pyarrow as pa
 
-from rolltap.addons.calls import SESSION_SCHEMA, Session
-from rolltap.addons.digest import DIGEST, row_digest
-from rolltap.addons.metadata import read_metadata
-from rolltap.addons.segment import SegmentReader
-from rolltap.addons.store import TABLES, batch_rows, run_files
-from rolltap.trainer.dataset import Row, SessionIndex
+from rolltap.addons.store.digest import DIGEST, row_digest
+from rolltap.addons.store.metadata import read_metadata
+from rolltap.addons.store.records import SESSION_SCHEMA, Session
+from rolltap.addons.store.segment import SegmentReader
+from rolltap.addons.store.tables import TABLES, batch_rows, run_files
 from rolltap.trainer.progress import Advance
 from rolltap.trainer.runs.findings import FROM_A_COPY, Finding, check_session
 from rolltap.trainer.runs.repair import cut_tail, find_leftovers, is_held, remove_leftovers
 from rolltap.trainer.runs.segment_tail import find_tail
+from rolltap.trainer.traces.reader import Row, SessionIndex
 
 
 @dataclass(slots=True)

@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 from datasets import load_from_disk
 
-from rolltap.addons.metadata import RunError, write_metadata
-from rolltap.addons.store import RunWriter
+from rolltap.addons.store.metadata import RunError, write_metadata
+from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.commands.traces import traces_command
 from rolltap.trainer.errors import UserError
 from tests.trainer.outgoing import follow, json_lines, make_call, write_run

@@ -3,10 +3,10 @@
 import json
 from datetime import UTC, datetime, timedelta
 
-from rolltap.addons.calls import Call, Session, VersionSpan
-from rolltap.addons.metadata import write_metadata
-from rolltap.addons.store import RunWriter
-from rolltap.trainer.dataset import RecordedSession
+from rolltap.addons.store.metadata import write_metadata
+from rolltap.addons.store.records import Call, Session, VersionSpan
+from rolltap.addons.store.tables import RunWriter
+from rolltap.trainer.traces.reader import RecordedSession
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 SYSTEM = {"role": "system", "content": "You are an agent."}

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from rolltap.trainer.exports.openenv import export
-from rolltap.trainer.traces import build_traces
+from rolltap.trainer.traces.build import build_traces
 from tests.trainer.exports import recording
 from tests.trainer.exports.openenv_schema import check_trace, training_trace
 from tests.trainer.exports.recording import CASES, Recording, says, tool, user, write

@@ -5,13 +5,13 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Features, List, Value, get_dataset_config_names, load_dataset
 
-from rolltap.addons.calls import CALL_SCHEMA, Event
-from rolltap.addons.metadata import add_recorder
-from rolltap.addons.store import RunWriter
-from rolltap.trainer.dataset import load_calls
+from rolltap.addons.store.metadata import add_recorder
+from rolltap.addons.store.records import CALL_SCHEMA, Event
+from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.exports.features import trace_row
 from rolltap.trainer.exports.parquet import export
-from rolltap.trainer.traced import Selection, iter_traces
+from rolltap.trainer.traces.reader import load_calls
+from rolltap.trainer.traces.sessions import Selection, iter_traces
 from tests.trainer.outgoing import START, code_blocks, facts, write_run
 
 CONFIGS = ["traces", "calls", "sessions", "events"]
@@ -81,8 +81,8 @@ def test_sessions_and_events_hold_what_was_recorded(run, out, load):
 
 
 def test_only_the_last_row_of_a_session_goes_out(run, out, load):
-    from rolltap.addons.calls import Session
-    from rolltap.addons.store import RunWriter
+    from rolltap.addons.store.records import Session
+    from rolltap.addons.store.tables import RunWriter
 
     writer = RunWriter(run)
     writer.add_session(Session("t", "task", "g", "codex", "completed", 0, 1.0, started_at=START))

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from rolltap.trainer.dataset import iter_sessions
 from rolltap.trainer.exports.atif import trajectory
 from rolltap.trainer.exports.messages import session_conversations
+from rolltap.trainer.traces.reader import iter_sessions
 from tests.addons.harness import user
 from tests.scripted_engine import Say
 from tests.trainer.exports.atif_schema import Trajectory

@@ -3,12 +3,12 @@ import json
 import pytest
 from datasets import Dataset, Features, List, Value, load_from_disk
 
-from rolltap.trainer.dataset import count_sessions
 from rolltap.trainer.exports.card import traces_card
 from rolltap.trainer.exports.features import trace_row
 from rolltap.trainer.exports.trace_dataset import save_traces
-from rolltap.trainer.traced import Selection, Totals, iter_traces
-from rolltap.trainer.traces import Ledger
+from rolltap.trainer.traces.build import Ledger
+from rolltap.trainer.traces.reader import count_sessions
+from rolltap.trainer.traces.sessions import Selection, Totals, iter_traces
 from tests.trainer.outgoing import code_blocks, facts, write_run
 
 PREFIX_MERGING = Selection()

@@ -1,13 +1,13 @@
 import pytest
 
-from rolltap.addons.calls import Session
-from rolltap.addons.store import RunWriter
-from rolltap.trainer.dataset import load_sessions
+from rolltap.addons.store.records import Session
+from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.scheduler import Plan, rollout
 from rolltap.trainer.rollouts.task import Task
+from rolltap.trainer.traces.reader import load_sessions
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ from datetime import UTC, datetime, timedelta
 
 from hypothesis import strategies as st
 
-from rolltap.addons.calls import Call, Event, Session, VersionSpan, find_violation
-from rolltap.addons.metadata import write_metadata
-from rolltap.addons.store import TABLES, RunWriter, read_rows
-from rolltap.trainer.dataset import iter_sessions
-from rolltap.trainer.traces import build_traces, label
-from rolltap.trainer.tree import link_calls, start_order
+from rolltap.addons.store.metadata import write_metadata
+from rolltap.addons.store.records import Call, Event, Session, VersionSpan, find_violation
+from rolltap.addons.store.tables import TABLES, RunWriter, read_rows
+from rolltap.trainer.traces.build import build_traces, label
+from rolltap.trainer.traces.reader import iter_sessions
+from rolltap.trainer.traces.tree import link_calls, start_order
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 TOKENS = st.lists(st.integers(0, 2), max_size=3)

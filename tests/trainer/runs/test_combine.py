@@ -7,14 +7,14 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltap.addons.calls import Call, Event, Session, VersionSpan
-from rolltap.addons.metadata import RunError, add_engine, add_recorder, read_metadata
-from rolltap.addons.store import RunWriter, read_rows, run_files
+from rolltap.addons.store.metadata import RunError, add_engine, add_recorder, read_metadata
+from rolltap.addons.store.records import Call, Event, Session, VersionSpan
+from rolltap.addons.store.tables import RunWriter, read_rows, run_files
 from rolltap.trainer.cli import rolltap
-from rolltap.trainer.dataset import iter_sessions, load_calls, load_sessions
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.runs.combine import Filter, filter_run, merge_runs, split_run
-from rolltap.trainer.traces import build_traces
+from rolltap.trainer.traces.build import build_traces
+from rolltap.trainer.traces.reader import iter_sessions, load_calls, load_sessions
 from tests.trainer.runs.recorded_runs import START, record, recorded_sessions, rows_of, traces_of
 
 

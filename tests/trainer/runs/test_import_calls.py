@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltap.addons.calls import Call, Session
-from rolltap.addons.metadata import RunError, read_metadata, write_metadata
-from rolltap.addons.store import RunWriter, read_rows
-from rolltap.trainer.dataset import load_calls, load_sessions
+from rolltap.addons.store.metadata import RunError, read_metadata, write_metadata
+from rolltap.addons.store.records import Call, Session
+from rolltap.addons.store.staging import new_files
+from rolltap.addons.store.tables import RunWriter, read_rows
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.runs.import_calls import import_calls
-from rolltap.trainer.runs.staging import new_files
-from rolltap.trainer.traces import build_traces, label
+from rolltap.trainer.traces.build import build_traces, label
+from rolltap.trainer.traces.reader import load_calls, load_sessions
 from tests.trainer.runs.recorded_runs import START, import_line, recorded_sessions, traces_of
 
 

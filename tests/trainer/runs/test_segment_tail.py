@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltap.addons.calls import Call
-from rolltap.addons.segment import SegmentReader
-from rolltap.addons.store import TABLES, RunWriter, run_files
+from rolltap.addons.store.records import Call
+from rolltap.addons.store.segment import SegmentReader
+from rolltap.addons.store.tables import TABLES, RunWriter, run_files
 from rolltap.trainer.runs.segment_tail import find_tail
 
 SCHEMA = TABLES["calls"]

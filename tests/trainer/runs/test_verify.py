@@ -12,15 +12,15 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltap.addons.calls import Call, Event, Session, VersionSpan
-from rolltap.addons.digest import DIGEST, row_digest
-from rolltap.addons.metadata import RunError, write_metadata
-from rolltap.addons.segment import SegmentReader
-from rolltap.addons.store import TABLES, RunWriter, read_rows, run_files
+from rolltap.addons.store.digest import DIGEST, row_digest
+from rolltap.addons.store.metadata import RunError, write_metadata
+from rolltap.addons.store.records import Call, Event, Session, VersionSpan
+from rolltap.addons.store.segment import SegmentReader
+from rolltap.addons.store.staging import COMPLETE, new_files
+from rolltap.addons.store.tables import TABLES, RunWriter, read_rows, run_files
 from rolltap.trainer.cli import rolltap
-from rolltap.trainer.dataset import load_calls, load_sessions
-from rolltap.trainer.runs.staging import COMPLETE, new_files
 from rolltap.trainer.runs.verify import verify_run
+from rolltap.trainer.traces.reader import load_calls, load_sessions
 from tests.trainer.runs.recorded_runs import START, record, recorded_sessions
 
 DEAD = 2**22 + 1

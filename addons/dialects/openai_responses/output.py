@@ -1,0 +1,116 @@
+"""A reply as the Responses API's objects: the response and its output items."""
+
+from typing import Any
+
+from rolltap.addons.dialects.openai_responses.compaction import is_compaction, seal
+from rolltap.addons.dialects.tools import freeform_input
+from rolltap.addons.dialects.types import Head, Reply, ToolCall, Usage, WireTool, sign
+
+
+def response(
+    head: Head,
+    *,
+    status: str,
+    output: list[dict[str, Any]],
+    error: dict[str, str] | None = None,
+    incomplete_details: dict[str, str] | None = None,
+    usage: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The response object. It repeats what was asked for, but for `instructions` and `tools`: they are long, every
+    response event of a stream would carry them, and no client reads them there."""
+    model_call = head.model_call
+    return {
+        "id": f"resp_{head.call_id}",
+        "object": "response",
+        "created_at": head.created,
+        "status": status,
+        "error": error,
+        "incomplete_details": incomplete_details,
+        "instructions": None,
+        "max_output_tokens": model_call.max_tokens,
+        "metadata": {},
+        "model": model_call.model,
+        "output": output,
+        "parallel_tool_calls": model_call.asked.get("parallel_tool_calls", True),
+        "previous_response_id": None,
+        "store": False,
+        "temperature": model_call.asked.get("temperature"),
+        "tool_choice": model_call.asked.get("tool_choice", "auto"),
+        "tools": [],
+        "top_p": model_call.asked.get("top_p"),
+        "usage": usage,
+    }
+
+
+def ending(reply: Reply, usage: Usage) -> dict[str, Any]:
+    """The fields of a response that are known when its reply is complete."""
+    cut = reply.finish_reason == "length"
+    return {
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "usage": {
+            "input_tokens": usage.prompt,
+            "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+            "output_tokens": usage.completion,
+            "output_tokens_details": {"reasoning_tokens": 0},  # they are not counted apart
+            "total_tokens": usage.prompt + usage.completion,
+        },
+    }
+
+
+def output_items(head: Head, reply: Reply) -> list[dict[str, Any]]:
+    """The items of a reply in the order in which it was sampled: reasoning, text, tool calls."""
+    if is_compaction(head):
+        return [{"id": item_id(head, "cmp", 0), "type": "compaction", "encrypted_content": seal(reply.content)}]
+    items: list[dict[str, Any]] = []
+    if reply.reasoning:
+        items.append(reasoning_item(head, reply.reasoning))
+    if reply.content or not reply.tool_calls:
+        status = "incomplete" if reply.finish_reason == "length" else "completed"
+        items.append(message_item(head, len(items), reply.content, status))
+    for call in reply.tool_calls:
+        items.append(_call_item(head, len(items), call))
+    return items
+
+
+def reasoning_item(head: Head, text: str) -> dict[str, Any]:
+    """The reasoning, which is always the first item."""
+    return {
+        "id": item_id(head, "rs", 0),
+        "type": "reasoning",
+        "summary": [{"type": "summary_text", "text": text}],
+        "encrypted_content": sign(head.call_id),
+    }
+
+
+def message_item(head: Head, index: int, text: str, status: str) -> dict[str, Any]:
+    """The reply's text."""
+    return {
+        "id": item_id(head, "msg", index),
+        "type": "message",
+        "role": "assistant",
+        "status": status,
+        "content": [{"type": "output_text", "text": text, "annotations": []}],
+    }
+
+
+def item_id(head: Head, prefix: str, index: int) -> str:
+    """The id of the item at `index` of the output."""
+    return f"{prefix}_{head.call_id}_{index}"
+
+
+def _call_item(head: Head, index: int, call: ToolCall) -> dict[str, Any]:
+    wire = head.model_call.wire_tools.get(call.name, WireTool(call.name))
+    named = {"call_id": call.id, "name": wire.name}
+    if wire.namespace is not None:
+        named["namespace"] = wire.namespace
+    if wire.freeform:
+        text = freeform_input(call.arguments)
+        return {"id": item_id(head, "ctc", index), "type": "custom_tool_call", **named, "input": text}
+    return {
+        "id": item_id(head, "fc", index),
+        "type": "function_call",
+        **named,
+        "arguments": call.arguments,
+        "status": "completed",
+    }

@@ -1,0 +1,171 @@
+"""A streamed reply of the Responses API.
+
+Every event's data is one line of JSON that says its own `type`, so that a WebSocket can carry it without the framing.
+"""
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+from rolltap.addons.dialects.openai_responses.compaction import is_compaction
+from rolltap.addons.dialects.openai_responses.output import ending, message_item, output_items, reasoning_item, response
+from rolltap.addons.dialects.types import ContextOverflow, DialectError, Head, Reply, Usage, dump_json
+
+_Item = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """How the text of a kind of item is streamed."""
+
+    event: str
+    """Its events, without `.delta` and `.done`."""
+    key: str
+    """The field that holds it, in the item or in its part."""
+    part: str = ""
+    """The events around those, without `.added` and `.done`, when the item holds the text in a part."""
+    parts: str = ""
+    """The item's list of parts; there is one part."""
+    place: dict[str, int] = field(default_factory=dict)
+    """Which part it is, as the events say it."""
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+    """What else the events of the text must say."""
+
+
+_TEXTS = {
+    "reasoning": _Text(
+        "response.reasoning_summary_text",
+        "text",
+        "response.reasoning_summary_part",
+        "summary",
+        {"summary_index": 0},
+    ),
+    "message": _Text(
+        "response.output_text", "text", "response.content_part", "content", {"content_index": 0}, {"logprobs": []}
+    ),
+    "function_call": _Text("response.function_call_arguments", "arguments"),
+    "custom_tool_call": _Text("response.custom_tool_call_input", "input"),
+}
+
+
+class StreamEncoder:
+    """Server-sent events of one streamed reply. Each item is complete before the next one begins."""
+
+    content_type = "text/event-stream"
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._events = 0
+        self._done: list[_Item] = []
+        self._open: _Item | None = None
+
+    def start(self) -> bytes:
+        """The events that announce the response."""
+        return self._response("response.created", status="in_progress") + self.keep_alive()
+
+    def delta(self, reasoning: str, content: str) -> bytes:
+        """New text, reasoning before content. A summary for compaction goes out whole, at the end."""
+        if is_compaction(self._head):
+            return b""
+        events = b""
+        if reasoning and not self._done and not self._is_open("message"):
+            events += self._grow(reasoning_item(self._head, reasoning))
+        if content:
+            if self._is_open("reasoning"):
+                events += self._close()
+            events += self._grow(message_item(self._head, len(self._done), content, "in_progress"))
+        return events
+
+    def keep_alive(self) -> bytes:
+        """An event that Codex parses, because its idle timer ignores SSE comments."""
+        return self._response("response.in_progress", status="in_progress")
+
+    def finish(self, reply: Reply, usage: Usage) -> bytes:
+        """The rest of the items and the event that ends the stream."""
+        events = b""
+        for item in output_items(self._head, reply)[len(self._done) :]:
+            if self._open is None:
+                events += self._grow(item)
+            self._open = item
+            events += self._close()
+        fields = ending(reply, usage)
+        return events + self._response(f"response.{fields['status']}", **fields, output=self._done)
+
+    def error(self, error: DialectError) -> bytes:
+        """The event for a failure after the stream began."""
+        failure = {"code": _failure_code(error), "message": str(error)}
+        return self._response("response.failed", status="failed", output=self._done, error=failure)
+
+    def _is_open(self, kind: str) -> bool:
+        return self._open is not None and self._open["type"] == kind
+
+    def _grow(self, item: _Item) -> bytes:
+        """`item` holds new text of the open item, or begins a new one."""
+        text = _TEXTS.get(item["type"])
+        events = b""
+        if self._open is None:
+            self._open = copy.deepcopy(item)
+            events += self._event("response.output_item.added", item=_emptied(item))
+            if text and text.part:
+                part = {**_holder(item, text), text.key: ""}
+                events += self._item_event(f"{text.part}.added", **text.place, part=part)
+        elif text:
+            _holder(self._open, text)[text.key] += _holder(item, text)[text.key]
+        if text and (new := _holder(item, text)[text.key]):
+            events += self._item_event(f"{text.event}.delta", **text.place, **text.extra, delta=new)
+        return events
+
+    def _close(self) -> bytes:
+        """The end of the open item."""
+        item = self._open
+        assert item is not None
+        text = _TEXTS.get(item["type"])
+        events = b""
+        if text:
+            fields = {**text.place, **text.extra, text.key: _holder(item, text)[text.key]}
+            if item["type"] == "function_call":
+                fields["name"] = item["name"]
+            events += self._item_event(f"{text.event}.done", **fields)
+            if text.part:
+                events += self._item_event(f"{text.part}.done", **text.place, part=_holder(item, text))
+        events += self._event("response.output_item.done", item=item)
+        self._done.append(item)
+        self._open = None
+        return events
+
+    def _response(self, kind: str, *, status: str, output: list[_Item] | None = None, **fields: Any) -> bytes:
+        return self._event(kind, response=response(self._head, status=status, output=output or [], **fields))
+
+    def _item_event(self, kind: str, **fields: Any) -> bytes:
+        """An event of the open item."""
+        assert self._open is not None
+        return self._event(kind, item_id=self._open["id"], **fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        if "response" not in fields:
+            fields["output_index"] = len(self._done)
+        data = {"type": kind, "sequence_number": self._events, **fields}
+        self._events += 1
+        return f"event: {kind}\n".encode() + b"data: " + dump_json(data) + b"\n\n"
+
+
+def _holder(item: _Item, text: _Text) -> dict[str, Any]:
+    """What holds the text of an item: the item, or its one part."""
+    holder: dict[str, Any] = item[text.parts][0] if text.parts else item
+    return holder
+
+
+def _emptied(item: _Item) -> _Item:
+    """An item as it is announced."""
+    text = _TEXTS.get(item["type"])
+    if text is None:
+        return item
+    begun = {**item, text.parts: []} if text.parts else {**item, text.key: ""}
+    return {**begun, "status": "in_progress"} if "status" in item else begun
+
+
+def _failure_code(error: DialectError) -> str:
+    # Codex ends its run at context_length_exceeded and invalid_prompt, and tries again after any other code
+    if isinstance(error, ContextOverflow):
+        return error.code
+    return "invalid_prompt" if error.status < 500 else "server_error"

@@ -1,0 +1,125 @@
+"""The Responses API over a WebSocket, as Codex speaks it.
+
+A message `response.create` asks for a response; the answer is the events of a stream, each a message. A request may
+name the response before it (`previous_response_id`) and bring only what is new, so a connection remembers the
+conversations of its last responses. `generate: false` prepares a response without asking the model.
+"""
+
+import json
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import WSMsgType, web
+
+from rolltap.addons.dialects import openai_responses
+from rolltap.addons.dialects.dialect import Dialect
+from rolltap.addons.dialects.fields import parse_object
+from rolltap.addons.dialects.openai_responses.output import response
+from rolltap.addons.dialects.types import DialectError, Head, ModelCall, dump_json
+from rolltap.addons.endpoint.exchange import send_events
+from rolltap.addons.endpoint.generation import Generation, as_dialect_error
+
+Begin = Callable[[Dialect, ModelCall, web.Request], Awaitable[Generation]]
+
+_REMEMBERED = 8
+"""Responses that a connection can be continued from; clients go on from the last one, or retry the one before."""
+_ENDS = (b"event: response.completed", b"event: response.incomplete")
+
+
+async def serve_socket(
+    request: web.Request, begin: Begin, reject: Callable[[web.Request, str], None]
+) -> web.WebSocketResponse:
+    """Answer the messages of one connection until it is closed.
+
+    `begin` starts or joins the call of a request; `reject` records why a message was refused.
+    """
+    socket = web.WebSocketResponse(max_msg_size=request.client_max_size)
+    await socket.prepare(request)
+    connection = _Connection(socket, request, begin)
+    async for message in socket:
+        if message.type in (WSMsgType.TEXT, WSMsgType.BINARY):
+            data = message.data.encode() if isinstance(message.data, str) else message.data
+            try:
+                await connection.answer(data)
+            except ConnectionError:
+                break
+            except Exception as error:
+                reject(request, str(error) or repr(error))
+                await connection.refuse(as_dialect_error(error))
+    return socket
+
+
+class _Connection:
+    def __init__(self, socket: web.WebSocketResponse, request: web.Request, begin: Begin) -> None:
+        self._socket = socket
+        self._request = request
+        self._begin = begin
+        self._bodies: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        """Response id -> the request that a next one would have to send to go on from it."""
+        self._ended: dict[str, Any] = {}
+
+    async def answer(self, data: bytes) -> None:
+        """Answer one message. Raises `DialectError` and whatever `begin` raises."""
+        body = self._whole_request(parse_object(data))
+        if body.pop("generate", True) is False:
+            prepared = f"resp_{uuid.uuid4().hex}"
+            model_call = ModelCall(str(body.get("model") or ""), [], [])
+            head = self._head(prepared.removeprefix("resp_"), model_call)
+            shown = response(head, status="completed", output=[])
+            for event in ("response.created", "response.completed"):
+                await self._send(dump_json({"type": event, "response": shown}))
+            return self._remember(prepared, body, [])
+        model_call = openai_responses.decode(dump_json({**body, "stream": True}), self._request.raw_path)
+        generation = await self._begin(openai_responses, model_call, self._request)
+        encoder = openai_responses.stream_encoder(self._head(generation.call.call_id, model_call))
+        with generation.listening():
+            await send_events(generation, encoder, self._send_events)
+            generation.delivered = True
+        if generation.reply is not None:
+            self._remember(self._ended["id"], body, self._ended["output"])
+
+    async def refuse(self, error: DialectError) -> None:
+        """Say why a message cannot be answered."""
+        told = json.loads(openai_responses.encode_error(error))
+        await self._send(dump_json({"type": "error", "status": error.status, **told}))
+
+    def _whole_request(self, message: dict[str, Any]) -> dict[str, Any]:
+        if message.pop("type", None) != "response.create":
+            raise DialectError("A message must have the type 'response.create'.")
+        previous = message.pop("previous_response_id", None)
+        if previous is None:
+            return message
+        before = self._bodies.get(str(previous))
+        if before is None:
+            raise DialectError(f"Previous response with id '{previous}' not found.", code="previous_response_not_found")
+        return {**before, **message, "input": before["input"] + _items(message.get("input"))}
+
+    def _remember(self, response_id: str, body: dict[str, Any], output: list[Any]) -> None:
+        self._bodies[response_id] = {**body, "input": _items(body.get("input")) + output}
+        while len(self._bodies) > _REMEMBERED:
+            self._bodies.popitem(last=False)
+
+    def _head(self, call_id: str, model_call: ModelCall) -> Head:
+        return Head(call_id, int(time.time()), self._request.raw_path, model_call)
+
+    async def _send_events(self, events: bytes) -> None:
+        """Server-sent events, each as a message of its own."""
+        for event in events.split(b"\n\n"):
+            name, _, data = event.partition(b"\ndata: ")
+            if name in _ENDS:
+                self._ended = json.loads(data)["response"]
+            if data:
+                await self._send(data)
+
+    async def _send(self, data: bytes) -> None:
+        await self._socket.send_str(data.decode())
+
+
+def _items(given: Any) -> list[Any]:
+    """The items of an `input`, which may be a text."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    return given if isinstance(given, list) else []

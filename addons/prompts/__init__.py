@@ -1,0 +1,1 @@
+"""Conversation to prompt token ids and back."""

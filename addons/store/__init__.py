@@ -1,0 +1,1 @@
+"""A run folder: its records, its files and their guarantees."""

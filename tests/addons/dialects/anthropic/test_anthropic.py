@@ -1,0 +1,512 @@
+import copy
+import json
+from dataclasses import asdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rolltap.addons.dialects import anthropic, openai_chat
+from rolltap.addons.dialects.routes import find_route
+from rolltap.addons.dialects.types import (
+    ContextOverflow,
+    DialectError,
+    Head,
+    ModelCall,
+    Reply,
+    ServedModel,
+    ToolCall,
+    Usage,
+    parse_arguments,
+    sign,
+)
+from tests.addons.dialects import hostile
+
+LOOK = {"name": "look", "description": "Looks.", "input_schema": {"type": "object", "properties": {"at": {}}}}
+SHOWN_LOOK = {
+    "type": "function",
+    "function": {"name": "look", "description": "Looks.", "parameters": LOOK["input_schema"]},
+}
+LATER = {"name": "later", "input_schema": {"type": "object"}, "defer_loading": True}
+SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
+BASH = {"type": "bash_20250124", "name": "bash"}
+NO = {"type": "text", "text": "No."}
+REQUEST = {
+    "model": "claude-x",
+    "max_tokens": 9,
+    "system": [
+        {"type": "text", "text": "x-anthropic-billing-header: cch=1f2e3;"},
+        {"type": "text", "text": "Be brief."},
+        {"type": "text", "text": "Be kind.", "cache_control": {"type": "ephemeral"}},
+    ],
+    "messages": [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "<reminder/>\n"}, {"type": "text", "text": "Look there."}],
+        },
+        {"role": "system", "content": "It is Monday."},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "I look.", "signature": sign("c7")},
+                {"type": "text", "text": "Now."},
+                {"type": "tool_use", "id": "t1", "name": "look", "input": {"at": "é", "n": 1}},
+                {"type": "tool_use", "id": "t2", "name": "look", "input": {}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": "Nothing."},
+                {"type": "tool_result", "tool_use_id": "t2", "content": [NO], "is_error": True},
+                {"type": "text", "text": "Go on."},
+            ],
+        },
+    ],
+    "tools": [LOOK, LATER, SEARCH, BASH],
+    "tool_choice": {"type": "auto"},
+    "temperature": 0.0,
+    "stop_sequences": ["END"],
+    "stream": True,
+    "metadata": {"user_id": '{"session_id": "s"}'},
+    "diagnostics": {"previous_message_id": "msg_c7"},
+}
+
+
+def decode(target="/v1/messages?beta=true", **changes):
+    request = {key: value for key, value in {**REQUEST, **changes}.items() if value is not None}
+    return anthropic.decode(json.dumps(request).encode(), target)
+
+
+def decode_content(role, content, **changes):
+    """The decoded messages of one message, which a user's message follows."""
+    last = {"role": "user", "content": "Well?"}
+    return decode(system=None, messages=[{"role": role, "content": content}, last], **changes).messages[:-1]
+
+
+def decode_assistant(*content):
+    (message,) = decode_content("assistant", list(content))
+    return message
+
+
+class TestDecode:
+    def test_a_request_becomes_a_model_call(self):
+        def called(call_id, arguments):
+            return {"id": call_id, "type": "function", "function": {"name": "look", "arguments": arguments}}
+
+        assert decode() == ModelCall(
+            model="claude-x",
+            messages=[
+                {"role": "system", "content": "Be brief.\n\nBe kind."},
+                {"role": "user", "content": "<reminder/>\nLook there."},
+                {"role": "system", "content": "It is Monday."},
+                {
+                    "role": "assistant",
+                    "content": "Now.",
+                    "reasoning_content": "I look.",
+                    "tool_calls": [called("t1", {"at": "é", "n": 1}), called("t2", {})],
+                    "call_id": "c7",
+                },
+                {"role": "tool", "content": "Nothing.", "tool_call_id": "t1"},
+                {"role": "tool", "content": "Error: No.", "tool_call_id": "t2"},
+                {"role": "user", "content": "Go on."},
+            ],
+            tools=[SHOWN_LOOK],
+            stream=True,
+            max_tokens=9,
+            stop=["END"],
+            asked={"tool_choice": {"type": "auto"}, "temperature": 0.0},
+            hosted_tools=[SEARCH, BASH],
+            hints={"metadata.user_id": '{"session_id": "s"}', "diagnostics.previous_message_id": "msg_c7"},
+        )
+
+    def test_the_billing_block_of_the_system_prompt_is_dropped(self):
+        billing = [{"type": "text", "text": f"x-anthropic-billing-header: cch={n};"} for n in range(2)]
+        rest = [{"type": "text", "text": "Be brief."}]
+        first, second = (decode(system=[block, *rest]).messages[0] for block in billing)
+        assert first == second == {"role": "system", "content": "Be brief."}
+        assert decode(system=billing).messages[0]["role"] == "user"
+
+    def test_cache_markers_change_nothing(self):
+        marked = copy.deepcopy(REQUEST)
+        marker = {"cache_control": {"type": "ephemeral"}}
+        for message in [{"content": marked["system"]}, {"content": marked["tools"]}, *marked["messages"]]:
+            for block in message["content"] if isinstance(message["content"], list) else []:
+                block.update(marker)
+        call = decode(**marked)
+        assert (call.messages, call.tools) == (decode().messages, decode().tools)
+
+    def test_a_string_is_the_same_as_one_text_block(self):
+        block = [{"type": "text", "text": "Hi"}]
+        assert decode(system="Hi").messages == decode(system=block).messages
+        assert decode(system="").messages == decode(system=[{"type": "text", "text": ""}]).messages
+        for role in ("user", "system", "assistant"):
+            assert decode_content(role, "Hi") == decode_content(role, block) == [{"role": role, "content": "Hi"}]
+
+    def test_a_deferred_tool_is_not_shown_until_a_reference_loads_it(self):
+        assert decode(tools=[LATER, LOOK]).tools == decode(tools=[LOOK]).tools == [SHOWN_LOOK]
+        reference = [{"type": "tool_reference", "tool_name": "later"}]
+        result = {"type": "tool_result", "tool_use_id": "t1", "content": reference}
+        (message,) = decode_content("user", [result])
+        shown = {"type": "function", "function": {"name": "later", "parameters": {"type": "object"}}}
+        assert json.loads(message["content"]) == shown
+
+    def test_a_reference_to_an_unknown_tool_keeps_its_name(self):
+        reference = [{"type": "tool_reference", "tool_name": "gone"}]
+        (message,) = decode_content("user", [{"type": "tool_result", "tool_use_id": "t1", "content": reference}])
+        assert message["content"] == '{"name": "gone"}'
+
+    def test_tool_results_come_before_the_text_of_their_message(self):
+        result = {"type": "tool_result", "tool_use_id": "t1"}
+        decoded = decode_content("user", [{"type": "text", "text": "Look:"}, result])
+        assert decoded == [
+            {"role": "tool", "content": "", "tool_call_id": "t1"},
+            {"role": "user", "content": "Look:"},
+        ]
+
+    def test_a_user_message_of_no_text_is_a_message_unless_it_holds_results(self):
+        assert decode_content("user", []) == [{"role": "user", "content": ""}]
+        assert len(decode_content("user", [{"type": "tool_result", "tool_use_id": "t1"}])) == 1
+
+    def test_an_assistant_message_is_one_message_whatever_its_order(self):
+        use = {"type": "tool_use", "id": "t1", "name": "look", "input": {}}
+        thinking = {"type": "thinking", "thinking": "Hm.", "signature": "not ours"}
+        text = [{"type": "text", "text": "One, "}, {"type": "text", "text": "two."}]
+        message = decode_assistant(use, text[0], thinking, text[1])
+        assert message == decode_assistant(thinking, *text, use)
+        assert (message["content"], message["reasoning_content"]) == ("One, two.", "Hm.")
+
+    def test_consecutive_assistant_messages_are_one_turn(self):
+        thinking, text, *uses = REQUEST["messages"][2]["content"]
+        split = [{"role": "assistant", "content": part} for part in ([thinking], [text], uses)]
+        assert decode(messages=[*REQUEST["messages"][:2], *split, REQUEST["messages"][3]]).messages == decode().messages
+
+    @pytest.mark.parametrize("data", [sign("c7"), "EmwKAhgBEgy3va3pzix"], ids=["ours", "another's"])
+    def test_hidden_thinking_names_its_call_only_when_it_is_ours(self, data):
+        message = decode_assistant({"type": "redacted_thinking", "data": data})
+        ours = {"call_id": "c7"} if data == sign("c7") else {}
+        assert message == {"role": "assistant", "content": "", **ours}
+
+    def test_the_blocks_of_a_tool_result_are_lines(self):
+        parts = [{"type": "text", "text": "a.py"}, {"type": "tool_reference", "tool_name": "gone"}]
+        (message,) = decode_content("user", [{"type": "tool_result", "tool_use_id": "t1", "content": parts}])
+        assert message["content"] == 'a.py\n{"name": "gone"}'
+
+    def test_what_a_hosted_tool_said_to_another_model_is_json_text(self):
+        use = {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "é"}}
+        result = {"type": "web_search_tool_result", "tool_use_id": "s1", "content": []}
+        message = decode_assistant(use, {**result, "cache_control": {"type": "ephemeral"}})
+        assert message["content"] == json.dumps(use, ensure_ascii=False) + json.dumps(result)
+
+    def test_no_tools_are_shown_when_none_may_be_called(self):
+        call = decode(tool_choice={"type": "none"})
+        assert (call.tools, call.asked["tool_choice"]) == ([], {"type": "none"})
+
+    @pytest.mark.parametrize(
+        "wish", [{"output_config": {"effort": "low", "format": "F"}}, {"output_format": "F"}], ids=["config", "format"]
+    )
+    def test_a_json_schema_is_taken_under_both_names(self, wish):
+        schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}}
+        form = {"type": "json_schema", "schema": schema}
+        wish = json.loads(json.dumps(wish).replace('"F"', json.dumps(form)))
+        call = decode(**wish)
+        assert call.schema == schema
+        assert call.asked.items() >= wish.items()
+
+    def test_effort_alone_asks_for_no_schema(self):
+        assert decode(output_config={"effort": "low"}).schema is None
+
+    def test_counting_needs_no_token_limit_and_takes_any_end(self):
+        target = "/v1/messages/count_tokens?beta=true"
+        whole = REQUEST["messages"]
+        call = decode(target, max_tokens=None, stream=None, messages=whole[:3])
+        assert (call.max_tokens, call.stream) == (None, False)
+        assert call.messages == decode().messages[:4]
+
+    @pytest.mark.parametrize(
+        ("changes", "sentence"),
+        [
+            ({"max_tokens": None}, "'max_tokens'"),
+            ({"max_tokens": 0}, "'max_tokens'"),
+            ({"messages": []}, "messages: "),
+            ({"messages": {}}, "messages: "),
+            ({"messages": ["Hi"]}, "messages.0: "),
+            ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role: "),
+            ({"messages": [{"role": ["user"], "content": "x"}]}, "messages.0.role: "),
+            ({"messages": [{"role": "user"}]}, "messages.0.content: "),
+            ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content: "),
+            ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content.0: "),
+            ({"messages": [{"role": "user", "content": [{"type": None}]}]}, "messages.0.content.0: "),
+            ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text: "),
+            ({"messages": [{"role": "user", "content": [{"type": "robot"}]}]}, "messages.0.content.0.type: "),
+            ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages.0.content.0.type: "),
+            ({"messages": [{"role": "system", "content": [{"type": "tool_result"}]}]}, "messages.0.content.0.type: "),
+            ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "content.0.tool_use_id: "),
+            ({"messages": [{"role": "assistant", "content": [{"type": "thinking"}]}]}, "content.0.thinking: "),
+            ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "content.0.name: "),
+            ({"system": 5}, "system: "),
+            ({"system": [{"type": "image"}]}, "system.0.type: "),
+            ({"tools": "x"}, "tools: "),
+            ({"tools": [LOOK, "x"]}, "tools.1: "),
+            ({"tools": [{"name": ""}]}, "tools.0.name: "),
+            ({"tools": [{"type": "custom"}]}, "tools.0.name: "),
+            ({"stop_sequences": [5]}, "'stop_sequences'"),
+        ],
+    )
+    def test_a_refusal_names_the_place(self, changes, sentence):
+        with pytest.raises(DialectError) as refusal:
+            decode(**changes)
+        assert sentence in str(refusal.value)
+        assert refusal.value.status == 400
+
+    @pytest.mark.parametrize(
+        "changes", [{"id": None}, {"name": ""}, {"input": "{}"}, {"input": None}], ids=["id", "name", "text", "null"]
+    )
+    def test_a_tool_use_is_refused_unless_it_is_whole(self, changes):
+        use = {"type": "tool_use", "id": "t1", "name": "look", "input": {}, **changes}
+        with pytest.raises(DialectError, match=rf"messages\.0\.content\.0\.{next(iter(changes))}: "):
+            decode_assistant(use)
+
+    @pytest.mark.parametrize("kind", ["image", "document"])
+    def test_a_picture_is_refused_where_it_stands(self, kind):
+        picture = {"type": kind, "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+        result = {"type": "tool_result", "tool_use_id": "t1", "content": [picture]}
+        for block, place in ((picture, "messages.0.content.0"), (result, "messages.0.content.0.content.0")):
+            with pytest.raises(DialectError, match=rf"^{place}\.type: .*'{kind}'; this model takes text only"):
+                decode_content("user", [block])
+
+    def test_the_beginning_of_a_reply_is_refused(self):
+        prefill = [*REQUEST["messages"], {"role": "assistant", "content": "{"}]
+        with pytest.raises(DialectError, match="does not support assistant message prefill"):
+            decode(messages=prefill)
+
+
+words = ["text", "user", "assistant", "system", "thinking", "tool_use", "tool_result", "tool_reference", "image"]
+keys = ["role", "content", "type", "text", "name", "input", "INVALID_JSON", "tool_name", "source", "tool_use_id"]
+bodies = hostile.bodies([REQUEST], hostile.values([*words, "server_tool_use", sign("c1")], keys))
+
+
+@given(bodies, st.sampled_from(["/v1/messages", "/v1/messages/count_tokens"]))
+@settings(max_examples=1500, deadline=None)
+def test_any_body_is_a_model_call_or_a_refusal(body, target):
+    try:
+        call = anthropic.decode(body, target)
+    except DialectError as refusal:
+        json.loads(anthropic.encode_error(refusal))
+    else:
+        json.dumps(asdict(call), ensure_ascii=False).encode()
+
+
+def test_any_depth_is_a_model_call_or_a_refusal():
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "tool_reference", "tool_name": "later"}]}
+    outcomes = set()
+    for depth in (*range(300, 500), 100_000):
+        schema = '{"a": [' * depth + "]}" * depth
+        body = json.dumps({"max_tokens": 1, "messages": [{"role": "user", "content": [result]}], "tools": [LATER]})
+        body = body.replace(json.dumps(LATER["input_schema"]), schema)
+        try:
+            call = anthropic.decode(body.encode(), "/v1/messages")
+        except DialectError as refusal:
+            outcomes.add(str(refusal).partition(":")[0])
+        else:
+            assert schema in call.messages[0]["content"]
+            outcomes.add("a model call")
+    assert outcomes >= {"a model call", "We could not parse the JSON body of your request"}
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+arguments = (
+    st.dictionaries(st.text(max_size=5) | st.just("INVALID_JSON"), json_values, max_size=3).map(json.dumps)
+    | json_values.map(lambda value: json.dumps(value, ensure_ascii=False))
+    | st.text(max_size=8)
+    | st.sampled_from(
+        [
+            "{",
+            '{"INVALID_JSON": "x"}',
+            '{"n": 1e400}',
+            '{"n": NaN}',
+            '{"n": 1e22}',
+            '{"a": "\\ud83d"}',
+            "9" * 5000,
+            "[" * 2000,
+        ]
+    )
+)
+calls = st.builds(ToolCall, st.from_regex(r"call_[0-9a-f]{4}", fullmatch=True), st.text(min_size=1), arguments)
+replies = st.builds(
+    Reply,
+    content=st.text(max_size=12),
+    reasoning=st.text(max_size=12),
+    tool_calls=st.lists(calls, max_size=3),
+    finish_reason=st.sampled_from(["stop", "length", "tool_calls"]),
+    stop=st.none() | st.just("END"),
+)
+HEAD = Head("c9", 5, "/v1/messages", ModelCall("claude-x", [], []))
+USAGE = Usage(prompt=7, completion=3, cached=4)
+
+
+def streamed(reply, *, keep_alive=False, piece=3):
+    """The reply as events, its text cut in pieces."""
+    encoder = anthropic.stream_encoder(HEAD)
+    events = encoder.start()
+    for text, name in ((reply.reasoning, "reasoning"), (reply.content, "content")):
+        for start in range(0, len(text), piece):
+            events += encoder.delta(**{"reasoning": "", "content": "", name: text[start : start + piece]})
+            events += encoder.keep_alive() if keep_alive else b""
+    return events + encoder.finish(reply, USAGE)
+
+
+def events_of(stream):
+    *events, rest = stream.decode().split("\n\n")
+    assert rest == ""
+    for event in events:
+        kind, data = event.split("\n", 1)
+        value = json.loads(data.removeprefix("data: "), parse_constant=pytest.fail)
+        assert kind == f"event: {value['type']}"
+        yield value
+
+
+def assembled(stream):
+    """The message that a stream's events add up to."""
+    message = None
+    for event in events_of(stream):
+        match event["type"]:
+            case "message_start":
+                message = event["message"]
+            case "content_block_start":
+                assert event["index"] == len(message["content"])
+                message["content"].append(block := event["content_block"])
+                written = ""
+            case "content_block_delta":
+                delta = event["delta"]
+                if delta["type"] == "input_json_delta":
+                    written += delta["partial_json"]
+                else:
+                    key = delta["type"].removesuffix("_delta")
+                    block[key] += delta[key]
+            case "content_block_stop":
+                assert event["index"] == len(message["content"]) - 1
+                if block["type"] == "tool_use":
+                    block["input"] = json.loads(written)
+            case "message_delta":
+                message.update(event["delta"], usage=event["usage"])
+    assert event["type"] == "message_stop"
+    return message
+
+
+@given(replies)
+@settings(max_examples=1000, deadline=None)
+def test_an_echoed_reply_is_the_reply(reply):
+    body = anthropic.encode_reply(HEAD, reply, USAGE)
+    message = json.loads(body, parse_constant=pytest.fail)
+    assert repr(assembled(streamed(reply))) == repr(message)
+
+    echoed = decode_assistant(*message["content"])
+    assert echoed.pop("call_id", None) == ("c9" if reply.reasoning else None)
+    issued = reply.to_message()
+    for call in issued.get("tool_calls", []):
+        call["function"]["arguments"] = parse_arguments(call["function"]["arguments"])
+    assert repr(echoed) == repr(issued)  # NaN equals itself in writing only
+
+
+class TestEncodeReply:
+    @pytest.mark.parametrize(
+        ("text", "expected"),
+        [
+            ('{"at": "é"}', {"at": "é"}),
+            ("not JSON", {"INVALID_JSON": "not JSON"}),
+            ("[1]", {"INVALID_JSON": "[1]"}),
+            ('{"INVALID_JSON": "x"}', {"INVALID_JSON": '{"INVALID_JSON": "x"}'}),
+            ('{"n": 1e400}', {"INVALID_JSON": '{"n": 1e400}'}),
+        ],
+        ids=["an object", "not JSON", "a list", "like wrapped text", "infinite"],
+    )
+    def test_arguments_are_an_object_whatever_was_sampled(self, text, expected):
+        reply = Reply(tool_calls=[ToolCall("call_1", "look", text)], finish_reason="tool_calls")
+        (block,) = json.loads(anthropic.encode_reply(HEAD, reply, USAGE))["content"]
+        assert block == {"type": "tool_use", "id": "call_1", "name": "look", "input": expected}
+
+    def test_tool_calls_are_the_reason_even_when_a_stop_text_ended_them(self):
+        reply = Reply("", "", [ToolCall("call_1", "look", "{}")], "tool_calls", stop="END")
+        message = json.loads(anthropic.encode_reply(HEAD, reply, USAGE))
+        assert (message["stop_reason"], message["stop_sequence"]) == ("tool_use", None)
+
+    def test_no_content_is_an_empty_list(self):
+        assert json.loads(anthropic.encode_reply(HEAD, Reply(), USAGE))["content"] == []
+
+    def test_half_a_character_is_no_broken_body(self):
+        body = anthropic.encode_reply(HEAD, Reply("half \ud83d"), USAGE)
+        assert json.loads(body)["content"][0]["text"] == "half ?"
+
+
+class TestStreamEncoder:
+    def test_the_first_event_names_the_message(self):
+        (event,) = events_of(anthropic.stream_encoder(HEAD).start())
+        assert (event["type"], event["message"]["id"]) == ("message_start", "msg_c9")
+
+    def test_a_keep_alive_is_a_ping(self):
+        assert anthropic.stream_encoder(HEAD).keep_alive() == b'event: ping\ndata: {"type":"ping"}\n\n'
+
+    def test_an_error_is_an_event(self):
+        error = DialectError("Down.", status=503)
+        stream = anthropic.stream_encoder(HEAD).error(error)
+        assert stream == b"event: error\ndata: " + anthropic.encode_error(error) + b"\n\n"
+
+    def test_thinking_is_signed_before_its_block_ends(self):
+        events = list(events_of(streamed(Reply("Hi", "Hm."))))
+        assert [e["delta"]["type"] if e["type"] == "content_block_delta" else e["type"] for e in events] == [
+            "message_start",
+            "content_block_start",
+            "thinking_delta",
+            "signature_delta",
+            "content_block_stop",
+            "content_block_start",
+            "text_delta",
+            "content_block_stop",
+            "message_delta",
+            "message_stop",
+        ]
+
+
+def test_an_overflow_is_said_in_the_apis_words():
+    error = json.loads(anthropic.encode_error(ContextOverflow(5000, 4096)))["error"]
+    assert error == {"type": "invalid_request_error", "message": "prompt is too long: 5000 tokens > 4096 maximum"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "operation"),
+    [
+        ("POST", "/v1/messages", "generate"),
+        ("POST", "/v1/messages/count_tokens", "count_tokens"),
+        ("GET", "/v1/models", "models"),
+        ("GET", "/v1/models/tiny", "models"),
+        ("GET", "/v1/messages", None),
+        ("POST", "/v1/models", None),
+        ("POST", "/v1/messages/batches", None),
+        ("GET", "/v1/modelsx", None),
+    ],
+)
+def test_an_operation_is_known_by_method_and_exact_path(method, path, operation):
+    assert anthropic.operation(method, path) == operation
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "headers", "dialect"),
+    [
+        ("POST", "/v1/messages?beta=true", {}, anthropic),
+        ("GET", "/v1/models?limit=5", {"anthropic-version": "2023-06-01"}, anthropic),
+        ("GET", "/v1/models", {}, openai_chat),
+        ("POST", "/v1/chat/completions", {"anthropic-version": "2023-06-01"}, openai_chat),
+    ],
+)
+def test_the_models_are_anthropics_for_its_clients_only(method, target, headers, dialect):
+    assert find_route(method, target, headers).dialect is dialect
+
+
+def test_a_model_has_its_window():
+    (model,) = json.loads(anthropic.encode_models("/v1/models", [ServedModel("tiny", 4096)], 0))["data"]
+    assert model["max_input_tokens"] == model["max_tokens"] == 4096

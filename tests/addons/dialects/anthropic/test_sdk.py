@@ -1,0 +1,187 @@
+"""What Anthropic's own SDK makes of the replies."""
+
+import json
+
+import anthropic
+import httpx
+import pytest
+
+from rolltap.addons.dialects import anthropic as dialect
+from rolltap.addons.dialects.routes import find_route
+from rolltap.addons.dialects.types import (
+    ContextOverflow,
+    DialectError,
+    Head,
+    Reply,
+    ServedModel,
+    ToolCall,
+    Usage,
+    parse_arguments,
+    sign,
+)
+
+LOOK = ToolCall("call_1", "look", '{"at": "é\\n", "n": 1.5}')
+REPLIES = {
+    "text": Reply("Hi <b>\u2028😀"),
+    "reasoning": Reply("Hi.", "Hm."),
+    "reasoning only": Reply("", "Hm.", finish_reason="length"),
+    "one call": Reply("", "", [LOOK], "tool_calls"),
+    "several calls": Reply(
+        "Both:", "I look.", [LOOK, ToolCall("call_2", "go", "{}"), ToolCall("call_3", "go", "not JSON")], "tool_calls"
+    ),
+    "cut": Reply("Hi th", finish_reason="length"),
+    "cut after a call": Reply("", "", [LOOK], "length"),
+    "stop text": Reply("Hi", stop="END"),
+    "nothing": Reply(),
+}
+USAGE = Usage(prompt=7, completion=3, cached=4)
+MODELS = [ServedModel("tiny", 4096), ServedModel("org/big", 8192)]
+ASKED = {"model": "claude-x", "max_tokens": 100, "messages": [{"role": "user", "content": "Hi"}]}
+
+
+def client_of(reply):
+    """A client whose requests are answered by the dialect with a `Reply`, or a `DialectError`."""
+
+    def answer(request):
+        target = request.url.raw_path.decode()
+        route = find_route(request.method, target, request.headers)
+        assert route is not None
+        assert route.dialect is dialect
+        if route.operation == "models":
+            return httpx.Response(200, content=dialect.encode_models(target, MODELS, 5))
+        model_call = dialect.decode(request.content, target)
+        if route.operation == "count_tokens":
+            return httpx.Response(200, content=dialect.encode_token_count(42))
+        head = Head("c9", 5, target, model_call)
+        if model_call.stream:
+            return httpx.Response(200, headers={"content-type": "text/event-stream"}, content=stream_of(head, reply))
+        if isinstance(reply, DialectError):
+            return httpx.Response(reply.status, content=dialect.encode_error(reply))
+        return httpx.Response(200, content=dialect.encode_reply(head, reply, USAGE))
+
+    return anthropic.Anthropic(
+        api_key="k", max_retries=0, http_client=httpx.Client(transport=httpx.MockTransport(answer))
+    )
+
+
+def stream_of(head, reply):
+    """The reply as chunks, one character each with a keep-alive after it."""
+    encoder = dialect.stream_encoder(head)
+    yield encoder.start()
+    if isinstance(reply, DialectError):
+        yield encoder.delta("", "Hal")
+        yield encoder.error(reply)
+        return
+    for character in reply.reasoning:
+        yield encoder.delta(character, "") + encoder.keep_alive()
+    for character in reply.content:
+        yield encoder.delta("", character) + encoder.keep_alive()
+    yield encoder.finish(reply, USAGE)
+
+
+def plain(client):
+    return client.messages.create(**ASKED)
+
+
+def streamed(client):
+    with client.messages.stream(**ASKED) as stream:
+        return stream.get_final_message()
+
+
+def beta_streamed(client):
+    with client.beta.messages.stream(**ASKED, betas=["interleaved-thinking-2025-05-14"]) as stream:
+        return stream.get_final_message()
+
+
+@pytest.mark.parametrize("ask", [plain, streamed, beta_streamed])
+@pytest.mark.parametrize("name", REPLIES)
+def test_the_sdk_reads_what_the_reply_holds(name, ask):
+    reply = REPLIES[name]
+    message = ask(client_of(reply))
+    assert (message.id, message.role, message.model) == ("msg_c9", "assistant", "claude-x")
+
+    blocks = {kind: [block for block in message.content if block.type == kind] for kind in ("thinking", "text")}
+    assert [(b.thinking, b.signature) for b in blocks["thinking"]] == [(reply.reasoning, sign("c9"))] * bool(
+        reply.reasoning
+    )
+    assert [b.text for b in blocks["text"]] == [reply.content] * bool(reply.content)
+    calls = [(b.id, b.name, b.input) for b in message.content if b.type == "tool_use"]
+    parsed = [parse_arguments(call.arguments) for call in reply.tool_calls]
+    wrapped = [value if isinstance(value, dict) else {"INVALID_JSON": value} for value in parsed]
+    assert calls == [(c.id, c.name, value) for c, value in zip(reply.tool_calls, wrapped, strict=True)]
+
+    reason = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[reply.finish_reason]
+    assert message.stop_reason == ("stop_sequence" if reply.stop else reason)
+    assert message.stop_sequence == reply.stop
+    usage = message.usage
+    assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (3, 4, 3)
+    assert usage.cache_creation_input_tokens == 0
+
+
+@pytest.mark.parametrize("ask", [plain, streamed])
+@pytest.mark.parametrize("name", REPLIES)
+def test_what_the_sdk_sends_back_is_the_reply(name, ask):
+    reply = REPLIES[name]
+    echo = {"role": "assistant", "content": [b.to_dict(mode="json") for b in ask(client_of(reply)).content]}
+    request = {**ASKED, "messages": [*ASKED["messages"], echo, {"role": "user", "content": "Well?"}]}
+    decoded = dialect.decode(json.dumps(request).encode(), "/v1/messages").messages[1]
+    assert decoded.pop("call_id", None) == ("c9" if reply.reasoning else None)
+    issued = reply.to_message()
+    for call in issued.get("tool_calls", []):
+        call["function"]["arguments"] = parse_arguments(call["function"]["arguments"])
+    assert decoded == issued
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "kind"),
+    [
+        (400, anthropic.BadRequestError, "invalid_request_error"),
+        (401, anthropic.AuthenticationError, "authentication_error"),
+        (403, anthropic.PermissionDeniedError, "permission_error"),
+        (404, anthropic.NotFoundError, "not_found_error"),
+        (413, anthropic.APIStatusError, "request_too_large"),
+        (422, anthropic.UnprocessableEntityError, "invalid_request_error"),
+        (429, anthropic.RateLimitError, "rate_limit_error"),
+        (500, anthropic.InternalServerError, "api_error"),
+        (502, anthropic.InternalServerError, "api_error"),
+        (503, anthropic.InternalServerError, "overloaded_error"),
+        (504, anthropic.InternalServerError, "timeout_error"),
+        (529, anthropic.OverloadedError, "overloaded_error"),
+    ],
+)
+def test_an_error_has_the_type_of_its_status(status, error, kind):
+    with pytest.raises(error) as raised:
+        plain(client_of(DialectError("No.", status=status)))
+    assert raised.value.status_code == status
+    assert raised.value.body == {"type": "error", "error": {"type": kind, "message": "No."}}
+
+
+def test_an_overflow_is_a_bad_request():
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long: 9 tokens > 8 maximum"):
+        plain(client_of(ContextOverflow(9, 8)))
+
+
+@pytest.mark.parametrize("ask", [streamed, beta_streamed])
+def test_an_error_within_a_stream_is_raised(ask):
+    with pytest.raises(anthropic.APIStatusError, match=r"overloaded_error.*The engine is down\."):
+        ask(client_of(DialectError("The engine is down.", status=503)))
+
+
+def test_tokens_are_counted():
+    counted = client_of(None).messages.count_tokens(model="claude-x", messages=ASKED["messages"], system="Be brief.")
+    assert counted.input_tokens == 42
+
+
+def test_models_are_listed_on_one_page():
+    listed = list(client_of(None).models.list(limit=1))
+    assert [(m.id, m.display_name, m.max_input_tokens) for m in listed] == [
+        ("tiny", "tiny", 4096),
+        ("org/big", "org/big", 8192),
+    ]
+    assert {m.created_at.timestamp() for m in listed} == {5}
+
+
+@pytest.mark.parametrize("name", ["claude-x", "org/any"])
+def test_any_model_is_there(name):
+    model = client_of(None).models.retrieve(name)
+    assert (model.id, model.type, model.max_input_tokens) == (name, "model", 4096)

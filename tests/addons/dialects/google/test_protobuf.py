@@ -1,0 +1,64 @@
+import pytest
+
+from rolltap.addons.dialects.google.protobuf import json_schema, message, nests_deeper
+from rolltap.addons.dialects.types import DialectError
+
+
+@pytest.mark.parametrize(
+    ("schema", "converted"),
+    [
+        ({"type": "STRING"}, {"type": "string"}),
+        ({"type": "string"}, {"type": "string"}),
+        ({"type": "TYPE_UNSPECIFIED", "description": "Any."}, {"description": "Any."}),
+        ({"type": ["STRING", "NULL"]}, {"type": ["string", "null"]}),
+        ({"type": "ARRAY", "items": {"type": "INTEGER"}}, {"type": "array", "items": {"type": "integer"}}),
+        ({"anyOf": [{"type": "NUMBER"}]}, {"anyOf": [{"type": "number"}]}),
+        ({"any_of": [{"type": "NUMBER"}], "nullable": True}, {"anyOf": [{"type": "number"}, {"type": "null"}]}),
+        ({"type": "STRING", "nullable": True}, {"type": ["string", "null"]}),
+        ({"type": "STRING", "nullable": False}, {"type": "string"}),
+        (
+            {"type": "STRING", "format": "enum", "enum": ["a"], "nullable": True},
+            {"type": ["string", "null"], "enum": ["a", None]},
+        ),
+        ({"type": "STRING", "format": "date"}, {"type": "string", "format": "date"}),
+        ({"minItems": "1", "max_items": 2}, {"minItems": 1, "maxItems": 2}),
+        ({"additionalProperties": {"type": "STRING"}}, {"additionalProperties": {"type": "string"}}),
+        ({"additionalProperties": False}, {"additionalProperties": False}),
+        ({"default": {"type": "STRING", "a_b": 1}}, {"default": {"type": "STRING", "a_b": 1}}),
+        (None, None),
+        ("x", "x"),
+    ],
+)
+def test_a_schema_becomes_a_json_schema(schema, converted):
+    assert json_schema(schema) == converted
+
+
+def test_properties_keep_their_names_and_get_the_order_that_is_wished():
+    schema = {
+        "type": "OBJECT",
+        "properties": {"type": {"type": "STRING"}, "max_items": {"type": "NUMBER"}, "nullable": {"type": "BOOLEAN"}},
+        "propertyOrdering": ["max_items", "unknown", "type"],
+    }
+    converted = json_schema(schema)
+    assert list(converted["properties"].items()) == [
+        ("max_items", {"type": "number"}),
+        ("type", {"type": "string"}),
+        ("nullable", {"type": "boolean"}),
+    ]
+    assert converted.keys() == {"type", "properties"}
+
+
+def test_the_fields_of_a_message_are_camel_case_and_set():
+    fields = message({"top_k": 1, "topP": 2, "seed": None, "_x": 3, "p_95_b": {"a_b": 4}}, "place")
+    assert fields == {"topK": 1, "topP": 2, "_x": 3, "p95B": {"a_b": 4}}
+
+
+def test_a_message_is_an_object():
+    with pytest.raises(DialectError, match="'place'"):
+        message([], "place")
+
+
+@pytest.mark.parametrize(("value", "depth"), [(1, 0), ({}, 1), ([1], 1), ({"a": [1, {"b": 1}], "c": 1}, 3)])
+def test_depth_counts_objects_and_lists(value, depth):
+    assert not nests_deeper(value, depth)
+    assert depth == 0 or nests_deeper(value, depth - 1)

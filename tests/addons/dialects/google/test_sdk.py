@@ -1,0 +1,244 @@
+"""What Google's own SDK reads from this dialect's replies, and what the dialect reads from the SDK's requests."""
+
+import json
+
+import httpx
+import pytest
+from google import genai
+from google.genai import errors, types
+
+from rolltap.addons.dialects import google
+from rolltap.addons.dialects.routes import find_route
+from rolltap.addons.dialects.types import (
+    ContextOverflow,
+    DialectError,
+    Head,
+    Reply,
+    ServedModel,
+    ToolCall,
+    Usage,
+    sign,
+)
+
+USAGE = Usage(prompt=7, completion=3, cached=2)
+REPLIES = {
+    "text": Reply("Hé\u2028l\x85lo 😀\r\n"),
+    "reasoning and text": Reply("Done.", "I think.\n\nHard."),
+    "a call": Reply(tool_calls=[ToolCall("c1", "look", '{"at": "é", "n": 1.5}')], finish_reason="tool_calls"),
+    "calls with reasoning and text": Reply(
+        "Wait.",
+        "I look twice.",
+        [ToolCall("c1", "look", '{"at": {"a": [1, null]}}'), ToolCall("c2", "look", "{}")],
+        "tool_calls",
+    ),
+    "cut off": Reply("And th", "Hm.", finish_reason="length"),
+    "ended by a stop sequence": Reply("One,", stop="END"),
+    "nothing": Reply(),
+}
+ECHOED = {name: reply for name, reply in REPLIES.items() if name != "nothing"}  # the SDK leaves empty replies out
+
+
+class Server:
+    """The endpoint's part, for the SDK's HTTP client: routes a request, decodes it, encodes the reply or the error."""
+
+    def __init__(self, reply=None, error=None, late_error=None):
+        self.reply = reply or Reply()
+        self.error = error
+        self.late_error = late_error
+        self.calls = []
+
+    def __call__(self, request):
+        target = request.url.raw_path.decode()
+        route = find_route(request.method, target, request.headers)
+        assert route.dialect is google
+        if self.error:
+            return httpx.Response(self.error.status, content=google.encode_error(self.error))
+        if route.operation == "models":
+            return httpx.Response(200, content=google.encode_models(target, [ServedModel("gemini-x", 100)], 0))
+        call = google.decode(request.content, target)
+        self.calls.append(call)
+        if route.operation == "count_tokens":
+            return httpx.Response(200, content=google.encode_token_count(12))
+        head = Head("call-9", 1_700_000_000, target, call)
+        if not call.stream:
+            return httpx.Response(200, content=google.encode_reply(head, self.reply, USAGE))
+        encoder = google.stream_encoder(head)
+        assert encoder.content_type == "text/event-stream"
+        return httpx.Response(200, headers={"content-type": encoder.content_type}, content=self.events(encoder))
+
+    def events(self, encoder):
+        yield encoder.start()
+        yield encoder.keep_alive()
+        texts = [(letter, "") for letter in self.reply.reasoning] + [("", letter) for letter in self.reply.content]
+        for reasoning, content in texts:
+            yield encoder.delta(reasoning, content)
+            yield encoder.keep_alive()
+        if self.late_error:
+            yield encoder.error(self.late_error)
+        else:
+            yield encoder.finish(self.reply, USAGE)
+
+
+@pytest.fixture
+def sdk():
+    """The SDK's client in front of a `Server`."""
+    clients = []
+
+    def connect(server, **options):
+        client = httpx.Client(transport=httpx.MockTransport(server))
+        clients.append(client)
+        return genai.Client(api_key="x", http_options=types.HttpOptions(httpx_client=client), **options)
+
+    yield connect
+    for client in clients:
+        client.close()
+
+
+def generate(client, **request):
+    return [client.models.generate_content(model="gemini-x", **request)]
+
+
+def generate_stream(client, **request):
+    return list(client.models.generate_content_stream(model="gemini-x", **request))
+
+
+def read(responses):
+    """The reply as the SDK's objects hold it: text, reasoning, calls, and the signatures."""
+    parts = [part for response in responses for part in response.candidates[0].content.parts]
+    text = "".join(part.text for part in parts if part.text and not part.thought)
+    reasoning = "".join(part.text for part in parts if part.text and part.thought)
+    calls = [part.function_call for part in parts if part.function_call]
+    calls = [ToolCall(call.id, call.name, json.dumps(call.args, ensure_ascii=False)) for call in calls]
+    return text, reasoning, calls, [part.thought_signature for part in parts if part.thought_signature]
+
+
+@pytest.mark.parametrize("ask", [generate, generate_stream])
+@pytest.mark.parametrize("reply", REPLIES.values(), ids=REPLIES.keys())
+def test_the_sdk_reads_what_the_reply_holds(sdk, ask, reply):
+    responses = ask(sdk(Server(reply)), contents="Hi")
+    text, reasoning, calls, signatures = read(responses)
+    assert (text, reasoning, calls) == (reply.content, reply.reasoning, reply.tool_calls)
+    assert len(signatures) == 1
+    last = responses[-1]
+    reason = types.FinishReason.MAX_TOKENS if reply.finish_reason == "length" else types.FinishReason.STOP
+    assert last.candidates[0].finish_reason is reason
+    assert last.model_version == "gemini-x"
+    assert last.response_id == "call-9"
+    usage = last.usage_metadata
+    assert (usage.prompt_token_count, usage.candidates_token_count, usage.cached_content_token_count) == (7, 3, 2)
+    assert usage.total_token_count == 10
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["plain", "stream"])
+@pytest.mark.parametrize("reply", ECHOED.values(), ids=ECHOED.keys())
+def test_the_sdks_chat_sends_the_reply_back_as_it_was_issued(sdk, streamed, reply):
+    server = Server(reply)
+    chat = sdk(server).chats.create(model="gemini-x")
+    for _ in range(2):
+        list(chat.send_message_stream("Hi")) if streamed else chat.send_message("Hi")
+    _, echoed, _ = server.calls[1].messages
+    expected = reply.to_message() | {"call_id": "call-9"}
+    for call in expected.get("tool_calls", []):
+        call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    assert echoed == expected
+
+
+def test_what_the_sdk_sends_is_understood(sdk):
+    server = Server()
+    look = types.FunctionDeclaration(
+        name="look",
+        description="Looks.",
+        parameters=types.Schema(
+            type=types.Type.OBJECT, properties={"at": types.Schema(type=types.Type.STRING, min_length=1)}
+        ),
+    )
+    call = types.Part(
+        function_call=types.FunctionCall(id="c1", name="look", args={"at": "é"}),
+        thought_signature=types.Part.model_validate({"thoughtSignature": sign("call-7")}).thought_signature,
+    )
+    answer = types.Part(function_response=types.FunctionResponse(id="c1", name="look", response={"result": "Nothing."}))
+    generate(
+        sdk(server),
+        contents=[
+            types.UserContent("Look."),
+            types.ModelContent([types.Part(text="Hm.", thought=True), call]),
+            types.UserContent([answer, types.Part(text="Go on.")]),
+        ],
+        config=types.GenerateContentConfig(
+            system_instruction="Be brief.",
+            max_output_tokens=5,
+            stop_sequences=["END"],
+            temperature=0.5,
+            thinking_config=types.ThinkingConfig(include_thoughts=True),
+            tools=[types.Tool(function_declarations=[look]), types.Tool(google_search=types.GoogleSearch())],
+            response_mime_type="application/json",
+            response_schema={"type": "OBJECT", "properties": {"a": {"type": "INTEGER"}}},
+        ),
+    )
+    (decoded,) = server.calls
+    assert decoded.model == "gemini-x"
+    assert decoded.messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Look."},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "Hm.",
+            "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"at": "é"}}}],
+            "call_id": "call-7",
+        },
+        {"role": "tool", "content": "Nothing.", "tool_call_id": "c1"},
+        {"role": "user", "content": "Go on."},
+    ]
+    (tool,) = decoded.tools
+    assert tool["function"] == {
+        "name": "look",
+        "description": "Looks.",
+        "parameters": {"type": "object", "properties": {"at": {"type": "string", "minLength": 1}}},
+    }
+    assert decoded.hosted_tools == [{"googleSearch": {}}]
+    assert (decoded.max_tokens, decoded.stop) == (5, ["END"])
+    assert decoded.schema["properties"] == {"a": {"type": "integer"}}
+    assert decoded.asked["temperature"] == 0.5
+
+
+@pytest.mark.parametrize("ask", [generate, generate_stream])
+def test_vertex_ai_is_the_same_under_its_own_paths(sdk, ask):
+    server = Server(Reply("Hi."))
+    responses = ask(sdk(server, vertexai=True), contents="Hi")
+    assert read(responses)[0] == "Hi."
+    assert server.calls[0].model == "gemini-x"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (DialectError("No."), "INVALID_ARGUMENT", errors.ClientError),
+        (DialectError("Who?", status=401), "UNAUTHENTICATED", errors.ClientError),
+        (DialectError("Down.", status=503), "UNAVAILABLE", errors.ServerError),
+    ],
+)
+@pytest.mark.parametrize("ask", [generate, generate_stream])
+def test_the_sdk_raises_its_own_error(sdk, ask, error, status, kind):
+    with pytest.raises(kind) as raised:
+        ask(sdk(Server(error=error)), contents="Hi")
+    assert (raised.value.code, raised.value.status, raised.value.message) == (error.status, status, str(error))
+
+
+def test_the_sdk_raises_on_an_error_in_the_stream(sdk):
+    server = Server(Reply("Hi."), late_error=ContextOverflow(9, 8))
+    received = []
+    with pytest.raises(errors.ClientError, match="exceeds the maximum number of tokens") as raised:
+        received.extend(sdk(server).models.generate_content_stream(model="gemini-x", contents="Hi"))
+    assert read(received)[0] == "Hi."
+    assert raised.value.status == "INVALID_ARGUMENT"
+
+
+def test_the_sdk_counts_tokens_and_lists_models(sdk):
+    server = Server()
+    client = sdk(server)
+    assert client.models.count_tokens(model="gemini-x", contents="Hi").total_tokens == 12
+    assert server.calls[0].messages == [{"role": "user", "content": "Hi"}]
+    (listed,) = client.models.list()
+    assert (listed.name, listed.input_token_limit) == ("models/gemini-x", 100)
+    assert client.models.get(model="other").name == "models/other"

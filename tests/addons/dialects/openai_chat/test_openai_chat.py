@@ -1,0 +1,373 @@
+import json
+from dataclasses import asdict
+
+import pytest
+from hypothesis import given, settings
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types import ErrorObject, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from rolltap.addons.dialects import openai_chat
+from rolltap.addons.dialects.types import (
+    DialectError,
+    Head,
+    ModelCall,
+    Reply,
+    ServedModel,
+    ToolCall,
+    Usage,
+    WireTool,
+)
+from tests.addons.dialects import hostile
+
+TARGET = "/v1/chat/completions"
+TOOL = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}}
+REQUEST = {
+    "model": "gpt-x",
+    "messages": [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Look "}, {"type": "text", "text": "there."}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "I look.",
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": "\\u00e9", "n": 1}'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "Nothing."},
+    ],
+    "tools": [TOOL],
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "max_tokens": 9,
+    "max_completion_tokens": 5,
+    "temperature": 0.0,
+    "stop": None,
+}
+
+
+def decode(**changes):
+    return openai_chat.decode(json.dumps({**REQUEST, **changes}).encode(), TARGET)
+
+
+def decode_message(**message):
+    return decode(messages=[message]).messages[0]
+
+
+def arguments_of(text):
+    call = {"id": "c1", "function": {"name": "look", "arguments": text}}
+    return decode_message(role="assistant", tool_calls=[call])["tool_calls"][0]["function"]["arguments"]
+
+
+class TestDecode:
+    def test_a_request_becomes_a_model_call(self):
+        call = decode()
+        assert call == ModelCall(
+            model="gpt-x",
+            messages=[
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "Look there."},
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "reasoning_content": "I look.",
+                    "tool_calls": [
+                        {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"at": "é", "n": 1}}}
+                    ],
+                },
+                {"role": "tool", "content": "Nothing.", "tool_call_id": "c1"},
+            ],
+            tools=[TOOL],
+            stream=True,
+            include_usage=True,
+            max_tokens=5,
+            asked={"temperature": 0.0},
+        )
+
+    @pytest.mark.parametrize(
+        ("content", "text"),
+        [
+            ("Hi", "Hi"),
+            (None, ""),
+            ([], ""),
+            ([{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "b"}], "ab"),
+        ],
+    )
+    def test_content_is_text_however_it_is_written(self, content, text):
+        assert decode_message(role="assistant", content=content)["content"] == text
+
+    @pytest.mark.parametrize(
+        ("written", "parsed"),
+        [
+            ('{"a": [true, 1.5]}', {"a": [True, 1.5]}),
+            ("{'a': 1}", "{'a': 1}"),
+            ("[" * 100_000, "[" * 100_000),
+            ("", ""),
+            (None, {}),
+            ({"a": 1}, {"a": 1}),
+        ],
+        ids=["JSON", "not JSON", "too deep", "empty", "none", "an object"],
+    )
+    def test_tool_arguments_are_parsed_and_stay_text_when_they_are_not_json(self, written, parsed):
+        assert arguments_of(written) == parsed
+
+    @pytest.mark.parametrize("cut", [r"\ud83d", r"\udc00", r"\\ud83d"], ids=["high", "low", "within arguments"])
+    def test_half_a_character_becomes_a_replacement_character(self, cut):
+        whole = json.dumps(REQUEST).replace(r"\\u00e9", cut).replace("Nothing.", r"\ud83d\ude00 " + cut)
+        call = openai_chat.decode(whole.encode(), TARGET)
+        assert call.messages[2]["tool_calls"][0]["function"]["arguments"]["at"] == "\ufffd"
+        assert call.messages[3]["content"][0] == "😀"
+
+    @pytest.mark.parametrize("stream", [None, False, "yes"])
+    def test_only_true_asks_for_a_stream(self, stream):
+        assert not decode(stream=stream).stream
+
+    @pytest.mark.parametrize("options", [None, {}, {"include_usage": False}, "usage"])
+    def test_usage_must_be_asked_for(self, options):
+        assert not decode(stream_options=options).include_usage
+
+    def test_max_tokens_is_the_older_name(self):
+        assert decode(max_completion_tokens=None).max_tokens == 9
+        assert decode(max_completion_tokens=None, max_tokens=None).max_tokens is None
+
+    def test_no_tools_are_shown_when_none_may_be_called(self):
+        assert decode(tool_choice="none").tools == []
+
+    def test_hosted_tools_are_recorded_and_not_shown(self):
+        call = decode(tools=[{"type": "web_search"}, TOOL])
+        assert (call.tools, call.hosted_tools) == ([TOOL], [{"type": "web_search"}])
+
+    def test_a_freeform_tool_is_a_function_of_one_text(self):
+        grammar = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: PATCH"}}
+        call = decode(
+            tools=[{"type": "custom", "custom": {"name": "patch", "description": "Edits.", "format": grammar}}]
+        )
+        (tool,) = call.tools
+        assert tool["function"]["parameters"]["required"] == ["input"]
+        assert "start: PATCH" in tool["function"]["description"]
+        assert call.wire_tools == {"patch": WireTool("patch", freeform=True)}
+
+    @pytest.mark.parametrize(("stop", "texts"), [("x", ["x"]), (["x", "y"], ["x", "y"]), (None, []), ("", [])])
+    def test_stop_texts_are_a_list(self, stop, texts):
+        assert decode(stop=stop).stop == texts
+
+    @pytest.mark.parametrize(
+        ("wanted", "schema"),
+        [
+            ({"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}, {"type": "object"}),
+            ({"type": "json_object"}, {}),
+            ({"type": "text"}, None),
+            (None, None),
+        ],
+    )
+    def test_a_schema_is_read_from_the_response_format(self, wanted, schema):
+        assert decode(response_format=wanted).schema == schema
+
+    def test_metadata_hints_at_the_purpose(self):
+        assert decode(metadata={"promptId": "s########0", "n": 1}).hints == {"metadata.promptId": "s########0"}
+
+    @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+    def test_reasoning_is_kept(self, name):
+        assert decode_message(role="assistant", content="", **{name: "Hm."})["reasoning_content"] == "Hm."
+
+    @pytest.mark.parametrize(
+        ("changes", "field"),
+        [
+            ({"messages": []}, "'messages'"),
+            ({"messages": {}}, "'messages'"),
+            ({"messages": None}, "'messages'"),
+            ({"messages": ["Hi"]}, "'messages[0]'"),
+            ({"messages": [{"role": "user", "content": "x"}, {"role": "robot"}]}, "'messages[1].role'"),
+            ({"messages": [{"role": ["user"]}]}, "'messages[0].role'"),
+            ({"messages": [{"role": "user", "content": 5}]}, "'messages[0].content'"),
+            ({"messages": [{"role": "user", "content": ["x"]}]}, "'messages[0].content[0]'"),
+            ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "'messages[0].content[0]'"),
+            ({"messages": [{"role": "user", "content": [{"type": "file", "text": "x"}]}]}, "'messages[0].content[0]'"),
+            ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, "'messages[0].tool_calls'"),
+            ({"messages": [{"role": "assistant", "tool_calls": [None]}]}, "'messages[0].tool_calls[0]'"),
+            ({"messages": [{"role": "assistant", "tool_calls": [{"id": "c"}]}]}, "'messages[0].tool_calls[0]'"),
+            ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 5}}]}]}, "tool_calls[0]'"),
+            ({"tools": "x"}, "'tools'"),
+            ({"tools": [TOOL, "x"]}, "'tools[1]'"),
+            ({"tools": [{"type": 5}]}, "'tools[0]'"),
+            ({"tools": [{"type": "custom", "custom": {}}]}, "'tools[0]'"),
+            ({"stop": 5}, "'stop'"),
+            ({"stop": ["x", 5]}, "'stop'"),
+            ({"n": 2}, "'n'"),
+            ({"max_completion_tokens": 0}, "'max_completion_tokens'"),
+            ({"max_completion_tokens": None, "max_tokens": 1.5}, "'max_tokens'"),
+            ({"max_completion_tokens": True}, "'max_completion_tokens'"),
+            ({"max_completion_tokens": "9"}, "'max_completion_tokens'"),
+        ],
+    )
+    def test_a_refusal_names_the_field(self, changes, field):
+        with pytest.raises(DialectError) as refusal:
+            decode(**changes)
+        assert field in str(refusal.value)
+        assert refusal.value.status == 400
+
+    def test_an_image_is_refused_by_its_type(self):
+        image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+        with pytest.raises(DialectError, match=r"'messages\[0\].content\[1\]' has type 'image_url'.*text only"):
+            decode(messages=[{"role": "user", "content": [{"type": "text", "text": "See"}, image]}])
+
+    @pytest.mark.parametrize(
+        "body",
+        [b"", b"{", b"\xff", b"[" * 100_000, b'{"n": ' + b"1" * 5000 + b"}", b'{"model": "\xed\xa0\x80"}'],
+        ids=["empty", "cut", "not UTF-8", "too deep", "too many digits", "a surrogate's bytes"],
+    )
+    def test_what_is_not_json_is_refused(self, body):
+        with pytest.raises(DialectError, match="could not parse the JSON body"):
+            openai_chat.decode(body, TARGET)
+
+    @pytest.mark.parametrize("body", [b"[]", b"null", b'"x"', b"NaN"])
+    def test_what_is_not_an_object_is_refused(self, body):
+        with pytest.raises(DialectError, match="must be a JSON object"):
+            openai_chat.decode(body, TARGET)
+
+
+anything = hostile.values(
+    ["text", "user", "assistant", "tool"], ["role", "content", "type", "text", "function", "name"]
+)
+bodies = hostile.bodies([REQUEST], anything)
+
+
+@given(bodies)
+@settings(max_examples=1500, deadline=None)
+def test_any_body_is_a_model_call_or_a_refusal(body):
+    try:
+        call = openai_chat.decode(body, TARGET)
+    except DialectError as refusal:
+        json.loads(openai_chat.encode_error(refusal))
+    else:
+        json.dumps(asdict(call), ensure_ascii=False).encode()
+
+
+def head(**fields):
+    return Head("r1", 5, TARGET, ModelCall("gpt-x", [], [], **fields))
+
+
+LOOK = ToolCall("call_1", "look", '{"at": "é"}')
+REPLIES = [
+    Reply("Hi there.", "", [], "stop"),
+    Reply("Hi <b>\u2028😀", "Hm.", [], "length"),
+    Reply("", "I look.", [LOOK], "tool_calls"),
+    Reply("Both:", "", [LOOK, ToolCall("call_2", "look", "not JSON")], "tool_calls"),
+    Reply("half \ud83d", "", [], "stop"),
+]
+USAGE = Usage(prompt=7, completion=3, cached=4)
+
+
+def sent(text):
+    return text.replace("\ud83d", "?")
+
+
+class TestEncodeReply:
+    @pytest.mark.parametrize("reply", REPLIES)
+    def test_the_openai_sdk_reads_it(self, reply):
+        body = openai_chat.encode_reply(head(), reply, USAGE)
+        completion = ChatCompletion.model_validate_json(body)
+        assert (completion.id, completion.model, completion.created) == ("chatcmpl-r1", "gpt-x", 5)
+        (choice,) = completion.choices
+        message = choice.message
+        assert choice.finish_reason == reply.finish_reason
+        assert message.content == (None if reply.tool_calls and not reply.content else sent(reply.content))
+        assert getattr(message, "reasoning_content", "") == reply.reasoning
+        calls = [ToolCall(c.id, c.function.name, c.function.arguments) for c in message.tool_calls or []]
+        assert calls == reply.tool_calls
+        usage = completion.usage
+        assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (7, 3, 10)
+        assert usage.prompt_tokens_details.cached_tokens == 4
+
+    @pytest.mark.parametrize("reply", REPLIES[:-1])
+    def test_decoding_its_message_gives_the_reply(self, reply):
+        message = json.loads(openai_chat.encode_reply(head(), reply, USAGE))["choices"][0]["message"]
+        decoded = decode_message(**message)
+        assert decoded["content"] == reply.content
+        assert decoded.get("reasoning_content", "") == reply.reasoning
+        assert [c["id"] for c in decoded.get("tool_calls", [])] == [c.id for c in reply.tool_calls]
+
+
+def test_an_error_has_the_apis_shape():
+    overflow = json.loads(openai_chat.encode_error(DialectError("Too long.", code="context_length_exceeded")))["error"]
+    assert ErrorObject.model_validate(overflow).message == "Too long."
+    assert (overflow["type"], overflow["code"]) == ("invalid_request_error", "context_length_exceeded")
+    down = json.loads(openai_chat.encode_error(DialectError("Down.", status=503)))["error"]
+    assert down["type"] == "server_error"
+
+
+def test_models_are_listed():
+    (model,) = json.loads(openai_chat.encode_models("/v1/models", [ServedModel("tiny", 4096)], 5))["data"]
+    assert Model.model_validate(model).id == "tiny"
+    assert model["max_model_len"] == 4096
+
+
+def test_a_model_is_found_by_any_name():
+    model = json.loads(openai_chat.encode_models("/v1/models/gpt-x?a=b", [ServedModel("tiny", 4096)], 5))
+    assert (Model.model_validate(model).id, model["max_model_len"]) == ("gpt-x", 4096)
+
+
+def test_a_freeform_tool_is_called_with_its_text():
+    freeform = head(wire_tools={"patch": WireTool("patch", freeform=True)})
+    reply = Reply("", "", [ToolCall("call_1", "patch", '{"input": "*** Begin"}')], "tool_calls")
+    message = ChatCompletion.model_validate_json(openai_chat.encode_reply(freeform, reply, USAGE)).choices[0].message
+    assert (message.tool_calls[0].custom.name, message.tool_calls[0].custom.input) == ("patch", "*** Begin")
+    echoed = decode_message(**message.model_dump(exclude_none=True))["tool_calls"][0]["function"]
+    assert echoed == {"name": "patch", "arguments": {"input": "*** Begin"}}
+
+
+def streamed(reply, *, include_usage=True, keep_alive=False, piece=3):
+    """The reply as events, its text cut in pieces."""
+    encoder = openai_chat.StreamEncoder(head(include_usage=include_usage))
+    events = encoder.start()
+    for text, name in ((reply.reasoning, "reasoning"), (reply.content, "content")):
+        for start in range(0, len(text), piece):
+            events += encoder.delta(**{"reasoning": "", "content": "", name: text[start : start + piece]})
+            events += encoder.keep_alive() if keep_alive else b""
+    return events + encoder.finish(reply, USAGE)
+
+
+def data_of(events):
+    *lines, rest = events.decode().split("\n\n")
+    assert rest == ""
+    return [line.removeprefix("data: ") for line in lines]
+
+
+class TestStreamEncoder:
+    @pytest.mark.parametrize("keep_alive", [False, True])
+    @pytest.mark.parametrize("reply", REPLIES)
+    def test_the_events_add_up_to_the_reply_in_the_openai_sdk(self, reply, keep_alive):
+        *chunks, done = data_of(streamed(reply, keep_alive=keep_alive))
+        assert done == "[DONE]"
+        state = ChatCompletionStreamState()
+        for chunk in chunks:
+            state.handle_chunk(ChatCompletionChunk.model_validate_json(chunk))
+        (choice,) = state.current_completion_snapshot.choices
+        assert choice.finish_reason == reply.finish_reason
+        assert choice.message.role == "assistant"
+        assert choice.message.content == sent(reply.content)
+        assert getattr(choice.message, "reasoning_content", "") == reply.reasoning
+        calls = [ToolCall(c.id, c.function.name, c.function.arguments) for c in choice.message.tool_calls or []]
+        assert calls == reply.tool_calls
+
+    def test_reasoning_goes_before_content(self):
+        first, second = map(json.loads, data_of(openai_chat.StreamEncoder(head()).delta("Hm.", "Hi")))
+        assert first["choices"][0]["delta"] == {"reasoning_content": "Hm."}
+        assert second["choices"][0]["delta"] == {"content": "Hi"}
+
+    def test_no_new_text_is_no_event(self):
+        assert openai_chat.StreamEncoder(head()).delta("", "") == b""
+
+    def test_usage_is_the_last_chunk_when_asked_for(self):
+        *_, last, _done = data_of(streamed(REPLIES[0]))
+        chunk = ChatCompletionChunk.model_validate_json(last)
+        assert (chunk.choices, chunk.usage.total_tokens) == ([], 10)
+
+    def test_usage_is_not_sent_otherwise(self):
+        assert b"usage" not in streamed(REPLIES[0], include_usage=False)
+
+    def test_an_error_is_an_event_that_says_the_status(self):
+        (event,) = data_of(openai_chat.StreamEncoder(head()).error(DialectError("Down.", status=503)))
+        told = json.loads(event)["error"]
+        assert (told["message"], told["code"]) == ("Down.", 503)

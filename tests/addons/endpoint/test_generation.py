@@ -1,0 +1,111 @@
+"""Generations that outlive an engine's failure, end at a stop text, or follow a schema."""
+
+import json
+
+import pytest
+
+from rolltap.addons.endpoint import generation
+from tests.addons.harness import user
+from tests.scripted_engine import Answer, Say
+
+
+@pytest.fixture
+def patient(harness, monkeypatch):
+    """Calls wait for a failed engine, without a pause."""
+    monkeypatch.setattr(generation, "FIRST_PAUSE_SECONDS", 0)
+    return harness
+
+
+class TestContinuation:
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_an_engine_that_dies_is_continued_from_the_last_sampled_token(self, patient, scripted_engine, stream):
+        scripted_engine.replies += [Say("one two three four", break_after=2), Say(" three four")]
+        async with patient.post({"messages": [user()], "stream": stream, "max_tokens": 50}) as response:
+            assert response.status == 200
+            assert "error" not in json.dumps(await response.text())
+        first, second = scripted_engine.requests
+        (call,) = patient.calls()
+        assert second["token_ids"] == first["token_ids"] + call["completion_ids"][:2]
+        assert second["sampling_params"]["max_tokens"] == 48
+        ids = scripted_engine.ids("one two three four")[:2] + scripted_engine.ids(" three four")
+        assert call["completion_ids"] == [*ids, scripted_engine.tokenizer.eos_token_id]
+        assert len(call["logprobs"]) == len(call["completion_ids"])
+        spans = [(span["version"], span["start"], span["end"]) for span in call["weight_versions"]]
+        assert spans == [("default", 0, 2), ("default", 2, len(call["completion_ids"]))]
+        assert (call["status"], call["violation"]) == ("completed", None)
+        assert [event["detail"] for event in patient.events("continued")] == [call["call_id"]]
+
+    async def test_new_weights_in_the_middle_are_two_spans(self, patient, scripted_engine):
+        scripted_engine.replies += [
+            Say("one two", finish_reason="abort", weight_version="1"),
+            Say(" three", weight_version="2"),
+        ]
+        await patient.ask(user())
+        (call,) = patient.calls()
+        assert [span["version"] for span in call["weight_versions"]] == ["1", "2"]
+        assert call["violation"] is None
+
+    async def test_a_piece_whose_weights_nobody_knows_is_not_trained_on(self, patient, scripted_engine, monkeypatch):
+        def publish(body):
+            (patient.run / "policy.json").write_text('{"version": "1", "model": "policy-1"}')
+            return Say("one two three", break_after=2) if len(scripted_engine.requests) == 1 else Say(" three")
+
+        scripted_engine.otherwise = publish
+        await patient.ask(user())
+        (call,) = patient.calls()
+        assert call["violation"] == "weight version spans leave token 0 out"
+
+    async def test_only_the_engines_last_words_were_lost(self, patient, scripted_engine):
+        ids = [*scripted_engine.ids("Hi."), scripted_engine.tokenizer.eos_token_id]
+        content = [{"token_id": i, "logprob": -1.0} for i in ids]
+        choice = {"token_ids": ids, "logprobs": {"content": content}, "finish_reason": None}
+        scripted_engine.replies.append(Answer(200, json.dumps({"choices": [choice]})))
+        status, reply = await patient.ask(user())
+        assert (status, reply["choices"][0]["message"]["content"]) == (200, "Hi.")
+        assert len(scripted_engine.requests) == 1
+
+    async def test_an_engine_that_is_down_is_waited_for(self, patient, scripted_engine):
+        scripted_engine.replies += [Answer(503, "loading"), Answer(500, "broken"), Say("Hi.")]
+        assert (await patient.ask(user()))[0] == 200
+        assert len(patient.events("continued")) == 2
+
+    async def test_what_the_engine_refuses_is_not_asked_again(self, patient, scripted_engine):
+        scripted_engine.replies += [Answer(400, "bad"), Say("Hi.")]
+        assert (await patient.ask(user()))[0] == 400
+        assert len(scripted_engine.requests) == 1
+
+
+class TestStop:
+    async def test_a_stop_text_ends_the_reply_and_is_no_part_of_it(self, harness, scripted_engine):
+        scripted_engine.replies.append(Say("one two STOP"))
+        _, reply = await harness.ask(user(), stop=["STOP"])
+        assert reply["choices"][0]["message"]["content"] == "one two "
+        assert scripted_engine.requests[0]["sampling_params"]["stop"] == ["STOP"]
+
+    async def test_no_part_of_a_stop_text_is_streamed(self, harness, scripted_engine):
+        scripted_engine.replies.append(Say("one two STOP"))
+        _, events = await harness.stream(user(), stop="STOP")
+        deltas = [json.loads(event)["choices"][0]["delta"] for event in events[:-1]]
+        assert "".join(delta.get("content", "") for delta in deltas) == "one two "
+
+
+class TestSchema:
+    SCHEMA: dict = {"type": "object", "properties": {"title": {"type": "string"}}}  # noqa: RUF012
+    FORMAT: dict = {"type": "json_schema", "json_schema": {"name": "t", "schema": SCHEMA}}  # noqa: RUF012
+
+    async def test_the_engine_is_given_the_schema_and_the_call_is_a_side_question(
+        self,
+        harness,
+        scripted_engine,
+    ):
+        scripted_engine.replies.append(Say('{"title": "x"}'))
+        _, reply = await harness.ask(user(), response_format=self.FORMAT)
+        assert json.loads(reply["choices"][0]["message"]["content"]) == {"title": "x"}
+        sent = scripted_engine.requests[0]["sampling_params"]["structured_outputs"]
+        assert sent == {"json": self.SCHEMA}
+        assert harness.calls()[0]["role"] == "auxiliary"
+
+    async def test_an_engine_that_cannot_follow_it_answers_without(self, harness, scripted_engine):
+        scripted_engine.replies += [Answer(400, "unsupported schema"), Say("Hi.")]
+        assert (await harness.ask(user(), response_format=self.FORMAT))[0] == 200
+        assert "structured_outputs" not in scripted_engine.requests[1]["sampling_params"]

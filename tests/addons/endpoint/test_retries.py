@@ -1,0 +1,156 @@
+"""A call that is asked for again because its reply was lost is sampled once."""
+
+import asyncio
+
+import pytest
+
+from rolltap.addons.endpoint import generation
+from tests.addons.harness import content, user
+from tests.scripted_engine import Say
+
+RETRY = {"x-stainless-retry-count": "1"}
+STREAM = {"messages": [user()], "stream": True}
+
+
+async def unheard(harness):
+    """Wait until the endpoint has noticed that the harness is gone."""
+    while not harness.endpoint._memories["s1"].generations[0].unheard:  # noqa: ASYNC110 - nothing signals it
+        await asyncio.sleep(0)
+
+
+async def hang_up_while_it_runs(harness, engine, body):
+    async with harness.post(body) as response:
+        await response.content.readany()
+        await asyncio.to_thread(engine.holding.wait, 30)
+        response.close()
+    await unheard(harness)
+
+
+async def text(response):
+    assert response.status == 200
+    return (await response.read()).decode()
+
+
+class TestJoin:
+    async def test_a_retry_joins_the_call_whose_harness_hung_up(self, harness, scripted_engine):
+        scripted_engine.replies.append(Say("one two three four", hold_after=2))
+        await hang_up_while_it_runs(harness, scripted_engine, STREAM)
+        async with harness.post(STREAM) as response:
+            scripted_engine.release()
+            events = await text(response)
+        # from the beginning, not from where the first stream broke off
+        assert content(events) == "one two three four"
+        assert "[DONE]" in events
+        assert len(scripted_engine.requests) == 1
+        (call,) = harness.calls()
+        assert call["status"] == "completed"
+        assert [event["detail"] for event in harness.events("joined")] == [call["call_id"]]
+
+    async def test_a_retry_may_ask_for_a_body_where_a_stream_was_lost(self, harness, scripted_engine):
+        scripted_engine.replies.append(Say("one two three four", hold_after=2))
+        await hang_up_while_it_runs(harness, scripted_engine, STREAM)
+        asked = asyncio.create_task(harness.ask(user(), model=None))
+        scripted_engine.release()
+        status, reply = await asked
+        assert (status, reply["choices"][0]["message"]["content"]) == (200, "one two three four")
+        assert len(harness.calls()) == 1
+
+    async def test_the_clients_own_word_joins_a_call_that_is_still_heard(self, harness, scripted_engine):
+        scripted_engine.replies.append(Say("one two", hold_after=1))
+        async with harness.post(STREAM) as first:
+            await asyncio.to_thread(scripted_engine.holding.wait, 30)
+            async with harness.post(STREAM, headers=RETRY) as second:
+                scripted_engine.release()
+                assert content(await text(first)) == content(await text(second)) == "one two"
+        assert len(harness.calls()) == 1
+
+    @pytest.mark.parametrize(
+        "changes", [{"messages": [user("Other")]}, {"model": "other"}, {"max_tokens": 5}, {"temperature": 0.5}]
+    )
+    async def test_another_request_is_not_a_retry(self, harness, scripted_engine, changes):
+        scripted_engine.replies += [Say("one two three", hold_after=2), Say("Hi.")]
+        await hang_up_while_it_runs(harness, scripted_engine, STREAM)
+        async with harness.post({**STREAM, **changes}, headers=RETRY) as response:
+            assert "[DONE]" in await text(response)
+        assert len(scripted_engine.requests) == 2
+        assert harness.events("joined") == []
+
+    async def test_another_session_joins_nothing(self, harness, scripted_engine):
+        scripted_engine.replies += [Say("one two three", hold_after=2), Say("Hi.")]
+        await hang_up_while_it_runs(harness, scripted_engine, STREAM)
+        async with harness.post(STREAM, session="s2", headers=RETRY) as response:
+            assert content(await text(response)) == "Hi."
+
+    async def test_the_same_request_at_the_same_time_is_a_second_sample(self, harness, scripted_engine):
+        scripted_engine.replies += [Say("one two", hold_after=1), Say("three four")]
+        async with harness.post(STREAM) as first:
+            await asyncio.to_thread(scripted_engine.holding.wait, 30)
+            async with harness.post(STREAM) as second:
+                assert content(await text(second)) == "three four"
+            scripted_engine.release()
+            assert content(await text(first)) == "one two"
+        assert len(harness.calls()) == 2
+
+
+async def test_calls_that_run_are_never_forgotten_and_few_others_are_kept(harness, scripted_engine):
+    scripted_engine.replies += [Say("one two", hold_after=1), *[Say("Hi.")] * 12]
+    async with harness.post(STREAM) as first:
+        await asyncio.to_thread(scripted_engine.holding.wait, 30)
+        for number in range(12):
+            await harness.ask(user(str(number)))
+        kept = harness.endpoint._memories["s1"].generations
+        assert [generation.done for generation in kept] == [False] + [True] * 9
+        scripted_engine.release()
+        await text(first)
+
+
+class TestReplay:
+    async def test_a_reply_that_was_lost_is_given_again(self, harness, scripted_engine, monkeypatch):
+        """The harness hangs up between the commit and the last event."""
+        committed, gone = asyncio.Event(), asyncio.Event()
+        advance = generation.Generation.finished
+
+        async def hold(self, timeout):
+            done = await advance(self, timeout)
+            if done and not gone.is_set():
+                committed.set()
+                await gone.wait()
+            return done
+
+        monkeypatch.setattr(generation.Generation, "finished", hold)
+        scripted_engine.replies.append(Say("Hi."))
+        lost = asyncio.create_task(harness.ask(user()))
+        await committed.wait()
+        lost.cancel()
+        await asyncio.wait({lost})
+        await unheard(harness)
+        gone.set()
+        status, reply = await harness.ask(user())
+        assert (status, reply["choices"][0]["message"]["content"]) == (200, "Hi.")
+        assert len(scripted_engine.requests) == 1
+        (call,) = harness.calls()
+        assert [event["detail"] for event in harness.events("replayed")] == [call["call_id"]]
+
+    async def test_the_clients_own_word_gets_the_same_reply_again(self, harness, scripted_engine):
+        scripted_engine.replies.append(Say("Hi."))
+        replies = []
+        for headers in ({}, RETRY):
+            async with harness.post({"messages": [user()]}, headers=headers) as response:
+                replies.append(await response.json())
+        assert replies[0]["choices"] == replies[1]["choices"]
+        assert replies[0]["id"] == replies[1]["id"]
+        assert len(harness.calls()) == 1
+
+    async def test_a_request_that_is_simply_made_again_is_a_second_sample(self, harness, scripted_engine):
+        scripted_engine.replies += [Say("Hi."), Say("Ho.")]
+        await harness.ask(user())
+        _, reply = await harness.ask(user())
+        assert reply["choices"][0]["message"]["content"] == "Ho."
+        assert len(harness.calls()) == 2
+
+    async def test_a_call_that_failed_is_not_repeated(self, harness, scripted_engine):
+        scripted_engine.replies += [Say("one two", break_after=1), Say("Hi.")]
+        assert (await harness.ask(user()))[0] == 503
+        async with harness.post({"messages": [user()]}, headers=RETRY) as response:
+            assert "Hi." in await text(response)
+        assert [call["status"] for call in harness.calls()] == ["failed", "completed"]

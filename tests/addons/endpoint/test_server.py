@@ -1,0 +1,439 @@
+"""The endpoint behind a scripted engine: what the harness is told, when, and what is on disk by then."""
+
+import asyncio
+import json
+import os
+
+import pytest
+
+from rolltap.addons.dialects import openai_chat
+from rolltap.addons.endpoint import exchange, generation
+from rolltap.addons.endpoint import server as ep
+from rolltap.addons.prompts.continuity import Conversations
+from rolltap.addons.store import tables
+from rolltap.addons.store.metadata import read_metadata, write_metadata
+from rolltap.addons.store.tables import RunWriter
+from tests.addons.harness import Harness, content, user
+from tests.scripted_engine import Answer, Say
+
+TOOLS = [{"type": "function", "function": {"name": "bash", "description": "Run", "parameters": {"type": "object"}}}]
+TOOL_CALL = (
+    '<think>\nI look.\n</think>\n\n<tool_call>\n{"name":  "bash", "arguments": {"a" :true, "b":"é"}}\n</tool_call>'
+)
+
+
+class TestReply:
+    async def test_a_reply_is_parsed_and_recorded_token_for_token(self, harness, scripted_engine):
+        scripted_engine.replies.append(Say("<think>\nHm.\n</think>\n\nHi there."))
+        status, reply = await harness.ask(user(), max_tokens=50)
+        message = reply["choices"][0]["message"]
+        assert status == 200
+        assert (message["reasoning_content"], message["content"]) == ("Hm.", "Hi there.")
+        (call,) = harness.calls()
+        ids = [*scripted_engine.ids("<think>\nHm.\n</think>\n\nHi there."), scripted_engine.tokenizer.eos_token_id]
+        assert call["completion_ids"] == ids
+        assert call["logprobs"] == [-0.125 * (1 + i % 5) for i in range(len(ids))]
+        assert call["weight_versions"] == [{"version": "default", "start": 0, "end": len(ids)}]
+        assert (call["status"], call["violation"], call["kind"]) == ("completed", None, "root")
+        assert reply["usage"]["prompt_tokens"] == call["prompt_length"]
+        assert reply["usage"]["completion_tokens"] == len(ids)
+
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_the_calls_id_is_the_requests_id(self, harness, scripted_engine, stream):
+        scripted_engine.replies.append(Say("Hi."))
+        async with harness.post({"messages": [user()], "stream": stream}) as response:
+            await response.read()
+        (call,) = harness.calls()
+        assert response.headers["x-request-id"] == response.headers["request-id"] == call["call_id"]
+
+    async def test_sampling_is_neutral_whatever_the_harness_asks_for(self, harness, scripted_engine):
+        scripted_engine.replies.append(Say("x"))
+        await harness.ask(user(), temperature=0.1, top_p=0.5, seed=3, max_tokens=9)
+        sent = scripted_engine.requests[0]["sampling_params"]
+        assert (sent["temperature"], sent["top_p"], sent["top_k"], sent["max_tokens"]) == (1.0, 1.0, 0, 9)
+        assert "seed" not in sent
+        recorded = json.loads(harness.calls()[0]["sampling"])
+        assert recorded.pop("asked") == {"temperature": 0.1, "top_p": 0.5, "seed": 3}
+        assert sent == {**recorded, "logprobs": 0}
+
+    async def test_a_cut_reply_says_length(self, harness, scripted_engine):
+        scripted_engine.replies.append(Say("<think>\nI think and", finish_reason="length"))
+        _, reply = await harness.ask(user())
+        assert reply["choices"][0]["finish_reason"] == "length"
+
+    async def test_the_next_turn_continues_the_tokens(self, harness, scripted_engine):
+        scripted_engine.replies += [Say(TOOL_CALL), Say("Done.")]
+        _, first = await harness.ask(user(), tools=TOOLS)
+        message = first["choices"][0]["message"]
+        (tool_call,) = message["tool_calls"]
+        assert first["choices"][0]["finish_reason"] == "tool_calls"
+        assert json.loads(tool_call["function"]["arguments"]) == {"a": True, "b": "é"}
+        tool_call["function"]["arguments"] = '{ "b": "\\u00e9", "a": true }'  # as harnesses re-serialise it
+        del message["reasoning_content"]
+        result = {"role": "tool", "tool_call_id": tool_call["id"], "content": "ok"}
+        await harness.ask(user(), message, result, tools=TOOLS)
+        one, two = harness.calls()
+        assert (two["kind"], two["parent_id"], two["kind_reason"]) == ("bridged", one["call_id"], None)
+        prompts = [request["token_ids"] for request in scripted_engine.requests]
+        assert prompts[1][: len(prompts[0]) + len(one["completion_ids"])] == prompts[0] + one["completion_ids"]
+        assert two["prompt_tail_ids"] == prompts[1][len(prompts[0]) + len(one["completion_ids"]) :]
+        assert json.loads(two["messages"]) == [result]
+        assert two["tools"] is None
+
+    async def test_sessions_do_not_continue_each_other(self, harness, scripted_engine):
+        scripted_engine.replies += [Say("Hi."), Say("Ho.")]
+        await harness.ask(user())
+        body = {"messages": [user(), {"role": "assistant", "content": "Hi."}, user("More")]}
+        async with harness.post(body, session="s2") as response:
+            assert response.status == 200
+        one, two = harness.calls()
+        assert (one["kind"], two["kind"], two["parent_id"], two["kind_reason"]) == (
+            "root",
+            "rendered",
+            None,
+            "no earlier call",
+        )
+
+    async def test_a_tool_call_that_is_not_json_stays_text(self, harness, scripted_engine):
+        scripted_engine.replies.append(Say("<tool_call>\n{broken\n</tool_call>"))
+        _, reply = await harness.ask(user(), tools=TOOLS)
+        assert "{broken" in reply["choices"][0]["message"]["content"]
+        assert reply["choices"][0]["finish_reason"] == "stop"
+
+    async def test_slow_replies_are_kept_alive_by_leading_white_space(self, harness, scripted_engine, monkeypatch):
+        monkeypatch.setattr(exchange, "KEEP_ALIVE_SECONDS", 0.01)
+        scripted_engine.replies.append(Say("Hi.", hold_after=1))
+        async with harness.post({"messages": [user()]}) as response:
+            assert response.status == 200
+            assert (await response.content.readexactly(3)) == b"   "
+            scripted_engine.release()
+            assert json.loads(await response.read())["choices"][0]["message"]["content"] == "Hi."
+
+
+class TestStream:
+    async def test_a_stream_ends_with_the_call_on_disk(self, harness, scripted_engine):
+        scripted_engine.replies.append(Say(TOOL_CALL))
+        status, events = await harness.stream(user(), tools=TOOLS, stream_options={"include_usage": True})
+        assert status == 200
+        assert events[-1] == "[DONE]"
+        *chunks, usage = [json.loads(event) for event in events[:-1]]
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "I look."
+        (call,) = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
+        assert call["function"]["name"] == "bash"
+        assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+        (recorded,) = harness.calls()
+        assert usage["usage"]["completion_tokens"] == len(recorded["completion_ids"])
+
+    async def test_text_arrives_while_the_engine_still_generates(self, harness, scripted_engine):
+        held = len(scripted_engine.ids("one two three"))
+        scripted_engine.replies.append(Say("one two three four five six", hold_after=held))
+        async with harness.post({"messages": [user()], "stream": True}) as response:
+            seen = b""
+            while "two" not in content(seen.decode()):
+                seen += await response.content.readany()
+            assert harness.calls() == []
+            scripted_engine.release()
+            seen += await response.content.read()
+        assert content(seen.decode()) == "one two three four five six"
+        assert seen.endswith(b"data: [DONE]\n\n")
+        assert len(harness.calls()) == 1
+
+    async def test_nothing_is_committed_after_the_last_event(self, harness, scripted_engine, monkeypatch):
+        """The event that ends the stream leaves only when the call can be read back."""
+        on_disk = []
+        finish = openai_chat.StreamEncoder.finish
+
+        def spy(encoder, *args):
+            on_disk.append(len(harness.calls()))
+            return finish(encoder, *args)
+
+        monkeypatch.setattr(openai_chat.StreamEncoder, "finish", spy)
+        scripted_engine.replies.append(Say("Hi."))
+        await harness.stream(user())
+        assert on_disk == [1]
+
+    async def test_silence_is_filled_with_empty_deltas(self, harness, scripted_engine, monkeypatch):
+        monkeypatch.setattr(exchange, "KEEP_ALIVE_SECONDS", 0.01)
+        scripted_engine.replies.append(Say("Hi.", hold_after=0))
+        async with harness.post({"messages": [user()], "stream": True}) as response:
+            seen = b""
+            while seen.count(b'"delta":{}') < 3:
+                seen += await response.content.readany()
+            scripted_engine.release()
+            assert b"[DONE]" in await response.content.read()
+
+    async def test_headers_and_the_first_event_come_before_the_engine_answers(self, harness, scripted_engine):
+        scripted_engine.replies.append(Say("Hi.", hold_after=0))
+        async with harness.post({"messages": [user()], "stream": True}) as response:
+            assert response.status == 200
+            assert b'"role":"assistant"' in await response.content.readany()
+            assert await asyncio.to_thread(scripted_engine.holding.wait, 30)
+            scripted_engine.release()
+            assert b"[DONE]" in await response.content.read()
+
+    async def test_a_harness_that_hangs_up_stops_the_generation(self, harness, scripted_engine, monkeypatch):
+        monkeypatch.setattr(generation, "LINGER_SECONDS", 0)
+        committed = asyncio.Event()
+        add_call = harness.endpoint.writer.add_call
+        monkeypatch.setattr(harness.endpoint.writer, "add_call", lambda call: (add_call(call), committed.set()))
+        scripted_engine.replies.append(Say("one two three four five six", hold_after=3))
+        async with harness.post({"messages": [user()], "stream": True}) as response:
+            await response.content.readany()
+            await asyncio.to_thread(scripted_engine.holding.wait)
+            response.close()
+        assert await asyncio.to_thread(scripted_engine.disconnected.wait, 30)
+        await asyncio.wait_for(committed.wait(), 30)
+        (call,) = harness.calls()
+        assert call["status"] == "aborted"
+        assert len(call["completion_ids"]) == 3
+
+
+class TestErrors:
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize(
+        ("reply", "status"),
+        [(Answer(500, "broken"), 502), (Answer(403, "closed"), 502), (Answer(400, "bad"), 400)],
+    )
+    async def test_an_engine_that_refuses_is_the_apis_own_error(self, harness, scripted_engine, reply, status, stream):
+        scripted_engine.replies.append(reply)
+        async with harness.post({"messages": [user()], "stream": stream}) as response:
+            assert response.status == (200 if stream else status)  # a stream's headers leave before the engine is asked
+            *_, last = (await response.text()).rstrip().split("\n\n")
+            error = json.loads(last.removeprefix("data: "))["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        (call,) = harness.calls()
+        assert call["status"] == "failed"
+        assert reply.body in call["error"]
+
+    async def test_an_engine_that_dies_fails_the_call_and_keeps_its_tokens(self, harness, scripted_engine):
+        scripted_engine.replies += [Say("one two three four", break_after=2), Say("Hi.")]
+        status, reply = await harness.ask(user())
+        assert (status, reply["error"]["code"]) == (503, "engine_error")
+        assert (await harness.ask(user()))[0] == 200
+        died, served = harness.calls()
+        assert (died["status"], len(died["completion_ids"])) == ("failed", 2)
+        assert served["status"] == "completed"
+
+    async def test_a_stream_whose_engine_dies_ends_with_an_error_and_no_terminal_event(self, harness, scripted_engine):
+        scripted_engine.replies.append(Say("one two three four", hold_after=2, break_after=3))
+        scripted_engine.release()
+        _, events = await harness.stream(user())
+        assert "error" in json.loads(events[-1])
+        assert all(json.loads(e)["choices"][0]["finish_reason"] is None for e in events[:-1])
+
+    async def test_an_engine_that_aborts_fails_the_call(self, harness, scripted_engine):
+        scripted_engine.replies.append(Say("one two", finish_reason="abort"))
+        status, _ = await harness.ask(user())
+        assert status == 503
+        assert (harness.calls()[0]["status"], harness.calls()[0]["violation"]) == ("failed", None)
+
+    async def test_a_prompt_over_the_context_is_refused_before_the_engine_is_asked(self, harness, scripted_engine):
+        scripted_engine.max_model_len = 20
+        status, reply = await harness.ask(user("word " * 100))
+        assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
+        assert "maximum context length is 20 tokens" in reply["error"]["message"]
+        assert scripted_engine.requests == []
+        assert "maximum context length" in harness.events("rejected")[0]["detail"]
+
+    async def test_max_tokens_never_exceed_the_room_that_is_left(self, harness, scripted_engine):
+        scripted_engine.replies.append(Say("x"))
+        await harness.ask(user(), max_tokens=64000)
+        request = scripted_engine.requests[0]
+        assert request["sampling_params"]["max_tokens"] == 8192 - len(request["token_ids"])
+
+    async def test_malformed_json_is_refused_and_recorded(self, harness):
+        async with harness.post(b'{"messages": [') as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["type"] == "invalid_request_error"
+        assert len(harness.events("rejected")) == 1
+
+    async def test_an_engine_that_is_down_is_unavailable_until_it_is_up(self, harness, scripted_engine):
+        url, harness.endpoint.engines._engines[0].url = harness.endpoint.engines._engines[0].url, "http://127.0.0.1:9"
+        assert (await harness.ask(user()))[0] == 503
+        harness.endpoint.engines._engines[0].url = url
+        scripted_engine.replies.append(Say("Hi."))
+        assert (await harness.ask(user()))[0] == 200
+
+    async def test_broken_tokens_are_kept_marked_and_answered(self, harness, scripted_engine):
+        choice = {
+            "token_ids": [5, 6],
+            "logprobs": {"content": [{"token_id": 5, "logprob": -1.0}]},
+            "finish_reason": "stop",
+            "weight_versions": [{"version": "v", "start": 0, "end": 2}],
+        }
+        scripted_engine.replies.append(Answer(200, json.dumps({"choices": [choice]})))
+        assert (await harness.ask(user()))[0] == 200
+        (call,) = harness.calls()
+        assert (call["status"], call["violation"]) == ("completed", "2 token ids but 0 log-probabilities")
+
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize("kind", [OSError, ValueError])
+    async def test_a_call_that_cannot_be_recorded_is_not_served(
+        self, harness, scripted_engine, monkeypatch, stream, kind
+    ):
+        scripted_engine.replies.append(Say("Hi."))
+
+        def full(call):
+            raise kind("No space left on device")
+
+        monkeypatch.setattr(harness.endpoint.writer, "add_call", full)
+        async with harness.post({"messages": [user()], "stream": stream}) as response:
+            text = await response.text()
+        assert "No space left on device" in text
+        assert "[DONE]" not in text
+        assert (response.status == 500) == (not stream)
+
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_a_renderer_that_fails_costs_the_call_and_not_its_record(
+        self, harness, scripted_engine, monkeypatch, stream
+    ):
+        def broken(*args, **kwargs):
+            raise RuntimeError("no such token")
+
+        monkeypatch.setattr(harness.endpoint.rendering, "parse", broken)
+        scripted_engine.replies.append(Say("Hi."))
+        async with harness.post({"messages": [user()], "stream": stream}) as response:
+            text = await response.text()
+        assert "internal error of the recorder" in text
+        assert "[DONE]" not in text
+        assert [(call["status"], call["error"]) for call in harness.calls()] == [("failed", "no such token")]
+
+    async def test_a_conversation_that_cannot_be_rendered_is_refused_and_recorded(self, harness, monkeypatch):
+        def broken(*args, **kwargs):
+            raise RecursionError("too deep")
+
+        monkeypatch.setattr(harness.endpoint.rendering, "render", broken)
+        status, reply = await harness.ask(user())
+        assert (status, reply["error"]["code"]) == (500, "internal_error")
+        assert harness.events("rejected")[0]["detail"] == "too deep"
+
+
+class TestAccess:
+    async def test_only_the_addon_may_ask(self, harness):
+        async with harness.post({"messages": [user()]}, secret="guess") as response:
+            assert response.status == 403
+        assert harness.calls() == []
+
+    async def test_the_models_list_names_the_served_model(self, harness):
+        headers = {ep.SECRET_HEADER: harness.endpoint.secret, ep.SESSION_HEADER: "s1"}
+        async with harness.client.get(f"http://127.0.0.1:{harness.endpoint.port}/v1/models", headers=headers) as reply:
+            assert [model["id"] for model in (await reply.json())["data"]] == ["scripted"]
+
+    async def test_a_published_adapter_is_asked_by_its_name_and_is_the_version(self, harness, scripted_engine):
+        (harness.run / "policy.json").write_text('{"version": "4", "model": "policy-4"}')
+        scripted_engine.replies.append(Say("Hi."))
+        await harness.ask(user())
+        assert scripted_engine.requests[0]["model"] == "policy-4"
+        (call,) = harness.calls()
+        assert [span["version"] for span in call["weight_versions"]] == ["4"]
+
+
+class TestEndOfSession:
+    async def end(self, harness, session="s1"):
+        headers = {
+            ep.SECRET_HEADER: harness.endpoint.secret,
+            ep.SESSION_HEADER: session,
+            ep.HOST_HEADER: ep.CONTROL_HOST,
+        }
+        url = f"http://127.0.0.1:{harness.endpoint.port}{ep.END_PATH}"
+        async with harness.client.post(url, headers=headers) as response:
+            return response.status, await response.text()
+
+    async def test_running_calls_are_recorded_as_aborted(self, harness, scripted_engine):
+        scripted_engine.replies.append(Say("one two three", hold_after=1))
+        asked = asyncio.create_task(harness.ask(user()))
+        await asyncio.to_thread(scripted_engine.holding.wait)
+        assert await self.end(harness) == (200, "")
+        assert [(call["status"], call["error"]) for call in harness.calls()] == [("aborted", "the session ended")]
+        assert (await asked)[0] == 503
+
+    async def test_nothing_of_it_is_remembered(self, harness, scripted_engine):
+        scripted_engine.replies += [Say("Hi."), Say("Ho.")]
+        await harness.ask(user())
+        await self.end(harness)
+        await harness.ask(user(), {"role": "assistant", "content": "Hi."}, user("More"))
+        assert [call["kind"] for call in harness.calls()] == ["root", "rendered"]
+
+    async def test_a_session_without_calls_ends_too(self, harness):
+        assert await self.end(harness, "nobody") == (200, "")
+
+    async def test_a_session_that_is_not_on_the_disk_is_not_ended_well(self, harness, monkeypatch):
+        def fail():
+            raise OSError("the disk is gone")
+
+        monkeypatch.setattr(harness.endpoint.writer, "end_session", fail)
+        assert await self.end(harness) == (500, "the session is not on the disk: the disk is gone")
+
+
+async def test_a_call_is_not_begun_when_the_disk_is_almost_full(harness, scripted_engine, monkeypatch):
+    monkeypatch.setattr(tables, "ROOM_BYTES", 1 << 60)
+    status, reply = await harness.ask(user())
+    assert (status, reply["error"]["code"]) == (500, "not_recorded")
+    assert "MiB are free" in reply["error"]["message"]
+    assert (scripted_engine.requests, harness.calls()) == ([], [])
+
+
+async def test_a_reply_whose_record_does_not_reach_the_disk_is_not_given(harness, scripted_engine, monkeypatch):
+    def fail():
+        raise OSError("the disk is gone")
+
+    harness.endpoint.writer.policy = "call"
+    monkeypatch.setattr(harness.endpoint.writer, "sync", fail)
+    scripted_engine.replies.append(Say("Hi."))
+    status, reply = await harness.ask(user())
+    assert (status, reply["error"]["code"]) == (500, "not_recorded")
+    assert [call["status"] for call in harness.calls()] == ["completed"]
+
+
+async def test_a_reply_grows_no_more_while_its_record_goes_to_the_disk(harness, scripted_engine, monkeypatch):
+    loop, grown = asyncio.get_running_loop(), []
+
+    async def advance():
+        [memory] = harness.endpoint._memories.values()
+        return memory.generations[-1].advance()
+
+    def sync():
+        grown.append(asyncio.run_coroutine_threadsafe(advance(), loop).result())
+
+    harness.endpoint.writer.policy = "call"
+    monkeypatch.setattr(harness.endpoint.writer, "sync", sync)
+    scripted_engine.replies.append(Say("Hi."))
+    status, _ = await harness.ask(user())
+    assert (status, grown) == (200, [False])
+
+
+async def test_a_call_that_fails_after_its_commit_is_recorded_once(harness, scripted_engine, monkeypatch):
+    def fail(*arguments):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Conversations, "add", fail)
+    scripted_engine.replies.append(Say("Hi."))
+    status, _ = await harness.ask(user())
+    assert status == 500
+    assert [call["status"] for call in harness.calls()] == ["completed"]
+
+
+async def test_the_run_knows_its_engines(harness, scripted_engine):
+    await harness.ask(user())
+    await asyncio.gather(*harness.endpoint._described.values())
+    assert read_metadata(harness.run)["engines"] == {
+        scripted_engine.url: {"model": "scripted", "max_model_len": 8192, "vllm": None, "configuration": None}
+    }
+
+
+async def test_calls_that_run_when_the_recorder_stops_are_recorded_as_aborted(
+    tiny_rendering, scripted_engine, tmp_path
+):
+    write_metadata(tmp_path, {})
+    endpoint = ep.Endpoint(tiny_rendering, [scripted_engine.url], RunWriter(tmp_path), tmp_path, {}, patience=0)
+    await endpoint.start()
+    scripted_engine.replies.append(Say("one two three", hold_after=1))
+    async with Harness.connect(endpoint) as harness:
+        asked = asyncio.create_task(harness.ask(user()))
+        await asyncio.to_thread(scripted_engine.holding.wait)
+        await endpoint.close()
+        status, reply = await asked
+    assert (status, reply["error"]["message"]) == (503, "the recorder was stopped")
+    assert [call["status"] for call in harness.calls()] == ["aborted"]
+    assert os.listdir(tmp_path)

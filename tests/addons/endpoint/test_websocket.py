@@ -1,0 +1,135 @@
+"""The Responses API over a WebSocket, as Codex uses it."""
+
+import asyncio
+import json
+
+import pytest
+
+from rolltap.addons.endpoint import exchange, generation
+from rolltap.addons.endpoint import server as ep
+from tests.scripted_engine import Say
+
+PATH = "/v1/responses"
+TOOL = {"type": "function", "name": "bash", "description": "Run", "parameters": {"type": "object"}}
+TOOL_CALL = '<think>\nI look.\n</think>\n\n<tool_call>\n{"name":  "bash", "arguments": {"a" :true}}\n</tool_call>'
+
+
+class Codex:
+    """One connection."""
+
+    def __init__(self, socket):
+        self.socket = socket
+
+    async def create(self, *items, **fields):
+        await self.socket.send_json({"type": "response.create", "model": "m", "input": list(items), **fields})
+
+    async def events(self):
+        """The events up to the one that ends the response."""
+        seen = []
+        while not seen or seen[-1]["type"] not in ("response.completed", "response.failed", "error"):
+            seen.append(json.loads(await self.socket.receive_str()))
+        return seen
+
+    async def ask(self, *items, **fields):
+        """The last event of the answer."""
+        await self.create(*items, **fields)
+        return (await self.events())[-1]
+
+
+@pytest.fixture
+async def codex(harness):
+    headers = {ep.SECRET_HEADER: harness.endpoint.secret, ep.SESSION_HEADER: "s1", ep.HOST_HEADER: "api.openai.com"}
+    async with harness.client.ws_connect(f"http://127.0.0.1:{harness.endpoint.port}{PATH}", headers=headers) as socket:
+        yield Codex(socket)
+
+
+def user(text="Hello"):
+    return {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
+
+
+async def test_a_turn_brings_only_what_is_new(codex, harness, scripted_engine):
+    scripted_engine.replies += [Say(TOOL_CALL), Say("Done.")]
+    first = await codex.ask(user(), tools=[TOOL])
+    (call,) = [item for item in first["response"]["output"] if item["type"] == "function_call"]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "ok"}
+    second = await codex.ask(result, previous_response_id=first["response"]["id"])
+    assert second["response"]["output"][-1]["content"][0]["text"] == "Done."
+    one, two = harness.calls()
+    assert (two["kind"], two["parent_id"]) == ("bridged", one["call_id"])
+    assert json.loads(two["messages"]) == [{"role": "tool", "content": "ok", "tool_call_id": call["call_id"]}]
+    assert {call["path"] for call in (one, two)} == {PATH}
+
+
+async def test_text_with_the_framing_of_a_stream_arrives_as_it_is(codex, scripted_engine):
+    text = "data: {} and\n\ndata: x\n\nevent: y"
+    scripted_engine.replies.append(Say(text))
+    ended = await codex.ask(user())
+    assert ended["response"]["output"][-1]["content"][0]["text"] == text
+
+
+async def test_a_response_is_prepared_without_asking_the_model(codex, harness, scripted_engine):
+    prepared = await codex.ask(user("Be brief."), generate=False, tools=[TOOL])
+    assert (prepared["response"]["status"], prepared["response"]["output"]) == ("completed", [])
+    assert scripted_engine.requests == []
+    scripted_engine.replies.append(Say("Hi."))
+    await codex.ask(user("Hello"), previous_response_id=prepared["response"]["id"])
+    (call,) = harness.calls()
+    assert [message["content"] for message in json.loads(call["messages"])] == ["Be brief.", "Hello"]
+    assert json.loads(call["tools"])[0]["function"]["name"] == "bash"
+
+
+async def test_an_earlier_response_can_be_gone_on_from_again(codex, harness, scripted_engine):
+    scripted_engine.replies += [Say("Hi."), Say("One."), Say("Two.")]
+    first = await codex.ask(user())
+    for text in ("a", "b"):
+        await codex.ask(user(text), previous_response_id=first["response"]["id"])
+    root, *branches = harness.calls()
+    assert [call["parent_id"] for call in branches] == [root["call_id"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        ({"type": "response.create", "previous_response_id": "resp_x", "input": []}, "previous_response_not_found"),
+        ({"type": "response.cancel"}, "invalid_request_error"),
+        ({"type": "response.create", "input": [{"type": "robot"}]}, "invalid_request_error"),
+        ({"type": "response.create", "input": 5}, "invalid_request_error"),
+        ([], "invalid_request_error"),
+    ],
+)
+async def test_what_cannot_be_answered_is_refused_and_the_connection_stays(codex, scripted_engine, message, code):
+    await codex.socket.send_json(message)
+    (refusal,) = await codex.events()
+    assert (refusal["type"], refusal["status"], refusal["error"]["code"]) == ("error", 400, code)
+    scripted_engine.replies.append(Say("Hi."))
+    assert (await codex.ask(user()))["type"] == "response.completed"
+
+
+async def test_refusals_are_recorded(codex, harness):
+    await codex.ask({"type": "robot"})
+    assert "robot" in harness.events("rejected")[0]["detail"]
+
+
+async def test_silence_is_filled_with_events(codex, scripted_engine, monkeypatch):
+    monkeypatch.setattr(exchange, "KEEP_ALIVE_SECONDS", 0.01)
+    scripted_engine.replies.append(Say("Hi.", hold_after=0))
+    await codex.create(user())
+    alive = 0
+    while alive < 3:
+        alive += json.loads(await codex.socket.receive_str())["type"] == "response.in_progress"
+    scripted_engine.release()
+    assert (await codex.events())[-1]["type"] == "response.completed"
+
+
+async def test_closing_the_connection_aborts_the_call(codex, harness, scripted_engine, monkeypatch):
+    monkeypatch.setattr(generation, "LINGER_SECONDS", 0)
+    committed = asyncio.Event()
+    add_call = harness.endpoint.writer.add_call
+    monkeypatch.setattr(harness.endpoint.writer, "add_call", lambda call: (add_call(call), committed.set()))
+    scripted_engine.replies.append(Say("one two three", hold_after=2))
+    await codex.create(user())
+    await asyncio.to_thread(scripted_engine.holding.wait, 30)
+    codex.socket._response.connection.transport.abort()  # without a word, as a program that is killed
+    await asyncio.wait_for(committed.wait(), 30)
+    (call,) = harness.calls()
+    assert (call["status"], len(call["completion_ids"])) == ("aborted", 2)

@@ -1,0 +1,195 @@
+"""The client against an engine that misbehaves, and the scripted engine against a real vLLM."""
+
+import json
+import re
+
+import httpx
+import pytest
+from transformers import AutoTokenizer
+
+from rolltap.addons.engine.client import Engine, EngineError
+from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
+from rolltap.addons.store.records import VersionSpan
+from tests.conftest import CONTEXT
+from tests.scripted_engine import Answer, Say
+
+
+@pytest.fixture
+async def client(scripted_engine):
+    engine = Engine(scripted_engine.url)
+    yield engine
+    await engine.close()
+
+
+async def generate(client: Engine, *, model: str | None = None):
+    """All chunks of a generation."""
+    sampling = {**NEUTRAL_SAMPLING, "max_tokens": 64}
+    return [chunk async for chunk in client.generate([1, 2, 3], sampling, model)]
+
+
+async def test_tokens_log_probabilities_and_versions_arrive_in_order(scripted_engine, client):
+    scripted_engine.replies.append(Say("hello there", weight_version="7"))
+    chunks = await generate(client)
+    ids = [*scripted_engine.ids("hello there"), scripted_engine.tokenizer.eos_token_id]
+    assert [i for chunk in chunks for i in chunk.token_ids] == ids
+    assert [p for chunk in chunks for p in chunk.logprobs] == [-0.125 * (1 + i % 5) for i in range(len(ids))]
+    assert chunks[-1].finish_reason == "stop"
+    assert chunks[-1].weight_versions == [VersionSpan("7", 0, len(ids))]
+
+
+async def test_sampling_and_adapter_are_sent_as_given(scripted_engine, client):
+    scripted_engine.replies.append(Say("x"))
+    await generate(client, model="policy-3")
+    (request,) = scripted_engine.requests
+    assert request["model"] == "policy-3"
+    assert request["sampling_params"] == {**NEUTRAL_SAMPLING, "max_tokens": 64, "logprobs": 0}
+
+
+async def test_a_schema_with_an_integer_of_any_size_is_sent_as_given(scripted_engine, client):
+    scripted_engine.replies.append(Say("x"))
+    sampling = {"structured_outputs": {"json": {"maximum": 2**70}}}
+    assert [chunk async for chunk in client.generate([1, 2, 3], sampling, None)]
+    assert scripted_engine.requests[0]["sampling_params"] == {**sampling, "logprobs": 0}
+
+
+async def test_the_context_window_is_the_engines(client):
+    assert await client.max_model_len() == 8192
+    assert client.model == "scripted"
+
+
+async def test_an_engine_need_not_say_what_it_is(client):
+    known = {"model": "scripted", "max_model_len": 8192}
+    assert await client.describe() == {**known, "vllm": None, "configuration": None}
+
+
+@pytest.mark.parametrize(
+    ("reply", "status", "message"),
+    [
+        (Answer(500, "broken"), 502, "answered 500: broken"),
+        (Answer(404, "no such route"), 502, "needs vLLM 0.32 or newer with --enable-scale-out"),
+        (Answer(200, '{"error": {"message": "too long", "code": 400}}'), 400, "refused: too long"),
+        (Answer(200, "not json"), 502, "garbage"),
+        (Answer(200, '{"choices": [{"token_ids": null}]}'), 502, "garbage"),
+        (Answer(200, '{"choices": [], "usage": null}'), 502, "without a finish reason"),
+        (Say("one two three four", break_after=2), 503, "failed"),
+    ],
+)
+async def test_what_is_not_a_generation_is_an_error(scripted_engine, client, reply, status, message):
+    scripted_engine.replies.append(reply)
+    with pytest.raises(EngineError, match=message) as error:
+        await generate(client)
+    assert error.value.status == status
+
+
+async def test_an_engine_that_is_down_is_an_error():
+    engine = Engine("http://127.0.0.1:9")
+    with pytest.raises(EngineError, match="failed"):
+        await generate(engine)
+    with pytest.raises(EngineError, match="cannot be reached"):
+        await engine.max_model_len()
+    await engine.close()
+
+
+async def test_something_else_than_vllm_is_an_error(scripted_engine):
+    engine = Engine(scripted_engine.url + "/elsewhere")
+    with pytest.raises(EngineError, match="is not vLLM's"):
+        await engine.max_model_len()
+    await engine.close()
+
+
+async def test_log_probabilities_of_other_tokens_are_not_taken(scripted_engine, client):
+    choice = {"token_ids": [5], "logprobs": {"content": [{"token_id": 6, "logprob": -1.0}]}, "finish_reason": "stop"}
+    scripted_engine.replies.append(Answer(200, json.dumps({"choices": [choice]})))
+    (chunk,) = await generate(client)
+    assert (chunk.token_ids, chunk.logprobs) == ([5], [])
+
+
+def shape(value):
+    """The keys and types of a JSON value; of a list, the shapes that occur in it."""
+    if isinstance(value, dict):
+        return {key: shape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [shape(item) for item in value[:1]]
+    return type(value).__name__
+
+
+def events(url: str, body: dict) -> list:
+    with httpx.stream("POST", url + "/inference/v1/generate", json=body, timeout=60) as response:
+        assert response.status_code == 200
+        return [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
+
+
+@pytest.mark.engine
+class TestContract:
+    """What the tests assume of the scripted engine is what vLLM does."""
+
+    def test_the_scripted_engine_streams_in_vllms_shape(self, engine, scripted_engine):
+        sampling = {**NEUTRAL_SAMPLING, "max_tokens": 3, "logprobs": 0, "ignore_eos": True}
+        body = {"token_ids": [5, 6, 7], "stream": True, "sampling_params": sampling}
+        scripted_engine.replies.append(Say("one two", finish_reason="length"))
+        real, scripted = events(engine.url, body), events(scripted_engine.url, body)
+        assert real[-1] == scripted[-1] == "[DONE]"
+        # the sampled token's own entry is repeated under top_logprobs, which nobody reads
+        for data in (real, scripted):
+            data[:] = [json.loads(event) for event in data[:-1]]
+            for event in data:
+                event["choices"][0]["logprobs"]["content"][0]["top_logprobs"] = []
+        assert shape(real[0]) == shape(scripted[0])
+        assert shape(real[-1]) == shape(scripted[-1])
+
+    def test_both_list_their_model_with_its_context_window(self, engine, scripted_engine):
+        for url, window in ((engine.url, CONTEXT), (scripted_engine.url, 8192)):
+            (model,) = httpx.get(url + "/v1/models").json()["data"]
+            assert model["parent"] is None
+            assert model["max_model_len"] == window
+
+    def test_vllm_refuses_in_the_stream(self, engine):
+        (first, *_) = events(engine.url, {"token_ids": [10**6], "stream": True, "sampling_params": {"max_tokens": 1}})
+        assert json.loads(first)["error"]["code"] == 400
+
+    async def test_vllm_says_what_it_is(self, engine):
+        client = Engine(engine.url)
+        described = await client.describe()
+        assert described["model"] in described["configuration"]
+        assert described["max_model_len"] == await client.max_model_len()
+        assert re.match(r"0\.\d+", described["vllm"])
+        await client.close()
+
+    async def test_the_client_reads_vllm(self, engine):
+        client = Engine(engine.url)
+        chunks = await generate(client)
+        ids = [i for chunk in chunks for i in chunk.token_ids]
+        assert len(ids) == sum(len(chunk.logprobs) for chunk in chunks)
+        (versions,) = [chunk.weight_versions for chunk in chunks if chunk.weight_versions]
+        assert versions[-1].end == len(ids)
+        assert chunks[-1].cached_tokens is not None
+        await client.close()
+
+    async def test_vllm_names_the_stop_text_and_keeps_its_tokens(self, engine):
+        client = Engine(engine.url)
+        free = [c async for c in client.generate([5, 6, 7], {**NEUTRAL_SAMPLING, "max_tokens": 24, "seed": 3}, None)]
+        ids = [i for chunk in free for i in chunk.token_ids]
+        text = AutoTokenizer.from_pretrained(engine.model_dir).decode(ids, skip_special_tokens=True)
+        stop = next(text[i : i + 2] for i in range(4, len(text) - 2) if text[i : i + 2].isascii())
+        sampling = {**NEUTRAL_SAMPLING, "max_tokens": 24, "seed": 3, "stop": [stop]}
+        cut = [chunk async for chunk in client.generate([5, 6, 7], sampling, None)]
+        sampled = [i for chunk in cut for i in chunk.token_ids]
+        assert sampled == ids[: len(sampled)]
+        assert len(sampled) < len(ids)
+        assert [chunk.stop for chunk in cut if chunk.stop] == [stop]
+        assert sum(len(chunk.logprobs) for chunk in cut) == len(sampled)
+        await client.close()
+
+    async def test_vllm_follows_a_schema(self, engine):
+        client = Engine(engine.url)
+        schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+        sampling = {
+            **NEUTRAL_SAMPLING,
+            "max_tokens": 200,
+            "structured_outputs": {"json": schema},
+        }
+        chunks = [chunk async for chunk in client.generate([5, 6, 7], sampling, None)]
+        ids = [i for chunk in chunks for i in chunk.token_ids]
+        text = AutoTokenizer.from_pretrained(engine.model_dir).decode(ids, skip_special_tokens=True)
+        assert json.loads(text)["n"] in (1, 2)
+        await client.close()

@@ -1,0 +1,306 @@
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rolltap.addons.dialects import openai_chat
+from rolltap.addons.dialects.types import DialectError
+from rolltap.addons.prompts.continuity import Conversations, Turn
+from tests.addons.dialects.openai_chat.test_openai_chat import TOOL, bodies
+
+ARGUMENTS = '{"at":  "caf\\u00e9", "deep": {"x": 1.0, "y": [true, null]}}'
+THINKING = f'<think>\nI look.\n</think>\n\nSo:\n<tool_call>\n{{"name": "look", "arguments": {ARGUMENTS}}}\n</tool_call>'
+
+
+class Session:
+    """A harness that asks, answered with the tokens that a test gives it."""
+
+    def __init__(self, rendering, encode, tools=(TOOL,)):
+        self.rendering = rendering
+        self.encode = encode
+        self.tools = list(tools)
+        self.conversations = Conversations(rendering)
+        self.calls = []
+        """(prompt, completion ids) of each call; a call's id is its index."""
+
+    def decode(self, messages):
+        """The messages as they come out of the harness's request."""
+        body = json.dumps({"messages": messages, "tools": self.tools})
+        return openai_chat.decode(body.encode(), "/")
+
+    def prompt(self, messages):
+        call = self.decode(messages)
+        return self.conversations.prompt(call.messages, call.tools)
+
+    def ask(self, messages, completion):
+        """The reply, as the harness sees it, when the model samples `completion`: text or token ids."""
+        prompt = self.prompt(messages)
+        completion_ids = self.encode(completion) if isinstance(completion, str) else completion
+        reply = self.rendering.parse(prompt.ids, completion_ids, self.tools).to_message()
+        self.conversations.add(str(len(self.calls)), prompt, completion_ids, reply)
+        self.calls.append((prompt, completion_ids))
+        return reply
+
+    def tokens(self, number):
+        """The prompt and completion of a call."""
+        prompt, completion_ids = self.calls[int(number)]
+        return prompt.ids + completion_ids
+
+
+@pytest.fixture
+def session(rendering, encode):
+    return Session(rendering, encode)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def result(reply, text="Nothing."):
+    return {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": text}
+
+
+def same(reply):
+    return reply
+
+
+def arguments(text):
+    def change(reply):
+        (call,) = reply["tool_calls"]
+        return {**reply, "tool_calls": [{**call, "function": {**call["function"], "arguments": text}}]}
+
+    return change
+
+
+class TestKind:
+    def test_the_first_call_of_a_session_is_a_root(self, session):
+        prompt = session.prompt([user("Hi")])
+        assert (prompt.kind, prompt.reason, prompt.parent, prompt.prefix_length) == ("root", "no earlier call", None, 0)
+        assert prompt.ids == session.rendering.render([user("Hi")], [TOOL])
+        assert prompt.new_messages == [user("Hi")]
+
+    @pytest.mark.parametrize(
+        "echo",
+        [
+            same,
+            lambda reply: {**reply, "content": [{"type": "text", "text": "S"}, {"type": "text", "text": "o:"}]},
+            lambda reply: {key: value for key, value in reply.items() if key != "reasoning_content"},
+            lambda reply: {**reply, "reasoning_content": "Something else."},
+            lambda reply: {**reply, "refusal": None, "annotations": [], "name": "me"},
+            arguments('{"at":"café","deep":{"x":1.0,"y":[true,null]}}'),
+            arguments('{"deep": {"y": [true, null], "x": 1.0}, "at": "café"}'),
+            arguments('{\n  "at": "caf\\u00E9",\n  "deep": {"x": 1.0, "y": [true, null]}\n}'),
+            arguments('{"at":"café","deep":{"x":1,"y":[true,null]}}'),
+        ],
+        ids=[
+            "verbatim",
+            "as parts",
+            "without reasoning",
+            "with other reasoning",
+            "with more fields",
+            "other spaces",
+            "another key order",
+            "other escapes",
+            "numbers as JavaScript writes them",
+        ],
+    )
+    def test_a_reply_that_comes_back_is_continued(self, session, echo):
+        reply = session.ask([user("Hi")], THINKING + "<|im_end|>")
+        prompt = session.prompt([user("Hi"), echo(reply), result(reply)])
+        assert (prompt.kind, prompt.reason, prompt.parent.call_id) == ("bridged", None, "0")
+        assert prompt.ids[: prompt.prefix_length] == session.tokens(0)
+        assert prompt.new_messages == [result(reply)]
+
+    @pytest.mark.parametrize(
+        "echo",
+        [
+            lambda reply: {**reply, "content": "So!"},
+            lambda reply: {**reply, "content": ""},
+            lambda reply: {**reply, "tool_calls": [{**reply["tool_calls"][0], "id": "call_other"}]},
+            lambda reply: {**reply, "tool_calls": reply["tool_calls"] * 2},
+            lambda reply: {**reply, "tool_calls": []},
+            arguments('{"at": "cafe", "deep": {"x": 1.0, "y": [true, null]}}'),
+            arguments('{"at": "café", "deep": {"x": 1.0, "y": [1, null]}}'),
+            arguments("not JSON"),
+        ],
+        ids=[
+            "other text",
+            "no text",
+            "another id",
+            "twice",
+            "no calls",
+            "other arguments",
+            "1 for true",
+            "no arguments",
+        ],
+    )
+    def test_a_reply_that_was_altered_is_not(self, session, echo):
+        reply = session.ask([user("Hi")], THINKING + "<|im_end|>")
+        assert session.prompt([user("Hi"), reply, result(reply)]).kind == "bridged"
+        messages = [user("Hi"), echo(reply), result(reply)]
+        prompt = session.prompt(messages)
+        assert (prompt.kind, prompt.parent, prompt.prefix_length) == ("rendered", None, 0)
+        assert prompt.reason.startswith("message 1 is not that of call 0: ")
+        assert prompt.ids == session.rendering.render(session.decode(messages).messages, [TOOL])
+
+    def test_a_message_of_the_user_that_was_altered_is_not(self, session):
+        reply = session.ask([user("Hi")], "Hello.<|im_end|>")
+        assert session.prompt([user("Hi"), reply, user("Go on")]).kind == "bridged"
+        prompt = session.prompt([user("Hi!"), reply, user("Go on")])
+        assert prompt.kind == "rendered"
+        assert prompt.reason == (
+            'message 0 is not that of call 0: \'{"content": "Hi!", "role": "user"}\' '
+            'where it had \'{"content": "Hi", "role": "user"}\''
+        )
+
+    def test_an_assistant_message_that_nobody_sampled_is_not_continued(self, session):
+        reply = session.ask([user("Hi")], "Hello.<|im_end|>")
+        forged = {"role": "assistant", "content": "I am another."}
+        prompt = session.prompt([user("Hi"), reply, user("Go on"), forged, user("Go on")])
+        assert (prompt.kind, prompt.parent) == ("rendered", None)
+        assert prompt.reason == "after call 0 it has an assistant message that no call sampled"
+
+    def test_a_conversation_that_is_asked_again_is_another_root(self, session):
+        session.ask([user("Hi")], "Hello.<|im_end|>")
+        prompt = session.prompt([user("Hi")])
+        assert (prompt.kind, prompt.reason) == ("root", "it ends within the conversation of call 0")
+
+    def test_blank_text_before_a_call_may_be_dropped(self, session):
+        reply = session.ask([user("Hi")], THINKING.replace("So:", " ") + "<|im_end|>")
+        assert session.prompt([user("Hi"), {**reply, "content": ""}, result(reply)]).kind == "bridged"
+
+    def test_reasoning_comes_back_by_the_opaque_field_issued_with_it(self, session):
+        reply = session.ask([user("Hi")], "<think>\nI look.\n</think>\n\nHello.<|im_end|>")
+        echo = {"role": "assistant", "content": reply["content"], "call_id": "0"}
+        altered = [user("Hello"), echo, user("Go on")]
+        prompt = session.conversations.prompt(altered, session.tools)
+        whole = [user("Hello"), {**echo, "reasoning_content": "I look."}, user("Go on")]
+        assert prompt.ids == session.rendering.render(whole, session.tools)
+
+    def test_other_tools_are_another_conversation(self, session):
+        reply = session.ask([user("Hi")], "Hello.<|im_end|>")
+        session.tools = []
+        prompt = session.prompt([user("Hi"), reply, user("Go on")])
+        assert (prompt.kind, prompt.reason) == ("rendered", "its tools are not those of any earlier call")
+
+    def test_what_the_renderer_cannot_continue_is_rendered_and_says_so(self, session):
+        reply = session.ask([user("Hi")], "Hello.<|im_end|>And more")
+        prompt = session.prompt([user("Hi"), reply, user("Go on")])
+        assert (prompt.kind, prompt.reason) == ("rendered", "the renderer cannot continue call 0")
+
+    def test_the_call_it_cannot_continue_is_the_last_of_several(self, session):
+        messages = [user("Hi")]
+        for completion in ("One.<|im_end|>", "Two.<|im_end|>And more"):
+            messages += [session.ask(messages, completion), user("Go on")]
+        assert session.prompt(messages).reason == "the renderer cannot continue call 1"
+
+
+class TestEqualReplies:
+    """Two calls with the same conversation and the same visible reply."""
+
+    @pytest.fixture
+    def replies(self, session):
+        return [
+            session.ask([user("Hi")], f"<think>\n{thought}\n</think>\n\nHello.<|im_end|>") for thought in ("One", "Two")
+        ]
+
+    def test_their_reasoning_tells_them_apart(self, session, replies):
+        for number, reply in enumerate(replies):
+            prompt = session.prompt([user("Hi"), reply, user("Go on")])
+            assert (prompt.kind, prompt.parent.call_id) == ("bridged", str(number))
+            assert prompt.ids[: prompt.prefix_length] == session.tokens(number)
+
+    @pytest.mark.parametrize("reasoning", ["", "Three"], ids=["none", "of neither"])
+    def test_in_doubt_all_is_rendered(self, session, replies, reasoning):
+        prompt = session.prompt([user("Hi"), {**replies[0], "reasoning_content": reasoning}, user("Go on")])
+        assert (prompt.kind, prompt.reason) == ("rendered", "2 earlier calls fit equally well up to message 2")
+
+    def test_equal_tokens_leave_no_doubt(self, session):
+        replies = [session.ask([user("Hi")], "Hello.<|im_end|>") for _ in range(2)]
+        assert session.prompt([user("Hi"), replies[1], user("Go on")]).kind == "bridged"
+
+    def test_other_tokens_of_the_same_text_are_a_doubt(self, session, encode):
+        whole, letters = encode("tool<|im_end|>"), [i for letter in "tool" for i in encode(letter)]
+        assert whole[:-1] != letters
+        replies = [session.ask([user("Hi")], ids) for ids in (whole, letters + whole[-1:])]
+        assert replies[0] == replies[1]
+        assert session.prompt([user("Hi"), replies[0], user("Go on")]).kind == "rendered"
+
+
+def test_branches_continue_their_own_calls(session):
+    main = [user("Hi")]
+    main += [session.ask(main, "I delegate.<|im_end|>"), user("Go on")]  # call 0
+    agent = [{"role": "system", "content": "You are a sub-agent."}, user("Count")]
+    agent += [session.ask(agent, "One.<|im_end|>"), user("More")]  # call 1
+    main += [session.ask(main, "Still here.<|im_end|>"), user("And?")]  # call 2
+    agent += [session.ask(agent, "Two.<|im_end|>"), user("More")]  # call 3
+    retry = [*main[:3]]
+    retry += [session.ask(retry, "Another way.<|im_end|>"), user("And?")]  # call 4
+    assert [call.kind for call, _ in session.calls] == ["root", "root", "bridged", "bridged", "bridged"]
+    assert [call.parent.call_id for call, _ in session.calls if call.parent] == ["0", "1", "0"]
+    for messages, parent in ((main, "2"), (agent, "3"), (retry, "4")):
+        prompt = session.prompt(messages)
+        assert prompt.parent.call_id == parent
+        assert prompt.ids[: prompt.prefix_length] == session.tokens(parent)
+
+
+MARKUP = ["<think>", "</think>", "<tool_call>", "</tool_call>", THINKING, "Hi", "😀", "  \n", "<|im_start|>"]
+sampled = st.lists(st.sampled_from(MARKUP) | st.integers(0, 399), max_size=8)
+said = st.text(max_size=5) | st.sampled_from(MARKUP)
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_whatever_was_sampled_prompts_begin_with_it_or_say_why_not(rendering, encode, data):
+    session = Session(rendering, encode)
+    branches = [[user("Hi")]]
+    for _ in range(data.draw(st.integers(1, 6))):
+        messages = data.draw(st.sampled_from(branches))
+        pieces = [*data.draw(sampled), *data.draw(st.sampled_from([["<|im_end|>"], ["<|endoftext|>"], [], ["😀"]]))]
+        ids = [i for piece in pieces for i in ([piece] if isinstance(piece, int) else encode(piece))]
+        reply = session.ask(messages, ids[: data.draw(st.sampled_from([None, None, -1]))])
+        prompt, _ = session.calls[-1]
+        if prompt.kind == "bridged":
+            assert prompt.reason is None
+            assert prompt.ids[: prompt.prefix_length] == session.tokens(prompt.parent.call_id)
+            assert len(prompt.ids) > prompt.prefix_length
+        else:
+            assert prompt.reason
+            assert prompt.ids == rendering.render(session.decode(messages).messages, session.tools)
+        answers = [result(reply, data.draw(said))] if reply.get("tool_calls") else [user(data.draw(said))]
+        branches.append([*messages, reply, *answers])
+
+
+@given(st.lists(st.tuples(said, st.booleans()), min_size=1, max_size=8))
+@settings(max_examples=100, deadline=None)
+def test_a_conversation_of_whole_turns_is_bridged_to_its_end(rendering, encode, turns):
+    session = Session(rendering, encode)
+    messages = [user("Hi")]
+    for number, (text, cut) in enumerate(turns):
+        completion = encode(THINKING + "<|im_end|>")[: len(text) if cut else None]
+        reply = session.ask(messages, completion)
+        prompt, _ = session.calls[number]
+        assert prompt.kind == ("bridged" if number else "root")
+        assert prompt.parent is None or prompt.ids[: prompt.prefix_length] == session.tokens(number - 1)
+        messages = [*messages, reply, result(reply, text) if reply.get("tool_calls") else user(text)]
+
+
+@given(bodies)
+@settings(max_examples=300, deadline=None)
+def test_every_request_that_decodes_has_a_prompt(rendering, body):
+    try:
+        call = openai_chat.decode(body, "/")
+    except DialectError:
+        return
+    conversations = Conversations(rendering)
+    prompt = conversations.prompt(call.messages, call.tools)
+    assert prompt.ids
+    conversations.add("0", prompt, rendering.stop_token_ids(), {"role": "assistant", "content": ""})
+
+
+def test_a_long_chain_of_turns_knows_its_whole_prompt():
+    turn = None
+    for number in range(0, 20_000, 2):
+        turn = Turn(str(number), turn, [number], [number + 1], "")
+    assert turn.prompt_ids() == list(range(19_999))

@@ -1,0 +1,191 @@
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from rolltap.addons.dialects.types import Reply
+from rolltap.addons.prompts import rendering as module
+from rolltap.addons.prompts.rendering import ModelError, Rendering, model_folder
+from tests.addons.conftest import MARKUP, SPECIAL, TEMPLATE, save_tokenizer
+
+ROLES = ["user", "tool", "system"]
+USER = {"role": "user", "content": "Hello"}
+
+
+class TestChoice:
+    def test_auto_finds_the_renderer_that_agrees_with_the_template(self, rendering):
+        assert rendering.name == "qwen3"
+
+    def test_a_template_that_no_renderer_agrees_with_is_used_itself(self, tmp_path):
+        template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+        save_tokenizer(tmp_path, template)
+        rendering = Rendering(str(tmp_path))
+        assert rendering.name == "default"
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+        ids = rendering.render([USER], [])
+        assert tokenizer.decode(ids) == "user: Hello\nassistant:"
+        assert rendering.bridge(ids, tokenizer.encode(" Hi"), [USER], []) is None
+
+    def test_a_renderer_can_be_named(self, rendering_folder):
+        assert Rendering(str(rendering_folder), "qwen3").name == "qwen3"
+
+    @pytest.mark.parametrize(
+        ("renderer", "words"),
+        [("qwen4", "the renderer 'qwen4' does not fit"), ("gpt-oss", "the renderer 'gpt-oss' does not fit")],
+        ids=["unknown", "of another family"],
+    )
+    def test_a_wrong_name_is_refused(self, rendering_folder, renderer, words):
+        with pytest.raises(ModelError, match=words):
+            Rendering(str(rendering_folder), renderer)
+
+    def test_a_folder_without_a_tokenizer_is_refused(self, tmp_path):
+        with pytest.raises(ModelError, match="cannot load a tokenizer from"):
+            Rendering(str(tmp_path))
+
+    def test_digests_tell_tokenizers_and_templates_apart(self, rendering, tmp_path):
+        save_tokenizer(tmp_path, TEMPLATE.read_text() + "{# edited #}")
+        other = Rendering(str(tmp_path), "qwen3")
+        assert other.tokenizer_sha256 == rendering.tokenizer_sha256
+        assert other.chat_template_sha256 != rendering.chat_template_sha256
+
+
+class TestModelFolder:
+    def test_a_folder_becomes_absolute_and_a_name_stays(self, tmp_path, monkeypatch):
+        (tmp_path / "model").mkdir()
+        monkeypatch.chdir(tmp_path)
+        assert model_folder("model") == str(tmp_path / "model")
+        assert model_folder("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+
+
+STRICT = TEMPLATE.read_text().replace(
+    "{%- for message in messages %}",
+    "{%- for message in messages %}{%- if message.role == 'system' and not loop.first %}"
+    "{{- raise_exception('System message must be at the beginning.') }}{%- endif %}",
+)
+
+
+class TestSystemMessages:
+    """They stand wherever the harness put them, and some templates take only the first."""
+
+    CONVERSATION = (
+        {"role": "system", "content": "Be brief."},
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Hi."},
+        {"role": "system", "content": "It is late."},
+    )
+
+    def test_a_template_that_takes_them_anywhere_gets_them_there(self, rendering, encode):
+        text = "<|im_start|>system\nIt is late.<|im_end|>"
+        assert contains(rendering.render(list(self.CONVERSATION), []), encode(text))
+
+    def test_for_one_that_does_not_the_first_are_joined_and_the_others_are_the_users(self, tmp_path, encode):
+        assert TEMPLATE.read_text() != STRICT
+        save_tokenizer(tmp_path, STRICT)
+        rendering = Rendering(str(tmp_path), "default")
+        ids = rendering.render(list(self.CONVERSATION), [])
+        assert contains(ids, encode("<|im_start|>system\nBe brief.\n\nBe kind.<|im_end|>"))
+        assert contains(ids, encode("<|im_start|>user\nIt is late.<|im_end|>"))
+
+    def test_what_only_the_recorder_knows_is_not_rendered(self, rendering):
+        reply = {"role": "assistant", "content": "Hi."}
+        assert rendering.render([USER, {**reply, "call_id": "c"}], []) == rendering.render([USER, reply], [])
+
+
+def contains(ids, part):
+    return any(ids[i : i + len(part)] == part for i in range(len(ids)))
+
+
+class TestBridge:
+    @pytest.mark.parametrize("completion", ["Hi.<|im_end|>", "Hi", "", "<think>\nI", "<think>\nI\n</think>\n\nHi<|im_"])
+    def test_it_keeps_every_token_sampled_so_far(self, rendering, encode, completion):
+        prompt_ids, completion_ids = rendering.render([USER], []), encode(completion)
+        ids = rendering.bridge(prompt_ids, completion_ids, [USER], [])
+        assert ids[: len(prompt_ids) + len(completion_ids)] == prompt_ids + completion_ids
+        assert ids[-len(encode("Hello<|im_end|>\n<|im_start|>assistant\n")) :] == encode(
+            "Hello<|im_end|>\n<|im_start|>assistant\n"
+        )
+
+    @pytest.mark.parametrize("completion", ["Hi.<|im_end|>Hi", "<think>\nI<|im_end|>"], ids=["after the end", "open"])
+    def test_it_declines_what_it_would_have_to_change(self, rendering, encode, completion):
+        assert rendering.bridge(rendering.render([USER], []), encode(completion), [USER], []) is None
+
+    def test_earlier_reasoning_stays_when_the_user_speaks_again(self, rendering, encode):
+        completion_ids = encode("<think>\nI think.\n</think>\n\nHi.<|im_end|>")
+        assert rendering.bridge(rendering.render([USER], []), completion_ids, [USER], []) is not None
+
+
+VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+pieces = st.sampled_from([*SPECIAL, *MARKUP, "<|im_start|>assistant\n", "<|im_end|>\n", "\n", "user\n", "Hi", " ", "é"])
+texts = st.lists(pieces, max_size=12).map("".join)
+new_messages = st.lists(
+    st.builds(lambda role, text: {"role": role, "content": text, "tool_call_id": "c"}, st.sampled_from(ROLES), texts),
+    min_size=1,
+    max_size=3,
+)
+
+
+class TestBridgeOfOneTurn:
+    """Most of a long prompt is not shown to renderers that do not look at it."""
+
+    @pytest.fixture(scope="class", params=sorted(module._READS_ONE_TURN))
+    @classmethod
+    def any_rendering(cls, request, tmp_path_factory):
+        folder = tmp_path_factory.mktemp("tokenizer")
+        save_tokenizer(folder, TEMPLATE.read_text(), VISION)
+        return Rendering(str(folder), request.param)
+
+    @given(prompt=texts, completion=texts, messages=new_messages)
+    @settings(max_examples=200, deadline=None)
+    def test_its_tokens_are_those_of_the_whole_prompt(self, any_rendering, encode, prompt, completion, messages):
+        arguments = encode(prompt), encode(completion), messages, []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "_READS_ONE_TURN", frozenset())
+            whole = any_rendering.bridge(*arguments)
+        assert any_rendering.bridge(*arguments) == whole
+
+
+def call(text):
+    return f"<tool_call>\n{text}\n</tool_call>"
+
+
+class TestParse:
+    def parse(self, rendering, encode, text, **options):
+        return rendering.parse(rendering.render([USER], []), encode(text), [], **options)
+
+    def test_reasoning_text_and_calls_are_told_apart(self, rendering, encode):
+        look = call('{"name": "look", "arguments": {"at": "é"}}')
+        reply = self.parse(rendering, encode, f"<think>\nHm.\n</think>\n\nI look.\n{look}<|im_end|>")
+        assert (reply.reasoning, reply.content) == ("Hm.", "I look.")
+        (made,) = reply.tool_calls
+        assert (made.name, json.loads(made.arguments)) == ("look", {"at": "é"})
+        assert made.id.startswith("call_")
+
+    def test_every_call_has_an_id_of_its_own(self, rendering, encode):
+        reply = self.parse(rendering, encode, call('{"name": "look", "arguments": {}}') * 3)
+        assert len({made.id for made in reply.tool_calls}) == 3
+
+    @pytest.mark.parametrize(
+        "inside",
+        ['{"name": "look", "argum', "not JSON", '{"arguments": {}}', '{"name": 5, "arguments": {}}', "[]"],
+        ids=["cut", "not JSON", "no name", "a number as name", "no object"],
+    )
+    def test_a_call_that_is_not_well_formed_is_text(self, rendering, encode, inside):
+        assert self.parse(rendering, encode, call(inside)) == Reply(content=inside)
+        assert self.parse(rendering, encode, f"<tool_call>\n{inside}", partial=True) == Reply()
+
+    @pytest.mark.parametrize(
+        "value", ["1" * 5000, "[" * 100_000], ids=["an integer of thousands of digits", "brackets without end"]
+    )
+    def test_json_that_python_does_not_read_is_text(self, rendering, encode, value):
+        text = call(f'{{"name": "look", "arguments": {value}}}')
+        assert self.parse(rendering, encode, text + "<|im_end|>") == Reply(content=text)
+
+    def test_half_a_character_is_replaced(self, rendering, encode):
+        (made,) = self.parse(rendering, encode, call(r'{"name": "look", "arguments": {"at": "\ud83d"}}')).tool_calls
+        assert made.arguments == '{"at": "\ufffd"}'
+
+    def test_a_turn_ends_with_its_stop_token(self, rendering, encode):
+        assert set(rendering.stop_token_ids()) == {*encode("<|im_end|>"), *encode("<|endoftext|>")}

@@ -1,0 +1,79 @@
+"""Templates that no renderer knows: continued when they write each message by itself, refused with a reason if not."""
+
+import pytest
+
+from rolltap.addons.prompts.rendering import Rendering
+from tests.addons.conftest import save_tokenizer
+
+TURN = "{{ '<|im_start|>' + message.role + '\\n' + message.content + '\\n' }}"
+CALLS = "{% for call in message.tool_calls or [] %}{{ '@' + call.function.name }}{% endfor %}"
+END = "{{ '<|im_end|>\\n\\n' }}"
+GENERATION = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+PLAIN = "{% for message in messages %}" + TURN + CALLS + END + "{% endfor %}" + GENERATION
+
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hello"},
+]
+NEW = [{"role": "user", "content": "Go on"}]
+
+
+@pytest.fixture
+def rendering(tmp_path):
+    save_tokenizer(tmp_path, PLAIN)
+    return Rendering(str(tmp_path), "default")
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize(
+    "new", [NEW, [{"role": "tool", "content": "Nothing.", "tool_call_id": "c9", "name": "look"}], NEW * 2]
+)
+def test_the_bridge_is_what_the_template_writes_after_a_turn(rendering, encode, new):
+    assert rendering.refusal is None
+    prompt = rendering.render(CONVERSATION, [])
+    completion = encode("Hi.\n<|im_end|>")
+    bridged = rendering.bridge(prompt, completion, new, [])
+    assert bridged == rendering.render([*CONVERSATION, assistant("Hi."), *new], [])
+    assert bridged[: len(prompt) + len(completion)] == prompt + completion
+
+
+def test_a_turn_that_was_cut_is_ended_first(rendering, encode):
+    prompt = rendering.render(CONVERSATION, [])
+    bridged = rendering.bridge(prompt, encode("Hi.\n"), NEW, [])
+    assert bridged == rendering.render([*CONVERSATION, assistant("Hi."), *NEW], [])
+
+
+def test_a_message_that_the_template_does_not_take_is_not_bridged(tmp_path, encode):
+    picky = "{% for message in messages %}{% if message.content == 'No' %}{{ raise_exception('no') }}{% endif %}"
+    save_tokenizer(tmp_path, PLAIN.replace("{% for message in messages %}", picky))
+    rendering = Rendering(str(tmp_path), "default")
+    assert rendering.refusal is None
+    prompt, refused = rendering.render(CONVERSATION, []), {"role": "user", "content": "No"}
+    assert rendering.bridge(prompt, encode("Hi."), [refused], []) is None
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (PLAIN.replace(END, ""), "does not end an assistant's turn with a stop token"),
+        ("{{ messages | length }}" + PLAIN, "writes earlier messages differently"),
+        (
+            PLAIN.replace(CALLS, "{% if message.role == 'assistant' and not loop.last %}{{ 'x' }}{% endif %}"),
+            "writes earlier messages differently",
+        ),
+        ("{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + PLAIN, "refuses a conversation with tools"),
+    ],
+    ids=["no stop token", "counts the messages", "marks past turns", "no tools"],
+)
+def test_a_template_that_rewrites_the_past_is_refused(tmp_path, encode, template, reason):
+    save_tokenizer(tmp_path, template)
+    rendering = Rendering(str(tmp_path), "default")
+    assert reason in rendering.refusal
+    assert rendering.bridge(rendering.render(NEW, []), encode("Hi.<|im_end|>"), NEW, []) is None
+
+
+def test_a_renderer_that_knows_its_model_has_no_refusal(rendering_folder):
+    assert Rendering(str(rendering_folder)).refusal is None

@@ -1,0 +1,118 @@
+import math
+from datetime import UTC, datetime, timedelta, timezone
+
+import numpy as np
+import pytest
+
+from rolltap.addons.store.digest import DIGEST, row_digest
+from rolltap.addons.store.metadata import write_metadata
+from rolltap.addons.store.records import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA, Call, Event, Session, VersionSpan
+from rolltap.addons.store.tables import RunWriter, read_rows
+
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+CALL = Call(
+    "session",
+    "call",
+    prompt_ids=[1, 2, 3],
+    completion_ids=[4, 5],
+    logprobs=[-0.5, -0.1],
+    weight_versions=[VersionSpan("1", 0, 2)],
+    parent_id="parent",
+    kind="bridged",
+    messages='[{"role": "user", "content": "é"}]',
+    cached_tokens=2,
+    started_at=NOON,
+    first_token_at=NOON + timedelta(microseconds=1),
+)
+CHANGED = {
+    "string": "other",
+    "bool": True,
+    "int32": 77,
+    "double": 0.25,
+    "timestamp[us, tz=UTC]": NOON.replace(year=2027),
+}
+
+
+def digest(**changes):
+    return row_digest({**CALL.to_row(), **changes}, CALL_SCHEMA)
+
+
+def changed(field):
+    """A value that no row above has."""
+    if field.name == "weight_versions":
+        return [{"version": "2", "start": 0, "end": 2}]
+    return CHANGED.get(str(field.type), [7])
+
+
+def test_the_digest_of_a_row_is_part_of_the_format():
+    assert digest() == "907628d67b9694eab6205016f162512d"
+
+
+@pytest.mark.parametrize(
+    ("row", "schema"),
+    [
+        (CALL.to_row(), CALL_SCHEMA),
+        (Session("s", "t", "g", "h", "completed", reward=1.0, started_at=NOON).to_row(), SESSION_SCHEMA),
+        (Event("refused", at=NOON).to_row(), EVENT_SCHEMA),
+    ],
+    ids=["call", "session", "event"],
+)
+def test_every_column_counts_for_itself(row, schema):
+    digests = [row_digest(row, schema)]
+    for field in schema:
+        if field.name != DIGEST:
+            digests.append(row_digest({**row, field.name: changed(field)}, schema))
+    assert len(set(digests)) == len(schema)
+
+
+def test_nothing_is_not_the_same_as_none_of_them():
+    assert len({digest(logprobs=value) for value in (None, [], [0.0])}) == 3
+    assert len({digest(error=value) for value in (None, "", "null")}) == 3
+
+
+def test_tokens_do_not_pass_for_those_of_the_next_column():
+    assert digest(prompt_tail_ids=[1, 2], completion_ids=[3]) != digest(prompt_tail_ids=[1], completion_ids=[2, 3])
+
+
+def test_a_float_counts_as_it_is_stored():
+    assert digest(logprobs=[-0.5, float(np.float32(-0.1))]) == digest()
+    assert digest(logprobs=[-0.5, math.nextafter(float(np.float32(-0.1)), 0)]) == digest()
+    assert digest(logprobs=[-0.5, float(np.nextafter(np.float32(-0.1), np.float32(0)))]) != digest()
+
+
+def test_a_whole_number_in_a_column_of_floats_is_a_float():
+    session = Session("s", "t", "g", "h", "completed", started_at=NOON)
+    rewards = [row_digest({**session.to_row(), "reward": reward}, SESSION_SCHEMA) for reward in (1, 1.0, np.float64(1))]
+    assert len(set(rewards)) == 1
+
+
+def test_arrays_and_lists_are_alike():
+    assert (
+        digest(completion_ids=np.array([4, 5], np.int64))
+        == digest(completion_ids=np.array([4, 5], np.int32))
+        == digest()
+    )
+
+
+def test_an_array_may_be_a_part_of_another():
+    assert digest(completion_ids=np.array([4, 0, 5, 0])[::2]) == digest()
+
+
+def test_a_time_is_the_same_in_every_zone():
+    assert digest(started_at=NOON.astimezone(timezone(timedelta(hours=5, minutes=30)))) == digest()
+    assert digest(started_at=NOON.replace(tzinfo=timezone(timedelta(hours=1)))) != digest()
+
+
+def test_the_order_of_the_columns_of_a_span_does_not_count():
+    assert digest(weight_versions=[{"end": 2, "start": 0, "version": "1"}]) == digest()
+
+
+def test_rows_come_back_with_their_own_digests(tmp_path):
+    write_metadata(tmp_path, {})
+    with RunWriter(tmp_path) as writer:
+        writer.add_call(CALL)
+        writer.add_session(Session("s", "t", "g", "h", "completed", reward=1, started_at=NOON))
+        writer.add_event(Event("refused"))
+    for table, schema in (("calls", CALL_SCHEMA), ("sessions", SESSION_SCHEMA), ("events", EVENT_SCHEMA)):
+        [row] = read_rows(tmp_path, table)
+        assert row[DIGEST] == row_digest(row, schema), table

@@ -1,0 +1,102 @@
+import math
+from dataclasses import fields
+
+import pyarrow as pa
+import pytest
+
+from rolltap.addons.store.records import (
+    CALL_SCHEMA,
+    EVENT_SCHEMA,
+    SENTINEL_LOGPROB,
+    SESSION_SCHEMA,
+    Call,
+    Event,
+    Session,
+    VersionSpan,
+    find_violation,
+)
+
+
+def whole(length):
+    return [VersionSpan("1", 0, length)]
+
+
+class TestFindViolation:
+    @pytest.mark.parametrize(
+        ("completion_ids", "logprobs", "versions"),
+        [
+            ([7, 8], [-0.5, 0.0], whole(2)),
+            ([7], [-9998.9], whole(1)),
+            ([7, 8, 9], [-0.5] * 3, [VersionSpan("1", 0, 1), VersionSpan("2", 1, 3)]),
+            ([], [], []),
+        ],
+        ids=["probability one is allowed", "very unlikely", "weights changed within the call", "nothing sampled"],
+    )
+    def test_sound_tokens_have_none(self, completion_ids, logprobs, versions):
+        assert find_violation(completion_ids, logprobs, versions) is None
+
+    @pytest.mark.parametrize(
+        ("logprobs", "words"),
+        [
+            ([-0.5], "2 token ids but 1 log-probabilities"),
+            ([-0.5] * 3, "2 token ids but 3 log-probabilities"),
+            ([-0.5, math.nan], "log-probability 1 is nan"),
+            ([-math.inf, -0.5], "log-probability 0 is -inf"),
+            ([-0.5, 0.01], "log-probability 1 is positive"),
+            ([SENTINEL_LOGPROB, -0.5], "log-probability 0 is the sentinel"),
+        ],
+    )
+    def test_unsound_logprobs_are_named(self, logprobs, words):
+        assert words in find_violation([7, 8], logprobs, whole(2))
+
+    @pytest.mark.parametrize(
+        ("spans", "words"),
+        [
+            ([], "cover 0 of 2 tokens"),
+            ([(0, 1)], "cover 1 of 2 tokens"),
+            ([(0, 3)], "cover 3 of 2 tokens"),
+            ([(1, 2)], "leave token 0 out"),
+            ([(0, 1), (0, 2)], "leave token 1 out"),
+            ([(0, 2), (2, 1)], "leave token 2 out"),
+        ],
+        ids=["none", "too short", "too long", "gap", "overlap", "backwards"],
+    )
+    def test_weight_versions_must_cover_the_completion(self, spans, words):
+        versions = [VersionSpan("1", start, end) for start, end in spans]
+        assert words in find_violation([7, 8], [-0.5, -0.5], versions)
+
+
+class TestRows:
+    def test_a_call_stores_only_what_follows_its_parent(self):
+        row = Call("s", "1", prompt_ids=[1, 2, 3, 4], parent_id="0", prefix_length=3).to_row()
+        assert (row["prompt_length"], row["prompt_tail_ids"]) == (4, [4])
+
+    def test_a_call_without_a_parent_stores_its_whole_prompt(self):
+        row = Call("s", "0", prompt_ids=[1, 2]).to_row()
+        assert (row["prompt_length"], row["prompt_tail_ids"]) == (2, [1, 2])
+
+    @pytest.mark.parametrize(
+        ("record", "schema"),
+        [
+            (
+                Call("s", "0", prompt_ids=[1], completion_ids=[2], logprobs=[-0.5], weight_versions=whole(1)),
+                CALL_SCHEMA,
+            ),
+            (Session("s", "task", "group", "harness", "completed", reward=1.0), SESSION_SCHEMA),
+            (Event("refused", host="example.com", method="GET", path="/"), EVENT_SCHEMA),
+        ],
+        ids=["call", "session", "event"],
+    )
+    def test_rows_survive_their_schema(self, record, schema):
+        row = record.to_row()
+        assert {*row, "digest"} == set(schema.names)
+        [stored] = pa.Table.from_pylist([row], schema=schema).to_pylist()
+        assert stored == {**row, "digest": None}
+
+    def test_every_field_of_a_call_has_a_column(self):
+        stored_otherwise = {"prompt_ids", "prefix_length"}
+        assert {field.name for field in fields(Call)} - stored_otherwise == set(CALL_SCHEMA.names) - {
+            "prompt_length",
+            "prompt_tail_ids",
+            "digest",
+        }

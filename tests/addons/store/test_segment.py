@@ -1,0 +1,263 @@
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+
+import pyarrow as pa
+import pytest
+from datasets import Dataset, load_dataset
+
+from rolltap.addons.store import segment
+from rolltap.addons.store.segment import Segment, SegmentReader, compact, rows_of_session
+
+SCHEMA = pa.schema([("session_id", pa.string()), ("number", pa.int32()), ("text", pa.string())])
+
+
+def batch(*numbers, sessions="s", length=10):
+    """A commit; row k belongs to the session with the k-th of the letters."""
+    ids = [sessions[k % len(sessions)] for k in range(len(numbers))]
+    return pa.record_batch([ids, pa.array(numbers, pa.int32()), ["é" * length] * len(numbers)], schema=SCHEMA)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "calls-0.arrow"
+
+
+@pytest.fixture
+def opened(path):
+    with_commits = Segment(path, SCHEMA)
+    yield with_commits
+    with_commits.close()
+
+
+def numbers_of(rows):
+    return rows["number"].to_pylist()
+
+
+def read(path):
+    """The numbers in a file, and what the reader says about its end."""
+    with SegmentReader(path) as reader:
+        return [number for _, rows in reader for number in numbers_of(rows)], reader.damage
+
+
+def read_stream(source):
+    """As `datasets` reads: an error where the file is not a stream of whole messages."""
+    with source, pa.ipc.open_stream(source) as reader:
+        return numbers_of(reader.read_all())
+
+
+@pytest.fixture
+def every_write(monkeypatch):
+    """Calls a function after every piece of a write, of which each is cut into many."""
+    looks = []
+    real = os.pwrite
+
+    def pwrite(descriptor, data, offset):
+        written = real(descriptor, data[:300], offset)
+        for look in looks:
+            look()
+        return written
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    return looks
+
+
+class TestGrowing:
+    def test_every_reader_sees_a_commit_whole_or_not_at_all_while_it_is_written(self, path, opened, every_write):
+        opened.append(batch(0))
+        seen = []
+
+        def look():
+            numbers, damage = read(path)
+            assert damage is None
+            assert numbers == read_stream(pa.memory_map(str(path))) == read_stream(pa.OSFile(str(path)))
+            assert numbers == Dataset.from_file(str(path))["number"][:]
+            seen.append(numbers)
+
+        every_write.append(look)
+        opened.append(batch(1, 2, length=1000))
+        look()
+        assert len(seen) > 10
+        assert all(numbers == [0] for numbers in seen[:-2])
+        assert seen[-1] == [0, 1, 2]
+
+    def test_what_was_mapped_during_a_commit_can_be_read_after_it(self, path, opened, every_write):
+        opened.append(batch(0))
+        mapped = []
+        every_write.append(lambda: mapped.append(pa.memory_map(str(path))))
+        opened.append(batch(1, length=1000))
+        assert len(mapped) > 5
+        assert {tuple(read_stream(source)) for source in mapped} == {(0, 1)}
+
+    def test_load_dataset_reads_a_file_that_grows(self, path, opened, every_write, tmp_path):
+        seen = []
+
+        def look():
+            every_write.clear()
+            folder = str(tmp_path / f"cache{len(seen)}")
+            seen.append(load_dataset("arrow", data_files=str(path), cache_dir=folder)["train"]["number"][:])
+
+        opened.append(batch(0))
+        every_write.append(look)
+        opened.append(batch(1, length=1000))
+        look()
+        assert seen == [[0], [0, 1]]
+
+    def test_the_file_appears_with_its_first_commit(self, path, opened, every_write):
+        assert list(path.parent.iterdir()) == []
+        every_write.append(lambda: visible.append(path.exists()))
+        visible = []
+        opened.append(batch(0))
+        assert not any(visible)
+        assert read(path) == ([0], None)
+        assert list(path.parent.iterdir()) == [path]
+
+    @pytest.mark.parametrize("at", range(4))
+    def test_a_write_that_fails_leaves_nothing_of_its_commit(self, path, opened, monkeypatch, at):
+        opened.append(batch(0))
+        real, offsets, mapped = os.pwrite, [], []
+
+        def pwrite(descriptor, data, offset):
+            offsets.append(offset)
+            mapped.append(pa.memory_map(str(path)))
+            if len(offsets) == at + 1:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(descriptor, data[:2000], offset)
+
+        monkeypatch.setattr(os, "pwrite", pwrite)
+        with pytest.raises(OSError, match="No space"):
+            opened.append(batch(1, length=3000))
+        assert read(path) == ([0], None)
+        assert path.stat().st_size < opened.size + 100
+        assert {tuple(read_stream(source)) for source in mapped} == {(0,)}
+
+    def test_it_is_locked_until_it_is_closed(self, path, opened):
+        opened.append(batch(0))
+        script = "import fcntl, sys; fcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+        other = [sys.executable, "-c", script, path]
+        locked = subprocess.run(other, capture_output=True, text=True)
+        assert "BlockingIOError" in locked.stderr
+        opened.close()
+        assert subprocess.run(other).returncode == 0
+
+
+class TestReader:
+    def test_damage_is_said_and_never_raised_wherever_a_byte_of_the_schema_is_wrong(self, path, opened):
+        opened.append(batch(0))
+        contents = path.read_bytes()
+        for position in range(opened.size - len(batch(0).serialize())):
+            path.write_bytes(contents[:position] + bytes([contents[position] ^ 0xFF]) + contents[position + 1 :])
+            with SegmentReader(path) as reader:
+                assert reader.schema is not None or reader.damage.startswith("it has no schema")
+
+    def test_a_batch_can_be_read_where_iterating_said(self, path, opened):
+        for number in range(3):
+            opened.append(batch(number))
+        with SegmentReader(path) as reader:
+            offsets = [offset for offset, _ in reader]
+            assert reader.end == opened.size
+            assert [numbers_of(reader.read(offset)) for offset in reversed(offsets)] == [[2], [1], [0]]
+
+    def test_the_rows_of_a_session_are_picked_from_a_batch(self):
+        mixed = batch(*range(5), sessions="ab")
+        assert numbers_of(rows_of_session(mixed, "b")) == [1, 3]
+        without = mixed.set_column(0, "session_id", pa.array(["a", None, "b", None, None]))
+        assert numbers_of(rows_of_session(without, None)) == [1, 3, 4]
+
+
+class TestCompact:
+    def test_it_keeps_every_row_and_the_order_within_a_session(self, path, opened):
+        for number in range(0, 60, 3):
+            opened.append(batch(number, number + 1, number + 2, sessions="abcde"[number % 5 :] + "xyz"))
+        opened.close()
+        before = pa.ipc.open_stream(path.read_bytes()).read_all()
+        compact(path)
+        after = pa.ipc.open_stream(path.read_bytes()).read_all()
+        assert after.schema == before.schema
+        assert after.num_rows == before.num_rows == 60
+        for session in before["session_id"].unique():
+            rows = [table.filter(pa.compute.equal(table["session_id"], session)) for table in (before, after)]
+            assert rows[0].equals(rows[1])
+
+    def test_rows_of_a_session_lie_together_in_few_batches(self, path, opened, monkeypatch):
+        monkeypatch.setattr(segment, "BATCH_BYTES", 5000)
+        for number in range(100):
+            opened.append(batch(number, sessions="ab"[number % 2], length=200))
+        opened.close()
+        compact(path)
+        with SegmentReader(path) as reader:
+            batches = [rows for _, rows in reader]
+        assert 5 < len(batches) < 15
+        ids = [session for rows in batches for session in rows["session_id"].to_pylist()]
+        assert ids == ["a"] * 50 + ["b"] * 50
+
+    def test_events_without_a_session_are_kept(self, path, opened):
+        without = batch(1).set_column(0, "session_id", pa.array([None], pa.string()))
+        for rows in (batch(0), without, batch(2)):
+            opened.append(rows)
+        opened.close()
+        compact(path)
+        assert read(path) == ([0, 2, 1], None)
+
+    def test_a_reader_of_the_old_file_reads_on(self, path, opened):
+        for number in range(3):
+            opened.append(batch(number))
+        with SegmentReader(path) as reader:
+            rows = iter(reader)
+            next(rows)
+            compact(path)
+            assert [numbers_of(batch) for _, batch in rows] == [[1], [2]]
+
+    def test_nothing_is_done_to_one_batch(self, path, opened):
+        opened.append(batch(0))
+        inode = path.stat().st_ino
+        compact(path)
+        assert path.stat().st_ino == inode
+
+    def test_nothing_is_done_to_a_damaged_file(self, path, opened):
+        for number in range(3):
+            opened.append(batch(number))
+        os.truncate(path, opened.size - 1)
+        contents = path.read_bytes()
+        compact(path)
+        assert path.read_bytes() == contents
+
+    @pytest.mark.parametrize("call", ["fsync", "rename"])
+    def test_a_failure_leaves_the_file_and_no_other(self, path, opened, monkeypatch, call):
+        for number in range(3):
+            opened.append(batch(number))
+        contents = path.read_bytes()
+
+        def fail(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, call, fail)
+        with pytest.raises(OSError, match="No space"):
+            compact(path)
+        assert path.read_bytes() == contents
+        assert list(path.parent.iterdir()) == [path]
+
+    def test_the_unfinished_file_of_another_is_left_alone(self, path, opened):
+        for number in range(3):
+            opened.append(batch(number))
+        theirs = segment.hidden_name(path)
+        theirs.write_bytes(b"theirs")
+        with pytest.raises(FileExistsError):
+            compact(path)
+        assert theirs.read_bytes() == b"theirs"
+
+    def test_the_copy_is_locked_until_it_has_the_name(self, path, opened, monkeypatch):
+        for number in range(3):
+            opened.append(batch(number))
+        real = os.rename
+
+        def rename(source, target):
+            with open(source) as other, pytest.raises(BlockingIOError):
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            real(source, target)
+
+        monkeypatch.setattr(os, "rename", rename)
+        compact(path)
+        assert read(path) == ([0, 1, 2], None)

@@ -1,0 +1,68 @@
+import errno
+
+import pytest
+
+from rolltap.addons.store.staging import new_folder
+from rolltap.trainer.errors import UserError
+
+
+def test_the_folder_appears_when_it_is_complete_and_not_before(tmp_path):
+    out = tmp_path / "deep" / "out"
+    with new_folder(out) as folder:
+        (folder / "file").write_text("all of it")
+        assert not out.exists()
+        assert folder.is_relative_to(out.parent)  # and so on the same disk
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    assert (out / "file").read_text() == "all of it"
+
+
+def test_an_empty_folder_is_taken_also_through_a_link(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to("disk")
+    with new_folder(tmp_path / "out") as folder:
+        (folder / "file").write_text("")
+    assert (tmp_path / "disk" / "file").exists()
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_nothing_stays_when_the_block_fails(tmp_path, error):
+    def write_half():
+        with new_folder(tmp_path / "out") as folder:
+            (folder / "file").write_text("half")
+            raise error
+
+    with pytest.raises(error):
+        write_half()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_something_in_it_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "mine").write_text("")
+    with pytest.raises(UserError, match="exists and is not an empty folder: choose a new one"), new_folder(tmp_path):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_something_that_appears_in_it_meanwhile_is_not_overwritten(tmp_path):
+    out = tmp_path / "out"
+
+    def write():
+        with new_folder(out):
+            out.mkdir()
+            (out / "mine").write_text("")
+
+    with pytest.raises(UserError, match="could not be written"):
+        write()
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine"]
+
+
+def test_a_full_disk_is_an_error_of_the_user(tmp_path):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(UserError, match=r"out could not be written: .*No space left"), new_folder(tmp_path / "out"):
+        raise full
+
+
+def test_a_reader_of_the_output_that_goes_away_is_not_a_fault_of_the_folder(tmp_path):
+    with pytest.raises(BrokenPipeError), new_folder(tmp_path / "out"):
+        raise BrokenPipeError
+    assert list(tmp_path.iterdir()) == []

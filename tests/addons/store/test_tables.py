@@ -1,0 +1,393 @@
+import errno
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from datasets import Dataset
+
+from rolltap.addons.store import tables
+from rolltap.addons.store.metadata import RunError, write_metadata
+from rolltap.addons.store.records import SCHEMA_VERSION, Call, Event, Session, VersionSpan
+from rolltap.addons.store.segment import SegmentReader
+from rolltap.addons.store.tables import RunWriter, read_rows, run_files
+
+SESSION = Session("s", "task", "group", "harness", "completed", reward=0.5)
+
+WRITER = """
+import os, resource, sys
+from pathlib import Path
+from rolltap.addons.store.records import Call, VersionSpan
+from rolltap.addons.store.tables import RunWriter
+
+def call(number, tokens):
+    ids = list(range(tokens))
+    return Call("s", str(number), prompt_ids=ids, completion_ids=ids, logprobs=[-0.5] * tokens,
+                weight_versions=[VersionSpan("1", 0, tokens)])
+
+def acknowledge(number):
+    os.write(1, f"{number}\\n".encode())
+
+writer = RunWriter(Path(sys.argv[1]))
+"""
+"""The head of a writer process: it says on a pipe which commits have returned."""
+
+WRITES_UNTIL_KILLED = """
+number = 0
+while True:
+    writer.add_call(call(number, tokens=number % 3000))
+    acknowledge(number)
+    number += 1
+"""
+
+FILLS_THE_DISK = """
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+for number in range(1000):
+    try:
+        writer.add_call(call(number, tokens=2000))
+    except OSError:
+        break
+    acknowledge(number)
+writer.add_call(call(1000, tokens=1))
+acknowledge(1000)
+"""
+
+CANNOT_CREATE_ITS_FILE = """
+unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
+try:
+    writer.add_call(call(0, tokens=1))
+except OSError:
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    writer.add_call(call(1, tokens=1))
+    acknowledge(1)
+"""
+
+
+def start_writer(run, script):
+    return subprocess.Popen([sys.executable, "-c", WRITER + script, str(run)], stdout=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def run(tmp_path):
+    write_metadata(tmp_path, {"model": "tiny"})
+    return tmp_path
+
+
+def make_call(number):
+    return Call(
+        "s",
+        str(number),
+        prompt_ids=[1, 2],
+        completion_ids=[3, number],
+        logprobs=[-0.5, -0.25],
+        weight_versions=[VersionSpan("1", 0, 2)],
+        started_at=datetime(2026, 1, 1, tzinfo=UTC),
+    )
+
+
+def write_calls(run, numbers):
+    """Commit calls and leave their file as a writer that was killed does; returns it."""
+    writer = RunWriter(run)
+    known = set(run.glob("calls-*.arrow"))
+    for number in numbers:
+        writer.add_call(make_call(number))
+    [path] = set(run.glob("calls-*.arrow")) - known
+    return path
+
+
+def without_digests(rows):
+    return [{name: value for name, value in row.items() if name != "digest"} for row in rows]
+
+
+def call_ids(run):
+    return [row["call_id"] for row in read_rows(run, "calls")]
+
+
+class TestRunWriter:
+    def test_a_commit_can_be_read_while_the_writer_goes_on(self, run):
+        writer = RunWriter(run)
+        for number in range(3):
+            writer.add_call(make_call(number))
+            assert call_ids(run) == [str(k) for k in range(number + 1)]
+        writer.close()
+
+    def test_each_table_has_its_rows(self, run):
+        call, session = make_call(0), SESSION
+        event = Event("refused", host="example.com", method="GET", path="/")
+        writer = RunWriter(run)
+        writer.add_call(call)
+        writer.add_session(session)
+        writer.add_event(event)
+        writer.close()
+        assert without_digests(read_rows(run, "calls")) == [call.to_row()]
+        assert without_digests(read_rows(run, "sessions")) == [session.to_row()]
+        assert without_digests(read_rows(run, "events")) == [event.to_row()]
+
+    def test_several_writers_share_a_run(self, run):
+        writers = [RunWriter(run), RunWriter(run)]
+        for number in range(6):
+            writers[number % 2].add_call(make_call(number))
+        for writer in writers:
+            writer.close()
+        assert call_ids(run) == ["0", "2", "4", "1", "3", "5"]
+
+    def test_no_files_before_the_first_row(self, run):
+        RunWriter(run).close()
+        assert [path.name for path in run.iterdir()] == ["run.json"]
+
+    def test_datasets_opens_the_files_as_they_are(self, run):
+        path = write_calls(run, range(3))
+        dataset = Dataset.from_file(str(path))
+        assert dataset.num_rows == 3
+        assert dataset["completion_ids"][:] == [[3, 0], [3, 1], [3, 2]]
+        assert without_digests(dataset) == [make_call(number).to_row() for number in range(3)]
+
+    @pytest.mark.parametrize("acknowledged", [1, 50, 400])
+    def test_kill_9_loses_no_acknowledged_commit(self, run, acknowledged):
+        with start_writer(run, WRITES_UNTIL_KILLED) as child:
+            seen = [child.stdout.readline().strip() for _ in range(acknowledged)]
+            child.kill()
+            seen += child.stdout.read().split()
+        found = call_ids(run)
+        assert seen == [str(number) for number in range(len(seen))]
+        assert found[: len(seen)] == seen
+        assert len(found) - len(seen) in (0, 1)
+
+    def test_a_failed_write_leaves_no_half_batch_and_the_writer_goes_on(self, run, caplog):
+        with start_writer(run, FILLS_THE_DISK) as child:
+            seen = child.stdout.read().split()
+        assert child.returncode == 0
+        assert seen[-1] == "1000"
+        assert 1 < len(seen) < 10
+        assert call_ids(run) == seen
+        assert caplog.records == []
+
+    def test_a_commit_after_a_failed_first_one_can_be_read(self, run):
+        with start_writer(run, CANNOT_CREATE_ITS_FILE) as child:
+            assert child.stdout.read().split() == ["1"]
+        assert call_ids(run) == ["1"]
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """The disk as `fdatasync` reaches it: what came there, and the error that it answers with if any."""
+    disk = SimpleNamespace(synced=[], error=None, before=lambda: None)
+    real = os.fdatasync
+
+    def fdatasync(descriptor):
+        disk.before()
+        if disk.error:
+            raise disk.error
+        real(descriptor)
+        disk.synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.split("-")[0])
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    return disk
+
+
+class TestFailedCommit:
+    def test_the_next_one_goes_to_another_file_and_both_are_brought_to_the_disk(self, run, disk, monkeypatch):
+        def full(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        writer = RunWriter(run)
+        for number in (0, 1):
+            writer.add_call(make_call(number))
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "pwrite", full)
+            with pytest.raises(OSError, match="No space"):
+                writer.add_call(make_call(2))
+        writer.add_call(make_call(3))
+        assert call_ids(run) == ["0", "1", "3"]
+        writer.end_session()
+        assert disk.synced == ["calls", "calls"]
+        assert [sum(1 for _ in SegmentReader(path)) for path in run_files(run, "calls")] == [1, 1]
+        writer.close()
+
+
+class TestSync:
+    def test_never_leaves_it_to_the_system(self, run, disk):
+        writer = RunWriter(run, "never")
+        writer.add_call(make_call(0))
+        writer.add_session(SESSION)
+        writer.end_session()
+        writer.close()
+        assert disk.synced == []
+
+    def test_session_waits_for_the_disk_when_a_session_ends(self, run, disk):
+        writer = RunWriter(run, "session")
+        writer.add_call(make_call(0))
+        writer.add_event(Event("refused"))
+        assert disk.synced == []
+        writer.end_session()
+        assert disk.synced == ["calls", "events"]
+        writer.add_session(SESSION)
+        assert disk.synced == ["calls", "events", "sessions"]
+        writer.add_call(make_call(1))
+        writer.close()
+        assert disk.synced == ["calls", "events", "sessions", "calls"]
+
+    def test_what_is_on_the_disk_is_not_brought_there_again(self, run, disk):
+        with RunWriter(run, "call") as writer:
+            writer.add_call(make_call(0))
+            for _ in range(3):
+                writer.sync()
+        assert disk.synced == ["calls"]
+
+    def test_who_comes_while_the_disk_is_busy_does_not_go_before_his_commit_is_there(self, run, disk):
+        writer = RunWriter(run, "call")
+        other = threading.Thread(target=writer.sync)
+
+        def busy():
+            disk.before = lambda: None
+            other.start()
+            other.join(timeout=0.1)
+            assert other.is_alive()
+
+        writer.add_call(make_call(0))
+        disk.before = busy
+        writer.sync()
+        other.join()
+        assert disk.synced == ["calls"]
+        writer.close()
+
+    def test_a_commit_while_the_disk_is_busy_needs_another_sync(self, run, disk):
+        writer = RunWriter(run, "call")
+
+        def busy():
+            disk.before = lambda: None
+            writer.add_call(make_call(1))
+
+        writer.add_call(make_call(0))
+        disk.before = busy
+        writer.sync()
+        writer.sync()
+        assert disk.synced == ["calls", "calls"]
+        writer.close()
+
+    def test_after_a_failure_nothing_more_is_recorded_and_all_that_was_can_be_read(self, run, disk):
+        writer = RunWriter(run, "call")
+        for number in range(2):
+            writer.add_call(make_call(number))
+        disk.error = OSError(errno.EIO, "Input/output error")
+        with pytest.raises(OSError, match=r"may not be on the disk \(.*Input/output error\): stop the recorder"):
+            writer.sync()
+        disk.error = None
+        for attempt in (writer.sync, writer.end_session, lambda: writer.add_call(make_call(2)), writer.close):
+            with pytest.raises(OSError, match="may not be on the disk"):
+                attempt()
+        assert call_ids(run) == ["0", "1"]
+
+
+class TestEndSession:
+    def test_large_segments_are_compacted_and_others_begun(self, run, monkeypatch):
+        monkeypatch.setattr(tables, "SEGMENT_BYTES", 10_000)
+        writer = RunWriter(run)
+        batches = []
+        for number in range(6):
+            writer.add_call(make_call(number))
+            writer.end_session()
+            batches.append([sum(1 for _ in SegmentReader(path)) for path in run_files(run, "calls")])
+        assert batches == [[1], [2], [1], [1, 1], [1, 2], [1, 1]]
+        assert call_ids(run) == [str(number) for number in range(6)]
+        writer.close()
+
+    def test_commits_go_on_while_a_segment_is_compacted(self, run, monkeypatch):
+        monkeypatch.setattr(tables, "SEGMENT_BYTES", 1)
+        real = tables.compact
+
+        def compact(path):
+            monkeypatch.setattr(tables, "compact", real)
+            writer.add_call(make_call(2))
+            writer.end_session()
+            real(path)
+
+        monkeypatch.setattr(tables, "compact", compact)
+        with RunWriter(run) as writer:
+            writer.add_call(make_call(0))
+            writer.add_call(make_call(1))
+            writer.end_session()
+            assert call_ids(run) == ["0", "1", "2"]
+
+    def test_a_segment_that_cannot_be_compacted_stays_as_it_is(self, run, monkeypatch, caplog):
+        monkeypatch.setattr(tables, "SEGMENT_BYTES", 1)
+
+        def full(_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", full)
+        writer = RunWriter(run, "never")
+        for number in range(2):
+            writer.add_call(make_call(number))
+        writer.end_session()
+        assert "stays as it is, in small batches: [Errno 28] No space left on device" in caplog.text
+        assert call_ids(run) == ["0", "1"]
+
+    def test_a_writer_whose_first_commit_failed_closes_quietly(self, run, monkeypatch, caplog):
+        def full(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        writer = RunWriter(run)
+        monkeypatch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="No space"):
+            writer.add_call(make_call(0))
+        writer.close()
+        assert caplog.records == []
+        assert [path.name for path in run.iterdir()] == ["run.json"]
+
+
+class TestRequireRoom:
+    def test_room_is_what_a_long_call_takes(self, run, monkeypatch):
+        writer = RunWriter(run)
+        writer.require_room()
+        monkeypatch.setattr(tables, "ROOM_BYTES", 2**62)
+        with pytest.raises(OSError, match=r"MiB are free") as error:
+            writer.require_room()
+        assert error.value.errno == errno.ENOSPC
+
+
+class TestReadRows:
+    def test_a_truncated_tail_is_skipped_wherever_it_was_cut(self, run, caplog):
+        path = write_calls(run, range(2))
+        start = path.stat().st_size
+        path.unlink()
+        path = write_calls(run, range(3))
+        contents = path.read_bytes()
+        for size in range(start + 1, len(contents), 5):
+            caplog.clear()
+            path.write_bytes(contents[:size])
+            assert call_ids(run) == ["0", "1"], size
+            [warning] = caplog.records
+            assert warning.levelno == logging.WARNING
+            assert f"{path}: the last commit is incomplete and was skipped after 2 rows" in warning.getMessage()
+
+    def test_a_file_cut_within_its_schema_has_no_rows(self, run, caplog):
+        path = write_calls(run, [0])
+        os.truncate(path, 40)
+        assert call_ids(run) == []
+        assert f"{path}: it has no schema" in caplog.text
+
+    def test_an_empty_file_has_no_rows(self, run, caplog):
+        os.truncate(write_calls(run, [0]), 0)
+        assert call_ids(run) == []
+        assert "it has no schema (it is empty)" in caplog.text
+
+    def test_other_files_are_read_after_a_truncated_one(self, run):
+        path = write_calls(run, [0, 1])
+        write_calls(run, [2])
+        os.truncate(path, path.stat().st_size - 1)
+        assert call_ids(run) == ["0", "2"]
+
+    @pytest.mark.parametrize(("change", "needed"), [(1, "a newer rolltap"), (-1, "an older rolltap")])
+    def test_another_schema_is_refused(self, run, change, needed):
+        write_calls(run, [0])
+        (run / "run.json").write_text(json.dumps({"schema_version": SCHEMA_VERSION + change}))
+        with pytest.raises(RunError, match=f"has schema {SCHEMA_VERSION + change}.*{needed}"):
+            call_ids(run)

@@ -1,0 +1,259 @@
+"""Writers that come to harm: `python -m tests.addons.store.writers DEED RUN [SEED]` prints as JSON what they were told.
+
+One process imports everything and has no threads; it forks a writer for every harm.
+"""
+
+import errno
+import fcntl
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from rolltap.addons.store import segment, tables
+from rolltap.addons.store.digest import row_digest
+from rolltap.addons.store.metadata import add_engine, add_recorder, read_metadata, write_metadata
+from rolltap.addons.store.records import CALL_SCHEMA, Call, Event, VersionSpan
+from rolltap.addons.store.tables import RunWriter, read_rows
+
+KILLS = 200
+LONGEST = 50_000
+"""Tokens of a call."""
+STEPPED = 4
+"""Calls of a writer that is killed at every step; all but the last are compacted."""
+BALLAST = 40
+"""Times that the disk is full."""
+
+
+def make_call(writer: int, number: int, longest: int = LONGEST) -> Call:
+    """The call that this writer commits as this number: of 1 to `longest` tokens, short ones as often as long ones."""
+    some = np.random.default_rng([writer, number])
+    tokens = int(longest ** some.random())
+    sampled = int(some.integers(tokens + 1))
+    return Call(
+        session_id=f"s{writer}-{number // 7}",
+        call_id=f"{writer}-{number}",
+        prompt_ids=some.integers(150_000, size=tokens - sampled).tolist(),
+        completion_ids=some.integers(150_000, size=sampled).tolist(),
+        logprobs=(-some.random(sampled)).tolist(),
+        weight_versions=[VersionSpan("1", 0, sampled)],
+        messages=json.dumps([{"role": "user", "content": "é" * int(some.integers(2000))}]),
+        started_at=datetime(2026, 1, 1, tzinfo=UTC),
+    )
+
+
+def fork(work: Callable[[int], None], on_message: Callable[[str], object]) -> tuple[int, int]:
+    """Do `work` in another process, which writes messages to the descriptor that it gets; its id and how it ended."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            os.close(read)
+            work(write)
+            os._exit(0)
+        except BaseException as error:
+            os.write(2, f"{error!r}\n".encode())
+        finally:
+            os._exit(1)
+    os.close(write)
+    with open(read) as messages:
+        for message in messages:
+            if on_message(message.strip()) == "kill":
+                os.kill(pid, signal.SIGKILL)
+    return pid, os.waitpid(pid, 0)[1]
+
+
+def tell(descriptor: int, message: str) -> None:
+    """One write to a pipe comes whole."""
+    os.write(descriptor, f"{message}\n".encode())
+
+
+def record(run: Path, writer: int, told: int, numbers: Iterator[int]) -> None:
+    """Commit calls, end a session after every seventh, and say before and after each of both."""
+    with RunWriter(run, ("never", "session", "call")[writer % 3]) as records:
+        for number in numbers:
+            call = make_call(writer, number)
+            tell(told, "begin")
+            records.add_call(call)
+            tell(told, call.call_id)
+            if number % 7 == 6:
+                tell(told, "end")
+                records.end_session()
+                tell(told, "ended")
+        tell(told, "close")
+
+
+def kills(run: Path, seed: str) -> list[list[str]]:
+    """Kill writers of one run after a random message each: the calls of which each was told that they are committed."""
+    tables.SEGMENT_BYTES = 200_000
+    write_metadata(run, {})
+    some = random.Random(seed)
+    committed = []
+    for writer in range(KILLS):
+        last = some.randrange(1, 50)
+        calls = some.randrange(1, 30)
+        seen: list[str] = []
+
+        def on_message(message: str, seen: list[str] = seen, last: int = last) -> str:
+            seen.append(message)
+            return "kill" if len(seen) == last else ""
+
+        fork(lambda told, writer=writer, calls=calls: record(run, writer, told, iter(range(calls))), on_message)
+        committed.append([message for message in seen if "-" in message])
+    return committed
+
+
+_CALLS = [
+    *((os, name) for name in ("open", "pwrite", "fsync", "fdatasync", "rename", "unlink", "ftruncate", "close")),
+    (fcntl, "flock"),
+]
+"""What changes a file, the writes of `Steps` aside."""
+
+
+class Steps(io.BufferedWriter):
+    """A file whose writes are steps too."""
+
+    def write(self, data) -> int:
+        _step()
+        self.flush()
+        return super().write(data)
+
+
+def _step() -> None:
+    global _left
+    _left -= 1
+    if _left < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stepping(call: Callable) -> Callable:
+    def stepping(*args, **kwargs):
+        _step()
+        return call(*args, **kwargs)
+
+    return stepping
+
+
+def _killed_at(step: int) -> None:
+    """Kill this process at a step."""
+    global _left
+    _left = step
+    for module, name in _CALLS:
+        setattr(module, name, _stepping(getattr(module, name)))
+    segment.open = lambda path, mode: Steps(io.FileIO(path, mode))
+
+
+def steps(run: Path) -> list[list[str]]:
+    """Kill a writer at its first step, another at its second, until one is done: what they were told, each of its run.
+
+    The folders of the runs are named by their number.
+    """
+    tables.SEGMENT_BYTES = 1
+    committed: list[list[str]] = []
+    status = -1
+    while status:
+        folder = run / str(len(committed))
+        write_metadata(folder, {})
+        told: list[str] = []
+
+        def work(descriptor: int, folder: Path = folder) -> None:
+            _killed_at(len(committed))
+            with RunWriter(folder) as writer:
+                for number in range(STEPPED):
+                    writer.add_call(make_call(0, number, longest=2000))
+                    tell(descriptor, f"0-{number}")
+                    if number == STEPPED - 2:
+                        writer.end_session()
+
+        status = fork(work, told.append)[1]
+        committed.append(told)
+    return committed
+
+
+def full_disk(run: Path) -> dict:
+    """Fill a disk again and again; `run` is on a small one of its own."""
+    tables.SEGMENT_BYTES = 100_000
+    write_metadata(run, {})
+    ballast = [run / f"ballast-{number}" for number in range(BALLAST)]
+    for path in ballast:
+        path.write_bytes(bytes(100_000))
+    committed: list[str] = []
+    problems: list[str] = []
+    number = 0
+    while ballast:
+        writer = RunWriter(run)
+        for _ in range(5):
+            try:
+                while True:
+                    writer.add_call(call := make_call(0, number, longest=20_000))
+                    committed.append(call.call_id)
+                    number += 1
+                    writer.end_session()
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                if sorted(readable(run)) != sorted(committed):
+                    problems.append(f"with {len(ballast)} left")
+            number += 1
+            ballast.pop().unlink()
+        writer.close()
+    hidden = [path.name for path in run.iterdir() if path.name.startswith(".")]
+    return {"committed": len(committed), "problems": problems, "hidden": hidden, "files": len(list(run.iterdir()))}
+
+
+def read_only(run: Path) -> dict:
+    """Write where writing is forbidden, then where it is allowed again; `run` is a disk of its own."""
+    write_metadata(run, {})
+    tables.ROOM_BYTES = 0
+    writer = RunWriter(run)
+    errors = []
+    subprocess.run(["mount", "-o", "remount,ro", run], check=True)
+    for attempt in (writer.require_room, lambda: writer.add_event(Event("refused"))):
+        try:
+            attempt()
+        except OSError as error:
+            errors.append(errno.errorcode[error.errno])
+    subprocess.run(["mount", "-o", "remount,rw", run], check=True)
+    writer.require_room()
+    writer.add_event(Event("refused"))
+    writer.close()
+    return {"errors": errors, "events": len(list(read_rows(run, "events")))}
+
+
+def metadata(run: Path) -> dict:
+    """Note recorders and engines from several processes at once."""
+    write_metadata(run, {})
+    for process in range(4):
+        if not os.fork():
+            for number in range(10):
+                add_recorder(run, {"recorder": f"{process}-{number}"})
+                add_engine(run, f"http://{process}", {"version": number})
+            os._exit(0)
+    for _ in range(4):
+        os.wait()
+    return read_metadata(run)
+
+
+def readable(run: Path) -> list[str]:
+    """The ids of the calls of a run, each of which is as its writer made it."""
+    found = []
+    for row in read_rows(run, "calls"):
+        assert row_digest(row, CALL_SCHEMA) == row["digest"], row["call_id"]
+        found.append(row["call_id"])
+    return found
+
+
+if __name__ == "__main__":
+    # pyarrow imports pandas when it makes its first array: once, not in every writer
+    pa.array([0])
+    deed, folder, *more = sys.argv[1:]
+    print(json.dumps(globals()[deed](Path(folder), *more)))

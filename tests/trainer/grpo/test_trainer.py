@@ -1,0 +1,454 @@
+"""The trainer on traces sampled by the tiny model itself, through TRL's own training loop, in float32 on the CPU."""
+
+import copy
+import json
+import math
+import os
+import random
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+from trl import GRPOConfig
+
+from rolltap.addons.store.records import Call, VersionSpan
+from rolltap.trainer.grpo import trainer as module
+from rolltap.trainer.grpo.trainer import TokenAccountError, TraceGRPOTrainer
+from rolltap.trainer.traces.build import Batch, Strategy, Trace, build_traces
+
+VOCABULARY = 32
+GROUPS = Dataset.from_dict({"task_id": ["a", "b"]})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    # several threads would only wait for one another on tensors this small
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def model() -> Qwen3ForCausalLM:
+    return tiny_model()
+
+
+@pytest.fixture
+def traces(model) -> list[Trace]:
+    return record(model, random.Random(0))
+
+
+def tiny_model() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {"<pad>": 0, "<eos>": 1} | {f"w{i}": i for i in range(2, VOCABULARY)}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<eos>")), pad_token="<pad>", eos_token="<eos>"
+    )
+
+
+@torch.no_grad()
+def sample(model, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+    """`count` tokens sampled at temperature 1 and their log-probabilities."""
+    ids, logprobs = list(prompt), []
+    for _ in range(count):
+        distribution = model(input_ids=torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+        ids.append(int(torch.multinomial(distribution.exp(), 1)))
+        logprobs.append(float(distribution[ids[-1]]))
+    return ids[len(prompt) :], logprobs
+
+
+def record_session(model, rng: random.Random, session: str, group: str, prompt: list[int]) -> list[Call]:
+    """Two turns, with three tokens of tool output between them."""
+    calls: list[Call] = []
+    for turn in range(2):
+        if calls:
+            prompt = calls[-1].prompt_ids + calls[-1].completion_ids + [rng.randrange(2, VOCABULARY) for _ in range(3)]
+        ids, logprobs = sample(model, prompt, rng.randrange(2, 6))
+        calls.append(Call(session, f"{session}-{turn}", prompt, ids, logprobs, [VersionSpan("0", 0, len(ids))]))
+    return calls
+
+
+def record(model, rng: random.Random, strategy: Strategy = "prefix_merging", sessions: int = 3) -> list[Trace]:
+    """Two groups of sessions with random rewards."""
+    torch.manual_seed(rng.randrange(1000))
+    recorded = []
+    for group in ("a", "b"):
+        prompt = [rng.randrange(2, VOCABULARY) for _ in range(rng.randrange(3, 7))]
+        for i in range(sessions):
+            traces, _ = build_traces(record_session(model, rng, f"{group}{i}", group, prompt), strategy)
+            reward = rng.random()
+            recorded += [replace(trace, group_id=group, reward=reward) for trace in traces]
+    return recorded
+
+
+class Spy(TrainerCallback):
+    """Keeps what a step would change: the gradients before the optimizer sees them, and the weights after it."""
+
+    def __init__(self) -> None:
+        self.gradients: list[dict[str, torch.Tensor]] = []
+        self.weights: list[dict[str, torch.Tensor]] = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        named = model.named_parameters()
+        self.gradients.append({name: weight.grad.clone() for name, weight in named if weight.grad is not None})
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.weights.append({name: weight.detach().clone() for name, weight in model.named_parameters()})
+
+
+def batch_of(traces: list[Trace]) -> Batch:
+    """The traces with the rewards that they are labelled with."""
+    return Batch(traces, {t.session_id: (t.group_id, t.reward) for t in traces if t.reward is not None})
+
+
+def make_trainer(
+    model,
+    out: Path,
+    source: Callable[[list[dict]], list[Trace]],
+    *,
+    groups_per_step: int = 2,
+    peft_config: LoraConfig | None = None,
+    spy: Spy | None = None,
+    **config,
+) -> TraceGRPOTrainer:
+    """A trainer on a copy of `model`."""
+    settings = {
+        "output_dir": str(out),
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "max_steps": 1,
+        "activation_checkpointing": False,
+        "dataloader_pin_memory": False,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "num_generations": 2,
+        "lr_scheduler_type": "constant",
+        "learning_rate": 1e-2,
+        "max_grad_norm": 0.0,
+    }
+    return TraceGRPOTrainer(
+        copy.deepcopy(model),
+        GRPOConfig(**settings | config),
+        GROUPS,
+        trace_source=lambda rows: batch_of(source(rows)),
+        groups_per_step=groups_per_step,
+        processing_class=tokenizer(),
+        peft_config=peft_config,
+        callbacks=[spy] if spy else None,
+    )
+
+
+def gradients(model, out: Path, traces: list[Trace], **config) -> dict[str, torch.Tensor]:
+    """The gradients of one step on `traces`."""
+    spy = Spy()
+    make_trainer(model, out, lambda rows: traces, spy=spy, **config).train()
+    return spy.gradients[0]
+
+
+def largest_difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+    assert first.keys() == second.keys()
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+def train_and_watch_the_loss(trainer: TraceGRPOTrainer, monkeypatch) -> list[tuple[dict, torch.Tensor]]:
+    """Train; returns what each `_compute_loss` was given, with the log-probabilities it computed and their gradient."""
+    seen = []
+    compute_loss, compute_logprobs = trainer._compute_loss, trainer._get_per_token_logps_and_entropies
+
+    def watched_logprobs(*args, **kwargs):
+        logprobs, *rest = compute_logprobs(*args, **kwargs)
+        logprobs.retain_grad()
+        seen.append(logprobs)
+        return logprobs, *rest
+
+    inputs_seen = []
+    monkeypatch.setattr(trainer, "_get_per_token_logps_and_entropies", watched_logprobs)
+    monkeypatch.setattr(trainer, "_compute_loss", lambda m, i: inputs_seen.append(i) or compute_loss(m, i))
+    trainer.train()
+    return list(zip(inputs_seen, seen, strict=True))
+
+
+def test_the_model_that_sampled_has_ratio_one_and_nothing_is_clipped(model, traces, tmp_path, monkeypatch):
+    trainer = make_trainer(model, tmp_path, lambda rows: traces)
+    tokens = 0
+    for inputs, logprobs in train_and_watch_the_loss(trainer, monkeypatch):
+        sampled = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
+        ratio = torch.exp(logprobs - inputs["old_per_token_logps"])[sampled]
+        torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=1e-5, rtol=0)
+        tokens += ratio.numel()
+    assert tokens == sum(sum(trace.completion_mask) for trace in traces) > 30
+    assert trainer.state.log_history[0]["clip_ratio/region_mean"] == 0
+
+
+def test_only_sampled_tokens_have_a_gradient_and_it_is_the_advantage_over_their_number(
+    model, traces, tmp_path, monkeypatch
+):
+    advantages = module.session_advantages(batch_of(traces).rewards, "group")
+    total = sum(sum(trace.completion_mask) for trace in traces)
+    expected = sorted(
+        -advantages[trace.session_id] / total for trace in traces for sampled in trace.completion_mask if sampled
+    )
+    trainer = make_trainer(model, tmp_path, lambda rows: traces, gradient_accumulation_steps=4)
+    found = []
+    for inputs, logprobs in train_and_watch_the_loss(trainer, monkeypatch):
+        sampled = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
+        assert not logprobs.grad[~sampled].any()
+        assert (~sampled).any()
+        found += logprobs.grad[sampled].tolist()
+    assert sorted(found) == pytest.approx(expected, abs=1e-6)
+
+
+def test_logprobs_of_tokens_that_were_not_sampled_change_nothing(model, traces, tmp_path):
+    garbage = [math.nan, math.inf, -math.inf, 1e4, -1e4]
+    spoiled = [
+        replace(
+            trace,
+            logprobs=[
+                logprob if sampled else garbage[i % len(garbage)]
+                for i, (logprob, sampled) in enumerate(zip(trace.logprobs, trace.completion_mask, strict=True))
+            ],
+        )
+        for trace in traces
+    ]
+    assert spoiled != traces
+    assert largest_difference(gradients(model, tmp_path, traces), gradients(model, tmp_path, spoiled)) == 0
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo"])
+def test_the_gradient_does_not_depend_on_how_sessions_are_cut_into_traces(model, tmp_path, loss_type):
+    merged = record(model, random.Random(1), "prefix_merging")
+    per_request = record(model, random.Random(1), "per_request")
+    assert len(per_request) == 2 * len(merged)
+    config = {"loss_type": loss_type, "epsilon_high": 5.0}
+    difference = largest_difference(
+        gradients(model, tmp_path, merged, **config), gradients(model, tmp_path, per_request, **config)
+    )
+    assert difference < 1e-6
+
+
+def test_the_gradient_depends_neither_on_the_order_of_the_traces_nor_on_filler_rows(model, traces, tmp_path):
+    plain = gradients(model, tmp_path, traces, gradient_accumulation_steps=1)
+    assert max(float(gradient.abs().max()) for gradient in plain.values()) > 1e-2
+    for steps in (1, 4, 2 * len(traces)):
+        shuffled = random.Random(steps).sample(traces, len(traces))
+        other = gradients(model, tmp_path, shuffled, gradient_accumulation_steps=steps)
+        assert largest_difference(plain, other) < 1e-6
+
+
+def test_training_makes_the_rewarded_token_likelier(model, tmp_path):
+    def probability() -> float:
+        with torch.no_grad():
+            return float(trainer.model(input_ids=torch.tensor([[2, 3, 4]])).logits[0, -1].softmax(-1)[7])
+
+    def roll_out(rows: list[dict]) -> list[Trace]:
+        recorded = []
+        for row in rows:
+            for i in range(8):
+                ids, logprobs = sample(trainer.model, [2, 3, 4], 4)
+                call = Call(f"{row['task_id']}{i}", "0", [2, 3, 4], ids, logprobs, [VersionSpan("0", 0, 4)])
+                traces, _ = build_traces([call], "prefix_merging")
+                recorded += [replace(trace, group_id=row["task_id"], reward=ids.count(7) / 4) for trace in traces]
+        return recorded
+
+    trainer = make_trainer(model, tmp_path, roll_out, max_steps=12)
+    before = probability()
+    trainer.train()
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    assert len(rewards) == 12
+    assert probability() > 3 * before
+    assert sum(rewards[-3:]) > sum(rewards[:3])
+
+
+def test_several_iterations_reuse_the_traces_and_the_recorded_logprobs(model, traces, tmp_path):
+    asked = []
+    spy = Spy()
+    config = {"num_iterations": 2, "max_steps": 4, "shuffle_dataset": False, "groups_per_step": 1}
+    trainer = make_trainer(model, tmp_path, lambda rows: asked.extend(rows) or traces, spy=spy, **config)
+    trainer.train()
+    assert asked == [{"task_id": "a"}, {"task_id": "b"}]
+    clipped = [entry["clip_ratio/region_mean"] for entry in trainer.state.log_history if "reward" in entry]
+    assert clipped[0] == 0
+    assert clipped[1] > 0
+    assert largest_difference(spy.gradients[0], spy.gradients[1]) > 1e-3
+
+
+def test_a_batch_without_traces_changes_neither_weights_nor_optimizer(model, traces, tmp_path, caplog):
+    batches = iter([traces, [], traces])
+    spy = Spy()
+    trainer = make_trainer(
+        model, tmp_path, lambda rows: next(batches), spy=spy, max_steps=3, weight_decay=0.1, max_grad_norm=1.0
+    )
+    trainer.train()
+    assert largest_difference(spy.weights[0], spy.weights[1]) == 0
+    assert largest_difference(spy.weights[1], spy.weights[2]) > 0
+    assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {2}
+    assert [entry["tokens_trained"] > 0 for entry in trainer.state.log_history[:3]] == [True, False, True]
+    assert "step 2 was skipped: no session left a token to train on" in caplog.text
+
+
+def test_the_metrics_count_sessions_not_traces(model, tmp_path):
+    traces = record(model, random.Random(0), "per_request")
+    rewards = {"a0": 0.0, "a1": 0.0, "a2": 3.0, "b0": 1.0, "b1": 1.0, "b2": 1.0}
+    traces = [replace(trace, reward=rewards[trace.session_id]) for trace in traces]
+    traces.remove(next(trace for trace in traces if trace.session_id == "a2"))
+    trainer = make_trainer(model, tmp_path, lambda rows: traces)
+    trainer.train()
+    logged = trainer.state.log_history[0]
+    assert logged["reward"] == pytest.approx(1.0)
+    assert logged["reward_std"] == pytest.approx(math.sqrt(3) / 2)
+    assert logged["traces_per_session"] == pytest.approx(11 / 6)
+    assert logged["tokens_trained"] == sum(sum(trace.completion_mask) for trace in traces)
+
+
+# peft 0.21 asks transformers 5.23 under a name that is deprecated there
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_lora_trains_the_adapter_alone(model, traces, tmp_path):
+    spy = Spy()
+    trainer = make_trainer(
+        model, tmp_path, lambda rows: traces, spy=spy, peft_config=LoraConfig(r=4, target_modules="all-linear")
+    )
+    before = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
+    trainer.train()
+    changed = {name for name, weight in spy.weights[0].items() if not torch.equal(weight, before[name])}
+    assert changed
+    assert all("lora_" in name for name in changed)
+    assert trainer.state.log_history[0]["clip_ratio/region_mean"] == 0
+
+
+def test_two_processes_take_the_same_steps_as_one(tmp_path):
+    train_once(tmp_path / "one")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    workers = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(tmp_path / "two")],
+            env=os.environ
+            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+            | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [worker.wait(timeout=300) for worker in workers] == [0, 0]
+    finally:
+        for worker in workers:
+            worker.kill()
+    one, two = torch.load(tmp_path / "one.pt"), torch.load(tmp_path / "two.pt")
+    assert largest_difference(one, two) < 1e-6
+    assert json.loads((tmp_path / "one.json").read_text()) == json.loads((tmp_path / "two.json").read_text())
+
+
+def train_once(out: Path) -> None:
+    """Two steps of plain gradient descent; the main process writes the weights and the rows that it was asked for."""
+    model = tiny_model()
+    asked = []
+
+    def roll_out(rows: list[dict]) -> list[Trace]:
+        asked.append([row["task_id"] for row in rows])
+        return record(model, random.Random(len(asked)))
+
+    trainer = make_trainer(model, out, roll_out, optim="sgd", learning_rate=0.1, max_steps=2)
+    trainer.train()
+    if trainer.accelerator.is_main_process:
+        torch.save(trainer.accelerator.unwrap_model(trainer.model).state_dict(), out.with_suffix(".pt"))
+        out.with_suffix(".json").write_text(json.dumps(asked))
+    else:
+        assert not asked
+
+
+def test_tokens_lost_on_the_way_to_the_loss_are_an_error(model, traces, tmp_path, monkeypatch):
+    split = module.split_evenly
+    monkeypatch.setattr(module, "split_evenly", lambda traces, parts: split(traces[1:], parts))
+    with pytest.raises(TokenAccountError, match="but the loss would see"):
+        make_trainer(model, tmp_path, lambda rows: traces).train()
+
+
+def test_a_trace_without_a_reward_is_refused(model, traces, tmp_path):
+    traces[1] = replace(traces[1], reward=None)
+    with pytest.raises(ValueError, match=r"sessions without a reward must be left out.*'a1'"):
+        make_trainer(model, tmp_path, lambda rows: traces).train()
+
+
+def test_a_trace_whose_lists_differ_in_length_is_refused(model, traces, tmp_path):
+    traces[1].logprobs.pop()
+    with pytest.raises(ValueError, match=r"trace a1/a1-1 has \d+ completion ids, \d+ mask values and \d+ log-prob"):
+        make_trainer(model, tmp_path, lambda rows: traces).train()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"loss_type": "grpo"}, "choose one of dapo, cispo, vespo"),
+        ({"loss_type": "dr_grpo"}, "choose one of dapo, cispo, vespo"),
+        ({"loss_type": "bnpo"}, "choose one of dapo, cispo, vespo"),
+        ({"steps_per_generation": 4}, "leave steps_per_generation unset"),
+        ({"beta": 0.1}, "set beta=0.0"),
+        ({"use_vllm": True}, "set use_vllm=False"),
+    ],
+)
+def test_a_configuration_that_would_train_something_else_is_refused(model, tmp_path, config, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(model, tmp_path, lambda rows: [], **config)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "groups_per_step", "message"),
+    [
+        (GROUPS, 3, "groups_per_step=3 must be between 1 and the 2 rows"),
+        (GROUPS, 0, "groups_per_step=0 must be between 1 and the 2 rows"),
+        (GROUPS.to_iterable_dataset(), 1, r"must be a datasets\.Dataset, not IterableDataset"),
+    ],
+)
+def test_rows_that_cannot_fill_a_step_are_refused(model, tmp_path, dataset, groups_per_step, message):
+    args = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", activation_checkpointing=False)
+    with pytest.raises(ValueError, match=message):
+        TraceGRPOTrainer(model, args, dataset, trace_source=lambda rows: [], groups_per_step=groups_per_step)
+
+
+if __name__ == "__main__":
+    train_once(Path(sys.argv[1]))
+
+
+def test_a_session_that_left_no_trace_counts_in_its_groups_mean(model, tmp_path):
+    """Otherwise a harness that crashed before its first call would raise its group's baseline."""
+    traces = [trace for trace in record(model, random.Random(5)) if trace.group_id == "a"]
+    batch = batch_of(traces)
+    batch.rewards["crashed"] = ("a", -10.0)
+    trainer = make_trainer(model, tmp_path, lambda rows: traces)
+    seen = torch.cat([rows["advantages"] for rows in trainer._build_inputs(batch)])
+    assert (seen >= 0).all()
+    assert seen.max() > 0

@@ -1,0 +1,388 @@
+import json
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rolltap.addons.store.records import Session, VersionSpan
+from rolltap.trainer.traces.build import build_traces, label, leave_out_unrewarded
+from rolltap.trainer.traces.ledger import Ledger, LedgerError
+from tests.trainer.forests import (
+    ROLES,
+    STRATEGIES,
+    account_by_definition,
+    common,
+    follow,
+    forests,
+    make_call,
+    parents_by_definition,
+    selections,
+    trained_tokens,
+)
+
+MERGE_CASES = json.loads((Path(__file__).parent / "merge_cases.json").read_text())["cases"]
+
+
+def shown(traces):
+    """What a merge case says about traces."""
+    return [
+        {
+            "calls": [int(call_id) for call_id in trace.call_ids],
+            "prompt_ids": trace.prompt_ids,
+            "completion_ids": trace.completion_ids,
+            "mask": trace.completion_mask,
+        }
+        for trace in traces
+    ]
+
+
+@pytest.mark.parametrize("case", MERGE_CASES, ids=[case["name"] for case in MERGE_CASES])
+class TestMergeCases:
+    @pytest.fixture
+    def calls(self, case):
+        calls = [
+            make_call(number, call["prompt_ids"], call["completion_ids"]) for number, call in enumerate(case["calls"])
+        ]
+        # log-probabilities name their tokens here; of the case's it only matters whether there are any
+        return [
+            call if recorded["logprobs"] else replace(call, logprobs=[])
+            for call, recorded in zip(calls, case["calls"], strict=True)
+        ]
+
+    @pytest.mark.parametrize("strategy", ["prefix_merging", "tree"])
+    def test_paths_are_the_traces_of_the_case(self, case, calls, strategy):
+        for seed in range(5):
+            random.Random(seed).shuffle(calls)
+            traces, ledger = build_traces(calls, strategy)
+            assert shown(traces) == case["traces"]
+            assert ledger.left_out == case["left_out"]
+
+    def test_every_strategy_trains_the_same_tokens(self, case, calls):
+        built = {strategy: build_traces(calls, strategy) for strategy in STRATEGIES}
+        for traces, ledger in built.values():
+            assert trained_tokens(traces, calls).keys() == trained_tokens(built["tree"][0], calls).keys()
+            assert ledger == built["tree"][1]
+        assert all(len(trace.call_ids) == 1 for trace in built["per_request"][0])
+
+
+class TestLeftOut:
+    @pytest.mark.parametrize("strategy", STRATEGIES)
+    @pytest.mark.parametrize(
+        ("reason", "fields"),
+        [
+            ("missing_logprobs", {"logprobs": []}),
+            ("missing_logprobs", {"logprobs": [], "violation": "2 token ids but 0 log-probabilities"}),
+            ("violation", {"violation": "parent x is not in the run"}),
+            ("violation", {"logprobs": [-0.1, math.nan]}),
+            ("violation", {"logprobs": [-0.1]}),
+            ("violation", {"weight_versions": [VersionSpan("1", 0, 1)]}),
+            ("aborted", {"violation": "damaged", "status": "aborted"}),
+            ("aborted", {"status": "aborted"}),
+            ("auxiliary", {"role": "auxiliary"}),
+            ("failed", {"role": "auxiliary", "status": "failed"}),
+            ("failed", {"status": "failed"}),
+        ],
+    )
+    def test_a_call_is_left_out_whole_with_one_reason(self, reason, fields, strategy):
+        traces, ledger = build_traces([make_call(0, [1], [7, 8], **fields)], strategy)
+        assert traces == []
+        assert ledger == Ledger(sampled=2, left_out={reason: 2})
+
+    def test_a_left_out_call_is_context_for_its_descendants(self):
+        root = make_call(0, [1], [7, 8], status="aborted")
+        child = follow(1, root, [2], [9])
+        [trace], ledger = build_traces([root, child], "prefix_merging")
+        assert trace.call_ids == ["0", "1"]
+        assert trace.prompt_ids == [1]
+        assert trace.completion_ids == [7, 8, 2, 9]
+        assert trace.completion_mask == [0, 0, 0, 1]
+        assert trace.logprobs == [0.0, 0.0, 0.0, *child.logprobs]
+        assert trace.weight_versions == [VersionSpan("1", 3, 4)]
+        assert ledger == Ledger(sampled=3, trained=1, left_out={"aborted": 2})
+
+    def test_a_left_out_leaf_is_in_no_trace(self):
+        root = make_call(0, [1], [7])
+        leaf = follow(1, root, [2], [8], status="failed")
+        [trace], _ = build_traces([root, leaf], "prefix_merging")
+        assert trace.call_ids == ["0"]
+        assert trace.completion_ids == [7]
+
+    @pytest.mark.parametrize("strategy", STRATEGIES)
+    def test_a_call_that_sampled_nothing_gives_no_trace_and_no_reason(self, strategy):
+        assert build_traces([make_call(0, [1], [], status="failed")], strategy) == ([], Ledger())
+
+    def test_nan_never_reaches_a_trace(self):
+        root = make_call(0, [1], [7], logprobs=[math.nan])
+        [trace], _ = build_traces([root, follow(1, root, [], [8])], "prefix_merging")
+        assert trace.logprobs == [0.0, -2.0]
+
+
+class TestRoles:
+    @pytest.mark.parametrize("strategy", STRATEGIES)
+    @pytest.mark.parametrize("role", ROLES)
+    def test_a_role_that_is_not_selected_is_left_out_under_its_name(self, role, strategy):
+        others = [other for other in ROLES if other != role]
+        traces, ledger = build_traces([make_call(0, [1], [7, 8], role=role)], strategy, roles=others)
+        assert (traces, ledger) == ([], Ledger(sampled=2, left_out={role: 2}))
+
+    @pytest.mark.parametrize("strategy", STRATEGIES)
+    def test_any_role_may_be_selected(self, strategy):
+        calls = [make_call(number, [number], [7], role=role) for number, role in enumerate(ROLES)]
+        traces, ledger = build_traces(calls, strategy, roles=ROLES)
+        assert [trace.role for trace in traces] == ROLES
+        assert ledger == Ledger(sampled=4, trained=4)
+
+    def test_its_tokens_are_context_where_a_selected_call_continues_it(self):
+        agent = make_call(0, [1], [7])
+        helper = follow(1, agent, [2], [8], role="subagent")
+        summary = follow(2, helper, [3], [9], role="compaction")
+        [trace], ledger = build_traces([agent, helper, summary], "prefix_merging", roles=["agent", "compaction"])
+        assert trace.call_ids == ["0", "1", "2"]
+        assert trace.completion_ids == [7, 2, 8, 3, 9]
+        assert trace.completion_mask == [1, 0, 0, 0, 1]
+        assert ledger == Ledger(sampled=3, trained=2, left_out={"subagent": 1})
+
+    def test_its_branches_are_no_traces(self):
+        agent = make_call(0, [1], [7])
+        helper, turn = follow(1, agent, [2], [8], role="subagent"), follow(2, agent, [3], [9])
+        traces, _ = build_traces([agent, helper, turn], "prefix_merging", roles=["agent"])
+        assert [trace.call_ids for trace in traces] == [["0", "2"]]
+
+
+def test_ids_with_slashes_give_no_two_traces_the_same_id():
+    ids = [("a/b", "c"), ("a", "b/c"), ("a", "b%2Fc")]
+    calls = [replace(make_call(0, [1], [2]), session_id=session_id, call_id=call_id) for session_id, call_id in ids]
+    traces = [trace for call in calls for trace in build_traces([call], "per_request")[0]]
+    assert len({trace.trace_id for trace in traces}) == 3
+
+
+class TestMaxTokens:
+    @pytest.fixture
+    def calls(self):
+        """[1] 7 8, [2 2] 9 10 12, [3] 11: sampled at the positions 1 2, 5 6 7 and 9."""
+        root = make_call(0, [1], [7, 8], weight_versions=[VersionSpan("1", 0, 1), VersionSpan("2", 1, 2)])
+        turn = follow(1, root, [2, 2], [9, 10, 12], weight_versions=[VersionSpan("2", 0, 2), VersionSpan("3", 2, 3)])
+        return [root, turn, follow(2, turn, [3], [11])]
+
+    def test_a_trace_of_just_as_many_tokens_is_whole(self, calls):
+        assert build_traces(calls, "prefix_merging", max_tokens=10) == build_traces(calls, "prefix_merging")
+
+    def test_a_longer_one_is_cut_at_its_end_with_all_that_belongs_to_it(self, calls):
+        [trace], ledger = build_traces(calls, "prefix_merging", max_tokens=6)
+        assert (trace.call_ids, trace.trace_id) == (["0", "1"], "s/1")
+        assert (trace.prompt_ids, trace.completion_ids) == ([1], [7, 8, 2, 2, 9])
+        assert trace.completion_mask == [1, 1, 0, 0, 1]
+        assert trace.logprobs == [*calls[0].logprobs, 0.0, 0.0, calls[1].logprobs[0]]
+        assert trace.weight_versions == [VersionSpan("1", 0, 1), VersionSpan("2", 1, 2), VersionSpan("2", 4, 5)]
+        assert ledger == Ledger(sampled=6, trained=3, left_out={"over_length": 3})
+
+    @pytest.mark.parametrize(("max_tokens", "tokens"), [(9, 8), (5, 3), (4, 3), (3, 3), (2, 2)])
+    def test_what_follows_the_last_trained_token_of_a_cut_trace_is_dropped(self, calls, max_tokens, tokens):
+        [trace], _ = build_traces(calls, "prefix_merging", max_tokens=max_tokens)
+        assert len(trace.prompt_ids + trace.completion_ids) == tokens
+
+    @pytest.mark.parametrize("strategy", STRATEGIES)
+    def test_a_trace_with_nothing_left_to_train_is_dropped(self, calls, strategy):
+        assert build_traces(calls, strategy, max_tokens=1) == ([], Ledger(6, 0, {"over_length": 6}))
+
+    def test_requests_are_cut_at_the_same_tokens(self, calls):
+        traces, ledger = build_traces(calls, "per_request", max_tokens=6)
+        assert [(trace.call_ids, trace.completion_ids) for trace in traces] == [(["0"], [7, 8]), (["1"], [9])]
+        assert ledger == Ledger(sampled=6, trained=3, left_out={"over_length": 3})
+
+    def test_branches_beyond_the_cut_leave_the_one_trace_that_they_share(self, calls):
+        branch = follow(3, calls[1], [4], [13])
+        traces, ledger = build_traces([*calls, branch], "prefix_merging", max_tokens=7)
+        assert [trace.call_ids for trace in traces] == [["0", "1"]]
+        assert ledger == Ledger(sampled=7, trained=4, left_out={"over_length": 3})
+
+    def test_a_call_that_is_not_trained_anyway_keeps_its_reason(self, calls):
+        calls[2].status = "aborted"
+        assert build_traces(calls, "tree", max_tokens=6)[1].left_out == {"over_length": 2, "aborted": 1}
+
+
+class TestTree:
+    def test_traces_name_the_earlier_one_with_which_they_share_most(self):
+        root = make_call(0, [1, 2], [7])
+        turn = follow(1, root, [3], [8])
+        side, other = follow(2, root, [3, 4], [9]), make_call(3, [1, 5], [6])
+        traces, _ = build_traces([root, turn, side, other, make_call(4, [9], [9])], "tree")
+        assert [(trace.trace_id, trace.shared_trace_id, trace.shared_tokens) for trace in traces] == [
+            ("s/1", None, 0),
+            ("s/2", "s/1", 4),
+            ("s/3", "s/1", 1),
+            ("s/4", None, 0),
+        ]
+
+    def test_only_what_is_left_of_a_trace_is_shared(self):
+        one, two = make_call(0, [1, 2], [7, 8, 9]), make_call(1, [1, 2], [7, 8, 6])
+        traces, _ = build_traces([one, two], "tree", max_tokens=3)
+        assert [trace.shared_tokens for trace in traces] == [0, 3]
+
+    @pytest.mark.parametrize("strategy", ["per_request", "prefix_merging"])
+    def test_other_strategies_name_none(self, strategy):
+        traces, _ = build_traces([make_call(0, [1], [7]), make_call(1, [1], [8])], strategy)
+        assert [(trace.shared_trace_id, trace.shared_tokens) for trace in traces] == [(None, 0), (None, 0)]
+
+
+class TestTrace:
+    def test_weight_versions_are_positions_in_the_completion(self):
+        root = make_call(0, [1, 1], [7, 8, 9], weight_versions=[VersionSpan("1", 0, 2), VersionSpan("2", 2, 3)])
+        child = follow(1, root, [5, 5], [6], weight_versions=[VersionSpan("2", 0, 1)])
+        [trace], _ = build_traces([root, child], "prefix_merging")
+        assert trace.weight_versions == [VersionSpan("1", 0, 2), VersionSpan("2", 2, 3), VersionSpan("2", 5, 6)]
+
+    def test_labels_come_from_the_session(self):
+        traces, _ = build_traces([make_call(0, [1], [7])], "per_request")
+        assert traces[0].reward is None
+        label(traces, Session("s", "task", "group", "harness", "completed", reward=0.5))
+        labels = (traces[0].task_id, traces[0].group_id, traces[0].harness, traces[0].reward)
+        assert labels == ("task", "group", "harness", 0.5)
+
+    def test_the_role_is_that_of_the_last_call(self):
+        root = make_call(0, [1], [7])
+        [trace], _ = build_traces([root, follow(1, root, [2], [8], role="compaction")], "prefix_merging")
+        assert trace.role == "compaction"
+
+    @pytest.mark.parametrize("strategy", STRATEGIES)
+    def test_no_calls_make_no_traces(self, strategy):
+        assert build_traces([], strategy) == ([], Ledger())
+
+    def test_calls_of_two_sessions_are_refused(self):
+        other = make_call(1, [1], [7])
+        other.session_id = "t"
+        with pytest.raises(ValueError, match=r"one session at a time.*\['s', 't'\]"):
+            build_traces([make_call(0, [1], [7]), other], "per_request")
+
+    def test_a_repeated_call_id_is_refused(self):
+        with pytest.raises(ValueError, match="session s has several calls named 0"):
+            build_traces([make_call(0, [1], [7]), make_call(0, [1], [8])], "per_request")
+
+    def test_an_unknown_strategy_is_refused(self):
+        with pytest.raises(ValueError, match="choose per_request, prefix_merging or tree"):
+            build_traces([make_call(0, [1], [7])], "merge")
+
+    def test_thousands_of_turns_are_traced(self):
+        calls = [make_call(0, [1], [2])]
+        for number in range(1, 5000):
+            calls.append(follow(number, calls[-1], [], [number % 7]))
+        for strategy, traces_expected in (("tree", 1), ("per_request", 5000)):
+            traces, ledger = build_traces(calls, strategy)
+            assert len(traces) == traces_expected
+            assert ledger == Ledger(sampled=5000, trained=5000)
+
+    def test_a_trace_that_trains_other_tokens_than_the_ledger_is_an_error(self, monkeypatch):
+        monkeypatch.setattr("rolltap.trainer.traces.build._paths", lambda parents, trained: iter([[0]]))
+        with pytest.raises(LedgerError, match="the traces train 1 tokens, the ledger says 2"):
+            build_traces([make_call(0, [1], [7]), make_call(1, [2], [8])], "prefix_merging")
+
+
+class TestUnrewarded:
+    def test_sessions_without_a_reward_move_to_no_reward(self):
+        scored, scored_ledger = build_traces([make_call(0, [1], [7, 8])], "per_request")
+        label(scored, Session("s", "task", "group", "harness", "completed", reward=0.0))
+        unscored, unscored_ledger = build_traces(
+            [make_call(1, [1], [7, 8, 9]), make_call(2, [2], [7], status="failed")], "per_request"
+        )
+        traces, ledger = leave_out_unrewarded(scored + unscored, scored_ledger + unscored_ledger)
+        assert traces == scored
+        assert ledger == Ledger(sampled=6, trained=2, left_out={"no_reward": 3, "failed": 1})
+
+    def test_rewarded_sessions_keep_their_ledger(self):
+        traces, ledger = build_traces([make_call(0, [1], [7, 8])], "per_request")
+        label(traces, Session("s", "task", "group", "harness", "completed", reward=1.0))
+        assert leave_out_unrewarded(traces, ledger) == (traces, ledger)
+
+
+def tokens_of(trace):
+    return trace.prompt_ids + trace.completion_ids
+
+
+class TestProperties:
+    @given(forests(), selections())
+    @settings(max_examples=300, deadline=None)
+    def test_every_sampled_token_is_trained_or_left_out_for_its_reason_under_every_strategy(self, calls, selection):
+        trained, left_out = account_by_definition(calls, **selection)
+        sampled = sum(len(call.completion_ids) for call in calls)
+        for strategy in STRATEGIES:
+            traces, ledger = build_traces(calls, strategy, **selection)
+            assert trained_tokens(traces, calls).keys() == trained
+            assert ledger == Ledger(sampled, len(trained), left_out)
+            assert sampled == len(trained) + sum(left_out.values())
+
+    @given(forests(), selections())
+    @settings(max_examples=300, deadline=None)
+    def test_a_trained_token_stands_where_it_was_sampled_in_one_trace(self, calls, selection):
+        by_id = {call.call_id: call for call in calls}
+        for strategy in STRATEGIES:
+            traces, _ = build_traces(calls, strategy, **selection)
+            by_trace = {trace.trace_id: trace for trace in traces}
+            assert len(by_trace) == len(traces)
+            for (call_id, i), (trace_id, position) in trained_tokens(traces, calls).items():
+                call, trace = by_id[call_id], by_trace[trace_id]
+                assert call_id in trace.call_ids
+                assert position == len(call.prompt_ids) + i
+                assert tokens_of(trace)[: position + 1] == call.prompt_ids + call.completion_ids[: i + 1]
+                (version,) = {span.version for span in call.weight_versions if span.start <= i < span.end}
+                k = position - len(trace.prompt_ids)
+                assert [span.version for span in trace.weight_versions if span.start <= k < span.end] == [version]
+
+    @given(forests(), selections())
+    @settings(max_examples=300, deadline=None)
+    def test_merged_traces_are_paths_of_the_call_tree_with_the_tokens_of_their_calls(self, calls, selection):
+        by_id = {call.call_id: call for call in calls}
+        parents = parents_by_definition(calls)
+        for trace in build_traces(calls, "prefix_merging", **selection)[0]:
+            root, last = by_id[trace.call_ids[0]], by_id[trace.call_ids[-1]]
+            assert [parents[call_id] for call_id in trace.call_ids] == [None, *trace.call_ids[:-1]]
+            assert (trace.prompt_ids, trace.role) == (root.prompt_ids, last.role)
+            ids = tokens_of(trace)
+            for call_id in trace.call_ids:
+                sequence = by_id[call_id].prompt_ids + by_id[call_id].completion_ids
+                assert ids[: len(sequence)] == sequence[: len(ids)]
+            assert len(last.prompt_ids) < len(ids) <= len(last.prompt_ids + last.completion_ids)
+
+    @given(forests(), selections())
+    @settings(max_examples=200, deadline=None)
+    def test_masks_logprobs_and_versions_agree_and_a_trace_ends_with_a_trained_token(self, calls, selection):
+        for strategy in STRATEGIES:
+            for trace in build_traces(calls, strategy, **selection)[0]:
+                length = len(trace.completion_ids)
+                assert len(trace.completion_mask) == len(trace.logprobs) == length
+                assert [int(logprob < 0) for logprob in trace.logprobs] == trace.completion_mask
+                assert trace.completion_mask[-1] == 1
+                versioned = [i for span in trace.weight_versions for i in range(span.start, span.end)]
+                assert versioned == [i for i in range(length) if trace.completion_mask[i]]
+
+    @given(forests(), st.integers(1, 16))
+    @settings(max_examples=300, deadline=None)
+    def test_cut_traces_are_the_beginnings_of_whole_ones(self, calls, max_tokens):
+        for strategy in STRATEGIES:
+            whole = [tokens_of(trace) for trace in build_traces(calls, strategy)[0]]
+            cut = [tokens_of(trace) for trace in build_traces(calls, strategy, max_tokens=max_tokens)[0]]
+            assert all(len(ids) <= max_tokens for ids in cut)
+            assert all(any(ids == other[: len(ids)] for other in whole) for ids in cut)
+
+    @given(forests(), selections(), st.randoms(use_true_random=False))
+    @settings(max_examples=300, deadline=None)
+    def test_the_order_of_the_calls_does_not_matter(self, calls, selection, rng):
+        shuffled = list(calls)
+        rng.shuffle(shuffled)
+        for strategy in STRATEGIES:
+            assert build_traces(shuffled, strategy, **selection) == build_traces(calls, strategy, **selection)
+
+    @given(forests(), selections())
+    @settings(max_examples=300, deadline=None)
+    def test_the_tree_is_the_merged_traces_with_what_they_share(self, calls, selection):
+        traces, _ = build_traces(calls, "tree", **selection)
+        plain = [replace(trace, shared_trace_id=None, shared_tokens=0) for trace in traces]
+        assert plain == build_traces(calls, "prefix_merging", **selection)[0]
+        for i, trace in enumerate(traces):
+            lengths = {other.trace_id: common(tokens_of(trace), tokens_of(other)) for other in traces[:i]}
+            assert trace.shared_tokens == max(lengths.values(), default=0)
+            assert trace.shared_tokens == lengths.get(trace.shared_trace_id, 0)
+            assert (trace.shared_trace_id is None) == (trace.shared_tokens == 0)

@@ -1,0 +1,110 @@
+import json
+import random
+
+from rolltap.addons.store.records import Call
+from rolltap.trainer.traces.conversations import for_template, on_the_wire, rebuild_turns
+
+HELLO, MORE = {"role": "user", "content": "Hello"}, {"role": "user", "content": "More"}
+BASH = {"type": "function", "function": {"name": "bash"}}
+
+
+def said(text):
+    return {"role": "assistant", "content": text}
+
+
+def make_call(number, *messages, parent=None, reply="hi", tools=None):
+    return Call(
+        session_id="s",
+        call_id=str(number),
+        prompt_ids=[1],
+        parent_id=parent,
+        messages=json.dumps(messages),
+        tools=None if tools is None else json.dumps(tools),
+        reply=json.dumps(said(reply)) if reply is not None else None,
+    )
+
+
+def chain():
+    return [
+        make_call(0, HELLO, reply="one", tools=[BASH]),
+        make_call(1, MORE, parent="0", reply="two"),
+        make_call(2, HELLO, MORE, parent="1", reply="three"),
+    ]
+
+
+class TestRebuildTurns:
+    def test_a_call_has_the_messages_and_replies_before_it(self):
+        turns = rebuild_turns(chain())
+        assert turns[0].messages() == [HELLO]
+        assert turns[2].messages() == [HELLO, said("one"), MORE, said("two"), HELLO, MORE]
+        assert turns[2].reply == said("three")
+        assert [turn.call.call_id for turn in turns[2].path()] == ["0", "1", "2"]
+
+    def test_tools_are_the_parents_where_the_row_has_none(self):
+        assert [turn.tools for turn in rebuild_turns(chain())] == [[BASH]] * 3
+
+    def test_the_order_of_the_calls_does_not_matter(self):
+        calls = chain()
+        for seed in range(5):
+            random.Random(seed).shuffle(calls)
+            turns = rebuild_turns(calls)
+            assert [turn.call for turn in turns] == calls
+            last = next(turn for turn in turns if turn.call.call_id == "2")
+            assert last.messages() == [HELLO, said("one"), MORE, said("two"), HELLO, MORE]
+
+    def test_branches_do_not_see_each_other(self):
+        root, left = chain()[:2]
+        turns = rebuild_turns([root, left, make_call(3, HELLO, parent="0")])
+        assert turns[2].messages() == [HELLO, said("one"), HELLO]
+
+    def test_what_continues_a_missing_call_says_so(self):
+        turns = rebuild_turns(chain()[1:])
+        assert [turn.incomplete for turn in turns] == ["its parent 0 is not in the run"] * 2
+        assert turns[1].messages() == [MORE, said("two"), HELLO, MORE]
+        assert turns[1].tools is None
+
+    def test_what_continues_a_call_without_a_reply_says_so(self):
+        turns = rebuild_turns([make_call(0, HELLO, reply=None), make_call(1, MORE, parent="0")])
+        assert [turn.incomplete for turn in turns] == [None, "its parent 0 has no reply"]
+
+    def test_calls_that_are_one_anothers_ancestors_say_so(self):
+        calls = [make_call(0, HELLO, parent="1"), make_call(1, HELLO, parent="0"), make_call(2, MORE, parent="1")]
+        turns = rebuild_turns(calls)
+        assert {turn.incomplete for turn in turns} == {"its ancestors form a circle"}
+        assert turns[2].messages() == [MORE]
+
+    def test_a_call_without_recorded_messages_says_so(self):
+        (turn,) = rebuild_turns([make_call(0, reply=None)])
+        assert turn.incomplete == "its messages were not recorded"
+
+    def test_thousands_of_turns_are_rebuilt(self):
+        calls = [make_call(0, HELLO, reply="0")]
+        calls += [make_call(n, MORE, parent=str(n - 1), reply=str(n)) for n in range(1, 5000)]
+        last = rebuild_turns(calls)[-1]
+        assert len(last.messages()) == 9999
+        assert last.messages()[-2:] == [said("4998"), MORE]
+
+
+class TestForms:
+    @staticmethod
+    def message(arguments):
+        function = {"name": "bash", "arguments": arguments}
+        tool_call = {"id": "1", "type": "function", "function": function}
+        return {"role": "assistant", "content": "", "call_id": "c", "tool_calls": [tool_call]}
+
+    def test_templates_get_parsed_arguments(self):
+        for arguments in ('{"a": 1}', {"a": 1}):
+            assert for_template(self.message(arguments))["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+
+    def test_the_wire_gets_arguments_as_text(self):
+        for arguments in ('{"a": 1}', {"a": 1}):
+            assert on_the_wire(self.message(arguments))["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+
+    def test_arguments_that_are_no_json_stay_as_sampled(self):
+        for change in (for_template, on_the_wire):
+            assert change(self.message('{"a"'))["tool_calls"][0]["function"]["arguments"] == '{"a"'
+
+    def test_our_own_key_is_left_out_and_the_message_unchanged(self):
+        message = self.message("{}")
+        assert "call_id" not in for_template(message)
+        assert message == self.message("{}")

@@ -1,0 +1,230 @@
+import random
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from rolltap.addons.store import tables
+from rolltap.addons.store.metadata import RunError, write_metadata
+from rolltap.addons.store.records import Call, Session, VersionSpan
+from rolltap.addons.store.segment import compact
+from rolltap.addons.store.tables import RunWriter, run_files
+from rolltap.trainer.traces import reader
+from rolltap.trainer.traces.reader import SessionIndex, load_calls, load_sessions
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture
+def run(tmp_path):
+    write_metadata(tmp_path, {"model": "tiny"})
+    return tmp_path
+
+
+def make_call(number, prompt_ids, completion_ids, **fields):
+    return Call(
+        session_id=fields.pop("session_id", "s"),
+        call_id=str(number),
+        prompt_ids=prompt_ids,
+        completion_ids=completion_ids,
+        logprobs=[-0.5] * len(completion_ids),
+        weight_versions=[VersionSpan("1", 0, len(completion_ids))],
+        started_at=START + timedelta(seconds=number),
+        **fields,
+    )
+
+
+def follow(number, parent, new_ids, completion_ids, **fields):
+    """A call that continues `parent` and says so."""
+    prefix = parent.prompt_ids + parent.completion_ids
+    return make_call(
+        number,
+        prefix + new_ids,
+        completion_ids,
+        parent_id=parent.call_id,
+        prefix_length=len(prefix),
+        kind="bridged",
+        **fields,
+    )
+
+
+def write(run, calls):
+    writer = RunWriter(run)
+    for call in calls:
+        writer.add_call(call)
+    writer.close()
+
+
+@pytest.fixture
+def chain():
+    root = make_call(0, [1, 2], [3], sampling='{"temperature": 1.0}', reply='{"content": "hi"}')
+    turn = follow(1, root, [4], [5, 6], messages='[{"role": "tool"}]')
+    return [root, turn, follow(2, turn, [], [7], status="aborted", finish_reason="abort", finished_at=START)]
+
+
+class TestLoadCalls:
+    def test_calls_come_back_equal_with_their_full_prompts(self, run, chain):
+        write(run, chain)
+        assert load_calls(run) == {"s": chain}
+
+    def test_calls_come_back_in_the_order_in_which_they_started(self, run, chain):
+        side = make_call(3, [9], [9])
+        side.started_at = START - timedelta(seconds=1)
+        write(run, [*chain, side])
+        assert [call.call_id for call in load_calls(run)["s"]] == ["3", "0", "1", "2"]
+
+    def test_calls_are_kept_apart_by_session(self, run):
+        mine, theirs = make_call(0, [1], [2]), make_call(0, [3], [4], session_id="t")
+        write(run, [mine, follow(1, mine, [], [5])])
+        write(run, [theirs, follow(1, theirs, [], [6], session_id="t")])
+        calls = load_calls(run)
+        assert [call.prompt_ids for call in calls["s"]] == [[1], [1, 2]]
+        assert [call.prompt_ids for call in calls["t"]] == [[3], [3, 4]]
+
+    def test_parents_may_be_in_a_file_that_is_read_later(self, run, chain):
+        root, turn, last = chain
+        for row in (last, root, turn):
+            write(run, [row])
+        assert load_calls(run) == {"s": chain}
+
+    def test_thousands_of_turns_are_rebuilt_from_any_order(self, run):
+        calls = [make_call(0, [1], [2])]
+        for number in range(1, 1500):
+            calls.append(follow(number, calls[-1], [], [number]))
+        shuffled = random.Random(0).sample(calls, len(calls))
+        write(run, shuffled)
+        assert load_calls(run)["s"][-1].prompt_ids == [1, 2, *range(1, 1499)]
+
+    def test_a_rendered_call_needs_nothing_of_its_recorded_parent(self, run, chain):
+        rendered = make_call(3, [8, 8], [9], parent_id="0", kind="rendered")
+        write(run, [*chain, rendered])
+        assert load_calls(run)["s"][-1] == rendered
+
+    def test_a_call_whose_parent_is_missing_keeps_its_tail_and_is_marked_with_all_that_follow(self, run, chain):
+        write(run, chain[1:])
+        turn, last = load_calls(run)["s"]
+        assert turn.violation == "parent 0 is not in the run"
+        assert (turn.prompt_ids, turn.completion_ids, turn.prefix_length) == ([4], [5, 6], 0)
+        assert last.violation == "the prompt has 6 tokens, but 3 can be rebuilt"
+        assert (last.prompt_ids, last.completion_ids) == ([], [7])
+
+    def test_a_prompt_of_another_length_than_recorded_is_marked(self, run, chain):
+        root, turn, _ = chain
+        turn.prefix_length = 2
+        write(run, [root, turn])
+        kept = load_calls(run)["s"][1]
+        assert kept.violation == "the prompt has 4 tokens, but 5 can be rebuilt"
+        assert kept.prompt_ids == [3, 4]
+
+    def test_a_call_without_a_parent_whose_prompt_is_incomplete_is_marked(self, run):
+        write(run, [make_call(0, [1, 2, 3], [4], prefix_length=1)])
+        [kept] = load_calls(run)["s"]
+        assert kept.violation == "the prompt has 3 tokens, but 2 can be rebuilt"
+
+    def test_calls_that_are_each_others_parents_are_marked(self, run):
+        write(run, [make_call(0, [1], [2], parent_id="1"), make_call(1, [1], [2], parent_id="0")])
+        assert [call.violation for call in load_calls(run)["s"]] == [
+            "parent 1 is not in the run",
+            "parent 0 is not in the run",
+        ]
+
+    def test_a_recorded_violation_is_kept(self, run):
+        write(run, [make_call(0, [1], [2], parent_id="gone", violation="log-probability 0 is nan")])
+        assert load_calls(run)["s"][0].violation == "log-probability 0 is nan"
+
+    def test_a_call_that_is_recorded_twice_is_refused(self, run, chain):
+        write(run, chain)
+        write(run, chain[:1])
+        with pytest.raises(RunError, match="holds call 0 of session s twice"):
+            load_calls(run)
+
+    def test_a_run_without_calls_is_empty(self, run):
+        assert load_calls(run) == {}
+
+    def test_a_folder_that_is_no_run_is_refused(self, tmp_path):
+        with pytest.raises(RunError, match=r"it has no run\.json"):
+            load_calls(tmp_path)
+
+
+class TestLoadSessions:
+    def test_the_last_row_of_a_session_wins(self, run):
+        started = Session("s", "task", "group", "harness", "failed", started_at=START)
+        other = Session("t", "task", "group", "harness", "timeout", started_at=START)
+        judged = Session(
+            "s",
+            "task",
+            "group",
+            "harness",
+            "completed",
+            exit_status=0,
+            reward=0.5,
+            policy_version="3",
+            started_at=START,
+        )
+        writer = RunWriter(run)
+        for session in (started, other, judged):
+            writer.add_session(session)
+        writer.close()
+        assert load_sessions(run) == {"s": judged, "t": other}
+
+    def test_a_folder_that_is_no_run_is_refused(self, tmp_path):
+        with pytest.raises(RunError, match=r"it has no run\.json"):
+            load_sessions(tmp_path)
+
+
+class TestSessionIndex:
+    @pytest.fixture
+    def files(self, run):
+        """Three segments in small batches, each with calls of all sessions."""
+        for writer in range(3):
+            with RunWriter(run) as records:
+                for number in range(9):
+                    records.add_call(make_call(9 * writer + number, [1], [number], session_id="abc"[number % 3]))
+                with pytest.MonkeyPatch.context() as without:
+                    without.setattr(tables, "compact", lambda path: None)
+                    records.close()
+        return run_files(run, "calls")
+
+    def rows(self, index):
+        return {s: [i for b in index.batches(s) for i in b["call_id"].to_pylist()] for s in index.session_ids}
+
+    def test_a_file_that_is_compacted_underneath_has_the_same_rows(self, run, files):
+        with SessionIndex(run, "calls") as index:
+            before = self.rows(index)
+        assert before["b"] == [str(number) for number in range(1, 27, 3)]
+        for compacted in range(4):
+            with SessionIndex(run, "calls") as index:
+                for path in files[:compacted]:
+                    compact(path)
+                assert self.rows(index) == before
+
+    def test_a_file_that_is_compacted_while_a_session_is_read_has_the_same_rows(self, run, files):
+        with SessionIndex(run, "calls") as index:
+            seen = []
+            for batch in index.batches("c"):
+                seen += batch["call_id"].to_pylist()
+                if len(seen) in (2, 4):
+                    compact(files[len(seen) // 2 - 1])
+            assert seen == [str(number) for number in range(2, 27, 3)]
+            assert self.rows(index)["a"] == [str(number) for number in range(0, 27, 3)]
+
+    def test_a_file_that_is_compacted_while_it_is_opened_has_the_same_rows(self, run, files, monkeypatch):
+        real = pa.memory_map
+
+        def memory_map(path):
+            source = real(path)
+            monkeypatch.setattr(pa, "memory_map", real)
+            compact(Path(path))
+            return source
+
+        with SessionIndex(run, "calls") as index:
+            monkeypatch.setattr(pa, "memory_map", memory_map)
+            assert self.rows(index)["a"] == [str(number) for number in range(0, 27, 3)]
+
+    def test_few_files_are_open_at_a_time(self, run, files, monkeypatch):
+        monkeypatch.setattr(reader, "OPEN_FILES", 2)
+        with SessionIndex(run, "calls") as index:
+            assert self.rows(index)["a"] == [str(number) for number in range(0, 27, 3)]
+            maps = Path("/proc/self/maps").read_text()
+            assert sum(str(path) in maps for path in files) <= 2

@@ -1,0 +1,98 @@
+import copy
+import json
+import operator
+import pickle
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rolltap.trainer.traces.tokens import Tokens, pack
+
+IDS = st.lists(st.integers(0, 4), max_size=5)
+BOUND = st.none() | st.integers(-8, 8)
+
+
+def chain(parts):
+    """The sequences that hold the parts one after another, from the first part alone to all of them."""
+    tokens = []
+    for part in parts:
+        tokens.append(Tokens(part, tokens[-1] if tokens else None))
+    return tokens
+
+
+@st.composite
+def tokens_and_lists(draw):
+    """A sequence, maybe with earlier ones, and the list of its ids."""
+    parts = draw(st.lists(IDS, min_size=1, max_size=4))
+    return chain(parts)[-1], [token for part in parts for token in part]
+
+
+class TestAsAList:
+    @given(tokens_and_lists(), IDS)
+    @settings(max_examples=300, deadline=None)
+    def test_it_reads_as_the_list_of_its_ids(self, both, more):
+        tokens, ids = both
+        assert (len(tokens), list(tokens), repr(tokens), bool(tokens)) == (len(ids), ids, repr(ids), bool(ids))
+        assert [tokens[i] for i in range(-len(ids), len(ids))] == ids + ids
+        assert [token in tokens for token in range(6)] == [token in ids for token in range(6)]
+        assert (tokens + more, more + tokens, tokens + tokens) == (ids + more, more + ids, ids + ids)
+        assert np.array(tokens).tolist() == np.asarray(tokens, np.int64).tolist() == ids
+        assert json.dumps(tokens[:]) == json.dumps(ids)
+        assert pack(tokens) == pack(ids)
+
+    @given(tokens_and_lists(), BOUND, BOUND, st.none() | st.integers(-3, 3).filter(bool))
+    @settings(max_examples=500, deadline=None)
+    def test_its_slices_are_those_of_the_list(self, both, start, stop, step):
+        tokens, ids = both
+        assert tokens[start:stop:step] == ids[start:stop:step]
+
+    @given(tokens_and_lists(), tokens_and_lists())
+    @settings(max_examples=500, deadline=None)
+    def test_it_equals_what_has_the_same_ids(self, both, others):
+        (tokens, ids), (other, other_ids) = both, others
+        same = ids == other_ids
+        assert (tokens == other, tokens == other_ids, other_ids == tokens) == (same, same, same)
+        assert (tokens != other, tokens != other_ids, other_ids != tokens) == (not same, not same, not same)
+
+    def test_it_equals_no_other_type(self):
+        assert Tokens([1, 2]) != (1, 2)
+
+    @pytest.mark.parametrize("index", [2, -3])
+    def test_an_index_out_of_range_is_refused(self, index):
+        with pytest.raises(IndexError):
+            Tokens([1, 2])[index]
+
+    def test_an_id_beyond_32_bits_is_refused(self):
+        with pytest.raises(OverflowError):
+            Tokens([2**31])
+
+    @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda tokens: pickle.loads(pickle.dumps(tokens))])
+    def test_a_long_chain_is_copied_whole(self, copied):
+        last = chain([[n] for n in range(5000)])[-1]
+        assert copied(last) == list(range(5000))
+
+
+class TestSharing:
+    @given(tokens_and_lists(), tokens_and_lists())
+    @settings(max_examples=500, deadline=None)
+    def test_it_starts_with_what_its_list_starts_with(self, both, others):
+        (tokens, ids), (other, other_ids) = both, others
+        starts = ids[: len(other_ids)] == other_ids
+        assert tokens.startswith(other) == tokens.startswith(other_ids) == starts
+
+    @given(st.lists(IDS, min_size=1, max_size=4))
+    def test_it_starts_with_each_of_its_chain(self, parts):
+        tokens = chain(parts)
+        assert all(map(operator.methodcaller("startswith", tokens[0]), tokens))
+        assert all(map(tokens[-1].startswith, tokens))
+
+    def test_a_chain_holds_its_ids_once(self):
+        parts = [list(range(1000 * n, 1000 * n + 20)) for n in range(1000)]
+        tracemalloc.start()
+        tokens = chain(parts)
+        held, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert held < 10 * len(tokens[-1]) * 4

@@ -1,0 +1,116 @@
+import random
+from datetime import timedelta
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rolltap.trainer.traces.tree import link_calls, start_order
+from tests.trainer.forests import (
+    START,
+    follow,
+    forests,
+    make_call,
+    parents_by_definition,
+    superseded_by_definition,
+)
+
+
+def linked(calls):
+    """Call id -> parent's call id or None; and the ids of the superseded calls."""
+    calls = sorted(calls, key=start_order)
+    parents, superseded = link_calls(calls)
+    ids = [call.call_id for call in calls]
+    tree = {call_id: None if i is None else ids[i] for call_id, i in zip(ids, parents, strict=True)}
+    return tree, {ids[i] for i in superseded}
+
+
+class TestParents:
+    @pytest.mark.parametrize("parent_id", [None, "0"], ids=["not recorded", "recorded"])
+    def test_a_call_that_begins_with_the_tokens_of_another_continues_it(self, parent_id):
+        root = make_call(0, [1, 2], [7])
+        assert linked([root, follow(1, root, [3], [8], parent_id=parent_id)])[0] == {"0": None, "1": "0"}
+
+    def test_a_recorded_parent_decides_between_identical_candidates(self):
+        twins = [make_call(number, [1, 2], [7]) for number in range(3)]
+        assert linked([*twins, follow(3, twins[0], [9], [20], parent_id="1")])[0]["3"] == "1"
+
+    def test_without_one_the_first_of_identical_candidates_is_the_parent(self):
+        twins = [make_call(number, [1, 2], [7]) for number in range(3)]
+        assert linked([*twins, follow(3, twins[0], [9], [20])])[0]["3"] == "0"
+
+    @pytest.mark.parametrize(
+        "parent_id", ["1", "2", "3", "unknown"], ids=["no prefix", "itself", "started later", "unknown"]
+    )
+    def test_a_recorded_parent_that_is_not_one_is_ignored(self, parent_id):
+        first, other = make_call(0, [1, 2], [7]), make_call(1, [1, 3], [7])
+        child, late = follow(2, first, [9], [20], parent_id=parent_id), make_call(3, [1, 2], [7])
+        assert linked([first, other, child, late])[0] == {"0": None, "1": None, "2": "0", "3": None}
+
+    def test_a_recorded_parent_does_not_beat_a_longer_prefix(self):
+        root = make_call(0, [1], [7])
+        turn = follow(1, root, [2], [8])
+        assert linked([root, turn, follow(2, turn, [3], [9], parent_id="0")])[0]["2"] == "1"
+
+    def test_a_call_that_started_later_is_no_parent(self):
+        assert linked([make_call(0, [1, 7, 2], [8]), make_call(1, [1], [7])])[0] == {"0": None, "1": None}
+
+    def test_of_calls_that_started_together_the_shorter_prompt_is_first(self):
+        child, root = make_call(0, [1, 7], [8]), make_call(1, [1], [7], started_at=START)
+        assert linked([child, root])[0] == {"0": "1", "1": None}
+
+    def test_a_prompt_that_ends_inside_the_completion_is_another_root(self):
+        assert linked([make_call(0, [1], [7, 8, 9]), make_call(1, [1, 7, 8], [5])])[0]["1"] is None
+
+    def test_a_prompt_that_differs_in_one_token_is_another_root(self):
+        root = make_call(0, [1, 2], [7])
+        assert linked([root, make_call(1, [1, 2, 6, 3], [5], parent_id="0")])[0]["1"] is None
+
+    @pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "not recorded"])
+    def test_thousands_of_turns_and_of_siblings_are_linked(self, recorded):
+        calls = [make_call(0, [1], [2])]
+        for number in range(1, 5000):
+            calls.append(follow(number, calls[-1], [], [number % 7], parent_id=str(number - 1) if recorded else None))
+        side = [
+            follow(number, calls[99], [100 + number % 50], [3], parent_id="99" if recorded else None)
+            for number in range(5000, 7000)
+        ]
+        random.Random(0).shuffle(calls)
+        parents, superseded = linked(calls + side)
+        chain = {str(number): str(number - 1) for number in range(1, 5000)}
+        assert parents == {"0": None, **chain, **dict.fromkeys(map(str, range(5000, 7000)), "99")}
+        assert superseded == set()
+
+    def test_turns_that_were_recorded_backwards_are_roots(self):
+        calls = [make_call(0, [1], [2])]
+        for number in range(1, 2000):
+            calls.append(follow(number, calls[-1], [], [3], started_at=START - timedelta(seconds=number)))
+        assert set(linked(calls)[0].values()) == {None}
+
+
+class TestSuperseded:
+    def test_an_unextended_call_whose_sibling_with_the_same_prompt_is_extended(self):
+        root = make_call(0, [1], [7])
+        retry, retried = follow(1, root, [2], [8]), follow(2, root, [2], [9])
+        assert linked([root, retry, retried, follow(3, retried, [3], [5])])[1] == {"1"}
+
+    def test_siblings_with_the_same_prompt_that_nothing_extends_are_kept(self):
+        assert linked([make_call(0, [1], [7]), make_call(1, [1], [8])])[1] == set()
+
+    def test_siblings_with_the_same_prompt_that_are_both_extended_are_kept(self):
+        one, two = make_call(0, [1], [7]), make_call(1, [1], [8])
+        assert linked([one, two, follow(2, one, [2], [5]), follow(3, two, [2], [5])])[1] == set()
+
+    def test_siblings_with_other_prompts_of_the_same_length_are_kept(self):
+        root = make_call(0, [1], [7])
+        side, main = follow(1, root, [2], [8]), follow(2, root, [3], [9])
+        assert linked([root, side, main, follow(3, main, [4], [5])])[1] == set()
+
+
+class TestProperties:
+    @given(forests(), st.randoms(use_true_random=False))
+    @settings(max_examples=500, deadline=None)
+    def test_the_tree_is_that_of_the_definition_in_any_order(self, calls, rng):
+        rng.shuffle(calls)
+        parents = parents_by_definition(calls)
+        assert linked(calls) == (parents, superseded_by_definition(calls, parents))

@@ -1,0 +1,155 @@
+"""The online loop on real parts, and the pure functions around it."""
+
+import json
+import shutil
+from contextlib import closing
+from pathlib import Path
+
+import httpx
+import pytest
+from click.testing import CliRunner
+from transformers import AutoModelForCausalLM
+
+from rolltap.addons.store.metadata import write_metadata
+from rolltap.addons.store.records import Call, Session, VersionSpan
+from rolltap.addons.store.tables import RunWriter
+from rolltap.trainer import cli
+from rolltap.trainer.engine.publish import CheckpointPublisher
+from rolltap.trainer.errors import UserError
+from rolltap.trainer.rollouts.task import load_tasks
+from rolltap.trainer.traces.ledger import Ledger
+from rolltap.trainer.traces.reader import load_calls, load_sessions
+from rolltap.trainer.traces.sessions import Selection
+from rolltap.trainer.training import loop
+from rolltap.trainer.training.recipe import load_recipe
+
+QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart"
+
+
+def write_recipe(folder: Path, text: str = "", **values) -> Path:
+    """A recipe like the quickstart's; `text` ends it."""
+    settings = {
+        "model": str(QUICKSTART.parents[1] / "runs" / "quickstart" / "model"),
+        "tasks": str(QUICKSTART / "tasks.jsonl"),
+        "harness": "mini-swe-agent",
+        "steps": 2,
+        "sessions_per_group": 2,
+        **values,
+    }
+    path = folder / "recipe.toml"
+    path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items()) + text)
+    return path
+
+
+@pytest.mark.engine
+@pytest.mark.harness
+def test_two_steps_of_recording_training_and_publishing_and_a_resumed_third(engine, tmp_path):
+    if shutil.which("mini") is None:
+        pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
+    run = tmp_path / "run"
+    grpo = "[grpo]\nlearning_rate = 1e-3\nactivation_checkpointing = false\n"
+
+    def train(steps):
+        recipe = write_recipe(tmp_path, grpo, steps=steps, model=str(engine.model_dir))
+        arguments = ["train", str(recipe), "--engine", engine.url, "--out", str(run)]
+        return CliRunner().invoke(cli.rolltap, arguments, catch_exceptions=False)
+
+    try:
+        assert train(2).exit_code == 0
+        assert httpx.get(f"{engine.url}/weight_info").json() == {"weight_version": "2"}
+        shutil.rmtree(run / loop.FINISHED)  # as if it had been stopped after its second checkpoint
+        assert train(3).exit_code == 0
+    finally:
+        base = AutoModelForCausalLM.from_pretrained(engine.model_dir)
+        CheckpointPublisher(engine.url, tmp_path / "restored", tmp_path).publish(base, "default")
+
+    sessions = load_sessions(run)
+    assert sorted(session.policy_version for session in sessions.values()) == ["0", "0", "1", "1", "2", "2"]
+    for session_id, calls in load_calls(run).items():
+        for call in calls:
+            versions = {span.version for span in call.weight_versions}
+            assert versions == {sessions[session_id].policy_version}
+    assert (run / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert (run / loop.FINISHED / "model.safetensors").exists()
+
+
+class TestArguments:
+    @pytest.fixture
+    def arguments(self, tmp_path):
+        def arguments(text, **values):
+            recipe = load_recipe(write_recipe(tmp_path, text, **values))
+            return loop.training_arguments(recipe, tmp_path, 3, load_tasks(recipe.tasks))
+
+        return arguments
+
+    def test_the_recipes_table_is_trls_and_the_rest_follows(self, arguments, tmp_path):
+        args = arguments("[grpo]\nlearning_rate = 0.5\nnum_iterations = 2\n", steps=3, sessions_per_group=4)
+        assert (args.learning_rate, args.max_steps, args.num_generations, args.seed) == (0.5, 6, 4, 3)
+        assert args.output_dir == str(tmp_path / loop.CHECKPOINTS)
+
+    @pytest.mark.parametrize(
+        ("text", "values", "message"),
+        [
+            ("[grpo]\nlearning_rat = 1\n", {}, "learning_rat"),
+            ("[grpo]\nmax_steps = 1\n", {}, "grpo.max_steps follows from the recipe's own keys"),
+            ("", {"groups_per_step": 2}, "groups_per_step is 2, but .* has 1 tasks"),
+        ],
+    )
+    def test_what_cannot_be_is_refused(self, arguments, text, values, message):
+        with pytest.raises(UserError, match=message):
+            arguments(text, **values)
+
+
+def test_the_traces_are_those_that_were_selected_with_the_sessions_labels(tmp_path):
+    run = tmp_path / "run"
+    write_metadata(run, {})
+    spans = [VersionSpan("0", 0, 2)]
+    rewarded = Session("a", "task", "group", "harness", "completed", reward=0.5)
+    unrewarded = Session("b", "task", "group", "harness", "completed")
+    with closing(RunWriter(run)) as writer:
+        for name in "ab":
+            writer.add_call(Call(name, f"{name}1", [1], [7, 8], [-0.5, -0.25], spans))
+            writer.add_call(Call(name, f"{name}2", [1, 5], [7, 8], [-0.5, -0.25], spans, role="subagent"))
+        writer.add_session(rewarded)
+        writer.add_session(unrewarded)
+
+    def asked_for(*selection):
+        return loop.session_traces(run, ["a", "b"], Selection(*selection))
+
+    [trace], ledger = asked_for("tree", ["agent"], 2)
+    assert (trace.trace_id, trace.completion_ids) == ("a/a1", [7])
+    assert (trace.task_id, trace.group_id, trace.harness, trace.reward) == ("task", "group", "harness", 0.5)
+    assert ledger == Ledger(8, 1, {"subagent": 4, "over_length": 2, "no_reward": 1})
+    assert [trace.shared_tokens for trace in asked_for("tree")[0]] == [0, 1]
+    assert [trace.shared_tokens for trace in asked_for()[0]] == [0, 0]
+
+
+class TestSampling:
+    @pytest.mark.parametrize(
+        ("text", "sampling"),
+        [
+            ("", {"temperature": 1.0}),
+            ("[grpo]\ntemperature = 0.7\n", {"temperature": 0.7}),
+            ("[recorder]\nrolltap_sampling = '{\"top_k\": 5}'\n", {"top_k": 5, "temperature": 1.0}),
+        ],
+    )
+    def test_the_engine_samples_at_the_trainers_temperature(self, tmp_path, text, sampling):
+        assert loop.sampling(load_recipe(write_recipe(tmp_path, text))) == sampling
+
+    def test_two_temperatures_are_refused(self, tmp_path):
+        text = "[grpo]\ntemperature = 0.7\n[recorder]\nrolltap_sampling = '{\"temperature\": 0.6}'\n"
+        with pytest.raises(UserError, match=r"samples at temperature 0\.6, but grpo\.temperature is 0\.7"):
+            loop.sampling(load_recipe(write_recipe(tmp_path, text)))
+
+
+class TestLastCheckpoint:
+    def test_a_checkpoint_that_was_cut_off_is_passed_over(self, tmp_path):
+        for step, state in [(2, "{}"), (9, "{}"), (10, '{"global'), (11, None)]:
+            folder = tmp_path / f"checkpoint-{step}"
+            folder.mkdir()
+            if state is not None:
+                (folder / "trainer_state.json").write_text(state)
+        assert loop.last_checkpoint(tmp_path) == tmp_path / "checkpoint-9"
+
+    def test_there_may_be_none(self, tmp_path):
+        assert loop.last_checkpoint(tmp_path / "nowhere") is None

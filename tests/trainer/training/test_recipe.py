@@ -1,0 +1,54 @@
+import pytest
+
+from rolltap.trainer.errors import UserError
+from rolltap.trainer.training.recipe import load_recipe
+
+GOOD = 'model = "m"\ntasks = "t.jsonl"\nharness = "h.toml"\nsteps = 1\n'
+
+
+def test_paths_are_relative_to_the_recipe(tmp_path):
+    (tmp_path / "r.toml").write_text(GOOD)
+    recipe = load_recipe(tmp_path / "r.toml")
+    assert (recipe.model, recipe.tasks) == (tmp_path / "m", tmp_path / "t.jsonl")
+    assert recipe.harness == str(tmp_path / "h.toml")
+
+
+def test_a_harness_may_be_a_name(tmp_path):
+    (tmp_path / "r.toml").write_text(GOOD.replace("h.toml", "codex"))
+    assert load_recipe(tmp_path / "r.toml").harness == "codex"
+
+
+def test_what_is_trained_is_chosen_by_role_and_length(tmp_path):
+    (tmp_path / "r.toml").write_text(GOOD + 'strategy = "tree"\nroles = ["agent", "auxiliary"]\nmax_tokens = 4096\n')
+    recipe = load_recipe(tmp_path / "r.toml")
+    assert (recipe.strategy, recipe.roles, recipe.max_tokens) == ("tree", ("agent", "auxiliary"), 4096)
+
+
+def test_every_role_but_side_questions_is_trained_at_any_length(tmp_path):
+    (tmp_path / "r.toml").write_text(GOOD)
+    recipe = load_recipe(tmp_path / "r.toml")
+    assert (recipe.roles, recipe.max_tokens) == (("agent", "subagent", "compaction"), None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model = ", "is not TOML"),
+        (GOOD + "stepz = 3\n", "unknown key 'stepz'"),
+        (GOOD.replace("steps = 1", "steps = 0"), "'steps' is 0"),
+        (GOOD + 'strategy = "merge"\n', "'strategy' is 'merge': Input should be 'per_request', .* or 'tree'"),
+        (GOOD + 'roles = ["agent", "agnet"]\n', r"'roles\.1' is 'agnet': Input should be 'agent', .*or 'auxiliary'"),
+        (GOOD + "roles = []\n", r"'roles' is \[\]"),
+        (GOOD + "max_tokens = 0\n", "'max_tokens' is 0"),
+        (GOOD + 'publish = "lora"\n', r"needs a \[lora\] table"),
+    ],
+)
+def test_a_bad_key_is_named_with_its_value(tmp_path, text, message):
+    (tmp_path / "r.toml").write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_recipe(tmp_path / "r.toml")
+
+
+def test_a_missing_recipe_is_named(tmp_path):
+    with pytest.raises(UserError, match="cannot read the recipe"):
+        load_recipe(tmp_path / "none.toml")

@@ -1,0 +1,218 @@
+"""`rolltap check`: what a real vLLM says of the calls that it sampled, and which calls it is asked about."""
+
+import json
+import socket
+from dataclasses import replace
+
+import httpx
+import pytest
+import torch
+from click.testing import CliRunner
+from peft import LoraConfig, get_peft_model
+from transformers import Qwen3ForCausalLM
+
+from rolltap.addons.engine.policy import POLICY_FILE
+from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
+from rolltap.addons.store.metadata import write_metadata
+from rolltap.addons.store.records import Call, VersionSpan
+from rolltap.addons.store.tables import RunWriter
+from rolltap.trainer.commands.inspect import check_command
+from rolltap.trainer.engine.publish import LoraPublisher
+from rolltap.trainer.errors import UserError
+from rolltap.trainer.views.check import Score, Served, choose, incomparable, summarize_scores
+
+SAMPLING = {**NEUTRAL_SAMPLING, "max_tokens": 12, "seed": 1, "stop_token_ids": [], "asked": {"temperature": 0.2}}
+SERVED = Served("/m", {"default": "/m", "2": "policy-2"}, 100)
+
+
+def call(call_id="c", kind="root", sampled=(5, 6), version="default", **fields):
+    sampled = list(sampled)
+    fields = {"sampling": json.dumps(SAMPLING), "logprobs": [-0.5] * len(sampled)} | fields
+    spans = [VersionSpan(version, 0, len(sampled))]
+    return Call("s", call_id, [1, 2], sampled, weight_versions=spans, kind=kind, **fields)
+
+
+def check(run, url, *options):
+    """Exit status, standard output and error of `rolltap check`; a user's error is raised."""
+    ended = CliRunner().invoke(check_command, [str(run), "--engine", url, *options], standalone_mode=False)
+    if ended.exception and not isinstance(ended.exception, SystemExit):
+        raise ended.exception
+    return ended.exit_code, ended.stdout
+
+
+class TestWhatCanBeCompared:
+    def test_a_neutrally_sampled_call_of_served_weights_can(self):
+        assert incomparable(call(), SERVED) is None
+        assert incomparable(call(version="2", kind="bridged"), SERVED) is None
+
+    @pytest.mark.parametrize(
+        ("fields", "reason"),
+        [
+            ({"sampled": (), "status": "aborted"}, "nothing sampled"),
+            ({"violation": "the prompt has 9 tokens, but 2 can be rebuilt"}, "broken tokens"),
+            ({"logprobs": [-0.5]}, "broken tokens"),
+            ({"sampling": json.dumps({**SAMPLING, "temperature": 0.7})}, "not sampled neutrally"),
+            ({"sampling": json.dumps({**SAMPLING, "logit_bias": {"5": 1}})}, "not sampled neutrally"),
+            ({"sampling": "{}"}, "not sampled neutrally"),
+            ({"sampling": json.dumps({**SAMPLING, "structured_outputs": {}})}, "sampled under a grammar"),
+            ({"version": "1"}, "other weights"),
+            ({"sampled": range(98)}, "too long for the engine"),
+        ],
+    )
+    def test_others_cannot_for_a_named_reason(self, fields, reason):
+        assert incomparable(call(**fields), SERVED) == reason
+
+    def test_a_call_across_a_change_of_weights_cannot(self):
+        spans = [VersionSpan("default", 0, 1), VersionSpan("2", 1, 2)]
+        assert incomparable(replace(call(), weight_versions=spans), SERVED) == "other weights"
+
+    def test_an_aborted_call_with_tokens_can(self):
+        assert incomparable(call(status="aborted"), SERVED) is None
+
+
+class TestSample:
+    CALLS = tuple(
+        call(f"{kind}{i}", kind) for kind, n in (("bridged", 50), ("rendered", 2), ("root", 9)) for i in range(n)
+    )
+
+    def test_it_is_spread_over_the_kinds_as_far_as_there_are_calls(self):
+        kinds = [each.kind for each in choose(self.CALLS, 12, 0)]
+        assert (kinds.count("root"), kinds.count("bridged"), kinds.count("rendered")) == (5, 5, 2)
+
+    def test_it_depends_on_the_seed_and_not_on_the_order_of_the_calls(self):
+        assert choose(self.CALLS, 12, 0) == choose(self.CALLS[::-1], 12, 0) != choose(self.CALLS, 12, 1)
+
+    def test_of_few_calls_all_are_taken(self):
+        assert len(choose(self.CALLS, 1000, 0)) == len(self.CALLS)
+
+
+def test_differences_are_summed_up_by_kind_and_policy_version():
+    scores = [
+        Score(call("a", "bridged"), [-0.5, -0.5]),
+        Score(call("b", "bridged"), [-0.5, -0.9]),
+        Score(call("c", "bridged", version="2"), [-0.4, -0.5]),
+        Score(call("d", "root"), [-0.5, -0.5]),
+    ]
+    root, second, first = summarize_scores(scores, 0.05)
+    assert (root.kind, root.mean_difference, root.within) == ("root", 0.0, True)
+    assert (first.kind, first.policy_version, first.calls, first.tokens) == ("bridged", "default", 2, 4)
+    assert first.mean_difference == pytest.approx(0.1)
+    assert first.max_difference == pytest.approx(0.4)
+    assert (first.share_over_threshold, first.within) == (0.25, False)
+    assert (first.worst.call_id, first.worst.position, first.worst.scored) == ("b", 1, -0.9)
+    assert (second.policy_version, second.mean_difference, second.within) == ("2", pytest.approx(0.05), True)
+
+
+def sample(engine, call_id, prompt_ids, *, model=None, **fields):
+    """A call that the engine samples after `prompt_ids`."""
+    body = {"token_ids": prompt_ids, "sampling_params": {**SAMPLING, "logprobs": 0}} | (
+        {"model": model} if model else {}
+    )
+    del body["sampling_params"]["asked"]
+    answer = httpx.post(f"{engine.url}/inference/v1/generate", json=body, timeout=60).raise_for_status().json()
+    ids = answer["choices"][0]["token_ids"]
+    logprobs = [entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"]]
+    version = fields.pop("version", "default")
+    spans = [VersionSpan(version, 0, len(ids))]
+    return Call("s", call_id, prompt_ids, ids, logprobs, spans, sampling=json.dumps(SAMPLING), **fields)
+
+
+def write(run, calls):
+    write_metadata(run, {"model": "/models/recorded"})
+    writer = RunWriter(run)
+    for each in calls:
+        writer.add_call(each)
+    writer.close()
+    return run
+
+
+@pytest.mark.engine
+class TestOnARealEngine:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def calls(cls, engine):
+        """One call of each kind."""
+        root = sample(engine, "root", [5 + i % 100 for i in range(40)])
+        known = root.prompt_ids + root.completion_ids
+        place = {"parent_id": "root", "prefix_length": len(known)}
+        bridged = sample(engine, "bridged", [*known, 7, 8, 9], kind="bridged", **place)
+        return [root, bridged, sample(engine, "rendered", [9, 8, 7], kind="rendered")]
+
+    @pytest.fixture
+    def adapter(self, engine, tmp_path):
+        """An adapter that is published as version 1 and unloaded after the test."""
+        base = Qwen3ForCausalLM.from_pretrained(engine.model_dir, dtype=torch.float32)
+        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        model = get_peft_model(base, config)
+        LoraPublisher(engine.url, tmp_path / "published", tmp_path).publish(model, "1")
+        yield
+        httpx.post(f"{engine.url}/v1/unload_lora_adapter", json={"lora_name": "policy-1"}).raise_for_status()
+
+    def test_what_it_sampled_is_within_the_threshold_for_every_kind(self, engine, calls, tmp_path):
+        status, output = check(write(tmp_path, calls), engine.url, "--threshold", "1e-4", "--json")
+        report = json.loads(output)
+        assert (status, report["within"]) == (0, True)
+        assert [(row["kind"], row["policy_version"], row["calls"]) for row in report["rows"]] == [
+            ("root", "default", 1),
+            ("bridged", "default", 1),
+            ("rendered", "default", 1),
+        ]
+        assert report["served_model"] == str(engine.model_dir)
+        assert report["rows"][0]["tokens"] == len(calls[0].completion_ids)
+
+    def test_a_changed_log_probability_is_found_and_its_kind_and_place_are_named(self, engine, calls, tmp_path):
+        root, bridged, rendered = calls
+        changed = replace(bridged, logprobs=[*bridged.logprobs[:3], bridged.logprobs[3] - 2, *bridged.logprobs[4:]])
+        status, output = check(write(tmp_path, [root, changed, rendered]), engine.url)
+        assert status == 1
+        assert "bridged, weights default: differs most at sampled token 3 of session s, call bridged:" in output
+        assert "the run was recorded with /models/recorded: is it the same model?" in output
+        assert "root, weights" not in output
+
+    def test_a_changed_prompt_is_found(self, engine, calls, tmp_path):
+        root = calls[0]
+        other = replace(root, prompt_ids=[*root.prompt_ids[:-1], 77])
+        status, output = check(write(tmp_path, [other]), engine.url, "--json")
+        assert (status, json.loads(output)["rows"][0]["within"]) == (1, False)
+
+    def test_what_is_skipped_is_counted_by_reason(self, engine, calls, tmp_path):
+        others = [call("x", version="7"), call("y", version="8"), call("z", sampling="{}")]
+        status, output = check(write(tmp_path, [*calls, *others]), engine.url, "--sample", "2", "--json")
+        report = json.loads(output)
+        assert (status, report["skipped"]) == (0, {"other weights": 2, "not sampled neutrally": 1})
+        assert (report["comparable"], sum(row["calls"] for row in report["rows"])) == (3, 2)
+
+    # peft 0.21 asks transformers 5.23 under a name that is deprecated there
+    @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+    def test_the_calls_of_an_adapter_are_scored_by_it(self, engine, adapter, calls, tmp_path):
+        sampled = sample(engine, "lora", calls[0].prompt_ids, model="policy-1", version="1")
+        run = write(tmp_path, [calls[0], sampled])
+        status, output = check(run, engine.url, "--threshold", "1e-4", "--json")
+        assert (status, [row["policy_version"] for row in json.loads(output)["rows"]]) == (0, ["1", "default"])
+
+    def test_the_calls_of_an_adapter_that_is_not_loaded_are_skipped(self, engine, calls, tmp_path):
+        (tmp_path / POLICY_FILE).write_text(json.dumps({"model": "policy-9", "version": "9"}))
+        status, output = check(write(tmp_path, [*calls, call(version="9")]), engine.url, "--json")
+        assert (status, json.loads(output)["skipped"]) == (0, {"other weights": 1})
+
+    def test_a_run_without_a_comparable_call_is_an_error_that_says_why(self, engine, tmp_path):
+        run = write(tmp_path, [call(version="7")])
+        with pytest.raises(UserError, match=r"can be compared: 1 other weights; the engine serves the weights default"):
+            check(run, engine.url)
+
+    def test_tokens_of_another_vocabulary_are_an_error_that_says_what_to_do(self, engine, tmp_path):
+        run = write(tmp_path, [call(sampled=(5, 999_999))])
+        with pytest.raises(UserError, match=r"out of vocabulary.*start it with the model that run.json names"):
+            check(run, engine.url)
+
+
+def test_an_engine_that_is_down_is_an_error_that_says_what_to_do(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(UserError, match=r"no engine answers .*start it with `rolltap serve`"):
+        check(write(tmp_path, [call()]), url)
+
+
+def test_a_server_that_is_not_vllm_is_an_error(tmp_path, scripted_engine):
+    with pytest.raises(UserError, match="start vLLM with `rolltap serve`"):
+        check(write(tmp_path, [call()]), scripted_engine.url)

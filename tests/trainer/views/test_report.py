@@ -1,0 +1,72 @@
+from datetime import UTC, datetime, timedelta
+from io import StringIO
+
+from rich.console import Console
+
+from rolltap.addons.store.metadata import write_metadata
+from rolltap.addons.store.records import Call, Event, Session, VersionSpan
+from rolltap.addons.store.tables import RunWriter
+from rolltap.trainer.views.report import Step, plot_rewards, print_summary, reward_steps, summarize
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def session(number, version, reward):
+    started = START + timedelta(seconds=number)
+    return Session(f"s{number}", "t", "g", "h", "completed", 0, reward, None, version, started)
+
+
+def test_steps_are_in_the_order_in_which_the_versions_were_used():
+    sessions = [session(3, "10", 1.0), session(1, "9", 0.0), session(2, "9", 0.5), session(4, None, None)]
+    assert reward_steps(sessions) == [
+        Step("9", 2, 0.25, 0.5),
+        Step("10", 1, 1.0, 1.0),
+        Step("default", 1, None, None),
+    ]
+
+
+def test_a_run_is_counted_with_what_went_wrong(tmp_path):
+    write_metadata(tmp_path, {})
+    writer = RunWriter(tmp_path)
+    versions = [VersionSpan("v", 0, 1)]
+    writer.add_call(Call("s1", "a", [1], [2], [-1.0], versions))
+    writer.add_call(Call("s1", "b", [9], [2], [1.0], versions, violation="log-probability 0 is positive (1.0)"))
+    writer.add_call(Call("s1", "c", [8], [2], [-1.0], [], status="aborted"))
+    writer.add_call(Call("s1", "d", [7], [2], [-1.0], versions, role="auxiliary"))
+    for call_id in ("a", "b", "c", "lost"):
+        writer.add_event(Event("call_started", "s1", detail=call_id))
+    writer.add_event(Event("refused", "s1", "example.com"))
+    for kind in ("unauthorised", "uncaptured", "joined", "replayed", "continued"):
+        writer.add_event(Event(kind))
+    writer.add_session(session(1, "v", 1.0))
+    summary = summarize(tmp_path)
+    assert summary.calls == {"completed": 3, "aborted": 1}
+    assert summary.interrupted == 1
+    assert summary.refused == {"example.com": 1}
+    assert (summary.unauthorised, summary.uncaptured_calls, summary.retried, summary.continued) == (1, 1, 2, 1)
+    assert summary.roles == {"agent": 3, "auxiliary": 1}
+    assert summary.violations == {"log-probability 0 is positive (1.0)": 1}
+    assert summary.ledger.left_out == {"violation": 1, "aborted": 1, "auxiliary": 1}
+    assert (summary.ledger.sampled, summary.ledger.trained) == (4, 1)
+
+
+def test_names_are_printed_as_they_are_and_not_as_markup(tmp_path):
+    write_metadata(tmp_path, {})
+    with RunWriter(tmp_path) as writer:
+        writer.add_session(session(1, "[/version]", 1.0))
+        writer.add_call(Call("s1", "a", [1], [2], [1.0], [VersionSpan("v", 0, 1)], violation="[/violation]"))
+        writer.add_event(Event("refused", "s1", "[/host]"))
+    print_summary(summarize(tmp_path), Console(file=(printed := StringIO()), width=200))
+    for name in ("[/version]", "[/violation]", "[/host]"):
+        assert name in printed.getvalue()
+
+
+def test_the_plot_is_a_png_even_of_a_run_without_rewards(tmp_path):
+    write_metadata(tmp_path, {})
+    writer = RunWriter(tmp_path)
+    writer.add_session(session(1, "0", None))
+    plot_rewards(tmp_path, tmp_path / "none.png", "nothing yet")
+    writer.add_session(session(2, "1", 0.5))
+    plot_rewards(tmp_path, tmp_path / "some.png", "something")
+    assert (tmp_path / "none.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "some.png").stat().st_size > (tmp_path / "none.png").stat().st_size

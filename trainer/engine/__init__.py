@@ -1,0 +1,1 @@
+"""vLLM as its operator sees it: started, asked, and given new weights."""

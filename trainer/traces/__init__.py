@@ -1,0 +1,1 @@
+"""Recorded calls to traces, with a ledger of every sampled token."""

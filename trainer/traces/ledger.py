@@ -1,0 +1,39 @@
+"""The account of every sampled token."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rolltap.addons.store.records import CallRole
+
+LeftOut = Literal[
+    "aborted", "failed", "missing_logprobs", "violation", CallRole, "superseded", "over_length", "no_reward"
+]
+"""Why sampled tokens are not trained; a role says that it was not selected. Tokens for which several reasons hold are
+counted under the first."""
+
+
+class LedgerError(Exception):
+    """Sampled tokens that are neither trained nor left out, or that are counted twice: a bug in rolltap."""
+
+
+@dataclass(slots=True)
+class Ledger:
+    """The account of sampled tokens, in tokens. Ledgers add up with `+`."""
+
+    sampled: int = 0
+    trained: int = 0
+    left_out: dict[str, int] = field(default_factory=dict)
+    """Tokens by `LeftOut` reason; a reason that left nothing out is absent."""
+
+    def __add__(self, other: "Ledger") -> "Ledger":
+        left_out = Counter(self.left_out) + Counter(other.left_out)
+        return Ledger(self.sampled + other.sampled, self.trained + other.trained, dict(left_out))
+
+    def check(self) -> None:
+        """Raises `LedgerError` unless sampled = trained + left out."""
+        if self.sampled != self.trained + sum(self.left_out.values()):
+            raise LedgerError(
+                f"the ledger does not add up: {self.sampled} tokens sampled, {self.trained} trained, "
+                f"left out: {self.left_out or 'none'}"
+            )

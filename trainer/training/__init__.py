@@ -1,0 +1,1 @@
+"""The online loop: roll out, train, publish, again."""

@@ -1,0 +1,226 @@
+"""The online loop: publish the weights, roll out, train on what was recorded, again.
+
+TRL's trainer drives it. Each time it wants a batch it calls `OnlineTraces`, which publishes the current weights, runs
+the sessions and reads their calls back from the run folder. Rolling out there, and not in a data loader, keeps the
+traces on policy: data loaders fetch ahead.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers import PrinterCallback, set_seed
+from transformers.utils import logging as transformers_logging
+from trl import GRPOConfig
+
+from rolltap.addons.store.records import Session
+from rolltap.addons.store.tables import RunWriter
+from rolltap.trainer.engine.publish import CheckpointPublisher, LoraPublisher, Publisher
+from rolltap.trainer.engine.serve import check_engine
+from rolltap.trainer.errors import UserError
+from rolltap.trainer.grpo.trainer import TraceGRPOTrainer
+from rolltap.trainer.rollouts.harness import load_harness, require_program
+from rolltap.trainer.rollouts.recorder import Recorder
+from rolltap.trainer.rollouts.scheduler import Plan, rollout
+from rolltap.trainer.rollouts.task import Task, load_tasks
+from rolltap.trainer.traces.build import Batch, Trace, leave_out_unrewarded
+from rolltap.trainer.traces.ledger import Ledger
+from rolltap.trainer.traces.sessions import Selection, iter_traces
+from rolltap.trainer.training.recipe import Recipe
+
+CHECKPOINTS = "checkpoints"
+FINISHED = "model"
+"""Folder in the run that holds the trained model; it is there when the training came to its end."""
+
+
+def train(recipe: Recipe, *, engine: str, run: Path, seed: int, console: Console) -> None:
+    """Run a recipe from start to end, or from the last checkpoint in `run`.
+
+    `engine` is the URL of a vLLM server that serves the recipe's model. Raises `UserError`.
+    """
+    tasks = load_tasks(recipe.tasks)
+    harness = load_harness(recipe.harness)
+    require_program(harness.program, harness.install)
+    if "," in engine:
+        raise UserError(f"--engine {engine}: weights are published to one engine only, give one URL")
+    check_engine(engine)
+    args = training_arguments(recipe, run, seed, tasks)
+    plan = Plan(harness, recipe.sessions_per_group, recipe.concurrency, recipe.session_timeout)
+    options = {**recipe.recorder, "rolltap_sampling": json.dumps(sampling(recipe))}
+    with (
+        Recorder(run, engine=engine, model=str(recipe.model), options=options) as recorder,
+        RunWriter(run) as writer,
+    ):
+        publisher = _publisher(recipe, engine, run)
+        selection = Selection(recipe.strategy, recipe.roles, recipe.max_tokens)
+        source = OnlineTraces(plan, recorder, writer, publisher, selection, {t.id: t for t in tasks}, console)
+        set_seed(seed)
+        transformers_logging.disable_progress_bar()  # one for every published checkpoint
+        trainer = TraceGRPOTrainer(
+            model=str(recipe.model),
+            args=args,
+            train_dataset=Dataset.from_dict({"task_id": [task.id for task in tasks]}),
+            trace_source=source,
+            groups_per_step=recipe.groups_per_step,
+            peft_config=LoraConfig(**recipe.lora) if recipe.lora else None,
+        )
+        trainer.remove_callback(PrinterCallback)  # one line a step, and that is `OnlineTraces`'s
+        source.trainer = trainer
+        checkpoint = last_checkpoint(run / CHECKPOINTS)
+        if checkpoint is not None:
+            console.print(f"resuming from {checkpoint}")
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        publisher.publish(trainer.model, str(trainer.state.global_step))
+        trainer.save_model(str(run / FINISHED))
+
+
+class OnlineTraces:
+    """The trace source of an online run. `trainer` must be set before the first batch."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        recorder: Recorder,
+        writer: RunWriter,
+        publisher: Publisher,
+        selection: Selection,
+        tasks: dict[str, Task],
+        console: Console,
+    ) -> None:
+        self.trainer: TraceGRPOTrainer
+        self._plan = plan
+        self._recorder = recorder
+        self._publisher = publisher
+        self._selection = selection
+        self._tasks = tasks
+        self._console = console
+        self._writer = writer
+
+    def __call__(self, rows: list[dict[str, Any]]) -> Batch:
+        """Publish the trainer's weights and record a group of sessions for each row (`task_id`)."""
+        started = time.monotonic()
+        step = self.trainer.state.global_step
+        self._publisher.publish(self.trainer.model, str(step))
+        published = time.monotonic()
+        sessions = self._rollout([self._tasks[row["task_id"]] for row in rows], str(step))
+        traces, ledger = session_traces(self._recorder.run, {s.session_id for s in sessions}, self._selection)
+        rewards = {s.session_id: (s.group_id, s.reward) for s in sessions if s.reward is not None}
+        mean = f"{fmean(reward for _, reward in rewards.values()):.3f}" if rewards else "none"
+        left_out = "".join(f", {tokens} left out: {why}" for why, tokens in ledger.left_out.items())
+        self._console.print(
+            f"step {step + 1}/{self.trainer.args.max_steps}  reward [bold]{mean}[/]  "
+            f"{len(sessions)} sessions in {time.monotonic() - published:.1f} s  "
+            f"{ledger.trained} tokens to train{left_out}  published in {published - started:.1f} s",
+            highlight=False,
+            soft_wrap=True,
+        )
+        return Batch(traces, rewards)
+
+    def _rollout(self, tasks: Sequence[Task], version: str) -> list[Session]:
+        columns = (TextColumn("sessions"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self._console, transient=True) as progress:
+            bar = progress.add_task("", total=len(tasks) * self._plan.sessions_per_group)
+            return asyncio.run(
+                rollout(
+                    tasks,
+                    self._plan,
+                    self._recorder,
+                    self._writer,
+                    policy_version=version,
+                    done=lambda session: progress.advance(bar),
+                )
+            )
+
+
+def session_traces(run: Path, sessions: Collection[str], selection: Selection) -> tuple[list[Trace], Ledger]:
+    """The selected traces of these session ids, labelled, and the ledger of all their tokens."""
+    traces: list[Trace] = []
+    ledger = Ledger()
+    for traced in iter_traces(run, selection, sessions):
+        rewarded, account = leave_out_unrewarded(traced.traces, traced.ledger)
+        traces += rewarded
+        ledger += account
+    ledger.check()
+    return traces, ledger
+
+
+def sampling(recipe: Recipe) -> dict[str, Any]:
+    """What the recorder samples with: the recipe's own, and the temperature that the trainer divides logits by.
+
+    Raises `UserError` when the two disagree.
+    """
+    try:
+        own: dict[str, Any] = json.loads(recipe.recorder.get("rolltap_sampling", "{}"))
+    except ValueError as error:
+        raise UserError(f"recorder.rolltap_sampling is not JSON: {error}") from error
+    temperature = recipe.grpo.get("temperature", 1.0)
+    if own.get("temperature", temperature) != temperature:
+        raise UserError(
+            f"recorder.rolltap_sampling samples at temperature {own['temperature']}, but grpo.temperature is "
+            f"{temperature}: the trainer would divide the logits by another number than the engine"
+        )
+    return {**own, "temperature": temperature}
+
+
+_OURS = ("output_dir", "max_steps", "seed", "num_generations", "save_strategy", "save_steps")
+
+
+def training_arguments(recipe: Recipe, run: Path, seed: int, tasks: Sequence[Task]) -> GRPOConfig:
+    """TRL's arguments: the recipe's, with what the loop decides. Raises `UserError` for what TRL refuses."""
+    for key in _OURS:
+        if key in recipe.grpo:
+            raise UserError(f"grpo.{key} follows from the recipe's own keys: remove it")
+    if recipe.groups_per_step > len(tasks):
+        raise UserError(f"groups_per_step is {recipe.groups_per_step}, but {recipe.tasks} has {len(tasks)} tasks")
+    cuda = torch.cuda.is_available()
+    defaults = {
+        "bf16": cuda,
+        "use_cpu": not cuda,
+        "activation_checkpointing": True,  # TRL's default, by the name that is not deprecated
+        "beta": 0.0,
+        "report_to": "none",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "save_total_limit": 2,
+        "per_device_train_batch_size": recipe.sessions_per_group,
+    }
+    try:
+        return GRPOConfig(
+            **defaults | recipe.grpo,
+            output_dir=str(run / CHECKPOINTS),
+            max_steps=recipe.steps * recipe.grpo.get("num_iterations", 1),
+            seed=seed,
+            num_generations=recipe.sessions_per_group,
+            save_strategy="steps",
+            save_steps=recipe.save_steps * recipe.grpo.get("num_iterations", 1),
+        )
+    except (TypeError, ValueError) as error:
+        raise UserError(f"the recipe's [grpo] table: {error}") from error
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest complete checkpoint. One that was cut off while it was written lacks a readable trainer state."""
+    checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    for checkpoint in reversed(checkpoints):
+        try:
+            json.loads((checkpoint / "trainer_state.json").read_text())
+        except (OSError, ValueError):
+            continue
+        return checkpoint
+    return None
+
+
+def _publisher(recipe: Recipe, engine: str, run: Path) -> Publisher:
+    folder = run / "published"
+    if recipe.publish == "lora":
+        return LoraPublisher(engine, folder, run)
+    return CheckpointPublisher(engine, folder, run)

@@ -1,0 +1,219 @@
+"""What `rolltap inspect` shows of one session and of one call, as data."""
+
+import difflib
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rolltap.addons.store.records import Call, Session
+from rolltap.addons.store.tables import read_batches
+from rolltap.trainer.errors import UserError
+from rolltap.trainer.traces.build import judge_calls
+from rolltap.trainer.traces.ledger import Ledger
+from rolltap.trainer.traces.reader import load_calls, load_sessions
+from rolltap.trainer.traces.shared_prefixes import common_length
+from rolltap.trainer.traces.tokens import pack
+from rolltap.trainer.traces.tree import start_order
+from rolltap.trainer.views.report import session_ledger
+
+FIRST_WORDS = 60
+"""Characters of a reply in the call tree."""
+BEFORE, AFTER = 12, 12
+"""Tokens shown around the first difference of two prompts."""
+NEAR = 5
+"""Ids named when one is not found."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A call in the call tree of its session."""
+
+    call_id: str
+    parent_id: str | None
+    """By the tokens, as for the traces: the call whose prompt and completion begin this one's prompt."""
+    role: str
+    kind: str
+    kind_reason: str | None
+    status: str
+    finish_reason: str | None
+    violation: str | None
+    left_out: str | None
+    """Why its sampled tokens are not trained, None when they are."""
+    prompt_tokens: int
+    new_tokens: int
+    """Tokens of the prompt that are not its parent's prompt and completion."""
+    completion_tokens: int
+    reply: str
+    """The first words of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionView:
+    """A session, its calls in the order in which they started, and the ledger of its tokens."""
+
+    session_id: str
+    session: Session | None
+    """None when only calls were recorded, by a recorder that somebody else started."""
+    calls: list[Branch]
+    ledger: Ledger
+
+    def to_json(self) -> dict[str, Any]:
+        """The view as JSON values."""
+        return json_values(asdict(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where a prompt stops to agree with what was recorded of its session before."""
+
+    call_id: str
+    """The earlier call whose prompt and completion have the longest common beginning with the prompt."""
+    position: int
+    """Length of that beginning in tokens."""
+    common: list[int]
+    """Its last tokens."""
+    recorded: list[int]
+    """The earlier call's tokens from the position on; empty when all of them are common."""
+    rendered: list[int]
+    """The prompt's tokens from the position on."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallView:
+    """Everything of one call."""
+
+    call: Call
+    messages: list[dict[str, Any]]
+    """Those that are new in it."""
+    tools: list[str] | None
+    """Names of the tools shown to the model; None when they are the parent's."""
+    left_out: str | None
+    """Why its sampled tokens are not trained, None when they are."""
+    difference: Difference | None
+    """For a `rendered` call, if an earlier call of its session was completed."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The view as JSON values, with what the row holds as JSON parsed."""
+        call = asdict(self.call) | {"prompt_ids": list(self.call.prompt_ids)}
+        for name in ("sampling", "reply"):
+            call[name] = json.loads(call[name]) if call[name] is not None else None
+        call["tools"] = json.loads(self.call.tools) if self.call.tools is not None else None
+        call["messages"] = self.messages
+        difference = self.difference and asdict(self.difference)
+        return json_values({"call": call, "left_out": self.left_out, "difference": difference})
+
+
+def json_values(value: Any) -> Any:
+    """`value` with its time stamps as ISO 8601, and NaN and the infinities, which JSON lacks, as their names."""
+    return json.loads(json.dumps(value, default=lambda time: time.isoformat()), parse_constant=str)
+
+
+def find_id(prefix: str, ids: Collection[str], what: str, where: str) -> str:
+    """The id that is `prefix` or the only one that begins with it. Raises `UserError` naming those that are near."""
+    if prefix in ids:
+        return prefix
+    found = sorted(known for known in ids if known.startswith(prefix))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UserError(f"{len(found)} {what}s of {where} begin with {prefix!r}: {_some(found)}")
+    near = difflib.get_close_matches(prefix, sorted(ids), n=NEAR, cutoff=0.0)
+    raise UserError(f"{where} has no {what} {prefix!r}" + (f", only {_some(near, len(ids))}" if near else ""))
+
+
+def find_session(run: Path, prefix: str) -> str:
+    """The id of a session of a run, recorded or with calls alone. Raises `UserError`."""
+    ids = set()
+    for table in ("sessions", "calls"):
+        for batch in read_batches(run, table):
+            ids.update(batch.column("session_id").unique().to_pylist())
+    return find_id(prefix, ids, "session", str(run))
+
+
+def view_session(run: Path, prefix: str) -> SessionView:
+    """A session of a run by its id or the beginning of it.
+
+    Raises `UserError` for an unknown id, `RunError` when the folder cannot be read and `LedgerError`.
+    """
+    session_id = find_session(run, prefix)
+    session = load_sessions(run).get(session_id)
+    calls = load_calls(run, [session_id]).get(session_id, [])
+    return SessionView(session_id, session, branches(calls), session_ledger(calls, session))
+
+
+def view_call(run: Path, session: str, prefix: str) -> CallView:
+    """A call of a run by the ids of its session and itself, or the beginnings of them. Raises as `view_session`."""
+    session_id = find_session(run, session)
+    recorded = load_calls(run, [session_id]).get(session_id, [])
+    calls = {call.call_id: call for call in recorded}
+    call = calls[find_id(prefix, calls, "call", f"session {session_id}")]
+    tools = None
+    if call.tools is not None:
+        tools = [str(tool.get("function", tool).get("name")) for tool in json.loads(call.tools)]
+    left_out = next(branch.left_out for branch in branches(recorded) if branch.call_id == call.call_id)
+    difference = first_difference(call, recorded) if call.kind == "rendered" else None
+    return CallView(call, json.loads(call.messages), tools, left_out, difference)
+
+
+def branches(calls: Sequence[Call]) -> list[Branch]:
+    """The call tree of one session's calls, which are in the order in which they started."""
+    tree = []
+    for call, parent, reason in zip(calls, *judge_calls(calls), strict=True):
+        above = calls[parent] if parent is not None else None
+        known = len(above.prompt_ids) + len(above.completion_ids) if above else 0
+        tree.append(
+            Branch(
+                call_id=call.call_id,
+                parent_id=above.call_id if above else None,
+                role=call.role,
+                kind=call.kind,
+                kind_reason=call.kind_reason,
+                status=call.status,
+                finish_reason=call.finish_reason,
+                violation=call.violation,
+                left_out=reason,
+                prompt_tokens=len(call.prompt_ids),
+                new_tokens=len(call.prompt_ids) - known,
+                completion_tokens=len(call.completion_ids),
+                reply=first_words(call),
+            )
+        )
+    return tree
+
+
+def first_words(call: Call) -> str:
+    """The beginning of a call's reply in one line: its text, else its tool calls, else its reasoning."""
+    message = json.loads(call.reply) if call.reply else {}
+    tools = [tool["function"] for tool in message.get("tool_calls") or []]
+    written = ", ".join(f"{tool['name']}({tool['arguments']})" for tool in tools)
+    text = " ".join((message.get("content") or "").split()) or written or message.get("reasoning_content") or ""
+    line = " ".join(text.split())
+    return line if len(line) <= FIRST_WORDS else line[: FIRST_WORDS - 1] + "…"
+
+
+def first_difference(call: Call, calls: Sequence[Call]) -> Difference | None:
+    """Where the prompt of `call` leaves the tokens of the completed calls that started before it; None without any.
+
+    Among calls with equally long common beginnings it is the last one.
+    """
+    earlier = [e for e in calls if e.status == "completed" and start_order(e) < start_order(call)]
+    if not earlier:
+        return None
+    prompt = pack(call.prompt_ids)
+    lengths = [common_length(prompt, pack(e.prompt_ids) + pack(e.completion_ids)) for e in earlier]
+    position = max(lengths)
+    best = max(i for i, length in enumerate(lengths) if length == position)
+    return Difference(
+        call_id=earlier[best].call_id,
+        position=position,
+        common=list(call.prompt_ids[max(position - BEFORE, 0) : position]),
+        recorded=[*earlier[best].prompt_ids, *earlier[best].completion_ids][position : position + AFTER],
+        rendered=list(call.prompt_ids[position : position + AFTER]),
+    )
+
+
+def _some(ids: Sequence[str], of: int = 0) -> str:
+    more = max(of, len(ids)) - len(ids[:NEAR])
+    return ", ".join(ids[:NEAR]) + (f" and {more} more" if more else "")

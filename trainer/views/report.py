@@ -1,0 +1,288 @@
+"""What a run holds, for people and for programs; and how its reward went."""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from pyarrow import RecordBatch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rolltap.addons.store.records import Call, Session
+from rolltap.trainer.traces.build import Strategy, build_traces, label, leave_out_unrewarded
+from rolltap.trainer.traces.ledger import Ledger, LedgerError
+from rolltap.trainer.traces.reader import SessionIndex, iter_sessions, load_sessions
+
+MOST_SESSIONS = 50
+"""Rows of the table of sessions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The sessions of one policy version."""
+
+    policy_version: str
+    sessions: int
+    mean_reward: float | None
+    best_reward: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRow:
+    """One session in a line. `status` and `harness` are None when only its calls were recorded."""
+
+    session_id: str
+    harness: str | None
+    status: str | None
+    reward: float | None
+    calls: int
+    bridged: int
+    rendered: int
+    ledger: Ledger
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Counts over a run. `interrupted` calls were started and never ended, because the recorder was killed."""
+
+    sessions: dict[str, int]
+    calls: dict[str, int]
+    kinds: dict[str, int]
+    rendered: dict[str, int]
+    """Why prompts were rendered though their session had calls: reason, with ids and numbers left out -> calls."""
+    roles: dict[str, int]
+    violations: dict[str, int]
+    refused: dict[str, int]
+    uncaptured_calls: int
+    """Requests that look like model calls and were not answered here: any of them is a gap in the record."""
+    retried: int
+    """Requests that got the reply of an earlier one, which is recorded once."""
+    continued: int
+    """How often an engine failed in the middle of a call and the call went on."""
+    rejected: int
+    unauthorised: int
+    interrupted: int
+    ledger: Ledger
+    steps: list[Step]
+    session_rows: list[SessionRow]
+    """In the order in which the sessions started."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The summary as JSON values."""
+        return asdict(self)
+
+
+def summarize(run: Path, strategy: Strategy = "prefix_merging") -> Summary:
+    """Count a run, one session at a time. Raises `RunError` when the folder cannot be read, and `LedgerError`."""
+    sessions: list[Session] = []
+    rows: list[tuple[datetime, SessionRow]] = []
+    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    interrupted = 0
+    with SessionIndex(run, "events") as index:
+        for recorded in iter_sessions(run):
+            session, calls = recorded.session, recorded.calls
+            row = session_row(recorded.session_id, session, calls, strategy)
+            rows.append((session.started_at if session else calls[0].started_at, row))
+            sessions += [session] if session else []
+            _count_calls(calls, counts)
+            begun = _count_events(index.batches(recorded.session_id), counts)
+            interrupted += len(begun - {call.call_id for call in calls})
+        # those of nobody, and of sessions that have nothing else
+        for session_id in set(index.session_ids) - {row.session_id for _, row in rows}:
+            interrupted += len(_count_events(index.batches(session_id), counts))
+    events = counts["events"]
+    return Summary(
+        sessions=dict(Counter(session.status for session in sessions)),
+        calls=dict(counts["calls"]),
+        kinds=dict(counts["kinds"]),
+        rendered=dict(counts["rendered"]),
+        roles=dict(counts["roles"]),
+        violations=dict(counts["violations"]),
+        refused=dict(counts["refused"]),
+        uncaptured_calls=events["uncaptured"],
+        retried=events["joined"] + events["replayed"],
+        continued=events["continued"],
+        rejected=events["rejected"],
+        unauthorised=events["unauthorised"],
+        interrupted=interrupted,
+        ledger=sum((row.ledger for _, row in rows), Ledger()),
+        steps=reward_steps(sessions),
+        session_rows=[row for _, row in sorted(rows, key=lambda row: (row[0], row[1].session_id))],
+    )
+
+
+def _count_calls(calls: Sequence[Call], counts: Mapping[str, Counter[str]]) -> None:
+    counts["calls"].update(call.status for call in calls)
+    counts["kinds"].update(call.kind for call in calls)
+    counts["rendered"].update(_without_ids(call.kind_reason or "") for call in calls if call.kind == "rendered")
+    counts["roles"].update(call.role for call in calls)
+    counts["violations"].update(call.violation for call in calls if call.violation)
+
+
+def _count_events(batches: Iterable[RecordBatch], counts: Mapping[str, Counter[str]]) -> set[str]:
+    """Count the events of a session; returns the ids of the calls that were begun."""
+    events = [event for batch in batches for event in batch.select(["kind", "host", "detail"]).to_pylist()]
+    counts["events"].update(event["kind"] for event in events)
+    counts["refused"].update(event["host"] for event in events if event["kind"] == "refused")
+    return {event["detail"] for event in events if event["kind"] == "call_started"}
+
+
+def session_row(
+    session_id: str, session: Session | None, calls: Sequence[Call], strategy: Strategy = "prefix_merging"
+) -> SessionRow:
+    """Count one session. Raises `LedgerError`."""
+    kinds = Counter(call.kind for call in calls)
+    return SessionRow(
+        session_id=session_id,
+        harness=session.harness if session else None,
+        status=session.status if session else None,
+        reward=session.reward if session else None,
+        calls=len(calls),
+        bridged=kinds["bridged"],
+        rendered=kinds["rendered"],
+        ledger=session_ledger(calls, session, strategy),
+    )
+
+
+def session_ledger(calls: Sequence[Call], session: Session | None, strategy: Strategy = "prefix_merging") -> Ledger:
+    """The ledger of one session's calls. Raises `LedgerError`."""
+    try:
+        traces, ledger = build_traces(calls, strategy)
+        if session is not None:
+            label(traces, session)
+        ledger = leave_out_unrewarded(traces, ledger)[1]
+        if ledger.sampled != (sampled := sum(len(call.completion_ids) for call in calls)):
+            raise LedgerError(f"the calls hold {sampled} sampled tokens, the ledger says {ledger.sampled}")
+    except LedgerError as error:
+        raise LedgerError(f"session {calls[0].session_id}: {error}; this is a bug of rolltap") from error
+    return ledger
+
+
+def reward_steps(sessions: Iterable[Session]) -> list[Step]:
+    """One entry per policy version, in the order in which they were first used."""
+    versions: defaultdict[str, list[Session]] = defaultdict(list)
+    for session in sorted(sessions, key=lambda session: session.started_at):
+        versions[session.policy_version or "default"].append(session)
+    steps = []
+    for version, group in versions.items():
+        rewards = [session.reward for session in group if session.reward is not None]
+        mean, best = (fmean(rewards), max(rewards)) if rewards else (None, None)
+        steps.append(Step(version, len(group), mean, best))
+    return steps
+
+
+def print_summary(summary: Summary, console: Console) -> None:
+    """Tables of the rewards and of all that was recorded."""
+    if summary.steps:
+        rewards = Table("policy version", "sessions", "mean reward", "best reward", title="reward")
+        for step in summary.steps:
+            rewards.add_row(
+                Text(step.policy_version), str(step.sessions), _number(step.mean_reward), _number(step.best_reward)
+            )
+        console.print(rewards)
+    if summary.session_rows:
+        console.print(_session_table(summary.session_rows))
+    table = Table("", "", show_header=False, title="recorded")
+    table.add_row("sessions", _counts(summary.sessions))
+    table.add_row("calls", _counts(summary.calls))
+    table.add_row("roles", _counts(summary.roles))
+    table.add_row("prompts", _counts(summary.kinds))
+    for name, tokens in ledger_lines(summary.ledger):
+        table.add_row(name, str(tokens))
+    for violation, count in summary.violations.items():
+        table.add_row("[red]broken tokens[/]", Text(f"{count} calls: {violation}"))
+    if summary.uncaptured_calls:
+        table.add_row("[red]uncaptured model calls[/]", str(summary.uncaptured_calls))
+    notes = {
+        "retried requests": summary.retried,
+        "continued after a failure of the engine": summary.continued,
+        "rejected requests": summary.rejected,
+        "unauthorised requests": summary.unauthorised,
+        "calls cut off": summary.interrupted,
+    }
+    for note, count in notes.items():
+        if count:
+            table.add_row(note, str(count))
+    if summary.refused:
+        table.add_row("refused hosts", Text(_counts(summary.refused)))
+    console.print(table)
+    if summary.rendered:
+        reasons = Table("why prompts were rendered", "calls")
+        for reason, count in Counter(summary.rendered).most_common():
+            reasons.add_row(Text(reason), str(count))
+        console.print(reasons)
+
+
+def print_ledger(ledger: Ledger, console: Console) -> None:
+    """The ledger of sampled tokens as a table."""
+    table = Table("", "", show_header=False, title="tokens")
+    for name, tokens in ledger_lines(ledger):
+        table.add_row(name, str(tokens))
+    console.print(table)
+
+
+def ledger_lines(ledger: Ledger) -> list[tuple[str, int]]:
+    """What a ledger says, as names and numbers of tokens."""
+    left_out = [(f"  left out: {reason}", tokens) for reason, tokens in sorted(ledger.left_out.items())]
+    return [("sampled tokens", ledger.sampled), ("  to train", ledger.trained), *left_out]
+
+
+def plot_rewards(run: Path, path: Path, title: str) -> None:
+    """Write a PNG of the mean reward of each policy version, every session's reward as a dot behind it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    sessions = list(load_sessions(run).values())
+    steps = [step for step in reward_steps(sessions) if step.mean_reward is not None]
+    position = {step.policy_version: i for i, step in enumerate(steps)}
+    figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
+    dots = [(position[s.policy_version or "default"], s.reward) for s in sessions if s.reward is not None]
+    if dots:
+        axes.scatter(*zip(*dots, strict=True), s=14, alpha=0.25, color="tab:gray", label="a session")
+    axes.plot([step.mean_reward for step in steps], marker="o", color="tab:blue", label="mean of the step's sessions")
+    axes.set_xticks(range(len(steps)), [step.policy_version for step in steps])
+    axes.set(xlabel="policy version (optimizer steps so far)", ylabel="reward", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _session_table(rows: Sequence[SessionRow]) -> Table:
+    columns = ("session", "harness", "status", "reward", "calls", "bridged/\nrendered", "tokens")
+    cut = f"the first {MOST_SESSIONS} of {len(rows)}; --json has all" if len(rows) > MOST_SESSIONS else None
+    # few lines between the columns, so that a row fits a narrow terminal
+    table = Table(*columns, title="sessions", caption=cut, box=box.SIMPLE, padding=0, pad_edge=False)
+    for row in rows[:MOST_SESSIONS]:
+        table.add_row(
+            Text(row.session_id, overflow="fold"),
+            Text(row.harness or ""),
+            row.status or "",
+            _number(row.reward),
+            str(row.calls),
+            f"{row.bridged}/{row.rendered}",
+            str(row.ledger.sampled),
+        )
+    return table
+
+
+def _without_ids(reason: str) -> str:
+    """A reason as it is for many calls: ids, which are hexadecimal, and numbers become three dots."""
+    return re.sub(r"\b([0-9a-f]{16,}|[0-9]+)\b", "…", reason)
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "none"
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3f}"

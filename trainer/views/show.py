@@ -1,0 +1,178 @@
+"""How `rolltap inspect` prints a session and a call."""
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from rolltap.addons.store.metadata import read_metadata
+from rolltap.addons.store.records import Call
+from rolltap.trainer.views.inspect import Branch, CallView, Difference, SessionView
+from rolltap.trainer.views.report import print_ledger
+
+Decoder = Callable[[list[int]], str]
+
+_LIKELY = [(-0.1, "green"), (-1.0, "yellow"), (-3.0, "dark_orange"), (float("-inf"), "red")]
+"""Log-probability from which on a token has the colour."""
+_SHORT_ID = 8
+CONTEXT_TOKENS = 100
+"""Of a prompt's new tokens, those shown before the completion."""
+
+
+def load_decoder(run: Path) -> Decoder | None:
+    """Token ids -> text by the tokenizer of the run's model; None when it, or `transformers`, is not on this machine.
+
+    Raises `RunError` when the folder cannot be read.
+    """
+    model = str(read_metadata(run).get("model", ""))
+    try:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    except (ImportError, OSError, ValueError):
+        return None
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def print_session(view: SessionView, console: Console) -> None:
+    """What became of the session, its call tree and its ledger."""
+    title = Text.assemble(("session ", "bold"), view.session_id)
+    if (session := view.session) is not None:
+        reward = "no reward" if session.reward is None else f"reward {session.reward:g}"
+        weights = f"weights {session.policy_version}" if session.policy_version else None
+        fields = (session.harness, session.status, weights, reward, session.error)
+        title.append(": " + ", ".join(field for field in fields if field))
+    console.print(call_tree(view.calls, title))
+    print_ledger(view.ledger, console)
+
+
+def call_tree(branches: Sequence[Branch], title: Text) -> Tree:
+    """The call tree. Calls that continue one another stand below the first of them, one level deep; where several
+    continue the same call they are a level deeper."""
+    ids = [branch.call_id for branch in branches]
+    length = next((n for n in range(_SHORT_ID, 64) if len({i[:n] for i in ids}) == len(ids)), 64)
+    children: defaultdict[str | None, list[Branch]] = defaultdict(list)
+    for branch in branches:
+        children[branch.parent_id].append(branch)
+    tree = Tree(title)
+    stack = [(tree, branch) for branch in reversed(children[None])]
+    while stack:
+        above, branch = stack.pop()
+        first = last = above.add(_label(branch, length))
+        while len(children[branch.call_id]) == 1:
+            branch = children[branch.call_id][0]
+            last = first.add(_label(branch, length))
+        stack += [(last, child) for child in reversed(children[branch.call_id])]
+    return tree
+
+
+def _label(branch: Branch, length: int) -> Text:
+    outcome = branch.finish_reason if branch.status == "completed" else branch.status
+    label = Text.assemble(
+        (branch.call_id[:length], "bold"),
+        f" {branch.role} {branch.kind} ",
+        (f"{branch.new_tokens}+{branch.completion_tokens} tokens", "cyan"),
+        f" {outcome or ''}",
+    )
+    if branch.left_out:
+        label.append(f" not trained: {branch.left_out}", "yellow")
+    if branch.violation:
+        label.append(f" {branch.violation}", "red")
+    if branch.reply:
+        label.append(f"  {branch.reply}", "dim")
+    return label
+
+
+def print_call(view: CallView, decode: Decoder | None, console: Console) -> None:
+    """Everything of a call. Without a decoder tokens are shown as ids."""
+    console.print(_facts(view))
+    if view.difference is not None:
+        console.print(_difference(view.difference, decode), soft_wrap=True)
+    console.rule("new messages")
+    for message in view.messages:
+        console.print(_message(message), soft_wrap=True)
+    console.rule("tokens")
+    console.print(context(view.call, decode), completion(view.call, decode), sep="", soft_wrap=True)
+    legend = Text("\n")
+    if view.left_out:
+        legend.append(f"not trained: {view.left_out}  ", "yellow")
+    legend.append("context", "dim").append("  log-probability: ")
+    for least, colour in _LIKELY:
+        legend.append(f" {least:g} and more " if least > float("-inf") else " less ", f"reverse {colour}")
+    if decode is None:
+        legend.append("\ntoken ids, as the tokenizer of the run's model is not on this machine", "dim")
+    console.print(legend)
+
+
+def context(call: Call, decode: Decoder | None) -> Text:
+    """The end of what the prompt adds to its parent's tokens: the mask is 0 there."""
+    ids = call.prompt_ids[call.prefix_length :]
+    shown = list(ids[-CONTEXT_TOKENS:])
+    text = Text(f"({len(ids) - len(shown)} tokens) … " if len(shown) < len(ids) else "", "dim italic")
+    return text.append("".join(f"{token} " for token in shown) if decode is None else decode(shown), "dim")
+
+
+def completion(call: Call, decode: Decoder | None) -> Text:
+    """The completion, each token in the colour of its log-probability; without a decoder its ids."""
+    text = Text()
+    for token, logprob in zip_longest(call.completion_ids, call.logprobs[: len(call.completion_ids)]):
+        written = f"{token} " if decode is None else decode([token]) or f"<{token}>"
+        colour = next((colour for least, colour in _LIKELY if logprob is not None and logprob >= least), "")
+        text.append(written, colour)
+    return text
+
+
+def _facts(view: CallView) -> Table:
+    call = view.call
+    spans = [f"{span.version} [{span.start}:{span.end}]" for span in call.weight_versions]
+    facts = {
+        "call": call.call_id,
+        "session": call.session_id,
+        "role": f"{call.role} {f'({call.role_evidence})' if call.role_evidence else ''}",
+        "prompt": f"{call.kind}, {len(call.prompt_ids)} tokens, {call.prefix_length} of them its parent's",
+        "why": call.kind_reason,
+        "parent": call.parent_id,
+        "status": ", ".join(filter(None, [call.status, call.finish_reason, call.error])),
+        "broken tokens": call.violation,
+        "completion": f"{len(call.completion_ids)} tokens, sum of log-probabilities {sum(call.logprobs):.3f}",
+        "weights": ", ".join(spans),
+        "request": f"{call.dialect} {call.host}{call.path} {call.model}{' streamed' if call.stream else ''}",
+        "sampling": call.sampling,
+        "tools": None if view.tools is None else ", ".join(view.tools) or "none",
+        "started": call.started_at.isoformat(),
+        "finished": call.finished_at and call.finished_at.isoformat(),
+    }
+    table = Table("", "", show_header=False)
+    for name, fact in facts.items():
+        if fact:
+            table.add_row(name, Text(fact, overflow="fold"))
+    return table
+
+
+def _difference(difference: Difference, decode: Decoder | None) -> Text:
+    def written(ids: list[int]) -> str:
+        # quoted, so that white space is seen
+        return f"{ids} {json.dumps(decode(ids), ensure_ascii=False) if decode and ids else ''}\n"
+
+    text = Text(f"The prompt agrees with call {difference.call_id} up to token {difference.position}.\n", "bold")
+    text.append(f"  common    {written(difference.common)}", "dim")
+    text.append(f"  recorded  {written(difference.recorded)}", "green")
+    text.append(f"  rendered  {written(difference.rendered)}", "red")
+    return text
+
+
+def _message(message: dict[str, Any]) -> Text:
+    text = Text.assemble((f"{message.get('role', '')}: ", "bold"))
+    if reasoning := message.get("reasoning_content"):
+        text.append(f"{reasoning}\n", "italic")
+    text.append(str(message.get("content") or ""))
+    for call in message.get("tool_calls") or []:
+        text.append(f"\n{json.dumps(call['function'], ensure_ascii=False)}", "cyan")
+    return text
