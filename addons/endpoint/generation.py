@@ -188,7 +188,7 @@ class Generation:
                 if not moves and waited + pause > self._parts.patience:
                     raise
                 logger.warning("call %s goes on after %d tokens: %s", call.call_id, sampled, error)
-                self._record(Event("continued", call.session_id, call.host, "POST", call.path, call.call_id))
+                self._record(Event("continued", call.session_id, call.host, "POST", call.path, call_id=call.call_id))
                 if not moves:
                     await asyncio.sleep(pause)
                     waited, pause = waited + pause, min(2 * pause, LONGEST_PAUSE_SECONDS)

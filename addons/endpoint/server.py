@@ -169,7 +169,7 @@ class Endpoint:
         generation = find_retried(memory.generations, dialect.NAME, model_call, prompt.ids, request.headers)
         if generation is not None:
             kind: EventKind = "replayed" if generation.done else "joined"
-            self.writer.add_event(Event(kind, session_id, host, "POST", path, generation.call.call_id))
+            self.writer.add_event(Event(kind, session_id, host, "POST", path, call_id=generation.call.call_id))
             return generation
         role = find_role(model_call, request.headers, tools_before=memory.tools_seen)
         memory.tools_seen = memory.tools_seen or bool(model_call.tools)
@@ -192,7 +192,7 @@ class Endpoint:
             tools=json.dumps(model_call.tools, ensure_ascii=False) if prompt.parent is None else None,
         )
         self.writer.require_room()
-        self.writer.add_event(Event("call_started", session_id, host, "POST", path, call.call_id))
+        self.writer.add_event(Event("call_started", session_id, host, "POST", path, call_id=call.call_id))
         sampling = self._sampling_for(model_call, room)
         generation = Generation(self._parts, memory.conversations, call, prompt, model_call, sampling)
         memory.generations = [*worth_remembering(memory.generations), generation]

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from rolltap.addons.store.digest import DIGEST
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Raised whenever a reader of the earlier version would misread a row."""
 
 SENTINEL_LOGPROB = -9999.0
@@ -90,6 +90,7 @@ SESSION_SCHEMA = pa.schema(
 EVENT_SCHEMA = pa.schema(
     [
         ("session_id", pa.string()),
+        ("call_id", pa.string()),
         ("kind", pa.string()),
         ("host", pa.string()),
         ("method", pa.string()),
@@ -201,12 +202,11 @@ class Session:
 class Event:
     """Something on the wire that is not a call but must not go unseen; a row of `EVENT_SCHEMA`.
 
-    Kinds: `call_started` (the intent written before the engine is asked; `detail` is the call id), `refused` (a
+    Kinds: `call_started` (the intent written before the engine is asked), `refused` (a
     host or path that is not served), `uncaptured` (refused or let through, and it looks like a model call),
     `unauthorised` (bad proxy credentials), `rejected` (a model call that was answered with an error before it reached
     the engine), `joined` (a retry of a call that was still running), `replayed` (a retry that got the finished reply
-    again), `continued` (an engine failed in the middle of a call, which went on from the last sampled token). The
-    `detail` of the last three is the call id.
+    again), `continued` (an engine failed in the middle of a call, which went on from the last sampled token).
     """
 
     kind: EventKind
@@ -215,6 +215,8 @@ class Event:
     method: str = ""
     path: str = ""
     detail: str = ""
+    call_id: str | None = None
+    """The call that it is about, if it is about one."""
     at: datetime = field(default_factory=utc_now)
 
     def to_row(self) -> dict[str, Any]:

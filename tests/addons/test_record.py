@@ -168,7 +168,7 @@ def test_kill_9_in_the_middle_of_a_rollout_loses_no_committed_call(start, script
     calls = recorder.rows("calls")
     assert [call["call_id"] for call in calls] == told
     assert all(len(call["completion_ids"]) == len(call["logprobs"]) > 0 for call in calls)
-    started = [event["detail"] for event in recorder.rows("events") if event["kind"] == "call_started"]
+    started = [event["call_id"] for event in recorder.rows("events") if event["kind"] == "call_started"]
     assert len(started) == 6
     assert set(told) < set(started)
 

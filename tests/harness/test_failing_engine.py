@@ -44,7 +44,7 @@ async def test_the_program_sees_one_unbroken_reply(name, engine, tiny_model, tmp
     ]
     second = played.calls[1]
     (continued,) = played.of("continued")
-    assert continued["detail"] == second.call_id
+    assert continued["call_id"] == second.call_id
     assert engine.requests[2]["token_ids"] == second.prompt_ids + second.completion_ids[:BREAK_AFTER]
     assert second.violation is None
     assert (played.summary.continued, played.summary.retried, played.summary.uncaptured_calls) == (1, 0, 0)

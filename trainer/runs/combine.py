@@ -95,8 +95,8 @@ class _Run:
                     batch = batch.filter(pc.is_in(batch.column("call_id"), kept))
                 elif kept is not None and name == "events":
                     # an event about a call goes with it
-                    about_call = pc.is_in(batch.column("kind"), _ABOUT_CALLS)
-                    batch = batch.filter(pc.or_(pc.invert(about_call), pc.is_in(batch.column("detail"), kept)))
+                    about = batch.column("call_id")
+                    batch = batch.filter(pc.or_(about.is_null(), pc.is_in(about, kept)))
                 if batch.num_rows:
                     writer.add_batch(name, batch)
         writer.end_session()
@@ -110,9 +110,6 @@ class _Run:
             for batch in table.batches(session_id)
             for digest in batch.column(DIGEST).to_pylist()
         }
-
-
-_ABOUT_CALLS = pa.array(["call_started", "joined", "replayed", "continued"])
 
 
 def merge_runs(runs: Sequence[Path], out: Path, advance: Advance) -> int:

@@ -109,7 +109,7 @@ def _check_times(where: str, *times: datetime | None) -> Iterator[Finding]:
 
 def _check_events(where: str, calls: Counter[str], events: Iterable[pa.RecordBatch]) -> Iterator[Finding]:
     for batch in events:
-        for kind, call_id in zip(batch.column("kind").to_pylist(), batch.column("detail").to_pylist(), strict=True):
+        for kind, call_id in zip(batch.column("kind").to_pylist(), batch.column("call_id").to_pylist(), strict=True):
             if kind == "call_started" and call_id not in calls:
                 what = "it was started and is not recorded: it runs, or its recorder was killed"
                 yield Finding("notice", f"{where}, call {call_id}", what)

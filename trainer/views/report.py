@@ -128,10 +128,10 @@ def _count_calls(calls: Sequence[Call], counts: Mapping[str, Counter[str]]) -> N
 
 def _count_events(batches: Iterable[RecordBatch], counts: Mapping[str, Counter[str]]) -> set[str]:
     """Count the events of a session; returns the ids of the calls that were begun."""
-    events = [event for batch in batches for event in batch.select(["kind", "host", "detail"]).to_pylist()]
+    events = [event for batch in batches for event in batch.select(["kind", "host", "call_id"]).to_pylist()]
     counts["events"].update(event["kind"] for event in events)
     counts["refused"].update(event["host"] for event in events if event["kind"] == "refused")
-    return {event["detail"] for event in events if event["kind"] == "call_started"}
+    return {event["call_id"] for event in events if event["kind"] == "call_started"}
 
 
 def session_row(

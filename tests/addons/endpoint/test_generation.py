@@ -33,7 +33,7 @@ class TestContinuation:
         spans = [(span["version"], span["start"], span["end"]) for span in call["weight_versions"]]
         assert spans == [("default", 0, 2), ("default", 2, len(call["completion_ids"]))]
         assert (call["status"], call["violation"]) == ("completed", None)
-        assert [event["detail"] for event in patient.events("continued")] == [call["call_id"]]
+        assert [event["call_id"] for event in patient.events("continued")] == [call["call_id"]]
 
     async def test_new_weights_in_the_middle_are_two_spans(self, patient, scripted_engine):
         scripted_engine.replies += [

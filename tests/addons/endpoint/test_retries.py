@@ -44,7 +44,7 @@ class TestJoin:
         assert len(scripted_engine.requests) == 1
         (call,) = harness.calls()
         assert call["status"] == "completed"
-        assert [event["detail"] for event in harness.events("joined")] == [call["call_id"]]
+        assert [event["call_id"] for event in harness.events("joined")] == [call["call_id"]]
 
     async def test_a_retry_may_ask_for_a_body_where_a_stream_was_lost(self, harness, scripted_engine):
         scripted_engine.replies.append(Say("one two three four", hold_after=2))
@@ -129,7 +129,7 @@ class TestReplay:
         assert (status, reply["choices"][0]["message"]["content"]) == (200, "Hi.")
         assert len(scripted_engine.requests) == 1
         (call,) = harness.calls()
-        assert [event["detail"] for event in harness.events("replayed")] == [call["call_id"]]
+        assert [event["call_id"] for event in harness.events("replayed")] == [call["call_id"]]
 
     async def test_the_clients_own_word_gets_the_same_reply_again(self, harness, scripted_engine):
         scripted_engine.replies.append(Say("Hi."))

@@ -123,7 +123,7 @@ def record(run, sessions, **metadata):
         writer.add_event(Event("unauthorised", host="example.com"))
         for session, calls in sessions:
             for call in linked(calls):
-                writer.add_event(Event("call_started", call.session_id, detail=call.call_id, at=call.started_at))
+                writer.add_event(Event("call_started", call.session_id, call_id=call.call_id, at=call.started_at))
                 writer.add_call(call)
             writer.add_event(Event("refused", session.session_id, host="example.com"))
             writer.add_session(session)

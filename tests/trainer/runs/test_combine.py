@@ -202,8 +202,8 @@ class TestFilter:
         run = tmp_path / "run"
         record(run, [(make_session("s"), calls), (make_session("t"), [make_call("t", "root", [1], [2])])])
         with RunWriter(run) as writer:
-            writer.add_event(Event("replayed", "s", detail="side"))
-            writer.add_event(Event("replayed", "s", detail="helper"))
+            writer.add_event(Event("replayed", "s", call_id="side"))
+            writer.add_event(Event("replayed", "s", call_id="helper"))
         assert filter_run(run, tmp_path / "out", Filter(roles=["subagent"]), ignore) == 1
         kept = {call.call_id: call for call in load_calls(tmp_path / "out")["s"]}
         assert {call_id: call.role for call_id, call in kept.items()} == {
@@ -213,12 +213,12 @@ class TestFilter:
         }
         assert kept["deeper"].prompt_ids == [1, 2, 5, 6, 7]
         assert build_traces(list(kept.values()), "per_request")[1].left_out == {}
-        events = [(event["kind"], event["detail"]) for event in read_rows(tmp_path / "out", "events")]
+        events = [(event["kind"], event["call_id"]) for event in read_rows(tmp_path / "out", "events")]
         assert events == [
             ("call_started", "root"),
             ("call_started", "helper"),
             ("call_started", "deeper"),
-            ("refused", ""),
+            ("refused", None),
             ("replayed", "helper"),
         ]
         assert session_ids(tmp_path / "out") == ["s"]

@@ -160,8 +160,8 @@ class TestInvariants:
     def test_what_is_no_damage_is_a_notice(self, run):
         with killed_writer(run) as writer:
             writer.add_call(make_call("a", [1], [2], session_id="t"))
-            writer.add_event(Event("call_started", "t", detail="a"))
-            writer.add_event(Event("call_started", "t", detail="b"))
+            writer.add_event(Event("call_started", "t", call_id="a"))
+            writer.add_event(Event("call_started", "t", call_id="b"))
             writer.add_event(Event("unauthorised"))
             late = START - timedelta(seconds=1)
             writer.add_session(Session("u", "t", "g", "h", "completed", started_at=START, finished_at=late))

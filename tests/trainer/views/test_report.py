@@ -34,7 +34,7 @@ def test_a_run_is_counted_with_what_went_wrong(tmp_path):
     writer.add_call(Call("s1", "c", [8], [2], [-1.0], [], status="aborted"))
     writer.add_call(Call("s1", "d", [7], [2], [-1.0], versions, role="auxiliary"))
     for call_id in ("a", "b", "c", "lost"):
-        writer.add_event(Event("call_started", "s1", detail=call_id))
+        writer.add_event(Event("call_started", "s1", call_id=call_id))
     writer.add_event(Event("refused", "s1", "example.com"))
     for kind in ("unauthorised", "uncaptured", "joined", "replayed", "continued"):
         writer.add_event(Event(kind))
