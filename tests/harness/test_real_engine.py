@@ -28,7 +28,7 @@ ANSWER = "Hello"
 
 
 @pytest.fixture(scope="module")
-def engine(engine, tmp_path_factory):
+def parrot(engine, tmp_path_factory):
     """The shared vLLM with weights that answer `ANSWER`, and afterwards with its own again."""
     tokenizer = AutoTokenizer.from_pretrained(engine.model_dir)
     network = AutoModelForCausalLM.from_pretrained(engine.model_dir)
@@ -50,13 +50,13 @@ def engine(engine, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["claude-code", "codex", "pi", "qwen-code"])
-async def test_a_session_ends_well_and_adds_up(name, engine, tmp_path):
+async def test_a_session_ends_well_and_adds_up(name, parrot, tmp_path):
     harness = load_harness(name)
     if shutil.which(harness.program) is None:
         pytest.skip(f"{name} is not installed: tests/run.sh installs it")
     run = tmp_path / "run"
     options = {"confdir": str(tmp_path / "mitmproxy")}
-    with Recorder(run, engine=engine.url, model=str(engine.model_dir), options=options) as recorder:
+    with Recorder(run, engine=parrot.url, model=str(parrot.model_dir), options=options) as recorder:
         plan = Plan(harness, 1, 1, 240.0)
         (session,) = await rollout(
             [TASK], plan, recorder, RunWriter(run), policy_version="default", done=lambda session: None
