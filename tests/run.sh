@@ -3,10 +3,13 @@
 source "$(dirname "$0")/../recipes/environments.sh"
 
 environment_rolltap
+export PATH="$VENVS/rolltap/bin:$PATH"
+# a minute of work, while the others are downloaded
+python recipes/quickstart/make_model.py runs/quickstart/model & model=$!
 environment_vllm
 environment_harnesses
-export PATH="$VENVS/rolltap/bin:$PATH"
 export ROLLTAP_VLLM="$VENVS/vllm/bin/vllm"
+wait "$model"
 
 say "ruff"
 ruff check .

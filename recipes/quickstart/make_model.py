@@ -36,7 +36,7 @@ COMMAND_IN_FILLER = 0.5  # share of filler texts that quote a taught command
 BATCH = 4  # sessions a step
 LEARNING_RATE = 4e-3
 PROMPT_CHARACTERS = (40, 4000)  # system and user message together; log-uniform
-MEASURED = 256  # second turns sampled to measure the share of the right command
+MEASURED = 64  # second turns sampled to measure the share of the right command
 
 
 def bash_tool(description: str, command: str) -> dict:
