@@ -7,15 +7,14 @@ by weights that the engine serves, can be compared.
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
-from hashlib import blake2b
-from heapq import heappop, heappush
+from itertools import islice, zip_longest
 from pathlib import Path
+from random import Random
 from statistics import fmean
-from typing import Any, Self
+from typing import Any
 
-import httpx
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -24,14 +23,17 @@ from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call, CallKind, find_violation
+from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.errors import UserError
+from rolltap.trainer.progress import Advance
 from rolltap.trainer.traces.reader import iter_sessions
 
 KINDS: tuple[CallKind, ...] = ("root", "bridged", "rendered")
 HARMLESS_SAMPLING = {"max_tokens", "seed", "stop", "stop_token_ids", "asked"}
 """Sampling parameters that leave the distribution as it is."""
-TIMEOUT = httpx.Timeout(600, connect=10)
-"""Seconds. A long prompt is scored in chunks, between the engine's other work."""
+
+CallName = tuple[CallKind, str, str]
+"""A call by its kind, its session's id and its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,110 +110,48 @@ class Report:
         return {"within": self.within, **asdict(self)}
 
 
-class Scorer:
-    """A running vLLM; a context manager. Everything that goes wrong with it is a `UserError`."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url.rstrip("/")
-        # the engine is never behind the caller's proxy
-        self._client = httpx.Client(timeout=TIMEOUT, trust_env=False)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._client.close()
-
-    def served(self, run: Path) -> Served:
-        """What the engine serves of the weights that sampled `run`: its base model, and the adapter that the run's
-        `policy.json` names if it is loaded."""
-        cards = self._json("GET", "/v1/models")
-        version = self._json("GET", "/weight_info")
-        try:
-            base = next(card for card in cards["data"] if not card.get("parent"))
-            names = {str(version["weight_version"]): str(base["id"])}
-            policy = PolicyFile(run).read()
-            if policy.model is not None and policy.model in {card["id"] for card in cards["data"]}:
-                names[policy.version] = policy.model
-            return Served(str(base.get("root") or base["id"]), names, int(base["max_model_len"]))
-        except (KeyError, TypeError, StopIteration) as error:
-            raise UserError(f"the server at {self._url} is not vLLM: /v1/models answers {cards!r}"[:500]) from error
-
-    def score(self, call: Call, model: str) -> Score:
-        """Score a call by the weights that the engine serves as `model`."""
-        sequence = [*call.prompt_ids, *call.completion_ids]
-        body = {"model": model, "prompt": sequence, "max_tokens": 1, "prompt_logprobs": 0}
-        answer = self._json("POST", "/v1/completions", body)
-        try:
-            entries = answer["choices"][0]["prompt_logprobs"][len(call.prompt_ids) :]
-            taken = zip(entries, call.completion_ids, strict=True)
-            return Score(call, [float(entry[str(token)]["logprob"]) for entry, token in taken])
-        except (KeyError, TypeError, IndexError, ValueError) as error:
-            why = f"{self._url}/v1/completions does not report the log-probabilities of call {call.call_id}: {error!r}"
-            raise UserError(f"{why}; rolltap needs vLLM 0.32 or newer") from error
-
-    def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        request = f"{method} {self._url}{path}"
-        try:
-            response = self._client.request(method, self._url + path, json=body)
-            if response.is_success:
-                return response.json()
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise UserError(
-                f"{request}: no engine answers ({error!r}); start it with `rolltap serve`, or see --engine"
-            ) from error
-        except ValueError as error:
-            raise UserError(f"{request}: the server is not vLLM, it answers {response.text[:200]!r}") from error
-        raise UserError(f"{request}: {response.status_code} {response.text[:500]}; {_advice(path, response)}")
-
-
-def _advice(path: str, response: httpx.Response) -> str:
-    if "out of vocabulary" in response.text:
-        return "the engine serves a model with another tokenizer: start it with the model that run.json names"
-    if response.status_code == 404 and path == "/v1/completions":
-        return "the adapter was unloaded while it was checked: check again"
-    if response.status_code == 404:
-        return "start vLLM with `rolltap serve`, or with VLLM_SERVER_DEV_MODE=1"
-    return "see the engine's log"
-
-
-def check_run(
-    run: Path, engine_url: str, *, sample: int, seed: int, threshold: float, progress: Callable[[int, int], None]
-) -> Report:
-    """Score up to `sample` calls of a run again; `progress` is told how many of how many are scored.
+def check_run(run: Path, engine_url: str, *, sample: int, seed: int, threshold: float, advance: Advance) -> Report:
+    """Score up to `sample` calls of a run again.
 
     Raises `RunError` when the folder cannot be read, and `UserError` when the engine does not answer as it should or
     no call of the run can be compared.
     """
     recorded_model = str(read_metadata(run).get("model", ""))
+    engine = EngineAdmin(engine_url)
+    served = served_weights(engine, run)
     skipped: Counter[str] = Counter()
-    comparable = 0
-
-    def comparable_calls(served: Served) -> Iterator[Call]:
-        nonlocal comparable
-        for session in iter_sessions(run):
-            for call in session.calls:
-                reason = incomparable(call, served)
-                if reason is None:
-                    comparable += 1
-                    yield call
-                else:
-                    skipped[reason] += 1
-
-    with Scorer(engine_url) as engine:
-        served = engine.served(run)
-        chosen = choose(comparable_calls(served), sample, seed)
-        if not chosen:
-            why = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "it holds none"
-            serves = ", ".join(f"{version} (as {name})" for version, name in served.names.items())
-            raise UserError(f"no call of {run} can be compared: {why}; the engine serves the weights {serves}")
-        scores = []
-        for done, call in enumerate(chosen):
-            progress(done, len(chosen))
-            scores.append(engine.score(call, served.names[call.weight_versions[0].version]))
-        progress(len(chosen), len(chosen))
+    comparable: list[CallName] = []
+    for session in iter_sessions(run):
+        for call in session.calls:
+            if reason := incomparable(call, served):
+                skipped[reason] += 1
+            else:
+                comparable.append((call.kind, call.session_id, call.call_id))
+    if not comparable:
+        why = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "it holds none"
+        serves = ", ".join(f"{version} (as {name})" for version, name in served.names.items())
+        raise UserError(f"no call of {run} can be compared: {why}; the engine serves the weights {serves}")
+    chosen = choose(comparable, sample, seed)
+    scores: list[Score] = []
+    for session in iter_sessions(run, {session_id for _, session_id, _ in chosen}):
+        for call in session.calls:
+            if (call.kind, call.session_id, call.call_id) in chosen:
+                advance("calls scored", len(scores), len(chosen))
+                model = served.names[call.weight_versions[0].version]
+                scores.append(Score(call, engine.score(model, call.prompt_ids, call.completion_ids)))
     rows = summarize_scores(scores, threshold)
-    return Report(recorded_model, served.model, threshold, rows, comparable, dict(skipped))
+    return Report(recorded_model, served.model, threshold, rows, len(comparable), dict(skipped))
+
+
+def served_weights(engine: EngineAdmin, run: Path) -> Served:
+    """What the engine serves of the weights that sampled `run`: its base model, and the adapter that the run's
+    `policy.json` names if it is loaded. Raises `UserError`."""
+    models = engine.models()
+    names = {engine.weight_version(): models.base}
+    policy = PolicyFile(run).read()
+    if policy.model is not None and policy.model in models.adapters:
+        names[policy.version] = policy.model
+    return Served(models.root, names, models.max_model_len)
 
 
 def incomparable(call: Call, served: Served) -> str | None:
@@ -236,22 +176,14 @@ def incomparable(call: Call, served: Served) -> str | None:
     return None
 
 
-def choose(calls: Iterable[Call], count: int, seed: int) -> list[Call]:
+def choose(calls: Collection[CallName], count: int, seed: int) -> set[CallName]:
     """Up to `count` calls, as evenly over the kinds as there are calls; the same for the same seed, in whatever order
-    they come. No more than `count` of each kind are held."""
-    # each call draws a number; of each kind those with the smallest ones are kept, the largest of them on top
-    kept: defaultdict[CallKind, list[tuple[int, str, Call]]] = defaultdict(list)
-    for call in calls:
-        name = f"{seed} {call.session_id} {call.call_id}"
-        drawn = int.from_bytes(blake2b(name.encode(), digest_size=8).digest())
-        heappush(kept[call.kind], (-drawn, name, call))
-        if len(kept[call.kind]) > count:
-            heappop(kept[call.kind])
-    turns = []
-    for kind, entries in kept.items():
-        for turn, (_, _, call) in enumerate(sorted(entries, key=lambda entry: entry[:2], reverse=True)):
-            turns.append((turn, KINDS.index(kind), call))
-    return [call for _, _, call in sorted(turns, key=lambda entry: entry[:2])[:count]]
+    they come."""
+    shuffled = sorted(calls)
+    Random(seed).shuffle(shuffled)
+    of_kind = [[call for call in shuffled if call[0] == kind] for kind in KINDS]
+    turns = (call for turn in zip_longest(*of_kind) for call in turn if call is not None)
+    return set(islice(turns, count))
 
 
 def summarize_scores(scores: Sequence[Score], threshold: float) -> list[Row]:

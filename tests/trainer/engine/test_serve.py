@@ -1,6 +1,8 @@
 import json
+import socket
 import sys
 
+import httpx
 import pytest
 
 from rolltap.trainer.engine.serve import EngineServer, check_engine, engine_command, is_cpu_build
@@ -47,6 +49,34 @@ def test_an_engine_that_ends_before_it_answers_shows_its_log(tmp_path):
     server = EngineServer("m", vllm=vllm, port=9, log=tmp_path / "vllm.log")
     with pytest.raises(UserError, match=r"ended with status 7; the end of (.|\n)*out of memory"):
         server.start()
+
+
+ANSWERING = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+paths = dict.fromkeys(["/inference/v1/generate", "/weight_info", "/collective_rpc"])
+answers = {"/health": None, "/openapi.json": {"paths": paths}, "/version": {"version": "0.32.0"}}
+class Engine(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answers[self.path]).encode())
+port = int(sys.argv[sys.argv.index("--port") + 1])
+HTTPServer(("127.0.0.1", port), Engine).serve_forever()
+"""
+
+
+def test_an_engine_is_reached_whatever_proxy_the_caller_has(tmp_path, monkeypatch):
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
+    (tmp_path / "answering.py").write_text(ANSWERING)
+    vllm = fake_vllm(tmp_path, f'exec {sys.executable} {tmp_path}/answering.py "$@"')
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = EngineServer("m", vllm=vllm, port=port, log=tmp_path / "vllm.log")
+    server.start()
+    with server:
+        assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200
 
 
 def test_a_port_that_is_taken_is_named(scripted_engine, tmp_path, monkeypatch):
