@@ -8,40 +8,30 @@ import click
 from rich.console import Console
 
 from rolltap.addons.store.metadata import RunError
-from rolltap.trainer.commands.addon import addon_command
-from rolltap.trainer.commands.check import check_command
-from rolltap.trainer.commands.env import env_command
-from rolltap.trainer.commands.export import export_command
-from rolltap.trainer.commands.inspect import inspect_command
-from rolltap.trainer.commands.record import record_command
-from rolltap.trainer.commands.rollout import rollout_command
-from rolltap.trainer.commands.runs import filter_command, import_command, merge_command, split_command, verify_command
-from rolltap.trainer.commands.serve import serve_command
-from rolltap.trainer.commands.traces import traces_command
-from rolltap.trainer.commands.train import train_command
+from rolltap.trainer.commands import addon, check, env, export, inspect, record, rollout, runs, serve, traces, train
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.traces.ledger import LedgerError
 
-_COMMANDS = [
-    addon_command,
-    serve_command,
-    record_command,
-    env_command,
-    rollout_command,
-    train_command,
-    inspect_command,
-    check_command,
-    traces_command,
-    export_command,
-    import_command,
-    merge_command,
-    split_command,
-    filter_command,
-    verify_command,
-]
 
-
-@click.group(commands=_COMMANDS)
+@click.group(
+    commands=[
+        addon.addon_command,
+        serve.serve_command,
+        record.record_command,
+        env.env_command,
+        rollout.rollout_command,
+        train.train_command,
+        inspect.inspect_command,
+        check.check_command,
+        traces.traces_command,
+        export.export_command,
+        runs.import_command,
+        runs.merge_command,
+        runs.split_command,
+        runs.filter_command,
+        runs.verify_command,
+    ]
+)
 @click.version_option(package_name="rolltap")
 def rolltap() -> None:
     """Taps agent rollouts off the wire, and trains on them."""

@@ -1,13 +1,12 @@
 """`rolltap check`: recorded log-probabilities against a running engine's."""
 
-import json
 import sys
 from pathlib import Path
 
 import click
 from rich.console import Console
 
-from rolltap.trainer.commands.options import FOLDER, engine_option
+from rolltap.trainer.commands.options import FOLDER, engine_option, json_option, print_result
 from rolltap.trainer.progress import progress_bar
 from rolltap.trainer.views.check import check_run, print_report
 
@@ -25,7 +24,7 @@ from rolltap.trainer.views.check import check_run, print_report
     help="The mean absolute difference that is still within, in nats. An engine in float32 on CPU repeats itself "
     "within 0.0001; bfloat16 differs more, as results depend on what is computed in the same batch.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@json_option
 def check_command(run: Path, engine: str, sample: int, seed: int, threshold: float, as_json: bool) -> None:
     """Score calls of a RUN again on a running engine.
 
@@ -35,8 +34,5 @@ def check_command(run: Path, engine: str, sample: int, seed: int, threshold: flo
     """
     with progress_bar(Console(stderr=True)) as advance:
         report = check_run(run, engine, sample=sample, seed=seed, threshold=threshold, advance=advance)
-    if as_json:
-        click.echo(json.dumps(report.to_json()))
-    else:
-        print_report(report, Console())
+    print_result(report, as_json, print_report)
     sys.exit(0 if report.within else 1)

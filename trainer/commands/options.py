@@ -1,10 +1,13 @@
-"""Options that several commands have."""
+"""What several commands share: options, and printing for people or as JSON."""
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
+from rich.console import Console
 
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.rollouts.harness import harness_names
@@ -12,6 +15,7 @@ from rolltap.trainer.rollouts.harness import harness_names
 FOLDER = click.Path(path_type=Path, file_okay=False)
 FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
 
+json_option = click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 engine_option = partial(click.option, "--engine", default="http://127.0.0.1:8000", show_default=True)
 harness_option = partial(
     click.option,
@@ -20,6 +24,14 @@ harness_option = partial(
     metavar="NAME",
     help=f"A preset: {', '.join(harness_names())}, or a .toml file of your own.",
 )
+
+
+def print_result(result: Any, as_json: bool, printer: Callable[[Any, Console], None]) -> None:
+    """Print a result to stdout by `printer`, or what its `to_json` returns."""
+    if as_json:
+        click.echo(json.dumps(result.to_json()))
+    else:
+        printer(result, Console())
 
 
 def recorder_options(command: Callable[..., None]) -> Callable[..., None]:

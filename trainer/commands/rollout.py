@@ -7,13 +7,13 @@ import click
 from rich.console import Console
 
 from rolltap.addons.store.tables import RunWriter
-from rolltap.trainer.commands.inspect import print_run
-from rolltap.trainer.commands.options import FILE, harness_option, recorder_options
+from rolltap.trainer.commands.options import FILE, harness_option, json_option, print_result, recorder_options
 from rolltap.trainer.progress import progress_bar
 from rolltap.trainer.rollouts.harness import load_harness, require_program
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.scheduler import Plan, rollout
 from rolltap.trainer.rollouts.task import load_tasks
+from rolltap.trainer.views.report import print_summary, summarize
 
 
 @click.command("rollout")
@@ -23,7 +23,7 @@ from rolltap.trainer.rollouts.task import load_tasks
 @click.option("-n", "--sessions", default=8, show_default=True, type=click.IntRange(1), help="Sessions of each task.")
 @click.option("--concurrency", default=8, show_default=True, type=click.IntRange(1), help="Sessions at the same time.")
 @click.option("--timeout", default=1800.0, show_default=True, help="Seconds after which a harness is stopped.")
-@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+@json_option
 def rollout_command(
     out: Path,
     engine: str,
@@ -49,4 +49,4 @@ def rollout_command(
         progress_bar(Console(stderr=True)) as advance,
     ):
         asyncio.run(rollout(task_list, plan, recorder, writer, policy_version="default", advance=advance))
-    print_run(out, as_json)
+    print_result(summarize(out), as_json, print_summary)

@@ -5,11 +5,10 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from rolltap.trainer.commands.inspect import print_run
 from rolltap.trainer.commands.options import FILE, FOLDER, engine_option
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.training.recipe import load_recipe
-from rolltap.trainer.views.report import plot_rewards
+from rolltap.trainer.views.report import print_summary, summarize
 
 
 @click.command("train")
@@ -22,13 +21,14 @@ def train_command(recipe: Path, out: Path, engine: str, seed: int) -> None:
 
     The new weights go to the running engine, which samples the next sessions.
     """
-    # torch and TRL take seconds to import and are not needed by the other commands
+    # torch, TRL and matplotlib take seconds to import and are not needed by the other commands
     from rolltap.trainer.training.loop import FINISHED, train
+    from rolltap.trainer.views.report import plot_rewards
 
     if (out / FINISHED).exists():
         raise UserError(f"{out} holds a finished training: choose another --out")
     console = Console(stderr=True)
     train(load_recipe(recipe), engine=engine, run=out, seed=seed, console=console)
     plot_rewards(out, out / "reward.png", f"{recipe.stem}, seed {seed}")
-    print_run(out, as_json=False)
+    print_summary(summarize(out), Console())
     console.print(f"reward plot: {out / 'reward.png'}   trained model: {out / FINISHED}")

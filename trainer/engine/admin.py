@@ -35,16 +35,13 @@ class EngineError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The models that an engine serves."""
+    """What an engine serves: the base model's name in requests, its folder or full name, its context window in tokens,
+    and the names of the LoRA adapters that are loaded."""
 
     base: str
-    """The name by which a request asks for the base model."""
     root: str
-    """The base model: a folder or a name."""
     max_model_len: int
-    """The context window in tokens."""
     adapters: frozenset[str]
-    """The names of the LoRA adapters that are loaded."""
 
 
 class EngineAdmin:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from peft import PeftModel
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from rolltap.addons.engine.policy import POLICY_FILE
 from rolltap.addons.store.metadata import write_atomically
@@ -34,16 +34,13 @@ class CheckpointPublisher:
     """Saves the whole model and has the engine reload it; an adapter is merged into the saved copy.
 
     The engine finishes the calls in flight first, and holds new ones back, so that no call mixes versions. `folder`
-    holds the newest checkpoint, which is a complete model when `processing_class` is given.
+    holds the newest checkpoint.
     """
 
-    def __init__(
-        self, engine_url: str, folder: Path, run: Path, processing_class: PreTrainedTokenizerBase | None = None
-    ) -> None:
+    def __init__(self, engine_url: str, folder: Path, run: Path) -> None:
         self._engine = EngineAdmin(engine_url)
         self._folder = folder.absolute()
         self._run = run
-        self._processing_class = processing_class
         self._previous: Path | None = None
 
     def publish(self, model: PreTrainedModel | PeftModel, version: str) -> None:
@@ -55,7 +52,7 @@ class CheckpointPublisher:
                 "publish LoRA adapters"
             )
         checkpoint = self._folder / f"policy-{version}"
-        _save(checkpoint, lambda folder: self._write(model, folder))
+        _save(checkpoint, _merged(model).save_pretrained)
         # a reload that fails leaves vLLM 0.32 without weights, and the next call ends it
         if not (checkpoint / "config.json").is_file() or not any(checkpoint.glob("*.safetensors")):
             raise UserError(
@@ -72,13 +69,6 @@ class CheckpointPublisher:
         if self._previous not in (None, checkpoint):
             shutil.rmtree(self._previous)
         self._previous = checkpoint
-
-    def _write(self, model: PreTrainedModel | PeftModel, folder: Path) -> None:
-        # a copy, because merge_adapter and unmerge_adapter leave rounding errors in the weights that are trained
-        whole = copy.deepcopy(model).merge_and_unload() if isinstance(model, PeftModel) else model
-        whole.save_pretrained(folder)
-        if self._processing_class is not None:
-            self._processing_class.save_pretrained(folder)
 
 
 class LoraPublisher:
@@ -115,6 +105,11 @@ class LoraPublisher:
                 self._engine.unload_adapter(old)
         for _, folder in dropped:
             shutil.rmtree(folder)
+
+
+def _merged(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
+    # a copy, because merge_adapter and unmerge_adapter leave rounding errors in the weights that are trained
+    return copy.deepcopy(model).merge_and_unload() if isinstance(model, PeftModel) else model
 
 
 def _save(target: Path, write: Callable[[Path], None]) -> None:

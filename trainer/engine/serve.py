@@ -8,7 +8,6 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from rolltap.trainer.engine.admin import EngineAdmin
@@ -104,8 +103,7 @@ class EngineServer:
         admin = EngineAdmin(self.url)
         if admin.healthy():
             raise UserError(f"something answers at {self.url} already: stop it, or choose another --port")
-        output = self._log.open("a") if self._log else None
-        try:
+        with self._log.open("a") if self._log else contextlib.nullcontext() as output:
             self._process = subprocess.Popen(
                 self._command,
                 env=self._env,
@@ -114,9 +112,6 @@ class EngineServer:
                 stderr=subprocess.STDOUT if output else None,
                 start_new_session=True,  # vLLM's processes are stopped as one group, and by us
             )
-        finally:
-            if output:
-                output.close()
         try:
             deadline = time.monotonic() + START_SECONDS
             while not admin.healthy():
@@ -133,9 +128,7 @@ class EngineServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def wait(self) -> int:

@@ -23,7 +23,7 @@ from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call, CallKind, find_violation
-from rolltap.trainer.engine.admin import EngineAdmin
+from rolltap.trainer.engine.admin import EngineAdmin, Models
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.progress import Advance
 from rolltap.trainer.traces.reader import iter_sessions
@@ -34,34 +34,13 @@ HARMLESS_SAMPLING = {"max_tokens", "seed", "stop", "stop_token_ids", "asked"}
 
 CallName = tuple[CallKind, str, str]
 """A call by its kind, its session's id and its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """What an engine serves, as far as a run's calls need it."""
-
-    model: str
-    """The base model: a folder or a name."""
-    names: dict[str, str]
-    """Weight version -> the model name by which the engine knows these weights."""
-    max_model_len: int
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """A call and its score: `logprobs` has the length of the call's completion."""
-
-    call: Call
-    logprobs: list[float]
-
-    def differences(self) -> list[float]:
-        """Absolute difference of each token's log-probability, in nats."""
-        return [abs(a - b) for a, b in zip(self.call.logprobs, self.logprobs, strict=True)]
+Score = tuple[Call, list[float]]
+"""A call, and the log-probabilities of its completion as the engine computes them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """The sampled token of a row whose log-probabilities differ most."""
+    """A sampled token and its log-probabilities, as they were recorded and as the engine computes them."""
 
     session_id: str
     call_id: str
@@ -83,6 +62,7 @@ class Row:
     share_over_threshold: float
     """Of the tokens."""
     worst: Token
+    """The one whose log-probabilities differ most."""
     within: bool
     """Whether the mean difference is within the threshold."""
 
@@ -118,18 +98,19 @@ def check_run(run: Path, engine_url: str, *, sample: int, seed: int, threshold: 
     """
     recorded_model = str(read_metadata(run).get("model", ""))
     engine = EngineAdmin(engine_url)
-    served = served_weights(engine, run)
+    models = engine.models()
+    names = weight_names(engine, models, run)
     skipped: Counter[str] = Counter()
     comparable: list[CallName] = []
     for session in iter_sessions(run):
         for call in session.calls:
-            if reason := incomparable(call, served):
+            if reason := incomparable(call, names, models.max_model_len):
                 skipped[reason] += 1
             else:
                 comparable.append((call.kind, call.session_id, call.call_id))
     if not comparable:
         why = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "it holds none"
-        serves = ", ".join(f"{version} (as {name})" for version, name in served.names.items())
+        serves = ", ".join(f"{version} (as {name})" for version, name in names.items())
         raise UserError(f"no call of {run} can be compared: {why}; the engine serves the weights {serves}")
     chosen = choose(comparable, sample, seed)
     scores: list[Score] = []
@@ -137,25 +118,24 @@ def check_run(run: Path, engine_url: str, *, sample: int, seed: int, threshold: 
         for call in session.calls:
             if (call.kind, call.session_id, call.call_id) in chosen:
                 advance("calls scored", len(scores), len(chosen))
-                model = served.names[call.weight_versions[0].version]
-                scores.append(Score(call, engine.score(model, call.prompt_ids, call.completion_ids)))
+                model = names[call.weight_versions[0].version]
+                scores.append((call, engine.score(model, call.prompt_ids, call.completion_ids)))
     rows = summarize_scores(scores, threshold)
-    return Report(recorded_model, served.model, threshold, rows, len(comparable), dict(skipped))
+    return Report(recorded_model, models.root, threshold, rows, len(comparable), dict(skipped))
 
 
-def served_weights(engine: EngineAdmin, run: Path) -> Served:
-    """What the engine serves of the weights that sampled `run`: its base model, and the adapter that the run's
-    `policy.json` names if it is loaded. Raises `UserError`."""
-    models = engine.models()
+def weight_names(engine: EngineAdmin, models: Models, run: Path) -> dict[str, str]:
+    """Weight version -> the model name by which the engine serves these weights: its base model's, and those of the
+    adapter that the run's `policy.json` names if it is loaded. Raises `UserError`."""
     names = {engine.weight_version(): models.base}
     policy = PolicyFile(run).read()
     if policy.model is not None and policy.model in models.adapters:
         names[policy.version] = policy.model
-    return Served(models.root, names, models.max_model_len)
+    return names
 
 
-def incomparable(call: Call, served: Served) -> str | None:
-    """Why a call cannot be compared with what the engine says, or None."""
+def incomparable(call: Call, names: Collection[str], max_model_len: int) -> str | None:
+    """Why a call cannot be compared with what an engine says that serves the weights `names`, or None."""
     if not call.completion_ids:
         return "nothing sampled"
     if call.violation or find_violation(call.completion_ids, call.logprobs, call.weight_versions):
@@ -163,15 +143,13 @@ def incomparable(call: Call, served: Served) -> str | None:
     sampling = json.loads(call.sampling)
     if "structured_outputs" in sampling:
         return "sampled under a grammar"
-    if any(sampling.get(key) != value for key, value in NEUTRAL_SAMPLING.items()):
-        return "not sampled neutrally"
-    if sampling.keys() - NEUTRAL_SAMPLING.keys() - HARMLESS_SAMPLING:
+    if {key: value for key, value in sampling.items() if key not in HARMLESS_SAMPLING} != NEUTRAL_SAMPLING:
         return "not sampled neutrally"
     versions = {span.version for span in call.weight_versions}
-    if len(versions) != 1 or not versions <= served.names.keys():
+    if len(versions) != 1 or not versions <= set(names):
         return "other weights"
     # vLLM samples at least one token after what it scores
-    if len(call.prompt_ids) + len(call.completion_ids) >= served.max_model_len:
+    if len(call.prompt_ids) + len(call.completion_ids) >= max_model_len:
         return "too long for the engine"
     return None
 
@@ -189,15 +167,18 @@ def choose(calls: Collection[CallName], count: int, seed: int) -> set[CallName]:
 def summarize_scores(scores: Sequence[Score], threshold: float) -> list[Row]:
     """One row for each kind and policy version, kinds in the order of `KINDS`."""
     groups: defaultdict[tuple[CallKind, str], list[Score]] = defaultdict(list)
-    for score in scores:
-        groups[score.call.kind, score.call.weight_versions[0].version].append(score)
+    for call, logprobs in scores:
+        groups[call.kind, call.weight_versions[0].version].append((call, logprobs))
     rows = []
     for kind, version in sorted(groups, key=lambda key: (KINDS.index(key[0]), key[1])):
         group = groups[kind, version]
-        found = [(d, score, i) for score in group for i, d in enumerate(score.differences())]
-        differences = [d for d, _, _ in found]
-        largest, score, i = max(found, key=lambda entry: entry[0])
-        call, mean = score.call, fmean(differences)
+        tokens = [
+            Token(call.session_id, call.call_id, i, recorded, scored)
+            for call, logprobs in group
+            for i, (recorded, scored) in enumerate(zip(call.logprobs, logprobs, strict=True))
+        ]
+        differences = [abs(token.recorded - token.scored) for token in tokens]
+        largest, mean = max(differences), fmean(differences)
         rows.append(
             Row(
                 kind=kind,
@@ -207,7 +188,7 @@ def summarize_scores(scores: Sequence[Score], threshold: float) -> list[Row]:
                 mean_difference=mean,
                 max_difference=largest,
                 share_over_threshold=sum(d > threshold for d in differences) / len(differences),
-                worst=Token(call.session_id, call.call_id, i, call.logprobs[i], score.logprobs[i]),
+                worst=tokens[differences.index(largest)],
                 within=mean <= threshold,
             )
         )

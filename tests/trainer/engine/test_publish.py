@@ -124,11 +124,6 @@ def test_an_adapter_is_merged_into_the_checkpoint_and_stays_as_it_was_in_trainin
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
 
 
-def test_the_checkpoint_is_a_complete_model_with_the_processing_class(engine, base, restored, tokenizer, tmp_path):
-    CheckpointPublisher(engine.url, tmp_path / "published", tmp_path, tokenizer).publish(base, "1")
-    assert type(tokenizer).from_pretrained(tmp_path / "published" / "policy-1").get_vocab() == tokenizer.get_vocab()
-
-
 def test_a_call_in_flight_ends_with_the_weights_it_began_with(engine, base, restored, tmp_path):
     sampling = {"max_tokens": 1000, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
     body = {"token_ids": PROMPT, "sampling_params": sampling, "stream": True}

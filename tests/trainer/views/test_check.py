@@ -19,10 +19,11 @@ from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.commands.check import check_command
 from rolltap.trainer.engine.publish import LoraPublisher
 from rolltap.trainer.errors import UserError
-from rolltap.trainer.views.check import Score, Served, choose, incomparable, summarize_scores
+from rolltap.trainer.views.check import choose, incomparable, summarize_scores
 
 SAMPLING = {**NEUTRAL_SAMPLING, "max_tokens": 12, "seed": 1, "stop_token_ids": [], "asked": {"temperature": 0.2}}
-SERVED = Served("/m", {"default": "/m", "2": "policy-2"}, 100)
+SERVED = ({"default", "2"}, 100)
+"""Weight versions, and the context window."""
 
 
 def call(call_id="c", kind="root", sampled=(5, 6), version="default", **fields):
@@ -42,8 +43,8 @@ def check(run, url, *options):
 
 class TestWhatCanBeCompared:
     def test_a_neutrally_sampled_call_of_served_weights_can(self):
-        assert incomparable(call(), SERVED) is None
-        assert incomparable(call(version="2", kind="bridged"), SERVED) is None
+        assert incomparable(call(), *SERVED) is None
+        assert incomparable(call(version="2", kind="bridged"), *SERVED) is None
 
     @pytest.mark.parametrize(
         ("fields", "reason"),
@@ -60,14 +61,14 @@ class TestWhatCanBeCompared:
         ],
     )
     def test_others_cannot_for_a_named_reason(self, fields, reason):
-        assert incomparable(call(**fields), SERVED) == reason
+        assert incomparable(call(**fields), *SERVED) == reason
 
     def test_a_call_across_a_change_of_weights_cannot(self):
         spans = [VersionSpan("default", 0, 1), VersionSpan("2", 1, 2)]
-        assert incomparable(replace(call(), weight_versions=spans), SERVED) == "other weights"
+        assert incomparable(replace(call(), weight_versions=spans), *SERVED) == "other weights"
 
     def test_an_aborted_call_with_tokens_can(self):
-        assert incomparable(call(status="aborted"), SERVED) is None
+        assert incomparable(call(status="aborted"), *SERVED) is None
 
 
 class TestSample:
@@ -88,10 +89,10 @@ class TestSample:
 
 def test_differences_are_summed_up_by_kind_and_policy_version():
     scores = [
-        Score(call("a", "bridged"), [-0.5, -0.5]),
-        Score(call("b", "bridged"), [-0.5, -0.9]),
-        Score(call("c", "bridged", version="2"), [-0.4, -0.5]),
-        Score(call("d", "root"), [-0.5, -0.5]),
+        (call("a", "bridged"), [-0.5, -0.5]),
+        (call("b", "bridged"), [-0.5, -0.9]),
+        (call("c", "bridged", version="2"), [-0.4, -0.5]),
+        (call("d", "root"), [-0.5, -0.5]),
     ]
     root, second, first = summarize_scores(scores, 0.05)
     assert (root.kind, root.mean_difference, root.within) == ("root", 0.0, True)
