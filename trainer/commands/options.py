@@ -54,8 +54,6 @@ def recorder_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _pairs(context: click.Context, option: click.Parameter, settings: tuple[str, ...]) -> dict[str, str]:
-    pairs = [setting.partition("=") for setting in settings]
-    for name, equals, _ in pairs:
-        if not equals:
-            raise UserError(f"--set {name}: write it as NAME=VALUE")
-    return {name: value for name, _, value in pairs}
+    if wrong := [setting for setting in settings if "=" not in setting]:
+        raise UserError(f"--set {wrong[0]}: write it as NAME=VALUE")
+    return {name: value for name, _, value in (setting.partition("=") for setting in settings)}

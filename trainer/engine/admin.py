@@ -85,8 +85,11 @@ class EngineAdmin:
         return self._ask("GET", "/weight_info", lambda answer: str(answer["weight_version"]))
 
     def set_weight_version(self, version: str) -> None:
-        """Name the base model's weights."""
+        """Name the base model's weights, and see that the engine reports the name."""
         self._send("POST", "/update_weight_version", {"new_version": version})
+        served = self.weight_version()
+        if served != version:
+            raise EngineError(f"vLLM says that it serves version {served!r} after {version!r} was published")
 
     def runs_on_cpu(self) -> bool:
         """Whether vLLM's model attends with its CPU backend, which the model's printed form names."""

@@ -95,7 +95,7 @@ async def _run_session(
                 workspace.mkdir()
             base = clean_environment(home)
             env = {**base, **harness_env, **recorder.environment(session.session_id)}
-            finished = await run(
+            session.exit_status = await run(
                 plan.harness.command_for(task.instruction),
                 cwd=workspace,
                 env=env,
@@ -105,11 +105,10 @@ async def _run_session(
         except OSError as error:
             session.error = f"the session could not be started: {error}"
             return
-        session.exit_status = finished.exit_status
-        if finished.exit_status is None:
+        if session.exit_status is None:
             session.status, session.error = "timeout", f"stopped after {plan.timeout:g} s"
-        elif finished.exit_status != 0:
-            session.status, session.error = "failed", f"the harness ended with status {finished.exit_status}"
+        elif session.exit_status != 0:
+            session.status, session.error = "failed", f"the harness ended with status {session.exit_status}"
         else:
             session.status = "completed"
         log = logs / f"{session.session_id}.evaluate.log"

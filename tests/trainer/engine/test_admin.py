@@ -64,6 +64,12 @@ def test_a_prefix_cache_that_was_kept_is_an_error(answering, admin):
         admin.reset_prefix_cache()
 
 
+def test_a_version_that_is_not_served_after_it_was_set_is_an_error(answering, admin):
+    answering.answers |= {"/update_weight_version": {}, "/weight_info": {"weight_version": "6"}}
+    with pytest.raises(EngineError, match="serves version '6' after '7' was published"):
+        admin.set_weight_version("7")
+
+
 NOT_FOUND = (404, '{"error":{"message":"cannot be found","type":"NotFoundError"}}')
 
 
