@@ -24,7 +24,7 @@ def serve_command(
     """Start vLLM for MODEL, with what recording and publishing need.
 
     On GPUs, or on the CPU without.
-    Arguments after `--` go to `vllm serve` as they are.
+    Arguments after `--` go to `vllm serve` as they are. A start-up of more than two hours is given up.
     """
     server = EngineServer(
         model, vllm=vllm, host=host, port=port, max_model_len=max_model_len, lora_rank=lora_rank, extra=extra
