@@ -59,7 +59,7 @@ async def test_a_session_ends_well_and_adds_up(name, parrot, tmp_path):
     with Recorder(run, engine=parrot.url, model=str(parrot.model_dir), options=options) as recorder:
         plan = Plan(harness, 1, 1, 240.0)
         (session,) = await rollout(
-            [TASK], plan, recorder, RunWriter(run), policy_version="default", done=lambda session: None
+            [TASK], plan, recorder, RunWriter(run), policy_version="default", advance=lambda *_: None
         )
     log = next((run / "logs").glob("*[0-9].log")).read_text()
     assert (session.status, session.error) == ("completed", None), log

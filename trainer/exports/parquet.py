@@ -2,7 +2,7 @@
 
 import re
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.exports.card import HERE, parquet_card
 from rolltap.trainer.exports.features import CALL_FEATURES, EVENT_FEATURES, SESSION_FEATURES, TRACE_FEATURES, trace_row
 from rolltap.trainer.exports.shards import ShardWriter
+from rolltap.trainer.progress import Advance
 from rolltap.trainer.traces.reader import count_sessions
 from rolltap.trainer.traces.sessions import Selection, Totals, iter_traces
 
@@ -22,7 +23,7 @@ _SOCKET = re.compile(r"\('[^']+', \d+(?:, \d+, \d+)?\)")
 """An address as Python writes it into the error of a connection."""
 
 
-def export(run: Path, out: Path, progress: Callable[[int, int], None], *, where: str = HERE) -> int:
+def export(run: Path, out: Path, advance: Advance, *, where: str = HERE) -> int:
     """Write a run as four configs and a card that says to load them from `where`; returns the number of rows.
 
     A config without rows is left out. Prompts stay as they are stored, what follows the parent's: whole ones take room
@@ -43,7 +44,7 @@ def export(run: Path, out: Path, progress: Callable[[int, int], None], *, where:
             calls.add(_without_addresses(call.to_row(), "error", engines) for call in traced.recorded.calls)
             sessions.add([session.to_row()] if (session := traced.recorded.session) else [])
             totals.add(traced)
-            progress(totals.sessions, total)
+            advance("sessions", totals.sessions, total)
     with _shards(out, "events", EVENT_FEATURES) as events:
         events.add(_without_addresses(row, "detail", engines) for row in read_rows(run, "events"))
     rows = {shards.folder.name: shards.rows for shards in (traces, calls, sessions, events)}
