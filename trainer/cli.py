@@ -301,7 +301,7 @@ def train(recipe: Path, out: Path, engine: str, seed: int) -> None:
     from rolltap.trainer.training.loop import FINISHED
     from rolltap.trainer.training.loop import train as run_recipe
     from rolltap.trainer.training.recipe import load_recipe
-    from rolltap.trainer.views.report import plot_rewards
+    from rolltap.trainer.views.plot import plot_rewards
 
     if (out / FINISHED).exists():
         raise UserError(f"{out} holds a finished training: choose another --out")

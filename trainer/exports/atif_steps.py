@@ -82,12 +82,6 @@ def result(message: Message, asking: Step) -> dict[str, Any]:
     return {"content": message["content"], "extra": {"tool_call_id": tool_call_id}}
 
 
-def replacing(message: Message) -> dict[str, Any]:
-    """A message of the conversation after a boundary as a result."""
-    rest = {key: value for key, value in for_template(message).items() if key != "content"}
-    return {"content": message["content"], "extra": rest}
-
-
 def observe(step: Step, result: dict[str, Any]) -> None:
     """Add a result to a step."""
     step.setdefault("observation", {"results": []})["results"].append(result)

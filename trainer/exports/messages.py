@@ -19,11 +19,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from rolltap.trainer.exports.lines import find_ends, find_path
 from rolltap.trainer.exports.sessions import Progress, dump_json, each_session
 from rolltap.trainer.traces.build import judge_calls
 from rolltap.trainer.traces.conversations import Turn, for_template, rebuild_turns
 from rolltap.trainer.traces.reader import RecordedSession
+from rolltap.trainer.traces.tree import find_ends, path_to
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ def session_conversations(recorded: RecordedSession) -> tuple[list[dict[str, Any
         if fault is not None:
             faults[turn.call.call_id] = fault
             continue
-        call_ids = [calls[i].call_id for i in find_path(parents, leaf)]
+        call_ids = [calls[i].call_id for i in path_to(leaf, parents.__getitem__)]
         lines.append(_line(recorded, turn, call_ids, left_out[leaf] or ""))
     return lines, faults
 

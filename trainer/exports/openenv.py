@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from rolltap.addons.store.records import Call
-from rolltap.trainer.exports.lines import find_ends, split_lines
 from rolltap.trainer.exports.sessions import Progress, dump_json, each_session, session_file
 from rolltap.trainer.traces.build import judge_calls
 from rolltap.trainer.traces.conversations import Turn, on_the_wire, rebuild_turns
 from rolltap.trainer.traces.ledger import LeftOut
 from rolltap.trainer.traces.reader import RecordedSession
+from rolltap.trainer.traces.tree import find_ends, split_lines
 
 SCHEMA_VERSION = 1
 INDEX_FILE = "sessions.jsonl"
