@@ -28,7 +28,8 @@ from typing import Any
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call
 from rolltap.trainer.exports.atif_steps import Step, call_step, known, observe, result, said
-from rolltap.trainer.exports.sessions import Progress, dump_json, each_session, session_file
+from rolltap.trainer.exports.sessions import Progress, dump_json, each_session
+from rolltap.trainer.file_names import file_name
 from rolltap.trainer.traces.build import judge_calls
 from rolltap.trainer.traces.conversations import Message, Turn, rebuild_turns
 from rolltap.trainer.traces.ledger import LeftOut
@@ -50,7 +51,7 @@ def export(run: Path, out: Path, progress: Progress) -> int:
         if document is None:
             empty += 1
             continue
-        (out / session_file(recorded.session_id)).write_text(dump_json(document) + "\n", encoding="utf-8")
+        (out / f"{file_name(recorded.session_id)}.json").write_text(dump_json(document) + "\n", encoding="utf-8")
         written += 1
     if empty:
         logger.warning("%s: %d sessions are left out, as they have no calls", run, empty)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import asdict
 from typing import Any
 
 from rolltap.addons.store.records import Call
@@ -38,14 +39,13 @@ def call_step(turn: Turn, left_out: str | None, copied: bool) -> Step:
 
 
 def _metrics(call: Call) -> dict[str, Any]:
-    versions = [{"version": s.version, "start": s.start, "end": s.end} for s in call.weight_versions]
     metrics: dict[str, Any] = {
         "prompt_tokens": len(call.prompt_ids),
         "completion_tokens": len(call.completion_ids),
         "cached_tokens": call.cached_tokens,
         "prompt_token_ids": list(call.prompt_ids),
         "completion_token_ids": call.completion_ids,
-        "extra": {"weight_versions": versions},
+        "extra": {"weight_versions": [asdict(span) for span in call.weight_versions]},
     }
     finite = all(math.isfinite(logprob) for logprob in call.logprobs)
     (metrics if finite else metrics["extra"])["logprobs"] = call.logprobs

@@ -34,30 +34,18 @@ configs:
   data_files: {FILE}
 dataset_info:
   features:
-  - name: messages
-    list: json
-  - name: tools
-    dtype: string
-  - name: session_id
-    dtype: string
-  - name: task_id
-    dtype: string
-  - name: group_id
-    dtype: string
-  - name: harness
-    dtype: string
-  - name: reward
-    dtype: float64
-  - name: role
-    dtype: string
-  - name: finish_reason
-    dtype: string
-  - name: left_out
-    dtype: string
-  - name: malformed
-    dtype: bool
-  - name: call_ids
-    list: string
+  - {{name: messages, list: json}}
+  - {{name: tools, dtype: string}}
+  - {{name: session_id, dtype: string}}
+  - {{name: task_id, dtype: string}}
+  - {{name: group_id, dtype: string}}
+  - {{name: harness, dtype: string}}
+  - {{name: reward, dtype: float64}}
+  - {{name: role, dtype: string}}
+  - {{name: finish_reason, dtype: string}}
+  - {{name: left_out, dtype: string}}
+  - {{name: malformed, dtype: bool}}
+  - {{name: call_ids, list: string}}
 ---
 
 Conversations of agents, recorded with rolltap. One line is one conversation with everything the model was shown.
