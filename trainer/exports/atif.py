@@ -18,25 +18,29 @@ results stood among user messages, as they belong to the step before; log-probab
 `metrics.extra.logprobs` by their names. The harness's version is not recorded: `unknown`.
 """
 
+import json
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call
-from rolltap.trainer.exports.atif_steps import Step, call_step, known, observe, result, said
 from rolltap.trainer.exports.sessions import Progress, dump_json, each_session
 from rolltap.trainer.file_names import file_name
 from rolltap.trainer.traces.build import judge_calls
-from rolltap.trainer.traces.conversations import Message, Turn, rebuild_turns
+from rolltap.trainer.traces.conversations import Message, Turn, for_template, rebuild_turns
 from rolltap.trainer.traces.ledger import LeftOut
 from rolltap.trainer.traces.reader import RecordedSession
 from rolltap.trainer.traces.tree import Parents, find_ends, split_lines
 
 logger = logging.getLogger(__name__)
+
+Step = dict[str, Any]
 
 VERSION = "ATIF-v1.7"
 UNKNOWN = "unknown"
@@ -107,7 +111,7 @@ class _Line:
             turn, copied = turns[i], n < shared
             for message in turn.new_messages:
                 self._add_message(message, copied)
-            self._asking = step = self._add(call_step(turn, left_out[i], copied))
+            self._asking = step = self._add(_call_step(turn, left_out[i], copied))
             if not copied:
                 self._of_call[i] = step
                 if turn.tools != self._tools:  # those of the first call are the agent's
@@ -117,14 +121,14 @@ class _Line:
         """Refer to another line's trajectory from the last call that started before its own."""
         if earlier := [step for i, step in self._of_call.items() if i < line._started]:
             reference = {"trajectory_id": line.last.call_id, "extra": {"role": line.last.role}}
-            observe(earlier[-1], {"subagent_trajectory_ref": [reference]})
+            _observe(earlier[-1], {"subagent_trajectory_ref": [reference]})
 
     def document(self, trajectory_id: str, agent: dict[str, Any]) -> dict[str, Any]:
         """The line as a trajectory."""
         return {
             "schema_version": VERSION,
             "trajectory_id": trajectory_id,
-            "agent": known({**agent, "tool_definitions": self._tools}),
+            "agent": _known({**agent, "tool_definitions": self._tools}),
             "steps": self._steps,
             "final_metrics": {
                 "total_prompt_tokens": sum(len(call.prompt_ids) for call in self._calls),
@@ -143,10 +147,10 @@ class _Line:
         if message["role"] == "tool":
             if self._asking is None:
                 self._asking = self._add({"source": "system", "message": "", **mark})
-            observe(self._asking, result(message, self._asking))
+            _observe(self._asking, _result(message, self._asking))
         elif message["role"] == "assistant":
             # no call of this session sampled it, so it comes from before
-            self._asking = self._add({"source": "agent", **said(message), "is_copied_context": True})
+            self._asking = self._add({"source": "agent", **_said(message), "is_copied_context": True})
         else:
             self._add({"source": message["role"], "message": message["content"], **mark})
 
@@ -154,4 +158,85 @@ class _Line:
 def _session_extra(recorded: RecordedSession) -> dict[str, Any]:
     row = recorded.session.to_row() if recorded.session else {}
     row.pop("session_id", None)
-    return known({name: value.isoformat() if isinstance(value, datetime) else value for name, value in row.items()})
+    return _known({name: value.isoformat() if isinstance(value, datetime) else value for name, value in row.items()})
+
+
+def _call_step(turn: Turn, left_out: str | None, copied: bool) -> Step:
+    """A call as an agent step; a copy says only what was said."""
+    call = turn.call
+    spoken = _said(turn.reply) if turn.reply is not None else {"message": ""}
+    step = {"timestamp": call.started_at.isoformat(), "source": "agent", **spoken}
+    if copied:
+        return {**step, "is_copied_context": True, "extra": {"call_id": call.call_id}}
+    extra = {
+        "call_id": call.call_id,
+        "role": call.role,
+        "role_evidence": call.role_evidence or None,
+        "kind": call.kind,
+        "kind_reason": call.kind_reason,
+        "status": call.status,
+        "error": call.error,
+        "violation": call.violation,
+        "left_out": left_out,
+        "incomplete": turn.incomplete,
+        "finish_reason": call.finish_reason,
+        "dialect": call.dialect,
+        "requested_model": call.model,
+        "sampling": json.loads(call.sampling),
+        "finished_at": call.finished_at and call.finished_at.isoformat(),
+    }
+    return {**step, "metrics": _metrics(call), "llm_call_count": 1, "extra": _known(extra)}
+
+
+def _metrics(call: Call) -> dict[str, Any]:
+    metrics: dict[str, Any] = {
+        "prompt_tokens": len(call.prompt_ids),
+        "completion_tokens": len(call.completion_ids),
+        "cached_tokens": call.cached_tokens,
+        "prompt_token_ids": list(call.prompt_ids),
+        "completion_token_ids": call.completion_ids,
+        "extra": {"weight_versions": [asdict(span) for span in call.weight_versions]},
+    }
+    finite = all(math.isfinite(logprob) for logprob in call.logprobs)
+    (metrics if finite else metrics["extra"])["logprobs"] = call.logprobs
+    return _known(metrics)
+
+
+def _said(message: Message) -> dict[str, Any]:
+    """The fields of an agent step that an assistant message fills."""
+    message = for_template(message)
+    return _known(
+        {
+            "message": message.get("content") or "",
+            "reasoning_content": message.get("reasoning_content"),
+            "tool_calls": [_tool_call(call) for call in message.get("tool_calls") or []] or None,
+        }
+    )
+
+
+def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    named = {"tool_call_id": call["id"], "function_name": function["name"]}
+    if isinstance(arguments, dict):
+        return {**named, "arguments": arguments}
+    return {**named, "arguments": {}, "extra": {"arguments": arguments}}
+
+
+def _result(message: Message, asking: Step) -> dict[str, Any]:
+    """A tool message as a result; its call's id is a reference only where the step has that call."""
+    tool_call_id = message.get("tool_call_id")
+    asked = {call["tool_call_id"] for call in asking.get("tool_calls") or []}
+    if tool_call_id in asked:
+        return {"source_call_id": tool_call_id, "content": message["content"]}
+    return {"content": message["content"], "extra": {"tool_call_id": tool_call_id}}
+
+
+def _observe(step: Step, result: dict[str, Any]) -> None:
+    """Add a result to a step."""
+    step.setdefault("observation", {"results": []})["results"].append(result)
+
+
+def _known(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields that are not None."""
+    return {name: value for name, value in fields.items() if value is not None}

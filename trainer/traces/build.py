@@ -33,7 +33,7 @@ class Trace:
     prompt_ids: list[int]
     """The root call's prompt, shape (P,)."""
     completion_ids: list[int]
-    """Everything after it: what the path's calls sampled and what came between, shape (C,)."""
+    """All that follows: what the path's calls sampled and what came between, shape (C,)."""
     completion_mask: list[int]
     """1 where the policy sampled the token and this trace trains it, else 0."""
     logprobs: list[float]
@@ -62,7 +62,7 @@ class GroupReward(NamedTuple):
 
 @dataclass(slots=True)
 class Batch:
-    """What a trainer steps on: traces, and the reward of every session that has one.
+    """Traces to step on, and the reward of every session that has one.
 
     A session whose calls were all left out has no trace; its reward still counts in its group's mean.
     """

@@ -106,7 +106,7 @@ class SessionIndex:
 
     @property
     def session_ids(self) -> list[str | None]:
-        """Those that have rows, in the order of their first ones."""
+        """Sessions that have rows, in the order of their first ones."""
         return list(self._places)
 
     def batches(self, session_id: str | None) -> Iterator[pa.RecordBatch]:

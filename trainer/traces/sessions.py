@@ -30,7 +30,7 @@ class TracedSession:
 
     @property
     def reward(self) -> float | None:
-        """The session's reward; None when it has none, or no row."""
+        """None when the session has none, or no row."""
         return self.recorded.session.reward if self.recorded.session else None
 
     def rewarded(self) -> "TracedSession":
@@ -44,7 +44,7 @@ class TracedSession:
 
 @dataclass(slots=True)
 class Totals:
-    """What went out, counted."""
+    """Counts of sessions and of what they became."""
 
     sessions: int = 0
     rewarded: int = 0

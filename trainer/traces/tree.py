@@ -88,7 +88,7 @@ def path_to(node: T, parent_of: Callable[[T], T | None]) -> list[T]:
 
 
 def find_ends(parents: Parents, calls: Collection[int]) -> list[int]:
-    """Those of `calls` that no other of them descends from, in their order."""
+    """The calls that no other of `calls` descends from, in their order."""
     above: set[int] = set()
     for call in calls:
         node = parents[call]

@@ -139,7 +139,7 @@ class OnlineTraces:
 
 
 def sampling(recipe: Recipe) -> dict[str, Any]:
-    """What the recorder samples with: the recipe's own, and the temperature that the trainer divides logits by.
+    """The recorder's sampling parameters: the recipe's own, and the temperature that the trainer divides logits by.
 
     Raises `UserError` when the two disagree.
     """

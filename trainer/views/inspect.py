@@ -1,4 +1,4 @@
-"""What `rolltap inspect` shows of one session and of one call, as data."""
+"""One session and one call as `rolltap inspect` shows them, as data."""
 
 import difflib
 import json
@@ -66,7 +66,7 @@ class SessionView:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a prompt stops to agree with what was recorded of its session before."""
+    """The place where a prompt stops to agree with what was recorded of its session before."""
 
     call_id: str
     """The earlier call whose prompt and completion have the longest common beginning with the prompt."""
@@ -82,11 +82,11 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class CallView:
-    """Everything of one call."""
+    """One call with all that is known of it."""
 
     call: Call
     messages: list[dict[str, Any]]
-    """Those that are new in it."""
+    """The messages that are new in it."""
     tools: list[str] | None
     """Names of the tools shown to the model; None when they are the parent's."""
     left_out: str | None
@@ -192,7 +192,7 @@ def first_words(call: Call) -> str:
 
 
 def first_difference(call: Call, calls: Sequence[Call]) -> Difference | None:
-    """Where the prompt of `call` leaves the tokens of the completed calls that started before it; None without any.
+    """The place where the prompt of `call` leaves the tokens of the completed calls that started before it, or None.
 
     Among calls with equally long common beginnings it is the last one.
     """

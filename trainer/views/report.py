@@ -213,7 +213,7 @@ def print_ledger(ledger: Ledger, console: Console) -> None:
 
 
 def ledger_lines(ledger: Ledger) -> list[tuple[str, int]]:
-    """What a ledger says, as names and numbers of tokens."""
+    """A ledger as names and numbers of tokens."""
     left_out = [(f"  left out: {reason}", tokens) for reason, tokens in sorted(ledger.left_out.items())]
     return [("sampled tokens", ledger.sampled), ("  to train", ledger.trained), *left_out]
 
