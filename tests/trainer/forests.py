@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 from hypothesis import strategies as st
 
 from rolltap.addons.store.records import Call, VersionSpan
+from rolltap.trainer.traces import sessions
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 STRATEGIES = ["per_request", "prefix_merging", "tree"]
@@ -23,6 +24,12 @@ def make_call(number, prompt_ids, completion_ids, **fields):
 def follow(number, parent, new_ids, completion_ids, **fields):
     """A call that continues `parent`."""
     return make_call(number, parent.prompt_ids + parent.completion_ids + new_ids, completion_ids, **fields)
+
+
+def forget_a_call(monkeypatch):
+    """A bug: traces are built without the first call."""
+    whole = sessions.build_traces
+    monkeypatch.setattr(sessions, "build_traces", lambda calls, *args, **kwargs: whole(calls[1:], *args, **kwargs))
 
 
 # few ids, so that much coincides; 1, 256 and 2 ** 24 are the same bytes in another place

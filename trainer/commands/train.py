@@ -23,7 +23,7 @@ def train_command(recipe: Path, out: Path, engine: str, seed: int) -> None:
     """
     # torch, TRL and matplotlib take seconds to import and are not needed by the other commands
     from rolltap.trainer.training.loop import FINISHED, train
-    from rolltap.trainer.views.report import plot_rewards
+    from rolltap.trainer.views.plot import plot_rewards
 
     if (out / FINISHED).exists():
         raise UserError(f"{out} holds a finished training: choose another --out")

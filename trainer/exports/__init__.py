@@ -1,4 +1,4 @@
-"""What a run can be exported to, one module a format.
+"""The formats that a run can be exported to, one module each.
 
 Each module has `export(run, out, advance)`: it writes the sessions of the run into the folder `out`, which exists and
 is empty, calls `advance` with numbers of sessions, and returns how many records it wrote: rows,

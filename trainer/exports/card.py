@@ -139,8 +139,6 @@ def _facts(run: Path, selection: Selection, totals: Totals) -> list[str]:
     if totals.rewarded:
         rewards += f", mean {totals.reward_sum / totals.rewarded:.3f}"
     cut = f", at most {selection.max_tokens:,} tokens long" if selection.max_tokens else ""
-    ledger = totals.ledger
-    left_out = ", ".join(f"{tokens:,} {reason}" for reason, tokens in sorted(ledger.left_out.items()))
     facts = {
         "sessions": f"{totals.sessions:,}",
         "tasks": f"{len(totals.tasks):,}" if totals.tasks else "",
@@ -148,7 +146,7 @@ def _facts(run: Path, selection: Selection, totals: Totals) -> list[str]:
         "rewards": rewards,
         "model calls": f"{totals.calls:,}",
         "traces": f"{totals.traces:,} by `{selection.strategy}` of {', '.join(selection.roles)} calls{cut}",
-        "sampled tokens": f"{ledger.sampled:,}: {ledger.trained:,} to train, left out: {left_out or 'none'}",
+        "sampled tokens": str(totals.ledger),
         "model": _public_name(str(metadata.get("model", ""))),
         "tokenizer, SHA-256": _code(metadata, "tokenizer_sha256"),
         "chat template, SHA-256": _code(metadata, "chat_template_sha256"),

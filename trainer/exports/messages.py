@@ -19,12 +19,12 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from rolltap.trainer.exports.lines import find_ends, find_path
 from rolltap.trainer.exports.sessions import dump_json, each_session
 from rolltap.trainer.progress import Advance
 from rolltap.trainer.traces.build import judge_calls
 from rolltap.trainer.traces.conversations import Turn, for_template, rebuild_turns
 from rolltap.trainer.traces.reader import RecordedSession
+from rolltap.trainer.traces.tree import find_ends, path_to
 
 logger = logging.getLogger(__name__)
 
@@ -35,30 +35,18 @@ configs:
   data_files: {FILE}
 dataset_info:
   features:
-  - name: messages
-    list: json
-  - name: tools
-    dtype: string
-  - name: session_id
-    dtype: string
-  - name: task_id
-    dtype: string
-  - name: group_id
-    dtype: string
-  - name: harness
-    dtype: string
-  - name: reward
-    dtype: float64
-  - name: role
-    dtype: string
-  - name: finish_reason
-    dtype: string
-  - name: left_out
-    dtype: string
-  - name: malformed
-    dtype: bool
-  - name: call_ids
-    list: string
+  - {{name: messages, list: json}}
+  - {{name: tools, dtype: string}}
+  - {{name: session_id, dtype: string}}
+  - {{name: task_id, dtype: string}}
+  - {{name: group_id, dtype: string}}
+  - {{name: harness, dtype: string}}
+  - {{name: reward, dtype: float64}}
+  - {{name: role, dtype: string}}
+  - {{name: finish_reason, dtype: string}}
+  - {{name: left_out, dtype: string}}
+  - {{name: malformed, dtype: bool}}
+  - {{name: call_ids, list: string}}
 ---
 
 Conversations of agents, recorded with rolltap. One line is one conversation with everything the model was shown.
@@ -94,7 +82,7 @@ def session_conversations(recorded: RecordedSession) -> tuple[list[dict[str, Any
         if fault is not None:
             faults[turn.call.call_id] = fault
             continue
-        call_ids = [calls[i].call_id for i in find_path(parents, leaf)]
+        call_ids = [calls[i].call_id for i in path_to(leaf, parents.__getitem__)]
         lines.append(_line(recorded, turn, call_ids, left_out[leaf] or ""))
     return lines, faults
 

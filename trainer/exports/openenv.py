@@ -16,18 +16,19 @@ sampled tokens, their log-probabilities and a mask over both, and no other field
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rolltap.addons.store.records import Call
-from rolltap.trainer.exports.lines import find_ends, split_lines
-from rolltap.trainer.exports.sessions import dump_json, each_session, session_file
+from rolltap.trainer.exports.sessions import dump_json, each_session
+from rolltap.trainer.file_names import file_name
 from rolltap.trainer.progress import Advance
 from rolltap.trainer.traces.build import judge_calls
 from rolltap.trainer.traces.conversations import Turn, on_the_wire, rebuild_turns
 from rolltap.trainer.traces.ledger import LeftOut
 from rolltap.trainer.traces.reader import RecordedSession
+from rolltap.trainer.traces.tree import find_ends, split_lines
 
 SCHEMA_VERSION = 1
 INDEX_FILE = "sessions.jsonl"
@@ -35,7 +36,7 @@ TRACES_FOLDER = "traces"
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class SelectedCalls:
     """Which calls of a session become turns."""
 
     order: list[int]
@@ -53,7 +54,7 @@ def export(run: Path, out: Path, advance: Advance) -> int:
     with (out / INDEX_FILE).open("w", encoding="utf-8") as index:
         for recorded in each_session(run, advance):
             selection = select_calls(recorded.calls)
-            file = f"{TRACES_FOLDER}/{session_file(recorded.session_id)}"
+            file = f"{TRACES_FOLDER}/{file_name(recorded.session_id)}.json"
             with (out / file).open("w", encoding="utf-8") as trace:
                 # turn by turn, as the text of a long session takes more memory than its calls
                 trace.write(f'{{"schema_version": {SCHEMA_VERSION}, "turns": [')
@@ -65,7 +66,7 @@ def export(run: Path, out: Path, advance: Advance) -> int:
     return sessions
 
 
-def select_calls(calls: Sequence[Call]) -> Selection:
+def select_calls(calls: Sequence[Call]) -> SelectedCalls:
     """Which of a session's calls, in the order in which they started, become turns."""
     parents, left_out = judge_calls(calls)
     faults = [find_fault(call) for call in calls]
@@ -79,7 +80,7 @@ def select_calls(calls: Sequence[Call]) -> Selection:
         for call, reason, fault in zip(calls, left_out, faults, strict=True)
         if fault is not None
     ]
-    return Selection(context + lines, left_out, refused)
+    return SelectedCalls(context + lines, left_out, refused)
 
 
 def find_fault(call: Call) -> str | None:
@@ -97,15 +98,13 @@ def find_fault(call: Call) -> str | None:
     return None
 
 
-def training_turns(calls: Sequence[Call], selection: Selection) -> Iterator[dict[str, Any]]:
-    """The `TrainingTurn` of each selected call."""
+def training_turns(calls: Sequence[Call], selection: SelectedCalls) -> Iterator[dict[str, Any]]:
+    """The `TrainingTurn` of each selected call; the mask of one that is not trained is 0."""
     turns = rebuild_turns(calls)
-    for i in selection.order:
-        yield training_turn(turns[i], i, selection.left_out[i])
+    return (_training_turn(turns[i], i, selection.left_out[i]) for i in selection.order)
 
 
-def training_turn(turn: Turn, index: int, left_out: str | None) -> dict[str, Any]:
-    """The `TrainingTurn` of a call; with `left_out`, why it is not trained, its mask is 0."""
+def _training_turn(turn: Turn, index: int, left_out: str | None) -> dict[str, Any]:
     call = turn.call
     sampling = json.loads(call.sampling)
     asked = sampling.pop("asked", {})
@@ -121,7 +120,7 @@ def training_turn(turn: Turn, index: int, left_out: str | None) -> dict[str, Any
         "n_tools": len(turn.tools or []),
         "sampling_params": sampling,
         "requested_sampling_params": asked,
-        "weight_versions": [{"version": s.version, "start": s.start, "end": s.end} for s in call.weight_versions],
+        "weight_versions": [asdict(span) for span in call.weight_versions],
         "started_at": call.started_at.isoformat(),
     }
     if turn.incomplete is not None:
@@ -142,18 +141,13 @@ def training_turn(turn: Turn, index: int, left_out: str | None) -> dict[str, Any
     }
 
 
-def index_line(recorded: RecordedSession, file: str, selection: Selection) -> dict[str, Any]:
+def index_line(recorded: RecordedSession, file: str, selection: SelectedCalls) -> dict[str, Any]:
     """A session's line in `sessions.jsonl`."""
-    session = recorded.session
+    names = ("task_id", "group_id", "harness", "status", "reward", "policy_version")
     return {
         "session_id": recorded.session_id,
         "file": file,
-        "task_id": session and session.task_id,
-        "group_id": session and session.group_id,
-        "harness": session and session.harness,
-        "status": session and session.status,
-        "reward": session and session.reward,
-        "policy_version": session and session.policy_version,
+        **{name: getattr(recorded.session, name, None) for name in names},
         "turns": len(selection.order),
         "left_out": selection.refused,
     }

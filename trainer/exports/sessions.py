@@ -1,11 +1,10 @@
-"""What the formats share: reading a run session by session, naming a session's file, writing JSON."""
+"""For all formats: a run session by session, and values as JSON."""
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rolltap.trainer.file_names import file_name
 from rolltap.trainer.progress import Advance
 from rolltap.trainer.traces.reader import RecordedSession, count_sessions, iter_sessions
 
@@ -16,11 +15,6 @@ def each_session(run: Path, advance: Advance) -> Iterator[RecordedSession]:
     for done, recorded in enumerate(iter_sessions(run), 1):
         yield recorded
         advance("sessions", done, total)
-
-
-def session_file(session_id: str) -> str:
-    """A file name for a session, whatever its id."""
-    return f"{file_name(session_id)}.json"
 
 
 def dump_json(value: Any) -> str:

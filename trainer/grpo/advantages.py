@@ -6,14 +6,16 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Literal
 
+from rolltap.trainer.traces.build import GroupReward
+
 Scale = Literal["group", "batch", "none"]
 
 EPSILON = 1e-4
 """Added to the standard deviation, as TRL does."""
 
 
-def session_advantages(rewards: Mapping[str, tuple[str, float | None]], scale: Scale) -> dict[str, float]:
-    """Session id -> advantage, from session id -> (group id, reward).
+def session_advantages(rewards: Mapping[str, GroupReward], scale: Scale) -> dict[str, float]:
+    """Session id -> advantage. `rewards` are all those of each group; a session without one is in no mean.
 
     The advantage is `(reward - mean of the group) / (std + 1e-4)`, where std has Bessel's correction and is that of
     the group (`group`) or of all sessions given (`batch`); with `none` there is no division. This is what TRL 1.16's
@@ -21,26 +23,35 @@ def session_advantages(rewards: Mapping[str, tuple[str, float | None]], scale: S
     `nanstd` of trl/trainer/utils.py). TRL needs groups of one size with one row a session; here groups may differ in
     size. A session alone in its group, or in a group of equal rewards, gets 0.0.
 
-    Sessions without a reward get no advantage and enter neither mean nor standard deviation. Raises `ValueError` for
-    a reward that is not a finite number and for an unknown `scale`.
+    Raises `ValueError` for a reward that is not a finite number and for an unknown `scale`.
     """
-    scored = {session: (group, reward) for session, (group, reward) in rewards.items() if reward is not None}
-    groups: defaultdict[str, list[float]] = defaultdict(list)
-    for session, (group, reward) in scored.items():
+    for session, (_, reward) in rewards.items():
         if not math.isfinite(reward):
             raise ValueError(f"session {session} has the reward {reward}: it must be a finite number")
-        groups[group].append(reward)
+    groups = _groups(rewards)
     means = {group: statistics.mean(values) for group, values in groups.items()}
 
     if scale == "group":
         divisors = {group: _std(values) + EPSILON for group, values in groups.items()}
     elif scale == "batch":
-        divisors = dict.fromkeys(groups, _std([reward for _, reward in scored.values()]) + EPSILON)
+        divisors = dict.fromkeys(groups, _std([reward for _, reward in rewards.values()]) + EPSILON)
     elif scale == "none":
         divisors = dict.fromkeys(groups, 1.0)
     else:
         raise ValueError(f"unknown scale {scale!r}: choose group, batch or none")
-    return {session: (reward - means[group]) / divisors[group] for session, (group, reward) in scored.items()}
+    return {session: (reward - means[group]) / divisors[group] for session, (group, reward) in rewards.items()}
+
+
+def mean_group_std(rewards: Mapping[str, GroupReward]) -> float:
+    """The standard deviation of rewards within a group (Bessel's correction; 0 for one session), mean over groups."""
+    return statistics.mean(map(_std, _groups(rewards).values()))
+
+
+def _groups(rewards: Mapping[str, GroupReward]) -> dict[str, list[float]]:
+    groups: defaultdict[str, list[float]] = defaultdict(list)
+    for group, reward in rewards.values():
+        groups[group].append(reward)
+    return groups
 
 
 def _std(values: list[float]) -> float:

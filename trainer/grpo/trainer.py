@@ -6,9 +6,8 @@ numerical difference between engine and trainer, and stale traces are corrected 
 """
 
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler, pad
 
-from rolltap.trainer.grpo.advantages import session_advantages
+from rolltap.trainer.grpo.advantages import mean_group_std, session_advantages
 from rolltap.trainer.traces.build import Batch, Trace
 
 logger = logging.getLogger(__name__)
@@ -175,14 +174,6 @@ class _SkipEmptySteps(TrainerCallback):
         """Drop the gradients; the optimizer then leaves parameters and its state alone."""
         if self.trainer.tokens_in_batch == 0:
             model.zero_grad(set_to_none=True)
-
-
-def mean_group_std(rewards: Mapping[str, tuple[str, float]]) -> float:
-    """The standard deviation of rewards within a group (Bessel's correction; 0 for one session), mean over groups."""
-    groups: defaultdict[str, list[float]] = defaultdict(list)
-    for group, reward in rewards.values():
-        groups[group].append(reward)
-    return fmean(stdev(group) if len(group) > 1 else 0.0 for group in groups.values())
 
 
 def split_evenly(traces: Sequence[Trace], parts: int) -> list[list[Trace]]:

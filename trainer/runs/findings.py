@@ -12,8 +12,8 @@ import pyarrow as pa
 
 from rolltap.addons.store.records import Call, CallKind, CallRole, CallStatus, Session, SessionStatus, find_violation
 from rolltap.trainer.traces.ledger import LedgerError
-from rolltap.trainer.traces.reader import rebuild_calls
-from rolltap.trainer.views.report import session_ledger
+from rolltap.trainer.traces.reader import RecordedSession, rebuild_calls
+from rolltap.trainer.traces.sessions import Selection, trace_session
 
 Grade = Literal["damage", "notice"]
 """`damage`: rows are lost, changed or cannot be right. `notice`: nothing is wrong with the rows."""
@@ -75,7 +75,7 @@ def _check_calls(
         yield from _check_values(where, call, **names)
         yield from _check_times(where, call.started_at, call.first_token_at, call.finished_at)
     try:
-        session_ledger(calls, session)
+        trace_session(RecordedSession(session_id, session, calls), Selection())
     except LedgerError as error:
         yield Finding("damage", f"session {session_id}", str(error), "report it")
 

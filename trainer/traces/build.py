@@ -1,15 +1,15 @@
 """The call tree of one session -> traces, with a ledger of every sampled token."""
 
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 from urllib.parse import quote
 
-from rolltap.addons.store.records import Call, CallRole, Session, VersionSpan, find_violation
+from rolltap.addons.store.records import Call, CallRole, VersionSpan, find_violation
 from rolltap.trainer.traces.ledger import Ledger, LedgerError, LeftOut
 from rolltap.trainer.traces.shared_prefixes import shared_prefixes
-from rolltap.trainer.traces.tree import link_calls, start_order
+from rolltap.trainer.traces.tree import find_ends, link_calls, path_to, start_order
 
 Strategy = Literal["per_request", "prefix_merging", "tree"]
 """`per_request`: one trace per call. `prefix_merging`: one per root-to-leaf path of the call tree. `tree`: the same,
@@ -33,7 +33,7 @@ class Trace:
     prompt_ids: list[int]
     """The root call's prompt, shape (P,)."""
     completion_ids: list[int]
-    """Everything after it: what the path's calls sampled and what came between, shape (C,)."""
+    """All that follows: what the path's calls sampled and what came between, shape (C,)."""
     completion_mask: list[int]
     """1 where the policy sampled the token and this trace trains it, else 0."""
     logprobs: list[float]
@@ -53,16 +53,23 @@ class Trace:
     reward: float | None = None
 
 
+class GroupReward(NamedTuple):
+    """The reward of a session, and the group of sessions that it is compared with."""
+
+    group_id: str
+    reward: float
+
+
 @dataclass(slots=True)
 class Batch:
-    """What a trainer steps on: traces, and the reward of every session that has one.
+    """Traces to step on, and the reward of every session that has one.
 
     A session whose calls were all left out has no trace; its reward still counts in its group's mean.
     """
 
     traces: list[Trace]
-    rewards: dict[str, tuple[str, float]]
-    """Session id -> (group id, reward)."""
+    rewards: dict[str, GroupReward]
+    """Session id -> its group and its reward."""
 
 
 def build_traces(
@@ -97,9 +104,10 @@ def build_traces(
     ledger.check()
 
     if strategy == "per_request":
-        paths: Iterable[list[int]] = ([i] for i in trained)
+        paths = [[i] for i in trained]
     elif strategy in ("prefix_merging", "tree"):
-        paths = _paths(parents, trained)
+        # their order is that of a depth-first walk
+        paths = sorted(path_to(end, parents.__getitem__) for end in find_ends(parents, trained))
     else:
         raise ValueError(f"unknown strategy {strategy!r}: choose per_request, prefix_merging or tree")
     traces = []
@@ -127,28 +135,6 @@ def judge_calls(
     return parents, [reason or ("superseded" if i in superseded else None) for i, reason in enumerate(reasons)]
 
 
-def label(traces: Iterable[Trace], session: Session) -> None:
-    """Give the traces of a session its task, group, harness and reward."""
-    for trace in traces:
-        trace.task_id = session.task_id
-        trace.group_id = session.group_id
-        trace.harness = session.harness
-        trace.reward = session.reward
-
-
-def leave_out_unrewarded(traces: Sequence[Trace], ledger: Ledger) -> tuple[list[Trace], Ledger]:
-    """The traces that have a reward, and the ledger with the tokens of the others under `no_reward`.
-
-    `ledger` is that of `traces`. Traces that were never labelled, because their session has no row, have no reward.
-    """
-    rewarded = [trace for trace in traces if trace.reward is not None]
-    tokens = sum(sum(trace.completion_mask) for trace in traces if trace.reward is None)
-    moved = Ledger(trained=-tokens, left_out={"no_reward": tokens})
-    ledger = ledger + moved
-    ledger.check()
-    return rewarded, ledger
-
-
 def _require_one_session(calls: Sequence[Call]) -> None:
     sessions = {call.session_id for call in calls}
     if len(sessions) > 1:
@@ -174,29 +160,6 @@ def _tokens_within(call: Call, max_tokens: int | None) -> int:
     if max_tokens is None:
         return len(call.completion_ids)
     return min(len(call.completion_ids), max(0, max_tokens - len(call.prompt_ids)))
-
-
-def _paths(parents: Sequence[int | None], trained: Collection[int]) -> Iterator[list[int]]:
-    """Root-to-leaf paths, depth first, of the tree without the branches that hold no trained call."""
-    needed = set(trained)
-    children: defaultdict[int | None, list[int]] = defaultdict(list)
-    for i in reversed(range(len(parents))):
-        if i in needed:
-            children[parents[i]].append(i)
-            if (parent := parents[i]) is not None:
-                needed.add(parent)
-    stack = children[None]
-    while stack:
-        node = stack.pop()
-        if node in children:
-            stack.extend(children[node])
-            continue
-        path = []
-        ancestor: int | None = node
-        while ancestor is not None:
-            path.append(ancestor)
-            ancestor = parents[ancestor]
-        yield path[::-1]
 
 
 def _trace(path: Sequence[Call], owned: Iterable[tuple[Call, int]], end: int) -> Trace:

@@ -4,12 +4,12 @@ A row holds only the messages after the parent's conversation and reply, and no 
 """
 
 import json
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rolltap.addons.store.records import Call
+from rolltap.trainer.traces.tree import parents_first, path_to
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
@@ -31,19 +31,10 @@ class Turn:
     incomplete: str | None
     """Why the messages are not the whole conversation, in words; None when they are."""
 
-    def path(self) -> list["Turn"]:
-        """The turns from the root to this one."""
-        path: list[Turn] = []
-        turn: Turn | None = self
-        while turn is not None:
-            path.append(turn)
-            turn = turn.parent
-        return path[::-1]
-
     def messages(self) -> list[Message]:
         """The messages of the request: what is known of them when `incomplete`."""
         messages: list[Message] = []
-        for turn in self.path():
+        for turn in path_to(self, lambda turn: turn.parent):
             messages += turn.new_messages
             if turn is not self and turn.reply is not None:
                 messages.append(turn.reply)
@@ -56,37 +47,22 @@ def rebuild_turns(calls: Sequence[Call]) -> list[Turn]:
     Nothing is guessed: a call is `incomplete`, and so is what continues it, when its parent is not among the calls or
     has no reply, when its ancestors form a circle, and when no messages were recorded.
     """
-    known = {call.call_id for call in calls}
-    children: defaultdict[str | None, list[Call]] = defaultdict(list)
-    for call in calls:
-        children[call.parent_id if call.parent_id in known else None].append(call)
+    known = {call.call_id: call for call in calls}
     turns: dict[str, Turn] = {}
-    ready = list(children[None])
-    while ready:
-        call = ready.pop()
-        turns[call.call_id] = _turn(call, turns.get(call.parent_id or ""), _fault(call, turns))
-        ready += children[call.call_id]
-    for call in calls:
-        if call.call_id not in turns:
-            turns[call.call_id] = _turn(call, None, "its ancestors form a circle")
+    for call_id, parent_id in parents_first({call.call_id: call.parent_id for call in calls}):
+        call, parent = known[call_id], None if parent_id is None else turns[parent_id]
+        messages = json.loads(call.messages)
+        tools = json.loads(call.tools) if call.tools is not None else parent.tools if parent else None
+        reply = json.loads(call.reply) if call.reply is not None else None
+        if parent is not None:
+            fault = parent.incomplete if parent.reply is not None else f"its parent {parent_id} has no reply"
+        elif call.parent_id is not None:
+            circle = call.parent_id in known
+            fault = "its ancestors form a circle" if circle else f"its parent {call.parent_id} is not in the run"
+        else:
+            fault = None if messages else "its messages were not recorded"
+        turns[call_id] = Turn(call, parent, messages, reply, tools, fault)
     return [turns[call.call_id] for call in calls]
-
-
-def _fault(call: Call, turns: dict[str, Turn]) -> str | None:
-    if call.parent_id is None:
-        return None if json.loads(call.messages) else "its messages were not recorded"
-    parent = turns.get(call.parent_id)
-    if parent is None:
-        return f"its parent {call.parent_id} is not in the run"
-    if parent.reply is None:
-        return f"its parent {call.parent_id} has no reply"
-    return parent.incomplete
-
-
-def _turn(call: Call, parent: Turn | None, fault: str | None) -> Turn:
-    tools = json.loads(call.tools) if call.tools is not None else parent.tools if parent else None
-    reply = json.loads(call.reply) if call.reply is not None else None
-    return Turn(call, parent, json.loads(call.messages), reply, tools, fault)
 
 
 def on_the_wire(message: Message) -> Message:

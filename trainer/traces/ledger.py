@@ -30,10 +30,11 @@ class Ledger:
         left_out = Counter(self.left_out) + Counter(other.left_out)
         return Ledger(self.sampled + other.sampled, self.trained + other.trained, dict(left_out))
 
+    def __str__(self) -> str:
+        left_out = ", ".join(f"{tokens:,} {reason}" for reason, tokens in sorted(self.left_out.items()))
+        return f"{self.sampled:,}: {self.trained:,} to train, left out: {left_out or 'none'}"
+
     def check(self) -> None:
         """Raises `LedgerError` unless sampled = trained + left out."""
         if self.sampled != self.trained + sum(self.left_out.values()):
-            raise LedgerError(
-                f"the ledger does not add up: {self.sampled} tokens sampled, {self.trained} trained, "
-                f"left out: {self.left_out or 'none'}"
-            )
+            raise LedgerError(f"the ledger of sampled tokens does not add up: {self}")

@@ -16,7 +16,7 @@ from rolltap.addons.store.records import CALL_SCHEMA, SESSION_SCHEMA, Call, Sess
 from rolltap.addons.store.segment import SegmentReader, rows_of_session
 from rolltap.addons.store.tables import TABLES, batch_rows, read_batches, read_rows, run_files
 from rolltap.trainer.traces.tokens import Tokens
-from rolltap.trainer.traces.tree import start_order
+from rolltap.trainer.traces.tree import parents_first, start_order
 
 Row = dict[str, Any]
 
@@ -106,7 +106,7 @@ class SessionIndex:
 
     @property
     def session_ids(self) -> list[str | None]:
-        """Those that have rows, in the order of their first ones."""
+        """Sessions that have rows, in the order of their first ones."""
         return list(self._places)
 
     def batches(self, session_id: str | None) -> Iterator[pa.RecordBatch]:
@@ -150,20 +150,9 @@ def rebuild_calls(run: Path, session_id: str, batches: Iterator[pa.RecordBatch])
                     "remove the calls-*.arrow file that is a copy of another"
                 )
             rows[row["call_id"]] = row
-    children: defaultdict[str | None, list[str]] = defaultdict(list)
-    for call_id, row in rows.items():
-        parent_id = row["parent_id"]
-        children[parent_id if parent_id in rows else None].append(call_id)
     calls: dict[str, Call] = {}
-    ready = children[None]
-    while ready:
-        call_id = ready.pop()
-        row = rows[call_id]
-        calls[call_id] = _call(row, calls.get(row["parent_id"]))
-        ready += children[call_id]
-    for call_id in rows.keys() - calls.keys():
-        # its ancestors form a circle, so that none of them has a beginning
-        calls[call_id] = _call(rows[call_id], None)
+    for call_id, parent_id in parents_first({call_id: row["parent_id"] for call_id, row in rows.items()}):
+        calls[call_id] = _call(rows[call_id], None if parent_id is None else calls[parent_id])
     return sorted(calls.values(), key=start_order)
 
 

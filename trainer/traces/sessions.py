@@ -1,12 +1,12 @@
-"""The traces of a run, session by session, as somebody selects them."""
+"""Recorded sessions -> labelled traces and their ledger, as somebody selects them."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rolltap.addons.store.records import CallRole
-from rolltap.trainer.traces.build import TRAINED_ROLES, Strategy, Trace, build_traces, label
+from rolltap.trainer.traces.build import TRAINED_ROLES, Batch, GroupReward, Strategy, Trace, build_traces
 from rolltap.trainer.traces.ledger import Ledger, LedgerError
 from rolltap.trainer.traces.reader import RecordedSession, iter_sessions
 
@@ -22,16 +22,29 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class TracedSession:
-    """A session, its traces with their labels, and their ledger."""
+    """A session, its traces with their labels, and the ledger of all that was sampled in it."""
 
     recorded: RecordedSession
     traces: list[Trace]
     ledger: Ledger
 
+    @property
+    def reward(self) -> float | None:
+        """None when the session has none, or no row."""
+        return self.recorded.session.reward if self.recorded.session else None
+
+    def rewarded(self) -> "TracedSession":
+        """The session for a trainer that needs a reward: without one it has no traces, and their tokens are left out as
+        `no_reward`."""
+        if self.reward is not None:
+            return self
+        moved = Ledger(trained=-self.ledger.trained, left_out={"no_reward": self.ledger.trained})
+        return replace(self, traces=[], ledger=self.ledger + moved)
+
 
 @dataclass(slots=True)
 class Totals:
-    """What went out, counted."""
+    """Counts of sessions and of what they became."""
 
     sessions: int = 0
     rewarded: int = 0
@@ -52,25 +65,47 @@ class Totals:
         if session := traced.recorded.session:
             self.harnesses.update(filter(None, [session.harness]))
             self.tasks.update(filter(None, [session.task_id]))
-            if session.reward is not None:
-                self.rewarded += 1
-                self.reward_sum += session.reward
+        if traced.reward is not None:
+            self.rewarded += 1
+            self.reward_sum += traced.reward
+
+
+def trace_session(recorded: RecordedSession, selection: Selection) -> TracedSession:
+    """Build the traces of a session. Those of a session without a row have no labels.
+
+    Raises `LedgerError` when the ledger does not have every sampled token of the session.
+    """
+    calls, session = recorded.calls, recorded.session
+    sampled = sum(len(call.completion_ids) for call in calls)
+    try:
+        traces, ledger = build_traces(calls, selection.strategy, roles=selection.roles, max_tokens=selection.max_tokens)
+        if ledger.sampled != sampled:
+            raise LedgerError(f"the calls hold {sampled} sampled tokens, the ledger says {ledger.sampled}")
+    except LedgerError as error:
+        raise LedgerError(f"session {recorded.session_id}: {error}; this is a bug of rolltap") from error
+    if session is not None:
+        for trace in traces:
+            trace.task_id, trace.group_id = session.task_id, session.group_id
+            trace.harness, trace.reward = session.harness, session.reward
+    return TracedSession(recorded, traces, ledger)
 
 
 def iter_traces(run: Path, selection: Selection, sessions: Collection[str] | None = None) -> Iterator[TracedSession]:
-    """Every session of a run with its traces, one at a time. Traces of a session without a reward have none.
-
-    With `sessions`, only those of these session ids.
+    """Every session of a run with its traces, one at a time; with `sessions`, only those of these session ids.
 
     Raises `RunError` when the folder cannot be read, and `LedgerError`.
     """
-    for recorded in iter_sessions(run, sessions):
-        try:
-            traces, ledger = build_traces(
-                recorded.calls, selection.strategy, roles=selection.roles, max_tokens=selection.max_tokens
-            )
-        except LedgerError as error:
-            raise LedgerError(f"session {recorded.session_id}: {error}; this is a bug of rolltap") from error
-        if recorded.session is not None:
-            label(traces, recorded.session)
-        yield TracedSession(recorded, traces, ledger)
+    return (trace_session(recorded, selection) for recorded in iter_sessions(run, sessions))
+
+
+def load_batch(run: Path, sessions: Collection[str], selection: Selection) -> tuple[Batch, Ledger]:
+    """The batch of these session ids, and the ledger of all their tokens. Raises as `iter_traces`."""
+    batch, ledger = Batch([], {}), Ledger()
+    for traced in iter_traces(run, selection, sessions):
+        traced = traced.rewarded()
+        ledger += traced.ledger
+        batch.traces += traced.traces
+        if (session := traced.recorded.session) is not None and session.reward is not None:
+            batch.rewards[session.session_id] = GroupReward(session.group_id, session.reward)
+    ledger.check()
+    return batch, ledger

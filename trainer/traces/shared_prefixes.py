@@ -1,4 +1,4 @@
-"""What token sequences have in common at their beginnings.
+"""The beginnings that token sequences have in common.
 
 Tokens are packed into bytes, four a token, so that one `memcmp` says whether a sequence begins another. Sorted by
 their bytes, a sequence comes after those that begin it, and next to those with which it shares most.

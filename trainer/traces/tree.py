@@ -1,17 +1,22 @@
-"""The calls of one session -> call tree.
+"""The calls of one session -> call tree, and the ways through it.
 
 A call's parent is the longest earlier call whose prompt and completion begin its prompt, token for token. Anything
 else is another branch or another root: nothing is repaired.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import TypeVar
 
 from rolltap.addons.store.records import Call
 from rolltap.trainer.traces.shared_prefixes import common_length
 from rolltap.trainer.traces.tokens import TOKEN_BYTES, Tokens, pack
+
+T = TypeVar("T")
+Parents = Sequence[int | None]
+"""The index of each call's parent, None for a root."""
 
 
 def start_order(call: Call) -> tuple[datetime, int, str]:
@@ -54,6 +59,53 @@ def link_calls(calls: Sequence[Call]) -> tuple[list[int | None], set[int]]:
         ends.append(end)
         index[call.call_id] = i
     return parents, _superseded(prompts, parents)
+
+
+def parents_first(parents: Mapping[str, str | None]) -> list[tuple[str, str | None]]:
+    """Call ids, each with its parent's, which stands before it; `parents` are the recorded ones.
+
+    A call has None where it has no parent, where its parent is not among the calls, and where its ancestors form a
+    circle; calls of a circle are last.
+    """
+    children: defaultdict[str | None, list[str]] = defaultdict(list)
+    for call_id, parent_id in parents.items():
+        children[parent_id if parent_id in parents else None].append(call_id)
+    ordered: list[tuple[str, str | None]] = [(root, None) for root in children[None]]
+    for call_id, _ in ordered:  # grows meanwhile
+        ordered += [(child, call_id) for child in children[call_id]]
+    reached = {call_id for call_id, _ in ordered}
+    return ordered + [(call_id, None) for call_id in parents if call_id not in reached]
+
+
+def path_to(node: T, parent_of: Callable[[T], T | None]) -> list[T]:
+    """The path from the root of a tree to `node`."""
+    path = []
+    ancestor: T | None = node
+    while ancestor is not None:
+        path.append(ancestor)
+        ancestor = parent_of(ancestor)
+    return path[::-1]
+
+
+def find_ends(parents: Parents, calls: Collection[int]) -> list[int]:
+    """The calls that no other of `calls` descends from, in their order."""
+    above: set[int] = set()
+    for call in calls:
+        node = parents[call]
+        while node is not None and node not in above:
+            above.add(node)
+            node = parents[node]
+    return [call for call in calls if call not in above]
+
+
+def split_lines(parents: Parents, ends: Iterable[int]) -> Iterator[tuple[list[int], int]]:
+    """The path to each end, and how many of its first calls earlier paths own."""
+    owned: set[int] = set()
+    for end in ends:
+        path = path_to(end, parents.__getitem__)
+        shared = next((n for n, call in enumerate(path) if call not in owned), len(path))
+        owned.update(path)
+        yield path, shared
 
 
 @dataclass(slots=True, eq=False)

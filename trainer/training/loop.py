@@ -8,7 +8,7 @@ traces on policy: data loaders fetch ahead.
 import asyncio
 import json
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -32,9 +32,8 @@ from rolltap.trainer.rollouts.harness import load_harness, require_program
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.scheduler import Plan, rollout
 from rolltap.trainer.rollouts.task import Task, load_tasks
-from rolltap.trainer.traces.build import Batch, Trace, leave_out_unrewarded
-from rolltap.trainer.traces.ledger import Ledger
-from rolltap.trainer.traces.sessions import Selection, iter_traces
+from rolltap.trainer.traces.build import Batch
+from rolltap.trainer.traces.sessions import Selection, load_batch
 from rolltap.trainer.training.recipe import Recipe
 
 CHECKPOINTS = "checkpoints"
@@ -112,18 +111,16 @@ class OnlineTraces:
         self._publisher.publish(self.trainer.model, str(step))
         published = time.monotonic()
         sessions = self._rollout([self._tasks[row["task_id"]] for row in rows], str(step))
-        traces, ledger = session_traces(self._recorder.run, {s.session_id for s in sessions}, self._selection)
-        rewards = {s.session_id: (s.group_id, s.reward) for s in sessions if s.reward is not None}
-        mean = f"{fmean(reward for _, reward in rewards.values()):.3f}" if rewards else "none"
-        left_out = "".join(f", {tokens} left out: {why}" for why, tokens in ledger.left_out.items())
+        batch, ledger = load_batch(self._recorder.run, {s.session_id for s in sessions}, self._selection)
+        mean = f"{fmean(reward for _, reward in batch.rewards.values()):.3f}" if batch.rewards else "none"
         self._console.print(
             f"step {step + 1}/{self.trainer.args.max_steps}  reward [bold]{mean}[/]  "
             f"{len(sessions)} sessions in {time.monotonic() - published:.1f} s  "
-            f"{ledger.trained} tokens to train{left_out}  published in {published - started:.1f} s",
+            f"sampled tokens {ledger}  published in {published - started:.1f} s",
             highlight=False,
             soft_wrap=True,
         )
-        return Batch(traces, rewards)
+        return batch
 
     def _rollout(self, tasks: Sequence[Task], version: str) -> list[Session]:
         with progress_bar(self._console) as advance:
@@ -131,20 +128,8 @@ class OnlineTraces:
             return asyncio.run(sessions)
 
 
-def session_traces(run: Path, sessions: Collection[str], selection: Selection) -> tuple[list[Trace], Ledger]:
-    """The selected traces of these session ids, labelled, and the ledger of all their tokens."""
-    traces: list[Trace] = []
-    ledger = Ledger()
-    for traced in iter_traces(run, selection, sessions):
-        rewarded, account = leave_out_unrewarded(traced.traces, traced.ledger)
-        traces += rewarded
-        ledger += account
-    ledger.check()
-    return traces, ledger
-
-
 def sampling(recipe: Recipe) -> dict[str, Any]:
-    """What the recorder samples with: the recipe's own, and the temperature that the trainer divides logits by.
+    """The recorder's sampling parameters: the recipe's own, and the temperature that the trainer divides logits by.
 
     Raises `UserError` when the two disagree.
     """

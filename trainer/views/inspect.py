@@ -1,4 +1,4 @@
-"""What `rolltap inspect` shows of one session and of one call, as data."""
+"""One session and one call as `rolltap inspect` shows them, as data."""
 
 import difflib
 import json
@@ -12,11 +12,11 @@ from rolltap.addons.store.tables import read_batches
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.traces.build import judge_calls
 from rolltap.trainer.traces.ledger import Ledger
-from rolltap.trainer.traces.reader import load_calls, load_sessions
+from rolltap.trainer.traces.reader import RecordedSession, iter_sessions
+from rolltap.trainer.traces.sessions import Selection, trace_session
 from rolltap.trainer.traces.shared_prefixes import common_length
 from rolltap.trainer.traces.tokens import pack
 from rolltap.trainer.traces.tree import start_order
-from rolltap.trainer.views.report import session_ledger
 
 FIRST_WORDS = 60
 """Characters of a reply in the call tree."""
@@ -66,7 +66,7 @@ class SessionView:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a prompt stops to agree with what was recorded of its session before."""
+    """The place where a prompt stops to agree with what was recorded of its session before."""
 
     call_id: str
     """The earlier call whose prompt and completion have the longest common beginning with the prompt."""
@@ -82,11 +82,11 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class CallView:
-    """Everything of one call."""
+    """One call with all that is known of it."""
 
     call: Call
     messages: list[dict[str, Any]]
-    """Those that are new in it."""
+    """The messages that are new in it."""
     tools: list[str] | None
     """Names of the tools shown to the model; None when they are the parent's."""
     left_out: str | None
@@ -123,13 +123,13 @@ def find_id(prefix: str, ids: Collection[str], what: str, where: str) -> str:
     raise UserError(f"{where} has no {what} {prefix!r}" + (f", only {_some(near, len(ids))}" if near else ""))
 
 
-def find_session(run: Path, prefix: str) -> str:
-    """The id of a session of a run, recorded or with calls alone. Raises `UserError`."""
+def find_session(run: Path, prefix: str) -> RecordedSession:
+    """A session of a run, recorded or with calls alone, by its id or the beginning of it. Raises `UserError`."""
     ids = set()
     for table in ("sessions", "calls"):
         for batch in read_batches(run, table):
             ids.update(batch.column("session_id").unique().to_pylist())
-    return find_id(prefix, ids, "session", str(run))
+    return next(iter_sessions(run, [find_id(prefix, ids, "session", str(run))]))
 
 
 def view_session(run: Path, prefix: str) -> SessionView:
@@ -137,23 +137,21 @@ def view_session(run: Path, prefix: str) -> SessionView:
 
     Raises `UserError` for an unknown id, `RunError` when the folder cannot be read and `LedgerError`.
     """
-    session_id = find_session(run, prefix)
-    session = load_sessions(run).get(session_id)
-    calls = load_calls(run, [session_id]).get(session_id, [])
-    return SessionView(session_id, session, branches(calls), session_ledger(calls, session))
+    recorded = find_session(run, prefix)
+    ledger = trace_session(recorded, Selection()).rewarded().ledger
+    return SessionView(recorded.session_id, recorded.session, branches(recorded.calls), ledger)
 
 
 def view_call(run: Path, session: str, prefix: str) -> CallView:
     """A call of a run by the ids of its session and itself, or the beginnings of them. Raises as `view_session`."""
-    session_id = find_session(run, session)
-    recorded = load_calls(run, [session_id]).get(session_id, [])
-    calls = {call.call_id: call for call in recorded}
-    call = calls[find_id(prefix, calls, "call", f"session {session_id}")]
+    recorded = find_session(run, session)
+    calls = {call.call_id: call for call in recorded.calls}
+    call = calls[find_id(prefix, calls, "call", f"session {recorded.session_id}")]
     tools = None
     if call.tools is not None:
         tools = [str(tool.get("function", tool).get("name")) for tool in json.loads(call.tools)]
-    left_out = next(branch.left_out for branch in branches(recorded) if branch.call_id == call.call_id)
-    difference = first_difference(call, recorded) if call.kind == "rendered" else None
+    left_out = judge_calls(recorded.calls)[1][recorded.calls.index(call)]
+    difference = first_difference(call, recorded.calls) if call.kind == "rendered" else None
     return CallView(call, json.loads(call.messages), tools, left_out, difference)
 
 
@@ -194,7 +192,7 @@ def first_words(call: Call) -> str:
 
 
 def first_difference(call: Call, calls: Sequence[Call]) -> Difference | None:
-    """Where the prompt of `call` leaves the tokens of the completed calls that started before it; None without any.
+    """The place where the prompt of `call` leaves the tokens of the completed calls that started before it, or None.
 
     Among calls with equally long common beginnings it is the last one.
     """

@@ -1,4 +1,4 @@
-"""What a run holds, for people and for programs; and how its reward went."""
+"""A run in numbers, for people and for programs."""
 
 import re
 from collections import Counter, defaultdict
@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from rolltap.addons.store.records import Call, Session
-from rolltap.trainer.traces.build import Strategy, build_traces, label, leave_out_unrewarded
-from rolltap.trainer.traces.ledger import Ledger, LedgerError
-from rolltap.trainer.traces.reader import SessionIndex, iter_sessions, load_sessions
+from rolltap.trainer.traces.ledger import Ledger
+from rolltap.trainer.traces.reader import SessionIndex
+from rolltap.trainer.traces.sessions import Selection, TracedSession, iter_traces
 
 MOST_SESSIONS = 50
 """Rows of the table of sessions."""
@@ -79,20 +79,20 @@ class Summary:
         return asdict(self)
 
 
-def summarize(run: Path, strategy: Strategy = "prefix_merging") -> Summary:
+def summarize(run: Path) -> Summary:
     """Count a run, one session at a time. Raises `RunError` when the folder cannot be read, and `LedgerError`."""
     sessions: list[Session] = []
     rows: list[tuple[datetime, SessionRow]] = []
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     interrupted = 0
     with SessionIndex(run, "events") as index:
-        for recorded in iter_sessions(run):
-            session, calls = recorded.session, recorded.calls
-            row = session_row(recorded.session_id, session, calls, strategy)
+        for traced in iter_traces(run, Selection()):
+            session, calls = traced.recorded.session, traced.recorded.calls
+            row = _session_row(traced.rewarded())
             rows.append((session.started_at if session else calls[0].started_at, row))
             sessions += [session] if session else []
             _count_calls(calls, counts)
-            begun = _count_events(index.batches(recorded.session_id), counts)
+            begun = _count_events(index.batches(row.session_id), counts)
             interrupted += len(begun - {call.call_id for call in calls})
         # those of nobody, and of sessions that have nothing else
         for session_id in set(index.session_ids) - {row.session_id for _, row in rows}:
@@ -134,35 +134,19 @@ def _count_events(batches: Iterable[RecordBatch], counts: Mapping[str, Counter[s
     return {event["call_id"] for event in events if event["kind"] == "call_started"}
 
 
-def session_row(
-    session_id: str, session: Session | None, calls: Sequence[Call], strategy: Strategy = "prefix_merging"
-) -> SessionRow:
-    """Count one session. Raises `LedgerError`."""
+def _session_row(traced: TracedSession) -> SessionRow:
+    session, calls = traced.recorded.session, traced.recorded.calls
     kinds = Counter(call.kind for call in calls)
     return SessionRow(
-        session_id=session_id,
+        session_id=traced.recorded.session_id,
         harness=session.harness if session else None,
         status=session.status if session else None,
-        reward=session.reward if session else None,
+        reward=traced.reward,
         calls=len(calls),
         bridged=kinds["bridged"],
         rendered=kinds["rendered"],
-        ledger=session_ledger(calls, session, strategy),
+        ledger=traced.ledger,
     )
-
-
-def session_ledger(calls: Sequence[Call], session: Session | None, strategy: Strategy = "prefix_merging") -> Ledger:
-    """The ledger of one session's calls. Raises `LedgerError`."""
-    try:
-        traces, ledger = build_traces(calls, strategy)
-        if session is not None:
-            label(traces, session)
-        ledger = leave_out_unrewarded(traces, ledger)[1]
-        if ledger.sampled != (sampled := sum(len(call.completion_ids) for call in calls)):
-            raise LedgerError(f"the calls hold {sampled} sampled tokens, the ledger says {ledger.sampled}")
-    except LedgerError as error:
-        raise LedgerError(f"session {calls[0].session_id}: {error}; this is a bug of rolltap") from error
-    return ledger
 
 
 def reward_steps(sessions: Iterable[Session]) -> list[Step]:
@@ -229,32 +213,9 @@ def print_ledger(ledger: Ledger, console: Console) -> None:
 
 
 def ledger_lines(ledger: Ledger) -> list[tuple[str, int]]:
-    """What a ledger says, as names and numbers of tokens."""
+    """A ledger as names and numbers of tokens."""
     left_out = [(f"  left out: {reason}", tokens) for reason, tokens in sorted(ledger.left_out.items())]
     return [("sampled tokens", ledger.sampled), ("  to train", ledger.trained), *left_out]
-
-
-def plot_rewards(run: Path, path: Path, title: str) -> None:
-    """Write a PNG of the mean reward of each policy version, every session's reward as a dot behind it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    sessions = list(load_sessions(run).values())
-    steps = [step for step in reward_steps(sessions) if step.mean_reward is not None]
-    position = {step.policy_version: i for i, step in enumerate(steps)}
-    figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
-    dots = [(position[s.policy_version or "default"], s.reward) for s in sessions if s.reward is not None]
-    if dots:
-        axes.scatter(*zip(*dots, strict=True), s=14, alpha=0.25, color="tab:gray", label="a session")
-    axes.plot([step.mean_reward for step in steps], marker="o", color="tab:blue", label="mean of the step's sessions")
-    axes.set_xticks(range(len(steps)), [step.policy_version for step in steps])
-    axes.set(xlabel="policy version (optimizer steps so far)", ylabel="reward", title=title)
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def _session_table(rows: Sequence[SessionRow]) -> Table:

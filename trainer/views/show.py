@@ -42,7 +42,7 @@ def load_decoder(run: Path) -> Decoder | None:
 
 
 def print_session(view: SessionView, console: Console) -> None:
-    """What became of the session, its call tree and its ledger."""
+    """Print a session's outcome, its call tree and its ledger."""
     title = Text.assemble(("session ", "bold"), view.session_id)
     if (session := view.session) is not None:
         reward = "no reward" if session.reward is None else f"reward {session.reward:g}"
@@ -91,7 +91,7 @@ def _label(branch: Branch, length: int) -> Text:
 
 
 def print_call(view: CallView, decode: Decoder | None, console: Console) -> None:
-    """Everything of a call. Without a decoder tokens are shown as ids."""
+    """Print all of a call. Without a decoder tokens are shown as ids."""
     console.print(_facts(view))
     if view.difference is not None:
         console.print(_difference(view.difference, decode), soft_wrap=True)

@@ -91,26 +91,19 @@ class TestTrajectory:
         assert document["steps"][2]["observation"]["results"][0] == {"source_call_id": "call_1", "content": "seen"}
         assert shown(embedded(document)["c2"]) == ["user: Look.", "c1", "user: Look more.", "c2"]
 
-    def test_after_a_compaction_the_new_conversation_replaces_the_old_one(self):
+    def test_after_a_compaction_the_trajectory_is_the_new_conversation_and_the_old_one_is_embedded(self):
         document = written(recording.compaction())
-        assert shown(document)[2:] == [
-            "c0",
-            "user: More.",
-            "c1",
-            "system: The harness began a new conversation.",
+        assert shown(document) == [
+            "system: You are an agent.",
+            "user: So far: We went.",
             "c3",
             "user: On.",
             "c4",
         ]
-        boundary = document["steps"][5]
-        assert boundary["extra"]["context_management"] == {"type": "compaction", "boundary": "replace"}
-        assert [result.get("content") for result in boundary["observation"]["results"]] == [
-            SYSTEM["content"],
-            "So far: We went.",
-            None,
-        ]
-        assert references(boundary) == ["c2"]
-        summary = embedded(document)["c2"]
+        before, summary = embedded(document).values()
+        assert (before["trajectory_id"], before["extra"]["role"]) == ("c1", "agent")
+        assert shown(before)[2:] == ["c0", "user: More.", "c1"]
+        assert (summary["trajectory_id"], summary["extra"]["role"]) == ("c2", "compaction")
         assert shown(summary)[2:] == ["(c0)", "(user: More.)", "(c1)", "user: Sum up.", "c2"]
         assert "metrics" not in summary["steps"][2]
 
@@ -121,12 +114,12 @@ class TestTrajectory:
         assert shown(lost)[2:] == ["(c0)", "user: More.", "c1"]
         assert lost["steps"][-1]["extra"]["left_out"] == "superseded"
 
-    def test_a_first_request_that_was_repeated_is_not_in_the_main_line(self):
+    def test_a_first_request_that_was_repeated_is_embedded(self):
         document = written(recording.superseded_start())
         assert shown(document)[2:] == ["c1", "user: On.", "c2"]
         assert list(embedded(document)) == ["c0"]
 
-    def test_the_main_line_is_the_branch_that_went_on(self):
+    def test_the_trajectory_is_the_branch_of_the_last_call(self):
         document = written(recording.taken_back())
         assert shown(document)[2:] == ["c0", "user: Right, please.", "c2", "user: On.", "c3"]
         assert shown(embedded(document)["c1"])[2:] == ["(c0)", "user: Left.", "c1"]
@@ -135,16 +128,14 @@ class TestTrajectory:
         step = written(recording.unasked_result())["steps"][1]
         assert step["observation"]["results"] == [{"content": "stray", "extra": {"tool_call_id": "call_9"}}]
 
-    def test_a_new_conversation_without_a_compaction_is_a_rewrite(self):
-        made = Recording()
-        made.ask(user("Go."))
-        made.ask(user("Again."))
-        boundary = written(made)["steps"][2]
-        assert boundary["extra"]["context_management"] == {"type": "rewrite", "boundary": "replace"}
+    def test_a_session_of_side_questions_alone_shows_the_last(self):
+        document = written(recording.only_side_questions())
+        assert shown(document) == ["user: Title?", "c0"]
 
     def test_a_call_without_a_reply_says_why(self):
         document = written(recording.aborted())
-        step = embedded(document)["c1"]["steps"][-1]
+        assert shown(document)[2:] == ["c0", "user: More.", "c1"]
+        step = document["steps"][-1]
         assert (step["message"], step["extra"]["status"]) == ("", "aborted")
         assert step["extra"]["error"] == "the harness closed the connection"
 
@@ -170,7 +161,7 @@ class TestTrajectory:
         assert [step.get("is_copied_context") for step in steps] == [None, True, None, None]
         assert steps[1]["observation"]["results"] == [{"source_call_id": "call_7", "content": "old"}]
 
-    def test_conversations_that_ran_beside_the_main_one_are_embedded(self):
+    def test_a_conversation_beside_that_of_the_last_call_is_embedded(self):
         made = Recording()
         first = made.ask(SYSTEM, user("Go."))
         beside = made.ask(user("A helper that nothing tells from the agent."))
@@ -183,8 +174,8 @@ class TestTrajectory:
 
     def test_a_step_with_other_tools_has_them(self):
         made = Recording()
-        made.ask(user("Go."))
-        made.ask(user("Again."), tools=())
+        first = made.ask(user("Go."))
+        made.ask(user("Again."), after=first).tools = "[]"
         steps = written(made)["steps"]
         assert "tools" not in steps[1]["extra"]
         assert steps[3]["extra"]["tools"] == []

@@ -24,7 +24,7 @@ from trl import GRPOConfig
 from rolltap.addons.store.records import Call, VersionSpan
 from rolltap.trainer.grpo import trainer as module
 from rolltap.trainer.grpo.trainer import TokenAccountError, TraceGRPOTrainer
-from rolltap.trainer.traces.build import Batch, Strategy, Trace, build_traces
+from rolltap.trainer.traces.build import Batch, GroupReward, Strategy, Trace, build_traces
 
 VOCABULARY = 32
 GROUPS = Dataset.from_dict({"task_id": ["a", "b"]})
@@ -127,7 +127,7 @@ class Spy(TrainerCallback):
 
 def batch_of(traces: list[Trace]) -> Batch:
     """The traces with the rewards that they are labelled with."""
-    return Batch(traces, {t.session_id: (t.group_id, t.reward) for t in traces if t.reward is not None})
+    return Batch(traces, {t.session_id: GroupReward(t.group_id, t.reward) for t in traces if t.reward is not None})
 
 
 def make_trainer(
@@ -447,7 +447,7 @@ def test_a_session_that_left_no_trace_counts_in_its_groups_mean(model, tmp_path)
     """Otherwise a harness that crashed before its first call would raise its group's baseline."""
     traces = [trace for trace in record(model, random.Random(5)) if trace.group_id == "a"]
     batch = batch_of(traces)
-    batch.rewards["crashed"] = ("a", -10.0)
+    batch.rewards["crashed"] = GroupReward("a", -10.0)
     trainer = make_trainer(model, tmp_path, lambda rows: traces)
     seen = torch.cat([rows["advantages"] for rows in trainer._build_inputs(batch)])
     assert (seen >= 0).all()

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call, Event, Session, VersionSpan, find_violation
 from rolltap.addons.store.tables import TABLES, RunWriter, read_rows
-from rolltap.trainer.traces.build import build_traces, label
-from rolltap.trainer.traces.reader import iter_sessions
+from rolltap.trainer.traces.sessions import Selection, iter_traces
 from rolltap.trainer.traces.tree import link_calls, start_order
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -84,13 +83,9 @@ def recorded_sessions(draw):
 
 def traces_of(run, strategy="prefix_merging"):
     """Session id -> its traces and its ledger."""
-    found = {}
-    for recorded in iter_sessions(run):
-        traces, ledger = build_traces(recorded.calls, strategy)
-        if recorded.session is not None:
-            label(traces, recorded.session)
-        found[recorded.session_id] = (traces, ledger)
-    return found
+    return {
+        traced.recorded.session_id: (traced.traces, traced.ledger) for traced in iter_traces(run, Selection(strategy))
+    }
 
 
 def import_line(call, session):

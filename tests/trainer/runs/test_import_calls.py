@@ -18,8 +18,9 @@ from rolltap.addons.store.staging import new_files
 from rolltap.addons.store.tables import RunWriter, read_rows
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.runs.import_calls import import_calls
-from rolltap.trainer.traces.build import build_traces, label
-from rolltap.trainer.traces.reader import load_calls, load_sessions
+from rolltap.trainer.traces.build import build_traces
+from rolltap.trainer.traces.reader import RecordedSession, load_calls, load_sessions
+from rolltap.trainer.traces.sessions import Selection, trace_session
 from tests.trainer.runs.recorded_runs import START, import_line, recorded_sessions, traces_of
 
 
@@ -357,9 +358,8 @@ class TestProperties:
         expected = {}
         for session, calls in sessions:
             for strategy in ("per_request", "prefix_merging", "tree"):
-                traces, ledger = build_traces(calls, strategy)
-                label(traces, session)
-                expected[session.session_id, strategy] = traces, ledger
+                traced = trace_session(RecordedSession(session.session_id, session, calls), Selection(strategy))
+                expected[session.session_id, strategy] = traced.traces, traced.ledger
         with tempfile.TemporaryDirectory() as folder:
             run = Path(folder) / "run"
             _, bad = load(run, write(*lines))

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltap.addons.store.records import Session, VersionSpan
-from rolltap.trainer.traces.build import build_traces, label, leave_out_unrewarded
+from rolltap.addons.store.records import VersionSpan
+from rolltap.trainer.traces.build import build_traces
 from rolltap.trainer.traces.ledger import Ledger, LedgerError
 from tests.trainer.forests import (
     ROLES,
@@ -236,13 +236,6 @@ class TestTrace:
         [trace], _ = build_traces([root, child], "prefix_merging")
         assert trace.weight_versions == [VersionSpan("1", 0, 2), VersionSpan("2", 2, 3), VersionSpan("2", 5, 6)]
 
-    def test_labels_come_from_the_session(self):
-        traces, _ = build_traces([make_call(0, [1], [7])], "per_request")
-        assert traces[0].reward is None
-        label(traces, Session("s", "task", "group", "harness", "completed", reward=0.5))
-        labels = (traces[0].task_id, traces[0].group_id, traces[0].harness, traces[0].reward)
-        assert labels == ("task", "group", "harness", 0.5)
-
     def test_the_role_is_that_of_the_last_call(self):
         root = make_call(0, [1], [7])
         [trace], _ = build_traces([root, follow(1, root, [2], [8], role="compaction")], "prefix_merging")
@@ -276,26 +269,9 @@ class TestTrace:
             assert ledger == Ledger(sampled=5000, trained=5000)
 
     def test_a_trace_that_trains_other_tokens_than_the_ledger_is_an_error(self, monkeypatch):
-        monkeypatch.setattr("rolltap.trainer.traces.build._paths", lambda parents, trained: iter([[0]]))
+        monkeypatch.setattr("rolltap.trainer.traces.build.find_ends", lambda parents, trained: [0])
         with pytest.raises(LedgerError, match="the traces train 1 tokens, the ledger says 2"):
             build_traces([make_call(0, [1], [7]), make_call(1, [2], [8])], "prefix_merging")
-
-
-class TestUnrewarded:
-    def test_sessions_without_a_reward_move_to_no_reward(self):
-        scored, scored_ledger = build_traces([make_call(0, [1], [7, 8])], "per_request")
-        label(scored, Session("s", "task", "group", "harness", "completed", reward=0.0))
-        unscored, unscored_ledger = build_traces(
-            [make_call(1, [1], [7, 8, 9]), make_call(2, [2], [7], status="failed")], "per_request"
-        )
-        traces, ledger = leave_out_unrewarded(scored + unscored, scored_ledger + unscored_ledger)
-        assert traces == scored
-        assert ledger == Ledger(sampled=6, trained=2, left_out={"no_reward": 3, "failed": 1})
-
-    def test_rewarded_sessions_keep_their_ledger(self):
-        traces, ledger = build_traces([make_call(0, [1], [7, 8])], "per_request")
-        label(traces, Session("s", "task", "group", "harness", "completed", reward=1.0))
-        assert leave_out_unrewarded(traces, ledger) == (traces, ledger)
 
 
 def tokens_of(trace):

@@ -38,7 +38,6 @@ class TestRebuildTurns:
         assert turns[0].messages() == [HELLO]
         assert turns[2].messages() == [HELLO, said("one"), MORE, said("two"), HELLO, MORE]
         assert turns[2].reply == said("three")
-        assert [turn.call.call_id for turn in turns[2].path()] == ["0", "1", "2"]
 
     def test_tools_are_the_parents_where_the_row_has_none(self):
         assert [turn.tools for turn in rebuild_turns(chain())] == [[BASH]] * 3

@@ -11,5 +11,5 @@ def test_ledgers_add():
 
 @pytest.mark.parametrize("ledger", [Ledger(5, 4), Ledger(5, 5, {"failed": 1}), Ledger(0, 1)])
 def test_a_ledger_that_does_not_add_up_is_an_error(ledger):
-    with pytest.raises(LedgerError, match=f"{ledger.sampled} tokens sampled, {ledger.trained} trained"):
+    with pytest.raises(LedgerError, match=f"does not add up: {ledger.sampled}: {ledger.trained} to train"):
         ledger.check()

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltap.trainer.traces.tree import link_calls, start_order
+from rolltap.trainer.traces.tree import find_ends, link_calls, parents_first, path_to, split_lines, start_order
 from tests.trainer.forests import (
     START,
     follow,
@@ -105,6 +105,44 @@ class TestSuperseded:
         root = make_call(0, [1], [7])
         side, main = follow(1, root, [2], [8]), follow(2, root, [3], [9])
         assert linked([root, side, main, follow(3, main, [4], [5])])[1] == set()
+
+
+class TestParentsFirst:
+    def test_a_parent_that_is_not_among_the_calls_is_none(self):
+        assert parents_first({"a": "gone", "b": "a"}) == [("a", None), ("b", "a")]
+
+    def test_calls_of_a_circle_and_what_follows_them_come_last_without_parents(self):
+        recorded = {"after": "x", "x": "y", "y": "x", "self": "self", "root": None}
+        assert parents_first(recorded) == [("root", None), *((call, None) for call in ("after", "x", "y", "self"))]
+
+    @given(st.dictionaries(st.sampled_from("abcdefgh"), st.none() | st.sampled_from("abcdefgh")))
+    def test_every_call_is_there_once_and_after_its_parent(self, recorded):
+        ordered = parents_first(recorded)
+        assert sorted(call for call, _ in ordered) == sorted(recorded)
+        seen = set()
+        for call, parent in ordered:
+            assert parent is None or (parent in seen and parent == recorded[call])
+            seen.add(call)
+
+
+class TestLines:
+    PARENTS = (None, 0, 1, 0, None, 3, 3)
+
+    def test_a_path_goes_from_the_root_to_the_call(self):
+        assert path_to(6, self.PARENTS.__getitem__) == [0, 3, 6]
+
+    def test_the_ends_of_some_calls_are_those_that_none_of_them_descends_from(self):
+        assert find_ends(self.PARENTS, range(7)) == [2, 4, 5, 6]
+        assert find_ends(self.PARENTS, [0, 1, 3, 6]) == [1, 6]
+        assert find_ends(self.PARENTS, [0, 6]) == [6]
+
+    def test_each_call_is_owned_by_the_first_line_that_reaches_it(self):
+        assert list(split_lines(self.PARENTS, [6, 2, 5, 3])) == [
+            ([0, 3, 6], 0),
+            ([0, 1, 2], 1),
+            ([0, 3, 5], 2),
+            ([0, 3], 2),
+        ]
 
 
 class TestProperties:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -10,16 +9,11 @@ import pytest
 from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
-from rolltap.addons.store.metadata import write_metadata
-from rolltap.addons.store.records import Call, Session, VersionSpan
-from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer import cli
 from rolltap.trainer.engine.publish import CheckpointPublisher
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.rollouts.task import load_tasks
-from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import load_calls, load_sessions
-from rolltap.trainer.traces.sessions import Selection
 from rolltap.trainer.training import loop
 from rolltap.trainer.training.recipe import load_recipe
 
@@ -98,30 +92,6 @@ class TestArguments:
     def test_what_cannot_be_is_refused(self, arguments, text, values, message):
         with pytest.raises(UserError, match=message):
             arguments(text, **values)
-
-
-def test_the_traces_are_those_that_were_selected_with_the_sessions_labels(tmp_path):
-    run = tmp_path / "run"
-    write_metadata(run, {})
-    spans = [VersionSpan("0", 0, 2)]
-    rewarded = Session("a", "task", "group", "harness", "completed", reward=0.5)
-    unrewarded = Session("b", "task", "group", "harness", "completed")
-    with closing(RunWriter(run)) as writer:
-        for name in "ab":
-            writer.add_call(Call(name, f"{name}1", [1], [7, 8], [-0.5, -0.25], spans))
-            writer.add_call(Call(name, f"{name}2", [1, 5], [7, 8], [-0.5, -0.25], spans, role="subagent"))
-        writer.add_session(rewarded)
-        writer.add_session(unrewarded)
-
-    def asked_for(*selection):
-        return loop.session_traces(run, ["a", "b"], Selection(*selection))
-
-    [trace], ledger = asked_for("tree", ["agent"], 2)
-    assert (trace.trace_id, trace.completion_ids) == ("a/a1", [7])
-    assert (trace.task_id, trace.group_id, trace.harness, trace.reward) == ("task", "group", "harness", 0.5)
-    assert ledger == Ledger(8, 1, {"subagent": 4, "over_length": 2, "no_reward": 1})
-    assert [trace.shared_tokens for trace in asked_for("tree")[0]] == [0, 1]
-    assert [trace.shared_tokens for trace in asked_for()[0]] == [0, 0]
 
 
 class TestSampling:

@@ -17,11 +17,11 @@ from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.cli import rolltap, run
 from rolltap.trainer.commands.inspect import inspect_command
 from rolltap.trainer.errors import UserError
-from rolltap.trainer.traces.ledger import Ledger, LedgerError
-from rolltap.trainer.views import report
+from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.views.inspect import branches, find_id, first_difference, view_call, view_session
-from rolltap.trainer.views.report import MOST_SESSIONS, print_summary, session_ledger, summarize
+from rolltap.trainer.views.report import MOST_SESSIONS, print_summary, summarize
 from rolltap.trainer.views.show import CONTEXT_TOKENS, call_tree, completion, context, load_decoder
+from tests.trainer.forests import forget_a_call
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -281,17 +281,8 @@ class TestIds:
 
 
 class TestLedger:
-    @pytest.fixture
-    def forgetful(self, monkeypatch):
-        """A bug: traces are built without a call."""
-        whole = report.build_traces
-        monkeypatch.setattr(report, "build_traces", lambda calls, strategy: whole(calls[1:], strategy))
-
-    def test_tokens_that_it_misses_are_an_error_that_names_the_session(self, small_run, forgetful):
-        with pytest.raises(LedgerError, match=r"session s: the calls hold 5 sampled tokens, the ledger says 3"):
-            session_ledger([call(1, "a", [1], [2, 3], session="s"), call(2, "b", [9], [2, 3, 4], session="s")], None)
-
-    def test_inspect_ends_with_status_1_and_says_what_does_not_add_up(self, small_run, forgetful, monkeypatch, capsys):
+    def test_inspect_ends_with_status_1_and_says_what_does_not_add_up(self, small_run, monkeypatch, capsys):
+        forget_a_call(monkeypatch)
         monkeypatch.setattr(sys, "argv", ["rolltap", "inspect", str(small_run)])
         before = signal.getsignal(signal.SIGTERM)
         try:

@@ -6,7 +6,7 @@ from rich.console import Console
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call, Event, Session, VersionSpan
 from rolltap.addons.store.tables import RunWriter
-from rolltap.trainer.views.report import Step, plot_rewards, print_summary, reward_steps, summarize
+from rolltap.trainer.views.report import Step, print_summary, reward_steps, summarize
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -59,14 +59,3 @@ def test_names_are_printed_as_they_are_and_not_as_markup(tmp_path):
     print_summary(summarize(tmp_path), Console(file=(printed := StringIO()), width=200))
     for name in ("[/version]", "[/violation]", "[/host]"):
         assert name in printed.getvalue()
-
-
-def test_the_plot_is_a_png_even_of_a_run_without_rewards(tmp_path):
-    write_metadata(tmp_path, {})
-    writer = RunWriter(tmp_path)
-    writer.add_session(session(1, "0", None))
-    plot_rewards(tmp_path, tmp_path / "none.png", "nothing yet")
-    writer.add_session(session(2, "1", 0.5))
-    plot_rewards(tmp_path, tmp_path / "some.png", "something")
-    assert (tmp_path / "none.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "some.png").stat().st_size > (tmp_path / "none.png").stat().st_size

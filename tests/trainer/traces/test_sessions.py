@@ -1,0 +1,73 @@
+"""Recorded sessions as labelled traces, and their ledgers."""
+
+import pytest
+
+from rolltap.addons.store.metadata import write_metadata
+from rolltap.addons.store.records import Call, Session, VersionSpan
+from rolltap.addons.store.tables import RunWriter
+from rolltap.trainer.traces.build import GroupReward
+from rolltap.trainer.traces.ledger import Ledger, LedgerError
+from rolltap.trainer.traces.reader import RecordedSession
+from rolltap.trainer.traces.sessions import Selection, load_batch, trace_session
+from tests.trainer.forests import forget_a_call
+
+
+def make_call(session_id, name, prompt_ids, **fields):
+    spans = [VersionSpan("0", 0, 2)]
+    return Call(session_id, f"{session_id}{name}", prompt_ids, [7, 8], [-0.5, -0.25], spans, **fields)
+
+
+def recorded(reward, *calls):
+    return RecordedSession("s", Session("s", "task", "group", "harness", "completed", reward=reward), list(calls))
+
+
+def test_a_session_gives_its_traces_their_labels():
+    [trace] = trace_session(recorded(0.5, make_call("s", 1, [1])), Selection()).traces
+    assert (trace.task_id, trace.group_id, trace.harness, trace.reward) == ("task", "group", "harness", 0.5)
+
+
+def test_a_session_without_a_row_has_traces_without_labels():
+    traced = trace_session(RecordedSession("s", None, [make_call("s", 1, [1])]), Selection())
+    assert [(trace.task_id, trace.reward) for trace in traced.traces] == [("", None)]
+    assert traced.rewarded().ledger == Ledger(2, 0, {"no_reward": 2})
+
+
+def test_without_a_reward_no_token_is_trained_and_those_left_out_before_keep_their_reason():
+    unrewarded = recorded(None, make_call("s", 1, [1]), make_call("s", 2, [2], status="failed"))
+    traced = trace_session(unrewarded, Selection())
+    assert (len(traced.traces), traced.ledger) == (1, Ledger(4, 2, {"failed": 2}))
+    rewarded = traced.rewarded()
+    assert (rewarded.traces, rewarded.ledger) == ([], Ledger(4, 0, {"failed": 2, "no_reward": 2}))
+
+
+def test_a_reward_of_nothing_is_a_reward():
+    traced = trace_session(recorded(0.0, make_call("s", 1, [1])), Selection())
+    assert traced.rewarded() == traced
+
+
+def test_tokens_that_the_ledger_misses_are_an_error_that_names_the_session(monkeypatch):
+    forget_a_call(monkeypatch)
+    with pytest.raises(LedgerError, match="session s: the calls hold 4 sampled tokens, the ledger says 2"):
+        trace_session(recorded(1.0, make_call("s", 1, [1]), make_call("s", 2, [9])), Selection())
+
+
+def test_a_batch_has_the_selected_traces_and_the_rewards_of_all_its_sessions(tmp_path):
+    write_metadata(tmp_path, {})
+    with RunWriter(tmp_path) as writer:
+        for name in "abx":
+            writer.add_call(make_call(name, 1, [1]))
+            writer.add_call(make_call(name, 2, [1, 5], role="subagent"))
+        writer.add_session(Session("a", "task", "group", "harness", "completed", reward=0.5))
+        writer.add_session(Session("b", "task", "group", "harness", "completed"))
+        writer.add_session(Session("idle", "task", "group", "harness", "completed", reward=0.0))
+        writer.add_session(Session("x", "task", "group", "harness", "completed", reward=1.0))
+
+    def batch_of(*selection):
+        return load_batch(tmp_path, ["a", "b", "idle"], Selection(*selection))
+
+    batch, ledger = batch_of("tree", ["agent"], 2)
+    assert [(trace.trace_id, trace.completion_ids) for trace in batch.traces] == [("a/a1", [7])]
+    assert batch.rewards == {"a": GroupReward("group", 0.5), "idle": GroupReward("group", 0.0)}
+    assert ledger == Ledger(8, 1, {"subagent": 4, "over_length": 2, "no_reward": 1})
+    assert [trace.shared_tokens for trace in batch_of("tree")[0].traces] == [0, 1]
+    assert [trace.shared_tokens for trace in batch_of()[0].traces] == [0, 0]

@@ -1,0 +1,15 @@
+from rolltap.addons.store.metadata import write_metadata
+from rolltap.addons.store.records import Session
+from rolltap.addons.store.tables import RunWriter
+from rolltap.trainer.views.plot import plot_rewards
+
+
+def test_the_plot_is_a_png_even_of_a_run_without_rewards(tmp_path):
+    write_metadata(tmp_path, {})
+    writer = RunWriter(tmp_path)
+    writer.add_session(Session("a", "t", "g", "h", "completed", policy_version="0"))
+    plot_rewards(tmp_path, tmp_path / "none.png", "nothing yet")
+    writer.add_session(Session("b", "t", "g", "h", "completed", reward=0.5, policy_version="1"))
+    plot_rewards(tmp_path, tmp_path / "some.png", "something")
+    assert (tmp_path / "none.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "some.png").stat().st_size > (tmp_path / "none.png").stat().st_size
