@@ -2,7 +2,9 @@
 
 import asyncio
 import ipaddress
+import json
 import logging
+from pathlib import Path
 
 from mitmproxy import ctx, exceptions
 from mitmproxy.addonmanager import Loader
@@ -12,18 +14,23 @@ from rolltap.addons.options import option_errors
 
 logger = logging.getLogger(__name__)
 
-READY = "recording to %s, proxy at %s"
-"""What is logged once calls can be taken; `rolltap` reads the address from it."""
-
 
 class Listen:
-    """Has the proxy listen on loopback by default, and refuses any other address without `rolltap_secret`."""
+    """Has the proxy listen on loopback by default, refuses any other address without `rolltap_secret`, and tells the
+    address once calls can be taken."""
 
     def __init__(self) -> None:
         self._announcing: asyncio.Task[None] | None = None
 
     def load(self, loader: Loader) -> None:
-        """Listen on loopback unless another address was given."""
+        """Declare the option, and listen on loopback unless another address was given."""
+        loader.add_option(
+            "rolltap_ready",
+            str,
+            "",
+            'File that a line of JSON with "host" and "port" is written to once calls can be taken. It may be an open '
+            "descriptor, /dev/fd/NUMBER.",
+        )
         if not ctx.options.listen_host:
             ctx.options.update(listen_host="127.0.0.1")
 
@@ -39,7 +46,7 @@ class Listen:
                     )
 
     def running(self) -> None:
-        """Say where the proxy listens."""
+        """Tell where the proxy listens."""
         self._announcing = asyncio.get_running_loop().create_task(self._announce())
 
     async def _announce(self) -> None:
@@ -57,7 +64,14 @@ class Listen:
             ctx.master.shutdown()
             return
         where = " and ".join(f"http://{host}:{port}" for host, port, *_ in addresses)
-        logger.info(READY, ctx.options.rolltap_out, where)
+        logger.info("recording to %s, proxy at %s", ctx.options.rolltap_out, where)
+        if ctx.options.rolltap_ready:
+            host, port, *_ = addresses[0]
+            try:
+                Path(ctx.options.rolltap_ready).expanduser().write_text(json.dumps({"host": host, "port": port}) + "\n")
+            except OSError as error:
+                logger.error("rolltap_ready: %s: stopping", error)
+                ctx.master.shutdown()
 
 
 def is_loopback(host: str) -> bool:

@@ -7,4 +7,4 @@ from rolltap.addons.sessions import Sessions
 from rolltap.addons.startup import Startup
 
 capture = Capture()
-addons = [Listen(), Sessions(capture.record), capture, Egress(capture.record), Startup()]
+addons = [Listen(), Sessions(capture.record), capture, Egress(capture.record, capture.is_endpoint), Startup()]

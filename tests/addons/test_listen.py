@@ -1,7 +1,10 @@
+import json
+
 import pytest
-from mitmproxy import exceptions
+from mitmproxy import ctx, exceptions
 from mitmproxy.test import taddons
 
+from rolltap.addons.capture import Capture
 from rolltap.addons.listen import Listen
 from rolltap.addons.sessions import Sessions
 
@@ -45,3 +48,32 @@ def test_other_machines_are_let_in_with_a_secret_only(context, options, accepted
     else:
         with pytest.raises(exceptions.OptionsError, match=r"other machines can reach: set rolltap_secret, or"):
             context.configure(listen, **options)
+
+
+class Proxyserver:
+    name = "proxyserver"
+
+    def listen_addrs(self):
+        return [("127.0.0.1", 8080)]
+
+
+class TestReady:
+    @pytest.fixture
+    async def announce(self, context):
+        async def announce(ready):
+            listen = Listen()
+            context.master.addons.add(Proxyserver(), Sessions([].append), Capture(), listen)
+            context.configure(listen, rolltap_ready=str(ready))
+            listen.running()
+            await listen._announcing
+
+        return announce
+
+    async def test_the_address_is_written_once_calls_can_be_taken(self, announce, tmp_path):
+        await announce(tmp_path / "ready.json")
+        assert json.loads((tmp_path / "ready.json").read_text()) == {"host": "127.0.0.1", "port": 8080}
+
+    async def test_a_file_that_cannot_be_written_stops_the_recorder_with_a_message(self, announce, tmp_path, caplog):
+        await announce(tmp_path / "nowhere" / "ready.json")
+        assert "rolltap_ready: [Errno 2] No such file or directory" in caplog.text
+        assert ctx.master.should_exit.is_set()
