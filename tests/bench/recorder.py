@@ -50,8 +50,10 @@ def _engine(folder: Path, words: dict[str, int], stop_id: int, *, chunks: int, p
     command = [sys.executable, "-m", "tests.bench.engine", replies]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
-        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
-        process.terminate()
+        try:
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        finally:
+            process.terminate()
 
 
 @contextmanager
@@ -73,8 +75,10 @@ def _proxy(name: str, folder: Path, script: Path, settings: dict[str, object]) -
         if not line:
             raise click.ClickException(f"mitmdump ended:\n{log.read_text()}")
         proxy = "http://{host}:{port}".format(**json.loads(line))
-        yield Target(name, HOST + CHAT, proxy, confdir / "mitmproxy-ca-cert.pem", process.pid)
-        process.terminate()
+        try:
+            yield Target(name, HOST + CHAT, proxy, confdir / "mitmproxy-ca-cert.pem", process.pid)
+        finally:
+            process.terminate()
 
 
 def _opening(words: dict[str, int]) -> dict:
