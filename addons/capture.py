@@ -1,6 +1,7 @@
 """Addon: sends a model call to the endpoint instead of its host."""
 
 import asyncio
+import logging
 
 from mitmproxy import ctx, exceptions, http
 from mitmproxy.addonmanager import Loader
@@ -9,9 +10,10 @@ from rolltap.addons.dialects.routes import Route, find_route
 from rolltap.addons.dialects.types import DialectError
 from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.open_run import RUN_OPTIONS, add_options, open_run
-from rolltap.addons.options import option_errors
 from rolltap.addons.sessions import SESSION, writable
 from rolltap.addons.store.records import Event
+
+logger = logging.getLogger(__name__)
 
 CAPTURED = "rolltap_captured"
 """Key of `flow.metadata` that marks what the endpoint answers."""
@@ -45,18 +47,23 @@ class Capture:
         )
         # over HTTP/2 mitmproxy opens a connection per call and allows five at a time
         ctx.options.update(http2=False)
-        with option_errors():
+        try:
             # mitmproxy does this next; a refusal there would leave it running without these addons
             ctx.options.process_deferred()
+        except exceptions.OptionsError as error:
+            logger.error("%s", error)
 
     def configure(self, updated: set[str]) -> None:
         """Check the options and open the run folder."""
         if not updated & RUN_OPTIONS:
             return
-        with option_errors():
-            if self.endpoint is not None:
-                raise exceptions.OptionsError("the rolltap options cannot change while a run is recorded")
+        if self.endpoint is not None:
+            raise exceptions.OptionsError("the rolltap options cannot change while a run is recorded")
+        try:
             self.endpoint = open_run(ctx.options)
+        except exceptions.OptionsError as error:
+            # raised while the script is loaded it is shown with a traceback; a logged error ends mitmdump as well
+            logger.error("%s", error)
 
     def running(self) -> None:
         """Start the endpoint. Its socket is open already, so nothing has to wait for it."""

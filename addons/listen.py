@@ -10,8 +10,6 @@ from mitmproxy import ctx, exceptions
 from mitmproxy.addonmanager import Loader
 from mitmproxy.proxy.mode_specs import ProxyMode
 
-from rolltap.addons.options import option_errors
-
 logger = logging.getLogger(__name__)
 
 
@@ -36,14 +34,17 @@ class Listen:
 
     def configure(self, updated: set[str]) -> None:
         """Refuse to be reachable from other machines without a secret."""
-        with option_errors():
-            for mode in ctx.options.mode:
-                host = ProxyMode.parse(mode).listen_host(ctx.options.listen_host)
-                if not ctx.options.rolltap_secret and not is_loopback(host):
-                    raise exceptions.OptionsError(
-                        f"the proxy would listen on {host!r}, which other machines can reach: set rolltap_secret, or "
-                        "listen on 127.0.0.1 (listen_host, or mode regular@127.0.0.1:PORT)"
-                    )
+        for mode in ctx.options.mode:
+            host = ProxyMode.parse(mode).listen_host(ctx.options.listen_host)
+            if not ctx.options.rolltap_secret and not is_loopback(host):
+                refusal = (
+                    f"the proxy would listen on {host!r}, which other machines can reach: set rolltap_secret, or "
+                    "listen on 127.0.0.1 (listen_host, or mode regular@127.0.0.1:PORT)"
+                )
+                if self._announcing is not None:
+                    raise exceptions.OptionsError(refusal)
+                # raised while the script is loaded it is shown with a traceback; a logged error ends mitmdump as well
+                logger.error("%s", refusal)
 
     def running(self) -> None:
         """Tell where the proxy listens."""

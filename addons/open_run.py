@@ -32,42 +32,27 @@ _PACKAGES = ("rolltap", "mitmproxy", "renderers", "transformers", "pyarrow")
 def add_options(loader: Loader) -> None:
     """Declare the options of a run."""
     loader.add_option("rolltap_out", str, "", "The run folder that calls are recorded to. Made when missing.")
-    loader.add_option(
-        "rolltap_engine",
-        str,
-        "",
-        "Base URL of the vLLM server, for instance http://127.0.0.1:8000; several of the same model by commas.",
-    )
+    engine = "Base URL of the vLLM server, for instance http://127.0.0.1:8000; several of the same model by commas."
+    loader.add_option("rolltap_engine", str, "", engine)
     loader.add_option("rolltap_model", str, "", "Folder or name of the served model, for its tokenizer.")
-    loader.add_option(
-        "rolltap_renderer",
-        str,
-        "auto",
-        "How conversations become tokens: a name of the `renderers` library, for instance `qwen3`, or `auto`.",
+    renderer = "How conversations become tokens: a name of the `renderers` library, for instance `qwen3`, or `auto`."
+    loader.add_option("rolltap_renderer", str, "auto", renderer)
+    sampling = (
+        f"JSON object of sampling parameters that differ from neutral ones ({', '.join(sorted(_SAMPLING_KEYS))}). "
+        "Those that a harness asks for are recorded, not applied."
     )
-    loader.add_option(
-        "rolltap_sampling",
-        str,
-        "{}",
-        "JSON object of sampling parameters that differ from neutral ones "
-        f"({', '.join(sorted(_SAMPLING_KEYS))}). Those that a harness asks for are recorded, not applied.",
-    )
-    loader.add_option(
-        "rolltap_patience",
-        int,
-        120,
+    loader.add_option("rolltap_sampling", str, "{}", sampling)
+    patience = (
         "Seconds that a call waits for an engine that fails, counted from its last sampled token. Within it the "
-        "generation goes on from that token; after it the harness gets its API's own error.",
+        "generation goes on from that token; after it the harness gets its API's own error."
     )
-    loader.add_option(
-        "rolltap_fsync",
-        str,
-        "session",
+    loader.add_option("rolltap_patience", int, 120, patience)
+    fsync = (
         "When calls are brought to the disk itself: `call`, before a reply ends; `session`, when a session ends; "
         "`never`, when the system does it. A killed recorder loses no committed call in any case; a machine that "
-        "stops does.",
-        choices=get_args(Sync),
+        "stops does."
     )
+    loader.add_option("rolltap_fsync", str, "session", fsync, choices=get_args(Sync))
 
 
 def open_run(options: OptManager) -> Endpoint:
