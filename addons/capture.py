@@ -38,13 +38,8 @@ class Capture:
     def load(self, loader: Loader) -> None:
         """Declare the options."""
         add_options(loader)
-        loader.add_option(
-            "rolltap_websocket",
-            bool,
-            False,
-            "Serve the Responses API over WebSockets too. Codex asks for one first and falls back to HTTP at once "
-            "when it is declined.",
-        )
+        text = "Serve the Responses API over WebSockets too. Codex falls back to HTTP at once when they are declined."
+        loader.add_option("rolltap_websocket", bool, False, text)
         # over HTTP/2 mitmproxy opens a connection per call and allows five at a time
         ctx.options.update(http2=False)
         try:
@@ -62,7 +57,7 @@ class Capture:
         try:
             self.endpoint = open_run(ctx.options)
         except exceptions.OptionsError as error:
-            # raised while the script is loaded it is shown with a traceback; a logged error ends mitmdump as well
+            # raised while the script is loaded, it would come with a traceback; a logged error ends mitmdump as well
             logger.error("%s", error)
 
     def running(self) -> None:
@@ -94,8 +89,16 @@ class Capture:
         if route.service == "websocket" and not ctx.options.rolltap_websocket:
             # 426 makes Codex fall back at once; other refusals cost it seconds
             flow.response = http.Response.make(426, b"{}", {"content-type": "application/json"})
-        elif self._decompress(flow, route):
-            self._redirect(flow, route)
+            return
+        try:
+            flow.request.decode()  # Codex compresses its bodies with zstd
+        except ValueError as error:
+            told = DialectError(f"The request body cannot be decompressed: {error}")
+            body = route.dialect.encode_error(told)
+            flow.response = http.Response.make(told.status, body, {"content-type": "application/json"})
+            path = writable(path.partition("?")[0])
+            return self.record(Event("rejected", flow.metadata[SESSION], flow.request.host, "POST", path, str(told)))
+        self._redirect(flow, route)
 
     def _redirect(self, flow: http.HTTPFlow, route: Route | None) -> None:
         assert self.endpoint is not None
@@ -105,19 +108,6 @@ class Capture:
         headers.update(self.endpoint.headers(flow.metadata[SESSION], flow.request.host, route))
         flow.request.scheme, flow.request.host, flow.request.port = "http", "127.0.0.1", self.endpoint.port
         flow.metadata[CAPTURED] = True
-
-    def _decompress(self, flow: http.HTTPFlow, route: Route) -> bool:
-        """Codex compresses its bodies with zstd."""
-        try:
-            flow.request.decode()
-        except ValueError as error:
-            told = DialectError(f"The request body cannot be decompressed: {error}")
-            body = route.dialect.encode_error(told)
-            flow.response = http.Response.make(told.status, body, {"content-type": "application/json"})
-            path = flow.request.path.partition("?")[0]
-            self.record(Event("rejected", flow.metadata[SESSION], flow.request.host, "POST", writable(path), str(told)))
-            return False
-        return True
 
     def responseheaders(self, flow: http.HTTPFlow) -> None:
         """Pass the endpoint's bytes on as they come."""

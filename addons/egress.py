@@ -34,8 +34,8 @@ class Egress:
 
     A request is answered with 404, in the words of the model API that it belongs to or else `{}`: every harness accepts
     that at once for its telemetry, settings and update checks, while a dropped connection costs some of them 20 s of
-    retries. A request that looks like a model call is recorded as `uncaptured`, also when its host is allowed. A
-    connection is decided on again when it is opened, for a request that no addon has answered: one may have failed.
+    retries. A request that looks like a model call is recorded as `uncaptured`, also when its host is allowed. Before a
+    connection is opened its host is decided on again: a request that no addon answered, because one failed, ends there.
 
     Must come after `Capture`, which claims the model calls. `record` takes the events of refused requests;
     `is_endpoint` says whether a host and a port are the endpoint's.
@@ -46,26 +46,19 @@ class Egress:
         self._is_endpoint = is_endpoint
 
     def load(self, loader: Loader) -> None:
-        """Declare the option, and have mitmproxy answer a tunnel, and its TLS, without connecting to the host first.
-
-        What is not HTTP ends the tunnel.
-        """
-        loader.add_option(
-            "rolltap_allow",
-            Sequence[str],
-            [],
+        """Declare the option, and have mitmproxy answer a tunnel, and its TLS, without connecting to the host first."""
+        text = (
             "Host that sessions may reach besides the model, for instance `pypi.org` or `*.pythonhosted.org`. "
-            "May be given several times. All other hosts get 404.",
+            "May be given several times. All other hosts get 404."
         )
+        loader.add_option("rolltap_allow", Sequence[str], [], text)
         ctx.options.update(connection_strategy="lazy", upstream_cert=False, rawtcp=False)
 
     def request(self, flow: http.HTTPFlow) -> None:
         """Refuse what is not allowed."""
-        if flow.response is not None:
-            return
         host = flow.request.host
         decision = decide(host, served=bool(flow.metadata.get(CAPTURED)), allow=ctx.options.rolltap_allow)
-        if decision == "served":
+        if flow.response is not None or decision == "served":
             return
         if decision == "refused":
             flow.response = http.Response.make(404, b"{}", {"content-type": "application/json"})

@@ -22,13 +22,8 @@ class Listen:
 
     def load(self, loader: Loader) -> None:
         """Declare the option, and listen on loopback unless another address was given."""
-        loader.add_option(
-            "rolltap_ready",
-            str,
-            "",
-            'File that a line of JSON with "host" and "port" is written to once calls can be taken. It may be an open '
-            "descriptor, /dev/fd/NUMBER.",
-        )
+        text = "File, or /dev/fd/NUMBER, that is told `host` and `port` in a line of JSON once calls can be taken."
+        loader.add_option("rolltap_ready", str, "", text)
         if not ctx.options.listen_host:
             ctx.options.update(listen_host="127.0.0.1")
 
@@ -36,15 +31,15 @@ class Listen:
         """Refuse to be reachable from other machines without a secret."""
         for mode in ctx.options.mode:
             host = ProxyMode.parse(mode).listen_host(ctx.options.listen_host)
-            if not ctx.options.rolltap_secret and not is_loopback(host):
-                refusal = (
-                    f"the proxy would listen on {host!r}, which other machines can reach: set rolltap_secret, or "
-                    "listen on 127.0.0.1 (listen_host, or mode regular@127.0.0.1:PORT)"
-                )
-                if self._announcing is not None:
-                    raise exceptions.OptionsError(refusal)
-                # raised while the script is loaded it is shown with a traceback; a logged error ends mitmdump as well
-                logger.error("%s", refusal)
+            if ctx.options.rolltap_secret or is_loopback(host):
+                continue
+            refusal = (
+                f"the proxy would listen on {host!r}, which other machines can reach: set rolltap_secret, or "
+                "listen on 127.0.0.1 (listen_host, or mode regular@127.0.0.1:PORT)"
+            )
+            if self._announcing is not None:
+                raise exceptions.OptionsError(refusal)
+            logger.error("%s", refusal)  # see `Capture.configure`
 
     def running(self) -> None:
         """Tell where the proxy listens."""

@@ -21,10 +21,9 @@ from rolltap.addons.store.tables import RunWriter, Sync
 
 logger = logging.getLogger(__name__)
 
-_SAMPLING_KEYS = {*NEUTRAL_SAMPLING, "max_tokens", "seed"}
-_REQUIRED = ("rolltap_out", "rolltap_engine", "rolltap_model")
-RUN_OPTIONS = {*_REQUIRED, "rolltap_renderer", "rolltap_sampling", "rolltap_patience", "rolltap_fsync"}
+RUN_OPTIONS = {f"rolltap_{name}" for name in ("out", "engine", "model", "renderer", "sampling", "patience", "fsync")}
 """Options that stay as they are while a run is open."""
+_SAMPLING_KEYS = {*NEUTRAL_SAMPLING, "max_tokens", "seed"}
 _PACKAGES = ("rolltap", "mitmproxy", "renderers", "transformers", "pyarrow")
 """Whose versions `run.json` names."""
 
@@ -139,11 +138,8 @@ def _rendering(options: OptManager) -> Rendering:
     except ModelError as error:
         raise OptionsError(f"rolltap_model: {error}") from error
     if rendering.name == "default":
-        logger.warning(
-            "no renderer knows the chat template of %s: tool calls are not parsed. Set rolltap_renderer if you "
-            "know the model's family.",
-            model,
-        )
+        advice = "tool calls are not parsed. Set rolltap_renderer if you know the model's family."
+        logger.warning("no renderer knows the chat template of %s: %s", model, advice)
     if rendering.refusal:
         logger.warning("no conversation can be continued token for token: %s", rendering.refusal)
     return rendering

@@ -16,7 +16,6 @@ _SAMPLES = re.compile(
 )
 """How the paths of the known model APIs end, those that are served and those that are not."""
 
-
 Service = Literal[Operation, "websocket"]
 """What a request asks for; `websocket` opens a connection that speaks the Responses API."""
 

@@ -93,14 +93,9 @@ class Endpoint:
         await self.engines.close()
 
     def headers(self, session_id: str, host: str, route: Route | None) -> dict[str, str]:
-        """What a request must carry to be answered: whose it is, where it was sent, and what it asks for; no route
-        ends the session."""
-        return {
-            SECRET_HEADER: self._secret,
-            SESSION_HEADER: session_id,
-            HOST_HEADER: host,
-            ROUTE_HEADER: END if route is None else str(route),
-        }
+        """Headers of a request that is answered: whose it is, its host and its route. No route ends the session."""
+        service = END if route is None else str(route)
+        return {SECRET_HEADER: self._secret, SESSION_HEADER: session_id, HOST_HEADER: host, ROUTE_HEADER: service}
 
     def record(self, event: Event) -> None:
         """Write an event to the run folder; a full disk must not keep a refusal from being answered."""
