@@ -2,44 +2,47 @@
 
 import asyncio
 import ipaddress
+import json
 import logging
+from pathlib import Path
 
 from mitmproxy import ctx, exceptions
 from mitmproxy.addonmanager import Loader
 from mitmproxy.proxy.mode_specs import ProxyMode
 
-from rolltap.addons.options import option_errors
-
 logger = logging.getLogger(__name__)
-
-READY = "recording to %s, proxy at %s"
-"""What is logged once calls can be taken; `rolltap` reads the address from it."""
 
 
 class Listen:
-    """Has the proxy listen on loopback by default, and refuses any other address without `rolltap_secret`."""
+    """Has the proxy listen on loopback by default, refuses any other address without `rolltap_secret`, and tells the
+    address once calls can be taken."""
 
     def __init__(self) -> None:
         self._announcing: asyncio.Task[None] | None = None
 
     def load(self, loader: Loader) -> None:
-        """Listen on loopback unless another address was given."""
+        """Declare the option, and listen on loopback unless another address was given."""
+        text = "File, or /dev/fd/NUMBER, that is told `host` and `port` in a line of JSON once calls can be taken."
+        loader.add_option("rolltap_ready", str, "", text)
         if not ctx.options.listen_host:
             ctx.options.update(listen_host="127.0.0.1")
 
     def configure(self, updated: set[str]) -> None:
         """Refuse to be reachable from other machines without a secret."""
-        with option_errors():
-            for mode in ctx.options.mode:
-                host = ProxyMode.parse(mode).listen_host(ctx.options.listen_host)
-                if not ctx.options.rolltap_secret and not is_loopback(host):
-                    raise exceptions.OptionsError(
-                        f"the proxy would listen on {host!r}, which other machines can reach: set rolltap_secret, or "
-                        "listen on 127.0.0.1 (listen_host, or mode regular@127.0.0.1:PORT)"
-                    )
+        for mode in ctx.options.mode:
+            host = ProxyMode.parse(mode).listen_host(ctx.options.listen_host)
+            if ctx.options.rolltap_secret or is_loopback(host):
+                continue
+            refusal = (
+                f"the proxy would listen on {host!r}, which other machines can reach: set rolltap_secret, or "
+                "listen on 127.0.0.1 (listen_host, or mode regular@127.0.0.1:PORT)"
+            )
+            if self._announcing is not None:
+                raise exceptions.OptionsError(refusal)
+            logger.error("%s", refusal)  # see `Capture.configure`
 
     def running(self) -> None:
-        """Say where the proxy listens."""
+        """Tell where the proxy listens."""
         self._announcing = asyncio.get_running_loop().create_task(self._announce())
 
     async def _announce(self) -> None:
@@ -57,7 +60,14 @@ class Listen:
             ctx.master.shutdown()
             return
         where = " and ".join(f"http://{host}:{port}" for host, port, *_ in addresses)
-        logger.info(READY, ctx.options.rolltap_out, where)
+        logger.info("recording to %s, proxy at %s", ctx.options.rolltap_out, where)
+        if ctx.options.rolltap_ready:
+            host, port, *_ = addresses[0]
+            try:
+                Path(ctx.options.rolltap_ready).expanduser().write_text(json.dumps({"host": host, "port": port}) + "\n")
+            except OSError as error:
+                logger.error("rolltap_ready: %s: stopping", error)
+                ctx.master.shutdown()
 
 
 def is_loopback(host: str) -> bool:

@@ -12,4 +12,4 @@ from rolltap.addons.startup import Startup
 sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
 
 capture = Capture()
-addons = [Listen(), Sessions(capture.record), capture, Egress(capture.record), Startup()]
+addons = [Listen(), Sessions(capture.record), capture, Egress(capture.record, capture.is_endpoint), Startup()]

@@ -35,14 +35,12 @@ class Sessions:
 
     def load(self, loader: Loader) -> None:
         """Declare the option."""
-        loader.add_option(
-            "rolltap_secret",
-            str,
-            os.environ.get("ROLLTAP_SECRET", ""),
+        text = (
             "Secret behind the sessions' proxy passwords (HMAC-SHA256 of the session id). Required unless the proxy "
             "listens on loopback, where any password is taken without one. The environment variable ROLLTAP_SECRET "
-            "gives it without showing it to other processes.",
+            "gives it without showing it to other processes."
         )
+        loader.add_option("rolltap_secret", str, os.environ.get("ROLLTAP_SECRET", ""), text)
 
     def http_connect(self, flow: http.HTTPFlow) -> None:
         """Authenticate a tunnel."""

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from rolltap.addons.dialects import anthropic, google, openai_chat, openai_responses
 from rolltap.addons.dialects.dialect import Dialect, Operation
@@ -10,11 +11,13 @@ from rolltap.addons.dialects.types import DialectError
 
 DIALECTS: list[Dialect] = [openai_chat, google, anthropic, openai_responses]
 
-
 _SAMPLES = re.compile(
     r"[/:](complete|completions|responses|messages|converse|invoke|predict|(stream)?generate)[a-z-]*$", re.I
 )
 """How the paths of the known model APIs end, those that are served and those that are not."""
+
+Service = Literal[Operation, "websocket"]
+"""What a request asks for; `websocket` opens a connection that speaks the Responses API."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,26 +25,29 @@ class Route:
     """A request that is served."""
 
     dialect: Dialect
-    operation: Operation
+    service: Service
+
+    def __str__(self) -> str:
+        return f"{self.dialect.NAME} {self.service}"
+
+
+ROUTES = {str(route): route for dialect in DIALECTS for route in (Route(dialect, s) for s in get_args(Service))}
+"""A route by its text, for who is told of it in a header."""
 
 
 def find_route(method: str, target: str, headers: Mapping[str, str]) -> Route | None:
-    """Who answers a request to `target` (path and query), or None when it is not served.
+    """The API and the operation of a request to `target` (path and query), or None when it is not served.
 
     Several APIs list their models under one path. Clients of Anthropic's are known by a header that it demands.
     """
     path = target.partition("?")[0]
+    if headers.get("upgrade", "").lower() == "websocket" and openai_responses.operation("POST", path) == "generate":
+        return Route(openai_responses, "websocket")
     for dialect in [anthropic, *DIALECTS] if "anthropic-version" in headers else DIALECTS:
         operation = dialect.operation(method, path)
         if operation is not None:
             return Route(dialect, operation)
     return None
-
-
-def is_websocket(target: str, headers: Mapping[str, str]) -> bool:
-    """Whether a request wants to speak the Responses API over a WebSocket, as Codex does first."""
-    path = target.partition("?")[0]
-    return headers.get("upgrade", "").lower() == "websocket" and openai_responses.operation("POST", path) == "generate"
 
 
 def looks_like_model_call(method: str, target: str) -> bool:

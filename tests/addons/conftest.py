@@ -73,7 +73,7 @@ async def harness(tiny_rendering, scripted_engine, tmp_path):
     """A client of an endpoint behind the scripted engine, with no patience for an engine that fails."""
     write_metadata(tmp_path, {})
     writer = RunWriter(tmp_path)
-    endpoint = Endpoint(tiny_rendering, [scripted_engine.url], writer, tmp_path, {}, patience=0)
+    endpoint = Endpoint(tiny_rendering, [scripted_engine.url], writer, {}, patience=0)
     await endpoint.start()
     async with Harness.connect(endpoint) as client:
         yield client

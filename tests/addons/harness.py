@@ -5,7 +5,8 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 
-from rolltap.addons.endpoint import server as ep
+from rolltap.addons.dialects.routes import find_route
+from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.store.tables import read_rows
 
 PATH = "/v1/chat/completions"
@@ -25,7 +26,7 @@ def content(events):
 class Harness:
     """Asks as one session."""
 
-    def __init__(self, endpoint: ep.Endpoint, client: aiohttp.ClientSession) -> None:
+    def __init__(self, endpoint: Endpoint, client: aiohttp.ClientSession) -> None:
         self.endpoint = endpoint
         self.client = client
         self.run = endpoint.writer.run
@@ -36,16 +37,22 @@ class Harness:
         async with aiohttp.ClientSession() as client:
             yield cls(endpoint, client)
 
-    def post(self, body, *, session="s1", secret=None, headers=None):
-        ours = {ep.SECRET_HEADER: secret or self.endpoint.secret, ep.SESSION_HEADER: session, ep.HOST_HEADER: "api"}
-        headers = {**ours, **(headers or {})}
+    def url(self, path):
+        return f"http://127.0.0.1:{self.endpoint.port}{path}"
+
+    def post(self, body, *, session="s1", headers=None):
+        headers = {**self.endpoint.headers(session, "api", find_route("POST", PATH, {})), **(headers or {})}
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return self.client.post(f"http://127.0.0.1:{self.endpoint.port}{PATH}", data=data, headers=headers)
+        return self.client.post(self.url(PATH), data=data, headers=headers)
 
     async def ask(self, *messages, **fields):
         """The reply to a request that does not ask for a stream."""
         async with self.post({"model": "m", "messages": list(messages), **fields}) as response:
             return response.status, await response.json()
+
+    async def end(self, session="s1"):
+        async with self.client.post(self.url("/end"), headers=self.endpoint.headers(session, "x", None)) as response:
+            return response.status, await response.text()
 
     async def stream(self, *messages, **fields):
         """Status and events of a streamed reply."""

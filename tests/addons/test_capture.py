@@ -5,13 +5,13 @@ import re
 import aiohttp
 import pyarrow
 import pytest
-from mitmproxy import ctx, http
+from mitmproxy import ctx, exceptions, http
 from mitmproxy.addons.proxyserver import Proxyserver
 from mitmproxy.test import taddons, tflow
 
 from rolltap.addons.capture import CAPTURED, Capture
 from rolltap.addons.dialects import openai_chat
-from rolltap.addons.endpoint import server as ep
+from rolltap.addons.dialects.routes import Route
 from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
 from rolltap.addons.sessions import SESSION
 from rolltap.addons.store.metadata import RUN_FILE, read_metadata, write_metadata
@@ -67,7 +67,7 @@ class TestModelCalls:
         assert flow.metadata[CAPTURED] is True
         assert flow.response is None
         assert flow.request.scheme == "http"
-        assert (flow.request.host, flow.request.port) == ("127.0.0.1", capture._endpoint.port)
+        assert (flow.request.host, flow.request.port) == ("127.0.0.1", capture.endpoint.port)
         assert flow.request.path == path
 
     @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ class TestModelCalls:
         capture.request(flow)
         assert flow.response.status_code == 400
         assert "decompressed" in json.loads(flow.response.content)["error"]["message"]
-        assert [e["kind"] for e in read_rows(capture._writer.run, "events")] == ["rejected"]
+        assert [e["kind"] for e in read_rows(capture.endpoint.writer.run, "events")] == ["rejected"]
 
     def test_a_websocket_is_declined_so_that_codex_falls_back_at_once(self, capture):
         flow = request("GET", "https://api.openai.com/v1/responses", {"upgrade": "websocket"})
@@ -171,17 +171,14 @@ class TestModelCalls:
         assert flow.request.headers["user-agent"] == "harness"
 
     def test_a_harness_cannot_speak_for_another_session(self, capture):
-        forged = {"X-Rolltap-Session": "s2", "x-rolltap-host": "x", "X-ROLLTAP-SECRET": "x", "x-rolltap-other": "x"}
+        forged = {"X-Rolltap-Session": "s2", "x-rolltap-host": "x", "X-ROLLTAP-SECRET": "x", "x-rolltap-route": "end"}
         flow = request(headers=forged)
         flow.request.headers.add("x-rolltap-session", "s3")
         flow.request.headers["host"] = "spoofed.com"
         capture.request(flow)
         ours = {name: value for name, value in flow.request.headers.items(multi=True) if name.startswith("x-rolltap-")}
-        assert ours == {
-            ep.SECRET_HEADER: capture._endpoint.secret,
-            ep.SESSION_HEADER: "s1",
-            ep.HOST_HEADER: "api.openai.com",
-        }
+        assert ours == capture.endpoint.headers("s1", "api.openai.com", Route(openai_chat, "generate"))
+        assert ours["x-rolltap-session"] == "s1"
 
     async def test_the_endpoint_answers_what_was_captured(self, capture):
         flow = request()
@@ -191,7 +188,7 @@ class TestModelCalls:
                 assert response.status == 400
             async with client.post(flow.request.url, data=b"{") as response:
                 assert response.status == 403
-        assert [event["kind"] for event in read_rows(capture._writer.run, "events")] == ["rejected"]
+        assert [event["kind"] for event in read_rows(capture.endpoint.writer.run, "events")] == ["rejected"]
 
     def test_their_replies_are_passed_on_as_they_come(self, capture):
         flow, other = request(), request("GET", "https://example.com/")
@@ -204,7 +201,7 @@ class TestModelCalls:
 
 
 class TestOptions:
-    """At start-up mitmdump ends with what is logged as an error; test_options.py has the other cases."""
+    """At start-up mitmdump ends with what is logged as an error."""
 
     @pytest.fixture
     async def configure(self, options):
@@ -244,17 +241,14 @@ class TestOptions:
         configure()
         assert re.search(r"rolltap_out: .* another tokenizer: choose a new folder", caplog.text)
 
-    def test_they_cannot_change_while_a_run_is_recorded(self, capture, caplog):
-        ctx.options.update(rolltap_sampling='{"temperature": 0.5}')
-        assert "cannot change while a run is recorded" in caplog.text
+    def test_they_cannot_change_while_a_run_is_recorded(self, capture):
+        with pytest.raises(exceptions.OptionsError, match="cannot change while a run is recorded"):
+            ctx.options.update(rolltap_sampling='{"temperature": 0.5}')
+        assert ctx.options.rolltap_sampling == "{}"
 
     def test_other_options_can(self, capture, caplog):
         ctx.options.update(stream_large_bodies="1m")
         assert caplog.text == ""
-
-    def test_the_real_host_is_never_dialled(self, capture):
-        assert (ctx.options.connection_strategy, ctx.options.upstream_cert) == ("lazy", False)
-        assert ctx.options.http2 is False
 
     def test_a_template_that_no_renderer_knows_is_warned_of(self, configure, caplog, tmp_path):
         save_tokenizer(tmp_path / "model", "{% for message in messages %}{{ message.content }}{% endfor %}")
@@ -264,7 +258,7 @@ class TestOptions:
 
 class TestRun:
     def test_it_says_how_it_was_recorded(self, capture, options, rendering):
-        metadata = read_metadata(capture._writer.run)
+        metadata = read_metadata(capture.endpoint.writer.run)
         assert metadata["model"] == options["rolltap_model"]
         assert metadata["renderer"] == "qwen3"
         assert metadata["tokenizer_sha256"] == rendering.tokenizer_sha256
@@ -274,11 +268,11 @@ class TestRun:
 
     def test_events_are_written_to_it(self, capture):
         capture.record(Event("refused", "s1", "evil.com", "GET", "/"))
-        (event,) = read_rows(capture._writer.run, "events")
+        (event,) = read_rows(capture.endpoint.writer.run, "events")
         assert (event["kind"], event["session_id"], event["host"]) == ("refused", "s1", "evil.com")
 
     def test_a_run_that_cannot_be_written_to_is_logged(self, capture, tmp_path, caplog):
-        run = capture._writer.run
+        run = capture.endpoint.writer.run
         (run / RUN_FILE).unlink()
         run.rmdir()
         capture.record(Event("refused"))
@@ -292,8 +286,8 @@ async def test_sampling_may_differ_from_neutral(options):
         capture.running()
         await capture.done()
     sampling = {**NEUTRAL_SAMPLING, "temperature": 0.7, "max_tokens": 64}
-    assert capture._endpoint.sampling == sampling
-    (recorder,) = read_metadata(capture._writer.run)["recorders"]
+    assert capture.endpoint.sampling == sampling
+    (recorder,) = read_metadata(capture.endpoint.writer.run)["recorders"]
     assert recorder["sampling"] == sampling
 
 

@@ -2,7 +2,10 @@ import json
 
 import pyarrow as pa
 import pytest
-from mitmproxy import http
+from mitmproxy import ctx, http
+from mitmproxy.addons.proxyserver import Proxyserver
+from mitmproxy.connection import Server
+from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 from mitmproxy.test import taddons, tflow
 
 from rolltap.addons.capture import CAPTURED
@@ -16,10 +19,13 @@ def events():
     return []
 
 
+ENDPOINT = ("127.0.0.1", 4)
+
+
 @pytest.fixture
 async def egress(events):
-    addon = Egress(events.append)
-    with taddons.context(addon) as context:
+    addon = Egress(events.append, lambda *address: address == ENDPOINT)
+    with taddons.context(Proxyserver(), addon) as context:
         context.configure(addon, rolltap_allow=["pypi.org", "*.PythonHosted.org"])
         yield addon
 
@@ -44,13 +50,21 @@ def test_refusals_are_recorded_without_the_query(egress, events):
     assert (event.method, event.path) == ("POST", "/a")
 
 
+def connect(egress, host, port=443, error=None):
+    """The error with which a connection is kept from being opened, or None."""
+    server = Server(address=(host, port))
+    server.error = error
+    egress.server_connect(ServerConnectionHookData(server, tflow.tflow().client_conn))
+    return server.error
+
+
 @pytest.mark.parametrize(
     "url", ["https://pypi.org/simple/", "http://PyPI.org:8080/", "https://files.pythonhosted.org/x"]
 )
 def test_allowed_hosts_are_reached(egress, events, url):
     flow = request(url)
     egress.request(flow)
-    assert flow.response is None
+    assert (flow.response, connect(egress, flow.request.host)) == (None, None)
     assert events == []
 
 
@@ -68,6 +82,37 @@ def test_hosts_that_only_look_allowed_are_not(egress, url):
     flow = request(url)
     egress.request(flow)
     assert flow.response.status_code == 404
+    assert "does not let sessions connect" in connect(egress, flow.request.host, flow.request.port)
+
+
+def test_only_the_endpoint_is_connected_to_without_being_allowed(egress):
+    assert connect(egress, *ENDPOINT) is None
+    assert connect(egress, ENDPOINT[0], 5) is not None
+
+
+def test_a_harness_does_not_reach_the_endpoint_by_its_address(egress):
+    flow = request("http://{}:{}/".format(*ENDPOINT))
+    egress.request(flow)
+    assert flow.response.status_code == 404
+
+
+def test_no_connection_is_opened_when_the_decision_fails(egress, monkeypatch):
+    def fail(*address):
+        raise RuntimeError
+
+    monkeypatch.setattr(egress, "_is_endpoint", fail)
+    server = Server(address=ENDPOINT)
+    with pytest.raises(RuntimeError):
+        egress.server_connect(ServerConnectionHookData(server, tflow.tflow().client_conn))
+    assert server.error
+
+
+def test_a_connection_that_another_addon_refused_stays_refused(egress):
+    assert connect(egress, "pypi.org", error="refused before") == "refused before"
+
+
+def test_a_tunnel_is_answered_without_connecting_and_carries_http_alone(egress):
+    assert (ctx.options.connection_strategy, ctx.options.upstream_cert, ctx.options.rawtcp) == ("lazy", False, False)
 
 
 def test_the_host_header_does_not_decide(egress):

@@ -1,7 +1,11 @@
+import json
+import logging
+
 import pytest
-from mitmproxy import exceptions
+from mitmproxy import ctx, exceptions
 from mitmproxy.test import taddons
 
+from rolltap.addons.capture import Capture
 from rolltap.addons.listen import Listen
 from rolltap.addons.sessions import Sessions
 
@@ -37,11 +41,46 @@ def test_it_listens_on_loopback_unless_told_otherwise(context):
         ({"mode": ["regular@0.0.0.0:9"], "rolltap_secret": SECRET}, True),
     ],
 )
-def test_other_machines_are_let_in_with_a_secret_only(context, options, accepted):
+def test_other_machines_are_let_in_with_a_secret_only(context, caplog, options, accepted):
     listen = Listen()
     context.master.addons.add(Sessions([].append), listen)
-    if accepted:
-        context.configure(listen, **options)
-    else:
-        with pytest.raises(exceptions.OptionsError, match=r"other machines can reach: set rolltap_secret, or"):
-            context.configure(listen, **options)
+    context.configure(listen, **options)
+    refusals = [record.message for record in caplog.records if record.levelno == logging.ERROR]
+    assert (refusals == []) == accepted
+    assert all("other machines can reach: set rolltap_secret, or" in refusal for refusal in refusals)
+
+
+class Proxyserver:
+    name = "proxyserver"
+
+    def listen_addrs(self):
+        return [("127.0.0.1", 8080)]
+
+
+class TestReady:
+    @pytest.fixture
+    async def announce(self, context):
+        async def announce(ready):
+            listen = Listen()
+            context.master.addons.add(Proxyserver(), Sessions([].append), Capture(), listen)
+            context.configure(listen, rolltap_ready=str(ready))
+            listen.running()
+            await listen._announcing
+            return listen
+
+        return announce
+
+    async def test_the_address_is_written_once_calls_can_be_taken(self, announce, tmp_path):
+        await announce(tmp_path / "ready.json")
+        assert json.loads((tmp_path / "ready.json").read_text()) == {"host": "127.0.0.1", "port": 8080}
+
+    async def test_from_then_on_an_open_address_is_refused_and_changes_nothing(self, context, announce):
+        listen = await announce("")
+        with pytest.raises(exceptions.OptionsError, match="other machines can reach: set rolltap_secret, or"):
+            context.configure(listen, listen_host="0.0.0.0")
+        assert ctx.options.listen_host == "127.0.0.1"
+
+    async def test_a_file_that_cannot_be_written_stops_the_recorder_with_a_message(self, announce, tmp_path, caplog):
+        await announce(tmp_path / "nowhere" / "ready.json")
+        assert "rolltap_ready: [Errno 2] No such file or directory" in caplog.text
+        assert ctx.master.should_exit.is_set()

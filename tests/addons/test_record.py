@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -19,7 +20,6 @@ from tests.scripted_engine import Say
 
 MITMDUMP = Path(sys.executable).with_name("mitmdump")
 ADDON = Path(__file__).resolve().parents[2] / "addons" / "record.py"
-READY = re.compile(r"recording to .* proxy at http://(\S+)")
 CHAT = "https://api.openai.com/v1/chat/completions"
 HELLO = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
 
@@ -27,7 +27,8 @@ HELLO = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
 class Recorder:
     """A mitmdump process with the addon."""
 
-    def __init__(self, tmp_path, engine_url, model, *extra, env=None, command=()):
+    def __init__(self, tmp_path, engine_url, model, *extra, env=None, command=(), scripts=()):
+        ready, told = os.pipe()
         self.run = tmp_path / "run"
         self.confdir = tmp_path / "conf"
         settings = {
@@ -36,20 +37,20 @@ class Recorder:
             "rolltap_engine": engine_url,
             "rolltap_model": model,
             **dict(setting.split("=", 1) for setting in extra),
+            "rolltap_ready": f"/dev/fd/{told}",
         }
-        command = [*command, MITMDUMP, "-s", ADDON, "--listen-port", "0"]
+        command = [*command, MITMDUMP, "-s", ADDON, "--listen-port", "0", *scripts]
         for name, value in settings.items():
             command += ["--set", f"{name}={value}"]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **(env or {})}
-        )
-        self.lines = []
-        self.address = None
-        for line in self.process.stdout:
-            self.lines.append(line)
-            if match := READY.search(line):
-                self.address = match[1]
-                break
+        self._log = tmp_path / "mitmdump.log"
+        with self._log.open("a") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, env={**os.environ, **(env or {})}, pass_fds=[told]
+            )
+        os.close(told)
+        with open(ready) as pipe:
+            line = pipe.readline()
+        self.address = "{host}:{port}".format(**json.loads(line)) if line else None
 
     def client(self, user="s1", password="x"):
         context = ssl.create_default_context(cafile=self.confdir / "mitmproxy-ca-cert.pem")
@@ -58,9 +59,10 @@ class Recorder:
 
     def stop(self, number=signal.SIGTERM):
         self.process.send_signal(number)
-        self.lines += self.process.stdout.readlines()
-        self.process.stdout.close()
         return self.process.wait()
+
+    def log(self):
+        return self._log.read_text()
 
     def rows(self, table):
         return list(read_rows(self.run, table))
@@ -70,19 +72,19 @@ class Recorder:
 def start(tmp_path, scripted_engine, tiny_model):
     started = []
 
-    def start(*extra, env=None, command=()):
-        started.append(Recorder(tmp_path, scripted_engine.url, tiny_model, *extra, env=env, command=command))
+    def start(*extra, **how):
+        started.append(Recorder(tmp_path, scripted_engine.url, tiny_model, *extra, **how))
         return started[-1]
 
     yield start
     for recorder in started:
         if recorder.process.poll() is None:
             recorder.stop()
-        recorder.process.stdout.close()
 
 
 def test_a_model_call_is_answered_over_tls_and_everything_else_is_refused(start, scripted_engine):
     recorder = start()
+    assert recorder.address.startswith("127.0.0.1:")
     scripted_engine.replies += [Say("Hi."), Say("Ho.")]
     with recorder.client() as client:
         key = {"authorization": "Bearer sk-very-secret"}
@@ -105,17 +107,27 @@ def test_a_model_call_is_answered_over_tls_and_everything_else_is_refused(start,
         ("POST", "telemetry.example.com", "/chat"),
         ("GET", "169.254.169.254", "/latest"),
     ]
-    everything = b"".join(path.read_bytes() for path in recorder.run.iterdir()) + "".join(recorder.lines).encode()
+    everything = b"".join(path.read_bytes() for path in recorder.run.iterdir()) + recorder.log().encode()
     assert b"sk-very-secret" not in everything
 
 
-def test_an_allowed_host_is_dialled(start):
-    recorder = start("rolltap_allow=127.0.0.1")
-    with recorder.client() as client:
-        # nothing listens there: mitmproxy says so, which the refusal does not
-        assert client.get("http://127.0.0.1:9/x").status_code == 502
+def test_only_an_allowed_host_is_connected_to_even_when_no_addon_answers_a_request(start, tmp_path):
+    (tmp_path / "fail.py").write_text("def request(flow): flow.response = None")
+    with socket.create_server(("127.0.0.2", 0)) as other:
+        recorder = start("rolltap_allow=127.0.0.1", scripts=["-s", tmp_path / "fail.py"])
+        with recorder.client() as client:
+            port = other.getsockname()[1]
+            for url in (f"http://127.0.0.2:{port}/x", f"https://127.0.0.2:{port}/x"):
+                refused = client.get(url)
+                assert refused.status_code == 502
+                assert "does not let sessions connect" in refused.text
+            # nothing listens there: only who tries can say so
+            assert "Connect call failed" in client.get("http://127.0.0.1:9/x").text
+        other.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            other.accept()
     recorder.stop()
-    assert recorder.rows("events") == []
+    assert [event["kind"] for event in recorder.rows("events")] == ["refused"] * 2
 
 
 def test_with_a_secret_only_the_sessions_own_token_opens_the_proxy(start, scripted_engine):
@@ -129,7 +141,7 @@ def test_with_a_secret_only_the_sessions_own_token_opens_the_proxy(start, script
     recorder.stop()
     assert [call["session_id"] for call in recorder.rows("calls")] == ["s1"]
     assert [event["kind"] for event in recorder.rows("events")].count("unauthorised") == 2
-    assert "hidden" not in "".join(recorder.lines)
+    assert "hidden" not in recorder.log()
 
 
 def test_a_session_ends_itself_and_no_other(start, scripted_engine):
@@ -141,6 +153,7 @@ def test_a_session_ends_itself_and_no_other(start, scripted_engine):
             scripted_engine.holding.wait()
         # the harness hung up and is gone: the call need not wait for it to come back
         assert client.post(SESSION_END).status_code == 200
+        assert client.post(CHAT, json=HELLO).json()["error"]["code"] == "session_ended"
         assert [(call["session_id"], call["status"]) for call in recorder.rows("calls")] == [
             ("s2", "completed"),
             ("s1", "aborted"),
@@ -198,7 +211,7 @@ def test_a_recorder_whose_disk_is_full_refuses_calls_until_there_is_room(start, 
         assert client.post(CHAT, json=HELLO).status_code == 200
         assert [json.loads(call["reply"])["content"] for call in recorder.rows("calls")] == ["Hi.", "Ho."]
     recorder.stop()
-    log = "".join(recorder.lines)
+    log = recorder.log()
     assert re.search(r"cannot write call \w+ to .*No space left", log)
     assert re.search(r"session s1: .*less than 4 MiB are free", log)
 
@@ -214,25 +227,17 @@ def test_a_second_recorder_goes_on_in_the_same_run(start, scripted_engine):
     assert len(list(recorder.run.glob("calls-*.arrow"))) == 2
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("rolltap_out=", "rolltap_out is not set"),
-        ("rolltap_engine=localhost:8000", "rolltap_engine is 'localhost:8000': give a URL such as"),
-        ("rolltap_model=/nowhere", "rolltap_model: cannot load a tokenizer from '/nowhere'"),
-        ("rolltap_renderer=qwen9", "the renderer 'qwen9' does not fit"),
-        ('rolltap_sampling={"temprature": 1}', "rolltap_sampling has the unknown key 'temprature'"),
-        ("listen_host=0.0.0.0", "would listen on '0.0.0.0', which other machines can reach: set rolltap_secret"),
-    ],
-)
-def test_a_bad_option_ends_mitmdump_with_a_message_and_no_traceback(start, setting, message):
-    recorder = start(setting)
+def test_bad_options_end_mitmdump_with_a_message_for_each_and_no_traceback(start):
+    messages = {
+        "rolltap_out=": "rolltap_out is not set",
+        "rolltap_engine=localhost:8000": "rolltap_engine is 'localhost:8000': give a URL such as",
+        "rolltap_renderer=qwen9": "the renderer 'qwen9' does not fit",
+        'rolltap_sampling={"temprature": 1}': "rolltap_sampling has the unknown key 'temprature'",
+        "listen_host=0.0.0.0": "would listen on '0.0.0.0', which other machines can reach: set rolltap_secret",
+    }
+    recorder = start(*messages)
     assert recorder.address is None
     assert recorder.process.wait() == 1
-    log = "".join(recorder.lines)
-    assert message in log
+    log = recorder.log()
+    assert [message for message in messages.values() if message not in log] == []
     assert "Traceback" not in log
-
-
-def test_it_listens_on_loopback_unless_told_otherwise(start):
-    assert start().address.startswith("127.0.0.1:")

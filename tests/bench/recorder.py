@@ -10,12 +10,12 @@ delta is counted from the moment when the engine wrote its first token.
 
 import asyncio
 import json
+import os
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -39,8 +39,6 @@ SHORT_REPLY = 32
 TURNS = 20
 """Measured turns of a session."""
 
-_LISTENING = re.compile(r"(?:proxy at \S+|listening at \S+?):(\d+)")
-
 
 @contextmanager
 def _engine(folder: Path, words: dict[str, int], stop_id: int, *, chunks: int, pace: float) -> Iterator[str]:
@@ -52,26 +50,35 @@ def _engine(folder: Path, words: dict[str, int], stop_id: int, *, chunks: int, p
     command = [sys.executable, "-m", "tests.bench.engine", replies]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
-        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
-        process.terminate()
+        try:
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        finally:
+            process.terminate()
 
 
 @contextmanager
 def _proxy(name: str, folder: Path, script: Path, settings: dict[str, object]) -> Iterator[Target]:
-    """A running mitmdump with `script`."""
+    """A running mitmdump with `script`, which tells its address as the recorder does."""
     confdir, log = folder / f"{name}-conf", folder / f"{name}.log"
     command: list[object] = [MITMDUMP, "-s", script, "--listen-host", "127.0.0.1", "--listen-port", "0"]
-    for key, value in {"confdir": confdir, **settings}.items():
+    ready, told = os.pipe()
+    for key, value in {"confdir": confdir, "rolltap_ready": f"/dev/fd/{told}", **settings}.items():
         command += ["--set", f"{key}={value}"]
     env = {"PYTHONUNBUFFERED": "1", "PATH": ""}
-    with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=output, env=env) as process:
-        while not (port := _LISTENING.search(log.read_text())):
-            if process.poll() is not None:
-                raise click.ClickException(f"mitmdump ended:\n{log.read_text()}")
-            time.sleep(0.05)
-        proxy = f"http://127.0.0.1:{port[1]}"
-        yield Target(name, HOST + CHAT, proxy, confdir / "mitmproxy-ca-cert.pem", process.pid)
-        process.terminate()
+    with (
+        log.open("w") as output,
+        subprocess.Popen(command, stdout=output, stderr=output, env=env, pass_fds=[told]) as process,
+    ):
+        os.close(told)
+        with open(ready) as pipe:
+            line = pipe.readline()
+        if not line:
+            raise click.ClickException(f"mitmdump ended:\n{log.read_text()}")
+        proxy = "http://{host}:{port}".format(**json.loads(line))
+        try:
+            yield Target(name, HOST + CHAT, proxy, confdir / "mitmproxy-ca-cert.pem", process.pid)
+        finally:
+            process.terminate()
 
 
 def _opening(words: dict[str, int]) -> dict:

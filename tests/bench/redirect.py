@@ -1,5 +1,7 @@
 """The least that a redirecting proxy does: what the recorder's cost is compared with."""
 
+import json
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from mitmproxy import ctx
@@ -10,7 +12,12 @@ class Redirect:
 
     def load(self, loader):
         loader.add_option("bench_engine", str, "", "Base URL of the engine.")
+        loader.add_option("rolltap_ready", str, "", "File that the address is written to.")
         ctx.options.update(connection_strategy="lazy", upstream_cert=False, http2=False)
+
+    def running(self):
+        host, port = ctx.master.addons.get("proxyserver").listen_addrs()[0][:2]
+        Path(ctx.options.rolltap_ready).write_text(json.dumps({"host": host, "port": port}) + "\n")
 
     def request(self, flow):
         engine = urlsplit(ctx.options.bench_engine)

@@ -1,7 +1,7 @@
 """The recorder as a child process: mitmdump with the addons, from start-up to shutdown."""
 
+import json
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -19,13 +20,12 @@ import httpx
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.rollouts.environment import proxy_environment, proxy_url, write_bundle
 
-_READY = re.compile(r"recording to .*, proxy at http://(\S+:\d+)")
 _STOP_SECONDS = 20.0
 _END_SECONDS = 300.0
 """The disk may be slow, and a large file be compacted."""
 
 SESSION_END = "http://session.rolltap/end"
-"""Where a session is ended, through the proxy and with its credentials; see `rolltap.addons.endpoint.server`."""
+"""Where a session is ended, through the proxy and with its credentials; see `rolltap.addons.capture`."""
 
 
 def addon_path() -> Path:
@@ -47,18 +47,18 @@ class Recorder:
         self.engine = engine
         self._secret = secrets.token_urlsafe(32)
         self._options = {"rolltap_out": str(run), "rolltap_engine": engine, "rolltap_model": model, **(options or {})}
-        self._address = ""
 
     def __enter__(self) -> Self:
         program = Path(sys.executable).with_name("mitmdump")
         mitmdump = str(program) if program.exists() else shutil.which("mitmdump")
         if mitmdump is None:
             raise UserError("mitmdump is not installed: pip install 'rolltap[record]'")
-        command = [mitmdump, "-s", str(addon_path()), "--listen-host", "127.0.0.1", "--listen-port", "0"]
-        for name, value in self._options.items():
-            command += ["--set", f"{name}={value}"]
         self.run.mkdir(parents=True, exist_ok=True)
         self._folder = tempfile.TemporaryDirectory(prefix="rolltap-")
+        ready, told = os.pipe()  # ends when the recorder does, be it ready or not
+        command = [mitmdump, "-s", str(addon_path()), "--listen-host", "127.0.0.1", "--listen-port", "0"]
+        for name, value in {**self._options, "rolltap_ready": f"/dev/fd/{told}"}.items():
+            command += ["--set", f"{name}={value}"]
         # the secret travels by environment: a command line can be read by every process of the machine
         env = {**os.environ, "ROLLTAP_SECRET": self._secret, "PYTHONUNBUFFERED": "1"}
         self._process = subprocess.Popen(
@@ -67,16 +67,20 @@ class Recorder:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
+            pass_fds=[told],
             start_new_session=True,  # Ctrl-C is for us; the recorder ends when its sessions have
         )
-        self._started = threading.Event()
+        os.close(told)
         self._copier = threading.Thread(target=self._copy_log, daemon=True)
         self._copier.start()
         try:
-            self._started.wait()
-            if not self._address:
+            with open(ready) as pipe:
+                line = pipe.readline()
+            if not line:
+                self._copier.join()
                 raise UserError(f"the recorder did not start:\n{self._tail()}")
+            address = json.loads(line)
+            self._address = f"{address['host']}:{address['port']}"
             confdir = Path(self._options.get("confdir", "~/.mitmproxy")).expanduser()
             self._ca = confdir / "mitmproxy-ca-cert.pem"
             self._bundle = Path(self._folder.name, "ca-bundle.pem")
@@ -117,15 +121,11 @@ class Recorder:
 
     def _copy_log(self) -> None:
         assert self._process.stdout is not None
-        with self._process.stdout as output, (self.run / "recorder.log").open("a") as log:
+        with self._process.stdout as output, (self.run / "recorder.log").open("ab", buffering=0) as log:
             for line in output:
-                log.write(line)
-                log.flush()
-                match = _READY.search(line)
-                if match and not self._address:
-                    self._address = match[1]
-                    self._started.set()
-        self._started.set()
+                # mitmdump ends when it cannot print, and a full disk must not end it
+                with suppress(OSError):
+                    log.write(line)
 
     def _tail(self) -> str:
         return "\n".join((self.run / "recorder.log").read_text(errors="replace").splitlines()[-8:])

@@ -14,7 +14,7 @@ STREAM = {"messages": [user()], "stream": True}
 
 async def unheard(harness):
     """Wait until the endpoint has noticed that the harness is gone."""
-    while not harness.endpoint._memories["s1"].generations[0].unheard:  # noqa: ASYNC110 - nothing signals it
+    while not harness.endpoint.sessions["s1"].generations[0].unheard:  # noqa: ASYNC110 - nothing signals it
         await asyncio.sleep(0)
 
 
@@ -98,7 +98,7 @@ async def test_calls_that_run_are_never_forgotten_and_few_others_are_kept(harnes
         await asyncio.to_thread(scripted_engine.holding.wait, 30)
         for number in range(12):
             await harness.ask(user(str(number)))
-        kept = harness.endpoint._memories["s1"].generations
+        kept = harness.endpoint.sessions["s1"].generations
         assert [generation.done for generation in kept] == [False] + [True] * 9
         scripted_engine.release()
         await text(first)

@@ -7,16 +7,19 @@ import os
 import pytest
 
 from rolltap.addons.dialects import openai_chat
+from rolltap.addons.dialects.routes import Route, find_route
 from rolltap.addons.endpoint import exchange, generation
-from rolltap.addons.endpoint import server as ep
+from rolltap.addons.endpoint.server import SECRET_HEADER, Endpoint
+from rolltap.addons.engine.client import Engine
 from rolltap.addons.prompts.continuity import Conversations
 from rolltap.addons.store import tables
 from rolltap.addons.store.metadata import read_metadata, write_metadata
 from rolltap.addons.store.tables import RunWriter
-from tests.addons.harness import Harness, content, user
+from tests.addons.harness import PATH, Harness, content, user
 from tests.scripted_engine import Answer, Say
 
 TOOLS = [{"type": "function", "function": {"name": "bash", "description": "Run", "parameters": {"type": "object"}}}]
+LATE = {"model": "m", "messages": [user()], "input": "Hello"}
 TOOL_CALL = (
     '<think>\nI look.\n</think>\n\n<tool_call>\n{"name":  "bash", "arguments": {"a" :true, "b":"é"}}\n</tool_call>'
 )
@@ -311,13 +314,19 @@ class TestErrors:
 
 class TestAccess:
     async def test_only_the_addon_may_ask(self, harness):
-        async with harness.post({"messages": [user()]}, secret="guess") as response:
+        async with harness.post({"messages": [user()]}, headers={SECRET_HEADER: "guess"}) as response:
             assert response.status == 403
         assert harness.calls() == []
 
+    async def test_the_route_that_the_addon_found_decides_and_not_the_path(self, harness, scripted_engine):
+        scripted_engine.replies.append(Say("Hi."))
+        headers = harness.endpoint.headers("s1", "api", Route(openai_chat, "generate"))
+        async with harness.client.put(harness.url("/v1/models"), json=LATE, headers=headers) as reply:
+            assert (await reply.json())["choices"][0]["message"]["content"] == "Hi."
+
     async def test_the_models_list_names_the_served_model(self, harness):
-        headers = {ep.SECRET_HEADER: harness.endpoint.secret, ep.SESSION_HEADER: "s1"}
-        async with harness.client.get(f"http://127.0.0.1:{harness.endpoint.port}/v1/models", headers=headers) as reply:
+        headers = harness.endpoint.headers("s1", "api", find_route("GET", "/v1/models", {}))
+        async with harness.client.get(harness.url("/v1/models"), headers=headers) as reply:
             assert [model["id"] for model in (await reply.json())["data"]] == ["scripted"]
 
     async def test_a_published_adapter_is_asked_by_its_name_and_is_the_version(self, harness, scripted_engine):
@@ -330,40 +339,54 @@ class TestAccess:
 
 
 class TestEndOfSession:
-    async def end(self, harness, session="s1"):
-        headers = {
-            ep.SECRET_HEADER: harness.endpoint.secret,
-            ep.SESSION_HEADER: session,
-            ep.HOST_HEADER: ep.CONTROL_HOST,
-        }
-        url = f"http://127.0.0.1:{harness.endpoint.port}{ep.END_PATH}"
-        async with harness.client.post(url, headers=headers) as response:
-            return response.status, await response.text()
-
     async def test_running_calls_are_recorded_as_aborted(self, harness, scripted_engine):
         scripted_engine.replies.append(Say("one two three", hold_after=1))
         asked = asyncio.create_task(harness.ask(user()))
         await asyncio.to_thread(scripted_engine.holding.wait)
-        assert await self.end(harness) == (200, "")
+        assert await harness.end() == (200, "")
         assert [(call["status"], call["error"]) for call in harness.calls()] == [("aborted", "the session ended")]
         assert (await asked)[0] == 503
 
-    async def test_nothing_of_it_is_remembered(self, harness, scripted_engine):
-        scripted_engine.replies += [Say("Hi."), Say("Ho.")]
+    @pytest.mark.parametrize("late", [PATH, "/v1/responses/input_tokens"])
+    async def test_what_comes_later_is_refused_and_recorded(self, harness, scripted_engine, late):
+        scripted_engine.replies.append(Say("Hi."))
         await harness.ask(user())
-        await self.end(harness)
-        await harness.ask(user(), {"role": "assistant", "content": "Hi."}, user("More"))
-        assert [call["kind"] for call in harness.calls()] == ["root", "rendered"]
+        await harness.end()
+        headers = harness.endpoint.headers("s1", "api", find_route("POST", late, {}))
+        async with harness.client.post(harness.url(late), json=LATE, headers=headers) as response:
+            assert (response.status, (await response.json())["error"]["code"]) == (410, "session_ended")
+        assert len(harness.calls()) == len(scripted_engine.requests) == 1
+        (event,) = harness.events("rejected")
+        assert (event["session_id"], event["path"]) == ("s1", late)
+        assert event["detail"] == "This session has ended and takes no more calls: use another session id."
 
-    async def test_a_session_without_calls_ends_too(self, harness):
-        assert await self.end(harness, "nobody") == (200, "")
+    async def test_a_call_that_waits_for_the_engine_when_it_ends_is_refused(
+        self, harness, scripted_engine, monkeypatch
+    ):
+        async def max_model_len(engine):
+            await harness.end()
+            return 8192
+
+        monkeypatch.setattr(Engine, "max_model_len", max_model_len)
+        assert (await harness.ask(user()))[0] == 410
+        assert (scripted_engine.requests, harness.calls()) == ([], [])
+
+    async def test_nothing_of_it_is_remembered_but_that(self, harness, scripted_engine):
+        scripted_engine.replies.append(Say("Hi."))
+        await harness.ask(user())
+        await harness.end()
+        session = harness.endpoint.sessions["s1"]
+        assert (session.generations, session._conversations) == ([], None)
+
+    async def test_a_session_without_calls_ends_too_and_again(self, harness):
+        assert [await harness.end("nobody") for _ in range(2)] == [(200, "")] * 2
 
     async def test_a_session_that_is_not_on_the_disk_is_not_ended_well(self, harness, monkeypatch):
         def fail():
             raise OSError("the disk is gone")
 
         monkeypatch.setattr(harness.endpoint.writer, "end_session", fail)
-        assert await self.end(harness) == (500, "the session is not on the disk: the disk is gone")
+        assert await harness.end() == (500, "the session is not on the disk: the disk is gone")
 
 
 async def test_a_call_is_not_begun_when_the_disk_is_almost_full(harness, scripted_engine, monkeypatch):
@@ -390,8 +413,8 @@ async def test_a_reply_grows_no_more_while_its_record_goes_to_the_disk(harness, 
     loop, grown = asyncio.get_running_loop(), []
 
     async def advance():
-        [memory] = harness.endpoint._memories.values()
-        return memory.generations[-1].advance()
+        [session] = harness.endpoint.sessions.values()
+        return session.generations[-1].advance()
 
     def sync():
         grown.append(asyncio.run_coroutine_threadsafe(advance(), loop).result())
@@ -426,7 +449,7 @@ async def test_calls_that_run_when_the_recorder_stops_are_recorded_as_aborted(
     tiny_rendering, scripted_engine, tmp_path
 ):
     write_metadata(tmp_path, {})
-    endpoint = ep.Endpoint(tiny_rendering, [scripted_engine.url], RunWriter(tmp_path), tmp_path, {}, patience=0)
+    endpoint = Endpoint(tiny_rendering, [scripted_engine.url], RunWriter(tmp_path), {}, patience=0)
     await endpoint.start()
     scripted_engine.replies.append(Say("one two three", hold_after=1))
     async with Harness.connect(endpoint) as harness:

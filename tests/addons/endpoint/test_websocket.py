@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from rolltap.addons.dialects.routes import find_route
 from rolltap.addons.endpoint import exchange, generation
-from rolltap.addons.endpoint import server as ep
 from tests.scripted_engine import Say
 
 PATH = "/v1/responses"
@@ -38,8 +38,8 @@ class Codex:
 
 @pytest.fixture
 async def codex(harness):
-    headers = {ep.SECRET_HEADER: harness.endpoint.secret, ep.SESSION_HEADER: "s1", ep.HOST_HEADER: "api.openai.com"}
-    async with harness.client.ws_connect(f"http://127.0.0.1:{harness.endpoint.port}{PATH}", headers=headers) as socket:
+    headers = harness.endpoint.headers("s1", "api.openai.com", find_route("GET", PATH, {"upgrade": "websocket"}))
+    async with harness.client.ws_connect(harness.url(PATH), headers=headers) as socket:
         yield Codex(socket)
 
 

@@ -57,7 +57,7 @@ async def test_when_no_engine_is_left_the_call_fails(tokenizer, tiny_rendering, 
     write_metadata(tmp_path, {})
     writer = RunWriter(tmp_path)
     with ScriptedEngine(tokenizer) as one, ScriptedEngine(tokenizer) as two:
-        endpoint = Endpoint(tiny_rendering, [one.url, two.url], writer, tmp_path, {}, patience=0)
+        endpoint = Endpoint(tiny_rendering, [one.url, two.url], writer, {}, patience=0)
         await endpoint.start()
         async with Harness.connect(endpoint) as harness:
             status, _ = await harness.ask(user())
@@ -73,7 +73,7 @@ async def test_a_call_whose_engine_dies_goes_on_at_another_one(tokenizer, tiny_r
     write_metadata(tmp_path, {})
     writer = RunWriter(tmp_path)
     with ScriptedEngine(tokenizer) as one, ScriptedEngine(tokenizer) as two:
-        endpoint = Endpoint(tiny_rendering, [one.url, two.url], writer, tmp_path, {}, patience=0)
+        endpoint = Endpoint(tiny_rendering, [one.url, two.url], writer, {}, patience=0)
         await endpoint.start()
         first, second = (one, two) if endpoint.engines.of("s1").url == one.url else (two, one)
         first.replies += [Say("one two three", break_after=2), Answer(500, "down")]

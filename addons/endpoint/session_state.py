@@ -1,0 +1,114 @@
+"""One session as the endpoint remembers it."""
+
+import json
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from rolltap.addons.dialects.dialect import Dialect
+from rolltap.addons.dialects.types import ContextOverflow, DialectError, ModelCall
+from rolltap.addons.endpoint.generation import Generation, Parts
+from rolltap.addons.endpoint.retries import find_retried, worth_remembering
+from rolltap.addons.endpoint.roles import find_role
+from rolltap.addons.prompts.continuity import Conversations, Prompt
+from rolltap.addons.store.records import Call, Event, EventKind
+
+
+class SessionState:
+    """The conversations of a session, its generations, whether it had tools, and whether it has ended.
+
+    A session ends once. A request that comes later is refused: its call would join a session that is judged already,
+    and may be read. `sampling` are vLLM's parameters for every call.
+    """
+
+    def __init__(self, session_id: str, parts: Parts, sampling: Mapping[str, Any]) -> None:
+        self.generations: list[Generation] = []
+        """Those that run, and the newest that are done."""
+        self._session_id = session_id
+        self._parts = parts
+        self._sampling = sampling
+        self._conversations: Conversations | None = Conversations(parts.rendering)
+        """None once the session has ended."""
+        self._tools_seen = False
+
+    def begin(
+        self, dialect: Dialect, model_call: ModelCall, context: int, *, host: str, path: str, headers: Mapping[str, str]
+    ) -> Generation:
+        """The generation that answers a request: a new one, its intent on disk before the engine is asked, or the one
+        that the request repeats. `context` is the engine's window in tokens; `headers` are the request's.
+
+        Raises `DialectError` for what is refused, and `OSError` when nothing can be written.
+        """
+        conversations, prompt = self._prompt(model_call)
+        room = context - len(prompt.ids)
+        if room < 1:
+            raise ContextOverflow(len(prompt.ids), context)
+        writer = self._parts.writer
+        generation = find_retried(self.generations, dialect.NAME, model_call, prompt.ids, headers)
+        if generation is not None:
+            kind: EventKind = "replayed" if generation.done else "joined"
+            writer.add_event(Event(kind, self._session_id, host, "POST", path, call_id=generation.call.call_id))
+            return generation
+        role = find_role(model_call, headers, tools_before=self._tools_seen)
+        self._tools_seen = self._tools_seen or bool(model_call.tools)
+        call = Call(
+            session_id=self._session_id,
+            call_id=uuid.uuid4().hex,
+            prompt_ids=prompt.ids,
+            parent_id=prompt.parent.call_id if prompt.parent else None,
+            prefix_length=prompt.prefix_length,
+            kind=prompt.kind,
+            kind_reason=prompt.reason,
+            role=role.role,
+            role_evidence=role.evidence,
+            dialect=dialect.NAME,
+            host=host,
+            path=path,
+            model=model_call.model,
+            stream=model_call.stream,
+            messages=json.dumps(prompt.new_messages, ensure_ascii=False),
+            tools=json.dumps(model_call.tools, ensure_ascii=False) if prompt.parent is None else None,
+        )
+        writer.require_room()
+        writer.add_event(Event("call_started", self._session_id, host, "POST", path, call_id=call.call_id))
+        sampling = self._sampling_for(model_call, room)
+        generation = Generation(self._parts, conversations, call, prompt, model_call, sampling)
+        self.generations = [*worth_remembering(self.generations), generation]
+        return generation
+
+    def count_tokens(self, model_call: ModelCall) -> int:
+        """How many tokens a call's prompt would have. Raises `DialectError` when the session has ended."""
+        return len(self._prompt(model_call)[1].ids)
+
+    def abort(self, why: str) -> None:
+        """Record all that runs as aborted."""
+        for generation in self.generations:
+            generation.abort(why)
+
+    def end(self) -> None:
+        """Record all that runs as aborted and forget everything, but that the session has ended."""
+        self.abort("the session ended")
+        self.generations, self._conversations = [], None
+
+    def _prompt(self, model_call: ModelCall) -> tuple[Conversations, Prompt]:
+        if self._conversations is None:
+            # not 409: the OpenAI and Anthropic SDKs would ask again
+            raise DialectError(
+                "This session has ended and takes no more calls: use another session id.",
+                status=410,
+                code="session_ended",
+            )
+        return self._conversations, self._conversations.prompt(model_call.messages, model_call.tools)
+
+    def _sampling_for(self, model_call: ModelCall, room: int) -> dict[str, Any]:
+        """vLLM's sampling parameters: ours, and of the harness's wishes those that shape the reply."""
+        sampling = {
+            **self._sampling,
+            "max_tokens": min(model_call.max_tokens or room, room, self._sampling.get("max_tokens", room)),
+            "stop_token_ids": self._parts.rendering.stop_token_ids(),
+        }
+        if model_call.stop:
+            sampling["stop"] = model_call.stop
+        if model_call.schema is not None:
+            sampling["structured_outputs"] = {"json": model_call.schema} if model_call.schema else {"json_object": True}
+        return sampling
