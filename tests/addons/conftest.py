@@ -64,8 +64,8 @@ def encode(rendering_folder):
 
 
 @pytest.fixture(scope="session")
-def tiny_rendering(tiny_model):
-    return Rendering(str(tiny_model))
+def tiny_rendering(tokenizer_folder):
+    return Rendering(str(tokenizer_folder))
 
 
 @pytest.fixture

@@ -69,11 +69,11 @@ class Recorder:
 
 
 @pytest.fixture
-def start(tmp_path, scripted_engine, tiny_model):
+def start(tmp_path, scripted_engine, tokenizer_folder):
     started = []
 
     def start(*extra, **how):
-        started.append(Recorder(tmp_path, scripted_engine.url, tiny_model, *extra, **how))
+        started.append(Recorder(tmp_path, scripted_engine.url, tokenizer_folder, *extra, **how))
         return started[-1]
 
     yield start

@@ -11,9 +11,9 @@ from tests.trainer.commands.program import ASK, rolltap
 
 
 @pytest.fixture
-def mitmdump(scripted_engine, tiny_model, tmp_path):
+def mitmdump(scripted_engine, tokenizer_folder, tmp_path):
     """A recorder that somebody else started, with a secret."""
-    recorder = Recorder(tmp_path, scripted_engine.url, tiny_model, env={"ROLLTAP_SECRET": "hidden"})
+    recorder = Recorder(tmp_path, scripted_engine.url, tokenizer_folder, env={"ROLLTAP_SECRET": "hidden"})
     yield recorder
     recorder.stop()
 

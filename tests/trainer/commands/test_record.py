@@ -6,9 +6,9 @@ from tests.scripted_engine import Say
 from tests.trainer.commands.program import ASK, rolltap
 
 
-def test_record_runs_a_command_and_ends_with_its_status(scripted_engine, tiny_model, tmp_path):
+def test_record_runs_a_command_and_ends_with_its_status(scripted_engine, tokenizer_folder, tmp_path):
     scripted_engine.replies.append(Say("Hi."))
-    options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tiny_model)
+    options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder)
     ended = rolltap("record", *options, "--", sys.executable, "-c", ASK)
     assert (ended.returncode, ended.stdout) == (3, "Hi.\n")
     (session,) = load_sessions(tmp_path / "run").values()
@@ -16,13 +16,13 @@ def test_record_runs_a_command_and_ends_with_its_status(scripted_engine, tiny_mo
     assert list(load_calls(tmp_path / "run")) == [session.session_id]
 
 
-def test_record_starts_a_harness_by_its_preset_and_the_users_variables_win(scripted_engine, tiny_model, tmp_path):
+def test_record_starts_a_harness_by_its_preset_and_the_users_variables_win(scripted_engine, tokenizer_folder, tmp_path):
     show = "import os, sys; print(sys.argv[1:], os.environ['WINDOW'], os.environ['KEY'], 'HTTPS_PROXY' in os.environ)"
     (tmp_path / "x.toml").write_text(
         f'name = "x"\nversion = "1"\nprogram = "{sys.executable}"\narguments = ["-c", "{show}", "--always"]\n'
         'headless = ["{instruction}"]\n[env]\nWINDOW = "{max_model_len}"\nKEY = "placeholder"\n'
     )
-    options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tiny_model)
+    options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder)
     ended = rolltap(
         "record", *options, "--harness", tmp_path / "x.toml", "--", "-p", "go", env={**os.environ, "KEY": "mine"}
     )

@@ -45,11 +45,11 @@ def preset(tmp_path):
 
 
 def test_rollout_records_every_session_and_prints_the_summary_as_json(
-    scripted_engine, tiny_model, tmp_path, tasks, preset
+    scripted_engine, tokenizer_folder, tmp_path, tasks, preset
 ):
     scripted_engine.otherwise = lambda request: Say("0.5")
     harness = preset([sys.executable, "-c", ASK.replace("print(", "open('answer.txt', 'w').write(")])
-    options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tiny_model, "--json")
+    options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder, "--json")
     ended = rolltap("rollout", tasks, "--harness", harness, "-n", 3, *options)
     assert ended.returncode == 0
     summary = json.loads(ended.stdout)
@@ -63,8 +63,8 @@ def test_rollout_records_every_session_and_prints_the_summary_as_json(
     assert {session.session_id for session in sessions} == set(load_calls(tmp_path / "run"))
 
 
-def test_a_harness_that_takes_too_long_is_data(scripted_engine, tiny_model, tmp_path, tasks, preset):
-    options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tiny_model)
+def test_a_harness_that_takes_too_long_is_data(scripted_engine, tokenizer_folder, tmp_path, tasks, preset):
+    options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder)
     harness = preset(["sleep", "600"])
     assert rolltap("rollout", tasks, "--harness", harness, "-n", 1, "--timeout", 0.1, *options).returncode == 0
     (session,) = load_sessions(tmp_path / "run").values()
@@ -73,11 +73,11 @@ def test_a_harness_that_takes_too_long_is_data(scripted_engine, tiny_model, tmp_
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_stopping_it_leaves_no_process_and_a_readable_run(scripted_engine, tiny_model, tmp_path, tasks, preset, number):
+def test_stopping_it_leaves_no_process_and_a_readable_run(scripted_engine, tokenizer_folder, tmp_path, tasks, preset, number):
     marker = str(tmp_path)
     os.mkfifo(tmp_path / "started")
     harness = preset(["sh", "-c", f"sleep 600 & echo {marker} > {tmp_path}/started; wait"])
-    options = ["--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tiny_model]
+    options = ["--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder]
     command = [ROLLTAP, "rollout", tasks, "--harness", harness, "-n", "1", *options]
     process = subprocess.Popen(
         command,

@@ -128,7 +128,7 @@ class TestExport:
 
 
 class TestInTrl:
-    def test_the_trainer_renders_the_conversation_as_the_model_saw_it(self, load, tokenizer, tiny_model, tmp_path):
+    def test_the_trainer_renders_the_conversation_as_the_model_saw_it(self, load, tokenizer, tokenizer_folder, tmp_path):
         from trl import SFTConfig, SFTTrainer
 
         made = Recording()
@@ -137,7 +137,7 @@ class TestInTrl:
         dataset = load(made)
         settings = {"report_to": "none", "use_cpu": True, "bf16": False, "activation_checkpointing": False}
         arguments = SFTConfig(str(tmp_path / "sft"), max_length=None, **settings)
-        trainer = SFTTrainer(str(tiny_model), args=arguments, train_dataset=dataset, processing_class=tokenizer)
+        trainer = SFTTrainer(str(tokenizer_folder), args=arguments, train_dataset=dataset, processing_class=tokenizer)
         (line,) = lines(made)
         text = tokenizer.decode(trainer.train_dataset[0]["input_ids"])
         assert text == tokenizer.apply_chat_template(line["messages"], tools=[recording.BASH], tokenize=False)

@@ -10,8 +10,8 @@ from rolltap.trainer.traces.reader import load_sessions
 
 
 @pytest.fixture
-def recorder(tmp_path, tiny_model):
-    with Recorder(tmp_path / "run", engine="http://127.0.0.1:9", model=str(tiny_model)) as recorder:
+def recorder(tmp_path, tokenizer_folder):
+    with Recorder(tmp_path / "run", engine="http://127.0.0.1:9", model=str(tokenizer_folder)) as recorder:
         yield recorder
 
 

@@ -49,9 +49,9 @@ def said(text, **more):
 
 
 @pytest.fixture
-def small_run(tmp_path, tiny_model):
+def small_run(tmp_path, tokenizer_folder):
     """`first`: root - second - third, and fourth, which the harness did not let continue; `other` has calls alone."""
-    write_metadata(tmp_path, {"model": str(tiny_model)})
+    write_metadata(tmp_path, {"model": str(tokenizer_folder)})
     writer = RunWriter(tmp_path)
     asked = json.dumps([{"role": "user", "content": "Count [bold]them[/bold]."}])
     tools = json.dumps([{"type": "function", "function": {"name": "bash"}}])
