@@ -73,7 +73,9 @@ def test_a_harness_that_takes_too_long_is_data(scripted_engine, tokenizer_folder
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_stopping_it_leaves_no_process_and_a_readable_run(scripted_engine, tokenizer_folder, tmp_path, tasks, preset, number):
+def test_stopping_it_leaves_no_process_and_a_readable_run(
+    scripted_engine, tokenizer_folder, tmp_path, tasks, preset, number
+):
     marker = str(tmp_path)
     os.mkfifo(tmp_path / "started")
     harness = preset(["sh", "-c", f"sleep 600 & echo {marker} > {tmp_path}/started; wait"])

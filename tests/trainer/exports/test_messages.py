@@ -128,7 +128,8 @@ class TestExport:
 
 
 class TestInTrl:
-    def test_the_trainer_renders_the_conversation_as_the_model_saw_it(self, load, tokenizer, tokenizer_folder, tmp_path):
+    def test_the_trainer_renders_the_conversation_as_the_model_saw_it(self, load, tokenizer, tmp_path):
+        from transformers import Qwen3Config, Qwen3ForCausalLM
         from trl import SFTConfig, SFTTrainer
 
         made = Recording()
@@ -137,7 +138,9 @@ class TestInTrl:
         dataset = load(made)
         settings = {"report_to": "none", "use_cpu": True, "bf16": False, "activation_checkpointing": False}
         arguments = SFTConfig(str(tmp_path / "sft"), max_length=None, **settings)
-        trainer = SFTTrainer(str(tokenizer_folder), args=arguments, train_dataset=dataset, processing_class=tokenizer)
+        size = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
+        network = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), intermediate_size=8, head_dim=8, **size))
+        trainer = SFTTrainer(network, args=arguments, train_dataset=dataset, processing_class=tokenizer)
         (line,) = lines(made)
         text = tokenizer.decode(trainer.train_dataset[0]["input_ids"])
         assert text == tokenizer.apply_chat_template(line["messages"], tools=[recording.BASH], tokenize=False)
