@@ -31,7 +31,7 @@ from rolltap.addons.endpoint.roles import find_role
 from rolltap.addons.endpoint.websocket import serve_socket
 from rolltap.addons.engine.client import Engine, EngineError
 from rolltap.addons.engine.policy import PolicyFile
-from rolltap.addons.engine.pool import Engines
+from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
 from rolltap.addons.prompts.continuity import Conversations
 from rolltap.addons.prompts.rendering import Rendering
@@ -92,11 +92,11 @@ class Endpoint:
         # bound at once, so that requests queue here even before the server runs
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.port: int = self._socket.getsockname()[1]
-        self.engines: Engines
+        self.engines: EnginePool
 
     async def start(self) -> None:
         """Serve until `close`."""
-        self.engines = Engines(self._engine_urls)
+        self.engines = EnginePool(self._engine_urls)
         self._parts = Parts(self.engines, self._policy, self.rendering, self.writer, self._patience)
         app = web.Application(client_max_size=BODY_LIMIT)
         app.router.add_route("*", "/{target:.*}", self._serve)

@@ -1,0 +1,375 @@
+"""A generation as a state machine: whatever comes in whatever order, its call is recorded once and everybody is told."""
+
+import asyncio
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rolltap.addons.dialects.types import ModelCall, Reply
+from rolltap.addons.endpoint.exchange import KEEP_ALIVE_SECONDS, send_events
+from rolltap.addons.endpoint.generation import LINGER_SECONDS, Generation, Parts
+from rolltap.addons.engine.client import Chunk, EngineError
+from rolltap.addons.engine.policy import PolicyFile
+from rolltap.addons.engine.pool import EnginePool
+from rolltap.addons.prompts.continuity import Prompt
+from rolltap.addons.store.records import Call, VersionSpan
+
+PROMPT_IDS, STOP, MAX_TOKENS = [1, 2, 3], 0, 8
+TURNS = 20
+"""Turns of the event loop after which everything that can happen without the clock has happened."""
+
+
+class Loop(asyncio.SelectorEventLoop):
+    """Its time passes when the test says so."""
+
+    now = 0.0
+
+    def time(self):
+        return self.now
+
+
+class ScriptedClient:
+    """An engine's client that hands on what the test puts into `script`: chunks, and errors."""
+
+    def __init__(self, url, script, sent):
+        self.url, self.script, self.sent = url, script, sent
+
+    async def generate(self, token_ids, sampling, model):
+        start = len(self.sent)
+        assert token_ids == PROMPT_IDS + self.sent
+        assert sampling["max_tokens"] == MAX_TOKENS - start > 0
+        while True:
+            said = await self.script.get()
+            if isinstance(said, Exception):
+                raise said
+            if isinstance(said, list):
+                whole = STOP in self.sent or len(self.sent) == MAX_TOKENS
+                new = [] if whole else said[: MAX_TOKENS - len(self.sent)]
+                self.sent += new
+                yield Chunk(new, [-1.0] * len(new))
+            else:
+                versions = [VersionSpan("default", 0, len(self.sent) - start)]
+                yield Chunk([], [], finish_reason=said, weight_versions=versions)
+                return
+
+
+class Disk(ThreadPoolExecutor):
+    """A writer of runs, and the executor in which it waits for the disk, which answers when the test says so."""
+
+    run = Path("run")
+
+    def __init__(self, policy):
+        super().__init__()
+        self.policy = policy
+        self.refusals = 0
+        """Commits that will be refused."""
+        self.calls, self.told_no, self.waiting = [], 0, []
+        self.synced = self.lost = False
+
+    def add_call(self, call):
+        if self.refusals:
+            self.refusals, self.told_no = self.refusals - 1, self.told_no + 1
+            raise OSError("No space left on device")
+        self.heard = not self.generation.unheard
+        self.calls.append(call.to_row() | {"completion_ids": list(call.completion_ids)})
+
+    def add_event(self, event):
+        if self.refusals:
+            raise OSError("No space left on device")
+
+    def sync(self):
+        if self.lost:
+            raise OSError("the disk is gone")
+        self.synced = True
+
+    def submit(self, function, *arguments):
+        future = Future()
+        self.waiting.append((function, arguments, future))
+        return future
+
+    def answer(self):
+        for function, arguments, future in self.waiting:
+            try:
+                future.set_result(function(*arguments))
+            except OSError as error:
+                future.set_exception(error)
+        self.waiting.clear()
+
+
+class Renderer:
+    """Reads tokens as their numbers, unless it is broken for partial completions, whole ones, or both."""
+
+    def __init__(self):
+        self.broken = set()
+        self.parsed_after_commit = False
+
+    def parse(self, prompt_ids, completion_ids, tools, *, partial=False):
+        if partial in self.broken:
+            raise RuntimeError("a renderer's bug")
+        return Reply(content="".join(f"{i} " for i in completion_ids))
+
+
+class Memory:
+    """Conversations of a session."""
+
+    def __init__(self):
+        self.added, self.broken, self.failed = [], False, False
+
+    def add(self, call_id, prompt, completion_ids, reply):
+        if self.broken:
+            self.failed = True
+            raise RuntimeError("a bug")
+        self.added.append(reply["content"])
+
+
+class Listener:
+    """A request that listens: to a stream, or for the whole reply. `told` is what the harness read."""
+
+    def __init__(self, scenario, stream):
+        self.scenario = scenario
+        self.text, self.ends = "", []
+        self.task = asyncio.create_task(self._stream() if stream else self._body())
+
+    async def _stream(self):
+        generation = self.scenario.generation
+        with generation.listening():
+            await send_events(generation, self, self._write)
+
+    async def _body(self):
+        generation = self.scenario.generation
+        with generation.listening():
+            while not await generation.finished(KEEP_ALIVE_SECONDS):
+                pass
+            if generation.reply is not None:
+                self.text = generation.reply.content
+                self.finish(generation.reply, generation.usage)
+            else:
+                self.error(generation.error)
+
+    async def _write(self, data):
+        pass
+
+    def start(self):
+        return b""
+
+    def keep_alive(self):
+        return b""
+
+    def delta(self, reasoning, content):
+        assert not self.ends
+        self.text += content
+        return b""
+
+    def finish(self, reply, usage):
+        disk = self.scenario.disk
+        assert [call["status"] for call in disk.calls] == ["completed"]
+        assert disk.synced or disk.policy != "call"
+        self.ends.append(reply)
+        return b""
+
+    def error(self, error):
+        assert self.scenario.disk.calls or self.scenario.disk.told_no
+        self.ends.append(error)
+        return b""
+
+
+class Scenario:
+    """One generation, and what happens to it."""
+
+    def __init__(self, policy, engines, patience):
+        self.disk, self.renderer, self.memory = Disk(policy), Renderer(), Memory()
+        asyncio.get_running_loop().set_default_executor(self.disk)
+        self.script, self.sent = asyncio.Queue(), []
+        pool = EnginePool([])
+        pool._engines = [ScriptedClient(f"http://engine-{n}", self.script, self.sent) for n in range(engines)]
+        parts = Parts(pool, PolicyFile(Path("/nonexistent")), self.renderer, self.disk, patience)
+        prompt = Prompt(PROMPT_IDS, "root", "no earlier call", None, 0, [])
+        call = Call("s1", "c1", PROMPT_IDS)
+        sampling = {"max_tokens": MAX_TOKENS, "stop_token_ids": [STOP], "structured_outputs": {"json_object": True}}
+        self.generation = Generation(parts, self.memory, call, prompt, ModelCall("m", [], []), sampling)
+        self.disk.generation = self.generation
+        self.listeners, self.left = [], []
+
+    async def turn(self, turns):
+        for _ in range(turns):
+            await asyncio.sleep(0)
+
+    async def wait(self, seconds):
+        asyncio.get_running_loop().now += seconds
+        await self.turn(TURNS)
+
+    def engine_says(self, said):
+        self.script.put_nowait(said)
+
+    engine_fails = engine_says
+
+    def listen(self, stream):
+        self.listeners.append(Listener(self, stream))
+
+    def visit(self):
+        """A listener that comes and goes at once."""
+        with self.generation.listening():
+            pass
+
+    def leave(self):
+        if self.listeners:
+            listener = self.listeners.pop()
+            listener.task.cancel()
+            self.left.append(listener)
+
+    def advance(self):
+        committed = bool(self.disk.calls)
+        parsed = self.generation.advance()
+        assert not (committed and parsed), "parsed again after the commit"
+
+    def abort(self):
+        """The session ends, or the recorder stops."""
+        self.generation.abort("the session ended")
+
+    def disk_refuses(self, commits):
+        self.disk.refusals = commits
+
+    def disk_answers(self):
+        self.disk.answer()
+
+    def disk_is_lost(self):
+        self.disk.lost = True
+
+    def renderer_breaks(self, partial):
+        self.renderer.broken.add(partial)
+
+    def memory_breaks(self):
+        self.memory.broken = True
+
+    async def all_leave(self):
+        """The harness is killed."""
+        while self.listeners:
+            self.leave()
+        for _ in range(2):
+            await self.wait(LINGER_SECONDS)
+            self.disk.answer()
+
+    async def engine_finishes(self):
+        """The engine is well again and a patient harness listens."""
+        self.listen(False)
+        for _ in range(MAX_TOKENS):
+            self.engine_says("stop")
+            await self.wait(LINGER_SECONDS)
+            self.disk.answer()
+
+    async def recorder_stops(self):
+        self.abort()
+        await self.turn(TURNS)
+        self.disk.answer()
+
+    def check(self):
+        generation, disk = self.generation, self.disk
+        assert generation.done
+        assert (generation.reply is None) != (generation.error is None)
+        assert len(disk.calls) == 1 or (disk.told_no and generation.error is not None)
+        for call in disk.calls:
+            assert call["completion_ids"] == self.sent
+            assert call["violation"] is None
+            assert call["finished_at"] is not None
+            assert (call["status"] == "completed") == (call["reply"] is not None) == (call["error"] is None)
+            if generation.reply is not None:
+                assert call["status"] == "completed"
+            elif call["status"] == "completed":
+                assert disk.lost or self.memory.failed
+            assert call["status"] != "completed" or disk.heard
+            remembered = call["status"] == "completed" and not self.memory.failed
+            assert len(self.memory.added) == remembered
+        if not disk.calls:
+            assert self.memory.added == []
+        for listener in self.listeners:
+            assert listener.task.done()
+            listener.task.result()
+            assert listener.ends == [generation.reply or generation.error]
+            if generation.reply is not None:
+                assert listener.text == generation.reply.content == "".join(f"{i} " for i in self.sent)
+        assert len(asyncio.all_tasks()) == 1, "a task is left"
+
+
+import collections
+
+SEEN = collections.Counter()
+
+
+def happens(name, *values):
+    return st.tuples(st.just(name), *values)
+
+
+tokens = st.lists(st.sampled_from([5, 6, 7, 8, STOP]), min_size=1, max_size=3)
+failures = st.sampled_from(
+    [
+        EngineError("the engine is down", retryable=True),
+        EngineError("the engine refused", status=400),
+        "abort",
+        "repetition",
+    ]
+)
+FAULTS = {"abort", "engine_fails", "disk_refuses", "disk_is_lost", "renderer_breaks", "memory_breaks", "all_leave"}
+"""Each scenario has some of them, or what comes after a reply would hardly ever be seen."""
+events = st.one_of(
+    happens("engine_says", tokens),
+    happens("engine_says", st.sampled_from(["stop", "length"])),
+    happens("engine_fails", failures),
+    happens("listen", st.booleans()),
+    happens("listen", st.booleans()),
+    happens("visit"),
+    happens("leave"),
+    happens("advance"),
+    happens("turn", st.sampled_from([1, 2, 3, TURNS])),
+    happens("turn", st.just(TURNS)),
+    happens("wait", st.sampled_from([0.1, 0.5, KEEP_ALIVE_SECONDS])),
+    happens("abort"),
+    happens("all_leave"),
+    happens("disk_refuses", st.integers(1, 2)),
+    happens("disk_is_lost"),
+    happens("disk_answers"),
+    happens("renderer_breaks", st.booleans()),
+    happens("memory_breaks"),
+)
+
+
+@given(
+    st.lists(events, min_size=8, max_size=40),
+    st.sets(st.sampled_from(sorted(FAULTS))),
+    st.sampled_from(["all_leave", "engine_finishes", "recorder_stops"]),
+    st.sampled_from(["session", "call"]),
+    st.integers(1, 2),
+    st.sampled_from([0.0, 2.0]),
+)
+@settings(max_examples=1500, deadline=None, derandomize=True)
+def test_a_call_is_recorded_once_and_everybody_is_told_whatever_happens(
+    happened, faults, end, policy, engines, patience
+):
+    async def run():
+        scenario = Scenario(policy, engines, patience)
+        for name, *values in [*(event for event in happened if event[0] not in FAULTS - faults), (end,)]:
+            done = getattr(scenario, name)(*values)
+            if done is not None:
+                await done
+        await scenario.turn(TURNS)
+        scenario.check()
+        SEEN[
+            str(
+                (
+                    scenario.generation.reply is not None,
+                    getattr(scenario.generation.error, "code", None),
+                    [c["status"] for c in scenario.disk.calls],
+                    [c["error"] for c in scenario.disk.calls],
+                    scenario.disk.told_no,
+                )
+            )
+        ] += 1
+
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        runner.run(run())
+
+
+def test_seen():
+    for k, v in SEEN.most_common():
+        print(v, k)
