@@ -60,6 +60,7 @@ class ScriptedClient:
                 raise said
             if isinstance(said, list):
                 new = [] if self._whole else said[: MAX_TOKENS - len(self.sent)]
+                new = new[: new.index(STOP) + 1] if STOP in new else new
                 self.sent += new
                 yield Chunk(new, [-1.0] * len(new))
             else:
@@ -219,6 +220,11 @@ class Scenario:
 
     engine_fails = engine_says
 
+    def engine_dies(self):
+        """It may be asked again, or another one."""
+        self.faulty = True
+        self.engine_says(EngineError("the engine is down", retryable=True))
+
     def listen(self, stream):
         self.listeners.append(Listener(self, stream))
 
@@ -317,14 +323,7 @@ def happens(name, *values):
 
 
 tokens = st.lists(st.sampled_from([5, 6, 7, 8, STOP]), min_size=1, max_size=4)
-failures = st.sampled_from(
-    [
-        EngineError("the engine is down", retryable=True),
-        EngineError("the engine refused", status=400),
-        "abort",
-        "repetition",
-    ]
-)
+failures = st.sampled_from([EngineError("the engine refused", status=400), "abort", "repetition"])
 FAULTS = {"abort", "engine_fails", "disk_refuses", "disk_is_lost", "renderer_breaks", "memory_breaks", "all_leave"}
 """Each scenario has some of them, or what comes after a reply would hardly ever be seen."""
 events = st.one_of(
@@ -332,6 +331,7 @@ events = st.one_of(
     *[happens("listen", st.booleans()) for _ in range(3)],
     happens("engine_says", st.sampled_from(["stop", "length"])),
     happens("wait", st.sampled_from([0.1, 0.5, 2.0])),
+    *[happens("engine_dies") for _ in range(2)],
     happens("visit"),
     happens("leave"),
     happens("advance"),
@@ -340,7 +340,7 @@ events = st.one_of(
     happens("abort"),
     happens("engine_fails", failures),
     happens("disk_refuses", st.integers(1, 2)),
-    happens("disk_is_lost"),
+    *[happens("disk_is_lost") for _ in range(3)],
     happens("renderer_breaks", st.booleans()),
     happens("memory_breaks"),
 )
@@ -352,7 +352,7 @@ events = st.one_of(
     end=st.sampled_from(["all_leave", "engine_finishes", "recorder_stops"]),
     policy=st.sampled_from(["session", "call"]),
     engines=st.integers(1, 2),
-    patience=st.sampled_from([0.0, 2.0]),
+    patience=st.sampled_from([0.0, 60.0]),
     rude=st.booleans(),
 )
 @settings(max_examples=800, deadline=None, derandomize=True)
