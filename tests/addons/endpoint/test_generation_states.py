@@ -341,7 +341,7 @@ events = st.one_of(
     happens("engine_fails", failures),
     happens("disk_refuses", st.integers(1, 2)),
     *[happens("disk_is_lost") for _ in range(3)],
-    happens("renderer_breaks", st.booleans()),
+    *[happens("renderer_breaks", st.booleans()) for _ in range(3)],
     happens("memory_breaks"),
 )
 
