@@ -40,7 +40,6 @@ async def respond(generation: Generation, dialect: Dialect, head: Head, request:
         else:
             await response.write(body)
         await response.write_eof()
-        generation.delivered = True
     return response
 
 
@@ -52,13 +51,12 @@ async def stream(generation: Generation, dialect: Dialect, head: Head, request: 
         await response.prepare(request)
         await send_events(generation, encoder, response.write)
         await response.write_eof()
-        generation.delivered = True
     return response
 
 
 async def send_events(generation: Generation, encoder: StreamEncoder, write: Write) -> None:
     """Write the events of a reply as it grows, from its beginning, also when it began before this request."""
-    await _write(write, encoder.start())
+    await write(encoder.start())
     sent = 0
     while True:
         started = time.thread_time()
@@ -67,7 +65,7 @@ async def send_events(generation: Generation, encoder: StreamEncoder, write: Wri
         pause = min(max(COALESCE_SECONDS, 20 * (time.thread_time() - started)), LONGEST_PAUSE_SECONDS)
         pieces = generation.pieces[sent:]
         sent += len(pieces)
-        await _write(write, b"".join(encoder.delta(reasoning, content) for reasoning, content in pieces))
+        await write(b"".join(encoder.delta(reasoning, content) for reasoning, content in pieces))
         if generation.reply is not None:
             return await write(encoder.finish(generation.reply, generation.usage))
         if generation.error is not None:
@@ -75,7 +73,7 @@ async def send_events(generation: Generation, encoder: StreamEncoder, write: Wri
         if parsed:
             await generation.finished(pause)
         if not await generation.changed(KEEP_ALIVE_SECONDS):
-            await _write(write, encoder.keep_alive())
+            await write(encoder.keep_alive())
 
 
 def _headers(generation: Generation, content_type: str) -> dict[str, str]:
@@ -87,11 +85,6 @@ def _headers(generation: Generation, content_type: str) -> dict[str, str]:
         "x-request-id": call_id,
         "request-id": call_id,
     }
-
-
-async def _write(write: Write, data: bytes) -> None:
-    if data:
-        await write(data)
 
 
 def error_response(dialect: Dialect, error: DialectError) -> web.Response:

@@ -16,8 +16,8 @@ _REMEMBERED = 8
 def worth_remembering(generations: list[Generation]) -> list[Generation]:
     """The generations that a retry can be of: those that run, and the newest that are done."""
     done = [generation for generation in generations if generation.done]
-    forgotten = set(map(id, done[:-_REMEMBERED]))
-    return [generation for generation in generations if id(generation) not in forgotten]
+    forgotten = set(done[:-_REMEMBERED])
+    return [generation for generation in generations if generation not in forgotten]
 
 
 def find_retried(

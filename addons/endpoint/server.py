@@ -24,7 +24,7 @@ from rolltap.addons.endpoint.session_state import SessionState
 from rolltap.addons.endpoint.websocket import serve_socket
 from rolltap.addons.engine.client import Engine, EngineError
 from rolltap.addons.engine.policy import PolicyFile
-from rolltap.addons.engine.pool import Engines
+from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.metadata import RUN_FILE, RunError, add_engine
@@ -69,11 +69,11 @@ class Endpoint:
         # bound at once, so that requests queue here even before the server runs
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.port: int = self._socket.getsockname()[1]
-        self.engines: Engines
+        self.engines: EnginePool
 
     async def start(self) -> None:
         """Serve until `close`."""
-        self.engines = Engines(self._engine_urls)
+        self.engines = EnginePool(self._engine_urls)
         policy = PolicyFile(self.writer.run)
         self._parts = Parts(self.engines, policy, self.rendering, self.writer, self._patience)
         app = web.Application(client_max_size=BODY_LIMIT)

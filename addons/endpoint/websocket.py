@@ -77,7 +77,6 @@ class _Connection:
         encoder = openai_responses.stream_encoder(self._head(generation.call.call_id, model_call))
         with generation.listening():
             await send_events(generation, encoder, self._send_events)
-            generation.delivered = True
         if generation.reply is not None:
             self._remember(self._ended["id"], body, self._ended["output"])
 

@@ -17,13 +17,13 @@ GENERATE = "/inference/v1/generate"
 
 
 class EngineError(Exception):
-    """The engine did not answer as it should. `status` is the HTTP status that a harness should see; `passing` says
+    """The engine did not answer as it should. `status` is the HTTP status that a harness should see; `retryable` says
     that asking again may help."""
 
-    def __init__(self, message: str, *, status: int = 503, passing: bool = False) -> None:
+    def __init__(self, message: str, *, status: int = 503, retryable: bool = False) -> None:
         super().__init__(message)
         self.status = status
-        self.passing = passing
+        self.retryable = retryable
 
 
 @dataclass(slots=True)
@@ -60,14 +60,11 @@ class Engine:
         Raises `EngineError` when the engine cannot be reached or does not say.
         """
         if self._max_model_len is None:
+            models = await self._get("/v1/models")
             try:
-                async with self._session.get(self.url + "/v1/models") as response:
-                    data = json.loads(await response.read())
-                base = next(m for m in data["data"] if not m.get("parent"))
+                base = next(m for m in models["data"] if not m.get("parent"))
                 self.model, self._max_model_len = str(base["id"]), int(base["max_model_len"])
-            except (aiohttp.ClientError, TimeoutError) as error:
-                raise EngineError(f"the engine at {self.url} cannot be reached: {error}") from error
-            except (ValueError, KeyError, TypeError, StopIteration) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
                 raise EngineError(f"{self.url}/v1/models is not vLLM's: {error!r}", status=502) from error
         return self._max_model_len
 
@@ -78,7 +75,7 @@ class Engine:
         `EngineError`.
         """
         context = await self.max_model_len()
-        version, information = await self._ask("/version"), await self._ask("/server_info")
+        version, information = await self._get("/version"), await self._get("/server_info")
         return {
             "model": self.model,
             "max_model_len": context,
@@ -86,8 +83,8 @@ class Engine:
             "configuration": information.get("vllm_config"),
         }
 
-    async def _ask(self, path: str) -> dict[str, Any]:
-        """An object that the engine serves; an empty one when it does not."""
+    async def _get(self, path: str) -> dict[str, Any]:
+        """An object that the engine serves; an empty one when it does not. Raises `EngineError` when it is down."""
         try:
             async with self._session.get(self.url + path) as response:
                 answer = json.loads(await response.read()) if response.status == 200 else {}
@@ -123,10 +120,10 @@ class Engine:
             if finished:
                 return  # only its last words were lost
             why = f"the engine at {self.url} failed: {error or type(error).__name__}"
-            raise EngineError(why, passing=True) from error
+            raise EngineError(why, retryable=True) from error
         if not finished:
             why = f"the engine at {self.url} ended the generation without a finish reason"
-            raise EngineError(why, status=502, passing=True)
+            raise EngineError(why, status=502, retryable=True)
 
     async def _post(self, body: dict[str, Any]) -> aiohttp.ClientResponse:
         data, headers = _encode(body), {"content-type": "application/json"}
@@ -161,7 +158,7 @@ def _chunk(data: bytes) -> Chunk:
         if "error" in event:
             status = int(event["error"].get("code") or 500)
             why = f"the engine refused: {event['error'].get('message')}"
-            raise EngineError(why, status=max(status, 400), passing=status >= 500)
+            raise EngineError(why, status=max(status, 400), retryable=status >= 500)
         usage = event.get("usage") or {}
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         if not event["choices"]:
@@ -186,9 +183,7 @@ def _chunk(data: bytes) -> Chunk:
 
 async def _refusal(response: aiohttp.ClientResponse) -> EngineError:
     text = (await response.read()).decode("utf-8", "replace")[:500]
-    hint = ""
-    if response.status in (403, 404):
-        hint = f"; {GENERATE} needs vLLM 0.32 or newer with --enable-scale-out"
+    hint = f"; {GENERATE} needs vLLM 0.32 or newer with --enable-scale-out" if response.status in (403, 404) else ""
     status = response.status if response.status in (400, 413, 503) else 502
-    passing = response.status >= 500
-    return EngineError(f"the engine answered {response.status}: {text}{hint}", status=status, passing=passing)
+    why = f"the engine answered {response.status}: {text}{hint}"
+    return EngineError(why, status=status, retryable=response.status >= 500)

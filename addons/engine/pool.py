@@ -10,7 +10,7 @@ DOWN_SECONDS = 30.0
 """How long an engine that failed is left out while another one answers."""
 
 
-class Engines:
+class EnginePool:
     """Rendezvous hashing: a session stays with one engine, so that its calls meet their own prefix cache there, and the
     sessions of an engine that fails move to the others and back. Must be created inside the event loop that uses it."""
 

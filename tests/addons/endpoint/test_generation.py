@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rolltap.addons.endpoint import generation
+from rolltap.addons.engine import completion
 from tests.addons.harness import user
 from tests.scripted_engine import Answer, Say
 
@@ -12,7 +12,7 @@ from tests.scripted_engine import Answer, Say
 @pytest.fixture
 def patient(harness, monkeypatch):
     """Calls wait for a failed engine, without a pause."""
-    monkeypatch.setattr(generation, "FIRST_PAUSE_SECONDS", 0)
+    monkeypatch.setattr(completion, "FIRST_PAUSE_SECONDS", 0)
     return harness
 
 
@@ -63,6 +63,15 @@ class TestContinuation:
         status, reply = await patient.ask(user())
         assert (status, reply["choices"][0]["message"]["content"]) == (200, "Hi.")
         assert len(scripted_engine.requests) == 1
+
+    async def test_a_whole_completion_is_given_although_its_engine_is_down(self, harness, scripted_engine):
+        """Nobody waits for the engine, or gives the call up, for its last words."""
+        ids = len(scripted_engine.ids("one two")) + 1
+        scripted_engine.replies.append(Say("one two three", break_after=ids))
+        status, reply = await harness.ask(user(), max_tokens=ids)
+        assert (status, reply["choices"][0]["finish_reason"]) == (200, "length")
+        assert len(scripted_engine.requests) == 1
+        assert harness.calls()[0]["violation"] is None
 
     async def test_an_engine_that_is_down_is_waited_for(self, patient, scripted_engine):
         scripted_engine.replies += [Answer(503, "loading"), Answer(500, "broken"), Say("Hi.")]

@@ -1,9 +1,9 @@
 import pytest
 
-from rolltap.addons.endpoint import generation
 from rolltap.addons.endpoint.server import Endpoint
+from rolltap.addons.engine import completion
 from rolltap.addons.engine import pool as module
-from rolltap.addons.engine.pool import Engines
+from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.tables import RunWriter, read_rows
 from tests.addons.harness import Harness, user
@@ -15,7 +15,7 @@ SESSIONS = [f"s{n}" for n in range(400)]
 
 @pytest.fixture
 async def engines():
-    engines = Engines(URLS)
+    engines = EnginePool(URLS)
     yield engines
     await engines.close()
 
@@ -69,7 +69,7 @@ async def test_when_no_engine_is_left_the_call_fails(tokenizer, tiny_rendering, 
 
 async def test_a_call_whose_engine_dies_goes_on_at_another_one(tokenizer, tiny_rendering, tmp_path, monkeypatch):
     """At once, with no patience for the one that died."""
-    monkeypatch.setattr(generation, "FIRST_PAUSE_SECONDS", 1000.0)
+    monkeypatch.setattr(completion, "FIRST_PAUSE_SECONDS", 1000.0)
     write_metadata(tmp_path, {})
     writer = RunWriter(tmp_path)
     with ScriptedEngine(tokenizer) as one, ScriptedEngine(tokenizer) as two:

@@ -1,0 +1,396 @@
+"""A generation as a state machine: in whatever order things come, its call is recorded once and everybody is told."""
+
+import asyncio
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rolltap.addons.dialects.types import ModelCall, Reply
+from rolltap.addons.endpoint.exchange import KEEP_ALIVE_SECONDS, send_events
+from rolltap.addons.endpoint.generation import LINGER_SECONDS, Generation, Parts, State
+from rolltap.addons.engine.client import Chunk, EngineError
+from rolltap.addons.engine.policy import PolicyFile
+from rolltap.addons.engine.pool import EnginePool
+from rolltap.addons.prompts.continuity import Prompt
+from rolltap.addons.store.records import Call, VersionSpan
+
+PROMPT_IDS, STOP, MAX_TOKENS = [1, 2, 3], 0, 8
+TURNS = 20
+"""Turns of the event loop after which everything that can happen without the clock has happened."""
+
+
+class Loop(asyncio.SelectorEventLoop):
+    """Its time passes when the test says so."""
+
+    now = 0.0
+
+    def time(self):
+        return self.now
+
+
+class ScriptedClient:
+    """An engine's client that hands on what the test puts into `script`: tokens, finish reasons, and errors.
+
+    `rude` says that it answers its cancellation with an error of its own.
+    """
+
+    def __init__(self, url, script, sent, rude):
+        self.url, self.script, self.sent, self.rude = url, script, sent, rude
+        self.asked, self.expected = [], []
+
+    @property
+    def _whole(self):
+        return STOP in self.sent or len(self.sent) == MAX_TOKENS
+
+    async def generate(self, token_ids, sampling, model):
+        start = len(self.sent)
+        self.asked.append((token_ids, sampling["max_tokens"], self._whole))
+        self.expected.append((PROMPT_IDS + self.sent, MAX_TOKENS - start, False))
+        while True:
+            try:
+                said = await self.script.get()
+            except asyncio.CancelledError:
+                if self.rude:
+                    raise EngineError("the connection was closed") from None
+                raise
+            if isinstance(said, Exception):
+                raise said
+            if isinstance(said, list):
+                new = [] if self._whole else said[: MAX_TOKENS - len(self.sent)]
+                new = new[: new.index(STOP) + 1] if STOP in new else new
+                self.sent += new
+                yield Chunk(new, [-1.0] * len(new))
+            else:
+                versions = [VersionSpan("default", 0, len(self.sent) - start)]
+                yield Chunk([], [], finish_reason=said, weight_versions=versions)
+                return
+
+
+class Disk(ThreadPoolExecutor):
+    """A writer of runs, and the executor in which it waits for the disk, which answers when the test says so."""
+
+    run = Path("run")
+
+    def __init__(self, policy):
+        super().__init__()
+        self.policy = policy
+        self.refusals = 0
+        """Commits that will be refused."""
+        self.calls, self.told_no, self.waiting = [], 0, []
+        self.synced = self.lost = False
+
+    def add_call(self, call):
+        if self.refusals:
+            self.refusals, self.told_no = self.refusals - 1, self.told_no + 1
+            raise OSError("No space left on device")
+        self.heard = not self.generation.unheard
+        self.calls.append(call.to_row() | {"completion_ids": list(call.completion_ids)})
+
+    def add_event(self, event):
+        if self.refusals:
+            raise OSError("No space left on device")
+
+    def sync(self):
+        if self.lost:
+            raise OSError("the disk is gone")
+        self.synced = True
+
+    def submit(self, function, *arguments):
+        future = Future()
+        self.waiting.append((function, arguments, future))
+        return future
+
+    def answer(self):
+        for function, arguments, future in self.waiting:
+            try:
+                future.set_result(function(*arguments))
+            except OSError as error:
+                future.set_exception(error)
+        self.waiting.clear()
+
+
+class Renderer:
+    """Reads tokens as their numbers, unless it is broken for partial completions, whole ones, or both."""
+
+    def __init__(self):
+        self.broken = set()
+
+    def parse(self, prompt_ids, completion_ids, tools, *, partial=False):
+        if partial in self.broken:
+            raise RuntimeError("a renderer's bug")
+        return Reply(content="".join(f"{i} " for i in completion_ids))
+
+
+class Memory:
+    """Conversations of a session."""
+
+    def __init__(self):
+        self.added, self.broken, self.failed = [], False, False
+
+    def add(self, call_id, prompt, completion_ids, reply):
+        if self.broken:
+            self.failed = True
+            raise RuntimeError("a bug")
+        self.added.append(reply["content"])
+
+
+class Listener:
+    """A request that listens: to a stream, or for the whole reply. `told` is what the harness read."""
+
+    def __init__(self, scenario, stream):
+        self.scenario = scenario
+        self.text, self.ends = "", []
+        self.task = asyncio.create_task(self._stream() if stream else self._body())
+
+    async def _stream(self):
+        generation = self.scenario.generation
+        with generation.listening():
+            await send_events(generation, self, self._write)
+
+    async def _body(self):
+        generation = self.scenario.generation
+        with generation.listening():
+            while not await generation.finished(KEEP_ALIVE_SECONDS):
+                pass
+            if generation.reply is not None:
+                self.text = generation.reply.content
+                self.finish(generation.reply, generation.usage)
+            else:
+                self.error(generation.error)
+
+    async def _write(self, data):
+        pass
+
+    def start(self):
+        return b""
+
+    def keep_alive(self):
+        return b""
+
+    def delta(self, reasoning, content):
+        assert not self.ends
+        self.text += content
+        return b""
+
+    def finish(self, reply, usage):
+        disk = self.scenario.disk
+        assert [call["status"] for call in disk.calls] == ["completed"]
+        assert disk.synced or disk.policy != "call"
+        self.ends.append(reply)
+        return b""
+
+    def error(self, error):
+        assert self.scenario.disk.calls or self.scenario.disk.told_no
+        self.ends.append(error)
+        return b""
+
+
+class Scenario:
+    """One generation, and what happens to it."""
+
+    def __init__(self, policy, engines, patience, rude):
+        self.disk, self.renderer, self.memory = Disk(policy), Renderer(), Memory()
+        asyncio.get_running_loop().set_default_executor(self.disk)
+        self.script, self.sent = asyncio.Queue(), []
+        pool = EnginePool([])
+        self.engines = [ScriptedClient(f"http://engine-{n}", self.script, self.sent, rude) for n in range(engines)]
+        pool._engines = self.engines
+        parts = Parts(pool, PolicyFile(Path("/nonexistent")), self.renderer, self.disk, patience)
+        prompt = Prompt(PROMPT_IDS, "root", "no earlier call", None, 0, [])
+        call = Call("s1", "c1", PROMPT_IDS)
+        sampling = {"max_tokens": MAX_TOKENS, "stop_token_ids": [STOP], "structured_outputs": {"json_object": True}}
+        self.generation = Generation(parts, self.memory, call, prompt, ModelCall("m", [], []), sampling)
+        self.disk.generation = self.generation
+        self.listeners = []
+        self.faulty = False
+
+    async def turn(self, turns):
+        for _ in range(turns):
+            await asyncio.sleep(0)
+
+    async def wait(self, seconds):
+        asyncio.get_running_loop().now += seconds
+        await self.turn(TURNS)
+
+    def engine_says(self, said):
+        self.script.put_nowait(said)
+
+    engine_fails = engine_says
+
+    def engine_dies(self):
+        """It may be asked again, or another one."""
+        self.faulty = True
+        self.engine_says(EngineError("the engine is down", retryable=True))
+
+    def listen(self, stream):
+        self.listeners.append(Listener(self, stream))
+
+    def visit(self):
+        """A listener that comes and goes at once."""
+        with self.generation.listening():
+            pass
+
+    def leave(self):
+        if self.listeners:
+            self.listeners.pop().task.cancel()
+
+    def advance(self):
+        committed = bool(self.disk.calls)
+        parsed = self.generation.advance()
+        assert not (committed and parsed), "parsed again after the commit"
+
+    def abort(self):
+        """The session ends, or the recorder stops."""
+        self.generation.abort("the session ended")
+
+    def disk_refuses(self, commits):
+        self.disk.refusals = commits
+
+    def disk_answers(self):
+        self.disk.answer()
+
+    def disk_is_lost(self):
+        self.disk.lost = True
+
+    def renderer_breaks(self, partial):
+        self.renderer.broken.add(partial)
+
+    def memory_breaks(self):
+        self.memory.broken = True
+
+    async def all_leave(self):
+        """The harness is killed."""
+        while self.listeners:
+            self.leave()
+        for _ in range(2):
+            await self.wait(LINGER_SECONDS)
+            self.disk.answer()
+
+    async def engine_finishes(self):
+        """The engine is well again and a patient harness listens."""
+        hopeful = not self.faulty and not self.generation.done
+        self.listen(False)
+        for _ in range(MAX_TOKENS):
+            self.engine_says("stop")
+            await self.wait(LINGER_SECONDS)
+            self.disk.answer()
+        await self.turn(TURNS)
+        assert self.generation.reply is not None or not hopeful
+
+    async def recorder_stops(self):
+        self.abort()
+        await self.turn(TURNS)
+        self.disk.answer()
+
+    def check(self):
+        generation, disk = self.generation, self.disk
+        assert generation.done
+        assert (generation.reply is None) != (generation.error is None)
+        assert len(disk.calls) == 1 or (disk.told_no and generation.error is not None)
+        for engine in self.engines:
+            assert engine.asked == engine.expected
+        for call in disk.calls:
+            assert call["completion_ids"] == self.sent
+            assert call["violation"] is None
+            assert call["finished_at"] is not None
+            assert (call["status"] == "completed") == (call["reply"] is not None) == (call["error"] is None)
+            if generation.reply is not None:
+                assert call["status"] == "completed"
+                assert disk.synced or disk.policy != "call"
+            elif call["status"] == "completed":
+                assert disk.lost or self.memory.failed
+            assert call["status"] != "completed" or disk.heard
+            remembered = call["status"] == "completed" and not self.memory.failed
+            assert len(self.memory.added) == remembered
+        if not disk.calls:
+            assert self.memory.added == []
+        for listener in self.listeners:
+            assert listener.task.done()
+            listener.task.result()
+            assert listener.ends == [generation.reply or generation.error]
+            if generation.reply is not None:
+                assert listener.text == generation.reply.content == "".join(f"{i} " for i in self.sent)
+        assert len(asyncio.all_tasks()) == 1, "a task is left"
+        assert generation._task.cancelled() or generation._task.exception() is None
+
+
+def happens(name, *values):
+    """An event, its arguments, and how many turns the event loop makes before the next one."""
+    return st.tuples(st.just(name), st.tuples(*values), st.sampled_from([0, 1, 2, TURNS]))
+
+
+tokens = st.lists(st.sampled_from([5, 6, 7, 8, STOP]), min_size=1, max_size=4)
+failures = st.sampled_from([EngineError("the engine refused", status=400), "abort", "repetition"])
+FAULTS = {"abort", "engine_fails", "disk_refuses", "disk_is_lost", "renderer_breaks", "memory_breaks", "all_leave"}
+"""Each scenario has some of them, or what comes after a reply would hardly ever be seen."""
+events = st.one_of(
+    *[happens("engine_says", tokens) for _ in range(4)],  # one_of drops what it has already
+    *[happens("listen", st.booleans()) for _ in range(3)],
+    happens("engine_says", st.sampled_from(["stop", "length"])),
+    happens("wait", st.sampled_from([0.1, 0.5, 2.0])),
+    *[happens("engine_dies") for _ in range(2)],
+    happens("visit"),
+    happens("leave"),
+    happens("advance"),
+    happens("disk_answers"),
+    happens("all_leave"),
+    happens("abort"),
+    happens("engine_fails", failures),
+    happens("disk_refuses", st.integers(1, 2)),
+    *[happens("disk_is_lost") for _ in range(3)],
+    *[happens("renderer_breaks", st.booleans()) for _ in range(3)],
+    happens("memory_breaks"),
+)
+
+
+@given(
+    happened=st.lists(events, min_size=6, max_size=30),
+    faults=st.sets(st.sampled_from(sorted(FAULTS))),
+    end=st.sampled_from(["all_leave", "engine_finishes", "recorder_stops"]),
+    policy=st.sampled_from(["session", "call"]),
+    engines=st.integers(1, 2),
+    patience=st.sampled_from([0.0, 60.0]),
+    rude=st.booleans(),
+)
+@settings(max_examples=800, deadline=None, derandomize=True)
+def test_a_call_is_recorded_once_and_everybody_is_told(happened, faults, end, policy, engines, patience, rude):
+    async def run():
+        scenario = Scenario(policy, engines, patience, rude)
+        for name, values, turns in [
+            *(event for event in happened if event[0] not in FAULTS - faults),
+            (end, (), TURNS),
+        ]:
+            scenario.faulty |= name in FAULTS
+            done = getattr(scenario, name)(*values)
+            if done is not None:
+                await done
+            await scenario.turn(turns)
+            if scenario.disk.waiting:
+                scenario.advance()
+        scenario.check()
+
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        runner.run(run())
+
+
+FOLLOWS = {
+    "SAMPLING": {"SAMPLED", "FAILED", "ABORTED"},
+    "SAMPLED": {"COMMITTED", "FAILED", "ABORTED"},
+    "COMMITTED": {"COMPLETED", "FAILED"},
+}
+
+
+@pytest.mark.parametrize("state", State)
+async def test_a_state_is_left_only_for_one_that_may_follow(state):
+    for other in State:
+        if other.name not in FOLLOWS.get(state.name, ()):
+            scenario = Scenario("session", engines=1, patience=0.0, rude=False)
+            scenario.generation._state = state
+            with pytest.raises(RuntimeError, match=f"is {state.name} and cannot become {other.name}"):
+                scenario.generation._enter(other, Reply())
+            assert scenario.disk.calls == []
+            scenario.generation._linger.cancel()
+            scenario.generation._task.cancel()
