@@ -226,8 +226,8 @@ class TestDecode:
     @pytest.mark.parametrize(
         ("changes", "sentence"),
         [
-            ({"max_tokens": None}, "'max_tokens'"),
-            ({"max_tokens": 0}, "'max_tokens'"),
+            ({"max_tokens": None}, "max_tokens: "),
+            ({"max_tokens": 0}, "max_tokens: "),
             ({"messages": []}, "messages: "),
             ({"messages": {}}, "messages: "),
             ({"messages": ["Hi"]}, "messages.0: "),
@@ -236,7 +236,7 @@ class TestDecode:
             ({"messages": [{"role": "user"}]}, "messages.0.content: "),
             ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content: "),
             ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content.0: "),
-            ({"messages": [{"role": "user", "content": [{"type": None}]}]}, "messages.0.content.0: "),
+            ({"messages": [{"role": "user", "content": [{"type": None}]}]}, "messages.0.content.0.type: "),
             ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text: "),
             ({"messages": [{"role": "user", "content": [{"type": "robot"}]}]}, "messages.0.content.0.type: "),
             ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages.0.content.0.type: "),
@@ -250,7 +250,7 @@ class TestDecode:
             ({"tools": [LOOK, "x"]}, "tools.1: "),
             ({"tools": [{"name": ""}]}, "tools.0.name: "),
             ({"tools": [{"type": "custom"}]}, "tools.0.name: "),
-            ({"stop_sequences": [5]}, "'stop_sequences'"),
+            ({"stop_sequences": [5]}, "stop_sequences.0: "),
         ],
     )
     def test_a_refusal_names_the_place(self, changes, sentence):
