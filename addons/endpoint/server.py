@@ -149,7 +149,7 @@ class Endpoint:
             return dialect.encode_models(request.raw_path, served, int(time.time()))
         model_call = dialect.decode(await request.read(), request.raw_path)
         conversations = self._memories[request.headers[SESSION_HEADER]].conversations
-        return dialect.encode_token_count(len(conversations.prompt(model_call.messages, model_call.tools).ids))
+        return dialect.encode_token_count(len(conversations.prompt(model_call).ids))
 
     async def begin(self, dialect: Dialect, model_call: ModelCall, request: web.Request) -> Generation:
         """The generation that answers a request: a new one, its intent on disk before the engine is asked, or the one
@@ -161,7 +161,7 @@ class Endpoint:
         session_id = request.headers[SESSION_HEADER]
         _, context = await self._engine(session_id)
         memory = self._memories[session_id]
-        prompt = memory.conversations.prompt(model_call.messages, model_call.tools)
+        prompt = memory.conversations.prompt(model_call)
         room = context - len(prompt.ids)
         if room < 1:
             raise ContextOverflow(len(prompt.ids), context)
