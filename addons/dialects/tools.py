@@ -37,11 +37,6 @@ def freeform_input(arguments: str) -> str:
     return text if isinstance(text, str) else arguments
 
 
-def echoed_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """A tool call of an earlier assistant message, with parsed arguments."""
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
 def as_object(arguments: str) -> dict[str, Any]:
     """Sampled arguments as the object that some APIs demand; text that is not one is wrapped, so that `from_object`
     gives back what was sampled."""

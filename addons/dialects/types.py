@@ -107,6 +107,17 @@ class ContextOverflow(DialectError):
         self.limit = limit
 
 
+def assistant_message(content: str, reasoning: str, calls: list[dict[str, Any]], call_id: str | None = None) -> Message:
+    """A message of the assistant, without those of its fields that are empty."""
+    fields = {"reasoning_content": reasoning, "tool_calls": calls, "call_id": call_id}
+    return {"role": "assistant", "content": content} | {key: value for key, value in fields.items() if value}
+
+
+def message_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """A tool call of an assistant message."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 @dataclass(frozen=True, slots=True)
 class WireTool:
     """How the harness knows a tool that the model sees as a function of another name or form."""
@@ -166,15 +177,8 @@ class Reply:
 
     def to_message(self) -> Message:
         """The message as a harness that echoes it verbatim would send it back."""
-        message: Message = {"role": "assistant", "content": self.content}
-        if self.reasoning:
-            message["reasoning_content"] = self.reasoning
-        if self.tool_calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in self.tool_calls
-            ]
-        return message
+        calls = [message_call(call.id, call.name, call.arguments) for call in self.tool_calls]
+        return assistant_message(self.content, self.reasoning, calls)
 
 
 @dataclass(slots=True)

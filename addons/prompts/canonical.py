@@ -17,7 +17,7 @@ _SORTED = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
 
 
 def canonical(message: Message, model_call: ModelCall) -> str:
-    """A message of a request, or of the reply to it, as a string; its reasoning and opaque fields have no part in it."""
+    """A message of a request or of the reply to it as a string; its reasoning and opaque fields have no part in it."""
     kept = {key: value for key, value in message.items() if value and key not in ("reasoning_content", "call_id")}
     if message["role"] == "assistant" and not message["content"].strip():
         kept.pop("content", None)

@@ -8,6 +8,7 @@ field issued with it (`call_id`), it only decides between turns that are otherwi
 import hashlib
 import json
 from dataclasses import dataclass, field
+from itertools import chain
 
 from rolltap.addons.dialects.types import Message, ModelCall
 from rolltap.addons.prompts.canonical import canonical
@@ -30,16 +31,11 @@ class Turn:
 
     def prompt_ids(self) -> list[int]:
         """The full prompt of the call."""
-        chain: list[Turn] = []
-        turn: Turn | None = self
+        pieces, turn = [self.tail_ids], self.parent
         while turn is not None:
-            chain.append(turn)
+            pieces += [turn.completion_ids, turn.tail_ids]
             turn = turn.parent
-        ids: list[int] = []
-        for ancestor in reversed(chain[1:]):
-            ids += ancestor.tail_ids
-            ids += ancestor.completion_ids
-        return ids + self.tail_ids
+        return list(chain.from_iterable(reversed(pieces)))
 
 
 @dataclass(slots=True)

@@ -3,24 +3,15 @@
 Field names follow Anthropic's API reference.
 """
 
-from rolltap.addons.dialects.anthropic.reply import encode_error, encode_models, encode_reply, encode_token_count
-from rolltap.addons.dialects.anthropic.request import decode
+from rolltap.addons.dialects.anthropic.reply import encode_error as encode_error
+from rolltap.addons.dialects.anthropic.reply import encode_models as encode_models
+from rolltap.addons.dialects.anthropic.reply import encode_reply as encode_reply
+from rolltap.addons.dialects.anthropic.reply import encode_token_count as encode_token_count
+from rolltap.addons.dialects.anthropic.request import decode as decode
 from rolltap.addons.dialects.anthropic.stream import StreamEncoder
 from rolltap.addons.dialects.dialect import Operation
 
-__all__ = [
-    "NAME",
-    "decode",
-    "encode_error",
-    "encode_models",
-    "encode_reply",
-    "encode_token_count",
-    "operation",
-    "stream_encoder",
-]
-
 NAME = "anthropic-messages"
-
 stream_encoder = StreamEncoder
 
 

@@ -14,8 +14,8 @@ import json
 from typing import Any
 
 from rolltap.addons.dialects.fields import Fields
-from rolltap.addons.dialects.tools import echoed_call, from_object
-from rolltap.addons.dialects.types import DialectError, Message, Tool, signed_call
+from rolltap.addons.dialects.tools import from_object
+from rolltap.addons.dialects.types import DialectError, Message, Tool, assistant_message, message_call, signed_call
 
 _BILLING = "x-anthropic-billing-header"
 
@@ -73,17 +73,10 @@ def _assistant(blocks: list[Fields], known: dict[str, Tool]) -> Message:
                 call_id = call_id or signed_call(block.maybe("data", str))
             case "tool_use":
                 name, arguments = block.name("name"), from_object(block.object("input"))
-                calls.append(echoed_call(block.text("id"), name, arguments))
+                calls.append(message_call(block.text("id"), name, arguments))
             case _:
                 texts.append(_text(block, known))
-    message: Message = {"role": "assistant", "content": "".join(texts)}
-    if any(thoughts):
-        message["reasoning_content"] = "".join(thoughts)
-    if calls:
-        message["tool_calls"] = calls
-    if call_id:
-        message["call_id"] = call_id
-    return message
+    return assistant_message("".join(texts), "".join(thoughts), calls, call_id)
 
 
 def _user(blocks: list[Fields], known: dict[str, Tool]) -> list[Message]:

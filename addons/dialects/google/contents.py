@@ -5,8 +5,8 @@ from typing import Any
 
 from rolltap.addons.dialects.fields import Fields
 from rolltap.addons.dialects.google.protobuf import message, repeated
-from rolltap.addons.dialects.tools import echoed_call, from_object
-from rolltap.addons.dialects.types import DialectError, Message, signed_call
+from rolltap.addons.dialects.tools import from_object
+from rolltap.addons.dialects.types import DialectError, Message, message_call, signed_call
 
 _DATA = ("functionCall", "functionResponse", "text")
 _BESIDE_DATA = frozenset({"thought", "thoughtSignature", "partMetadata", "mediaResolution", "videoMetadata"})
@@ -82,7 +82,7 @@ class _Conversation:
         self._calls += 1
         call_id = call.optional("id", Fields.text) or f"call_{self._calls}"
         self._open.append((call_id, name))
-        return echoed_call(call_id, name, from_object(arguments))
+        return message_call(call_id, name, from_object(arguments))
 
     def _response(self, response: Fields) -> Message:
         name, call_id = response.name("name"), response.optional("id", Fields.text) or ""

@@ -8,7 +8,7 @@ from rolltap.addons.dialects.google.reply import encode_error, last_parts, respo
 from rolltap.addons.dialects.types import DialectError, Head, Reply, Usage, dump_json
 
 
-def stream_encoder(head: Head) -> "EventStreamEncoder | ArrayStreamEncoder":
+def stream_encoder(head: Head) -> "EventStreamEncoder":
     """The encoder of a streamed reply: server-sent events if the query asks for them, else a JSON array."""
     query = parse_qs(head.target.partition("?")[2])
     wanted = query.get("alt", query.get("$alt"))
@@ -29,7 +29,7 @@ class EventStreamEncoder:
 
     def delta(self, reasoning: str, content: str) -> bytes:
         """New text, reasoning before content."""
-        return _event(response(self._head, text_parts(reasoning, content)))
+        return self._chunk(response(self._head, text_parts(reasoning, content)))
 
     def keep_alive(self) -> bytes:
         """A blank line, because Gemini CLI's parser takes no comments."""
@@ -37,47 +37,35 @@ class EventStreamEncoder:
 
     def finish(self, reply: Reply, usage: Usage) -> bytes:
         """The chunk that ends the stream."""
-        return _event(response(self._head, last_parts(self._head, reply), reply, usage))
+        return self._chunk(response(self._head, last_parts(self._head, reply), reply, usage))
 
     def error(self, error: DialectError) -> bytes:
-        """The event for a failure after the stream began."""
-        return _event(json.loads(encode_error(error)))
+        """The chunk for a failure after the stream began."""
+        return self._chunk(json.loads(encode_error(error)))
+
+    def _chunk(self, value: dict[str, Any]) -> bytes:
+        # in ASCII, because Google's Python SDK splits lines at U+0085, U+2028 and U+2029 too
+        return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\r\n\r\n"
 
 
-class ArrayStreamEncoder:
-    """A JSON array of the chunks of one streamed reply."""
+class ArrayStreamEncoder(EventStreamEncoder):
+    """The same chunks in a JSON array."""
 
     content_type = "application/json"
-
-    def __init__(self, head: Head) -> None:
-        self._head = head
-        self._before = b""
+    _before = b""
 
     def start(self) -> bytes:
         """The array's begin."""
         return b"["
 
-    def delta(self, reasoning: str, content: str) -> bytes:
-        """New text, reasoning before content."""
-        return self._element(dump_json(response(self._head, text_parts(reasoning, content))))
-
-    def keep_alive(self) -> bytes:
-        """White space."""
-        return b"\n"
-
     def finish(self, reply: Reply, usage: Usage) -> bytes:
-        """The chunk that ends the stream."""
-        return self._element(dump_json(response(self._head, last_parts(self._head, reply), reply, usage))) + b"]"
+        """The chunk that ends the stream, and the array's end."""
+        return super().finish(reply, usage) + b"]"
 
     def error(self, error: DialectError) -> bytes:
-        """The element for a failure after the stream began."""
-        return self._element(encode_error(error)) + b"]"
+        """The chunk for a failure after the stream began, and the array's end."""
+        return super().error(error) + b"]"
 
-    def _element(self, value: bytes) -> bytes:
+    def _chunk(self, value: dict[str, Any]) -> bytes:
         before, self._before = self._before, b",\r\n"
-        return before + value
-
-
-def _event(value: Any) -> bytes:
-    # in ASCII, because Google's Python SDK splits lines at U+0085, U+2028 and U+2029 too
-    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\r\n\r\n"
+        return before + dump_json(value)

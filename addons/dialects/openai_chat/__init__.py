@@ -5,23 +5,15 @@ clients share.
 """
 
 from rolltap.addons.dialects.dialect import Operation
-from rolltap.addons.dialects.openai import encode_error
-from rolltap.addons.dialects.openai_chat.reply import encode_models, encode_reply, encode_token_count
-from rolltap.addons.dialects.openai_chat.request import decode
+from rolltap.addons.dialects.openai import encode_error as encode_error
+from rolltap.addons.dialects.openai_chat.reply import encode_models as encode_models
+from rolltap.addons.dialects.openai_chat.reply import encode_reply as encode_reply
+from rolltap.addons.dialects.openai_chat.reply import encode_token_count as encode_token_count
+from rolltap.addons.dialects.openai_chat.request import decode as decode
 from rolltap.addons.dialects.openai_chat.stream import StreamEncoder
 
-__all__ = [
-    "NAME",
-    "decode",
-    "encode_error",
-    "encode_models",
-    "encode_reply",
-    "encode_token_count",
-    "operation",
-    "stream_encoder",
-]
-
 NAME = "openai-chat"
+stream_encoder = StreamEncoder
 
 _PATHS = frozenset(
     {
@@ -32,8 +24,6 @@ _PATHS = frozenset(
         "/compatible-mode/v1/chat/completions",
     }
 )
-
-stream_encoder = StreamEncoder
 
 
 def operation(method: str, path: str) -> Operation | None:

@@ -4,8 +4,16 @@ from typing import Any
 
 from rolltap.addons.dialects.fields import Fields, parse_object
 from rolltap.addons.dialects.openai import WORDING, content_text, wanted_schema
-from rolltap.addons.dialects.tools import echoed_call, freeform_tool
-from rolltap.addons.dialects.types import FREEFORM_ARGUMENT, Message, ModelCall, WireTool, parse_arguments
+from rolltap.addons.dialects.tools import freeform_tool
+from rolltap.addons.dialects.types import (
+    FREEFORM_ARGUMENT,
+    Message,
+    ModelCall,
+    WireTool,
+    assistant_message,
+    message_call,
+    parse_arguments,
+)
 
 _WISHES = [
     "temperature",
@@ -75,17 +83,12 @@ def _read_tool(tool: Fields, model_call: ModelCall) -> None:
 def _message(message: Fields) -> Message:
     role = message.choice("role", "system", "developer", "user", "assistant", "tool")
     content = content_text(message, "content", _TEXTS)
-    decoded: Message = {"role": "system" if role == "developer" else role, "content": content}
     if role == "assistant":
         reasoning = message.maybe("reasoning_content", str) or message.maybe("reasoning", str)
-        if reasoning:
-            decoded["reasoning_content"] = reasoning
-        calls = message.objects("tool_calls")
-        if calls:
-            decoded["tool_calls"] = [_tool_call(call) for call in calls]
-    elif role == "tool":
-        decoded["tool_call_id"] = message.optional("tool_call_id", Fields.text) or ""
-    return decoded
+        return assistant_message(content, reasoning or "", [_tool_call(call) for call in message.objects("tool_calls")])
+    if role == "tool":
+        return {"role": role, "content": content, "tool_call_id": message.optional("tool_call_id", Fields.text) or ""}
+    return {"role": "system" if role == "developer" else role, "content": content}
 
 
 def _tool_call(call: Fields) -> dict[str, Any]:
@@ -93,8 +96,8 @@ def _tool_call(call: Fields) -> dict[str, Any]:
     if call["function"] is None and call["custom"] is not None:
         custom = call.inner("custom")
         given = custom.optional("input", Fields.text) or ""
-        return echoed_call(call_id, custom.name("name"), {FREEFORM_ARGUMENT: given})
+        return message_call(call_id, custom.name("name"), {FREEFORM_ARGUMENT: given})
     function = call.inner("function")
     name, text = function.name("name"), function.maybe("arguments", str)
     arguments = function["arguments"] if text is None else parse_arguments(text)
-    return echoed_call(call_id, name, {} if arguments is None else arguments)
+    return message_call(call_id, name, {} if arguments is None else arguments)

@@ -4,29 +4,19 @@ Field names follow the OpenAI API reference. Nothing is stored: a request brings
 """
 
 from rolltap.addons.dialects.dialect import Operation
-from rolltap.addons.dialects.openai import encode_error
-from rolltap.addons.dialects.openai_responses.reply import encode_models, encode_reply, encode_token_count
-from rolltap.addons.dialects.openai_responses.request import decode
+from rolltap.addons.dialects.openai import encode_error as encode_error
+from rolltap.addons.dialects.openai_responses.reply import encode_models as encode_models
+from rolltap.addons.dialects.openai_responses.reply import encode_reply as encode_reply
+from rolltap.addons.dialects.openai_responses.reply import encode_token_count as encode_token_count
+from rolltap.addons.dialects.openai_responses.request import decode as decode
 from rolltap.addons.dialects.openai_responses.stream import StreamEncoder
 
-__all__ = [
-    "NAME",
-    "decode",
-    "encode_error",
-    "encode_models",
-    "encode_reply",
-    "encode_token_count",
-    "operation",
-    "stream_encoder",
-]
-
 NAME = "openai-responses"
+stream_encoder = StreamEncoder
 
 _PATHS = frozenset({"/v1/responses", "/responses", "/backend-api/codex/responses", "/openai/v1/responses"})
 _COUNTS = frozenset(f"{path}/input_tokens" for path in _PATHS)
 _CATALOGUE = "/backend-api/codex/models"
-
-stream_encoder = StreamEncoder
 
 
 def operation(method: str, path: str) -> Operation | None:

@@ -12,12 +12,13 @@ from rolltap.addons.dialects.fields import Fields
 from rolltap.addons.dialects.openai import content_text, part_texts
 from rolltap.addons.dialects.openai_responses.compaction import ask_for_summary, unseal
 from rolltap.addons.dialects.openai_responses.tools import ToolNames, read_tools
-from rolltap.addons.dialects.tools import echoed_call
 from rolltap.addons.dialects.types import (
     FREEFORM_ARGUMENT,
     DialectError,
     Message,
     ModelCall,
+    assistant_message,
+    message_call,
     parse_arguments,
     signed_call,
 )
@@ -83,14 +84,7 @@ def _assistant_message(run: Iterable[_Item], names: ToolNames) -> Message:
         else:
             calls.append(_tool_call(kind, item, names))
     # A reply has one text and one summary. Where there are more, they are paragraphs.
-    message: Message = {"role": "assistant", "content": "\n\n".join(texts)}
-    if any(reasoning):
-        message["reasoning_content"] = "\n\n".join(reasoning)
-    if calls:
-        message["tool_calls"] = calls
-    if call_id is not None:
-        message["call_id"] = call_id
-    return message
+    return assistant_message("\n\n".join(texts), "\n\n".join(filter(None, reasoning)), calls, call_id)
 
 
 def _tool_call(kind: str, item: Fields, names: ToolNames) -> dict[str, Any]:
@@ -99,7 +93,7 @@ def _tool_call(kind: str, item: Fields, names: ToolNames) -> dict[str, Any]:
         arguments = parse_arguments(item.text("arguments"))
     else:
         arguments = {FREEFORM_ARGUMENT: item.text("input")}
-    return echoed_call(item.text("call_id"), name, arguments)
+    return message_call(item.text("call_id"), name, arguments)
 
 
 def _other_message(kind: str, item: Fields) -> Message:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from rolltap.addons.dialects.fields import Fields
 from rolltap.addons.dialects.tools import freeform_tool, function_tool
-from rolltap.addons.dialects.types import ModelCall, Tool, WireTool
+from rolltap.addons.dialects.types import ModelCall, WireTool
 
 
 @dataclass(slots=True)
@@ -51,15 +51,7 @@ def _add_tool(tool: Fields, namespace: str | None, model_call: ModelCall, names:
         shown = freeform_tool(seen, description, tool.inner("format").maybe("definition", str))
     else:
         shown = function_tool(seen, description, tool.maybe("parameters", dict))
-    _replace_or_append(model_call.tools, shown)
+    model_call.tools = [other for other in model_call.tools if other["function"]["name"] != seen] + [shown]
     model_call.wire_tools.pop(seen, None)
     if freeform or seen != name:
         model_call.wire_tools[seen] = WireTool(name, namespace, freeform)
-
-
-def _replace_or_append(tools: list[Tool], tool: Tool) -> None:
-    for i, other in enumerate(tools):
-        if other["function"]["name"] == tool["function"]["name"]:
-            tools[i] = tool
-            return
-    tools.append(tool)
