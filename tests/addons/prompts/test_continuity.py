@@ -8,7 +8,7 @@ from rolltap.addons.dialects import anthropic, openai_chat
 from rolltap.addons.dialects.anthropic.claude_code import normal_arguments
 from rolltap.addons.dialects.types import DialectError, ModelCall
 from rolltap.addons.prompts.continuity import Conversations, Turn
-from tests.addons.dialects.openai_chat.test_openai_chat import TOOL, bodies
+from tests.addons.dialects.openai_chat.test_request import TOOL, bodies
 
 ARGUMENTS = '{"at":  "caf\\u00e9", "deep": {"x": 1.0, "y": [true, null]}}'
 THINKING = f'<think>\nI look.\n</think>\n\nSo:\n<tool_call>\n{{"name": "look", "arguments": {ARGUMENTS}}}\n</tool_call>'
