@@ -1,6 +1,6 @@
 """One reader of request bodies: fields that know their place and are refused in their API's words."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -127,14 +127,12 @@ class Fields:
             return value or []
         raise self.refusal(key, what)
 
-    def objects(self, key: str, what: str = "a list") -> "list[Fields]":
+    def objects(self, key: str, what: str = "a list") -> "Iterator[Fields]":
         """The elements of a list of objects, none where there is no list. Raises."""
-        objects = []
         for i, element in enumerate(self.elements(key, what)):
             if not isinstance(element, dict):
                 raise self.refusal(key, "an object", i)
-            objects.append(Fields(element, self._wording, (self, key, i)))
-        return objects
+            yield Fields(element, self._wording, (self, key, i))
 
     def texts(self, key: str) -> list[str]:
         """The texts, those that are empty left out, of a field that may hold none, one, or a list. Raises."""

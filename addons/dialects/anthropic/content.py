@@ -58,7 +58,7 @@ def conversation(request: Fields, known: dict[str, Tool]) -> list[Message]:
 def _blocks(fields: Fields, key: str) -> list[Fields]:
     """The blocks of a content; a string is one text block."""
     text = fields.maybe(key, str)
-    return fields.objects(key, _CONTENT) if text is None else [fields.at(key, {"type": "text", "text": text})]
+    return list(fields.objects(key, _CONTENT)) if text is None else [fields.at(key, {"type": "text", "text": text})]
 
 
 def _assistant(blocks: list[Fields], known: dict[str, Tool]) -> Message:

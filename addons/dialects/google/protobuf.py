@@ -1,6 +1,7 @@
 """Google's JSON: protobuf messages written as JSON, and schemas in the manner of OpenAPI."""
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from rolltap.addons.dialects.fields import Fields, Wording
@@ -24,11 +25,11 @@ def message(fields: Fields, key: str) -> Fields:
     return fields.at(key, named(fields.optional(key, Fields.object) or {}))
 
 
-def repeated(fields: Fields, key: str) -> list[Fields]:
+def repeated(fields: Fields, key: str) -> Iterable[Fields]:
     """The messages of a repeated field; Google takes a single one without its list. Raises `DialectError`."""
     if fields.maybe(key, dict) is not None:
         return [message(fields, key)]
-    return [element.replaced(named(element.values)) for element in fields.objects(key)]
+    return (element.replaced(named(element.values)) for element in fields.objects(key))
 
 
 def nests_deeper(value: Any, levels: int) -> bool:
