@@ -73,7 +73,8 @@ class Fields:
 
     def inner(self, key: str) -> "Fields":
         """The fields of an object; none of what is not an object."""
-        return self.at(key, self.maybe(key, dict) or {})
+        value = self.values.get(key)
+        return Fields(value if isinstance(value, dict) else {}, self._wording, (self, key, None))
 
     def maybe(self, key: str, kind: type[T]) -> T | None:
         """A value of this type, None for anything else."""
@@ -93,12 +94,12 @@ class Fields:
 
     def name(self, key: str) -> str:
         """A string that is not empty. Raises."""
-        name = self.maybe(key, str)
-        if not name:
-            raise self.refusal(key, "a non-empty string")
-        return name
+        value = self.values.get(key)
+        if value and isinstance(value, str):
+            return value
+        raise self.refusal(key, "a non-empty string")
 
-    def choice(self, key: str, *choices: str) -> str:
+    def choice(self, key: str, choices: tuple[str, ...]) -> str:
         """One of several strings. Raises."""
         value = self.values.get(key)
         if value in choices:

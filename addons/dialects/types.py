@@ -109,8 +109,14 @@ class ContextOverflow(DialectError):
 
 def assistant_message(content: str, reasoning: str, calls: list[dict[str, Any]], call_id: str | None = None) -> Message:
     """A message of the assistant, without those of its fields that are empty."""
-    fields = {"reasoning_content": reasoning, "tool_calls": calls, "call_id": call_id}
-    return {"role": "assistant", "content": content} | {key: value for key, value in fields.items() if value}
+    message: Message = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    if call_id:
+        message["call_id"] = call_id
+    return message
 
 
 def message_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:

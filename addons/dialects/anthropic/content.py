@@ -35,7 +35,7 @@ def conversation(request: Fields, known: dict[str, Tool]) -> list[Message]:
     """The messages of a request; there is at least one. Raises `DialectError`."""
     turns: list[tuple[str, list[Fields]]] = []
     for message in request.objects("messages"):
-        role, blocks = message.choice("role", "user", "assistant", "system"), _blocks(message, "content")
+        role, blocks = message.choice("role", ("user", "assistant", "system")), _blocks(message, "content")
         if message["content"] is None:
             raise message.refusal("content", _CONTENT)
         if role == "assistant" and turns and turns[-1][0] == role:

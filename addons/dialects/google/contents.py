@@ -30,7 +30,7 @@ def conversation(request: Fields) -> list[Message]:
     """
     said = _Conversation()
     for content in repeated(request, "contents"):
-        if content["role"] and content.choice("role", "user", "model", "function") == "model":
+        if content["role"] and content.choice("role", ("user", "model", "function")) == "model":
             said.add_model(content)
         else:
             said.add_user(content)

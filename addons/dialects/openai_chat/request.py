@@ -33,6 +33,7 @@ _WISHES = [
     "response_format",
     "reasoning_effort",
 ]
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXTS = {"text": "text", "refusal": "refusal"}
 
 
@@ -81,7 +82,7 @@ def _read_tool(tool: Fields, model_call: ModelCall) -> None:
 
 
 def _message(message: Fields) -> Message:
-    role = message.choice("role", "system", "developer", "user", "assistant", "tool")
+    role = message.choice("role", _ROLES)
     content = content_text(message, "content", _TEXTS)
     if role == "assistant":
         reasoning = message.maybe("reasoning_content", str) or message.maybe("reasoning", str)
@@ -93,11 +94,11 @@ def _message(message: Fields) -> Message:
 
 def _tool_call(call: Fields) -> dict[str, Any]:
     call_id = call.optional("id", Fields.text) or ""
-    if call["function"] is None and call["custom"] is not None:
+    function = call.inner("function")
+    if not function.values and call["custom"]:
         custom = call.inner("custom")
         given = custom.optional("input", Fields.text) or ""
         return message_call(call_id, custom.name("name"), {FREEFORM_ARGUMENT: given})
-    function = call.inner("function")
     name, text = function.name("name"), function.maybe("arguments", str)
     arguments = function["arguments"] if text is None else parse_arguments(text)
     return message_call(call_id, name, {} if arguments is None else arguments)

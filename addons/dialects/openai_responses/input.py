@@ -27,6 +27,7 @@ _Item = tuple[str, Fields]
 """The type of an item, and the item."""
 
 _INPUT = "a non-empty string or list of items"
+_ROLES = ("system", "developer", "user", "assistant")
 _TEXTS = {"input_text": "text", "output_text": "text", "summary_text": "text", "text": "text", "refusal": "refusal"}
 
 
@@ -99,7 +100,7 @@ def _tool_call(kind: str, item: Fields, names: ToolNames) -> dict[str, Any]:
 def _other_message(kind: str, item: Fields) -> Message:
     match kind:
         case "message":
-            role = item.choice("role", "system", "developer", "user", "assistant")
+            role = item.choice("role", _ROLES)
             content = content_text(item, "content", _TEXTS)
             return {"role": "user" if role == "user" else "system", "content": content}
         case "function_call_output" | "custom_tool_call_output":

@@ -44,7 +44,7 @@ def read_tools(fields: Fields, model_call: ModelCall, names: ToolNames) -> None:
 
 
 def _add_tool(tool: Fields, namespace: str | None, model_call: ModelCall, names: ToolNames) -> None:
-    freeform = tool.choice("type", "function", "custom") == "custom"
+    freeform = tool.choice("type", ("function", "custom")) == "custom"
     name, description = tool.name("name"), tool.maybe("description", str)
     seen = names.add(namespace, name)
     if freeform:

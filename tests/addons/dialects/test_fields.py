@@ -38,7 +38,7 @@ def test_a_field_is_read_as_what_it_must_be(read, key, value):
         (lambda fields, key: list(fields.objects(key)), "texts", "At TEXTS<0>: an object."),
         (Fields.texts, "n", "At N: a list."),
         (Fields.texts, "mixed", "At MIXED<1>: a string."),
-        (lambda fields, key: fields.choice(key, "y", "z"), "a", "At A: 'y' or 'z', not 'x'."),
+        (lambda fields, key: fields.choice(key, ("y", "z")), "a", "At A: 'y' or 'z', not 'x'."),
         (lambda fields, key: next(fields.objects("list")).inner("b").text(key), "c", "At LIST<0>.B.C: a string."),
         (lambda fields, key: fields.inner("gone").inner("b").text(key), "c", "At GONE.B.C: a string."),
     ],
