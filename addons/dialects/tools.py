@@ -10,19 +10,17 @@ _UNPARSED = "INVALID_JSON"
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
-def function_tool(name: str, description: object, parameters: object) -> Tool:
+def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> Tool:
     """A tool with JSON arguments, described by a JSON schema."""
-    function: dict[str, Any] = {"name": name}
-    if isinstance(description, str):
-        function["description"] = description
-    function["parameters"] = parameters if isinstance(parameters, dict) else _NO_PARAMETERS
+    described = {} if description is None else {"description": description}
+    function = {"name": name, **described, "parameters": _NO_PARAMETERS if parameters is None else parameters}
     return {"type": "function", "function": function}
 
 
-def freeform_tool(name: str, description: object, grammar: object) -> Tool:
+def freeform_tool(name: str, description: str | None, grammar: str | None) -> Tool:
     """A function of one text for a tool whose input is free text; its grammar, if any, goes into the description."""
-    text = description if isinstance(description, str) else ""
-    if isinstance(grammar, str) and grammar:
+    text = description or ""
+    if grammar:
         text = f"{text}\n\nThe input must match this grammar:\n{grammar}".strip()
     parameters = {
         "type": "object",
@@ -37,11 +35,6 @@ def freeform_input(arguments: str) -> str:
     parsed = parse_arguments(arguments)
     text = parsed.get(FREEFORM_ARGUMENT) if isinstance(parsed, dict) else None
     return text if isinstance(text, str) else arguments
-
-
-def echoed_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """A tool call of an earlier assistant message, with parsed arguments."""
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def as_object(arguments: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import base64
 import binascii
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,6 +17,10 @@ and `tool_call_id`. An assistant message may carry `call_id`: the call that its 
 
 Tool = dict[str, Any]
 """A tool in the OpenAI form, `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+
+EchoRule = Callable[[dict[str, Any], Tool | None], dict[str, Any]]
+"""(arguments of a tool call, the tool if the request has it) -> a form of the arguments that is the same for those that
+the model sampled and for what a harness makes of them when it sends them back."""
 
 FREEFORM_ARGUMENT = "input"
 """The one argument, a string, of the function that stands for a freeform tool."""
@@ -40,6 +45,15 @@ def parse_arguments(text: str) -> Any:
         return text
 
 
+def javascript_number(value: float) -> float:
+    """`value` as a program in JavaScript reads and writes it: it has one kind of number, and 1.0 is 1."""
+    try:
+        value = float(value)
+        return int(value) if value.is_integer() else value
+    except OverflowError:
+        return value
+
+
 def well_formed(text: str) -> str:
     """`text` with U+FFFD for each lone surrogate.
 
@@ -61,12 +75,10 @@ def sign(call_id: str) -> str:
     return base64.b64encode((_SIGNATURE + call_id).encode()).decode()
 
 
-def signed_call(signature: object) -> str | None:
+def signed_call(signature: str | None) -> str | None:
     """The call that an opaque field was issued with, or None when it is not ours."""
-    if not isinstance(signature, str):
-        return None
     try:
-        text = base64.b64decode(signature, validate=True).decode()
+        text = base64.b64decode(signature or "", validate=True).decode()
     except (binascii.Error, ValueError):
         return None
     return text.removeprefix(_SIGNATURE) if text.startswith(_SIGNATURE) else None
@@ -93,6 +105,23 @@ class ContextOverflow(DialectError):
         )
         self.prompt_tokens = prompt_tokens
         self.limit = limit
+
+
+def assistant_message(content: str, reasoning: str, calls: list[dict[str, Any]], call_id: str | None = None) -> Message:
+    """A message of the assistant, without those of its fields that are empty."""
+    message: Message = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    if call_id:
+        message["call_id"] = call_id
+    return message
+
+
+def message_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """A tool call of an assistant message."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +157,8 @@ class ModelCall:
     """By the name that the model sees; only tools whose form on the wire differs."""
     hints: dict[str, str] = field(default_factory=dict)
     """What the body says of the call's purpose, for its role: field -> value."""
+    echo_rule: EchoRule | None = None
+    """What the harness does to the arguments of tool calls in its echoes; None if it sends them as they are."""
 
 
 @dataclass(slots=True)
@@ -152,15 +183,8 @@ class Reply:
 
     def to_message(self) -> Message:
         """The message as a harness that echoes it verbatim would send it back."""
-        message: Message = {"role": "assistant", "content": self.content}
-        if self.reasoning:
-            message["reasoning_content"] = self.reasoning
-        if self.tool_calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in self.tool_calls
-            ]
-        return message
+        calls = [message_call(call.id, call.name, call.arguments) for call in self.tool_calls]
+        return assistant_message(self.content, self.reasoning, calls)
 
 
 @dataclass(slots=True)

@@ -98,7 +98,7 @@ class SessionState:
                 status=410,
                 code="session_ended",
             )
-        return self._conversations, self._conversations.prompt(model_call.messages, model_call.tools)
+        return self._conversations, self._conversations.prompt(model_call)
 
     def _sampling_for(self, model_call: ModelCall, room: int) -> dict[str, Any]:
         """vLLM's sampling parameters: ours, and of the harness's wishes those that shape the reply."""

@@ -17,7 +17,7 @@ from aiohttp import WSMsgType, web
 from rolltap.addons.dialects import openai_responses
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.fields import parse_object
-from rolltap.addons.dialects.openai_responses.output import response
+from rolltap.addons.dialects.openai_responses.reply import response
 from rolltap.addons.dialects.types import DialectError, Head, ModelCall, dump_json
 from rolltap.addons.endpoint.exchange import send_events
 from rolltap.addons.endpoint.generation import Generation, as_dialect_error

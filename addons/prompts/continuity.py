@@ -8,9 +8,10 @@ field issued with it (`call_id`), it only decides between turns that are otherwi
 import hashlib
 import json
 from dataclasses import dataclass, field
+from itertools import chain
 
-from rolltap.addons.dialects.types import Message, Tool
-from rolltap.addons.prompts.canonical import Defaults, canonical, tool_defaults
+from rolltap.addons.dialects.types import Message, ModelCall
+from rolltap.addons.prompts.canonical import canonical
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.records import CallKind
 
@@ -30,22 +31,18 @@ class Turn:
 
     def prompt_ids(self) -> list[int]:
         """The full prompt of the call."""
-        chain: list[Turn] = []
-        turn: Turn | None = self
+        pieces, turn = [self.tail_ids], self.parent
         while turn is not None:
-            chain.append(turn)
+            pieces += [turn.completion_ids, turn.tail_ids]
             turn = turn.parent
-        ids: list[int] = []
-        for ancestor in reversed(chain[1:]):
-            ids += ancestor.tail_ids
-            ids += ancestor.completion_ids
-        return ids + self.tail_ids
+        return list(chain.from_iterable(reversed(pieces)))
 
 
 @dataclass(slots=True)
 class Prompt:
     """What the engine is given for a call, and how it came about."""
 
+    model_call: ModelCall = field(repr=False)
     ids: list[int]
     kind: CallKind
     reason: str | None
@@ -57,8 +54,6 @@ class Prompt:
     """The messages after the parent's conversation and reply; all of them without a parent."""
     states: list[str] = field(repr=False, default_factory=list)
     """A digest of each prefix of the conversation."""
-    defaults: Defaults = field(repr=False, default_factory=dict)
-    """Those of the call's tools."""
 
 
 class Conversations:
@@ -75,14 +70,14 @@ class Conversations:
         self._newest_turn: tuple[Turn | None, list[int]] = (None, [])
         """The newest turn and its full prompt: the next call continues it, as a rule."""
 
-    def prompt(self, messages: list[Message], tools: list[Tool]) -> Prompt:
+    def prompt(self, model_call: ModelCall) -> Prompt:
         """The prompt of a new call: the recorded conversation that ends with this one's last assistant message,
         bridged, or all of it rendered.
 
         An earlier one would leave an assistant message among the new ones, and its tokens are those of another call.
         """
-        defaults = tool_defaults(tools)
-        states = _states(messages, tools, defaults, *self._newest)
+        messages, tools = model_call.messages, model_call.tools
+        states = _states(model_call, *self._newest)
         self._newest = messages, states
         length = next((n for n in range(len(messages), 0, -1) if messages[n - 1]["role"] == "assistant"), 0)
         turns = self._turns.get(states[length], []) if length else []
@@ -93,25 +88,25 @@ class Conversations:
             ids = self._rendering.bridge(prompt_ids, turn.completion_ids, messages[length:], tools)
             if ids is not None:
                 prefix = len(prompt_ids) + len(turn.completion_ids)
-                return Prompt(ids, "bridged", None, turn, prefix, messages[length:], states, defaults)
+                return Prompt(model_call, ids, "bridged", None, turn, prefix, messages[length:], states)
             reason = self._rendering.refusal or f"the renderer cannot continue call {turn.call_id}"
         elif turns:
             reason = f"{len(turns)} earlier calls fit equally well up to message {length}"
         else:
-            reason = self._difference(messages, states, defaults) if self._turns else "no earlier call"
+            reason = self._difference(model_call, states) if self._turns else "no earlier call"
         ids = self._rendering.render([self._with_reasoning(message) for message in messages], tools)
-        return Prompt(ids, "rendered" if length else "root", reason, None, 0, messages, states, defaults)
+        return Prompt(model_call, ids, "rendered" if length else "root", reason, None, 0, messages, states)
 
     def add(self, call_id: str, prompt: Prompt, completion_ids: list[int], reply: Message) -> None:
         """Remember a completed call, so that the next one can continue it. `reply` is what the harness saw."""
         tail = prompt.ids[prompt.prefix_length :]
         turn = Turn(call_id, prompt.parent, tail, completion_ids, reply.get("reasoning_content") or "")
-        self._turns.setdefault(_next_state(prompt.states[-1], reply, prompt.defaults), []).append(turn)
+        self._turns.setdefault(_next_state(prompt.states[-1], reply, prompt.model_call), []).append(turn)
         self._by_call[call_id] = turn
         self._newest_turn = turn, prompt.ids
         first = len(prompt.states) - 1 - len(prompt.new_messages)
         for state, message in zip(prompt.states[first:], [*prompt.new_messages, reply], strict=True):
-            self._next.setdefault(state, {}).setdefault(canonical(message, prompt.defaults), call_id)
+            self._next.setdefault(state, {}).setdefault(canonical(message, prompt.model_call), call_id)
 
     def _with_reasoning(self, message: Message) -> Message:
         """The reasoning belongs to the context when the harness sends only the opaque field issued with it."""
@@ -120,8 +115,9 @@ class Conversations:
             return message
         return {**message, "reasoning_content": turn.reasoning}
 
-    def _difference(self, messages: list[Message], states: list[str], defaults: Defaults) -> str:
+    def _difference(self, model_call: ModelCall, states: list[str]) -> str:
         """Where the conversation leaves those that were recorded, in words."""
+        messages = model_call.messages
         known = [i for i, state in enumerate(states) if state in self._next or state in self._turns]
         if not known:
             return "its tools are not those of any earlier call"
@@ -131,7 +127,7 @@ class Conversations:
         theirs, call_id = next(reversed(self._next[states[length]].items()))
         if length == len(messages):
             return f"it ends within the conversation of call {call_id}"
-        ours = canonical(messages[length], defaults)
+        ours = canonical(messages[length], model_call)
         return f"message {length} is not that of call {call_id}: {first_difference(ours, theirs)}"
 
 
@@ -142,19 +138,20 @@ def first_difference(ours: str, theirs: str) -> str:
     return f"{ours[start : at + _AFTER]!r} where it had {theirs[start : at + _AFTER]!r}"
 
 
-def _states(
-    messages: list[Message], tools: list[Tool], defaults: Defaults, known: list[Message], known_states: list[str]
-) -> list[str]:
-    """A digest of each prefix of the conversation, the tools included; `states[n]` covers `messages[:n]`.
+def _states(model_call: ModelCall, known: list[Message], known_states: list[str]) -> list[str]:
+    """A digest of each prefix of the conversation, the tools and the echo rule included; `states[n]` covers
+    `messages[:n]`.
 
     `known` is a conversation whose states are known, so that what it shares with this one is not digested again.
     """
-    states = [hashlib.blake2b(json.dumps(tools, sort_keys=True).encode(), digest_size=16).hexdigest()]
-    for i, message in enumerate(messages):
+    rule = model_call.echo_rule and model_call.echo_rule.__name__
+    first = json.dumps([model_call.tools, rule], sort_keys=True)
+    states = [hashlib.blake2b(first.encode(), digest_size=16).hexdigest()]
+    for i, message in enumerate(model_call.messages):
         if i < len(known) and states[i] == known_states[i] and _identical(message, known[i]):
             states.append(known_states[i + 1])
         else:
-            states.append(_next_state(states[i], message, defaults))
+            states.append(_next_state(states[i], message, model_call))
     return states
 
 
@@ -165,8 +162,8 @@ def _identical(message: Message, other: Message) -> bool:
     return "tool_calls" not in message or repr(message["tool_calls"]) == repr(other["tool_calls"])
 
 
-def _next_state(state: str, message: Message, defaults: Defaults) -> str:
-    text = state + canonical(message, defaults)
+def _next_state(state: str, message: Message, model_call: ModelCall) -> str:
+    text = state + canonical(message, model_call)
     return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16).hexdigest()
 
 

@@ -19,28 +19,19 @@ from renderers.base import (
 from renderers.configs import config_from_name
 
 from rolltap.addons.dialects.types import Message, Reply, Tool, ToolCall, well_formed
-from rolltap.addons.prompts.template_bridge import TemplateBridge
+from rolltap.addons.prompts.template_bridge import PROBE_CALL, PROBE_TOOL, TemplateBridge
 from rolltap.addons.prompts.tokenizer import CachingTokenizer
 
-_PROBE_TOOL: Tool = {
-    "type": "function",
-    "function": {
-        "name": "look",
-        "description": "Looks.",
-        "parameters": {"type": "object", "properties": {"where": {"type": "string"}}, "required": ["where"]},
-    },
-}
-_PROBE_CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"where": "é"}}}
 _PROBES: list[tuple[list[Message], list[Tool] | None]] = [
     ([{"role": "user", "content": "Hello"}], None),
-    ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}], [_PROBE_TOOL]),
+    ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}], [PROBE_TOOL]),
     (
         [
             {"role": "user", "content": "Look."},
-            {"role": "assistant", "content": "", "reasoning_content": "I look.", "tool_calls": [_PROBE_CALL]},
+            {"role": "assistant", "content": "", "reasoning_content": "I look.", "tool_calls": [PROBE_CALL]},
             {"role": "tool", "content": "Nothing.", "tool_call_id": "c1", "name": "look"},
         ],
-        [_PROBE_TOOL],
+        [PROBE_TOOL],
     ),
 ]
 _READS_ONE_TURN = frozenset(

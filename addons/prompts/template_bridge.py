@@ -12,17 +12,21 @@ from rolltap.addons.dialects.types import Message, Tool
 
 _MARK = "a8c1f0e7"
 _USER: Message = {"role": "user", "content": "Hello"}
-_CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"where": "here"}}}
-_TOOL: Tool = {
+PROBE_CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"where": "é"}}}
+PROBE_TOOL: Tool = {
     "type": "function",
-    "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}},
+    "function": {
+        "name": "look",
+        "description": "Looks.",
+        "parameters": {"type": "object", "properties": {"where": {"type": "string"}}, "required": ["where"]},
+    },
 }
-_TURNS: list[list[Message]] = [
-    [{"role": "user", "content": "Look."}],
-    [{"role": "assistant", "content": "I do.", "tool_calls": [_CALL]}],
-    [{"role": "tool", "content": "Nothing.", "tool_call_id": "c1", "name": "look"}],
-    [{"role": "assistant", "content": "There is nothing."}],
-    [{"role": "user", "content": "Look again."}],
+_MESSAGES: list[Message] = [
+    {"role": "user", "content": "Look."},
+    {"role": "assistant", "content": "I do.", "tool_calls": [PROBE_CALL]},
+    {"role": "tool", "content": "Nothing.", "tool_call_id": "c1", "name": "look"},
+    {"role": "assistant", "content": "There is nothing."},
+    {"role": "user", "content": "Look again."},
 ]
 
 
@@ -62,12 +66,9 @@ class TemplateBridge:
         return text[min(end for end in ends if end >= 0) :] if marked >= 0 and max(ends) >= 0 else None
 
     def _try_out(self) -> str | None:
-        for tools in ([], [_TOOL]):
-            for count in range(2, len(_TURNS)):
-                before = [message for turn in _TURNS[:count] for message in turn]
-                new = _TURNS[count]
-                if before[-1]["role"] != "assistant":
-                    continue
+        for tools in ([], [PROBE_TOOL]):
+            for turn_ends in (2, 4):
+                before, new = _MESSAGES[:turn_ends], _MESSAGES[turn_ends : turn_ends + 1]
                 try:
                     whole = self._text([*before, *new], tools, generation=True)
                     prefix = self._text(before, tools, generation=False)

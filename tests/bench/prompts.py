@@ -63,7 +63,7 @@ def session(rendering: Rendering, encode: Callable[[str], list[int]]) -> Iterato
         started = time.process_time()
         call = openai_chat.decode(body, "/v1/chat/completions")
         decoded = time.process_time()
-        prompt = conversations.prompt(call.messages, call.tools)
+        prompt = conversations.prompt(call)
         bridged = time.process_time()
         assert prompt.kind == ("bridged" if number else "root")
         yield Turn(call, len(prompt.ids), decoded - started, bridged - decoded)

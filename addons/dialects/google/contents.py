@@ -1,59 +1,42 @@
 """`contents` of the Gemini API as messages."""
 
 import json
-from typing import Any, NamedTuple
+from typing import Any
 
+from rolltap.addons.dialects.fields import Fields
 from rolltap.addons.dialects.google.protobuf import message, repeated
-from rolltap.addons.dialects.tools import echoed_call, from_object
-from rolltap.addons.dialects.types import DialectError, Message, signed_call
+from rolltap.addons.dialects.tools import from_object
+from rolltap.addons.dialects.types import DialectError, Message, message_call, signed_call
 
 _DATA = ("functionCall", "functionResponse", "text")
 _BESIDE_DATA = frozenset({"thought", "thoughtSignature", "partMetadata", "mediaResolution", "videoMetadata"})
 
 
-def system_message(instruction: Any) -> list[Message]:
+def system_message(request: Fields) -> list[Message]:
     """The system message of `systemInstruction`; none when it holds no text. Raises `DialectError`."""
-    if instruction is None:
-        return []
-    if isinstance(instruction, str):
-        instruction = {"parts": [{"text": instruction}]}
-    where = "system_instruction"
-    texts = [_text(part) for part in _parts(message(instruction, where), where)]
-    # each part is a text of its own ("You are a cat.", "Your name is Neko."), no piece of a streamed one
-    text = "\n\n".join(text for text in texts if text)
+    text = request.maybe("systemInstruction", str)
+    if text is None:
+        texts = [_text(part) for part in repeated(message(request, "systemInstruction"), "parts")]
+        # each part is a text of its own ("You are a cat.", "Your name is Neko."), no piece of a streamed one
+        text = "\n\n".join(text for text in texts if text)
     return [{"role": "system", "content": text}] if text else []
 
 
-def messages(contents: Any) -> list[Message]:
-    """The conversation in `contents`. Raises `DialectError`.
+def conversation(request: Fields) -> list[Message]:
+    """The messages in `contents`. Raises `DialectError`.
 
     Calls without an id are numbered, and responses without one answer the calls of the last model turn by name, in
     order.
     """
-    conversation = _Conversation()
-    for i, value in enumerate(repeated(contents, "contents")):
-        where = f"contents[{i}]"
-        content = message(value, where)
-        role = content.get("role", "")
-        if role == "model":
-            conversation.add_model(content, where)
-        elif role in ("", "user", "function"):
-            conversation.add_user(content, where)
+    said = _Conversation()
+    for content in repeated(request, "contents"):
+        if content["role"] and content.choice("role", ("user", "model", "function")) == "model":
+            said.add_model(content)
         else:
-            raise DialectError(f"Invalid value at '{where}.role': use a valid role: user, model. Not {role!r}.")
-    if not conversation.messages:
+            said.add_user(content)
+    if not said.messages:
         raise DialectError("* GenerateContentRequest.contents: contents is not specified")
-    return conversation.messages
-
-
-class _Part(NamedTuple):
-    """A part: which data it holds (one of `_DATA`), the data, what else it says, and where the data stands."""
-
-    kind: str
-    data: Any
-    thought: bool
-    signature: Any
-    where: str
+    return said.messages
 
 
 class _Conversation:
@@ -64,102 +47,80 @@ class _Conversation:
         self._calls = 0
         self._open: list[tuple[str, str]] = []  # id and name of each unanswered call of the last model turn
 
-    def add_model(self, content: dict[str, Any], where: str) -> None:
+    def add_model(self, content: Fields) -> None:
         """Consecutive contents of the model are one turn."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             self.messages.append({"role": "assistant", "content": ""})
             self._open = []
         turn = self.messages[-1]
-        for part in _parts(content, where):
-            if part.kind == "functionCall":
-                turn.setdefault("tool_calls", []).append(self._call(part))
-            elif not part.thought:
+        for part in repeated(content, "parts"):
+            if _kind(part) == "functionCall":
+                turn.setdefault("tool_calls", []).append(self._call(message(part, "functionCall")))
+            elif part["thought"] is not True:
                 turn["content"] += _text(part)
-            elif _text(part):
-                turn["reasoning_content"] = turn.get("reasoning_content", "") + _text(part)
-            call_id = signed_call(part.signature)
+            elif text := _text(part):
+                turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+            call_id = signed_call(part.maybe("thoughtSignature", str))
             if call_id is not None:
                 turn.setdefault("call_id", call_id)
 
-    def add_user(self, content: dict[str, Any], where: str) -> None:
+    def add_user(self, content: Fields) -> None:
         """Function responses become tool messages, before the user's text."""
-        parts = _parts(content, where)
-        responses = [part for part in parts if part.kind == "functionResponse"]
-        self.messages += [self._response(part) for part in responses]
-        text = "".join(_text(part) for part in parts if part.kind != "functionResponse")
+        texts, responses = [], []
+        for part in repeated(content, "parts"):
+            if _kind(part) == "functionResponse":
+                responses.append(self._response(message(part, "functionResponse")))
+            else:
+                texts.append(_text(part))
+        self.messages += responses
+        text = "".join(texts)
         if text or not responses:
             self.messages.append({"role": "user", "content": text})
 
-    def _call(self, part: _Part) -> dict[str, Any]:
-        call = message(part.data, part.where)
-        name = _name(call, part.where)
-        args = call.get("args", {})
-        if not isinstance(args, dict):
-            raise DialectError(f"Invalid value at '{part.where}.args': it must be an object.")
+    def _call(self, call: Fields) -> dict[str, Any]:
+        name, arguments = call.name("name"), call.optional("args", Fields.object) or {}
         self._calls += 1
-        call_id = _id(call) or f"call_{self._calls}"
+        call_id = call.optional("id", Fields.text) or f"call_{self._calls}"
         self._open.append((call_id, name))
-        return echoed_call(call_id, name, from_object(args))
+        return message_call(call_id, name, from_object(arguments))
 
-    def _response(self, part: _Part) -> Message:
-        response = message(part.data, part.where)
-        name = _name(response, part.where)
-        if response.get("parts"):
-            raise DialectError(f"'{part.where}.parts' is not supported: this model takes text only.")
-        call_id = _id(response)
+    def _response(self, response: Fields) -> Message:
+        name, call_id = response.name("name"), response.optional("id", Fields.text) or ""
+        if response["parts"]:
+            raise DialectError(f"'{response.place('parts')}' is not supported: this model takes text only.")
         answered = [call for call in self._open if call[0] == call_id]
         answered = answered or [call for call in self._open if call[1] == name]
         if answered:
             self._open.remove(answered[0])
             call_id = answered[0][0]
-        text = _response_text(response.get("response", {}), f"{part.where}.response")
-        return {"role": "tool", "content": text, "tool_call_id": call_id}
+        return {"role": "tool", "content": _response_text(response), "tool_call_id": call_id}
 
 
-def _parts(content: dict[str, Any], where: str) -> list[_Part]:
-    parts = []
-    for i, value in enumerate(repeated(content.get("parts"), f"{where}.parts")):
-        at = f"{where}.parts[{i}]"
-        part = message(value, at)
-        kind = next((kind for kind in _DATA if kind in part), None)
-        if kind is None:
-            unknown = [field for field in part if field not in _BESIDE_DATA]
-            if unknown:
-                raise DialectError(f"'{at}.{unknown[0]}' is not supported: this model takes text only.")
-            kind = "text"  # a signature alone, or nothing
-        thought = part.get("thought") is True
-        parts.append(_Part(kind, part.get(kind, ""), thought, part.get("thoughtSignature"), f"{at}.{kind}"))
-    return parts
+def _kind(part: Fields) -> str:
+    """Which of `_DATA` a part holds; a signature alone, or nothing, is an empty text."""
+    fields = part.values
+    kind = next((kind for kind in _DATA if kind in fields), "text")
+    unknown = [] if kind in fields else [field for field in fields if field not in _BESIDE_DATA]
+    if unknown:
+        raise DialectError(f"'{part.place(unknown[0])}' is not supported: this model takes text only.")
+    return kind
 
 
-def _text(part: _Part) -> str:
-    if part.kind != "text":
-        raise DialectError(f"'{part.where}' is not allowed in the content of this role.")
-    if not isinstance(part.data, str):
-        raise DialectError(f"Invalid value at '{part.where}': it must be a string.")
-    return part.data
+def _text(part: Fields) -> str:
+    kind = _kind(part)
+    if kind != "text":
+        raise DialectError(f"'{part.place(kind)}' is not allowed in the content of this role.")
+    return part.optional("text", Fields.text) or ""
 
 
-def _name(value: dict[str, Any], where: str) -> str:
-    name = value.get("name")
-    if not isinstance(name, str) or not name:
-        raise DialectError(f"* '{where}.name': Name cannot be empty.")
-    return name
-
-
-def _id(value: dict[str, Any]) -> str:
-    return str(value.get("id", ""))
-
-
-def _response_text(response: Any, where: str) -> str:
+def _response_text(response: Fields) -> str:
     """What the model sees of a function's response: a lone text as it is, else JSON with sorted keys.
 
     The API gives `output` its meaning, Google's SDKs write `result`; an `error` stays an object, to be seen as one.
     A protobuf struct has no order, and clients that hold it in a hash map write it in a new one each time.
     """
-    if not isinstance(response, dict):
-        raise DialectError(f"Invalid value at '{where}': it must be an object.")
-    (field, value), *others = response.items() or [("", None)]
-    if not others and field in ("output", "result") and isinstance(value, str):
-        return value
-    return json.dumps(response, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    fields = response.optional("response", Fields.object) or {}
+    match fields:
+        case {"output": str(text)} | {"result": str(text)} if len(fields) == 1:
+            return text
+    return json.dumps(fields, ensure_ascii=False, sort_keys=True, separators=(",", ":"))

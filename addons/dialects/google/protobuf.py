@@ -1,34 +1,35 @@
 """Google's JSON: protobuf messages written as JSON, and schemas in the manner of OpenAPI."""
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
-from rolltap.addons.dialects.types import DialectError
+from rolltap.addons.dialects.fields import Fields, Wording
 
 _SNAKE = re.compile(r"(?<=[a-z0-9])_([a-z0-9])")
+_CAMEL = re.compile(r"(?<=[a-z0-9])([A-Z])")
 _TYPES = frozenset({"string", "number", "integer", "boolean", "array", "object", "null"})
 _COUNTS = frozenset({"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"})
 
 
-def message(value: Any, where: str) -> dict[str, Any]:
+def named(values: dict[str, Any]) -> dict[str, Any]:
     """The fields of a message by their camelCase names, those that are null left out.
 
-    Protobuf's JSON takes each field in camelCase and in snake_case. Raises `DialectError`.
+    Protobuf's JSON takes each field in camelCase and in snake_case.
     """
-    if not isinstance(value, dict):
-        raise DialectError(f"Invalid value at '{where}': it must be an object.")
-    return {_camel(name): inner for name, inner in value.items() if inner is not None}
+    return {_camel(name): value for name, value in values.items() if value is not None}
 
 
-def repeated(value: Any, where: str) -> list[Any]:
-    """The elements of a repeated field; Google takes a single element without its list. Raises `DialectError`."""
-    if value is None:
-        return []
-    if isinstance(value, dict):
-        return [value]
-    if not isinstance(value, list):
-        raise DialectError(f"Invalid value at '{where}': it must be a list.")
-    return value
+def message(fields: Fields, key: str) -> Fields:
+    """The fields of a message by their camelCase names; none of a message that is not there. Raises `DialectError`."""
+    return fields.at(key, named(fields.optional(key, Fields.object) or {}))
+
+
+def repeated(fields: Fields, key: str) -> Iterable[Fields]:
+    """The messages of a repeated field; Google takes a single one without its list. Raises `DialectError`."""
+    if fields.maybe(key, dict) is not None:
+        return [message(fields, key)]
+    return (element.replaced(named(element.values)) for element in fields.objects(key))
 
 
 def nests_deeper(value: Any, levels: int) -> bool:
@@ -52,29 +53,27 @@ def json_schema(schema: Any) -> Any:
     nullable = source.pop("nullable", None) is True
     ordering = source.pop("propertyOrdering", None)
     for keyword, value in source.items():
-        if keyword == "type":
-            kinds = _types(value)
-            if kinds is not None:
-                converted["type"] = kinds
-        elif keyword == "properties" and isinstance(value, dict):
-            properties = {name: json_schema(inner) for name, inner in value.items()}
-            converted["properties"] = _ordered(properties, ordering)
-        elif keyword in ("items", "additionalProperties"):
-            converted[keyword] = json_schema(value)
-        elif keyword == "anyOf" and isinstance(value, list):
-            converted["anyOf"] = [json_schema(inner) for inner in value]
-        elif keyword in _COUNTS and isinstance(value, str) and value.isdecimal():
-            converted[keyword] = int(value)
-        elif (keyword, value) != ("format", "enum"):  # says only that `enum` is there
-            converted[keyword] = value
+        match keyword, value:
+            case "type", list():
+                converted["type"] = [kind.lower() for kind in value if isinstance(kind, str)]
+            case "type", _:
+                if (kind := str(value).lower()) in _TYPES:  # TYPE_UNSPECIFIED is no type
+                    converted["type"] = kind
+            case "properties", dict():
+                converted["properties"] = _ordered(
+                    {name: json_schema(inner) for name, inner in value.items()}, ordering
+                )
+            case (("items" | "additionalProperties"), _):
+                converted[keyword] = json_schema(value)
+            case "anyOf", list():
+                converted["anyOf"] = [json_schema(inner) for inner in value]
+            case "format", "enum":
+                pass  # says only that `enum` is there
+            case _, str() if keyword in _COUNTS and value.isdecimal():
+                converted[keyword] = int(value)
+            case _:
+                converted[keyword] = value
     return _nullable(converted) if nullable else converted
-
-
-def _types(value: Any) -> Any:
-    if isinstance(value, list):
-        return [kind.lower() for kind in value if isinstance(kind, str)]
-    kind = value.lower() if isinstance(value, str) else None
-    return kind if kind in _TYPES else None  # TYPE_UNSPECIFIED is no type
 
 
 def _ordered(properties: dict[str, Any], ordering: Any) -> dict[str, Any]:
@@ -83,14 +82,23 @@ def _ordered(properties: dict[str, Any], ordering: Any) -> dict[str, Any]:
 
 
 def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
-    if isinstance(schema.get("type"), str):
-        schema["type"] = [schema["type"], "null"]
-    if isinstance(schema.get("enum"), list):
-        schema["enum"] = [*schema["enum"], None]
-    if isinstance(schema.get("anyOf"), list):
-        schema["anyOf"] = [*schema["anyOf"], {"type": "null"}]
+    match schema.get("type"):
+        case str(kind):
+            schema["type"] = [kind, "null"]
+    for keyword, null in (("enum", None), ("anyOf", {"type": "null"})):
+        match schema.get(keyword):
+            case list(kinds):
+                schema[keyword] = [*kinds, null]
     return schema
 
 
 def _camel(name: str) -> str:
-    return _SNAKE.sub(lambda match: match[1].upper(), name)
+    return _SNAKE.sub(lambda match: match[1].upper(), name) if "_" in name else name
+
+
+def _snake(name: str) -> str:
+    return _CAMEL.sub(r"_\1", name).lower()
+
+
+WORDING = Wording("Invalid value at '{place}': it must be {what}.", name=_snake)
+"""The places of Google's errors have protobuf's own names."""

@@ -36,10 +36,10 @@ def seal(summary: str) -> str:
     return base64.b64encode(f"{_MARK}{well_formed(summary)}".encode()).decode()
 
 
-def unseal(sealed: object) -> str | None:
+def unseal(sealed: str | None) -> str | None:
     """What the model is told in place of the history, or None when `sealed` was not issued here."""
     try:
-        text = base64.b64decode(sealed, validate=True).decode() if isinstance(sealed, str) else ""
+        text = base64.b64decode(sealed or "", validate=True).decode()
     except (binascii.Error, ValueError):
         return None
     return _HEADING + text.removeprefix(_MARK) if text.startswith(_MARK) else None

@@ -1,10 +1,10 @@
 """The tools of the Responses API: functions, freeform tools and namespaces of both."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
+from rolltap.addons.dialects.fields import Fields
 from rolltap.addons.dialects.tools import freeform_tool, function_tool
-from rolltap.addons.dialects.types import DialectError, ModelCall, Tool, WireTool
+from rolltap.addons.dialects.types import ModelCall, WireTool
 
 
 @dataclass(slots=True)
@@ -26,62 +26,32 @@ class ToolNames:
         return self._seen.get((namespace, name), f"{namespace}__{name}" if namespace else name)
 
 
-def read_tools(tools: Any, where: str, model_call: ModelCall, names: ToolNames) -> None:
-    """Adds a request's list of tools to `model_call` and their names to `names`. Raises `DialectError`.
+def read_tools(fields: Fields, model_call: ModelCall, names: ToolNames) -> None:
+    """Adds the list `tools` of a request or an item to `model_call`, and their names to `names`. Raises `DialectError`.
 
     Of two tools with the same name and namespace the later counts.
     """
-    tools = _tool_list(tools, where)
-    for i, tool in enumerate(tools):
-        place = f"{where}[{i}]"
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if not isinstance(kind, str):
-            raise DialectError(f"'{place}' must be a tool with a type.")
+    for tool in fields.objects("tools"):
+        kind = tool.text("type")
         if kind == "namespace":
-            namespace = _name(tool, place)
-            for j, inner in enumerate(_tool_list(tool.get("tools"), f"{place}.tools")):
-                _add_tool(inner, namespace, f"{place}.tools[{j}]", model_call, names)
+            namespace = tool.name("name")
+            for inner in tool.objects("tools"):
+                _add_tool(inner, namespace, model_call, names)
         elif kind in ("function", "custom"):
-            _add_tool(tool, None, place, model_call, names)
+            _add_tool(tool, None, model_call, names)
         else:
-            model_call.hosted_tools.append(tool)
+            model_call.hosted_tools.append(tool.values)
 
 
-def _tool_list(tools: Any, where: str) -> list[Any]:
-    if tools is None:
-        return []
-    if not isinstance(tools, list):
-        raise DialectError(f"'{where}' must be a list.")
-    return tools
-
-
-def _add_tool(tool: Any, namespace: str | None, where: str, model_call: ModelCall, names: ToolNames) -> None:
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    if kind not in ("function", "custom"):
-        raise DialectError(f"'{where}' must be a function or a custom tool.")
-    name = _name(tool, where)
+def _add_tool(tool: Fields, namespace: str | None, model_call: ModelCall, names: ToolNames) -> None:
+    freeform = tool.choice("type", ("function", "custom")) == "custom"
+    name, description = tool.name("name"), tool.maybe("description", str)
     seen = names.add(namespace, name)
-    if kind == "function":
-        shown = function_tool(seen, tool.get("description"), tool.get("parameters"))
+    if freeform:
+        shown = freeform_tool(seen, description, tool.inner("format").maybe("definition", str))
     else:
-        form = tool.get("format")
-        shown = freeform_tool(seen, tool.get("description"), form.get("definition") if isinstance(form, dict) else None)
-    _replace_or_append(model_call.tools, shown)
+        shown = function_tool(seen, description, tool.maybe("parameters", dict))
+    model_call.tools = [other for other in model_call.tools if other["function"]["name"] != seen] + [shown]
     model_call.wire_tools.pop(seen, None)
-    if kind == "custom" or seen != name:
-        model_call.wire_tools[seen] = WireTool(name, namespace, freeform=kind == "custom")
-
-
-def _replace_or_append(tools: list[Tool], tool: Tool) -> None:
-    for i, other in enumerate(tools):
-        if other["function"]["name"] == tool["function"]["name"]:
-            tools[i] = tool
-            return
-    tools.append(tool)
-
-
-def _name(tool: dict[str, Any], where: str) -> str:
-    name = tool.get("name")
-    if not isinstance(name, str) or not name:
-        raise DialectError(f"'{where}.name' must be a non-empty string.")
-    return name
+    if freeform or seen != name:
+        model_call.wire_tools[seen] = WireTool(name, namespace, freeform)

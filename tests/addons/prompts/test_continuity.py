@@ -4,10 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltap.addons.dialects import openai_chat
-from rolltap.addons.dialects.types import DialectError
+from rolltap.addons.dialects import anthropic, openai_chat
+from rolltap.addons.dialects.anthropic.claude_code import normal_arguments
+from rolltap.addons.dialects.types import DialectError, ModelCall
 from rolltap.addons.prompts.continuity import Conversations, Turn
-from tests.addons.dialects.openai_chat.test_openai_chat import TOOL, bodies
+from tests.addons.dialects.openai_chat.test_request import TOOL, bodies
 
 ARGUMENTS = '{"at":  "caf\\u00e9", "deep": {"x": 1.0, "y": [true, null]}}'
 THINKING = f'<think>\nI look.\n</think>\n\nSo:\n<tool_call>\n{{"name": "look", "arguments": {ARGUMENTS}}}\n</tool_call>'
@@ -30,8 +31,7 @@ class Session:
         return openai_chat.decode(body.encode(), "/")
 
     def prompt(self, messages):
-        call = self.decode(messages)
-        return self.conversations.prompt(call.messages, call.tools)
+        return self.conversations.prompt(self.decode(messages))
 
     def ask(self, messages, completion):
         """The reply, as the harness sees it, when the model samples `completion`: text or token ids."""
@@ -174,7 +174,7 @@ class TestKind:
         reply = session.ask([user("Hi")], "<think>\nI look.\n</think>\n\nHello.<|im_end|>")
         echo = {"role": "assistant", "content": reply["content"], "call_id": "0"}
         altered = [user("Hello"), echo, user("Go on")]
-        prompt = session.conversations.prompt(altered, session.tools)
+        prompt = session.conversations.prompt(ModelCall("m", altered, session.tools))
         whole = [user("Hello"), {**echo, "reasoning_content": "I look."}, user("Go on")]
         assert prompt.ids == session.rendering.render(whole, session.tools)
 
@@ -194,6 +194,44 @@ class TestKind:
         for completion in ("One.<|im_end|>", "Two.<|im_end|>And more"):
             messages += [session.ask(messages, completion), user("Go on")]
         assert session.prompt(messages).reason == "the renderer cannot continue call 1"
+
+
+class TestEchoRule:
+    """A command that comes back without the folder that it changed to, as Claude Code sends it."""
+
+    COMMAND = '<tool_call>\n{"name": "look", "arguments": {"command": "cd a && ls"}}\n</tool_call><|im_end|>'
+
+    def test_another_command_is_another_conversation(self, session):
+        reply = session.ask([user("Hi")], self.COMMAND)
+        prompt = session.prompt([user("Hi"), arguments('{"command": "ls"}')(reply), result(reply)])
+        assert prompt.kind == "rendered"
+        assert "cd a && ls" in prompt.reason
+
+    @pytest.mark.parametrize(
+        ("user_id", "kind"),
+        [('{"device_id": "d", "session_id": "s"}', "bridged"), ("me", "rendered")],
+        ids=["Claude Code", "another program"],
+    )
+    def test_claude_code_may_leave_the_folder_out(self, session, monkeypatch, user_id, kind):
+        def decode(messages):
+            tool = {"name": "look", "input_schema": {"type": "object"}}
+            request = {"max_tokens": 9, "tools": [tool], "messages": messages, "metadata": {"user_id": user_id}}
+            return anthropic.decode(json.dumps(request).encode(), "/v1/messages")
+
+        monkeypatch.setattr(session, "decode", decode)
+        call_id = session.ask([user("Hi")], self.COMMAND)["tool_calls"][0]["id"]
+        use = {"type": "tool_use", "id": call_id, "name": "look", "input": {"command": "ls"}}
+        answer = {"type": "tool_result", "tool_use_id": call_id, "content": "Nothing."}
+        echo = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [answer]}]
+        assert session.prompt([user("Hi"), *echo]).kind == kind
+
+    def test_calls_under_another_rule_are_no_part_of_the_conversation(self, session):
+        call = session.decode([user("Hi")])
+        session.conversations.add("0", session.conversations.prompt(call), [], {"role": "assistant", "content": "A"})
+        again = session.decode([user("Hi"), {"role": "assistant", "content": "A"}, user("Go on")])
+        assert session.conversations.prompt(again).parent.call_id == "0"
+        again.echo_rule = normal_arguments
+        assert session.conversations.prompt(again).parent is None
 
 
 class TestEqualReplies:
@@ -294,7 +332,7 @@ def test_every_request_that_decodes_has_a_prompt(rendering, body):
     except DialectError:
         return
     conversations = Conversations(rendering)
-    prompt = conversations.prompt(call.messages, call.tools)
+    prompt = conversations.prompt(call)
     assert prompt.ids
     conversations.add("0", prompt, rendering.stop_token_ids(), {"role": "assistant", "content": ""})
 

@@ -9,16 +9,7 @@ from google.genai import errors, types
 
 from rolltap.addons.dialects import google
 from rolltap.addons.dialects.routes import find_route
-from rolltap.addons.dialects.types import (
-    ContextOverflow,
-    DialectError,
-    Head,
-    Reply,
-    ServedModel,
-    ToolCall,
-    Usage,
-    sign,
-)
+from rolltap.addons.dialects.types import ContextOverflow, DialectError, Head, Reply, ServedModel, ToolCall, Usage, sign
 
 USAGE = Usage(prompt=7, completion=3, cached=2)
 REPLIES = {

@@ -2,9 +2,25 @@
 
 from typing import Any
 
+from rolltap.addons.dialects.openai_responses.codex_catalogue import catalogue
 from rolltap.addons.dialects.openai_responses.compaction import is_compaction, seal
 from rolltap.addons.dialects.tools import freeform_input
-from rolltap.addons.dialects.types import Head, Reply, ToolCall, Usage, WireTool, sign
+from rolltap.addons.dialects.types import Head, Reply, ServedModel, ToolCall, Usage, WireTool, dump_json, sign
+
+
+def encode_reply(head: Head, reply: Reply, usage: Usage) -> bytes:
+    """The body of a reply to a request that did not ask for a stream."""
+    return dump_json(response(head, **ending(reply, usage), output=output_items(head, reply)))
+
+
+def encode_token_count(tokens: int) -> bytes:
+    """The body of a reply to `POST /v1/responses/input_tokens`."""
+    return dump_json({"object": "response.input_tokens", "input_tokens": tokens})
+
+
+def encode_models(target: str, models: list[ServedModel], created: int) -> bytes:
+    """The body of a reply to Codex's request for its catalogue of models."""
+    return dump_json(catalogue(models))
 
 
 def response(

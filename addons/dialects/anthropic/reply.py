@@ -1,0 +1,104 @@
+"""A reply of the Messages API, its errors, and the models that it can come from."""
+
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import unquote
+
+from rolltap.addons.dialects.tools import as_object
+from rolltap.addons.dialects.types import (
+    ContextOverflow,
+    DialectError,
+    Head,
+    Reply,
+    ServedModel,
+    Usage,
+    dump_json,
+    sign,
+)
+
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
+def encode_reply(head: Head, reply: Reply, usage: Usage) -> bytes:
+    """The body of a reply to a request that did not ask for a stream."""
+    content: list[dict[str, Any]] = []
+    if reply.reasoning:
+        content.append({"type": "thinking", "thinking": reply.reasoning, "signature": sign(head.call_id)})
+    if reply.content:
+        content.append({"type": "text", "text": reply.content})
+    for call in reply.tool_calls:
+        content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": as_object(call.arguments)})
+    return dump_json({**first_fields(head), "content": content, **stop_fields(reply), "usage": usage_counts(usage)})
+
+
+def encode_error(error: DialectError) -> bytes:
+    """The body of an error reply."""
+    message = str(error)
+    if isinstance(error, ContextOverflow):
+        message = f"prompt is too long: {error.prompt_tokens} tokens > {error.limit} maximum"
+    kind = _ERROR_TYPES.get(error.status) or _ERROR_TYPES[400 if error.status < 500 else 500]
+    return dump_json({"type": "error", "error": {"type": kind, "message": message}})
+
+
+def encode_token_count(tokens: int) -> bytes:
+    """The body of a reply to `POST /v1/messages/count_tokens`."""
+    return dump_json({"input_tokens": tokens})
+
+
+def encode_models(target: str, models: list[ServedModel], created: int) -> bytes:
+    """The body of a reply to `GET /v1/models`, or to `GET /v1/models/NAME`: every name is answered by the engine."""
+    name = unquote(target.partition("?")[0].partition("/v1/models/")[2])
+    if name:
+        return dump_json(_model(name, models[0].context, created))
+    page = {"has_more": False, "first_id": models[0].name, "last_id": models[-1].name}
+    return dump_json({"data": [_model(m.name, m.context, created) for m in models], **page})
+
+
+def _model(name: str, context: int, created: int) -> dict[str, Any]:
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "max_input_tokens": context,
+        "max_tokens": context,
+    }
+
+
+def first_fields(head: Head) -> dict[str, Any]:
+    """The fields that a message begins with."""
+    return {
+        "id": f"msg_{head.call_id}",
+        "type": "message",
+        "role": "assistant",
+        "model": head.model_call.model,
+    }
+
+
+def stop_fields(reply: Reply) -> dict[str, Any]:
+    """Why a message ends."""
+    reason = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[reply.finish_reason]
+    if reply.finish_reason == "stop" and reply.stop is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": reply.stop}
+    return {"stop_reason": reason, "stop_sequence": None}
+
+
+def usage_counts(usage: Usage) -> dict[str, Any]:
+    """The counts; a prompt's tokens are those read from the cache and, apart from them, the rest."""
+    return {
+        "input_tokens": usage.prompt - usage.cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached,
+        "output_tokens": usage.completion,
+    }

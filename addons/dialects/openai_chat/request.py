@@ -1,0 +1,104 @@
+"""A request of Chat Completions as a `ModelCall`."""
+
+from typing import Any
+
+from rolltap.addons.dialects.fields import Fields, parse_object
+from rolltap.addons.dialects.openai import WORDING, content_text, wanted_schema
+from rolltap.addons.dialects.tools import freeform_tool
+from rolltap.addons.dialects.types import (
+    FREEFORM_ARGUMENT,
+    Message,
+    ModelCall,
+    WireTool,
+    assistant_message,
+    message_call,
+    parse_arguments,
+)
+
+_WISHES = [
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "seed",
+    "n",
+    "logprobs",
+    "top_logprobs",
+    "tool_choice",
+    "parallel_tool_calls",
+    "response_format",
+    "reasoning_effort",
+]
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_TEXTS = {"text": "text", "refusal": "refusal"}
+
+
+def decode(body: bytes, target: str) -> ModelCall:
+    """The request in `body`. Raises `DialectError` for what the API itself would refuse."""
+    request = Fields(parse_object(body), WORDING)
+    messages = [_message(message) for message in request.objects("messages")]
+    if not messages:
+        raise request.refusal("messages", "a non-empty list")
+    if request["n"] not in (None, 1):
+        raise request.refusal("n", "1")
+    limit = "max_tokens" if request["max_completion_tokens"] is None else "max_completion_tokens"
+    form, metadata = request.inner("response_format"), request.inner("metadata")
+    model_call = ModelCall(
+        model=request.optional("model", Fields.text) or "",
+        messages=messages,
+        tools=[],
+        stream=request["stream"] is True,
+        include_usage=request.inner("stream_options")["include_usage"] is True,
+        max_tokens=request.optional(limit, Fields.positive_integer),
+        stop=request.texts("stop"),
+        schema=wanted_schema(form, form.inner("json_schema")),
+        asked=request.chosen(_WISHES),
+        hints=metadata.hints(*metadata.values),
+    )
+    for tool in request.objects("tools"):
+        _read_tool(tool, model_call)
+    if request["tool_choice"] == "none":
+        model_call.tools = []
+    return model_call
+
+
+def _read_tool(tool: Fields, model_call: ModelCall) -> None:
+    kind = tool.optional("type", Fields.text) or "function"
+    if kind == "function":
+        tool.inner("function").name("name")
+        model_call.tools.append(tool.values)
+    elif kind == "custom":
+        custom = tool.inner("custom")
+        name, grammar = custom.name("name"), custom.inner("format").inner("grammar")
+        shown = freeform_tool(name, custom.maybe("description", str), grammar.maybe("definition", str))
+        model_call.tools.append(shown)
+        model_call.wire_tools[name] = WireTool(name, freeform=True)
+    else:
+        model_call.hosted_tools.append(tool.values)
+
+
+def _message(message: Fields) -> Message:
+    role = message.choice("role", _ROLES)
+    content = content_text(message, "content", _TEXTS)
+    if role == "assistant":
+        reasoning = message.maybe("reasoning_content", str) or message.maybe("reasoning", str)
+        return assistant_message(content, reasoning or "", [_tool_call(call) for call in message.objects("tool_calls")])
+    if role == "tool":
+        return {"role": role, "content": content, "tool_call_id": message.optional("tool_call_id", Fields.text) or ""}
+    return {"role": "system" if role == "developer" else role, "content": content}
+
+
+def _tool_call(call: Fields) -> dict[str, Any]:
+    call_id = call.optional("id", Fields.text) or ""
+    function = call.inner("function")
+    if not function.values and call["custom"]:
+        custom = call.inner("custom")
+        given = custom.optional("input", Fields.text) or ""
+        return message_call(call_id, custom.name("name"), {FREEFORM_ARGUMENT: given})
+    name, text = function.name("name"), function.maybe("arguments", str)
+    arguments = function["arguments"] if text is None else parse_arguments(text)
+    return message_call(call_id, name, {} if arguments is None else arguments)

@@ -1,0 +1,53 @@
+"""A request of the Responses API as a `ModelCall`."""
+
+from rolltap.addons.dialects.fields import Fields, parse_object
+from rolltap.addons.dialects.openai import WORDING, wanted_schema
+from rolltap.addons.dialects.openai_responses.input import decode_input
+from rolltap.addons.dialects.openai_responses.tools import ToolNames, read_tools
+from rolltap.addons.dialects.types import DialectError, ModelCall
+
+_WISHES = [
+    "temperature",
+    "top_p",
+    "reasoning",
+    "text",
+    "tool_choice",
+    "parallel_tool_calls",
+    "service_tier",
+    "truncation",
+]
+
+
+def decode(body: bytes, target: str) -> ModelCall:
+    """The request in `body`. Raises `DialectError` for what the API itself would refuse."""
+    request = Fields(parse_object(body), WORDING)
+    _refuse_stored(request)
+    form, metadata = request.inner("text").inner("format"), request.inner("client_metadata")
+    model_call = ModelCall(
+        model=request.optional("model", Fields.text) or "",
+        messages=[],
+        tools=[],
+        stream=request["stream"] is True,
+        max_tokens=request.optional("max_output_tokens", Fields.positive_integer),
+        schema=wanted_schema(form, form),
+        asked=request.chosen(_WISHES),
+        hints=metadata.hints(*metadata.values) | request.hints("prompt_cache_key"),
+    )
+    names = ToolNames()
+    read_tools(request, model_call, names)
+    decode_input(request, model_call, names)
+    if request["tool_choice"] == "none":
+        model_call.tools = []
+    return model_call
+
+
+def _refuse_stored(request: Fields) -> None:
+    if request["previous_response_id"] is not None:
+        raise DialectError(
+            "The response that 'previous_response_id' names was not found: responses are not stored. "
+            "Send the whole conversation in 'input'.",
+            code="previous_response_not_found",
+        )
+    for name in ("conversation", "prompt", "background"):
+        if request[name]:
+            raise DialectError(f"'{name}' is not supported: nothing is stored here.")

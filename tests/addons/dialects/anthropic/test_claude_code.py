@@ -1,0 +1,85 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolltap.addons.dialects.anthropic.claude_code import is_claude_code, normal_arguments
+
+EDIT = {
+    "type": "function",
+    "function": {
+        "name": "edit",
+        "parameters": {
+            "type": "object",
+            "properties": {"all": {"type": "boolean", "default": False}, "at": {"default": 5}, "text": {}},
+        },
+    },
+}
+REWRITTEN = {
+    "defaults added": ({"text": "b"}, {"text": "b", "all": False, "at": 5}),
+    "defaults left out": ({"text": "b", "all": False, "at": 5.0}, {"text": "b"}),
+    "quoted numbers": ({"offset": "1", "limit": "-2.50"}, {"offset": 1, "limit": -2.5}),
+    "quoted booleans": ({"background": "false", "all": "true"}, {"background": False, "all": True}),
+    "blanks at line ends": ({"text": "a \t\n\n b\r\nc\u00a0"}, {"text": "a\n\n b\nc"}),
+    "the folder that it is in": ({"command": "cd /a b/c && ls && cd d && ls"}, {"command": "ls && cd d && ls"}),
+    "backslashes before a semicolon": ({"command": r"find . -exec ls {} \\;"}, {"command": r"find . -exec ls {} \;"}),
+}
+"""Arguments as the model sampled them, and as Claude Code sent them back."""
+
+
+@pytest.mark.parametrize(("issued", "echoed"), REWRITTEN.values(), ids=REWRITTEN)
+def test_arguments_that_claude_code_rewrites_are_equal(issued, echoed):
+    assert normal_arguments(issued, EDIT) == normal_arguments(echoed, EDIT)
+
+
+@pytest.mark.parametrize(
+    ("issued", "echoed"),
+    [
+        ({"a": "x"}, {"a": "y"}),
+        ({"a": 1}, {"b": 1}),
+        ({"a": 1}, {}),
+        ({"a": True}, {"a": 1}),
+        ({"a": None}, {"a": "null"}),
+        ({"text": "b"}, {"text": "b", "all": True}),
+        ({"text": "b"}, {"text": "b", "all": 0}),
+        ({"text": "b"}, {"text": "b", "other": False}),
+        ({"text": "a\n"}, {"text": "a"}),
+        ({"text": " a"}, {"text": "a"}),
+        ({"text": "cd a && ls"}, {"text": "ls"}),
+        ({"command": "cd a; ls"}, {"command": "ls"}),
+    ],
+)
+def test_other_arguments_are_not(issued, echoed):
+    assert normal_arguments(issued, EDIT) != normal_arguments(echoed, EDIT)
+
+
+def test_a_tool_that_the_request_lacks_has_no_defaults():
+    assert normal_arguments({"all": False}, None) != normal_arguments({}, None)
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+)
+
+
+@given(anything, anything)
+def test_schemas_of_any_kind_are_read(properties, parameters):
+    for schema in ({"properties": properties}, {"properties": {"a": properties}}, parameters):
+        tool = {"type": "function", "function": {"name": "edit", "parameters": schema}}
+        assert normal_arguments({"b": 1}, tool) in ({"b": "1"}, {})
+
+
+@pytest.mark.parametrize(
+    ("user_id", "known"),
+    [
+        (json.dumps({"device_id": "d", "account_uuid": "", "session_id": "s"}), True),
+        (json.dumps({"session_id": "s"}), False),
+        (json.dumps(["device_id", "session_id"]), False),
+        ("user-17", False),
+        (None, False),
+    ],
+)
+def test_claude_code_is_known_by_the_user_that_it_names(user_id, known):
+    assert is_claude_code(user_id) is known

@@ -1,0 +1,166 @@
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rolltap.addons.dialects import google
+from rolltap.addons.dialects.types import (
+    ContextOverflow,
+    DialectError,
+    Head,
+    Reply,
+    ServedModel,
+    ToolCall,
+    Usage,
+    parse_arguments,
+    sign,
+)
+from tests.addons.dialects.google.test_request import CALL, GENERATE, JSON, decode_contents
+
+HEAD = Head("call-9", 1_700_000_000, GENERATE, CALL)
+USAGE = Usage(prompt=7, completion=3, cached=2)
+ARGUMENTS = st.one_of(
+    st.dictionaries(st.text(), JSON, max_size=4).map(json.dumps),
+    JSON.map(lambda value: json.dumps(value, ensure_ascii=False, indent=1)),
+    st.text(),
+    st.sampled_from(
+        [
+            '{"a": NaN}',
+            '{"a": 1e999}',
+            '{"INVALID_JSON": "{}"}',
+            '{"INVALID_JSON": {}}',
+            '{"INVALID_JSON": "x", "b": 1}',
+            '{"a": "\\ud83d"}',
+            '{"a":' * 60 + "{}" + "}" * 60,
+            '{"a":' * 500 + "{}" + "}" * 500,
+            "[" * 100_000,
+        ]
+    ),
+)
+REPLIES = st.builds(
+    Reply,
+    content=st.text(),
+    reasoning=st.text(),
+    tool_calls=st.lists(st.builds(ToolCall, id=st.uuids().map(str), name=st.text(min_size=1), arguments=ARGUMENTS)),
+    finish_reason=st.sampled_from(["stop", "length", "tool_calls"]),
+)
+
+
+def echo(*responses):
+    """The message that a harness's echo of a reply's candidates decodes to."""
+    contents = [response["candidates"][0]["content"] for response in responses]
+    (message,) = decode_contents(*contents)
+    return message
+
+
+def issued(reply):
+    message = reply.to_message() | {"call_id": "call-9"}
+    for call in message.get("tool_calls", []):
+        call["function"]["arguments"] = parse_arguments(call["function"]["arguments"])
+    return message
+
+
+def same(one, other):
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)  # NaN equals NaN here
+
+
+def test_a_reply_is_one_candidate():
+    reply = Reply("Wait.", "Hm.", [ToolCall("c1", "look", '{"at": "é"}'), ToolCall("c2", "look", "")], "tool_calls")
+    assert json.loads(google.encode_reply(HEAD, reply, USAGE)) == {
+        "candidates": [
+            {
+                "content": {
+                    "role": "model",
+                    "parts": [
+                        {"text": "Hm.", "thought": True},
+                        {"text": "Wait."},
+                        {
+                            "functionCall": {"id": "c1", "name": "look", "args": {"at": "é"}},
+                            "thoughtSignature": sign("call-9"),
+                        },
+                        {"functionCall": {"id": "c2", "name": "look", "args": {"INVALID_JSON": ""}}},
+                    ],
+                },
+                "finishReason": "STOP",
+                "index": 0,
+            }
+        ],
+        "usageMetadata": {
+            "promptTokenCount": 7,
+            "candidatesTokenCount": 3,
+            "totalTokenCount": 10,
+            "cachedContentTokenCount": 2,
+        },
+        "modelVersion": "gemini-x",
+        "responseId": "call-9",
+    }
+
+
+@pytest.mark.parametrize(
+    ("reply", "parts"),
+    [
+        (Reply("Hi."), [{"text": "Hi.", "thoughtSignature": sign("call-9")}]),
+        (Reply(), [{"text": "", "thoughtSignature": sign("call-9")}]),
+        (
+            Reply(reasoning="Hm."),
+            [{"text": "Hm.", "thought": True}, {"text": "", "thoughtSignature": sign("call-9")}],
+        ),
+    ],
+    ids=["text", "nothing", "reasoning"],
+)
+def test_without_a_call_the_text_carries_the_signature(reply, parts):
+    encoded = json.loads(google.encode_reply(HEAD, reply, USAGE))
+    assert encoded["candidates"][0]["content"]["parts"] == parts
+
+
+@pytest.mark.parametrize(("reason", "said"), [("stop", "STOP"), ("tool_calls", "STOP"), ("length", "MAX_TOKENS")])
+def test_the_finish_reason_is_said(reason, said):
+    encoded = json.loads(google.encode_reply(HEAD, Reply("Hi.", finish_reason=reason), USAGE))
+    assert encoded["candidates"][0]["finishReason"] == said
+
+
+@settings(max_examples=500, deadline=None)
+@given(REPLIES)
+def test_an_echoed_reply_is_the_message_that_was_issued(reply):
+    assert same(echo(json.loads(google.encode_reply(HEAD, reply, USAGE))), issued(reply))
+
+
+@pytest.mark.parametrize(
+    ("status", "name"),
+    [
+        (400, "INVALID_ARGUMENT"),
+        (401, "UNAUTHENTICATED"),
+        (403, "PERMISSION_DENIED"),
+        (404, "NOT_FOUND"),
+        (413, "INVALID_ARGUMENT"),
+        (429, "RESOURCE_EXHAUSTED"),
+        (500, "INTERNAL"),
+        (502, "INTERNAL"),
+        (503, "UNAVAILABLE"),
+        (504, "DEADLINE_EXCEEDED"),
+    ],
+)
+def test_an_error_has_the_name_of_its_status(status, name):
+    error = json.loads(google.encode_error(DialectError("No.", status=status)))
+    assert error == {"error": {"code": status, "message": "No.", "status": name}}
+
+
+def test_an_overflow_is_said_in_the_words_of_this_api():
+    error = json.loads(google.encode_error(ContextOverflow(40_000, 32_768)))["error"]
+    assert error["code"] == 400
+    assert error["message"] == ("The input token count (40000) exceeds the maximum number of tokens allowed (32768).")
+
+
+def test_tokens_are_counted():
+    assert json.loads(google.encode_token_count(12)) == {"totalTokens": 12}
+
+
+def test_models_have_the_engines_context():
+    models = [ServedModel("one", 100), ServedModel("two", 100)]
+    listed = json.loads(google.encode_models("/v1beta/models?pageSize=50", models, 0))["models"]
+    assert [model["name"] for model in listed] == ["models/one", "models/two"]
+    asked = json.loads(google.encode_models("/v1beta/models/gemini-x", models, 0))
+    assert asked["name"] == "models/gemini-x"
+    assert asked["inputTokenLimit"] == 100
+    assert "generateContent" in asked["supportedGenerationMethods"]

@@ -1,0 +1,82 @@
+import json
+
+import pytest
+from openai.types import ErrorObject, Model
+from openai.types.chat import ChatCompletion
+
+from rolltap.addons.dialects import openai_chat
+from rolltap.addons.dialects.types import DialectError, Head, ModelCall, Reply, ServedModel, ToolCall, Usage, WireTool
+from tests.addons.dialects.openai_chat.test_request import TARGET, decode_message
+
+
+def head(**fields):
+    return Head("r1", 5, TARGET, ModelCall("gpt-x", [], [], **fields))
+
+
+LOOK = ToolCall("call_1", "look", '{"at": "é"}')
+REPLIES = [
+    Reply("Hi there.", "", [], "stop"),
+    Reply("Hi <b>\u2028😀", "Hm.", [], "length"),
+    Reply("", "I look.", [LOOK], "tool_calls"),
+    Reply("Both:", "", [LOOK, ToolCall("call_2", "look", "not JSON")], "tool_calls"),
+    Reply("half \ud83d", "", [], "stop"),
+]
+USAGE = Usage(prompt=7, completion=3, cached=4)
+
+
+def sent(text):
+    return text.replace("\ud83d", "?")
+
+
+class TestEncodeReply:
+    @pytest.mark.parametrize("reply", REPLIES)
+    def test_the_openai_sdk_reads_it(self, reply):
+        body = openai_chat.encode_reply(head(), reply, USAGE)
+        completion = ChatCompletion.model_validate_json(body)
+        assert (completion.id, completion.model, completion.created) == ("chatcmpl-r1", "gpt-x", 5)
+        (choice,) = completion.choices
+        message = choice.message
+        assert choice.finish_reason == reply.finish_reason
+        assert message.content == (None if reply.tool_calls and not reply.content else sent(reply.content))
+        assert getattr(message, "reasoning_content", "") == reply.reasoning
+        calls = [ToolCall(c.id, c.function.name, c.function.arguments) for c in message.tool_calls or []]
+        assert calls == reply.tool_calls
+        usage = completion.usage
+        assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (7, 3, 10)
+        assert usage.prompt_tokens_details.cached_tokens == 4
+
+    @pytest.mark.parametrize("reply", REPLIES[:-1])
+    def test_decoding_its_message_gives_the_reply(self, reply):
+        message = json.loads(openai_chat.encode_reply(head(), reply, USAGE))["choices"][0]["message"]
+        decoded = decode_message(**message)
+        assert decoded["content"] == reply.content
+        assert decoded.get("reasoning_content", "") == reply.reasoning
+        assert [c["id"] for c in decoded.get("tool_calls", [])] == [c.id for c in reply.tool_calls]
+
+
+def test_an_error_has_the_apis_shape():
+    overflow = json.loads(openai_chat.encode_error(DialectError("Too long.", code="context_length_exceeded")))["error"]
+    assert ErrorObject.model_validate(overflow).message == "Too long."
+    assert (overflow["type"], overflow["code"]) == ("invalid_request_error", "context_length_exceeded")
+    down = json.loads(openai_chat.encode_error(DialectError("Down.", status=503)))["error"]
+    assert down["type"] == "server_error"
+
+
+def test_models_are_listed():
+    (model,) = json.loads(openai_chat.encode_models("/v1/models", [ServedModel("tiny", 4096)], 5))["data"]
+    assert Model.model_validate(model).id == "tiny"
+    assert model["max_model_len"] == 4096
+
+
+def test_a_model_is_found_by_any_name():
+    model = json.loads(openai_chat.encode_models("/v1/models/gpt-x?a=b", [ServedModel("tiny", 4096)], 5))
+    assert (Model.model_validate(model).id, model["max_model_len"]) == ("gpt-x", 4096)
+
+
+def test_a_freeform_tool_is_called_with_its_text():
+    freeform = head(wire_tools={"patch": WireTool("patch", freeform=True)})
+    reply = Reply("", "", [ToolCall("call_1", "patch", '{"input": "*** Begin"}')], "tool_calls")
+    message = ChatCompletion.model_validate_json(openai_chat.encode_reply(freeform, reply, USAGE)).choices[0].message
+    assert (message.tool_calls[0].custom.name, message.tool_calls[0].custom.input) == ("patch", "*** Begin")
+    echoed = decode_message(**message.model_dump(exclude_none=True))["tool_calls"][0]["function"]
+    assert echoed == {"name": "patch", "arguments": {"input": "*** Begin"}}

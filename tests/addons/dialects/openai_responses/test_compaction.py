@@ -1,0 +1,48 @@
+import json
+
+import pytest
+from hypothesis import given, settings
+
+from rolltap.addons.dialects import openai_responses
+from rolltap.addons.dialects.types import DialectError, sign
+from tests.addons.dialects.openai_responses.test_reply import USAGE, head_of, replies
+from tests.addons.dialects.openai_responses.test_request import REQUEST, decode, decode_items
+from tests.addons.dialects.openai_responses.test_stream import streamed
+
+TRIGGER = {"type": "compaction_trigger"}
+
+
+def test_a_trigger_asks_for_a_summary():
+    call = decode(input=[*REQUEST["input"], TRIGGER])
+    assert call.messages[:-1] == decode().messages
+    assert call.messages[-1]["role"] == "user"
+    assert "summary" in call.messages[-1]["content"]
+    assert call.hints["compaction"] == "trigger"
+    assert call.tools == decode().tools
+
+
+@given(replies)
+@settings(max_examples=100, deadline=None)
+def test_the_reply_is_one_item_that_holds_the_summary(reply):
+    head = head_of(decode(input=[*REQUEST["input"], TRIGGER]))
+    whole = json.loads(openai_responses.encode_reply(head, reply, USAGE))
+    (item,) = whole["output"]
+    assert item["type"] == "compaction"
+    events = streamed(head, reply)
+    assert [e["item"] for e in events if e["type"] == "response.output_item.done"] == [item]
+    assert events[-1]["response"] == whole
+    (message,) = decode_items(item)
+    assert message["role"] == "user"
+    assert message["content"].endswith(reply.content)
+
+
+@pytest.mark.parametrize("theirs", ["gAAAAABo", "eHg=", "", None, 5, sign("c7")])
+def test_a_summary_of_others_cannot_be_read(theirs):
+    with pytest.raises(DialectError, match=r"'input\[0\].encrypted_content'") as refusal:
+        decode_items({"type": "compaction", "encrypted_content": theirs})
+    assert refusal.value.code == "invalid_encrypted_content"
+
+
+def test_a_trigger_is_the_last_item():
+    with pytest.raises(DialectError, match=r"'input\[0\]' is a compaction trigger"):
+        decode_items(TRIGGER, {"role": "user", "content": "Hi"})

@@ -1,0 +1,79 @@
+import pytest
+
+from rolltap.addons.dialects import anthropic, google, openai_chat, openai_responses
+from rolltap.addons.dialects.fields import Fields, Wording
+from rolltap.addons.dialects.types import DialectError
+
+BODY = {"a": "x", "no": "", "n": 3, "yes": True, "list": [{"b": {"c": 1}}], "texts": ["x", "", "y"], "mixed": ["x", 5]}
+FIELDS = Fields(BODY, Wording("At {place}: {what}.", index="<{}>", name=str.upper))
+
+
+@pytest.mark.parametrize(
+    ("read", "key", "value"),
+    [
+        (Fields.text, "no", ""),
+        (Fields.name, "a", "x"),
+        (Fields.positive_integer, "n", 3),
+        (Fields.texts, "a", ["x"]),
+        (Fields.texts, "texts", ["x", "y"]),
+        (Fields.texts, "gone", []),
+        (Fields.elements, "gone", []),
+        (Fields.hints, "a", {"A": "x"}),
+        (Fields.hints, "n", {}),
+    ],
+)
+def test_a_field_is_read_as_what_it_must_be(read, key, value):
+    assert read(FIELDS, key) == value
+    assert FIELDS.optional(key, read) == (None if key == "gone" else value)
+
+
+@pytest.mark.parametrize(
+    ("read", "key", "sentence"),
+    [
+        (Fields.text, "gone", "At GONE: a string."),
+        (Fields.name, "no", "At NO: a non-empty string."),
+        (Fields.positive_integer, "yes", "At YES: a positive integer."),
+        (Fields.object, "list", "At LIST: an object."),
+        (lambda fields, key: list(fields.objects(key)), "a", "At A: a list."),
+        (lambda fields, key: list(fields.objects(key)), "texts", "At TEXTS<0>: an object."),
+        (Fields.texts, "n", "At N: a list."),
+        (Fields.texts, "mixed", "At MIXED<1>: a string."),
+        (lambda fields, key: fields.choice(key, ("y", "z")), "a", "At A: 'y' or 'z', not 'x'."),
+        (lambda fields, key: next(fields.objects("list")).inner("b").text(key), "c", "At LIST<0>.B.C: a string."),
+        (lambda fields, key: fields.inner("gone").inner("b").text(key), "c", "At GONE.B.C: a string."),
+    ],
+)
+def test_a_refusal_names_the_place_and_what_should_be_there(read, key, sentence):
+    with pytest.raises(DialectError) as refusal:
+        read(FIELDS, key)
+    assert str(refusal.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("dialect", "target", "body", "sentence"),
+    [
+        (openai_chat, "", b'{"messages": [{"content": [5]}]}', "'messages[0].role' must be "),
+        (
+            openai_responses,
+            "",
+            b'{"input": [{"role": "user", "content": [5]}]}',
+            "'input[0].content[0]' must be ",
+        ),
+        (
+            anthropic,
+            "",
+            b'{"messages": [{"role": "user", "content": [5]}]}',
+            "messages.0.content.0: Input should be ",
+        ),
+        (
+            google,
+            "/v1/models/m:generateContent",
+            b'{"contents": [{"parts": [{"functionResponse": 5}]}]}',
+            "Invalid value at 'contents[0].parts[0].function_response': it must be an object",
+        ),
+    ],
+)
+def test_each_api_has_its_own_words(dialect, target, body, sentence):
+    with pytest.raises(DialectError) as refusal:
+        dialect.decode(body, target)
+    assert str(refusal.value).startswith(sentence)
