@@ -19,7 +19,8 @@ from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
 from rolltap.addons.options import option_errors
 from rolltap.addons.prompts.rendering import ModelError, Rendering, model_folder
 from rolltap.addons.sessions import SESSION, writable
-from rolltap.addons.store.metadata import RunError, add_recorder, write_metadata
+from rolltap.addons.store.errors import RunError
+from rolltap.addons.store.metadata import add_recorder, write_metadata
 from rolltap.addons.store.records import Event
 from rolltap.addons.store.tables import RunWriter, Sync
 

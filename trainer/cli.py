@@ -17,7 +17,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from rolltap.addons.store.metadata import RunError
+from rolltap.addons.store.errors import RunError
 from rolltap.addons.store.records import Session, utc_now
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.commands.export import export_command

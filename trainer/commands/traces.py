@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, get_args
 import click
 from rich.console import Console
 
-from rolltap.addons.store.metadata import write_atomically
+from rolltap.addons.store.staging import write_atomically
 from rolltap.addons.store.records import CallRole
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.progress import progress_bar

@@ -18,7 +18,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rolltap.addons.engine.policy import POLICY_FILE
-from rolltap.addons.store.metadata import write_atomically
+from rolltap.addons.store.staging import write_atomically
 from rolltap.trainer.errors import UserError
 
 TIMEOUT = httpx.Timeout(600, connect=10)

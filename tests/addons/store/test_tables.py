@@ -13,7 +13,8 @@ import pytest
 from datasets import Dataset
 
 from rolltap.addons.store import tables
-from rolltap.addons.store.metadata import RunError, write_metadata
+from rolltap.addons.store.errors import RunError
+from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import SCHEMA_VERSION, Call, Event, Session, VersionSpan
 from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.tables import RunWriter, read_rows, run_files
@@ -366,7 +367,7 @@ class TestReadRows:
             assert call_ids(run) == ["0", "1"], size
             [warning] = caplog.records
             assert warning.levelno == logging.WARNING
-            assert f"{path}: the last commit is incomplete and was skipped after 2 rows" in warning.getMessage()
+            assert f"{path}, byte {start}: a commit cannot be read" in warning.getMessage()
 
     def test_a_file_cut_within_its_schema_has_no_rows(self, run, caplog):
         path = write_calls(run, [0])

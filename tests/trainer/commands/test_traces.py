@@ -10,7 +10,8 @@ import pytest
 from click.testing import CliRunner
 from datasets import load_from_disk
 
-from rolltap.addons.store.metadata import RunError, write_metadata
+from rolltap.addons.store.errors import RunError
+from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.commands.traces import traces_command
 from rolltap.trainer.errors import UserError

@@ -7,7 +7,8 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltap.addons.store.metadata import RunError, add_engine, add_recorder, read_metadata
+from rolltap.addons.store.errors import RunError
+from rolltap.addons.store.metadata import add_engine, add_recorder, read_metadata
 from rolltap.addons.store.records import Call, Event, Session, VersionSpan
 from rolltap.addons.store.tables import RunWriter, read_rows, run_files
 from rolltap.trainer.cli import rolltap

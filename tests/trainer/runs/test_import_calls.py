@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltap.addons.store.metadata import RunError, read_metadata, write_metadata
+from rolltap.addons.store.errors import RunError
+from rolltap.addons.store.metadata import read_metadata, write_metadata
 from rolltap.addons.store.records import Call, Session
 from rolltap.addons.store.staging import new_files
 from rolltap.addons.store.tables import RunWriter, read_rows

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolltap.addons.store.digest import DIGEST, row_digest
-from rolltap.addons.store.metadata import RunError, write_metadata
+from rolltap.addons.store.errors import RunError
+from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call, Event, Session, VersionSpan
 from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.staging import COMPLETE, new_files
@@ -397,3 +398,20 @@ def test_the_command_ends_with_1_only_when_something_is_damaged(run):
         "repaired": [],
     }
     assert load_sessions(run).keys() == {"s"}
+
+
+def test_of_a_compacted_file_that_lost_its_end_few_calls_are_lost_and_repair_removes_none(tmp_path):
+    write_metadata(tmp_path, {})
+    with RunWriter(tmp_path) as writer:
+        for number in range(150):
+            writer.add_call(make_call(str(number), [number], [1, 2]))
+    path = calls_file(tmp_path)
+    os.truncate(path, path.stat().st_size - 9)
+    damaged = path.read_bytes()
+    readable = len(load_calls(tmp_path)["s"])
+    assert readable >= 100
+    verification = verify(tmp_path, repair=True)
+    assert not verification.sound
+    assert verification.repaired == []
+    assert path.read_bytes() == damaged
+    assert len(load_calls(tmp_path)["s"]) == readable
