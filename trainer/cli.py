@@ -21,9 +21,13 @@ from rolltap.addons.store.errors import RunError
 from rolltap.addons.store.records import Session, utc_now
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.commands.export import export_command
+from rolltap.trainer.commands.filter import filter_command
+from rolltap.trainer.commands.import_calls import import_command
 from rolltap.trainer.commands.inspect import check_command, inspect_command, print_run
-from rolltap.trainer.commands.runs import filter_command, import_command, merge_command, split_command, verify_command
+from rolltap.trainer.commands.merge import merge_command
+from rolltap.trainer.commands.split import split_command
 from rolltap.trainer.commands.traces import traces_command
+from rolltap.trainer.commands.verify import verify_command
 from rolltap.trainer.engine.serve import EngineServer
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.rollouts.environment import proxy_environment, proxy_url, write_bundle

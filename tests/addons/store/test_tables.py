@@ -373,7 +373,7 @@ class TestReadRows:
         path = write_calls(run, [0])
         os.truncate(path, 40)
         assert call_ids(run) == []
-        assert f"{path}: it has no schema" in caplog.text
+        assert f"{path}, byte 0: it has no schema" in caplog.text
 
     def test_an_empty_file_has_no_rows(self, run, caplog):
         os.truncate(write_calls(run, [0]), 0)
