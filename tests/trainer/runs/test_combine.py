@@ -1,7 +1,9 @@
+import os
 import tempfile
 from collections import Counter
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
@@ -9,11 +11,13 @@ from hypothesis import strategies as st
 
 from rolltap.addons.store.errors import RunError
 from rolltap.addons.store.metadata import add_engine, add_recorder, read_metadata
-from rolltap.addons.store.records import Call, Event, Session, VersionSpan
+from rolltap.addons.store.records import CALL_SCHEMA, Call, Event, Session, VersionSpan
+from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.tables import RunWriter, read_rows, run_files
 from rolltap.trainer.cli import rolltap
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.runs.combine import Filter, filter_run, merge_runs, split_run
+from rolltap.trainer.runs.verify import verify_run
 from rolltap.trainer.traces.build import build_traces
 from rolltap.trainer.traces.reader import iter_sessions, load_calls, load_sessions
 from tests.trainer.runs.recorded_runs import START, record, recorded_sessions, rows_of, traces_of
@@ -61,7 +65,7 @@ class TestMerge:
     def test_the_merged_run_has_the_rows_of_all(self, tmp_path):
         a = make_run(tmp_path / "a", make_session("s"), make_session("t"))
         b = make_run(tmp_path / "b", make_session("u"))
-        assert merge_runs([a, b], tmp_path / "out", ignore) == 3
+        assert merge_runs([a, b], tmp_path / "out", ignore) == (3, [])
         expected = {table: rows + rows_of(b)[table] for table, rows in rows_of(a).items()}
         assert rows_of(tmp_path / "out") == expected
         assert sum(event["session_id"] is None for event in read_rows(tmp_path / "out", "events")) == 2
@@ -103,10 +107,47 @@ class TestMerge:
 
     def test_a_folder_with_something_in_it_is_not_written(self, tmp_path):
         a = make_run(tmp_path / "a", make_session("s"))
-        with pytest.raises(UserError, match="exists and is not an empty folder"):
+        with pytest.raises(RunError, match="exists and is not an empty folder"):
             merge_runs([a], a, ignore)
         (tmp_path / "out").mkdir()
-        assert merge_runs([a], tmp_path / "out", ignore) == 1
+        assert merge_runs([a], tmp_path / "out", ignore) == (1, [])
+
+    def test_of_a_damaged_run_the_rows_that_can_be_read_and_have_their_digest_are_saved(self, tmp_path):
+        run = make_run(tmp_path / "run", make_session("s"), make_session("t"))
+        lost = run_files(run, "sessions")[0]
+        os.truncate(lost, lost.stat().st_size - 9)
+        calls = run_files(run, "calls")[0]
+        with SegmentReader(calls) as reader:
+            [rows] = [batch.to_pylist() for _, batch in reader]
+        assert (rows[0]["session_id"], rows[0]["call_id"]) == ("s", "a")
+        rows[0]["completion_ids"] = [77]
+        with open(calls, "wb") as file, pa.ipc.new_stream(file, CALL_SCHEMA) as stream:
+            stream.write_table(pa.Table.from_pylist(rows, CALL_SCHEMA))
+
+        ended = CliRunner().invoke(rolltap, ["merge", str(run), "--out", str(tmp_path / "new")])
+        assert ended.exit_code == 0
+        assert ended.stdout.splitlines() == [
+            f"left behind in run/{calls.name}: 1 rows that do not have their digest, 0 places that cannot be read",
+            f"left behind in run/{lost.name}: 0 rows that do not have their digest, 1 places that cannot be read",
+            f"2 sessions in {tmp_path / 'new'}",
+        ]
+        saved = load_calls(tmp_path / "new")
+        assert {name: [call.call_id for call in calls] for name, calls in saved.items()} == {
+            "s": ["b"],
+            "t": ["a", "b"],
+        }
+        assert saved["s"][0].violation == "parent a is not in the run"
+        found = verify_run(tmp_path / "new", ignore)
+        assert found.sound
+        [notice] = [finding for finding in found.findings if finding.what == "parent a is not in the run"]
+        assert (notice.grade, notice.where) == ("notice", "session s, call b")
+        again = tmp_path / "again"
+        merge_runs([tmp_path / "new"], again, ignore)
+        assert read_metadata(again)["left_behind"] == [
+            {"file": f"run/{calls.name}", "rows": 1, "places": 0},
+            {"file": f"run/{lost.name}", "rows": 0, "places": 1},
+        ]
+        assert verify_run(again, ignore).sound
 
     def test_a_folder_that_is_no_run_is_refused(self, tmp_path):
         with pytest.raises(RunError, match=r"it has no run\.json"):
