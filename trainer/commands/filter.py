@@ -9,7 +9,7 @@ from rich.console import Console
 from rolltap.addons.store.records import CallRole, SessionStatus
 from rolltap.trainer.commands.folders import RUN, out_option
 from rolltap.trainer.progress import progress_bar
-from rolltap.trainer.runs.combine import Filter, filter_run
+from rolltap.trainer.runs.parts import Filter, filter_run
 
 
 @click.command("filter")

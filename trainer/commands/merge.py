@@ -7,7 +7,7 @@ from rich.console import Console
 
 from rolltap.trainer.commands.folders import RUN, out_option
 from rolltap.trainer.progress import progress_bar
-from rolltap.trainer.runs.combine import merge_runs
+from rolltap.trainer.runs.merge import merge_runs
 
 
 @click.command("merge")

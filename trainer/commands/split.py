@@ -8,7 +8,7 @@ from rich.console import Console
 
 from rolltap.trainer.commands.folders import RUN, out_option
 from rolltap.trainer.progress import progress_bar
-from rolltap.trainer.runs.combine import SplitBy, split_run
+from rolltap.trainer.runs.parts import SplitBy, split_run
 
 
 @click.command("split")

@@ -17,8 +17,8 @@ from rolltap.addons.store.metadata import read_metadata, write_metadata
 from rolltap.addons.store.records import Call, Session
 from rolltap.addons.store.tables import RunWriter, read_rows
 from rolltap.trainer.errors import UserError
-from rolltap.trainer.runs.combine import merge_runs
 from rolltap.trainer.runs.import_calls import import_calls
+from rolltap.trainer.runs.merge import merge_runs
 from rolltap.trainer.traces.build import build_traces, label
 from rolltap.trainer.traces.reader import load_calls, load_sessions
 from tests.trainer.runs.recorded_runs import START, import_line, recorded_sessions, traces_of

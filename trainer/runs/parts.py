@@ -1,29 +1,25 @@
-"""Runs into runs: merged, split and filtered by session. Tokens are not rewritten: rows are copied with their digests.
+"""Parts of a run, by session: split and filtered. Tokens are not rewritten: rows are copied with their digests.
 
 Memory is that of one session. An output appears when it is complete.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rolltap.addons.store.digest import DIGEST
 from rolltap.addons.store.metadata import read_metadata, write_metadata
 from rolltap.addons.store.records import CallRole, Session
-from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.staging import new_folder
-from rolltap.addons.store.tables import TABLES, RunWriter, run_files
+from rolltap.addons.store.tables import TABLES, RunWriter
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.file_names import file_name
 from rolltap.trainer.progress import Advance
-from rolltap.trainer.runs.findings import check_rows
 from rolltap.trainer.traces.reader import SessionIndex, load_sessions
 
 SplitBy = Literal["harness", "task_id", "group_id", "policy_version", "status"]
@@ -62,25 +58,13 @@ class Filter:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class LeftBehind:
-    """The losses of one damaged file when its run is merged."""
-
-    file: str
-    """Its run's name and its own."""
-    rows: int
-    """Rows that do not have their digest."""
-    places: int
-    """Places that cannot be read, each of one commit or several that follow each other."""
-
-
 class _Run:
     """The rows of a run by session, in all its tables; a context manager."""
 
     def __init__(self, run: Path) -> None:
         self.run = run
-        self.name = run.absolute().name
         self.metadata = read_metadata(run)
+        self.rows = load_sessions(run)
         self._stack = ExitStack()
 
     def __enter__(self) -> "_Run":
@@ -88,16 +72,7 @@ class _Run:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Let go of the files."""
         self._stack.close()
-
-    @cached_property
-    def rows(self) -> dict[str, Session]:
-        """The row of each session that has one."""
-        return load_sessions(self.run)
 
     @property
     def session_ids(self) -> list[str]:
@@ -120,45 +95,6 @@ class _Run:
                 if batch.num_rows:
                     writer.add_batch(name, batch)
         writer.end_session()
-
-    def digests(self, session_id: str) -> set[str]:
-        """What the calls and the row of a session hold."""
-        tables = (self.tables["calls"], self.tables["sessions"])
-        return {
-            digest
-            for table in tables
-            for batch in table.batches(session_id)
-            for digest in batch.column(DIGEST).to_pylist()
-        }
-
-
-def merge_runs(runs: Sequence[Path], out: Path, advance: Advance) -> tuple[int, list[LeftBehind]]:
-    """Write the rows of several runs, or of one that is damaged, to the new folder `out`.
-
-    Returns the number of sessions, and what cannot be read or does not have its digest, which is left behind. The new
-    `run.json` says so too, under `left_behind`.
-
-    Raises `UserError` when the runs hold tokens of different tokenizers or chat templates, and when two of them have
-    calls or the row of the same session; `RunError` when one cannot be read.
-    """
-    with ExitStack() as stack:
-        sources = [stack.enter_context(_Run(run)) for run in runs]
-        # an import does not say whose tokens it holds: that it is merged with them does
-        recorded = [source for source in sources if source.metadata.get("source") != "import"] or sources
-        _require_one_model(recorded)
-        _require_other_sessions(sources)
-        tables = [(source, table) for source in sources for table in TABLES]
-        files = [(source, table, path) for source, table in tables for path in run_files(source.run, table)]
-        size, done = sum(path.stat().st_size for _, _, path in files), 0
-        left_behind: list[LeftBehind] = []
-        with new_folder(out) as staged:
-            with RunWriter(staged, "never") as writer:
-                for source, table, path in files:
-                    done += path.stat().st_size
-                    left_behind += _copy_sound_rows(source, table, path, writer)
-                    advance("bytes copied", done, size)
-            write_metadata(staged, _merged_metadata(recorded[0], sources, left_behind))
-        return sum(len(source.session_ids) for source in sources), left_behind
 
 
 def split_run(run: Path, out: Path, parts: SplitBy | int, advance: Advance) -> dict[str, int]:
@@ -193,7 +129,7 @@ def filter_run(run: Path, out: Path, criteria: Filter, advance: Advance) -> int:
     """
     with _Run(run) as source:
         if unknown := set(criteria.sessions).difference(source.session_ids):
-            raise UserError(f"{run} has no session {_named(unknown)}")
+            raise UserError(f"{run} has no session {named(unknown)}")
         fitting = [name for name in source.session_ids if criteria.fits(name, source.rows.get(name))]
         kept = 0
         with new_folder(out) as staged:
@@ -210,69 +146,11 @@ def filter_run(run: Path, out: Path, criteria: Filter, advance: Advance) -> int:
     return kept
 
 
-def _copy_sound_rows(source: _Run, table: str, path: Path, writer: RunWriter) -> Iterator[LeftBehind]:
-    """Write the rows of a file that have their digest; says what was left behind, if anything was."""
-    rows = 0
-    with SegmentReader(path, TABLES[table]) as reader:
-        for _, batch in reader:
-            sound = pa.array([fault is None for _, fault in check_rows(table, batch)])
-            if sound.true_count:
-                writer.add_batch(table, batch.filter(sound))
-            rows += sound.false_count
-    writer.end_session()
-    if rows or reader.damage:
-        yield LeftBehind(f"{source.name}/{path.name}", rows, len(reader.damage))
-
-
-def _require_one_model(sources: Sequence[_Run]) -> None:
-    first = sources[0]
-    for key in ("tokenizer_sha256", "chat_template_sha256"):
-        for other in sources[1:]:
-            if first.metadata.get(key) != other.metadata.get(key):
-                what = key.removesuffix("_sha256").replace("_", " ")
-                raise UserError(f"{first.run} and {other.run} do not have the same {what}: merge runs of one model")
-
-
-def _require_other_sessions(sources: Sequence[_Run]) -> None:
-    owners: dict[str, _Run] = {}
-    for source in sources:
-        known = dict.fromkeys([*source.tables["calls"].session_ids, *source.tables["sessions"].session_ids])
-        recorded = [session_id for session_id in known if session_id is not None]
-        if repeated := [session_id for session_id in recorded if session_id in owners]:
-            first = owners[repeated[0]]
-            alike = first.digests(repeated[0]) == source.digests(repeated[0])
-            what = "with the same content: leave one run out" if alike else "with other content"
-            raise UserError(f"{source.run} and {first.run} both have session {_named(repeated)}, {what}")
-        owners |= dict.fromkeys(recorded, source)
-
-
-def _named(session_ids: Iterable[str]) -> str:
+def named(session_ids: Iterable[str]) -> str:
+    """Some of the ids, and how many there are more."""
     names = sorted(session_ids)
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return ", ".join(names[:MOST_NAMED]) + more
-
-
-def _merged_metadata(first: _Run, sources: Sequence[_Run], left_behind: Sequence[LeftBehind]) -> dict[str, Any]:
-    """That of the first run, with the engines, recorders and losses of all; what the others say else is in
-    `merged_from`."""
-    merged = dict(first.metadata)
-    if engines := {url: engine for source in sources for url, engine in source.metadata.get("engines", {}).items()}:
-        merged["engines"] = engines
-    for key, more in (("recorders", []), ("left_behind", [asdict(loss) for loss in left_behind])):
-        entries = [entry for source in sources for entry in source.metadata.get(key, [])] + more
-        if entries:
-            merged[key] = [entry for number, entry in enumerate(entries) if entry not in entries[:number]]
-    merged["merged_from"] = [entry for source in sources for entry in _origins(source, merged)]
-    return merged
-
-
-def _origins(source: _Run, merged: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The run's name and what its metadata says otherwise; those of the runs that it was merged from itself."""
-    metadata = dict(source.metadata)
-    origins = metadata.pop("merged_from", [{"run": source.name}])
-    joined = ("engines", "recorders", "left_behind")
-    other = {k: v for k, v in metadata.items() if k not in joined and merged.get(k) != v}
-    return [{**other, **origin} for origin in origins]
 
 
 def _parts_by(source: _Run, field: SplitBy) -> dict[str, list[str]]:
