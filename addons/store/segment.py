@@ -15,12 +15,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import pyarrow as pa
 
-from rolltap.addons.store.staging import hidden_name, sync_folder
+from rolltap.addons.store.staging import hidden_name, new_file, sync_folder
 
 logger = logging.getLogger(__name__)
 
@@ -143,9 +142,7 @@ class SegmentReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __iter__(self) -> Iterator[tuple[int, pa.RecordBatch]]:
@@ -188,6 +185,8 @@ class SegmentReader:
     def _is_end(self, offset: int) -> bool:
         """Whether the stream ends here: properly, or with a commit that was not completed and has none behind it."""
         rest = self._bytes(offset)
+        # in doubt it is damage, which stays: one commit alone can be incomplete, so zeros before a marker were written by
+        # a disk that lost something
         if not any(rest[:_PREFIX]) and self._find_marker(offset) is None:
             self.uncommitted = len(rest)
             return True
@@ -219,24 +218,14 @@ def compact(path: Path) -> None:
                 sessions[session_id].append(offset)
         if offsets < 2 or reader.damage:
             return
-        hidden = hidden_name(path)
-        with open(hidden, "xb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                written = 0
-                with pa.ipc.new_stream(file, reader.schema) as writer:
-                    for batch in _regrouped(reader, sessions):
-                        writer.write_batch(batch)
-                        written += batch.num_rows
-                if written != rows:
-                    raise OSError(errno.EIO, f"{written} of {rows} rows were copied", str(path))
-                file.flush()
-                os.fsync(file.fileno())
-                hidden.rename(path)
-            except OSError:
-                hidden.unlink(missing_ok=True)
-                raise
-    sync_folder(path.parent)
+        written = 0
+        with new_file(path, "xb") as file:
+            with pa.ipc.new_stream(file, reader.schema) as writer:
+                for batch in _regrouped(reader, sessions):
+                    writer.write_batch(batch)
+                    written += batch.num_rows
+            if written != rows:
+                raise OSError(errno.EIO, f"{written} of {rows} rows were copied", str(path))
 
 
 def rows_of_session(batch: pa.RecordBatch, session_id: str | None) -> pa.RecordBatch:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
 from rolltap.addons.store.errors import RunError
 
@@ -42,20 +43,31 @@ def locked(path: Path, mode: int = os.O_RDONLY, *, wait: bool = False) -> Iterat
         os.close(descriptor)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` so that a reader sees the old contents or the new, never a part, and so does one who comes
-    after the machine stopped. Raises `OSError`."""
-    temporary = hidden_name(path)
-    try:
-        with temporary.open("w") as file:
-            file.write(text)
+@contextmanager
+def new_file(path: Path, mode: str) -> Iterator[IO[Any]]:
+    """A locked file that takes the place of `path` when the block ends, and is removed when the block raises.
+
+    A reader sees the old contents or the new, never a part, and so does one who comes after the machine stopped.
+    Raises `OSError`.
+    """
+    hidden = hidden_name(path)
+    with open(hidden, mode) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield file
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+            hidden.rename(path)
+        except BaseException:
+            hidden.unlink(missing_ok=True)
+            raise
     sync_folder(path.parent)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write `text` to `path` as `new_file` does. Raises `OSError`."""
+    with new_file(path, "w") as file:
+        file.write(text)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from datasets import Dataset, load_dataset
 
-from rolltap.addons.store import segment
+from rolltap.addons.store import segment, staging
 from rolltap.addons.store.segment import Segment, SegmentReader, compact, rows_of_session
 
 SCHEMA = pa.schema([("session_id", pa.string()), ("number", pa.int32()), ("text", pa.string())])
@@ -190,6 +190,7 @@ class TestCompact:
         with SegmentReader(path) as reader:
             batches = [rows for _, rows in reader]
         assert 5 < len(batches) < 15
+        assert all(rows.num_rows <= segment.BATCH_ROWS for rows in batches)
         ids = [session for rows in batches for session in rows["session_id"].to_pylist()]
         assert ids == ["a"] * 50 + ["b"] * 50
 
@@ -242,7 +243,7 @@ class TestCompact:
     def test_the_unfinished_file_of_another_is_left_alone(self, path, opened):
         for number in range(3):
             opened.append(batch(number))
-        theirs = segment.hidden_name(path)
+        theirs = staging.hidden_name(path)
         theirs.write_bytes(b"theirs")
         with pytest.raises(FileExistsError):
             compact(path)

@@ -378,7 +378,7 @@ class TestReadRows:
     def test_an_empty_file_has_no_rows(self, run, caplog):
         os.truncate(write_calls(run, [0]), 0)
         assert call_ids(run) == []
-        assert "it has no schema (it is empty)" in caplog.text
+        assert "byte 0: it has no schema" in caplog.text
 
     def test_other_files_are_read_after_a_truncated_one(self, run):
         path = write_calls(run, [0, 1])
