@@ -185,8 +185,7 @@ class SegmentReader:
     def _is_end(self, offset: int) -> bool:
         """Whether the stream ends here: properly, or with a commit that was not completed and has none behind it."""
         rest = self._bytes(offset)
-        # in doubt it is damage, which stays: one commit alone can be incomplete, so zeros before a marker were written by
-        # a disk that lost something
+        # only one commit at a time can be incomplete: zeros before another message are damage, also when in doubt
         if not any(rest[:_PREFIX]) and self._find_marker(offset) is None:
             self.uncommitted = len(rest)
             return True

@@ -133,8 +133,7 @@ class _Session:
                 return f"{name} is {value!r}, but line {first} of session {line.session_id!r} says {known!r}"
         self.offsets.append(offset)
         self.lines[line.call_id] = number
-        for name, value in says.items():
-            self.says.setdefault(name, (value, number))
+        self.says = {name: (value, number) for name, value in says.items()} | self.says
         return None
 
 
