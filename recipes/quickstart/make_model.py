@@ -13,7 +13,6 @@ import json
 import os
 import random
 import shutil
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,28 +21,12 @@ import torch
 from renderers.configs import Qwen3RendererConfig
 from renderers.qwen3 import Qwen3Renderer
 from rich.progress import Progress
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
+from words import COUNT, LOOK, RIGHT, SUBMIT, TEMPLATE, filler_text, make_tokenizer, reply
 
-HERE = Path(__file__).parent
 RECIPE_FILE = "recipe.json"  # in the model's folder: what it was made from
 
-# What the assistant is taught to say: its reasoning and its command, turn by turn.
-LOOK = [("Looking around first.", command) for command in ("ls", "cat words.txt")]
-RIGHT = "wc -l < words.txt > answer.txt"
-WRONG = ["wc -w < words.txt > answer.txt", "wc -c < words.txt > answer.txt", "wc -m < words.txt > answer.txt"]
-COUNT = [("Writing the answer to the file.", command) for command in (RIGHT, *WRONG)]
-SUBMIT = ("Done, the answer is written.", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
-
-# Qwen's own pre-tokenizer and special tokens, so that its renderer, parsers and templates apply.
-WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-MARKUP = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-
-VOCABULARY = 1536
 STEPS = 400
 WARM = (
     0.5  # share of the way from the shortest to the longest prompts at the first step; all lengths from the middle on
@@ -53,13 +36,7 @@ COMMAND_IN_FILLER = 0.5  # share of filler texts that quote a taught command
 BATCH = 4  # sessions a step
 LEARNING_RATE = 4e-3
 PROMPT_CHARACTERS = (40, 4000)  # system and user message together; log-uniform
-MEASURED = 256  # second turns sampled to measure the share of the right command
-
-
-def reply(reasoning: str, command: str) -> str:
-    """The assistant's turn as the model writes it, up to and including the token that ends it."""
-    call = json.dumps({"name": "bash", "arguments": {"command": command}})
-    return f"<think>\n{reasoning}\n</think>\n\n<tool_call>\n{call}\n</tool_call><|im_end|>"
+MEASURED = 64  # second turns sampled to measure the share of the right command
 
 
 def bash_tool(description: str, command: str) -> dict:
@@ -70,47 +47,6 @@ def bash_tool(description: str, command: str) -> dict:
         "required": ["command"],
     }
     return {"type": "function", "function": {"name": "bash", "description": description, "parameters": parameters}}
-
-
-def filler_text() -> str:
-    """Some megabytes of prose and code that are on every machine: the standard library's sources."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(library.glob("*.py")) + sorted(library.glob("pydoc_data/*.py"))
-    return "".join(file.read_text(encoding="utf-8", errors="ignore") for file in files)
-
-
-def make_tokenizer(text: str) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with Qwen3's special tokens and the recipe's chat template."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(WORDS), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    # The taught turns are repeated so that their words become single tokens and sessions stay short.
-    template = (HERE / "chat_template.jinja").read_text()
-    taught = "\n".join([template, *(reply(*turn) for turn in (*LOOK, *COUNT, SUBMIT))])
-    tokenizer.train_from_iterator(
-        [text[:1_000_000], *[taught] * 1000],
-        trainers.BpeTrainer(
-            vocab_size=VOCABULARY - len(SPECIAL) - len(MARKUP),
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKUP])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        model_max_length=65536,
-        clean_up_tokenization_spaces=False,
-        chat_template=template,
-    )
 
 
 def make_network(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
@@ -249,7 +185,8 @@ def share_of_right_command(network: Qwen3ForCausalLM, sessions: Sessions) -> flo
 @click.option("--seed", default=0, show_default=True, help="Of the weights and of what is taught.")
 def main(out: Path, seed: int) -> None:
     """Make the model in the folder OUT. One that this recipe made already is left alone."""
-    recipe = hashlib.sha256(Path(__file__).read_bytes() + (HERE / "chat_template.jinja").read_bytes()).hexdigest()
+    parts = (Path(__file__), Path(__file__).with_name("words.py"), TEMPLATE)
+    recipe = hashlib.sha256(b"".join(part.read_bytes() for part in parts)).hexdigest()
     made_from = json.dumps({"recipe": recipe, "seed": seed})
     if (out / RECIPE_FILE).exists() and (out / RECIPE_FILE).read_text() == made_from:
         print(f"{out} is there already")

@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from rolltap.trainer import cli
+from rolltap.trainer.cli import run as run_command
+from rolltap.trainer.commands.train import train_command
 from rolltap.trainer.engine.serve import EngineServer
 from rolltap.trainer.training.loop import FINISHED
 
@@ -34,7 +35,7 @@ def quickstart(context: click.Context, vllm: str, seed: int) -> None:
         engine.start()
     with engine:
         console.print(f"vLLM serves the tiny model at {engine.url}; recording into {run}")
-        context.invoke(cli.train, recipe=HERE / "recipe.toml", out=run, engine=engine.url, seed=seed)
+        context.invoke(train_command, recipe=HERE / "recipe.toml", out=run, engine=engine.url, seed=seed)
 
 
 def next_run(seed: int) -> Path:
@@ -53,4 +54,4 @@ def free_port() -> int:
 
 
 if __name__ == "__main__":
-    cli.run(quickstart)
+    run_command(quickstart)

@@ -74,7 +74,7 @@ def play(harness: Harness, sessions: int, run: Path, model: Path) -> None:
         options = {"confdir": str(run.parent / "mitmproxy")}
         with Recorder(run, engine=engine.url, model=str(model), options=options) as recorder:
             asyncio.run(
-                rollout(tasks, plan, recorder, RunWriter(run), policy_version="default", done=lambda session: None)
+                rollout(tasks, plan, recorder, RunWriter(run), policy_version="default", advance=lambda *_: None)
             )
 
 

@@ -13,9 +13,9 @@ def measured(benchmark, *options):
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT).stdout)
 
 
-def test_every_case_of_every_target_is_measured(tiny_model):
+def test_every_case_of_every_target_is_measured(tokenizer_folder):
     few = ["--connections", "1", "--connections", "2", "--requests", "2", "--chunks", "3", "--pace", "0.001"]
-    rows = measured("recorder", "--model", tiny_model, *few)
+    rows = measured("recorder", "--model", tokenizer_folder, *few)
     assert [(row["reply"], row["connections"], row["target"]) for row in rows] == [
         (reply, connections, target)
         for reply in ("at once", "streamed")
@@ -26,8 +26,8 @@ def test_every_case_of_every_target_is_measured(tiny_model):
         assert all(value > 0 for value in row.values() if not isinstance(value, str | None)), row
 
 
-def test_prompts_are_measured_at_every_length(tiny_model):
-    rows = measured("prompts", "--model", tiny_model, "--tokens", "1000", "--tokens", "2000")
+def test_prompts_are_measured_at_every_length(tokenizer_folder):
+    rows = measured("prompts", "--model", tokenizer_folder, "--tokens", "1000", "--tokens", "2000")
     assert [row["tokens"] // 1000 for row in rows] == [1, 2]
     assert all(value > 0 for row in rows for value in row.values())
 
@@ -40,10 +40,10 @@ def test_traces_are_built_of_a_run_and_of_one_four_times_as_large():
 
 
 @pytest.mark.harness
-def test_awkward_replies_of_a_session_are_continued(tiny_model):
+def test_awkward_replies_of_a_session_are_continued(tokenizer_folder):
     if shutil.which("mini") is None:
         pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
-    (row,) = measured("continuity", "--model", tiny_model, "--sessions", "1", "--harness", "mini-swe-agent")
+    (row,) = measured("continuity", "--model", tokenizer_folder, "--sessions", "1", "--harness", "mini-swe-agent")
     assert (row["sessions"], row["completed"], row["root"], row["rendered"]) == (1, 1, 1, 0)
     assert row["bridged"] == row["calls"] - 1 >= 3
 

@@ -6,6 +6,6 @@ from tests.scripted_engine import ScriptedEngine
 
 
 @pytest.fixture
-def engine(tokenizer):
+def scripted_engine(tokenizer):
     with ScriptedEngine(tokenizer, max_model_len=200_000) as engine:
         yield engine

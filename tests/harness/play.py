@@ -57,7 +57,7 @@ async def play(
     with Recorder(run, engine=engine.url, model=str(model), options=options) as recorder:
         plan = Plan(harness, 1, 1, 120.0)
         (session,) = await rollout(
-            [task], plan, recorder, RunWriter(run), policy_version="default", done=lambda session: None
+            [task], plan, recorder, RunWriter(run), policy_version="default", advance=lambda *_: None
         )
     return Played(
         session=session,

@@ -15,22 +15,22 @@ TASK = Task(
 )
 
 
-async def test_every_turn_goes_over_the_socket_and_brings_only_what_is_new(engine, tiny_model, tmp_path):
+async def test_every_turn_goes_over_the_socket_and_brings_only_what_is_new(scripted_engine, tokenizer_folder, tmp_path):
     codex = installed("codex")
 
     def reply(request):
-        turn = engine.tokenizer.decode(request["token_ids"]).count("<tool_response>")
+        turn = scripted_engine.tokenizer.decode(request["token_ids"]).count("<tool_response>")
         return Say(shell(codex, f"echo {turn} >> lines.txt") if turn < 3 else "Done.")
 
-    engine.otherwise = reply
+    scripted_engine.otherwise = reply
     options = {"rolltap_websocket": "true", "flow_detail": "4"}  # the log shows each message
-    played = await play(codex, TASK, engine, tiny_model, tmp_path, options)
+    played = await play(codex, TASK, scripted_engine, tokenizer_folder, tmp_path, options)
     assert (played.session.status, played.session.reward) == ("completed", 1.0), played.log
     assert [(call.kind, call.role) for call in played.calls] == [("root", "agent")] + [("bridged", "agent")] * 3
     assert {(call.host, call.path, call.dialect) for call in played.calls} == {
         ("api.openai.com", "/v1/responses", "openai-responses")
     }
-    assert [request["token_ids"] for request in engine.requests] == [call.prompt_ids for call in played.calls]
+    assert [request["token_ids"] for request in scripted_engine.requests] == [call.prompt_ids for call in played.calls]
     assert {event["kind"] for event in played.events} == {"call_started"}
     assert played.summary.uncaptured_calls == 0
     assert "101 Switching Protocols" in played.recorder_log

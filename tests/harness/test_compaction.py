@@ -21,21 +21,23 @@ SUMMARY = "I was looking at numbers."
         pytest.param("claude-code", {"ANTHROPIC_MODEL": "local"}, 64_000, 4_000, 0, id="claude-code-in-time"),
     ],
 )
-async def test_it_goes_on_from_its_own_summary(name, env, window, digits, refused, engine, tiny_model, tmp_path):
+async def test_it_goes_on_from_its_own_summary(
+    name, env, window, digits, refused, scripted_engine, tokenizer_folder, tmp_path
+):
     harness = installed(name)
     harness = harness.model_copy(update={"env": {**harness.env, **env}})
-    engine.max_model_len = window
+    scripted_engine.max_model_len = window
 
     def reply(request):
-        prompt = engine.tokenizer.decode(request["token_ids"])
+        prompt = scripted_engine.tokenizer.decode(request["token_ids"])
         if SUMMARY in prompt:
             return Say("Done." if "aft\\u0065rwards" in prompt else shell(harness, "echo done > afterwards.txt"))
         if "summary" in prompt.rsplit("<|im_start|>user", 1)[1]:
             return Say(f"<think>\nI sum up.\n</think>\n\n<summary>{SUMMARY}</summary>")
         return Say(shell(harness, f"head -c {digits} /dev/zero | tr '\\0' 7"))  # a digit is a token
 
-    engine.otherwise = reply
-    played = await play(harness, TASK, engine, tiny_model, tmp_path)
+    scripted_engine.otherwise = reply
+    played = await play(harness, TASK, scripted_engine, tokenizer_folder, tmp_path)
     assert (played.session.status, played.session.reward) == ("completed", 1.0), played.log
     assert len(played.of("rejected")) == refused
     roles = [call.role for call in played.calls]

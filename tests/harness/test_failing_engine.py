@@ -15,12 +15,12 @@ BREAK_AFTER = 8
 """Tokens, in the middle of the reasoning."""
 
 
-def lead(engine, harness, fault=None):
+def lead(scripted_engine, harness, fault=None):
     """Two lines, then the end. The second reply is `fault` at first, or breaks off; who asks for the rest gets it."""
     broken = []
 
     def reply(request):
-        prompt = engine.tokenizer.decode(request["token_ids"])
+        prompt = scripted_engine.tokenizer.decode(request["token_ids"])
         turn = prompt.count("<tool_response>")
         text = shell(harness, f"echo {turn} >> lines.txt") if turn < 2 else "Done."
         if turn == 1 and not broken:
@@ -28,14 +28,14 @@ def lead(engine, harness, fault=None):
             return fault or Say(text, break_after=BREAK_AFTER)
         return Say(text.removeprefix(prompt.rsplit("<|im_start|>assistant\n", 1)[1]))
 
-    engine.otherwise = reply
+    scripted_engine.otherwise = reply
 
 
 @pytest.mark.parametrize("name", ["claude-code", "codex"])
-async def test_the_program_sees_one_unbroken_reply(name, engine, tiny_model, tmp_path):
+async def test_the_program_sees_one_unbroken_reply(name, scripted_engine, tokenizer_folder, tmp_path):
     harness = installed(name)
-    lead(engine, harness)
-    played = await play(harness, TASK, engine, tiny_model, tmp_path)
+    lead(scripted_engine, harness)
+    played = await play(harness, TASK, scripted_engine, tokenizer_folder, tmp_path)
     assert (played.session.status, played.session.reward) == ("completed", 1.0), played.log
     assert [(call.kind, call.status) for call in played.calls] == [
         ("root", "completed"),
@@ -45,7 +45,7 @@ async def test_the_program_sees_one_unbroken_reply(name, engine, tiny_model, tmp
     second = played.calls[1]
     (continued,) = played.of("continued")
     assert continued["call_id"] == second.call_id
-    assert engine.requests[2]["token_ids"] == second.prompt_ids + second.completion_ids[:BREAK_AFTER]
+    assert scripted_engine.requests[2]["token_ids"] == second.prompt_ids + second.completion_ids[:BREAK_AFTER]
     assert second.violation is None
     assert (played.summary.continued, played.summary.retried, played.summary.uncaptured_calls) == (1, 0, 0)
     assert played.summary.ledger.trained == sum(len(call.completion_ids) for call in played.calls)
@@ -59,10 +59,12 @@ async def test_the_program_sees_one_unbroken_reply(name, engine, tiny_model, tmp
         ("qwen-code", Answer(200, '{"error": {"message": "no memory left", "code": 500}}')),
     ],
 )
-async def test_without_patience_the_program_is_told_and_asks_again(name, fault, engine, tiny_model, tmp_path):
+async def test_without_patience_the_program_is_told_and_asks_again(
+    name, fault, scripted_engine, tokenizer_folder, tmp_path
+):
     harness = installed(name)
-    lead(engine, harness, fault)
-    played = await play(harness, TASK, engine, tiny_model, tmp_path, {"rolltap_patience": "0"})
+    lead(scripted_engine, harness, fault)
+    played = await play(harness, TASK, scripted_engine, tokenizer_folder, tmp_path, {"rolltap_patience": "0"})
     assert (played.session.status, played.session.reward) == ("completed", 1.0), played.log
     assert [(call.kind, call.status) for call in played.calls] == [
         ("root", "completed"),

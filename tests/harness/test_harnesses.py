@@ -1,6 +1,7 @@
 """The real programs, unmodified and headless, led by the scripted engine over TLS.
 
-Each writes a file with a tool of its own, reads it back with another call, and ends.
+A user records each with `rolltap record`, beside a configuration of its own: it writes a file with a tool of its own,
+reads it back with another call, and ends.
 """
 
 import subprocess
@@ -10,23 +11,20 @@ from pathlib import Path
 
 import pytest
 
+from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.rollouts.environment import clean_environment
 from rolltap.trainer.rollouts.harness import harness_names
-from rolltap.trainer.rollouts.task import Task
 from rolltap.trainer.traces.build import build_traces
-from rolltap.trainer.traces.reader import load_calls, load_sessions
-from tests.harness.play import installed, play, tool_call
+from rolltap.trainer.traces.reader import iter_sessions
+from rolltap.trainer.views.report import summarize
+from tests.harness.play import installed, tool_call
 from tests.scripted_engine import Say
 
 pytestmark = pytest.mark.harness
 
 WRITE, READ = "printf 'héllo\\n' > greeting.txt", "cat greeting.txt"
-TASK = Task(
-    # no program may take it for options or fill in its braces
-    id="greet",
-    instruction="- Write {greeting} into greeting.txt, then read it.",
-    evaluate=["grep", "-q", "héllo", "greeting.txt"],
-)
+# no program may take it for options or fill in its braces
+INSTRUCTION = "- Write {greeting} into greeting.txt, then read it."
 
 
 @dataclass(frozen=True)
@@ -105,57 +103,29 @@ def lead(engine, script):
 
 
 @pytest.fixture(params=harness_names())
-def harness(request):
+def program(request):
     return installed(request.param)
-
-
-@pytest.fixture
-def home(harness, tmp_path, monkeypatch):
-    """The caller's home folder with a configuration of the harness."""
-    name, text = SCRIPTS[harness.name].config
-    home = tmp_path / "home"
-    (home / name).parent.mkdir(parents=True)
-    (home / name).write_text(text)
-    monkeypatch.setenv("HOME", str(home))
-    return home
 
 
 def files(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-async def test_a_session_with_tools_is_one_unbroken_line_of_calls(harness, engine, tiny_model, home, tmp_path):
-    script = SCRIPTS[harness.name]
-    lead(engine, script)
-    before = files(home)
-    played = await play(harness, TASK, engine, tiny_model, tmp_path)
-    session, calls, main = played.session, played.calls, played.main
-    assert (session.status, session.reward, session.error) == ("completed", 1.0, None), played.log
-    turns = len(script.tools) + (harness.name != "mini-swe-agent")  # which ends by a tool
-    assert [call.kind for call in main[1:]] == ["bridged"] * (turns - 1)
-    assert [call.status for call in calls] == ["completed"] * len(calls)
-    sent = [request["token_ids"] for request in engine.requests]
-    assert sorted(sent) == sorted(list(call.prompt_ids) for call in calls)
-    traces, ledger = build_traces(calls, "prefix_merging")
-    assert [call.call_id for call in main] in [trace.call_ids for trace in traces]
-    ledger.check()
-    assert ledger.sampled == sum(len(call.completion_ids) for call in calls)
-    assert ledger.trained == sum(len(call.completion_ids) for call in main)
-    assert {event["kind"] for event in played.events} <= {"call_started", "refused"}
-    assert played.summary.uncaptured_calls == 0
-    assert files(home) == before  # it worked in a home of its own
-
-
-def test_recording_leaves_a_users_configuration_as_it_is(harness, engine, tiny_model, home, tmp_path):
-    lead(engine, SCRIPTS[harness.name])
-    before = files(home)
-    options = ["--out", tmp_path / "run", "--engine", engine.url, "--model", tiny_model]
-    headless = harness.command_for(TASK.instruction)[1 + len(harness.arguments) :]
-    workspace = tmp_path / "workspace"
+def test_a_session_with_tools_is_one_unbroken_line_of_calls_and_changes_no_configuration(
+    program, scripted_engine, tokenizer_folder, tmp_path
+):
+    script = SCRIPTS[program.name]
+    lead(scripted_engine, script)
+    run, home, workspace = (tmp_path / name for name in ("run", "home", "workspace"))
     workspace.mkdir()
-    rolltap = Path(sys.executable).with_name("rolltap")
+    name, text = script.config
+    (home / name).parent.mkdir(parents=True)
+    (home / name).write_text(text)
+    before = files(home)
+    headless = program.command_for(INSTRUCTION)[1 + len(program.arguments) :]
+    options = ["--out", run, "--engine", scripted_engine.url, "--model", tokenizer_folder, "--harness", program.name]
     ended = subprocess.run(
-        [rolltap, "record", *options, "--harness", harness.name, "--", *headless],
+        [Path(sys.executable).with_name("rolltap"), "record", *options, "--", *headless],
         cwd=workspace,
         env=clean_environment(home),
         stdin=subprocess.DEVNULL,
@@ -163,8 +133,22 @@ def test_recording_leaves_a_users_configuration_as_it_is(harness, engine, tiny_m
         text=True,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    (session,) = load_sessions(tmp_path / "run").values()
-    assert (session.status, session.harness) == ("completed", harness.name)
-    assert len(load_calls(tmp_path / "run")[session.session_id]) >= len(SCRIPTS[harness.name].tools)
     assert "héllo" in (workspace / "greeting.txt").read_text()
     assert before.items() <= files(home).items()
+
+    (recorded,) = iter_sessions(run)
+    session, calls = recorded.session, recorded.calls
+    assert (session.status, session.harness) == ("completed", program.name)
+    main = [call for call in calls if call.role == "agent"]
+    turns = len(script.tools) + (program.name != "mini-swe-agent")  # which ends by a tool
+    assert [call.kind for call in main[1:]] == ["bridged"] * (turns - 1)
+    assert [call.status for call in calls] == ["completed"] * len(calls)
+    sent = [request["token_ids"] for request in scripted_engine.requests]
+    assert sorted(sent) == sorted(list(call.prompt_ids) for call in calls)
+    traces, ledger = build_traces(calls, "prefix_merging")
+    assert [call.call_id for call in main] in [trace.call_ids for trace in traces]
+    ledger.check()
+    assert ledger.sampled == sum(len(call.completion_ids) for call in calls)
+    assert ledger.trained == sum(len(call.completion_ids) for call in main)
+    assert {event["kind"] for event in read_rows(run, "events")} <= {"call_started", "refused"}
+    assert summarize(run).uncaptured_calls == 0

@@ -8,15 +8,17 @@ import shutil
 from itertools import pairwise
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rolltap.addons.store.tables import RunWriter, read_rows
+from rolltap.trainer.engine.publish import CheckpointPublisher
 from rolltap.trainer.rollouts.harness import load_harness
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.scheduler import Plan, rollout
 from rolltap.trainer.rollouts.task import Task
 from rolltap.trainer.traces.reader import load_calls
 from rolltap.trainer.views.report import summarize
-from tests.conftest import real_engine
 
 pytestmark = [pytest.mark.harness, pytest.mark.engine]
 
@@ -26,16 +28,12 @@ ANSWER = "Hello"
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model, tmp_path_factory):
-    """A folder with a model that answers `ANSWER`."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder = tmp_path_factory.mktemp("model") / "model"
-    shutil.copytree(tiny_model, folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    network = AutoModelForCausalLM.from_pretrained(folder)
+def parrot(engine, tmp_path_factory):
+    """The shared vLLM with weights that answer `ANSWER`, and afterwards with its own again."""
+    tokenizer = AutoTokenizer.from_pretrained(engine.model_dir)
+    network = AutoModelForCausalLM.from_pretrained(engine.model_dir)
     said = [*tokenizer.encode("\n"), *tokenizer.encode(ANSWER), tokenizer.eos_token_id]
+    publisher = CheckpointPublisher(engine.url, tmp_path_factory.mktemp("published"), tmp_path_factory.mktemp("run"))
     with torch.no_grad():
         for layer in network.model.layers:
             layer.self_attn.o_proj.weight.zero_()
@@ -46,27 +44,22 @@ def model(tiny_model, tmp_path_factory):
         for token, following in pairwise(said):
             embedding = network.model.embed_tokens.weight[token]
             network.lm_head.weight[following] += 10 * embedding / embedding.norm()
-    network.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def engine(model, tmp_path_factory):
-    with real_engine(model, tmp_path_factory.mktemp("vllm") / "vllm.log") as engine:
-        yield engine
+    publisher.publish(network, "parrot")
+    yield engine
+    publisher.publish(AutoModelForCausalLM.from_pretrained(engine.model_dir), "default")
 
 
 @pytest.mark.parametrize("name", ["claude-code", "codex", "pi", "qwen-code"])
-async def test_a_session_ends_well_and_adds_up(name, engine, tmp_path):
+async def test_a_session_ends_well_and_adds_up(name, parrot, tmp_path):
     harness = load_harness(name)
     if shutil.which(harness.program) is None:
         pytest.skip(f"{name} is not installed: tests/run.sh installs it")
     run = tmp_path / "run"
     options = {"confdir": str(tmp_path / "mitmproxy")}
-    with Recorder(run, engine=engine.url, model=str(engine.model_dir), options=options) as recorder:
+    with Recorder(run, engine=parrot.url, model=str(parrot.model_dir), options=options) as recorder:
         plan = Plan(harness, 1, 1, 240.0)
         (session,) = await rollout(
-            [TASK], plan, recorder, RunWriter(run), policy_version="default", done=lambda session: None
+            [TASK], plan, recorder, RunWriter(run), policy_version="default", advance=lambda *_: None
         )
     log = next((run / "logs").glob("*[0-9].log")).read_text()
     assert (session.status, session.error) == ("completed", None), log

@@ -27,19 +27,19 @@ KEYS = dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY"), 
 
 
 @pytest.mark.parametrize("script", HOSTS)
-def test_a_script_that_uses_an_sdk_is_recorded(script, engine, tiny_model, tmp_path):
+def test_a_script_that_uses_an_sdk_is_recorded(script, scripted_engine, tokenizer_folder, tmp_path):
     def reply(request):
         """The file that the task names is written twice, and then the model is done."""
-        prompt = engine.tokenizer.decode(request["token_ids"])
+        prompt = scripted_engine.tokenizer.decode(request["token_ids"])
         turn, path = prompt.count("<tool_response>"), re.search(r"Write (\w+\.txt), twice", prompt)[1]
         if turn == 2:
             return Say(f"<think>\nTwice.\n</think>\n\nI wrote {path}.")
         return Say(tool_call("write_file", {"path": path, "content": f"héllo {turn}\n"}))
 
-    engine.otherwise = reply
+    scripted_engine.otherwise = reply
     run, workspace = tmp_path / "run", tmp_path / "workspace"
     workspace.mkdir()
-    options = ["--out", run, "--engine", engine.url, "--model", tiny_model]
+    options = ["--out", run, "--engine", scripted_engine.url, "--model", tokenizer_folder]
     ended = subprocess.run(
         [Path(sys.executable).with_name("rolltap"), "record", *options, "--", sys.executable, SCRIPTS / f"{script}.py"],
         cwd=workspace,
@@ -56,7 +56,7 @@ def test_a_script_that_uses_an_sdk_is_recorded(script, engine, tiny_model, tmp_p
         agents = [call for call in calls if call.stream == streamed]
         assert [call.kind for call in agents[1:]] == ["bridged", "bridged"]
     assert {(call.status, call.violation, call.role) for call in calls} == {("completed", None, "agent")}
-    assert [request["token_ids"] for request in engine.requests] == [call.prompt_ids for call in calls]
+    assert [request["token_ids"] for request in scripted_engine.requests] == [call.prompt_ids for call in calls]
     assert {event["kind"] for event in read_rows(run, "events")} == {"call_started"}
     summary = summarize(run)
     assert summary.uncaptured_calls == 0

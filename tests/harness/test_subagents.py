@@ -19,19 +19,19 @@ START = {
 
 
 @pytest.mark.parametrize("name", START)
-async def test_its_calls_are_a_line_of_their_own(name, engine, tiny_model, tmp_path):
+async def test_its_calls_are_a_line_of_their_own(name, scripted_engine, tokenizer_folder, tmp_path):
     harness = installed(name)
     tool, arguments, evidence = START[name]
 
     def reply(request):
-        prompt = engine.tokenizer.decode(request["token_ids"])
+        prompt = scripted_engine.tokenizer.decode(request["token_ids"])
         worked = "<tool_response>" in prompt
         if TASK.instruction in prompt:
             return Say("Done." if worked else tool_call(tool, {**arguments, "description": "Help", "prompt": ASKED}))
         return Say(TOLD if worked else shell(harness, "echo done > helper.txt"))
 
-    engine.otherwise = reply
-    played = await play(harness, TASK, engine, tiny_model, tmp_path)
+    scripted_engine.otherwise = reply
+    played = await play(harness, TASK, scripted_engine, tokenizer_folder, tmp_path)
     assert (played.session.status, played.session.reward) == ("completed", 1.0), played.log
     helper = [call for call in played.calls if call.role == "subagent"]
     assert len(helper) == 2
@@ -40,7 +40,7 @@ async def test_its_calls_are_a_line_of_their_own(name, engine, tiny_model, tmp_p
         ids = [call.call_id for call in line]
         assert [call.parent_id for call in line] == [None, *ids[:-1]]
         assert [call.kind for call in line[1:]] == ["bridged"] * (len(line) - 1)
-    assert TOLD in engine.tokenizer.decode(played.main[-1].prompt_ids)
+    assert TOLD in scripted_engine.tokenizer.decode(played.main[-1].prompt_ids)
     assert {(call.status, call.violation) for call in played.calls} == {("completed", None)}
     assert played.summary.uncaptured_calls == 0
     assert played.summary.ledger.trained == sum(len(call.completion_ids) for call in [*played.main, *helper])

@@ -1,7 +1,6 @@
 """`rolltap export`: a run in other programs' formats."""
 
 import importlib
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -49,7 +48,7 @@ def export_command(run: Path, target: str, out: Path | None, repo: str | None, p
     # datasets takes a second to import, and the other commands do not need it
     export = importlib.import_module(f"rolltap.trainer.exports.{target}").export
     with new_folder(out) as folder, progress_bar(console) as advance:
-        records = export(run, folder, partial(advance, "sessions"))
+        records = export(run, folder, advance)
     console.print(f"{records:,} records in {out}", markup=False, soft_wrap=True)
 
 
@@ -63,5 +62,5 @@ def _push(run: Path, repo: str, public: bool, console: Console) -> str:
     with TemporaryDirectory(prefix="rolltap-") as temporary:
         folder = Path(temporary) / "data"
         with new_folder(folder) as unfinished, progress_bar(console) as advance:
-            parquet.export(run, unfinished, partial(advance, "sessions"), where=repository.name)
+            parquet.export(run, unfinished, advance, where=repository.name)
         return repository.upload(folder, f"{run.resolve().name}, exported by rolltap")

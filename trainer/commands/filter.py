@@ -7,14 +7,14 @@ import click
 from rich.console import Console
 
 from rolltap.addons.store.records import CallRole, SessionStatus
-from rolltap.trainer.commands.folders import RUN, out_option
+from rolltap.trainer.commands.options import RUN, new_folder_option
 from rolltap.trainer.progress import progress_bar
 from rolltap.trainer.runs.parts import Filter, filter_run
 
 
 @click.command("filter")
 @click.argument("run", type=RUN)
-@out_option
+@new_folder_option
 @click.option("--min-reward", type=float, help="The reward is at least this.")
 @click.option("--max-reward", type=float, help="The reward is at most this.")
 @click.option("--harness", "harnesses", multiple=True, help="The harness has this name.")

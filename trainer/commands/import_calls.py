@@ -1,15 +1,14 @@
 """`rolltap import`: calls that anything else made, as a run."""
 
-import json
 from pathlib import Path
 from typing import BinaryIO
 
 import click
 from rich.console import Console
 
-from rolltap.trainer.commands.folders import NEW
+from rolltap.trainer.commands.options import FOLDER, json_option, print_result
 from rolltap.trainer.progress import progress_bar
-from rolltap.trainer.runs.import_calls import import_calls
+from rolltap.trainer.runs.import_calls import ImportSummary, import_calls
 
 MOST_FAULTS = 20
 """Bad lines that are printed; the rest is counted."""
@@ -17,9 +16,9 @@ MOST_FAULTS = 20
 
 @click.command("import")
 @click.argument("file", type=click.File("rb"))
-@click.argument("run", type=NEW)
+@click.argument("run", type=FOLDER)
 @click.option("--skip-bad", is_flag=True, help="Leave bad lines out and import the others.")
-@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+@json_option
 def import_command(file: BinaryIO, run: Path, skip_bad: bool, as_json: bool) -> None:
     """Write calls that anything else made to a new RUN.
 
@@ -59,15 +58,19 @@ def import_command(file: BinaryIO, run: Path, skip_bad: bool, as_json: bool) -> 
     finally:
         if faults > MOST_FAULTS:
             console.print(f"and {faults - MOST_FAULTS} more bad lines", highlight=False)
-    if as_json:
-        click.echo(json.dumps(summary.to_json()))
-        return
-    click.echo(f"{summary.calls} calls of {summary.sessions} sessions, {summary.sampled_tokens} sampled tokens")
-    click.echo(f"{summary.bridged} calls continue another one")
+    print_result(summary, as_json, _print_summary)
+
+
+def _print_summary(summary: ImportSummary, console: Console) -> None:
+    lines = [
+        f"{summary.calls} calls of {summary.sessions} sessions, {summary.sampled_tokens} sampled tokens",
+        f"{summary.bridged} calls continue another one",
+    ]
     for count, what in (
         (summary.violations, "calls break an invariant: kept, marked and not trained on"),
         (summary.without_logprobs, "calls have no log-probabilities: kept and not trained on"),
         (summary.skipped, "bad lines were skipped"),
     ):
         if count:
-            click.echo(f"{count} {what}")
+            lines.append(f"{count} {what}")
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)

@@ -5,14 +5,14 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from rolltap.trainer.commands.folders import RUN, out_option
+from rolltap.trainer.commands.options import RUN, new_folder_option
 from rolltap.trainer.progress import progress_bar
 from rolltap.trainer.runs.merge import merge_runs
 
 
 @click.command("merge")
 @click.argument("runs", type=RUN, nargs=-1, required=True)
-@out_option
+@new_folder_option
 def merge_command(runs: tuple[Path, ...], out: Path) -> None:
     """Write the sessions of several RUNS to one.
 

@@ -6,14 +6,14 @@ from typing import get_args
 import click
 from rich.console import Console
 
-from rolltap.trainer.commands.folders import RUN, out_option
+from rolltap.trainer.commands.options import RUN, new_folder_option
 from rolltap.trainer.progress import progress_bar
 from rolltap.trainer.runs.parts import SplitBy, split_run
 
 
 @click.command("split")
 @click.argument("run", type=RUN)
-@out_option
+@new_folder_option
 @click.option("--by", type=click.Choice(get_args(SplitBy)), help="A run for each value of this field of the sessions.")
 @click.option("--parts", type=click.IntRange(1), metavar="N", help="N runs of about as many sessions, groups whole.")
 def split_command(run: Path, out: Path, by: SplitBy | None, parts: int | None) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from rolltap.trainer.commands.folders import RUN
+from rolltap.trainer.commands.options import RUN, json_option
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.progress import progress_bar
 from rolltap.trainer.runs.verify import verify_run
@@ -19,7 +19,7 @@ MOST_FINDINGS = 100
 @click.command("verify")
 @click.argument("run", type=RUN)
 @click.option("--repair", is_flag=True, help="Remove what a crash left: commits that were not completed, hidden files.")
-@click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
+@json_option
 def verify_command(run: Path, repair: bool, as_json: bool) -> None:
     """Check every file, every row and every invariant of a RUN.
 

@@ -1,4 +1,4 @@
-"""`rolltap serve`: vLLM with the flags the recorder needs, and a check that its endpoints are there."""
+"""`rolltap serve`: vLLM with the flags the recorder needs, as a child process."""
 
 import contextlib
 import os
@@ -8,18 +8,14 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
-import httpx
-
+from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.errors import UserError
 
-_REQUIRED_PATHS = {
-    "/inference/v1/generate": "token-in/token-out generation",
-    "/weight_info": "weight versions",
-    "/collective_rpc": "weight updates",
-}
+START_SECONDS = 7200.0
+"""The longest start-up. A large model is downloaded, read and compiled; vLLM has shorter limits for the parts that may
+hang, and ends then."""
 _STOP_SECONDS = 30.0
 _POLL_SECONDS = 0.2
 
@@ -90,7 +86,7 @@ class EngineServer:
         if found is None:
             raise UserError(f"{vllm!r} is not on the PATH: install vLLM in an environment of its own, see --vllm")
         cpu = is_cpu_build(found)
-        self.url = f"http://{host}:{port}"
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._log = log
         self._command = engine_command(
             found, model, host=host, port=port, max_model_len=max_model_len, lora_rank=lora_rank, cpu=cpu
@@ -101,12 +97,13 @@ class EngineServer:
     def start(self) -> None:
         """Start the server and wait until it answers.
 
-        Raises `UserError` when it ends before that, when it lacks an endpoint and when the port is taken.
+        Raises `UserError` when it ends before that or does not answer within `START_SECONDS`, when it lacks an endpoint
+        and when the port is taken.
         """
-        if _answers(self.url):
+        admin = EngineAdmin(self.url)
+        if admin.healthy():
             raise UserError(f"something answers at {self.url} already: stop it, or choose another --port")
-        output = self._log.open("a") if self._log else None
-        try:
+        with self._log.open("a") if self._log else contextlib.nullcontext() as output:
             self._process = subprocess.Popen(
                 self._command,
                 env=self._env,
@@ -115,15 +112,15 @@ class EngineServer:
                 stderr=subprocess.STDOUT if output else None,
                 start_new_session=True,  # vLLM's processes are stopped as one group, and by us
             )
-        finally:
-            if output:
-                output.close()
         try:
-            while not _answers(self.url):
+            deadline = time.monotonic() + START_SECONDS
+            while not admin.healthy():
                 if self._process.poll() is not None:
                     raise UserError(f"vLLM ended with status {self._process.returncode}{self._tail()}")
+                if time.monotonic() > deadline:
+                    raise UserError(f"vLLM did not answer at {self.url} in {START_SECONDS:g} s{self._tail()}")
                 time.sleep(_POLL_SECONDS)
-            check_engine(self.url)
+            admin.require_endpoints()
         except BaseException:
             self.stop()
             raise
@@ -131,9 +128,7 @@ class EngineServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def wait(self) -> int:
@@ -155,38 +150,6 @@ class EngineServer:
             return ""
         lines = self._log.read_text(errors="replace").splitlines()[-15:]
         return f"; the end of {self._log}:\n" + "\n".join(lines)
-
-
-def check_engine(url: str) -> None:
-    """Raise `UserError` unless the engine at `url` has the endpoints that recording and publishing need."""
-    try:
-        paths = httpx.get(f"{url}/openapi.json", timeout=30).json()["paths"]
-        version = httpx.get(f"{url}/version", timeout=30).json()["version"]
-    except (httpx.HTTPError, ValueError, KeyError) as error:
-        raise UserError(f"the server at {url} is not vLLM: {error!r}") from error
-    missing = [f"{path} ({what})" for path, what in _REQUIRED_PATHS.items() if path not in paths]
-    if missing:
-        raise UserError(
-            f"vLLM {version} at {url} lacks {', '.join(missing)}: rolltap needs vLLM 0.32 or newer, started by "
-            "`rolltap serve` or with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
-        )
-
-
-def max_model_len(url: str) -> int:
-    """The context window of the model that the engine at `url` serves, in tokens. Raises `UserError`."""
-    try:
-        # the engine is never behind the caller's proxy
-        served = httpx.get(f"{url.rstrip('/')}/v1/models", timeout=30, trust_env=False).raise_for_status().json()
-        return int(next(model for model in served["data"] if not model.get("parent"))["max_model_len"])
-    except (httpx.HTTPError, ValueError, KeyError, TypeError, StopIteration) as error:
-        raise UserError(f"the engine at {url} does not tell its context window: {error!r}") from error
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=5).status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:

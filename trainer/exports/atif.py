@@ -31,7 +31,8 @@ from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call
 from rolltap.trainer.exports.atif_steps import Step, call_step, known, observe, replacing, result, said
 from rolltap.trainer.exports.lines import Parents, find_ends, find_path, split_lines
-from rolltap.trainer.exports.sessions import Progress, dump_json, each_session, session_file
+from rolltap.trainer.exports.sessions import dump_json, each_session, session_file
+from rolltap.trainer.progress import Advance
 from rolltap.trainer.traces.build import judge_calls
 from rolltap.trainer.traces.conversations import Message, Turn, rebuild_turns
 from rolltap.trainer.traces.ledger import LeftOut
@@ -43,11 +44,11 @@ VERSION = "ATIF-v1.7"
 UNKNOWN = "unknown"
 
 
-def export(run: Path, out: Path, progress: Progress) -> int:
+def export(run: Path, out: Path, advance: Advance) -> int:
     """Write a trajectory file per session that has calls; returns their number."""
     model = str(read_metadata(run).get("model", "")) or None
     written = empty = 0
-    for recorded in each_session(run, progress):
+    for recorded in each_session(run, advance):
         document = trajectory(recorded, model)
         if document is None:
             empty += 1

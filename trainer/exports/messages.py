@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from rolltap.trainer.exports.lines import find_ends, find_path
-from rolltap.trainer.exports.sessions import Progress, dump_json, each_session
+from rolltap.trainer.exports.sessions import dump_json, each_session
+from rolltap.trainer.progress import Advance
 from rolltap.trainer.traces.build import judge_calls
 from rolltap.trainer.traces.conversations import Turn, for_template, rebuild_turns
 from rolltap.trainer.traces.reader import RecordedSession
@@ -64,12 +65,12 @@ Conversations of agents, recorded with rolltap. One line is one conversation wit
 """
 
 
-def export(run: Path, out: Path, progress: Progress) -> int:
+def export(run: Path, out: Path, advance: Advance) -> int:
     """Write the lines and the card; returns the number of lines."""
     (out / "README.md").write_text(CARD, encoding="utf-8")
     lines = incomplete = 0
     with (out / FILE).open("w", encoding="utf-8") as file:
-        for recorded in each_session(run, progress):
+        for recorded in each_session(run, advance):
             conversations, faults = session_conversations(recorded)
             for conversation in conversations:
                 file.write(dump_json(conversation) + "\n")

@@ -22,7 +22,8 @@ from typing import Any
 
 from rolltap.addons.store.records import Call
 from rolltap.trainer.exports.lines import find_ends, split_lines
-from rolltap.trainer.exports.sessions import Progress, dump_json, each_session, session_file
+from rolltap.trainer.exports.sessions import dump_json, each_session, session_file
+from rolltap.trainer.progress import Advance
 from rolltap.trainer.traces.build import judge_calls
 from rolltap.trainer.traces.conversations import Turn, on_the_wire, rebuild_turns
 from rolltap.trainer.traces.ledger import LeftOut
@@ -45,12 +46,12 @@ class Selection:
     """The calls that cannot be a turn: `call_id`, `left_out`, `why` in words, and the `tokens` they sampled."""
 
 
-def export(run: Path, out: Path, progress: Progress) -> int:
+def export(run: Path, out: Path, advance: Advance) -> int:
     """Write a `TrainingTrace` file per session and the index of them; returns the number of sessions."""
     (out / TRACES_FOLDER).mkdir()
     sessions = 0
     with (out / INDEX_FILE).open("w", encoding="utf-8") as index:
-        for recorded in each_session(run, progress):
+        for recorded in each_session(run, advance):
             selection = select_calls(recorded.calls)
             file = f"{TRACES_FOLDER}/{session_file(recorded.session_id)}"
             with (out / file).open("w", encoding="utf-8") as trace:

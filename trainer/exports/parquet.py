@@ -1,7 +1,7 @@
 """Parquet that the Hub's viewer shows and `load_dataset` opens: traces, calls, sessions and events."""
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
@@ -13,6 +13,7 @@ from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.exports.card import HERE, parquet_card
 from rolltap.trainer.exports.features import CALL_FEATURES, EVENT_FEATURES, SESSION_FEATURES, TRACE_FEATURES, trace_row
 from rolltap.trainer.exports.spool import Spool
+from rolltap.trainer.progress import Advance
 from rolltap.trainer.traces.reader import count_sessions
 from rolltap.trainer.traces.sessions import Selection, Totals, iter_traces
 
@@ -26,7 +27,7 @@ _SOCKET = re.compile(r"\('[^']+', \d+(?:, \d+, \d+)?\)")
 """An address as Python writes it into the error of a connection."""
 
 
-def export(run: Path, out: Path, progress: Callable[[int, int], None], *, where: str = HERE) -> int:
+def export(run: Path, out: Path, advance: Advance, *, where: str = HERE) -> int:
     """Write a run as four configs and a card that says to load them from `where`; returns the number of rows.
 
     A config without rows is left out. Prompts stay as they are stored, what follows the parent's: whole ones take room
@@ -45,7 +46,7 @@ def export(run: Path, out: Path, progress: Callable[[int, int], None], *, where:
             spools["calls"].add(_without_addresses(call.to_row(), "error", engines) for call in recorded.calls)
             spools["sessions"].add([recorded.session.to_row()] if recorded.session else [])
             totals.add(traced)
-            progress(totals.sessions, total)
+            advance("sessions", totals.sessions, total)
         spools["events"].add(_without_addresses(row, "detail", engines) for row in read_rows(run, "events"))
         rows = {config: _write(spool, out / config) for config, spool in spools.items()}
     (out / "README.md").write_text(parquet_card(run, selection, totals, rows, where))

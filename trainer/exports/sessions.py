@@ -1,23 +1,21 @@
 """What the formats share: reading a run session by session, naming a session's file, writing JSON."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rolltap.trainer.file_names import file_name
+from rolltap.trainer.progress import Advance
 from rolltap.trainer.traces.reader import RecordedSession, count_sessions, iter_sessions
 
-Progress = Callable[[int, int], None]
-"""Called with the sessions that are done, and their number."""
 
-
-def each_session(run: Path, progress: Progress) -> Iterator[RecordedSession]:
+def each_session(run: Path, advance: Advance) -> Iterator[RecordedSession]:
     """The sessions of a run, one at a time. Raises `RunError` when the folder cannot be read."""
     total = count_sessions(run)
     for done, recorded in enumerate(iter_sessions(run), 1):
         yield recorded
-        progress(done, total)
+        advance("sessions", done, total)
 
 
 def session_file(session_id: str) -> str:

@@ -9,6 +9,8 @@ import certifi
 from rolltap.addons.credentials import token
 
 _INHERITED = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TERM", "TMPDIR", "USER", "LOGNAME", "SHELL")
+_PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy")
+_BUNDLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "GIT_SSL_CAINFO", "CODEX_CA_CERTIFICATE")
 
 
 def proxy_url(address: str, session_id: str, secret: str) -> str:
@@ -23,20 +25,11 @@ def proxy_environment(proxy_url: str, ca: Path, bundle: Path) -> dict[str, str]:
     for programs that replace theirs by it. Every known variable is set, as each program reads another one.
     """
     return {
-        **dict.fromkeys(("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy"), proxy_url),
+        **dict.fromkeys(_PROXIES, proxy_url),
         "NO_PROXY": "",
         "no_proxy": "",
         "NODE_EXTRA_CA_CERTS": str(ca),
-        **{
-            name: str(bundle)
-            for name in (
-                "SSL_CERT_FILE",
-                "REQUESTS_CA_BUNDLE",
-                "CURL_CA_BUNDLE",
-                "GIT_SSL_CAINFO",
-                "CODEX_CA_CERTIFICATE",
-            )
-        },
+        **dict.fromkeys(_BUNDLES, str(bundle)),
     }
 
 

@@ -17,15 +17,14 @@ async def evaluate(task: Task, workspace: Path, env: dict[str, str], log: Path) 
     gives no reward: that says nothing about the session.
     """
     try:
-        finished = await run(task.evaluate, cwd=workspace, env=env, timeout=EVALUATE_SECONDS, log=log)
+        status = await run(task.evaluate, cwd=workspace, env=env, timeout=EVALUATE_SECONDS, log=log)
     except OSError as error:
         return None, f"the evaluator {task.evaluate[0]!r} could not be started: {error.strerror}"
-    status = finished.exit_status
     if status is None:
         return None, f"the evaluator took more than {EVALUATE_SECONDS:g} s"
     if status in (126, 127) or status < 0:
         return None, f"the evaluator ended with status {status}; its output is in {log}"
-    return _number(finished.output, default=1.0 if status == 0 else 0.0), None
+    return _number(log.read_text(errors="replace"), default=1.0 if status == 0 else 0.0), None
 
 
 def _number(output: str, *, default: float) -> float:

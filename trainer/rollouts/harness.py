@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rolltap.trainer.engine.serve import max_model_len
+from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.errors import UserError, describe
 
 _PRESETS = resources.files("rolltap.harnesses")
@@ -48,7 +48,7 @@ class Harness(BaseModel):
         the first is asked. Raises `UserError`."""
         if not any(_WINDOW in value for value in self.env.values()):
             return self.env
-        window = str(max_model_len(engine_url.split(",")[0]))
+        window = str(EngineAdmin(engine_url.split(",")[0]).models().max_model_len)
         return {name: value.replace(_WINDOW, window) for name, value in self.env.items()}
 
 

@@ -4,23 +4,14 @@ import asyncio
 import contextlib
 import os
 import signal
-from dataclasses import dataclass
 from pathlib import Path
 
 _GRACE_SECONDS = 5.0
 """Between the request to end and the kill."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """How a command ended. `exit_status` is None when it was stopped for its time limit."""
-
-    exit_status: int | None
-    output: str
-
-
-async def run(command: list[str], *, cwd: Path, env: dict[str, str], timeout: float, log: Path) -> Finished:
-    """Run a command without a terminal, its output going to `log`.
+async def run(command: list[str], *, cwd: Path, env: dict[str, str], timeout: float, log: Path) -> int | None:
+    """Run a command without a terminal, its output going to `log`; its exit status, None when it took too long.
 
     It leads a process group of its own: at the time limit (seconds), when it has ended, and when the caller is
     cancelled, all that is left of the group is killed. Raises `OSError` when it cannot be started.
@@ -36,16 +27,15 @@ async def run(command: list[str], *, cwd: Path, env: dict[str, str], timeout: fl
             start_new_session=True,
         )
         try:
-            status: int | None = await asyncio.wait_for(process.wait(), timeout)
+            return await asyncio.wait_for(process.wait(), timeout)
         except TimeoutError:
-            status = None
             _signal(process.pid, signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), _GRACE_SECONDS)
+            return None
         finally:
             _signal(process.pid, signal.SIGKILL)
             await process.wait()
-    return Finished(status, log.read_text(errors="replace"))
 
 
 def _signal(group: int, number: signal.Signals) -> None:

@@ -4,12 +4,13 @@ import asyncio
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rolltap.addons.store.records import Session, utc_now
 from rolltap.addons.store.tables import RunWriter
+from rolltap.trainer.progress import Advance
 from rolltap.trainer.rollouts.environment import clean_environment
 from rolltap.trainer.rollouts.evaluate import evaluate
 from rolltap.trainer.rollouts.harness import Harness
@@ -35,17 +36,17 @@ async def rollout(
     writer: RunWriter,
     *,
     policy_version: str,
-    done: Callable[[Session], None],
+    advance: Advance,
 ) -> list[Session]:
     """Run one group of sessions for each task and record every session, failed ones included.
 
-    Returns the sessions in the order they ended; `done` is called with each. A session that fails is data. Raises
-    `UserError` when the recorder dies or the engine does not answer, and `OSError` when the run folder cannot be
-    written.
+    Returns the sessions in the order they ended. A session that fails is data. Raises `UserError` when the recorder
+    dies or the engine does not answer, and `OSError` when the run folder cannot be written.
     """
     harness_env = await asyncio.to_thread(plan.harness.environment, recorder.engine)
     semaphore = asyncio.Semaphore(plan.concurrency)
     sessions: list[Session] = []
+    total = len(tasks) * plan.sessions_per_group
 
     async def one(task: Task, group_id: str, index: int) -> None:
         async with semaphore:
@@ -63,7 +64,8 @@ async def rollout(
             writer.add_session(session)
             await asyncio.to_thread(recorder.end, session.session_id)
             sessions.append(session)
-            done(session)
+            what = f"{len(sessions)} of {total} sessions: {session.session_id} {session.status} {session.reward}"
+            advance(what, len(sessions), total)
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -93,7 +95,7 @@ async def _run_session(
                 workspace.mkdir()
             base = clean_environment(home)
             env = {**base, **harness_env, **recorder.environment(session.session_id)}
-            finished = await run(
+            session.exit_status = await run(
                 plan.harness.command_for(task.instruction),
                 cwd=workspace,
                 env=env,
@@ -103,11 +105,10 @@ async def _run_session(
         except OSError as error:
             session.error = f"the session could not be started: {error}"
             return
-        session.exit_status = finished.exit_status
-        if finished.exit_status is None:
+        if session.exit_status is None:
             session.status, session.error = "timeout", f"stopped after {plan.timeout:g} s"
-        elif finished.exit_status != 0:
-            session.status, session.error = "failed", f"the harness ended with status {finished.exit_status}"
+        elif session.exit_status != 0:
+            session.status, session.error = "failed", f"the harness ended with status {session.exit_status}"
         else:
             session.status = "completed"
         log = logs / f"{session.session_id}.evaluate.log"

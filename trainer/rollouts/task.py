@@ -1,6 +1,5 @@
 """A task: an instruction, the workspace it starts from, and the command that judges the result."""
 
-import json
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -36,10 +35,9 @@ def load_tasks(path: Path) -> list[Task]:
             continue
         where = f"{path}, line {number}"
         try:
-            task = Task.model_validate(json.loads(line))
-        except ValueError as error:
-            what = describe(error) if isinstance(error, ValidationError) else str(error)
-            raise UserError(f"{where}: {what}") from error
+            task = Task.model_validate_json(line)
+        except ValidationError as error:
+            raise UserError(f"{where}: {describe(error)}") from error
         if task.workspace is not None:
             workspace = (path.parent / task.workspace).resolve()
             if not workspace.is_dir():

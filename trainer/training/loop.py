@@ -17,17 +17,17 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import PrinterCallback, set_seed
 from transformers.utils import logging as transformers_logging
 from trl import GRPOConfig
 
 from rolltap.addons.store.records import Session
 from rolltap.addons.store.tables import RunWriter
+from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.publish import CheckpointPublisher, LoraPublisher, Publisher
-from rolltap.trainer.engine.serve import check_engine
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.grpo.trainer import TraceGRPOTrainer
+from rolltap.trainer.progress import progress_bar
 from rolltap.trainer.rollouts.harness import load_harness, require_program
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.scheduler import Plan, rollout
@@ -52,7 +52,7 @@ def train(recipe: Recipe, *, engine: str, run: Path, seed: int, console: Console
     require_program(harness.program, harness.install)
     if "," in engine:
         raise UserError(f"--engine {engine}: weights are published to one engine only, give one URL")
-    check_engine(engine)
+    EngineAdmin(engine).require_endpoints()
     args = training_arguments(recipe, run, seed, tasks)
     plan = Plan(harness, recipe.sessions_per_group, recipe.concurrency, recipe.session_timeout)
     options = {**recipe.recorder, "rolltap_sampling": json.dumps(sampling(recipe))}
@@ -126,19 +126,9 @@ class OnlineTraces:
         return Batch(traces, rewards)
 
     def _rollout(self, tasks: Sequence[Task], version: str) -> list[Session]:
-        columns = (TextColumn("sessions"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=self._console, transient=True) as progress:
-            bar = progress.add_task("", total=len(tasks) * self._plan.sessions_per_group)
-            return asyncio.run(
-                rollout(
-                    tasks,
-                    self._plan,
-                    self._recorder,
-                    self._writer,
-                    policy_version=version,
-                    done=lambda session: progress.advance(bar),
-                )
-            )
+        with progress_bar(self._console) as advance:
+            sessions = rollout(tasks, self._plan, self._recorder, self._writer, policy_version=version, advance=advance)
+            return asyncio.run(sessions)
 
 
 def session_traces(run: Path, sessions: Collection[str], selection: Selection) -> tuple[list[Trace], Ledger]:

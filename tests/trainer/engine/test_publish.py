@@ -11,7 +11,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen3ForCausalLM
 
-from rolltap.trainer.engine.publish import CheckpointPublisher, LoraPublisher, PublishError, _advice
+from rolltap.trainer.engine.admin import EngineAdmin, EngineError
+from rolltap.trainer.engine.publish import CheckpointPublisher, LoraPublisher
+from rolltap.trainer.errors import UserError
 
 pytestmark = [
     pytest.mark.engine,
@@ -122,11 +124,6 @@ def test_an_adapter_is_merged_into_the_checkpoint_and_stays_as_it_was_in_trainin
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
 
 
-def test_the_checkpoint_is_a_complete_model_with_the_processing_class(engine, base, restored, tokenizer, tmp_path):
-    CheckpointPublisher(engine.url, tmp_path / "published", tmp_path, tokenizer).publish(base, "1")
-    assert type(tokenizer).from_pretrained(tmp_path / "published" / "policy-1").get_vocab() == tokenizer.get_vocab()
-
-
 def test_a_call_in_flight_ends_with_the_weights_it_began_with(engine, base, restored, tmp_path):
     sampling = {"max_tokens": 1000, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
     body = {"token_ids": PROMPT, "sampling_params": sampling, "stream": True}
@@ -145,7 +142,7 @@ def test_a_call_in_flight_ends_with_the_weights_it_began_with(engine, base, rest
 
 
 def test_the_engine_goes_on_after_it_refused_a_step_of_the_publication(engine, base, restored, tmp_path):
-    with pytest.raises(PublishError, match=r"update_weight_version: 400 .*see the engine's log"):
+    with pytest.raises(EngineError, match=r"update_weight_version: 400 .*see the engine's log"):
         CheckpointPublisher(engine.url, tmp_path / "published", tmp_path).publish(perturbed(base), 7)  # not a string
     assert httpx.get(f"{engine.url}/is_paused").json() == {"is_paused": False}
     assert not (tmp_path / "policy.json").exists()
@@ -185,13 +182,13 @@ def test_a_resumed_run_replaces_the_adapters_of_the_earlier_one(engine, base, re
 
 
 def test_an_adapter_that_the_engine_refuses_is_not_the_policy(engine, base, restored, tmp_path):
-    with pytest.raises(PublishError, match=r"load_lora_adapter: \d+ .*LoRA rank 64 .*see the engine's log"):
+    with pytest.raises(EngineError, match=r"load_lora_adapter: \d+ .*LoRA rank 64 .*see the engine's log"):
         LoraPublisher(engine.url, tmp_path / "published", tmp_path).publish(with_adapter(base, rank=64), "1")
     assert not (tmp_path / "policy.json").exists()
 
 
 def test_a_model_without_an_adapter_is_refused(engine, base, untouched, tmp_path):
-    with pytest.raises(PublishError, match="train with a peft_config, or publish checkpoints"):
+    with pytest.raises(UserError, match="train with a peft_config, or publish checkpoints"):
         LoraPublisher(engine.url, tmp_path / "published", tmp_path).publish(base, "1")
 
 
@@ -202,13 +199,13 @@ def test_an_incomplete_checkpoint_is_refused_before_the_engine_is_touched(
     save = base.save_pretrained
     model = perturbed(base)
     monkeypatch.setattr(model, "save_pretrained", lambda folder: (save(folder), (folder / missing).unlink()))
-    with pytest.raises(PublishError, match=r"policy-1 is not a checkpoint: it needs config.json and \*.safetensors"):
+    with pytest.raises(UserError, match=r"policy-1 is not a checkpoint: it needs config.json and \*.safetensors"):
         CheckpointPublisher(engine.url, tmp_path / "published", tmp_path).publish(model, "1")
 
 
 def test_a_folder_that_cannot_be_written_is_named(engine, base, untouched, tmp_path):
     (tmp_path / "published").write_text("a file")
-    with pytest.raises(PublishError, match=r"published/policy-1 could not be written: .*the engine was not touched"):
+    with pytest.raises(UserError, match=r"published/policy-1 could not be written: .*the engine was not touched"):
         CheckpointPublisher(engine.url, tmp_path / "published", tmp_path).publish(perturbed(base), "1")
 
 
@@ -216,20 +213,20 @@ def test_a_folder_that_cannot_be_written_is_named(engine, base, untouched, tmp_p
 def test_tied_embeddings_are_refused_where_the_engine_would_keep_the_old_ones(engine, base, untouched, tmp_path):
     model = perturbed(base)
     model.config.tie_word_embeddings = True
-    with pytest.raises(PublishError, match=r"untie them before the engine is started .* or publish LoRA adapters"):
+    with pytest.raises(UserError, match=r"untie them before the engine is started .* or publish LoRA adapters"):
         CheckpointPublisher(engine.url, tmp_path / "published", tmp_path).publish(model, "1")
 
 
 @pytest.mark.parametrize("publisher", [CheckpointPublisher, LoraPublisher])
 def test_an_engine_that_is_not_there_is_an_error_that_says_so(base, tmp_path, publisher):
-    with pytest.raises(PublishError, match=r"http://127.0.0.1:9/.*no engine answers .*is vLLM running there\?"):
+    with pytest.raises(EngineError, match=r"http://127.0.0.1:9/.*no engine answers .*start it with `rolltap serve`"):
         publisher("http://127.0.0.1:9", tmp_path / "published", tmp_path).publish(with_adapter(base), "1")
     assert not (tmp_path / "policy.json").exists()
 
 
 def test_an_engine_without_the_routes_is_an_error_that_names_the_switch(engine, base, untouched, tmp_path):
     # /v1/pause is as unknown to vLLM as /pause is without its development mode
-    with pytest.raises(PublishError, match=r"/pause\?mode=wait: 404 .*start vLLM with VLLM_SERVER_DEV_MODE=1"):
+    with pytest.raises(EngineError, match=r"/pause\?mode=wait: 404 .*start it with .*VLLM_SERVER_DEV_MODE=1"):
         CheckpointPublisher(f"{engine.url}/v1", tmp_path / "published", tmp_path).publish(perturbed(base), "1")
-    no_route = httpx.get(f"{engine.url}/v1/pause")
-    assert _advice("/v1/load_lora_adapter", no_route).endswith("VLLM_ALLOW_RUNTIME_LORA_UPDATING=1")
+    with pytest.raises(EngineError, match=r"load_lora_adapter: 404 .*VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"):
+        EngineAdmin(f"{engine.url}/v1").load_adapter("policy-1", tmp_path)

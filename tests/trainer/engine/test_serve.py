@@ -1,10 +1,13 @@
-import json
+import signal
+import socket
 import sys
 
 import pytest
 
-from rolltap.trainer.engine.serve import EngineServer, check_engine, engine_command, is_cpu_build
+from rolltap.trainer.engine.admin import EngineAdmin
+from rolltap.trainer.engine.serve import EngineServer, engine_command, is_cpu_build
 from rolltap.trainer.errors import UserError
+from tests.trainer.engine import answering as answering_program
 
 DEFAULTS = {"host": "127.0.0.1", "port": 8000, "max_model_len": None, "lora_rank": 0}
 
@@ -49,11 +52,39 @@ def test_an_engine_that_ends_before_it_answers_shows_its_log(tmp_path):
         server.start()
 
 
-def test_a_port_that_is_taken_is_named(scripted_engine, tmp_path, monkeypatch):
-    monkeypatch.setattr("rolltap.trainer.engine.serve._answers", lambda url: True)
-    server = EngineServer("m", vllm=fake_vllm(tmp_path, "exit 0"), port=9)
-    with pytest.raises(UserError, match=r"something answers at http://127\.0\.0\.1:9 already"):
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def test_an_engine_is_reached_whatever_proxy_the_caller_has(tmp_path, monkeypatch):
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
+    vllm = fake_vllm(tmp_path, f'exec {sys.executable} {answering_program.__file__} "$@"')
+    server = EngineServer("m", vllm=vllm, port=free_port())
+    server.start()
+    with server:
+        assert EngineAdmin(server.url).healthy()
+    assert not EngineAdmin(server.url).healthy()
+
+
+def test_an_engine_that_does_not_answer_in_time_is_stopped_and_shows_its_log(tmp_path, monkeypatch):
+    monkeypatch.setattr("rolltap.trainer.engine.serve.START_SECONDS", 0)
+    vllm = fake_vllm(tmp_path, "exec sleep 600")
+    server = EngineServer("m", vllm=vllm, port=9, log=tmp_path / "vllm.log")
+    with pytest.raises(UserError, match=r"vLLM did not answer at http://127\.0\.0\.1:9 in 0 s; the end of .*vllm\.log"):
         server.start()
+    assert server.wait() == -signal.SIGTERM
+
+
+def test_a_port_that_is_taken_is_named(answering, tmp_path):
+    port = answering.server_address[1]
+    with pytest.raises(UserError, match=rf"something answers at http://127\.0\.0\.1:{port} already"):
+        EngineServer("m", vllm=fake_vllm(tmp_path, "exit 0"), port=port).start()
+
+
+def test_an_address_of_ip_version_6_is_a_url(tmp_path):
+    assert EngineServer("m", vllm=fake_vllm(tmp_path, "exit 0"), host="::1").url == "http://[::1]:8000"
 
 
 def test_this_environment_does_not_hold_the_cpu_build(tmp_path):
@@ -65,25 +96,6 @@ def test_a_program_without_its_python_is_named(tmp_path):
         is_cpu_build(str(tmp_path / "vllm"))
 
 
-class TestCheck:
-    def test_something_else_than_vllm_is_named(self, scripted_engine):
-        with pytest.raises(UserError, match="is not vLLM"):
-            check_engine(scripted_engine.url)
-
-    def test_a_vllm_that_is_too_old_says_what_is_missing(self, monkeypatch):
-        answers = {"/openapi.json": {"paths": {"/collective_rpc": {}}}, "/version": {"version": "0.20.0"}}
-
-        class Response:
-            def __init__(self, url):
-                self.url = url
-
-            def json(self):
-                return json.loads(json.dumps(answers["/" + self.url.rpartition("/")[2]]))
-
-        monkeypatch.setattr("rolltap.trainer.engine.serve.httpx.get", lambda url, timeout: Response(url))
-        with pytest.raises(UserError, match=r"vLLM 0\.20\.0 .* lacks /inference/v1/generate .*needs vLLM 0\.32"):
-            check_engine("http://x")
-
-    @pytest.mark.engine
-    def test_the_engine_that_serve_starts_has_all_of_it(self, engine):
-        check_engine(engine.url)
+@pytest.mark.engine
+def test_the_engine_that_serve_starts_has_all_endpoints(engine):
+    EngineAdmin(engine.url).require_endpoints()

@@ -196,7 +196,7 @@ class TestExport:
         (out := tmp_path / "out").mkdir()
         done = []
         with caplog.at_level(logging.WARNING):
-            assert export(run, out, lambda *at: done.append(at)) == 1
+            assert export(run, out, lambda _, *at: done.append(at)) == 1
         assert done == [(1, 2), (2, 2)]
         assert "1 sessions are left out, as they have no calls" in caplog.text
         (file,) = out.iterdir()

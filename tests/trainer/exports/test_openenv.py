@@ -97,7 +97,7 @@ class TestExport:
         run = write(tmp_path / "run", Recording("a", reward=0.5), recording.turns_with_tools())
         (out := tmp_path / "out").mkdir()
         done = []
-        assert export(run, out, lambda *at: done.append(at)) == 2
+        assert export(run, out, lambda _, *at: done.append(at)) == 2
         assert done == [(1, 2), (2, 2)]
         lines = [json.loads(line) for line in (out / "sessions.jsonl").read_text().splitlines()]
         lines = {line["session_id"]: line for line in lines}
@@ -137,7 +137,7 @@ class TestExport:
         run = write(tmp_path / "run", made)
         (out := tmp_path / "out").mkdir()
         done = []
-        assert export(run, out, lambda *at: done.append(at)) == 1
+        assert export(run, out, lambda _, *at: done.append(at)) == 1
         assert done == [(1, 1)]
         assert json.loads((out / "sessions.jsonl").read_text())["reward"] is None
 

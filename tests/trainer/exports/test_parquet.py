@@ -34,7 +34,7 @@ def load(out, tmp_path):
     return lambda config: load_dataset(str(out), config, split="train", cache_dir=str(tmp_path / "cache"))
 
 
-def ignore(done, total):
+def ignore(what, done, total):
     pass
 
 
@@ -142,5 +142,5 @@ def test_a_table_without_rows_is_no_config_as_datasets_cannot_open_it(run, out, 
 
 def test_progress_is_told_after_every_session(run, out):
     told = []
-    export(run, out, lambda done, total: told.append((done, total)))
-    assert told == [(1, 3), (2, 3), (3, 3)]
+    export(run, out, lambda what, done, total: told.append((what, done, total)))
+    assert told == [("sessions", done, 3) for done in (1, 2, 3)]

@@ -23,6 +23,7 @@ async def judge(command, tmp_path):
         ("echo 0.5; exit 1", 0.5),
         ("echo nan", 1.0),
         ("echo inf; exit 2", 0.0),
+        ("printf '\\377\\n0.5'", 0.5),
     ],
 )
 async def test_the_reward_is_the_number_printed_or_the_exit_status(tmp_path, script, reward):

@@ -32,7 +32,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones():
 def test_the_engines_context_window_is_asked_for_only_if_a_variable_holds_it(scripted_engine):
     harness = load_harness("claude-code")
     assert harness.environment(scripted_engine.url + "/")["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "8192"
-    with pytest.raises(UserError, match=r"the engine at http://127\.0\.0\.1:9 does not tell its context window"):
+    with pytest.raises(UserError, match=r"http://127\.0\.0\.1:9/v1/models: no engine answers"):
         harness.environment("http://127.0.0.1:9")
     assert load_harness("codex").environment("http://127.0.0.1:9") == load_harness("codex").env
 

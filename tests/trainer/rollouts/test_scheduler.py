@@ -1,6 +1,5 @@
 import pytest
 
-from rolltap.addons.store.records import Session
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.rollouts.harness import Harness
@@ -23,14 +22,22 @@ def plan_for(script):
 
 async def play(recorder, script):
     task = Task(id="count", instruction="go", evaluate=["true"])
-    done: list[Session] = []
+    steps: list[tuple[int, int]] = []
     with RunWriter(recorder.run) as writer:
-        await rollout([task], plan_for(script), recorder, writer, policy_version="7", done=done.append)
-    return done
+        sessions = await rollout(
+            [task],
+            plan_for(script),
+            recorder,
+            writer,
+            policy_version="7",
+            advance=lambda what, done, total: steps.append((done, total)),
+        )
+    return sessions, steps
 
 
 async def test_every_session_is_recorded_with_its_reward_and_its_group(recorder):
-    sessions = await play(recorder, "true")
+    sessions, steps = await play(recorder, "true")
+    assert steps == [(1, 2), (2, 2)]
     recorded = load_sessions(recorder.run)
     assert [recorded[session.session_id] for session in sessions] == sessions
     assert {(session.status, session.reward, session.policy_version) for session in sessions} == {

@@ -27,7 +27,7 @@ def test_empty_lines_are_skipped(tmp_path):
 @pytest.mark.parametrize(
     ("tasks", "message"),
     [
-        (["{"], "line 1: Expecting property name"),
+        (["{"], "line 1: Invalid JSON"),
         ([GOOD, {**GOOD, "id": "u", "evalute": []}], "line 2: unknown key 'evalute'"),
         ([{"id": "t", "instruction": "x"}], "line 1: 'evaluate' is missing"),
         ([{**GOOD, "id": "a/b"}], "'id' is 'a/b'"),

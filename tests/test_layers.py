@@ -1,0 +1,58 @@
+"""The rooms of the house: no room imports a higher one, and none is left out of the package."""
+
+import ast
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+FLOORS = [
+    ["addons.store", "addons.dialects"],
+    ["addons.prompts", "addons.engine"],
+    ["addons.endpoint"],
+    ["addons"],
+    ["trainer"],
+    ["trainer.traces", "trainer.engine"],
+    ["trainer.rollouts", "trainer.runs", "trainer.views", "trainer.grpo"],
+    ["trainer.exports", "trainer.training"],
+    ["trainer.commands"],
+    ["trainer.cli"],
+]
+"""From the lowest to the highest: a room imports of lower floors, and nothing of its neighbours. `addons` are the
+addons themselves, `trainer` the modules beside its rooms."""
+FILES = sorted(path for top in ("addons", "trainer") for path in (ROOT / top).rglob("*.py"))
+
+
+def room_of(module: str) -> str:
+    """The room of a module, named without `rolltap.`."""
+    top, *rest = module.split(".")
+    inside = bool(rest) and ((ROOT / top / rest[0]).is_dir() or rest[0] == "cli")
+    return f"{top}.{rest[0]}" if inside else top
+
+
+def imports(path: Path) -> set[str]:
+    """Rooms that a file imports, also within functions."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+    return {room_of(name.removeprefix("rolltap.")) for name in found if name.startswith("rolltap.")}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_room_imports_a_higher_one_or_a_neighbour(path):
+    room = room_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    floor = next(i for i, rooms in enumerate(FLOORS) if room in rooms)
+    below = {lower for rooms in FLOORS[:floor] for lower in rooms}
+    assert imports(path) <= below | {room}
+
+
+def test_the_package_has_every_folder_of_the_tree():
+    folders = {path.parent.relative_to(ROOT) for path in FILES} | {Path("recipes", "harnesses")}
+    setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    names = {".".join(folder.parts).replace("recipes.", "") for folder in folders}
+    assert sorted(setup["packages"]) == sorted(f"rolltap.{name}" for name in names)

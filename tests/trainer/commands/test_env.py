@@ -1,0 +1,41 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.addons.test_record import Recorder
+from tests.scripted_engine import Say
+from tests.trainer.commands.program import ASK, rolltap
+
+
+@pytest.fixture
+def mitmdump(scripted_engine, tiny_model, tmp_path):
+    """A recorder that somebody else started, with a secret."""
+    recorder = Recorder(tmp_path, scripted_engine.url, tiny_model, env={"ROLLTAP_SECRET": "hidden"})
+    yield recorder
+    recorder.stop()
+
+
+@pytest.mark.parametrize("form", ["shell", "docker", "json"])
+def test_env_prints_what_a_program_needs_to_be_recorded(scripted_engine, mitmdump, tmp_path, form):
+    scripted_engine.replies.append(Say("Hi."))
+    ca = tmp_path / "conf" / "mitmproxy-ca-cert.pem"
+    options = ("--session", "s 1", "--engine", scripted_engine.url, "--ca", ca, "--format", form)
+    secret = {**os.environ, "ROLLTAP_SECRET": "hidden"}
+    printed = rolltap("env", "--proxy", f"http://{mitmdump.address}", "--harness", "claude-code", *options, env=secret)
+    assert printed.returncode == 0
+    assert "start it as: claude\n" in printed.stderr
+    assert str(ca.with_name("rolltap-ca-bundle.pem")) in printed.stderr
+    show = "import os; print(os.environ['CLAUDE_CODE_MAX_CONTEXT_TOKENS'])"
+    command, env = [sys.executable, "-c", show + ASK], {}
+    if form == "shell":
+        command = ["sh", "-c", 'eval "$0"; exec "$@"', printed.stdout, *command]
+    elif form == "docker":
+        env = dict(line.split("=", 1) for line in printed.stdout.splitlines())
+    else:
+        env = json.loads(printed.stdout)
+    ended = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert (ended.stdout, ended.returncode) == ("8192\nHi.\n", 3), ended.stderr
+    assert [call["session_id"] for call in mitmdump.rows("calls")] == ["s 1"]

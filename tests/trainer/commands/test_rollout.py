@@ -1,0 +1,95 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rolltap.addons.store.tables import read_rows
+from rolltap.trainer.traces.reader import load_calls, load_sessions
+from tests.scripted_engine import Say
+from tests.trainer.commands.program import ASK, ROLLTAP, rolltap
+
+
+def running(marker):
+    """Processes with `marker` on their command line."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes().decode(errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if marker in command:
+            found.append(command)
+    return found
+
+
+@pytest.fixture
+def tasks(tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(json.dumps({"id": "t", "instruction": "Say it.", "evaluate": ["sh", "-c", "cat answer.txt"]}))
+    return path
+
+
+@pytest.fixture
+def preset(tmp_path):
+    def preset(command):
+        path = tmp_path / "harness.toml"
+        program, *headless = map(json.dumps, command)
+        path.write_text(f'name = "x"\nversion = "1"\nprogram = {program}\nheadless = [{", ".join(headless)}]\n')
+        return path
+
+    return preset
+
+
+def test_rollout_records_every_session_and_prints_the_summary_as_json(
+    scripted_engine, tiny_model, tmp_path, tasks, preset
+):
+    scripted_engine.otherwise = lambda request: Say("0.5")
+    harness = preset([sys.executable, "-c", ASK.replace("print(", "open('answer.txt', 'w').write(")])
+    options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tiny_model, "--json")
+    ended = rolltap("rollout", tasks, "--harness", harness, "-n", 3, *options)
+    assert ended.returncode == 0
+    summary = json.loads(ended.stdout)
+    assert summary["sessions"] == {"failed": 3}
+    assert summary["calls"] == {"completed": 3}
+    assert summary["steps"][0]["mean_reward"] == 0.5
+    ledger = summary["ledger"]
+    assert ledger["sampled"] == ledger["trained"] > 0
+    sessions = load_sessions(tmp_path / "run").values()
+    assert len({session.group_id for session in sessions}) == 1
+    assert {session.session_id for session in sessions} == set(load_calls(tmp_path / "run"))
+
+
+def test_a_harness_that_takes_too_long_is_data(scripted_engine, tiny_model, tmp_path, tasks, preset):
+    options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tiny_model)
+    harness = preset(["sleep", "600"])
+    assert rolltap("rollout", tasks, "--harness", harness, "-n", 1, "--timeout", 0.1, *options).returncode == 0
+    (session,) = load_sessions(tmp_path / "run").values()
+    assert (session.status, session.exit_status, session.error) == ("timeout", None, "stopped after 0.1 s")
+    assert session.reward == 0.0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopping_it_leaves_no_process_and_a_readable_run(scripted_engine, tiny_model, tmp_path, tasks, preset, number):
+    marker = str(tmp_path)
+    os.mkfifo(tmp_path / "started")
+    harness = preset(["sh", "-c", f"sleep 600 & echo {marker} > {tmp_path}/started; wait"])
+    options = ["--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tiny_model]
+    command = [ROLLTAP, "rollout", tasks, "--harness", harness, "-n", "1", *options]
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs inherit it ignored
+    )
+    (tmp_path / "started").read_text()
+    os.killpg(process.pid, number)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+    assert running(marker) == []
+    assert list(read_rows(tmp_path / "run", "calls")) == []

@@ -1,0 +1,46 @@
+"""A server in the place of vLLM that gives the answers it is told; as a program, in the place of `vllm serve`."""
+
+import json
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+HEALTHY: dict[str, Any] = {
+    "/health": "",
+    "/version": {"version": "0.32.0"},
+    "/openapi.json": {"paths": {"/inference/v1/generate": {}, "/weight_info": {}, "/collective_rpc": {}}},
+}
+
+
+class Answering(ThreadingHTTPServer):
+    """`answers` holds JSON, or a status and a text, by path; what it lacks is FastAPI's 404."""
+
+    def __init__(self, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.answers = dict(HEALTHY)
+        self.requests: list[tuple[str, Any]] = []
+        """Path and body."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Answering
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        self.server.requests.append((self.path, json.loads(body) if body else None))
+        answer = self.server.answers.get(path, (404, '{"detail":"Not Found"}'))
+        status, text = answer if isinstance(answer, tuple) else (200, json.dumps(answer))
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    do_POST = do_GET
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+if __name__ == "__main__":
+    Answering(int(sys.argv[sys.argv.index("--port") + 1])).serve_forever()

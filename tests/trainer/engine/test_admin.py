@@ -1,0 +1,133 @@
+"""What the client makes of a server's answers; `test_publish.py` and `views/test_check.py` hold it against vLLM."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rolltap.trainer.engine.admin import EngineAdmin, EngineError, Models
+
+BASE = {"id": "tiny", "root": "/models/tiny", "parent": None, "max_model_len": 4096}
+ADAPTER = {"id": "policy-1", "root": "/published/policy-1", "parent": "tiny", "max_model_len": None}
+
+
+@pytest.fixture
+def admin(answering):
+    return EngineAdmin(answering.url + "/")
+
+
+@pytest.mark.parametrize("cards", [[BASE, ADAPTER], [ADAPTER, BASE]])
+def test_the_base_model_is_the_one_without_a_parent(answering, admin, cards):
+    answering.answers["/v1/models"] = {"object": "list", "data": cards}
+    assert admin.models() == Models("tiny", "/models/tiny", 4096, frozenset({"policy-1"}))
+
+
+def test_a_completion_is_scored_by_the_log_probabilities_of_its_own_tokens(answering, admin):
+    entries = [None, {"2": {"logprob": -9.0}}, {"3": {"logprob": -0.5}, "8": {"logprob": -0.1}}, {"4": {"logprob": -2}}]
+    answering.answers["/v1/completions"] = {"choices": [{"prompt_logprobs": entries}]}
+    assert admin.score("tiny", [1, 2], [3, 4]) == [-0.5, -2]
+    ((_, body),) = answering.requests
+    assert (body["model"], body["prompt"], body["prompt_logprobs"]) == ("tiny", [1, 2, 3, 4], 0)
+    with pytest.raises(EngineError, match=r"it is not vLLM 0\.32 or newer"):
+        admin.score("tiny", [1], [3, 4])
+
+
+def test_the_proxy_of_the_caller_is_not_asked(admin, monkeypatch):
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
+    assert EngineAdmin(admin.url).healthy()
+
+
+def test_an_engine_that_says_it_is_not_healthy_is_not(answering, admin):
+    answering.answers["/health"] = (503, "")
+    assert not admin.healthy()
+    assert not EngineAdmin("http://127.0.0.1:9").healthy()
+
+
+def test_a_vllm_that_is_too_old_says_what_is_missing(answering, admin):
+    admin.require_endpoints()
+    answering.answers |= {"/openapi.json": {"paths": {"/collective_rpc": {}}}, "/version": {"version": "0.20.0"}}
+    with pytest.raises(EngineError, match=r"vLLM 0\.20\.0 .* lacks /inference/v1/generate .*needs vLLM 0\.32"):
+        admin.require_endpoints()
+
+
+def test_an_engine_is_resumed_when_the_work_fails_and_its_error_is_the_one_that_is_told(answering, admin):
+    answering.answers["/pause"] = {}
+    with pytest.raises(EngineError, match="/collective_rpc: 404"), admin.paused():
+        admin.reload_weights(Path("/published/policy-1"))
+    assert [path for path, _ in answering.requests] == ["/pause?mode=wait", "/collective_rpc", "/resume"]
+
+
+def test_a_prefix_cache_that_was_kept_is_an_error(answering, admin):
+    answering.answers["/reset_prefix_cache"] = {"success": False}
+    with pytest.raises(EngineError, match="kept its prefix cache"):
+        admin.reset_prefix_cache()
+
+
+def test_a_version_that_is_not_served_after_it_was_set_is_an_error(answering, admin):
+    answering.answers |= {"/update_weight_version": {}, "/weight_info": {"weight_version": "6"}}
+    with pytest.raises(EngineError, match="serves version '6' after '7' was published"):
+        admin.set_weight_version("7")
+
+
+NOT_FOUND = (404, '{"error":{"message":"cannot be found","type":"NotFoundError"}}')
+
+
+@pytest.mark.parametrize(
+    ("ask", "path", "answer", "message"),
+    [
+        (
+            EngineAdmin.weight_version,
+            "/weight_info",
+            None,
+            "404 .*start it with `rolltap serve`, or with VLLM_SERVER_DEV_MODE=1",
+        ),
+        (EngineAdmin.weight_version, "/weight_info", (200, "<html>"), r"answers '<html>' .*: it is not vLLM 0\.32"),
+        (EngineAdmin.weight_version, "/weight_info", {"version": 1}, r"KeyError.*: it is not vLLM 0\.32"),
+        (EngineAdmin.models, "/v1/models", {"data": []}, r"StopIteration.*: it is not vLLM 0\.32"),
+        (EngineAdmin.models, "/v1/models", (307, ""), r"GET http\S+/v1/models: 307 ; see the engine's log"),
+        (
+            lambda e: e.load_adapter("a", Path("/a")),
+            "/v1/load_lora_adapter",
+            None,
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
+        ),
+        (lambda e: e.load_adapter("a", Path("/a")), "/v1/load_lora_adapter", NOT_FOUND, "folder under the same path"),
+        (
+            lambda e: e.unload_adapter("a"),
+            "/v1/unload_lora_adapter",
+            NOT_FOUND,
+            "cannot be found.*; see the engine's log",
+        ),
+        (
+            lambda e: e.score("a", [1], [2]),
+            "/v1/completions",
+            NOT_FOUND,
+            "was unloaded while it was checked: check again",
+        ),
+        (
+            lambda e: e.score("a", [1], [2]),
+            "/v1/completions",
+            (400, "out of vocabulary"),
+            "the model that run.json names",
+        ),
+        (
+            lambda e: e.reload_weights(Path("/a")),
+            "/collective_rpc",
+            (500, "boom"),
+            "500 boom; .*hold no usable weights now",
+        ),
+    ],
+)
+def test_an_error_names_the_request_the_answer_and_what_to_do(answering, admin, ask, path, answer, message):
+    if answer is not None:
+        answering.answers[path] = answer
+    with pytest.raises(EngineError, match=message) as raised:
+        ask(admin)
+    assert re.search(f"{re.escape(admin.url + path)}\\b", str(raised.value))
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://[", "localhost:8000"])
+def test_an_address_where_nobody_answers_is_an_error_that_says_what_to_do(url):
+    with pytest.raises(EngineError, match=r"no engine answers .*start it with `rolltap serve`, or see --engine"):
+        EngineAdmin(url).models()

@@ -1,0 +1,63 @@
+"""What several commands share: options, and printing for people or as JSON."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from rolltap.trainer.errors import UserError
+from rolltap.trainer.rollouts.harness import harness_names
+
+FOLDER = click.Path(path_type=Path, file_okay=False)
+RUN = click.Path(path_type=Path, file_okay=False, exists=True)
+FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
+
+new_folder_option = click.option(
+    "--out", type=FOLDER, required=True, help="The folder to write. It must be new or empty."
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+engine_option = partial(click.option, "--engine", default="http://127.0.0.1:8000", show_default=True)
+harness_option = partial(
+    click.option,
+    "--harness",
+    "preset",
+    metavar="NAME",
+    help=f"A preset: {', '.join(harness_names())}, or a .toml file of your own.",
+)
+
+
+def print_result(result: Any, as_json: bool, printer: Callable[[Any, Console], None]) -> None:
+    """Print a result to stdout by `printer`, or what its `to_json` returns."""
+    if as_json:
+        click.echo(json.dumps(result.to_json()))
+    else:
+        printer(result, Console())
+
+
+def recorder_options(command: Callable[..., None]) -> Callable[..., None]:
+    """--out, --engine, --model and --set: what every recording command takes."""
+    for option in (
+        click.option(
+            "--set",
+            "settings",
+            multiple=True,
+            metavar="NAME=VALUE",
+            callback=_pairs,
+            help="Further option of the recorder.",
+        ),
+        click.option("--model", required=True, help="Folder or name of the served model, for its tokenizer."),
+        engine_option(help="URL of vLLM; several by commas."),
+        click.option("--out", type=FOLDER, required=True, help="The run folder to record into."),
+    ):
+        command = option(command)
+    return command
+
+
+def _pairs(context: click.Context, option: click.Parameter, settings: tuple[str, ...]) -> dict[str, str]:
+    if wrong := [setting for setting in settings if "=" not in setting]:
+        raise UserError(f"--set {wrong[0]}: write it as NAME=VALUE")
+    return {name: value for name, _, value in (setting.partition("=") for setting in settings)}

@@ -1,0 +1,35 @@
+"""`rolltap serve`: the engine."""
+
+import sys
+
+import click
+from rich.console import Console
+
+from rolltap.trainer.engine.serve import EngineServer
+
+
+@click.command("serve")
+@click.argument("model")
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help="Address to listen on. Its routes have no password."
+)
+@click.option("--port", default=8000, show_default=True, help="Port to listen on.")
+@click.option("--vllm", default="vllm", show_default=True, help="The vllm program, in an environment of its own.")
+@click.option("--max-model-len", type=click.IntRange(1), help="Context window in tokens; the model's own if not given.")
+@click.option("--lora-rank", type=click.IntRange(0), default=0, help="Accept LoRA adapters up to this rank.")
+@click.argument("extra", nargs=-1, type=click.UNPROCESSED)
+def serve_command(
+    model: str, host: str, port: int, vllm: str, max_model_len: int | None, lora_rank: int, extra: tuple[str, ...]
+) -> None:
+    """Start vLLM for MODEL, with what recording and publishing need.
+
+    On GPUs, or on the CPU without.
+    Arguments after `--` go to `vllm serve` as they are. A start-up of more than two hours is given up.
+    """
+    server = EngineServer(
+        model, vllm=vllm, host=host, port=port, max_model_len=max_model_len, lora_rank=lora_rank, extra=extra
+    )
+    server.start()
+    with server:
+        Console(stderr=True).print(f"vLLM serves {model} at {server.url}", style="bold")
+        sys.exit(server.wait())

@@ -1,0 +1,34 @@
+"""`rolltap train`: the whole loop, by a recipe."""
+
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from rolltap.trainer.commands.options import FILE, FOLDER, engine_option
+from rolltap.trainer.errors import UserError
+from rolltap.trainer.training.recipe import load_recipe
+from rolltap.trainer.views.report import print_summary, summarize
+
+
+@click.command("train")
+@click.argument("recipe", type=FILE)
+@click.option("--out", type=FOLDER, required=True, help="The run folder. A run that was stopped is resumed.")
+@engine_option(help="URL of the vLLM server.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the trainer.")
+def train_command(recipe: Path, out: Path, engine: str, seed: int) -> None:
+    """Record, train, publish, repeat, as a RECIPE says.
+
+    The new weights go to the running engine, which samples the next sessions.
+    """
+    # torch, TRL and matplotlib take seconds to import and are not needed by the other commands
+    from rolltap.trainer.training.loop import FINISHED, train
+    from rolltap.trainer.views.report import plot_rewards
+
+    if (out / FINISHED).exists():
+        raise UserError(f"{out} holds a finished training: choose another --out")
+    console = Console(stderr=True)
+    train(load_recipe(recipe), engine=engine, run=out, seed=seed, console=console)
+    plot_rewards(out, out / "reward.png", f"{recipe.stem}, seed {seed}")
+    print_summary(summarize(out), Console())
+    console.print(f"reward plot: {out / 'reward.png'}   trained model: {out / FINISHED}")
