@@ -16,7 +16,8 @@ from mitmproxy.optmanager import OptManager
 from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
 from rolltap.addons.prompts.rendering import ModelError, Rendering, model_folder
-from rolltap.addons.store.metadata import RunError, add_recorder, write_metadata
+from rolltap.addons.store.errors import RunError
+from rolltap.addons.store.metadata import add_recorder, write_metadata
 from rolltap.addons.store.tables import RunWriter, Sync
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,24 @@ from types import FrameType
 import click
 from rich.console import Console
 
-from rolltap.addons.store.metadata import RunError
-from rolltap.trainer.commands import addon, check, env, export, inspect, record, rollout, runs, serve, traces, train
+from rolltap.addons.store.errors import RunError
+from rolltap.trainer.commands import (
+    addon,
+    check,
+    env,
+    export,
+    filter,
+    import_calls,
+    inspect,
+    merge,
+    record,
+    rollout,
+    serve,
+    split,
+    traces,
+    train,
+    verify,
+)
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.traces.ledger import LedgerError
 
@@ -25,11 +41,11 @@ from rolltap.trainer.traces.ledger import LedgerError
         check.check_command,
         traces.traces_command,
         export.export_command,
-        runs.import_command,
-        runs.merge_command,
-        runs.split_command,
-        runs.filter_command,
-        runs.verify_command,
+        import_calls.import_command,
+        merge.merge_command,
+        split.split_command,
+        filter.filter_command,
+        verify.verify_command,
     ]
 )
 @click.version_option(package_name="rolltap")

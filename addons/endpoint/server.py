@@ -27,7 +27,8 @@ from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
 from rolltap.addons.prompts.rendering import Rendering
-from rolltap.addons.store.metadata import RUN_FILE, RunError, add_engine
+from rolltap.addons.store.errors import RunError
+from rolltap.addons.store.metadata import RUN_FILE, add_engine
 from rolltap.addons.store.records import Event
 from rolltap.addons.store.tables import RunWriter
 

@@ -1,21 +1,14 @@
 """`run.json`: what a run was recorded with, for whoever reads it and for whoever records more of it."""
 
-import fcntl
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rolltap.addons.store.errors import RunError
 from rolltap.addons.store.records import SCHEMA_VERSION
-from rolltap.addons.store.segment import hidden_name, sync_folder
+from rolltap.addons.store.staging import locked, write_atomically
 
 RUN_FILE = "run.json"
-
-
-class RunError(Exception):
-    """A run folder that cannot be read or written; the message says what to do."""
 
 
 def read_metadata(run: Path) -> dict[str, Any]:
@@ -45,7 +38,7 @@ def write_metadata(run: Path, metadata: dict[str, Any]) -> None:
     A run holds token ids of one tokenizer: raises `RunError` when `run.json` names another tokenizer or template.
     """
     run.mkdir(parents=True, exist_ok=True)
-    with _locked(run):
+    with locked(run, wait=True):
         if not (run / RUN_FILE).exists():
             _write_metadata(run, {"schema_version": SCHEMA_VERSION, **metadata})
             return
@@ -57,7 +50,7 @@ def write_metadata(run: Path, metadata: dict[str, Any]) -> None:
 
 def add_recorder(run: Path, recorder: dict[str, Any]) -> None:
     """Note in `run.json`, under `recorders`, what one recorder samples with; once for those that are alike."""
-    with _locked(run):
+    with locked(run, wait=True):
         metadata = read_metadata(run)
         recorders = metadata.setdefault("recorders", [])
         if recorder not in recorders:
@@ -67,7 +60,7 @@ def add_recorder(run: Path, recorder: dict[str, Any]) -> None:
 
 def add_engine(run: Path, url: str, engine: dict[str, Any]) -> None:
     """Note in `run.json`, under `engines`, what an engine says of itself; the last word stands."""
-    with _locked(run):
+    with locked(run, wait=True):
         metadata = read_metadata(run)
         engines = metadata.setdefault("engines", {})
         if engines.get(url) != engine:
@@ -75,32 +68,5 @@ def add_engine(run: Path, url: str, engine: dict[str, Any]) -> None:
             _write_metadata(run, metadata)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` so that a reader sees the old contents or the new, never a part, and so does one who comes
-    after the machine stopped. Raises `OSError`."""
-    temporary = hidden_name(path)
-    try:
-        with temporary.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
 def _write_metadata(run: Path, metadata: dict[str, Any]) -> None:
     write_atomically(run / RUN_FILE, json.dumps(metadata, indent=2) + "\n")
-
-
-@contextmanager
-def _locked(run: Path) -> Iterator[None]:
-    """One process at a time changes `run.json`."""
-    descriptor = os.open(run, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -10,21 +10,27 @@ import errno
 import fcntl
 import logging
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import pyarrow as pa
 
+from rolltap.addons.store.staging import hidden_name, new_file, sync_folder
+
 logger = logging.getLogger(__name__)
 
-BATCH_BYTES = 1024 * 1024
-"""About the size of a compacted batch: a session or two."""
+BATCH_ROWS = 32
+BATCH_BYTES = 256 * 1024
+"""The most that a compacted batch holds: what one damaged place costs. The 31 columns of a call take 2.4 KB a batch."""
 _PREFIX = 8
 """Bytes of a message that say where it ends: continuation marker and length (Arrow columnar format, IPC)."""
+_MARKER = b"\xff\xff\xff\xff"
+_END = _MARKER + bytes(4)
+"""A message of no length: the end of a stream that is not appended to."""
 
 
 class Segment:
@@ -100,19 +106,18 @@ class Segment:
 
 
 class SegmentReader:
-    """The commits of a segment, in order; a context manager. What a crash left behind the last one is not read, and
-    nothing of a file that has another schema than `expected`.
+    """The commits of a segment, in order; a context manager. Nothing is read of a file that has another schema than
+    `expected`.
 
-    Iterating yields the byte offset of each batch and the batch. Afterwards `end` is where the last of them ended,
-    `damage` says what could not be read, None if all could, and `invalid` holds the offsets of the batches in which
-    a bit has changed, which are not yielded, each with what is wrong.
+    Iterating yields the byte offset of each batch and the batch, and goes on at the next commit behind damage.
+    Afterwards `damage` says what could not be read, by the byte where it begins, and `uncommitted` is the size of an
+    end that was never a whole commit.
     """
 
     def __init__(self, path: Path, expected: pa.Schema | None = None) -> None:
         self.path = path
-        self.end = 0
-        self.damage: str | None = None
-        self.invalid: list[tuple[int, str]] = []
+        self.damage: dict[int, str] = {}
+        self.uncommitted = 0
         self.schema: pa.Schema | None = None
         while True:
             self.inode = path.stat().st_ino
@@ -120,16 +125,15 @@ class SegmentReader:
             if path.stat().st_ino == self.inode:
                 break
             self._source.close()  # compacted in between
-        self._messages = pa.ipc.MessageReader.open_stream(self._source)
         try:
             schema = pa.ipc.read_schema(self._next("schema"))
-        except (pa.ArrowException, OSError, StopIteration) as error:
-            self.damage = f"it has no schema ({str(error) or 'it is empty'})"
+        except (pa.ArrowException, OSError, EOFError) as error:
+            self.damage[0] = f"it has no schema ({error})"
         else:
             if expected is None or schema.equals(expected):
                 self.schema = schema
             else:
-                self.damage = "it does not have the columns of its table"
+                self.damage[0] = "it does not have the columns of its table"
 
     def close(self) -> None:
         """Let go of the file."""
@@ -138,37 +142,37 @@ class SegmentReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __iter__(self) -> Iterator[tuple[int, pa.RecordBatch]]:
-        if self.schema is None:
-            return
-        rows = 0
-        while True:
-            self.end = self._source.tell()
+        offset = None if self.schema is None else self._source.tell()
+        lost = False
+        # before it is read: what is committed meanwhile is no damage
+        while offset is not None and not self._is_end(offset):
             try:
-                batch = pa.ipc.read_record_batch(self._next("record batch"), self.schema)
-            except StopIteration:
-                return
-            except (pa.ArrowException, OSError) as error:
-                self.damage = f"the last commit is incomplete and was skipped after {rows} rows ({error})"
-                return
-            try:
+                batch = self.read(offset)
                 # a flipped bit in an offset would have a reader look outside of the file
                 batch.validate(full=True)
-            except pa.ArrowInvalid as error:
-                self.damage = f"the commit at byte {self.end} is damaged and was skipped ({error})"
-                self.invalid.append((self.end, str(error)))
-                continue
-            rows += batch.num_rows
-            yield self.end, batch
+            except (pa.ArrowException, OSError, EOFError) as error:
+                if not lost:
+                    self.damage[offset] = f"a commit cannot be read ({error})"
+                lost = True
+                offset = self._find_marker(offset)
+            else:
+                following = self._source.tell()
+                lost = False
+                yield offset, batch
+                offset = following
+
+    def warn_of_damage(self) -> None:
+        """Log a warning when iterating found damage."""
+        for offset, what in self.damage.items():
+            logger.warning("%s, byte %d: %s; see `rolltap verify`", self.path, offset, what)
 
     def _next(self, kind: str) -> pa.Message:
         """The next message; pyarrow takes it for what it is asked for, and crashes if it is not."""
-        message = self._messages.read_next_message()
+        message = pa.ipc.read_message(self._source)
         if message.type != kind:
             raise pa.ArrowInvalid(f"a message of type {message.type} where a {kind} belongs")
         return message
@@ -176,11 +180,29 @@ class SegmentReader:
     def read(self, offset: int) -> pa.RecordBatch:
         """The batch at an offset that iterating yielded."""
         self._source.seek(offset)
-        return pa.ipc.read_record_batch(pa.ipc.read_message(self._source), self.schema)
+        return pa.ipc.read_record_batch(self._next("record batch"), self.schema)
+
+    def _is_end(self, offset: int) -> bool:
+        """Whether the stream ends here: properly, or with a commit that was not completed and has none behind it."""
+        rest = self._bytes(offset)
+        # only one commit at a time can be incomplete: zeros before another message are damage, also when in doubt
+        if not any(rest[:_PREFIX]) and self._find_marker(offset) is None:
+            self.uncommitted = len(rest)
+            return True
+        return rest == _END
+
+    def _find_marker(self, offset: int) -> int | None:
+        """Where the next message behind an offset may begin: messages lie at multiples of 8."""
+        places = (offset + found.start() for found in re.finditer(_MARKER, self._bytes(offset)))
+        return next((place for place in places if place > offset and place % 8 == 0), None)
+
+    def _bytes(self, offset: int) -> memoryview:
+        self._source.seek(offset)
+        return memoryview(self._source.read_buffer()).cast("B")
 
 
 def compact(path: Path) -> None:
-    """Rewrite a segment that nobody appends to: rows of a session together, about `BATCH_BYTES` a batch.
+    """Rewrite a segment that nobody appends to: rows of a session together, in batches of bounded size.
 
     The new file takes the place of the old one in one step, so that a reader sees one of them and a crash leaves one
     of them. Rows stay in the order of their commits within a session. Does nothing when there is nothing to gain.
@@ -195,24 +217,14 @@ def compact(path: Path) -> None:
                 sessions[session_id].append(offset)
         if offsets < 2 or reader.damage:
             return
-        hidden = hidden_name(path)
-        with open(hidden, "xb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                written = 0
-                with pa.ipc.new_stream(file, reader.schema) as writer:
-                    for batch in _regrouped(reader, sessions):
-                        writer.write_batch(batch)
-                        written += batch.num_rows
-                if written != rows:
-                    raise OSError(errno.EIO, f"{written} of {rows} rows were copied", str(path))
-                file.flush()
-                os.fsync(file.fileno())
-                hidden.rename(path)
-            except OSError:
-                hidden.unlink(missing_ok=True)
-                raise
-    sync_folder(path.parent)
+        written = 0
+        with new_file(path, "xb") as file:
+            with pa.ipc.new_stream(file, reader.schema) as writer:
+                for batch in _regrouped(reader, sessions):
+                    writer.write_batch(batch)
+                    written += batch.num_rows
+            if written != rows:
+                raise OSError(errno.EIO, f"{written} of {rows} rows were copied", str(path))
 
 
 def rows_of_session(batch: pa.RecordBatch, session_id: str | None) -> pa.RecordBatch:
@@ -223,31 +235,18 @@ def rows_of_session(batch: pa.RecordBatch, session_id: str | None) -> pa.RecordB
     return batch.filter(ids.is_null() if session_id is None else pa.compute.equal(ids, session_id))
 
 
-def hidden_name(path: Path) -> Path:
-    """The name of a file that is not complete yet."""
-    return path.with_name(f".{path.name}.{os.getpid()}")
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _regrouped(reader: SegmentReader, sessions: dict[str | None, list[int]]) -> Iterator[pa.RecordBatch]:
     pending: list[pa.RecordBatch] = []
-    size = 0
+    rows = size = 0
     for session_id, offsets in sessions.items():
         for offset in offsets:
             batch = rows_of_session(reader.read(offset), session_id)
-            pending.append(batch)
-            size += batch.get_total_buffer_size()
-            if size >= BATCH_BYTES:
+            more = batch.get_total_buffer_size()
+            if pending and (rows + batch.num_rows > BATCH_ROWS or size + more > BATCH_BYTES):
                 yield _joined(pending)
-                pending, size = [], 0
+                pending, rows, size = [], 0, 0
+            pending.append(batch)
+            rows, size = rows + batch.num_rows, size + more
     if pending:
         yield _joined(pending)
 

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -65,9 +64,7 @@ class RunWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def require_room(self) -> None:
@@ -190,7 +187,7 @@ def read_batches(run: Path, table: str, sessions: Collection[str] | None = None)
     """The rows of one table, file by file; those of a session in the order in which a writer committed them.
 
     With `sessions`, only the rows of these session ids. What a crash left behind the last commit of a file is skipped;
-    a damaged end is warned of.
+    damage is skipped and warned of.
     """
     read_metadata(run)
     wanted = None if sessions is None else pa.array(list(sessions), pa.string())
@@ -201,8 +198,7 @@ def read_batches(run: Path, table: str, sessions: Collection[str] | None = None)
                     batch = batch.filter(pc.is_in(batch.column("session_id"), wanted))
                 if batch.num_rows:
                     yield batch
-            if reader.damage:
-                logger.warning("%s: %s; see `rolltap verify`", path, reader.damage)
+            reader.warn_of_damage()
 
 
 def read_rows(run: Path, table: str, sessions: Collection[str] | None = None) -> Iterator[dict[str, Any]]:

@@ -13,8 +13,12 @@ from rolltap.trainer.errors import UserError
 from rolltap.trainer.rollouts.harness import harness_names
 
 FOLDER = click.Path(path_type=Path, file_okay=False)
+RUN = click.Path(path_type=Path, file_okay=False, exists=True)
 FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
 
+new_folder_option = click.option(
+    "--out", type=FOLDER, required=True, help="The folder to write. It must be new or empty."
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 engine_option = partial(click.option, "--engine", default="http://127.0.0.1:8000", show_default=True)
 harness_option = partial(

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, get_args
 import click
 from rich.console import Console
 
-from rolltap.addons.store.metadata import write_atomically
 from rolltap.addons.store.records import CallRole
+from rolltap.addons.store.staging import write_atomically
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.progress import progress_bar
 from rolltap.trainer.traces.build import TRAINED_ROLES, Strategy

@@ -15,7 +15,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from rolltap.addons.engine.policy import POLICY_FILE
-from rolltap.addons.store.metadata import write_atomically
+from rolltap.addons.store.staging import write_atomically
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.errors import UserError
 

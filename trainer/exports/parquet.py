@@ -1,24 +1,28 @@
 """Parquet that the Hub's viewer shows and `load_dataset` opens: traces, calls, sessions and events."""
 
 import re
-import shutil
 from collections.abc import Collection
+from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from datasets import Features
-
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.exports.card import HERE, parquet_card
 from rolltap.trainer.exports.features import CALL_FEATURES, EVENT_FEATURES, SESSION_FEATURES, TRACE_FEATURES, trace_row
-from rolltap.trainer.exports.shards import ShardWriter
+from rolltap.trainer.exports.spool import Spool
 from rolltap.trainer.progress import Advance
 from rolltap.trainer.traces.reader import count_sessions
 from rolltap.trainer.traces.sessions import Selection, Totals, iter_traces
 
+_CONFIGS = {
+    "traces": TRACE_FEATURES,
+    "calls": CALL_FEATURES,
+    "sessions": SESSION_FEATURES,
+    "events": EVENT_FEATURES,
+}
 _SOCKET = re.compile(r"\('[^']+', \d+(?:, \d+, \d+)?\)")
 """An address as Python writes it into the error of a connection."""
 
@@ -33,31 +37,31 @@ def export(run: Path, out: Path, advance: Advance, *, where: str = HERE) -> int:
     selection, totals = Selection(), Totals()
     engines = _engines(run)
     total = count_sessions(run)
-    with (
-        _shards(out, "traces", TRACE_FEATURES) as traces,
-        _shards(out, "calls", CALL_FEATURES) as calls,
-        _shards(out, "sessions", SESSION_FEATURES) as sessions,
-    ):
+    with ExitStack() as stack:
+        spools = {config: stack.enter_context(Spool(features, out)) for config, features in _CONFIGS.items()}
         for traced in iter_traces(run, selection):
-            traces.add(map(trace_row, traced.traces))
-            engines.update(urlsplit(call.engine).netloc for call in traced.recorded.calls if call.engine)
-            calls.add(_without_addresses(call.to_row(), "error", engines) for call in traced.recorded.calls)
-            sessions.add([session.to_row()] if (session := traced.recorded.session) else [])
+            recorded = traced.recorded
+            engines.update(urlsplit(call.engine).netloc for call in recorded.calls if call.engine)
+            spools["traces"].add(map(trace_row, traced.traces))
+            spools["calls"].add(_without_addresses(call.to_row(), "error", engines) for call in recorded.calls)
+            spools["sessions"].add([recorded.session.to_row()] if recorded.session else [])
             totals.add(traced)
             advance("sessions", totals.sessions, total)
-    with _shards(out, "events", EVENT_FEATURES) as events:
-        events.add(_without_addresses(row, "detail", engines) for row in read_rows(run, "events"))
-    rows = {shards.folder.name: shards.rows for shards in (traces, calls, sessions, events)}
-    for config, count in rows.items():
-        if not count:  # load_dataset refuses a split without rows
-            shutil.rmtree(out / config)
+        spools["events"].add(_without_addresses(row, "detail", engines) for row in read_rows(run, "events"))
+        rows = {config: _write(spool, out / config) for config, spool in spools.items()}
     (out / "README.md").write_text(parquet_card(run, selection, totals, rows, where))
     return sum(rows.values())
 
 
-def _shards(out: Path, config: str, features: Features) -> ShardWriter:
-    (out / config).mkdir()
-    return ShardWriter(out / config, "train", "parquet", features)
+def _write(spool: Spool, folder: Path) -> int:
+    """Write rows as Parquet; no folder when there are none, as `load_dataset` refuses a split without rows."""
+    dataset, shards = spool.dataset()
+    if len(dataset):
+        folder.mkdir()
+        for number in range(shards):
+            shard = dataset.shard(shards, number, contiguous=True)
+            shard.to_parquet(folder / f"train-{number:05}-of-{shards:05}.parquet")
+    return len(dataset)
 
 
 def _engines(run: Path) -> set[str]:

@@ -1,4 +1,4 @@
-"""What a verification finds, and what it finds in one session."""
+"""Findings of a verification: in the rows of a file, and in one session."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,15 +10,18 @@ from typing import Literal, get_args
 
 import pyarrow as pa
 
+from rolltap.addons.store.digest import DIGEST, row_digest
 from rolltap.addons.store.records import Call, CallKind, CallRole, CallStatus, Session, SessionStatus, find_violation
+from rolltap.addons.store.tables import TABLES, batch_rows
 from rolltap.trainer.traces.ledger import LedgerError
-from rolltap.trainer.traces.reader import RecordedSession, rebuild_calls
+from rolltap.trainer.traces.reader import RecordedSession, Row, rebuild_calls
 from rolltap.trainer.traces.sessions import Selection, trace_session
 
 Grade = Literal["damage", "notice"]
 """`damage`: rows are lost, changed or cannot be right. `notice`: nothing is wrong with the rows."""
 
 FROM_A_COPY = "take the file from a copy of the run if there is one; the other rows can be used"
+SALVAGE = "take the file from a copy of the run, or save the other rows with `rolltap merge RUN --out NEW`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +35,34 @@ class Finding:
     advice: str = ""
 
 
+def check_rows(table: str, batch: pa.RecordBatch) -> Iterator[tuple[Row | None, str | None]]:
+    """Each row of a batch, None when it has a value that cannot be; and what is wrong with it, None for nothing."""
+    for number in range(batch.num_rows):
+        try:
+            [row] = batch_rows(batch.slice(number, 1))
+        except (ValueError, OverflowError) as error:
+            yield None, f"a row has a value that cannot be: {error}"
+            continue
+        fault = None
+        if row[DIGEST] != row_digest(row, TABLES[table]):
+            name = f"call {row['call_id']} of session" if table == "calls" else "a row of session"
+            fault = f"{name} {row['session_id']} does not have its digest: it was changed after it was recorded"
+        yield row, fault
+
+
 def check_session(
     run: Path,
     session_id: str,
     session: Session | None,
     calls: Sequence[pa.RecordBatch],
     events: Iterable[pa.RecordBatch],
+    *,
+    salvaged: bool,
 ) -> Iterator[Finding]:
-    """What is not as it should be in the rows of one session: of its calls, of its events, and its own."""
+    """Findings in the rows of one session: in its calls, in its events, and in its own.
+
+    In a `salvaged` run, from which rows were left behind, a prompt that cannot be rebuilt is no damage.
+    """
     where = f"session {session_id}"
     ids = Counter(call_id for batch in calls for call_id in batch.column("call_id").to_pylist())
     for call_id, count in ids.items():
@@ -47,7 +70,7 @@ def check_session(
             advice = "remove the calls-*.arrow file that is a copy of another"
             yield Finding("damage", f"{where}, call {call_id}", f"it is recorded {count} times", advice)
     if ids.total() == len(ids):
-        yield from _check_calls(run, session_id, session, calls)
+        yield from _check_calls(run, session_id, calls, salvaged)
     if session is not None:
         yield from _check_values(where, session, status=get_args(SessionStatus))
         yield from _check_times(where, session.started_at, session.finished_at)
@@ -56,9 +79,7 @@ def check_session(
     yield from _check_events(where, ids, events)
 
 
-def _check_calls(
-    run: Path, session_id: str, session: Session | None, batches: Sequence[pa.RecordBatch]
-) -> Iterator[Finding]:
+def _check_calls(run: Path, session_id: str, batches: Sequence[pa.RecordBatch], salvaged: bool) -> Iterator[Finding]:
     recorded: dict[str, str | None] = {}
     for batch in batches:
         columns = (batch.column(name).to_pylist() for name in ("call_id", "violation"))
@@ -67,7 +88,9 @@ def _check_calls(
     calls = rebuild_calls(run, session_id, (_without_violations(batch) for batch in batches))
     for call in calls:
         where = f"session {session_id}, call {call.call_id}"
-        if call.violation:
+        if call.violation and salvaged:
+            yield Finding("notice", where, call.violation, "rows were left behind when runs were merged: see run.json")
+        elif call.violation:
             yield Finding("damage", where, call.violation, FROM_A_COPY)
         call.violation = recorded[call.call_id] or call.violation
         yield from _check_tokens(where, call)
@@ -75,7 +98,7 @@ def _check_calls(
         yield from _check_values(where, call, **names)
         yield from _check_times(where, call.started_at, call.first_token_at, call.finished_at)
     try:
-        trace_session(RecordedSession(session_id, session, calls), Selection())
+        trace_session(RecordedSession(session_id, None, calls), Selection())
     except LedgerError as error:
         yield Finding("damage", f"session {session_id}", str(error), "report it")
 

@@ -1,4 +1,4 @@
-"""Calls that anything else made, as JSON Lines, into a run folder.
+"""Calls that anything else made, as JSON Lines, into a new run folder.
 
 The file is read twice: first every line is checked and its place is noted by session, then one session after the other
 is linked and written. Memory is that of one session's tokens and of the ids of all calls, whatever the order of the
@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -19,10 +19,10 @@ from typing import Annotated, Any, BinaryIO
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from rolltap.addons.store.metadata import read_metadata, write_metadata
+from rolltap.addons.store.metadata import RUN_FILE, write_metadata
 from rolltap.addons.store.records import Call, CallRole, CallStatus, Session, VersionSpan, find_violation, utc_now
-from rolltap.addons.store.staging import new_files, new_folder
-from rolltap.addons.store.tables import RunWriter, read_batches
+from rolltap.addons.store.staging import new_folder
+from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.errors import UserError, describe
 from rolltap.trainer.progress import Advance
 from rolltap.trainer.traces.tree import link_calls, start_order
@@ -133,32 +133,30 @@ class _Session:
                 return f"{name} is {value!r}, but line {first} of session {line.session_id!r} says {known!r}"
         self.offsets.append(offset)
         self.lines[line.call_id] = number
-        for name, value in says.items():
-            self.says.setdefault(name, (value, number))
+        self.says = {name: (value, number) for name, value in says.items()} | self.says
         return None
 
 
 def import_calls(source: BinaryIO, run: Path, *, skip_bad: bool, report: Report, advance: Advance) -> ImportSummary:
-    """Add the calls in `source`, one JSON object a line, to the run folder `run`, which may be new.
+    """Write the calls in `source`, one JSON object a line, to the new run folder `run`.
 
-    All or nothing: the run has every good line or, when this raises or is killed, none. The order of the lines does
-    not matter: calls that were started at the same time are taken in the order of their prompts' lengths.
+    All or nothing: the run has every good line or, when this raises or is killed, there is none. The order of the lines
+    does not matter: calls that were started at the same time are taken in the order of their prompts' lengths.
 
-    Raises `UserError` when there is no line, when one is bad and `skip_bad` is false, and when another import into
-    the run is going on; `RunError` when the folder is not a run.
+    Raises `UserError` when there is no line, when one is bad and `skip_bad` is false, and when `run` is a run already;
+    also as `new_folder`.
     """
     imported_at = utc_now()
-    new = not run.exists() or (run.is_dir() and not any(run.iterdir()))
-    if not new:
-        read_metadata(run)
-    with _seekable(source) as lines, new_folder(run) if new else new_files(run) as staged:
-        sessions, bad = _check(lines, set() if new else _session_ids(run), report, advance)
+    if (run / RUN_FILE).exists():
+        merge = f"`rolltap merge {run} NEW --out MERGED`"
+        raise UserError(f"{run} is a run already: import into a new folder NEW, then {merge}")
+    with _seekable(source) as lines, new_folder(run) as staged:
+        sessions, bad = _check(lines, report, advance)
         if bad and not skip_bad:
             raise UserError(f"{bad} bad lines, nothing was imported: mend them, or leave them out with --skip-bad")
         if not sessions and not bad:
             raise UserError("there is no line to import")
-        if new:
-            write_metadata(staged, {"source": "import"})
+        write_metadata(staged, {"source": "import"})
         summary = ImportSummary(skipped=bad)
         with RunWriter(staged, "never") as writer:
             for done, (session_id, noted) in enumerate(sessions.items(), start=1):
@@ -183,18 +181,7 @@ def _seekable(source: BinaryIO) -> Iterator[BinaryIO]:
         yield spool
 
 
-def _session_ids(run: Path) -> set[str]:
-    return {
-        session_id
-        for table in ("calls", "sessions")
-        for batch in read_batches(run, table)
-        for session_id in batch.column("session_id").unique().to_pylist()
-    }
-
-
-def _check(
-    lines: BinaryIO, recorded: Collection[str], report: Report, advance: Advance
-) -> tuple[dict[str, _Session], int]:
+def _check(lines: BinaryIO, report: Report, advance: Advance) -> tuple[dict[str, _Session], int]:
     """Session id -> what its good lines say, and the number of bad ones. A line contradicts only good ones."""
     sessions: defaultdict[str, _Session] = defaultdict(_Session)
     size, offset, bad = lines.seek(0, os.SEEK_END), lines.seek(0), 0
@@ -208,9 +195,7 @@ def _check(
         except ValidationError as error:
             fault: str | None = describe(error)
         else:
-            fault = f"the run has session {line.session_id!r} already"
-            if line.session_id not in recorded:
-                fault = sessions[line.session_id].add(line, number, start)
+            fault = sessions[line.session_id].add(line, number, start)
         if fault is not None:
             bad += 1
             report(number, fault)

@@ -1,6 +1,5 @@
 """Opens a run folder: its calls with full prompts, and its sessions."""
 
-import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -11,7 +10,8 @@ from typing import Any, Self
 import pyarrow as pa
 
 from rolltap.addons.store.digest import DIGEST
-from rolltap.addons.store.metadata import RunError, read_metadata
+from rolltap.addons.store.errors import RunError
+from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import CALL_SCHEMA, SESSION_SCHEMA, Call, Session, VersionSpan
 from rolltap.addons.store.segment import SegmentReader, rows_of_session
 from rolltap.addons.store.tables import TABLES, batch_rows, read_batches, read_rows, run_files
@@ -19,8 +19,6 @@ from rolltap.trainer.traces.tokens import Tokens
 from rolltap.trainer.traces.tree import parents_first, start_order
 
 Row = dict[str, Any]
-
-logger = logging.getLogger(__name__)
 
 OPEN_FILES = 64
 """Segments that are mapped at the same time."""
@@ -122,8 +120,7 @@ class SessionIndex:
             for offset, batch in reader:
                 for session_id in batch.column("session_id").unique().to_pylist():
                     self._places[session_id][number].append(offset)
-            if reader.damage:
-                logger.warning("%s: %s; see `rolltap verify`", reader.path, reader.damage)
+            reader.warn_of_damage()
 
     def _reader(self, number: int) -> SegmentReader:
         if number not in self._open:

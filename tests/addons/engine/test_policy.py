@@ -1,7 +1,7 @@
 import json
 
 from rolltap.addons.engine.policy import POLICY_FILE, Policy, PolicyFile
-from rolltap.addons.store.metadata import write_atomically
+from rolltap.addons.store.staging import write_atomically
 
 
 def publish(run, **policy):

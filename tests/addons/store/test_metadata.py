@@ -1,17 +1,7 @@
-import errno
-import os
-from pathlib import Path
-
 import pytest
 
-from rolltap.addons.store.metadata import (
-    RunError,
-    add_engine,
-    add_recorder,
-    read_metadata,
-    write_atomically,
-    write_metadata,
-)
+from rolltap.addons.store.errors import RunError
+from rolltap.addons.store.metadata import add_engine, add_recorder, read_metadata, write_metadata
 from rolltap.addons.store.records import SCHEMA_VERSION
 
 
@@ -66,18 +56,3 @@ class TestMetadata:
         for version in ("0.32.0", "0.33.0"):
             add_engine(run, "http://a", {"vllm": version})
         assert read_metadata(run)["engines"] == {"http://a": {"vllm": "0.33.0"}}
-
-    def test_writing_leaves_no_temporary_file(self, tmp_path):
-        write_atomically(Path(tmp_path / "file"), "old")
-        write_atomically(Path(tmp_path / "file"), "new")
-        assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "new")]
-
-    def test_a_failure_leaves_the_old_contents_and_no_temporary_file(self, tmp_path, monkeypatch):
-        def full(_):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        write_atomically(tmp_path / "file", "old")
-        monkeypatch.setattr(os, "fsync", full)
-        with pytest.raises(OSError, match="No space"):
-            write_atomically(tmp_path / "file", "new")
-        assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "old")]

@@ -41,15 +41,60 @@ class TestDamage:
         change(path, body + 4)
         rows, reader = read(path)
         assert rows == [make_batch(0).to_pydict(), make_batch(2).to_pydict()]
-        [(offset, what)] = reader.invalid
-        assert offset == offsets[1]
-        assert "ffset" in what
-        assert f"byte {offsets[1]} is damaged" in reader.damage
+        assert list(reader.damage) == [offsets[1]]
+        assert "ffset" in reader.damage[offsets[1]]
 
-    def test_whatever_byte_is_changed_a_reader_does_not_crash(self, path):
+    @pytest.mark.parametrize("size", [8, None], ids=["its length", "all of it"])
+    def test_commits_behind_one_that_became_zeros_are_read(self, path, size):
+        with SegmentReader(path) as reader:
+            offsets = [offset for offset, _ in reader]
+        data = bytearray(path.read_bytes())
+        lost = slice(offsets[1], offsets[1] + size if size else offsets[2])
+        data[lost] = bytes(lost.stop - lost.start)
+        path.write_bytes(data)
+        rows, reader = read(path)
+        assert rows == [make_batch(0).to_pydict(), make_batch(2).to_pydict()]
+        assert (list(reader.damage), reader.uncommitted) == ([offsets[1]], 0)
+
+    def test_whatever_byte_is_changed_only_its_commit_is_lost(self, path):
         whole = path.read_bytes()
+        with SegmentReader(path) as reader:
+            first, *_ = [offset for offset, _ in reader]
         for position in range(len(whole)):
             change(path, position)
             rows, reader = read(path)
             assert len(rows) == 3 or reader.damage
+            assert len(rows) >= (2 if position >= first else 0)
+            assert reader.uncommitted == 0
             path.write_bytes(whole)
+
+
+class TestEnd:
+    def test_wherever_a_file_is_cut_the_commit_that_lost_its_end_is_damage(self, path):
+        whole = path.read_bytes()
+        with SegmentReader(path) as reader:
+            offsets = [offset for offset, _ in reader]
+        for size in range(len(whole)):
+            path.write_bytes(whole[:size])
+            rows, reader = read(path)
+            begun = max((offset for offset in offsets if offset < size), default=0)
+            assert list(reader.damage) == ([] if size in offsets else [begun])
+            assert rows == [make_batch(number).to_pydict() for number in range(len(rows))]
+            assert len(rows) == sum(offset <= size for offset in offsets[1:])
+            assert reader.uncommitted == 0
+
+    @pytest.mark.parametrize("size", [0, 1, 7, 8, 100])
+    def test_what_begins_with_zeros_was_never_committed(self, path, size):
+        whole = path.read_bytes()
+        message = make_batch(3).serialize().to_pybytes()
+        path.write_bytes(whole + bytes(8) + message[8 : 8 + size])
+        rows, reader = read(path)
+        assert (len(rows), reader.damage, reader.uncommitted) == (3, {}, 8 + size)
+
+    def test_bytes_behind_the_end_of_a_stream_are_damage(self, path):
+        whole = path.read_bytes()
+        end = b"\xff\xff\xff\xff\0\0\0\0"
+        path.write_bytes(whole + end)
+        assert read(path)[1].damage == {}
+        path.write_bytes(whole + end + b"more")
+        assert list(read(path)[1].damage) == [len(whole)]

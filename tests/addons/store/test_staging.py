@@ -1,9 +1,10 @@
 import errno
+import os
 
 import pytest
 
-from rolltap.addons.store.staging import new_folder
-from rolltap.trainer.errors import UserError
+from rolltap.addons.store.errors import RunError
+from rolltap.addons.store.staging import new_folder, write_atomically
 
 
 def test_the_folder_appears_when_it_is_complete_and_not_before(tmp_path):
@@ -38,7 +39,7 @@ def test_nothing_stays_when_the_block_fails(tmp_path, error):
 
 def test_a_folder_with_something_in_it_is_refused_and_left_alone(tmp_path):
     (tmp_path / "mine").write_text("")
-    with pytest.raises(UserError, match="exists and is not an empty folder: choose a new one"), new_folder(tmp_path):
+    with pytest.raises(RunError, match="exists and is not an empty folder: choose a new one"), new_folder(tmp_path):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
@@ -51,14 +52,14 @@ def test_something_that_appears_in_it_meanwhile_is_not_overwritten(tmp_path):
             out.mkdir()
             (out / "mine").write_text("")
 
-    with pytest.raises(UserError, match="could not be written"):
+    with pytest.raises(RunError, match="could not be written"):
         write()
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine"]
 
 
 def test_a_full_disk_is_an_error_of_the_user(tmp_path):
     full = OSError(errno.ENOSPC, "No space left on device")
-    with pytest.raises(UserError, match=r"out could not be written: .*No space left"), new_folder(tmp_path / "out"):
+    with pytest.raises(RunError, match=r"out could not be written: .*No space left"), new_folder(tmp_path / "out"):
         raise full
 
 
@@ -66,3 +67,36 @@ def test_a_reader_of_the_output_that_goes_away_is_not_a_fault_of_the_folder(tmp_
     with pytest.raises(BrokenPipeError), new_folder(tmp_path / "out"):
         raise BrokenPipeError
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_another_command_writes_is_refused(tmp_path):
+    with new_folder(tmp_path / "out") as folder:
+        (folder / "file").write_text("theirs")
+        with pytest.raises(RunError, match="another command is writing"), new_folder(tmp_path / "out"):
+            pass
+    assert (tmp_path / "out" / "file").read_text() == "theirs"
+
+
+def test_what_a_killed_command_left_behind_is_not_in_the_next_folder(tmp_path):
+    (tmp_path / ".out.partial" / "run").mkdir(parents=True)
+    (tmp_path / ".out.partial" / "run" / "half").write_text("")
+    with new_folder(tmp_path / "out"):
+        pass
+    assert [path.name for path in tmp_path.rglob("*")] == ["out"]
+
+
+def test_writing_leaves_no_temporary_file(tmp_path):
+    write_atomically(tmp_path / "file", "old")
+    write_atomically(tmp_path / "file", "new")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "new")]
+
+
+def test_a_failure_leaves_the_old_contents_and_no_temporary_file(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write_atomically(tmp_path / "file", "old")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(tmp_path / "file", "new")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "old")]

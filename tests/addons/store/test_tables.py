@@ -13,7 +13,8 @@ import pytest
 from datasets import Dataset
 
 from rolltap.addons.store import tables
-from rolltap.addons.store.metadata import RunError, write_metadata
+from rolltap.addons.store.errors import RunError
+from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import SCHEMA_VERSION, Call, Event, Session, VersionSpan
 from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.tables import RunWriter, read_rows, run_files
@@ -366,18 +367,18 @@ class TestReadRows:
             assert call_ids(run) == ["0", "1"], size
             [warning] = caplog.records
             assert warning.levelno == logging.WARNING
-            assert f"{path}: the last commit is incomplete and was skipped after 2 rows" in warning.getMessage()
+            assert f"{path}, byte {start}: a commit cannot be read" in warning.getMessage()
 
     def test_a_file_cut_within_its_schema_has_no_rows(self, run, caplog):
         path = write_calls(run, [0])
         os.truncate(path, 40)
         assert call_ids(run) == []
-        assert f"{path}: it has no schema" in caplog.text
+        assert f"{path}, byte 0: it has no schema" in caplog.text
 
     def test_an_empty_file_has_no_rows(self, run, caplog):
         os.truncate(write_calls(run, [0]), 0)
         assert call_ids(run) == []
-        assert "it has no schema (it is empty)" in caplog.text
+        assert "byte 0: it has no schema" in caplog.text
 
     def test_other_files_are_read_after_a_truncated_one(self, run):
         path = write_calls(run, [0, 1])

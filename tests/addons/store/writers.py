@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from rolltap.addons.store import segment, tables
+from rolltap.addons.store import staging, tables
 from rolltap.addons.store.digest import row_digest
 from rolltap.addons.store.metadata import add_engine, add_recorder, read_metadata, write_metadata
 from rolltap.addons.store.records import CALL_SCHEMA, Call, Event, VersionSpan
@@ -149,7 +149,7 @@ def _killed_at(step: int) -> None:
     _left = step
     for module, name in _CALLS:
         setattr(module, name, _stepping(getattr(module, name)))
-    segment.open = lambda path, mode: Steps(io.FileIO(path, mode))
+    staging.open = lambda path, mode: Steps(io.FileIO(path, mode))
 
 
 def steps(run: Path) -> list[list[str]]:

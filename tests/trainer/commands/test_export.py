@@ -2,9 +2,8 @@ import pytest
 from click.testing import CliRunner
 from datasets import load_dataset
 
-from rolltap.addons.store.metadata import RunError
+from rolltap.addons.store.errors import RunError
 from rolltap.trainer.commands.export import export_command
-from rolltap.trainer.errors import UserError
 from tests.trainer.outgoing import write_run
 
 
@@ -30,7 +29,7 @@ def test_parquet_is_written_and_counted(run, tmp_path):
 def test_a_folder_with_something_in_it_is_refused(run, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("")
-    with pytest.raises(UserError, match="exists and is not an empty folder: choose a new one"):
+    with pytest.raises(RunError, match="exists and is not an empty folder: choose a new one"):
         export(run, "--to", "parquet", "--out", tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 

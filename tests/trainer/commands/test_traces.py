@@ -10,7 +10,8 @@ import pytest
 from click.testing import CliRunner
 from datasets import load_from_disk
 
-from rolltap.addons.store.metadata import RunError, write_metadata
+from rolltap.addons.store.errors import RunError
+from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.commands.traces import traces_command
 from rolltap.trainer.errors import UserError
@@ -142,7 +143,7 @@ def test_an_unknown_role_is_named_with_those_there_are(run, roles):
 def test_a_folder_with_something_in_it_is_refused(run, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("")
-    with pytest.raises(UserError, match="exists and is not an empty folder: choose a new one"):
+    with pytest.raises(RunError, match="exists and is not an empty folder: choose a new one"):
         traces(run, "--out", tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from datasets import load_dataset
 from huggingface_hub import constants
 
-from rolltap.addons.store.metadata import RunError
+from rolltap.addons.store.errors import RunError
 from rolltap.trainer.commands.export import export_command
 from rolltap.trainer.errors import UserError
 from tests.trainer.exports.hub import loopback_hub

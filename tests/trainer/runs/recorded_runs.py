@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call, Event, Session, VersionSpan, find_violation
 from rolltap.addons.store.tables import TABLES, RunWriter, read_rows
+from rolltap.trainer.traces.reader import iter_sessions
 from rolltap.trainer.traces.sessions import Selection, iter_traces
 from rolltap.trainer.traces.tree import link_calls, start_order
 
@@ -141,3 +142,41 @@ def linked(calls):
 def rows_of(run):
     """Every row of a run, in no order."""
     return {table: Counter(row["digest"] for row in read_rows(run, table)) for table in TABLES}
+
+
+def ignore(*_):
+    """Nobody looks at the progress."""
+
+
+def make_session(session_id, **fields):
+    given = {"task_id": "t", "group_id": "g", "harness": "h", "status": "completed", "reward": 1.0}
+    return Session(session_id, **{**given, "policy_version": "1", "started_at": START, **fields})
+
+
+def make_call(session_id, call_id, prompt_ids, completion_ids, **fields):
+    spans = [VersionSpan("1", 0, len(completion_ids))]
+    logprobs = [-0.5] * len(completion_ids)
+    return Call(session_id, call_id, prompt_ids, completion_ids, logprobs, spans, started_at=START, **fields)
+
+
+def make_run(run, *sessions, **metadata):
+    """A run whose sessions have two calls each, the second of which continues the first."""
+    record(
+        run,
+        [
+            (
+                session,
+                [
+                    make_call(session.session_id, "a", [1], [2]),
+                    make_call(session.session_id, "b", [1, 2, 3], [4]),
+                ],
+            )
+            for session in sessions
+        ],
+        **metadata,
+    )
+    return run
+
+
+def session_ids(run):
+    return sorted(recorded.session_id for recorded in iter_sessions(run))

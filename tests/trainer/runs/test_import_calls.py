@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltap.addons.store.metadata import RunError, read_metadata, write_metadata
+from rolltap.addons.store.errors import RunError
+from rolltap.addons.store.metadata import read_metadata, write_metadata
 from rolltap.addons.store.records import Call, Session
-from rolltap.addons.store.staging import new_files
 from rolltap.addons.store.tables import RunWriter, read_rows
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.runs.import_calls import import_calls
+from rolltap.trainer.runs.merge import merge_runs
 from rolltap.trainer.traces.build import build_traces
 from rolltap.trainer.traces.reader import RecordedSession, load_calls, load_sessions
 from rolltap.trainer.traces.sessions import Selection, trace_session
@@ -127,15 +128,26 @@ class TestCalls:
         load(run, write(line(), other, child))
         assert {call.call_id: call.parent_id for call in load_calls(run)["s"]} == {"a": None, "b": None, "c": "a"}
 
-    def test_a_run_can_be_imported_into_twice(self, run):
-        load(run, write(line()))
-        load(run, write(line(session_id="t")))
-        assert set(load_calls(run)) == set(load_sessions(run)) == {"s", "t"}
+    def test_a_run_that_is_there_is_refused_and_the_import_can_be_merged_with_it(self, run, tmp_path):
+        write_metadata(run, {"tokenizer_sha256": "a", "chat_template_sha256": "b"})
+        with RunWriter(run) as writer:
+            writer.add_call(Call("s", "x", [1]))
+        with pytest.raises(
+            UserError, match=f"import into a new folder NEW, then `rolltap merge {run} NEW --out MERGED`"
+        ):
+            load(run, write(line(session_id="t")))
+        assert set(load_calls(run)) == {"s"}
+        new, merged = tmp_path / "new", tmp_path / "merged"
+        load(new, write(line(session_id="t")))
+        merge_runs([new, run], merged, lambda *_: None)
+        assert set(load_calls(merged)) == {"s", "t"}
+        assert read_metadata(merged)["tokenizer_sha256"] == "a"
+        assert read_metadata(merged)["merged_from"] == [{"run": "new", "source": "import"}, {"run": "run"}]
 
     def test_a_folder_with_other_things_is_refused(self, run):
         run.mkdir()
         (run / "thesis.txt").touch()
-        with pytest.raises(RunError, match=r"it has no run\.json"):
+        with pytest.raises(RunError, match="exists and is not an empty folder"):
             load(run, write(line()))
 
     def test_a_file_without_lines_makes_no_run(self, run):
@@ -242,20 +254,6 @@ class TestBadLines:
         summary, _ = load(run, write(line(), line(reward=1.0), line(call_id="b", reward=0.0)), skip_bad=True)
         assert (summary.calls, summary.skipped) == (2, 1)
 
-    def test_a_session_that_the_run_has_is_bad(self, run):
-        write_metadata(run, {})
-        writer = RunWriter(run)
-        writer.add_call(Call("s", "x", [1]))
-        writer.add_session(Session("t", "", "", "", "failed"))
-        writer.close()
-        lines = write(line(), line(session_id="t"), line(session_id="u"))
-        assert refused(run, lines) == [
-            (1, "the run has session 's' already"),
-            (2, "the run has session 't' already"),
-        ]
-        load(run, lines, skip_bad=True)
-        assert set(load_calls(run)) == {"s", "u"}
-
 
 def rolltap(*arguments, **kwargs):
     program = Path(sys.executable).with_name("rolltap")
@@ -323,30 +321,21 @@ for step, run in enumerate(sys.argv[2:]):
 
 
 class TestKilled:
-    @pytest.mark.parametrize("known", [False, True], ids=["a new run", "a run that is there"])
-    def test_an_import_that_is_killed_before_any_of_its_steps_adds_all_or_nothing(self, tmp_path, known):
+    def test_an_import_that_is_killed_before_any_of_its_steps_adds_all_or_nothing(self, tmp_path):
         content = write(line(), line(session_id="t"))
         (tmp_path / "calls.jsonl").write_bytes(content)
         runs = [tmp_path / str(step) / "run" for step in range(30)]
-        for run in runs if known else []:
-            load(run, write(line(session_id="before")))
         command = [sys.executable, "-c", KILLED_AT_EVERY_STEP, tmp_path / "calls.jsonl", *runs]
         ended = [int(status) for status in subprocess.check_output(command).split()]
         assert set(ended) == {0, signal.SIGKILL}
-        skipped = set()
+        complete = []
         for run in runs[: ended.index(0) + 1]:
-            summary, _ = load(run, content, skip_bad=True)
-            skipped.add(summary.skipped)
-            assert set(load_calls(run)) == set(load_sessions(run)) == {"s", "t", *(["before"] if known else [])}
+            complete.append(run.exists())
+            if not complete[-1]:
+                load(run, content)
+            assert set(load_calls(run)) == set(load_sessions(run)) == {"s", "t"}
             assert not [path for path in run.iterdir() if path.name.startswith(".")]
-        assert skipped == {0, 2}
-
-    def test_a_second_import_at_the_same_time_is_refused(self, run):
-        load(run, write(line()))
-        with new_files(run), pytest.raises(UserError, match="another command is writing"):
-            load(run, write(line(session_id="t")))
-        load(run, write(line(session_id="t")))
-        assert set(load_calls(run)) == {"s", "t"}
+        assert set(complete) == {False, True}
 
 
 class TestProperties:

@@ -13,14 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolltap.addons.store.digest import DIGEST, row_digest
-from rolltap.addons.store.metadata import RunError, write_metadata
+from rolltap.addons.store.errors import RunError
+from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call, Event, Session, VersionSpan
 from rolltap.addons.store.segment import SegmentReader
-from rolltap.addons.store.staging import COMPLETE, new_files
 from rolltap.addons.store.tables import TABLES, RunWriter, read_rows, run_files
 from rolltap.trainer.cli import rolltap
+from rolltap.trainer.runs.merge import merge_runs
 from rolltap.trainer.runs.verify import verify_run
-from rolltap.trainer.traces.reader import load_calls, load_sessions
+from rolltap.trainer.traces.reader import load_calls
 from tests.trainer.runs.recorded_runs import START, record, recorded_sessions
 
 DEAD = 2**22 + 1
@@ -218,7 +219,7 @@ class TestFiles:
         data[first] ^= 1
         path.write_bytes(data)
         assert found(run)[0][:2] == ("damage", f"{path.name}, byte {first}")
-        assert "1 whole commits among them" in found(run)[0][2]
+        assert verify(run).rows["calls"] == 1
         assert verify(run, repair=True).repaired == []
         assert path.read_bytes() == data
 
@@ -233,27 +234,41 @@ def change_value(table, name):
 
 
 class TestRepair:
-    def test_a_lost_end_is_cut_off_and_said(self, run):
+    def test_a_lost_end_is_damage_that_is_not_repaired(self, run):
         path = calls_file(run)
         whole = path.read_bytes()
         with SegmentReader(path) as reader:
-            _, last = [offset for offset, _ in reader]
-        os.truncate(path, len(whole) - 100)
-        [lost] = verify(run).findings
-        assert (lost.grade, lost.where) == ("damage", f"{path.name}, byte {last}")
-        assert "the file has lost its end" in lost.what
-        verification = verify(run, repair=True)
-        size = len(whole) - 100 - last
-        assert verification.repaired == [f"{path.name}: the last {size} bytes, from byte {last} on, were cut off"]
-        assert verification.sound
-        assert path.read_bytes() == whole[:last]
+            first, last = [offset for offset, _ in reader]
+        for size in (0, 100, first - 1, first + 4, last + 4, len(whole) - 100, len(whole) - 1):
+            path.write_bytes(whole[:size])
+            [lost, *_] = verify(run).findings
+            assert (lost.grade, "rolltap merge RUN --out NEW" in lost.advice) == ("damage", True)
+            assert lost.where == f"{path.name}, byte {0 if size < first else first if size < last else last}"
+            assert verify(run, repair=True).repaired == []
+            assert path.read_bytes() == whole[:size]
+
+    def test_of_a_compacted_file_that_lost_its_end_few_calls_are_lost_and_none_is_removed(self, tmp_path):
+        write_metadata(tmp_path, {})
+        with RunWriter(tmp_path) as writer:
+            for number in range(150):
+                writer.add_call(make_call(str(number), [number], [1, 2]))
+        path = calls_file(tmp_path)
+        os.truncate(path, path.stat().st_size - 9)
+        damaged = path.read_bytes()
+        readable = len(load_calls(tmp_path)["s"])
+        assert readable >= 100
+        verification = verify(tmp_path, repair=True)
+        assert not verification.sound
+        assert verification.repaired == []
+        assert path.read_bytes() == damaged
+        assert len(load_calls(tmp_path)["s"]) == readable
 
     def test_a_commit_that_was_not_completed_is_no_damage(self, run):
         path = calls_file(run)
         whole = path.read_bytes()
         path.write_bytes(whole + bytes(8) + b"half a commit")
         [(grade, where, what)] = found(run)
-        assert (grade, where) == ("notice", f"{path.name}, byte {len(whole)}")
+        assert (grade, where) == ("notice", path.name)
         assert "nothing is lost" in what
         verify(run, repair=True)
         assert path.read_bytes() == whole
@@ -265,18 +280,17 @@ class TestRepair:
         data = bytearray(path.read_bytes())
         data[first : first + 8] = bytes(8)
         path.write_bytes(data)
-        assert "1 whole commits among them" in found(run)[0][2]
+        assert found(run)[0][:2] == ("damage", f"{path.name}, byte {first}")
+        assert verify(run).rows["calls"] == 1
         assert verify(run, repair=True).repaired == []
         assert path.read_bytes() == data
 
-    @pytest.mark.parametrize("size", [0, 100])
-    def test_a_file_that_has_lost_all_its_commits_is_removed(self, run, size):
-        path = calls_file(run)
-        os.truncate(path, size)
-        assert not verify(run).sound
-        assert verify(run, repair=True).repaired == [f"{path.name}: removed, it had lost all but {size} bytes"]
-        assert not path.exists()
-        assert verify(run).sound
+    def test_damage_in_a_file_that_is_being_written_is_said(self, run):
+        with RunWriter(run) as writer:
+            writer.add_call(make_call("c", [9], [9]))
+            path = run_files(run, "calls")[-1]
+            os.truncate(path, path.stat().st_size - 1)
+            assert not verify(run).sound
 
     def test_a_file_that_is_being_written_is_left_alone(self, run):
         writer = RunWriter(run)
@@ -294,7 +308,7 @@ class TestRepair:
         writer.close()
 
     def test_files_that_a_dead_process_left_behind_are_removed_and_others_are_not(self, run):
-        dead = [run / f".calls-1-1-0000.arrow.{DEAD}", run / f".run.json.{DEAD}"]
+        dead = [run / f".calls-1-1-0000.arrow.{DEAD}", run / f".run.json.{DEAD}", run / f".policy.json.{DEAD}"]
         alive = run / f".calls-1-1-0000.arrow.{os.getpid()}"
         foreign = run / ".DS_Store"
         for path in (*dead, alive, foreign):
@@ -302,24 +316,8 @@ class TestRepair:
         assert [(grade, where) for grade, where, _ in found(run)] == [
             ("notice", path.name) for path in sorted((*dead, alive))
         ]
-        assert len(verify(run, repair=True).repaired) == 2
+        assert len(verify(run, repair=True).repaired) == 3
         assert sorted(path.name for path in run.glob(".*")) == sorted([alive.name, foreign.name])
-
-    def test_an_import_that_was_killed_is_finished_or_undone(self, run, tmp_path):
-        (run / COMPLETE).mkdir()
-        other = make_run(tmp_path / "other", [make_call("a", [1], [2], session_id="t")])
-        calls_file(other).rename(run / COMPLETE / "calls-zz.arrow")
-        (run / ".staging" / "run").mkdir(parents=True)
-        assert [where for _, where, _ in found(run)] == [".complete", ".staging"]
-        assert len(verify(run, repair=True).repaired) == 2
-        assert set(load_calls(run)) == {"s", "t"}
-        assert not list(run.glob(".*"))
-
-    def test_an_import_that_goes_on_is_left_alone(self, run):
-        with new_files(run):
-            [(grade, where, what)] = found(run)
-            assert (grade, where, what) == ("notice", ".staging", "is being written")
-            assert verify(run, repair=True).repaired == []
 
 
 class TestProperties:
@@ -345,36 +343,38 @@ class TestProperties:
             whole = path.read_bytes()
             damage = data.draw(st.sampled_from(["cut", "tail", "flip"]))
             position = data.draw(st.integers(0, len(whole) - 1))
-            kept = before
             if damage == "cut":
                 path.write_bytes(whole[:position])
-                kept = recorded(run)
             elif damage == "tail":
-                path.write_bytes(whole.removesuffix(b"\xff\xff\xff\xff\0\0\0\0") + bytes(8) + whole[:position])
+                with SegmentReader(path) as reader:
+                    commit = next(iter(reader))[1].slice(0, 1).serialize().to_pybytes()
+                whole = whole.removesuffix(b"\xff\xff\xff\xff\0\0\0\0")
+                path.write_bytes(whole + bytes(8) + commit[8:position])
             else:
                 flipped = bytearray(whole)
                 flipped[position] ^= data.draw(st.integers(1, 255))
                 path.write_bytes(flipped)
-            verification = verify(run)
-            if verification.sound:
-                assert recorded(run) == before
+            left = recorded(run)
+            if verify(run).sound:
+                assert left == before
             repaired = verify(run, repair=True)
-            if damage == "flip":
-                assert repaired.repaired == []
-            elif damage == "tail" or not repaired.repaired:
-                assert recorded(run) == before
-            if damage != "flip":
-                assert recorded(run) == kept
+            assert path.read_bytes() == whole if damage == "tail" else repaired.repaired == []
+            assert recorded(run) == left
             after = contents(run)
             again = verify(run, repair=True)
             assert again.repaired == []
             assert again.findings == repaired.findings == verify(run).findings
             assert contents(run) == after
+            new = Path(folder) / "new"
+            merge_runs([run], new, lambda *_: None)
+            assert verify(new).sound
+            assert sorted(recorded(new)) == sorted(recorded(run, sound=True))
 
 
-def recorded(run):
-    """The digests of all rows that can be read."""
-    return [row[DIGEST] for table in TABLES for row in read_rows(run, table)]
+def recorded(run, sound=False):
+    """The digests of all rows that can be read; or of those alone that have theirs."""
+    rows = ((row, TABLES[table]) for table in TABLES for row in read_rows(run, table))
+    return [row[DIGEST] for row, schema in rows if not sound or row[DIGEST] == row_digest(row, schema)]
 
 
 def test_the_command_ends_with_1_only_when_something_is_damaged(run):
@@ -383,17 +383,19 @@ def test_the_command_ends_with_1_only_when_something_is_damaged(run):
 
     assert (command().exit_code, command().stdout) == (0, "2 calls, 1 sessions, 0 events\nnothing is damaged\n")
     path = calls_file(run)
-    os.truncate(path, path.stat().st_size - 1)
+    whole = path.read_bytes()
+    os.truncate(path, len(whole) - 1)
     assert command().exit_code == 1
-    assert "the file has lost its end" in command().stdout
+    assert "a commit cannot be read" in command().stdout
+    assert command("--repair").exit_code == 1
     assert json.loads(command("--json").stdout)["findings"][0]["grade"] == "damage"
+    path.write_bytes(whole + bytes(8))
     repaired = command("--repair")
     assert repaired.exit_code == 0
     assert repaired.stdout.startswith("repaired: ")
     assert json.loads(command("--repair", "--json").stdout) == {
         "sound": True,
-        "rows": {"calls": 1, "sessions": 1, "events": 0},
+        "rows": {"calls": 2, "sessions": 1, "events": 0},
         "findings": [],
         "repaired": [],
     }
-    assert load_sessions(run).keys() == {"s"}

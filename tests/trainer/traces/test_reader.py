@@ -6,7 +6,8 @@ import pyarrow as pa
 import pytest
 
 from rolltap.addons.store import tables
-from rolltap.addons.store.metadata import RunError, write_metadata
+from rolltap.addons.store.errors import RunError
+from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call, Session, VersionSpan
 from rolltap.addons.store.segment import compact
 from rolltap.addons.store.tables import RunWriter, run_files

@@ -7,109 +7,26 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltap.addons.store.metadata import RunError, add_engine, add_recorder, read_metadata
-from rolltap.addons.store.records import Call, Event, Session, VersionSpan
-from rolltap.addons.store.tables import RunWriter, read_rows, run_files
+from rolltap.addons.store.metadata import read_metadata
+from rolltap.addons.store.records import Event
+from rolltap.addons.store.tables import RunWriter, read_rows
 from rolltap.trainer.cli import rolltap
 from rolltap.trainer.errors import UserError
-from rolltap.trainer.runs.combine import Filter, filter_run, merge_runs, split_run
+from rolltap.trainer.runs.merge import merge_runs
+from rolltap.trainer.runs.parts import Filter, filter_run, split_run
 from rolltap.trainer.traces.build import build_traces
-from rolltap.trainer.traces.reader import iter_sessions, load_calls, load_sessions
-from tests.trainer.runs.recorded_runs import START, record, recorded_sessions, rows_of, traces_of
-
-
-def ignore(*_):
-    """Nobody looks at the progress."""
-
-
-def make_session(session_id, **fields):
-    given = {"task_id": "t", "group_id": "g", "harness": "h", "status": "completed", "reward": 1.0}
-    return Session(session_id, **{**given, "policy_version": "1", "started_at": START, **fields})
-
-
-def make_call(session_id, call_id, prompt_ids, completion_ids, **fields):
-    spans = [VersionSpan("1", 0, len(completion_ids))]
-    logprobs = [-0.5] * len(completion_ids)
-    return Call(session_id, call_id, prompt_ids, completion_ids, logprobs, spans, started_at=START, **fields)
-
-
-def make_run(run, *sessions, **metadata):
-    """A run whose sessions have two calls each, the second of which continues the first."""
-    record(
-        run,
-        [
-            (
-                session,
-                [
-                    make_call(session.session_id, "a", [1], [2]),
-                    make_call(session.session_id, "b", [1, 2, 3], [4]),
-                ],
-            )
-            for session in sessions
-        ],
-        **metadata,
-    )
-    return run
-
-
-def session_ids(run):
-    return sorted(recorded.session_id for recorded in iter_sessions(run))
-
-
-class TestMerge:
-    def test_the_merged_run_has_the_rows_of_all(self, tmp_path):
-        a = make_run(tmp_path / "a", make_session("s"), make_session("t"))
-        b = make_run(tmp_path / "b", make_session("u"))
-        assert merge_runs([a, b], tmp_path / "out", ignore) == 3
-        expected = {table: rows + rows_of(b)[table] for table, rows in rows_of(a).items()}
-        assert rows_of(tmp_path / "out") == expected
-        assert sum(event["session_id"] is None for event in read_rows(tmp_path / "out", "events")) == 2
-
-    def test_small_commits_become_large_batches_in_one_file_a_table(self, tmp_path):
-        runs = [make_run(tmp_path / f"{i}", make_session(f"s{i}")) for i in range(10)]
-        merge_runs(runs, tmp_path / "out", ignore)
-        assert [len(run_files(tmp_path / "out", table)) for table in ("calls", "sessions", "events")] == [1, 1, 1]
-
-    @pytest.mark.parametrize("key", ["tokenizer_sha256", "chat_template_sha256"])
-    @pytest.mark.parametrize("other", [None, "other"])
-    def test_runs_of_another_model_are_refused(self, tmp_path, key, other):
-        a = make_run(tmp_path / "a", make_session("s"), **{key: "one"})
-        b = make_run(tmp_path / "b", make_session("t"), **({key: other} if other else {}))
-        with pytest.raises(UserError, match=f"do not have the same {key.removesuffix('_sha256').replace('_', ' ')}"):
-            merge_runs([a, b], tmp_path / "out", ignore)
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
-
-    @pytest.mark.parametrize(("reward", "what"), [(1.0, "with the same content"), (0.0, "with other content")])
-    def test_a_session_that_is_in_two_runs_is_refused(self, tmp_path, reward, what):
-        a = make_run(tmp_path / "a", make_session("s"), make_session("t"))
-        b = make_run(tmp_path / "b", make_session("u"), make_session("t", reward=reward))
-        with pytest.raises(UserError, match=f"both have session t, {what}"):
-            merge_runs([a, b], tmp_path / "out", ignore)
-        assert not (tmp_path / "out").exists()
-
-    def test_engines_and_recorders_of_all_runs_are_kept_with_what_each_says_otherwise(self, tmp_path):
-        runs = [make_run(tmp_path / name, make_session(name), renderer=name) for name in "abc"]
-        for run in runs:
-            add_recorder(run, {"sampling": {"temperature": 1.0}})
-            add_engine(run, f"http://{run.name}", {"version": run.name})
-        add_recorder(runs[1], {"sampling": {"temperature": 0.5}})
-        merge_runs(runs[:2], tmp_path / "ab", ignore)
-        merge_runs([tmp_path / "ab", runs[2]], tmp_path / "abc", ignore)
-        metadata = read_metadata(tmp_path / "abc")
-        assert metadata["recorders"] == [{"sampling": {"temperature": 1.0}}, {"sampling": {"temperature": 0.5}}]
-        assert metadata["engines"] == {f"http://{name}": {"version": name} for name in "abc"}
-        assert metadata["merged_from"] == [{"run": "a"}, {"run": "b", "renderer": "b"}, {"run": "c", "renderer": "c"}]
-
-    def test_a_folder_with_something_in_it_is_not_written(self, tmp_path):
-        a = make_run(tmp_path / "a", make_session("s"))
-        with pytest.raises(UserError, match="exists and is not an empty folder"):
-            merge_runs([a], a, ignore)
-        (tmp_path / "out").mkdir()
-        assert merge_runs([a], tmp_path / "out", ignore) == 1
-
-    def test_a_folder_that_is_no_run_is_refused(self, tmp_path):
-        with pytest.raises(RunError, match=r"it has no run\.json"):
-            merge_runs([tmp_path], tmp_path / "out", ignore)
+from rolltap.trainer.traces.reader import load_calls, load_sessions
+from tests.trainer.runs.recorded_runs import (
+    ignore,
+    make_call,
+    make_run,
+    make_session,
+    record,
+    recorded_sessions,
+    rows_of,
+    session_ids,
+    traces_of,
+)
 
 
 class TestSplit:

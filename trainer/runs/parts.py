@@ -1,19 +1,18 @@
-"""Runs into runs: merged, split and filtered by session. Tokens are not rewritten: rows are copied with their digests.
+"""Parts of a run, by session: split and filtered. Tokens are not rewritten: rows are copied with their digests.
 
 Memory is that of one session. An output appears when it is complete.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rolltap.addons.store.digest import DIGEST
 from rolltap.addons.store.metadata import read_metadata, write_metadata
 from rolltap.addons.store.records import CallRole, Session
 from rolltap.addons.store.staging import new_folder
@@ -73,10 +72,6 @@ class _Run:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Let go of the files."""
         self._stack.close()
 
     @property
@@ -100,39 +95,6 @@ class _Run:
                 if batch.num_rows:
                     writer.add_batch(name, batch)
         writer.end_session()
-
-    def digests(self, session_id: str) -> set[str]:
-        """What the calls and the row of a session hold."""
-        tables = (self.tables["calls"], self.tables["sessions"])
-        return {
-            digest
-            for table in tables
-            for batch in table.batches(session_id)
-            for digest in batch.column(DIGEST).to_pylist()
-        }
-
-
-def merge_runs(runs: Sequence[Path], out: Path, advance: Advance) -> int:
-    """Write the rows of several runs to the new folder `out`; returns the number of sessions.
-
-    Raises `UserError` when the runs hold tokens of different tokenizers or chat templates, and when two of them have
-    calls or the row of the same session; `RunError` when one cannot be read.
-    """
-    with ExitStack() as stack:
-        sources = [stack.enter_context(_Run(run)) for run in runs]
-        _require_one_model(sources)
-        _require_other_sessions(sources)
-        staged = stack.enter_context(new_folder(out))
-        write_metadata(staged, _merged_metadata(sources))
-        total, done = sum(len(source.session_ids) for source in sources), 0
-        with RunWriter(staged, "never") as writer:
-            for source in sources:
-                for session_id in [None, *source.session_ids]:
-                    source.copy(session_id, writer)
-                    done += session_id is not None
-                    advance("sessions copied", done, total)
-                source.close()
-    return total
 
 
 def split_run(run: Path, out: Path, parts: SplitBy | int, advance: Advance) -> dict[str, int]:
@@ -167,7 +129,7 @@ def filter_run(run: Path, out: Path, criteria: Filter, advance: Advance) -> int:
     """
     with _Run(run) as source:
         if unknown := set(criteria.sessions).difference(source.session_ids):
-            raise UserError(f"{run} has no session {_named(unknown)}")
+            raise UserError(f"{run} has no session {named(unknown)}")
         fitting = [name for name in source.session_ids if criteria.fits(name, source.rows.get(name))]
         kept = 0
         with new_folder(out) as staged:
@@ -184,53 +146,11 @@ def filter_run(run: Path, out: Path, criteria: Filter, advance: Advance) -> int:
     return kept
 
 
-def _require_one_model(sources: Sequence[_Run]) -> None:
-    first = sources[0]
-    for key in ("tokenizer_sha256", "chat_template_sha256"):
-        for other in sources[1:]:
-            if first.metadata.get(key) != other.metadata.get(key):
-                what = key.removesuffix("_sha256").replace("_", " ")
-                raise UserError(f"{first.run} and {other.run} do not have the same {what}: merge runs of one model")
-
-
-def _require_other_sessions(sources: Sequence[_Run]) -> None:
-    owners: dict[str, _Run] = {}
-    for source in sources:
-        known = dict.fromkeys([*source.tables["calls"].session_ids, *source.rows])
-        recorded = [session_id for session_id in known if session_id is not None]
-        if repeated := [session_id for session_id in recorded if session_id in owners]:
-            first = owners[repeated[0]]
-            alike = first.digests(repeated[0]) == source.digests(repeated[0])
-            what = "with the same content: leave one run out" if alike else "with other content"
-            raise UserError(f"{source.run} and {first.run} both have session {_named(repeated)}, {what}")
-        owners |= dict.fromkeys(recorded, source)
-
-
-def _named(session_ids: Iterable[str]) -> str:
+def named(session_ids: Iterable[str]) -> str:
+    """Some of the ids, and how many there are more."""
     names = sorted(session_ids)
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return ", ".join(names[:MOST_NAMED]) + more
-
-
-def _merged_metadata(sources: Sequence[_Run]) -> dict[str, Any]:
-    """That of the first run with the engines and recorders of all; what the others say else is in `merged_from`."""
-    merged = dict(sources[0].metadata)
-    for source in sources[1:]:
-        if engines := source.metadata.get("engines"):
-            merged["engines"] = {**merged.get("engines", {}), **engines}
-        if recorders := source.metadata.get("recorders"):
-            known = merged.get("recorders", [])
-            merged["recorders"] = known + [recorder for recorder in recorders if recorder not in known]
-    merged["merged_from"] = [entry for source in sources for entry in _origins(source, merged)]
-    return merged
-
-
-def _origins(source: _Run, merged: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The run's name and what its metadata says otherwise; those of the runs that it was merged from itself."""
-    metadata = dict(source.metadata)
-    origins = metadata.pop("merged_from", [{"run": source.run.absolute().name}])
-    other = {k: v for k, v in metadata.items() if k not in ("engines", "recorders") and merged.get(k) != v}
-    return [{**other, **origin} for origin in origins]
 
 
 def _parts_by(source: _Run, field: SplitBy) -> dict[str, list[str]]:

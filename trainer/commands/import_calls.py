@@ -1,0 +1,76 @@
+"""`rolltap import`: calls that anything else made, as a run."""
+
+from pathlib import Path
+from typing import BinaryIO
+
+import click
+from rich.console import Console
+
+from rolltap.trainer.commands.options import FOLDER, json_option, print_result
+from rolltap.trainer.progress import progress_bar
+from rolltap.trainer.runs.import_calls import ImportSummary, import_calls
+
+MOST_FAULTS = 20
+"""Bad lines that are printed; the rest is counted."""
+
+
+@click.command("import")
+@click.argument("file", type=click.File("rb"))
+@click.argument("run", type=FOLDER)
+@click.option("--skip-bad", is_flag=True, help="Leave bad lines out and import the others.")
+@json_option
+def import_command(file: BinaryIO, run: Path, skip_bad: bool, as_json: bool) -> None:
+    """Write calls that anything else made to a new RUN.
+
+    FILE is JSON Lines, `-` the standard input. `rolltap merge` adds the new run to another one.
+
+    \b
+    A line is a call, with the keys
+      session_id, call_id   names of your own
+      prompt_ids            token ids of the whole prompt
+      completion_ids        sampled token ids, and their
+      logprobs              natural-log probabilities, or null
+      finish_reason         a text or null
+    and, as far as they are known,
+      task_id, group_id, harness, reward   of the session: the same in all its lines
+      started_at            ISO 8601; without it calls are in the order of their prompts' lengths
+      role                  agent, subagent, compaction or auxiliary
+      status                completed, aborted or failed
+      parent_id             decides between calls with the same tokens
+      policy_version        the weights that sampled the call
+
+    Bad lines are printed with their number, and then nothing is imported. Of lines that contradict each other the
+    later is bad. A call whose tokens and log-probabilities do not match is no bad line: it is kept, marked and not
+    trained on. Killed halfway, nothing was imported.
+    """
+    console = Console(stderr=True)
+    faults = 0
+
+    def report(number: int, fault: str) -> None:
+        nonlocal faults
+        faults += 1
+        if faults <= MOST_FAULTS:
+            console.print(f"line {number}: {fault}", markup=False, highlight=False, soft_wrap=True)
+
+    try:
+        with progress_bar(console) as advance:
+            summary = import_calls(file, run, skip_bad=skip_bad, report=report, advance=advance)
+    finally:
+        if faults > MOST_FAULTS:
+            console.print(f"and {faults - MOST_FAULTS} more bad lines", highlight=False)
+    print_result(summary, as_json, _print_summary)
+
+
+def _print_summary(summary: ImportSummary, console: Console) -> None:
+    lines = [
+        f"{summary.calls} calls of {summary.sessions} sessions, {summary.sampled_tokens} sampled tokens",
+        f"{summary.bridged} calls continue another one",
+    ]
+    for count, what in (
+        (summary.violations, "calls break an invariant: kept, marked and not trained on"),
+        (summary.without_logprobs, "calls have no log-probabilities: kept and not trained on"),
+        (summary.skipped, "bad lines were skipped"),
+    ):
+        if count:
+            lines.append(f"{count} {what}")
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)

@@ -1,0 +1,139 @@
+"""Several runs as one, or the sound rows of a damaged one. Rows are copied as they are, with their digests.
+
+Memory is that of one batch. The output appears when it is complete.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from rolltap.addons.store.digest import DIGEST
+from rolltap.addons.store.metadata import read_metadata, write_metadata
+from rolltap.addons.store.segment import SegmentReader
+from rolltap.addons.store.staging import new_folder
+from rolltap.addons.store.tables import TABLES, RunWriter, read_batches, run_files
+from rolltap.trainer.errors import UserError
+from rolltap.trainer.progress import Advance
+from rolltap.trainer.runs.findings import check_rows
+from rolltap.trainer.runs.parts import named
+
+_JOINED = ("engines", "recorders", "left_behind")
+"""Keys of `run.json` of which a merged run has those of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftBehind:
+    """The losses of one damaged file when its run is merged."""
+
+    file: str
+    """Its run's name and its own."""
+    rows: int
+    """Rows that do not have their digest."""
+    places: int
+    """Places that cannot be read, each of one commit or several that follow each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    run: Path
+    metadata: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.run.absolute().name
+
+    def origins(self, merged: dict[str, Any]) -> list[dict[str, Any]]:
+        """The run's name and what its metadata says otherwise; those of the runs that it was merged from itself."""
+        origins = self.metadata.get("merged_from", [{"run": self.name}])
+        known = (*_JOINED, "merged_from")
+        other = {key: value for key, value in self.metadata.items() if key not in known and merged.get(key) != value}
+        return [{**other, **origin} for origin in origins]
+
+
+def merge_runs(runs: Sequence[Path], out: Path, advance: Advance) -> tuple[int, list[LeftBehind]]:
+    """Write the rows of several runs, or of one that is damaged, to the new folder `out`.
+
+    Returns the number of sessions, and what cannot be read or does not have its digest, which is left behind. The new
+    `run.json` says so too, under `left_behind`.
+
+    Raises `UserError` when the runs hold tokens of different tokenizers or chat templates, and when two of them have
+    calls or the row of the same session; `RunError` when one cannot be read.
+    """
+    sources = [_Source(run, read_metadata(run)) for run in runs]
+    # an import does not say whose tokens it holds: that it is merged with them does
+    recorded = [source for source in sources if source.metadata.get("source") != "import"] or sources
+    _require_one_model(recorded)
+    sessions = _require_other_sessions(runs)
+    tables = [(source, table) for source in sources for table in TABLES]
+    files = [(source, table, path) for source, table in tables for path in run_files(source.run, table)]
+    size, done = sum(path.stat().st_size for _, _, path in files), 0
+    left_behind: list[LeftBehind] = []
+    with new_folder(out) as staged:
+        with RunWriter(staged, "never") as writer:
+            for source, table, path in files:
+                done += path.stat().st_size
+                left_behind += _copy_sound_rows(source, table, path, writer)
+                advance("bytes copied", done, size)
+        write_metadata(staged, _merged_metadata(recorded[0], sources, left_behind))
+    return sessions, left_behind
+
+
+def _copy_sound_rows(source: _Source, table: str, path: Path, writer: RunWriter) -> Iterator[LeftBehind]:
+    """Write the rows of a file that have their digest; says what was left behind, if anything was."""
+    rows = 0
+    with SegmentReader(path, TABLES[table]) as reader:
+        for _, batch in reader:
+            sound = pa.array([fault is None for _, fault in check_rows(table, batch)])
+            if sound.true_count:
+                writer.add_batch(table, batch.filter(sound))
+            rows += sound.false_count
+    writer.end_session()
+    if rows or reader.damage:
+        yield LeftBehind(f"{source.name}/{path.name}", rows, len(reader.damage))
+
+
+def _require_one_model(sources: Sequence[_Source]) -> None:
+    first = sources[0]
+    for key in ("tokenizer_sha256", "chat_template_sha256"):
+        for other in sources[1:]:
+            if first.metadata.get(key) != other.metadata.get(key):
+                what = key.removesuffix("_sha256").replace("_", " ")
+                raise UserError(f"{first.run} and {other.run} do not have the same {what}: merge runs of one model")
+
+
+def _require_other_sessions(runs: Sequence[Path]) -> int:
+    """The number of sessions that have calls or a row, of which no two runs have the same."""
+    owners: dict[str, Path] = {}
+    for run in runs:
+        batches = (batch for table in ("calls", "sessions") for batch in read_batches(run, table))
+        recorded = {session_id for batch in batches for session_id in batch.column("session_id").unique().to_pylist()}
+        if repeated := sorted(session_id for session_id in recorded if session_id in owners):
+            first = owners[repeated[0]]
+            alike = _digests(first, repeated[0]) == _digests(run, repeated[0])
+            what = "with the same content: leave one run out" if alike else "with other content"
+            raise UserError(f"{run} and {first} both have session {named(repeated)}, {what}")
+        owners |= dict.fromkeys(recorded, run)
+    return len(owners)
+
+
+def _digests(run: Path, session_id: str) -> set[str]:
+    """What the calls and the row of a session hold."""
+    batches = (batch for table in ("calls", "sessions") for batch in read_batches(run, table, [session_id]))
+    return {digest for batch in batches for digest in batch.column(DIGEST).to_pylist()}
+
+
+def _merged_metadata(first: _Source, sources: Sequence[_Source], left_behind: Sequence[LeftBehind]) -> dict[str, Any]:
+    """That of the first run, with the engines, recorders and losses of all; what the others say else is in
+    `merged_from`."""
+    merged = dict(first.metadata)
+    if engines := {url: engine for source in sources for url, engine in source.metadata.get("engines", {}).items()}:
+        merged["engines"] = engines
+    for key, more in (("recorders", []), ("left_behind", [asdict(loss) for loss in left_behind])):
+        entries = [entry for source in sources for entry in source.metadata.get(key, [])] + more
+        if entries:
+            merged[key] = [entry for number, entry in enumerate(entries) if entry not in entries[:number]]
+    merged["merged_from"] = [entry for source in sources for entry in source.origins(merged)]
+    return merged
