@@ -28,14 +28,16 @@ def canonical(message: Message, model_call: ModelCall) -> str:
 
 def _call(call: dict[str, Any], model_call: ModelCall) -> dict[str, Any]:
     name, arguments = call["function"]["name"], call["function"]["arguments"]
+    parsed = text = arguments
     try:
-        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+        while isinstance(parsed, str):  # an echo may have been parsed once already
+            text, parsed = parsed, json.loads(parsed)
         if model_call.echo_rule is not None and isinstance(parsed, dict):
             tool = next((tool for tool in model_call.tools if tool["function"]["name"] == name), None)
             parsed = model_call.echo_rule(parsed, tool)
         normal = _numbers(parsed)
     except (ValueError, RecursionError):
-        normal = arguments  # what is not JSON stays the text that it is
+        normal = text  # what is not JSON stays the text that it is
     return {"id": call["id"], "name": name, "arguments": normal}
 
 

@@ -17,23 +17,27 @@ async def run(command: list[str], *, cwd: Path, env: dict[str, str], timeout: fl
     cancelled, all that is left of the group is killed. Raises `OSError` when it cannot be started.
     """
     with log.open("wb") as output:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            cwd=cwd,
-            env=env,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=output,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
+        starting = asyncio.create_task(
+            asyncio.create_subprocess_exec(
+                *command,
+                cwd=cwd,
+                env=env,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+            )
         )
         try:
-            return await asyncio.wait_for(process.wait(), timeout)
+            await asyncio.wait([starting])
+            return await asyncio.wait_for(starting.result().wait(), timeout)
         except TimeoutError:
-            _signal(process.pid, signal.SIGTERM)
+            _signal(starting.result().pid, signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), _GRACE_SECONDS)
+                await asyncio.wait_for(starting.result().wait(), _GRACE_SECONDS)
             return None
         finally:
+            process = await starting  # which goes on when the caller is cancelled meanwhile
             _signal(process.pid, signal.SIGKILL)
             await process.wait()
 

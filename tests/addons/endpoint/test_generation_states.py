@@ -199,10 +199,11 @@ class Scenario:
         self.engines = [ScriptedClient(f"http://engine-{n}", self.script, self.sent, rude) for n in range(engines)]
         pool._engines = self.engines
         parts = Parts(pool, PolicyFile(Path("/nonexistent")), self.renderer, self.disk, patience)
-        prompt = Prompt(PROMPT_IDS, "root", "no earlier call", None, 0, [])
+        model_call = ModelCall("m", [], [])
+        prompt = Prompt(model_call, PROMPT_IDS, "root", "no earlier call", None, 0, [])
         call = Call("s1", "c1", PROMPT_IDS)
         sampling = {"max_tokens": MAX_TOKENS, "stop_token_ids": [STOP], "structured_outputs": {"json_object": True}}
-        self.generation = Generation(parts, self.memory, call, prompt, ModelCall("m", [], []), sampling)
+        self.generation = Generation(parts, self.memory, call, prompt, model_call, sampling)
         self.disk.generation = self.generation
         self.listeners = []
         self.faulty = False

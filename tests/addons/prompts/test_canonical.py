@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 
 from rolltap.addons.dialects.anthropic.claude_code import normal_arguments
 from rolltap.addons.dialects.types import ModelCall
@@ -83,6 +83,8 @@ def test_blank_text_before_a_call_is_no_text():
 
 
 @given(anything)
+@example("null")
+@example('"null"')
 def test_any_json_has_a_form_that_parsing_does_not_change(arguments):
     for call in (EXACT, CLAUDE_CODE):
         assert form(json.dumps(arguments), call=call) == form(json.loads(json.dumps(arguments)), call=call)

@@ -41,10 +41,13 @@ async def test_what_a_command_leaves_running_is_killed(tmp_path):
     assert wait_until_dead(int((tmp_path / "log").read_text()))
 
 
-async def test_cancelling_kills_the_whole_group(tmp_path):
+@pytest.mark.parametrize("turns", [2, 3, 4, 1000])
+async def test_cancelling_kills_the_whole_group_also_of_a_command_that_has_hardly_started(tmp_path, turns):
     os.mkfifo(tmp_path / "fifo")
     task = asyncio.create_task(sh("sleep 600 & echo $! > fifo; wait", tmp_path))
-    pid = int(await asyncio.to_thread((tmp_path / "fifo").read_text))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    pid = int((tmp_path / "fifo").read_text())  # the event loop waits, the command runs
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -47,10 +47,10 @@ def client_of(reply):
         route = find_route(request.method, target, request.headers)
         assert route is not None
         assert route.dialect is dialect
-        if route.operation == "models":
+        if route.service == "models":
             return httpx.Response(200, content=dialect.encode_models(target, MODELS, 5))
         model_call = dialect.decode(request.content, target)
-        if route.operation == "count_tokens":
+        if route.service == "count_tokens":
             return httpx.Response(200, content=dialect.encode_token_count(42))
         head = Head("c9", 5, target, model_call)
         if model_call.stream:

@@ -44,11 +44,11 @@ class Server:
         assert route.dialect is google
         if self.error:
             return httpx.Response(self.error.status, content=google.encode_error(self.error))
-        if route.operation == "models":
+        if route.service == "models":
             return httpx.Response(200, content=google.encode_models(target, [ServedModel("gemini-x", 100)], 0))
         call = google.decode(request.content, target)
         self.calls.append(call)
-        if route.operation == "count_tokens":
+        if route.service == "count_tokens":
             return httpx.Response(200, content=google.encode_token_count(12))
         head = Head("call-9", 1_700_000_000, target, call)
         if not call.stream:
