@@ -17,9 +17,10 @@ ruff format --check .
 say "mypy"
 mypy
 say "pytest"
-# what starts an engine or a harness runs one after the other on one of the two
+# Two workers. What starts an engine or a harness runs one after the other on one of them.
+export OMP_NUM_THREADS=1
 pytest --numprocesses 2 --dist loadgroup "$@"
-if [ $# -eq 0 ] && (environment_312); then
+if [ $# -eq 0 ] && environment_312; then
     say "pytest: the addons on Python 3.12 with mitmproxy 12"
     "$VENVS/rolltap-3.12/bin/pytest" --numprocesses 2 -m "not engine" tests/addons
 fi

@@ -4,8 +4,8 @@ import warnings
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
 
 from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.prompts.rendering import Rendering
@@ -21,59 +21,36 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKUP = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 
 
-def save_tokenizer(folder, template, more=()):
-    """A small byte-level BPE with Qwen3's special tokens, and `more` of them."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        [TEMPLATE.read_text()],
-        trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False),
-    )
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKUP])
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in more])
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        clean_up_tokenization_spaces=False,
-        chat_template=template,
-    ).save_pretrained(folder)
+@pytest.fixture(scope="session")
+def save_tokenizer(tokenizer_folder):
+    """A function that saves the tokenizer in a folder, with another chat template and `more` special tokens."""
+
+    def save(folder, template, more=()):
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+        tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in more], special_tokens=True)
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(folder)
+
+    return save
 
 
 @pytest.fixture(scope="session")
-def rendering_folder(tmp_path_factory):
-    """A folder with a tokenizer and nothing else, for which `auto` finds the renderer `qwen3`."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(folder, TEMPLATE.read_text())
-    return folder
-
-
-@pytest.fixture(scope="session")
-def rendering(rendering_folder):
-    return Rendering(str(rendering_folder))
-
-
-@pytest.fixture(scope="session")
-def encode(rendering_folder):
-    """Text to token ids."""
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(rendering_folder)
-    return lambda text: tokenizer.encode(text, add_special_tokens=False)
-
-
-@pytest.fixture(scope="session")
-def tiny_rendering(tokenizer_folder):
+def rendering(tokenizer_folder):
     return Rendering(str(tokenizer_folder))
 
 
+@pytest.fixture(scope="session")
+def encode(tokenizer):
+    """Text to token ids."""
+    return lambda text: tokenizer.encode(text, add_special_tokens=False)
+
+
 @pytest.fixture
-async def harness(tiny_rendering, scripted_engine, tmp_path):
+async def harness(rendering, scripted_engine, tmp_path):
     """A client of an endpoint behind the scripted engine, with no patience for an engine that fails."""
     write_metadata(tmp_path, {})
     writer = RunWriter(tmp_path)
-    endpoint = Endpoint(tiny_rendering, [scripted_engine.url], writer, {}, patience=0)
+    endpoint = Endpoint(rendering, [scripted_engine.url], writer, {}, patience=0)
     await endpoint.start()
     async with Harness.connect(endpoint) as client:
         yield client

@@ -17,18 +17,17 @@ from rolltap.addons.sessions import SESSION
 from rolltap.addons.store.metadata import RUN_FILE, read_metadata, write_metadata
 from rolltap.addons.store.records import Event
 from rolltap.addons.store.tables import read_rows
-from tests.addons.conftest import save_tokenizer
 
 COMPLETIONS = "https://api.openai.com/v1/chat/completions"
 
 
 @pytest.fixture
-def options(rendering_folder, tmp_path):
+def options(tokenizer_folder, tmp_path):
     """What a recorder needs to be told. Nothing listens where its engine should be."""
     return {
         "rolltap_out": str(tmp_path / "run"),
         "rolltap_engine": "http://127.0.0.1:1",
-        "rolltap_model": str(rendering_folder),
+        "rolltap_model": str(tokenizer_folder),
         "rolltap_renderer": "qwen3",
     }
 
@@ -250,7 +249,7 @@ class TestOptions:
         ctx.options.update(stream_large_bodies="1m")
         assert caplog.text == ""
 
-    def test_a_template_that_no_renderer_knows_is_warned_of(self, configure, caplog, tmp_path):
+    def test_a_template_that_no_renderer_knows_is_warned_of(self, configure, caplog, tmp_path, save_tokenizer):
         save_tokenizer(tmp_path / "model", "{% for message in messages %}{{ message.content }}{% endfor %}")
         configure(rolltap_model=str(tmp_path / "model"), rolltap_renderer="auto")
         assert "Set rolltap_renderer" in caplog.text

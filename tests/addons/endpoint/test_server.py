@@ -445,11 +445,9 @@ async def test_the_run_knows_its_engines(harness, scripted_engine):
     }
 
 
-async def test_calls_that_run_when_the_recorder_stops_are_recorded_as_aborted(
-    tiny_rendering, scripted_engine, tmp_path
-):
+async def test_calls_that_run_when_the_recorder_stops_are_recorded_as_aborted(rendering, scripted_engine, tmp_path):
     write_metadata(tmp_path, {})
-    endpoint = Endpoint(tiny_rendering, [scripted_engine.url], RunWriter(tmp_path), {}, patience=0)
+    endpoint = Endpoint(rendering, [scripted_engine.url], RunWriter(tmp_path), {}, patience=0)
     await endpoint.start()
     scripted_engine.replies.append(Say("one two three", hold_after=1))
     async with Harness.connect(endpoint) as harness:

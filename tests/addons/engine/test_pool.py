@@ -53,11 +53,11 @@ async def test_an_engine_that_fails_says_whether_another_one_is_left(engines):
     assert [engines.failed(engine) for engine in engines._engines] == [True, True, True, False]
 
 
-async def test_when_no_engine_is_left_the_call_fails(tokenizer, tiny_rendering, tmp_path):
+async def test_when_no_engine_is_left_the_call_fails(tokenizer, rendering, tmp_path):
     write_metadata(tmp_path, {})
     writer = RunWriter(tmp_path)
     with ScriptedEngine(tokenizer) as one, ScriptedEngine(tokenizer) as two:
-        endpoint = Endpoint(tiny_rendering, [one.url, two.url], writer, {}, patience=0)
+        endpoint = Endpoint(rendering, [one.url, two.url], writer, {}, patience=0)
         await endpoint.start()
         async with Harness.connect(endpoint) as harness:
             status, _ = await harness.ask(user())
@@ -67,13 +67,13 @@ async def test_when_no_engine_is_left_the_call_fails(tokenizer, tiny_rendering, 
     writer.close()
 
 
-async def test_a_call_whose_engine_dies_goes_on_at_another_one(tokenizer, tiny_rendering, tmp_path, monkeypatch):
+async def test_a_call_whose_engine_dies_goes_on_at_another_one(tokenizer, rendering, tmp_path, monkeypatch):
     """At once, with no patience for the one that died."""
     monkeypatch.setattr(completion, "FIRST_PAUSE_SECONDS", 1000.0)
     write_metadata(tmp_path, {})
     writer = RunWriter(tmp_path)
     with ScriptedEngine(tokenizer) as one, ScriptedEngine(tokenizer) as two:
-        endpoint = Endpoint(tiny_rendering, [one.url, two.url], writer, {}, patience=0)
+        endpoint = Endpoint(rendering, [one.url, two.url], writer, {}, patience=0)
         await endpoint.start()
         first, second = (one, two) if endpoint.engines.of("s1").url == one.url else (two, one)
         first.replies += [Say("one two three", break_after=2), Answer(500, "down")]

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from rolltap.addons.dialects.types import Reply
 from rolltap.addons.prompts import rendering as module
 from rolltap.addons.prompts.rendering import ModelError, Rendering, model_folder
-from tests.addons.conftest import MARKUP, SPECIAL, TEMPLATE, save_tokenizer
+from tests.addons.conftest import MARKUP, SPECIAL, TEMPLATE
 
 ROLES = ["user", "tool", "system"]
 USER = {"role": "user", "content": "Hello"}
@@ -18,7 +18,7 @@ class TestChoice:
     def test_auto_finds_the_renderer_that_agrees_with_the_template(self, rendering):
         assert rendering.name == "qwen3"
 
-    def test_a_template_that_no_renderer_agrees_with_is_used_itself(self, tmp_path):
+    def test_a_template_that_no_renderer_agrees_with_is_used_itself(self, tmp_path, save_tokenizer):
         template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
         save_tokenizer(tmp_path, template)
         rendering = Rendering(str(tmp_path))
@@ -28,23 +28,23 @@ class TestChoice:
         assert tokenizer.decode(ids) == "user: Hello\nassistant:"
         assert rendering.bridge(ids, tokenizer.encode(" Hi"), [USER], []) is None
 
-    def test_a_renderer_can_be_named(self, rendering_folder):
-        assert Rendering(str(rendering_folder), "qwen3").name == "qwen3"
+    def test_a_renderer_can_be_named(self, tokenizer_folder):
+        assert Rendering(str(tokenizer_folder), "qwen3").name == "qwen3"
 
     @pytest.mark.parametrize(
         ("renderer", "words"),
         [("qwen4", "the renderer 'qwen4' does not fit"), ("gpt-oss", "the renderer 'gpt-oss' does not fit")],
         ids=["unknown", "of another family"],
     )
-    def test_a_wrong_name_is_refused(self, rendering_folder, renderer, words):
+    def test_a_wrong_name_is_refused(self, tokenizer_folder, renderer, words):
         with pytest.raises(ModelError, match=words):
-            Rendering(str(rendering_folder), renderer)
+            Rendering(str(tokenizer_folder), renderer)
 
     def test_a_folder_without_a_tokenizer_is_refused(self, tmp_path):
         with pytest.raises(ModelError, match="cannot load a tokenizer from"):
             Rendering(str(tmp_path))
 
-    def test_digests_tell_tokenizers_and_templates_apart(self, rendering, tmp_path):
+    def test_digests_tell_tokenizers_and_templates_apart(self, rendering, tmp_path, save_tokenizer):
         save_tokenizer(tmp_path, TEMPLATE.read_text() + "{# edited #}")
         other = Rendering(str(tmp_path), "qwen3")
         assert other.tokenizer_sha256 == rendering.tokenizer_sha256
@@ -81,7 +81,9 @@ class TestSystemMessages:
         text = "<|im_start|>system\nIt is late.<|im_end|>"
         assert contains(rendering.render(list(self.CONVERSATION), []), encode(text))
 
-    def test_for_one_that_does_not_the_first_are_joined_and_the_others_are_the_users(self, tmp_path, encode):
+    def test_for_one_that_does_not_the_first_are_joined_and_the_others_are_the_users(
+        self, tmp_path, encode, save_tokenizer
+    ):
         assert TEMPLATE.read_text() != STRICT
         save_tokenizer(tmp_path, STRICT)
         rendering = Rendering(str(tmp_path), "default")
@@ -132,7 +134,7 @@ class TestBridgeOfOneTurn:
 
     @pytest.fixture(scope="class", params=sorted(module._READS_ONE_TURN))
     @classmethod
-    def any_rendering(cls, request, tmp_path_factory):
+    def any_rendering(cls, request, tmp_path_factory, save_tokenizer):
         folder = tmp_path_factory.mktemp("tokenizer")
         save_tokenizer(folder, TEMPLATE.read_text(), VISION)
         return Rendering(str(folder), request.param)

@@ -3,7 +3,6 @@
 import pytest
 
 from rolltap.addons.prompts.rendering import Rendering
-from tests.addons.conftest import save_tokenizer
 
 TURN = "{{ '<|im_start|>' + message.role + '\\n' + message.content + '\\n' }}"
 CALLS = "{% for call in message.tool_calls or [] %}{{ '@' + call.function.name }}{% endfor %}"
@@ -19,7 +18,7 @@ NEW = [{"role": "user", "content": "Go on"}]
 
 
 @pytest.fixture
-def rendering(tmp_path):
+def rendering(tmp_path, save_tokenizer):
     save_tokenizer(tmp_path, PLAIN)
     return Rendering(str(tmp_path), "default")
 
@@ -46,7 +45,7 @@ def test_a_turn_that_was_cut_is_ended_first(rendering, encode):
     assert bridged == rendering.render([*CONVERSATION, assistant("Hi."), *NEW], [])
 
 
-def test_a_message_that_the_template_does_not_take_is_not_bridged(tmp_path, encode):
+def test_a_message_that_the_template_does_not_take_is_not_bridged(tmp_path, encode, save_tokenizer):
     picky = "{% for message in messages %}{% if message.content == 'No' %}{{ raise_exception('no') }}{% endif %}"
     save_tokenizer(tmp_path, PLAIN.replace("{% for message in messages %}", picky))
     rendering = Rendering(str(tmp_path), "default")
@@ -68,12 +67,12 @@ def test_a_message_that_the_template_does_not_take_is_not_bridged(tmp_path, enco
     ],
     ids=["no stop token", "counts the messages", "marks past turns", "no tools"],
 )
-def test_a_template_that_rewrites_the_past_is_refused(tmp_path, encode, template, reason):
+def test_a_template_that_rewrites_the_past_is_refused(tmp_path, encode, template, reason, save_tokenizer):
     save_tokenizer(tmp_path, template)
     rendering = Rendering(str(tmp_path), "default")
     assert reason in rendering.refusal
     assert rendering.bridge(rendering.render(NEW, []), encode("Hi.<|im_end|>"), NEW, []) is None
 
 
-def test_a_renderer_that_knows_its_model_has_no_refusal(rendering_folder):
-    assert Rendering(str(rendering_folder)).refusal is None
+def test_a_renderer_that_knows_its_model_has_no_refusal(tokenizer_folder):
+    assert Rendering(str(tokenizer_folder)).refusal is None

@@ -30,21 +30,21 @@ def test_who_changes_the_ids_changes_his_own():
     assert tokenizer.encode(LONG) == [len(LONG)]
 
 
-def test_it_says_the_same_as_the_tokenizer_in_it(rendering_folder):
-    inner = PreTrainedTokenizerFast.from_pretrained(rendering_folder)
+def test_it_says_the_same_as_the_tokenizer_in_it(tokenizer_folder):
+    inner = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
     tokenizer = CachingTokenizer(inner)
     for text in ("Hi", LONG, "é" * 300):
         assert tokenizer.encode(text) == inner.encode(text, add_special_tokens=False)
     assert tokenizer.eos_token_id == inner.eos_token_id
 
 
-def test_sessions_share_the_tokens_of_their_system_prompt(rendering_folder, monkeypatch):
+def test_sessions_share_the_tokens_of_their_system_prompt(tokenizer_folder, monkeypatch):
     texts = []
     encode = PreTrainedTokenizerFast.encode
     monkeypatch.setattr(
         PreTrainedTokenizerFast, "encode", lambda self, text, **kw: (texts.append(text), encode(self, text, **kw))[1]
     )
-    rendering = Rendering(str(rendering_folder), "qwen3")
+    rendering = Rendering(str(tokenizer_folder), "qwen3")
     for text in ("one", "two"):
         rendering.render([{"role": "system", "content": LONG}, {"role": "user", "content": text}], [])
     assert sum(LONG in text for text in texts) == 1

@@ -1,1 +1,1 @@
-from tests.addons.conftest import harness, tiny_rendering  # noqa: F401 - a real recorder behind the scripted engine
+from tests.addons.conftest import harness, rendering  # noqa: F401 - a real recorder behind the scripted engine
