@@ -21,8 +21,8 @@ CAPTURED = "rolltap_captured"
 CONTROL_HOST = "session.rolltap"
 """What a session asks the recorder itself goes to this host, through the proxy like all else."""
 END_PATH = "/end"
-"""`POST` here ends the session: running calls are recorded as aborted, its commits are brought to the disk, and it can
-begin no more."""
+"""`POST` here ends the session: running calls are recorded as aborted, its commits are brought to the disk as
+`rolltap_fsync` says, and it can begin no more."""
 
 _CREDENTIALS = ("authorization", "x-api-key", "x-goog-api-key", "api-key", "cookie")
 
@@ -122,7 +122,7 @@ class Capture:
     def record(self, event: Event) -> None:
         """Write an event to the run, if one is open."""
         if self.endpoint is not None:
-            self.endpoint.record(event)
+            self.endpoint.writer.note(event)
 
     def is_endpoint(self, host: str, port: int) -> bool:
         """Whether calls are answered at this address."""

@@ -80,3 +80,6 @@ class Egress:
         host, port, *_ = data.server.address
         if decide(host, served=self._is_endpoint(host, port), allow=ctx.options.rolltap_allow) != "refused":
             data.server.error = error
+        else:
+            logger.warning("refused to connect to %s:%d for a request that nothing answered", host, port)
+            self._record(Event("refused", host=host))

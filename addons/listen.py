@@ -10,6 +10,8 @@ from mitmproxy import ctx, exceptions
 from mitmproxy.addonmanager import Loader
 from mitmproxy.proxy.mode_specs import ProxyMode
 
+from rolltap.addons.store.staging import write_atomically
+
 logger = logging.getLogger(__name__)
 
 
@@ -55,6 +57,8 @@ class Listen:
             ctx.options.update(mode=modes)
             await proxyserver.setup_servers()
             addresses = proxyserver.listen_addrs()
+        if not addresses:
+            return  # the port is taken, which mitmproxy says and ends for
         if not ctx.options.rolltap_secret and not all(is_loopback(host) for host, *_ in addresses):
             logger.error("the proxy listens on %s without rolltap_secret: stopping", addresses)
             ctx.master.shutdown()
@@ -62,9 +66,10 @@ class Listen:
         where = " and ".join(f"http://{host}:{port}" for host, port, *_ in addresses)
         logger.info("recording to %s, proxy at %s", ctx.options.rolltap_out, where)
         if ctx.options.rolltap_ready:
+            ready = Path(ctx.options.rolltap_ready).expanduser()
             host, port, *_ = addresses[0]
             try:
-                Path(ctx.options.rolltap_ready).expanduser().write_text(json.dumps({"host": host, "port": port}) + "\n")
+                write_atomically(ready, json.dumps({"host": host, "port": port}) + "\n")
             except OSError as error:
                 logger.error("rolltap_ready: %s: stopping", error)
                 ctx.master.shutdown()

@@ -41,7 +41,7 @@ environment() {
     wanted="$(printf '%s\n' "$@"; cat pyproject.toml constraints.txt)"
     if [ "$(cat "$path/installed" 2>/dev/null)" = "$wanted" ]; then return; fi
     say "installing the environment $name into $path"
-    [ -x "$path/bin/python" ] || uv venv --quiet --python "${PYTHON:-python3}" "$path"
+    [ -f "$path/installed" ] || uv venv --quiet --clear --python "${PYTHON:-python3}" "$path"
     uv pip install --quiet --python "$path/bin/python" "$@" ||
         fail "the environment $name could not be installed (see above); PYTHON names another Python, 3.11 or newer"
     printf '%s\n' "$wanted" > "$path/installed"

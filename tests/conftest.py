@@ -20,13 +20,6 @@ ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "recipes" / "quickstart"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several workers, one of them runs what starts an engine or a harness: there is one vLLM, and no crowd."""
-    for item in items:
-        if item.get_closest_marker("engine") or item.get_closest_marker("harness"):
-            item.add_marker(pytest.mark.xdist_group("engine"))
-
-
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory) -> Path:
     """A folder with the tokenizer of the quickstart's model and nothing else: all that a recorder needs."""

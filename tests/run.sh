@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# The whole test suite: ruff, mypy, pytest with the real vLLM and the real harnesses. Arguments go to pytest.
+# The whole test suite: ruff, mypy, pytest with the real vLLM and the real harnesses. With arguments, `pytest ARGUMENTS`.
 source "$(dirname "$0")/../recipes/environments.sh"
 
 environment_rolltap
 export PATH="$VENVS/rolltap/bin:$PATH"
+trap 'kill $(jobs -p) 2>/dev/null || :' EXIT
 # a minute of work, while the others are downloaded
 python recipes/quickstart/make_model.py runs/quickstart/model & model=$!
 environment_vllm
@@ -16,11 +17,24 @@ ruff check .
 ruff format --check .
 say "mypy"
 mypy
-say "pytest"
-# Two workers. What starts an engine or a harness runs one after the other on one of them.
+
 export OMP_NUM_THREADS=1
-pytest --numprocesses 2 --dist loadgroup "$@"
-if [ $# -eq 0 ] && environment_312; then
-    say "pytest: the addons on Python 3.12 with mitmproxy 12"
-    "$VENVS/rolltap-3.12/bin/pytest" --numprocesses 2 -m "not engine" tests/addons
+if [ $# -gt 0 ]; then
+    say "pytest $*"
+    pytest "$@"
+    exit
 fi
+# two at a time: what starts engines and harnesses, one after the other, and beside it all the rest
+log="$VENVS/pytest.log"
+pytest -m "engine or harness" > "$log" 2>&1 & engines=$!
+failed=0
+say "pytest: what starts no engine and no harness"
+pytest -m "not engine and not harness" || failed=1
+if environment_312; then
+    say "pytest: the addons on Python 3.12 with mitmproxy 12"
+    "$VENVS/rolltap-3.12/bin/pytest" -m "not engine" tests/addons || failed=1
+fi
+wait "$engines" || failed=1
+say "pytest: engines and harnesses"
+cat "$log"
+exit "$failed"

@@ -32,7 +32,7 @@ class Route:
 
 
 ROUTES = {str(route): route for dialect in DIALECTS for route in (Route(dialect, s) for s in get_args(Service))}
-"""A route by its text, for who is told of it in a header."""
+"""Every pair of an API and a service by its text, for who is told of a route in a header."""
 
 
 def find_route(method: str, target: str, headers: Mapping[str, str]) -> Route | None:

@@ -63,6 +63,7 @@ class Endpoint:
         self.writer = writer
         self.sampling = {**NEUTRAL_SAMPLING, **sampling}
         self.sessions: dict[str, SessionState] = {}
+        """Those that have ended too, which take no more calls."""
         self._secret = secrets.token_urlsafe(32)
         self._engine_urls = engine_urls
         self._patience = patience
@@ -97,13 +98,6 @@ class Endpoint:
         """Headers of a request that is answered: whose it is, its host and its route. No route ends the session."""
         service = END if route is None else str(route)
         return {SECRET_HEADER: self._secret, SESSION_HEADER: session_id, HOST_HEADER: host, ROUTE_HEADER: service}
-
-    def record(self, event: Event) -> None:
-        """Write an event to the run folder; a full disk must not keep a refusal from being answered."""
-        try:
-            self.writer.add_event(event)
-        except OSError as error:
-            logger.error("cannot write to %s: %s", self.writer.run, error)
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         if not hmac.compare_digest(request.headers.get(SECRET_HEADER, ""), self._secret):
@@ -161,7 +155,7 @@ class Endpoint:
             logger.warning("%s does not say what %s is: %s", RUN_FILE, engine.url, error)
 
     async def _end_session(self, request: web.Request) -> web.Response:
-        """End the session that asks: nothing of it runs or begins afterwards, and it is on the disk."""
+        """End the session that asks: nothing of it runs or begins afterwards, and it is where `rolltap_fsync` wants."""
         self._session(request).end()
         try:
             await asyncio.to_thread(self.writer.end_session)
@@ -173,7 +167,7 @@ class Endpoint:
     def _reject(self, request: web.Request, why: str) -> None:
         session_id, host = request.headers[SESSION_HEADER], request.headers[HOST_HEADER]
         logger.warning("session %s: %s%s: %s", session_id, host, request.path, why)
-        self.record(Event("rejected", session_id, host, request.method, request.path, why))
+        self.writer.note(Event("rejected", session_id, host, request.method, request.path, why))
 
 
 def _json(body: bytes) -> web.Response:

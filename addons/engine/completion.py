@@ -50,7 +50,7 @@ async def sample(
             if not moves and waited + pause > patience:
                 raise
             logger.warning("call %s goes on after %d tokens: %s", call.call_id, sampled, error)
-            _record_continued(call, writer)
+            writer.note(Event("continued", call.session_id, call.host, "POST", call.path, call_id=call.call_id))
             if not moves:
                 await asyncio.sleep(pause)
                 waited, pause = waited + pause, min(2 * pause, LONGEST_PAUSE_SECONDS)
@@ -95,10 +95,3 @@ def _restore_last_words(call: Call, sampling: dict[str, Any], start: int, policy
         call.finish_reason = "stop"
     elif end == sampling["max_tokens"]:
         call.finish_reason = "length"
-
-
-def _record_continued(call: Call, writer: RunWriter) -> None:
-    try:
-        writer.add_event(Event("continued", call.session_id, call.host, "POST", call.path, call_id=call.call_id))
-    except OSError as error:
-        logger.error("cannot write to %s: %s", writer.run, error)

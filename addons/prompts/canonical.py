@@ -4,6 +4,7 @@ Both the reply that was issued and its echo are brought to this form, so it may 
 A tool call's id is ours and in the string: two calls are never taken for one. What is lost:
 
 - the order of keys and how a number is written (1.0, 1e0, more digits than JavaScript keeps);
+- whether arguments that are a JSON text were parsed once or twice;
 - blank text of the assistant, which APIs refuse and harnesses drop;
 - what the request's own `echo_rule` says that its harness does to arguments.
 """
@@ -28,16 +29,16 @@ def canonical(message: Message, model_call: ModelCall) -> str:
 
 def _call(call: dict[str, Any], model_call: ModelCall) -> dict[str, Any]:
     name, arguments = call["function"]["name"], call["function"]["arguments"]
-    parsed = text = arguments
+    parsed = arguments
     try:
         while isinstance(parsed, str):  # an echo may have been parsed once already
-            text, parsed = parsed, json.loads(parsed)
+            parsed = json.loads(parsed)
         if model_call.echo_rule is not None and isinstance(parsed, dict):
             tool = next((tool for tool in model_call.tools if tool["function"]["name"] == name), None)
             parsed = model_call.echo_rule(parsed, tool)
         normal = _numbers(parsed)
     except (ValueError, RecursionError):
-        normal = text  # what is not JSON stays the text that it is
+        normal = parsed  # what is not JSON stays the text that it is
     return {"id": call["id"], "name": name, "arguments": normal}
 
 

@@ -25,10 +25,13 @@ logger = logging.getLogger(__name__)
 
 BATCH_ROWS = 32
 BATCH_BYTES = 256 * 1024
-"""The most that a compacted batch holds: what one damaged place costs. The 31 columns of a call take 2.4 KB a batch."""
+"""The most that a compacted batch holds, unless one commit is larger: what one damaged place costs. The 31 columns of a
+call take 2.4 KB a batch."""
 _PREFIX = 8
 """Bytes of a message that say where it ends: continuation marker and length (Arrow columnar format, IPC)."""
 _MARKER = b"\xff\xff\xff\xff"
+_MARKED = re.compile(rb"(?=\xff{4})")
+"""Every place of the marker; other bytes before it may be 0xff too."""
 _END = _MARKER + bytes(4)
 """A message of no length: the end of a stream that is not appended to."""
 
@@ -193,7 +196,7 @@ class SegmentReader:
 
     def _find_marker(self, offset: int) -> int | None:
         """Where the next message behind an offset may begin: messages lie at multiples of 8."""
-        places = (offset + found.start() for found in re.finditer(_MARKER, self._bytes(offset)))
+        places = (offset + found.start() for found in _MARKED.finditer(self._bytes(offset)))
         return next((place for place in places if place > offset and place % 8 == 0), None)
 
     def _bytes(self, offset: int) -> memoryview:

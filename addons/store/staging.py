@@ -1,5 +1,6 @@
 """Files and folders that appear all at once: written under a hidden name, moved into place when they are complete."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -29,7 +30,7 @@ def sync_folder(folder: Path) -> None:
 def locked(path: Path, mode: int = os.O_RDONLY, *, wait: bool = False) -> Iterator[int | None]:
     """Hold the lock (`flock`) of a file or folder: its descriptor, or None when another process holds it.
 
-    Also None when the lock belongs to what had this name before. Raises `OSError`.
+    Also None when the lock belongs to what had this name before, which with `wait` is an error. Raises `OSError`.
     """
     descriptor = os.open(path, mode)
     try:
@@ -38,6 +39,8 @@ def locked(path: Path, mode: int = os.O_RDONLY, *, wait: bool = False) -> Iterat
             held = os.path.samestat(os.fstat(descriptor), path.stat())
         except (BlockingIOError, FileNotFoundError):
             held = False
+        if wait and not held:
+            raise FileNotFoundError(errno.ENOENT, "it was replaced", str(path))
         yield descriptor if held else None
     finally:
         os.close(descriptor)
@@ -65,7 +68,13 @@ def new_file(path: Path, mode: str) -> Iterator[IO[Any]]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` as `new_file` does. Raises `OSError`."""
+    """Write `text` to `path` as `new_file` does; to a pipe or a device, which nothing may replace, as it is.
+
+    Raises `OSError`.
+    """
+    if path.exists() and not path.is_file():
+        path.write_text(text)
+        return
     with new_file(path, "w") as file:
         file.write(text)
 

@@ -93,6 +93,13 @@ class RunWriter:
         """Commit one event."""
         self._add_row("events", event.to_row())
 
+    def note(self, event: Event) -> None:
+        """Commit one event, or log that it could not be: a full disk must not keep anybody from an answer."""
+        try:
+            self.add_event(event)
+        except OSError as error:
+            logger.error("cannot write to %s: %s", self.run, error)
+
     def add_batch(self, table: str, batch: pa.RecordBatch) -> None:
         """Commit rows of the table that have their digests already, together."""
         with self._commits:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rolltap.trainer.cli import run as run_command
 from rolltap.trainer.commands.train import train_command
 from rolltap.trainer.engine.serve import EngineServer
-from rolltap.trainer.training.loop import FINISHED
+from rolltap.trainer.training.recipe import FINISHED
 
 HERE = Path(__file__).resolve().parent
 RUNS = HERE.parents[1] / "runs" / "quickstart"

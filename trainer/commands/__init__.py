@@ -1,1 +1,1 @@
-"""The commands of `rolltap` that read and write run folders."""
+"""The commands of `rolltap`, one a file."""

@@ -9,16 +9,15 @@ from rich.console import Console
 
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.staging import new_folder
+from rolltap.trainer.commands.options import FOLDER
 from rolltap.trainer.progress import progress_bar
 
 _FORMATS = ("parquet", "openenv", "atif", "messages")
 """The modules of `rolltap.trainer.exports` that write a folder."""
 
-_FOLDER = click.Path(path_type=Path, file_okay=False)
-
 
 @click.command("export")
-@click.argument("run", type=_FOLDER)
+@click.argument("run", type=FOLDER)
 @click.option(
     "--to",
     "target",
@@ -27,7 +26,7 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
     help="parquet: a dataset for the Hub and its viewer. hub: the same, pushed. openenv: TrainingTrace JSON. "
     "atif: Harbor's trajectories. messages: plain chats.",
 )
-@click.option("--out", type=_FOLDER, help="Write into this folder, which must be new or empty.")
+@click.option("--out", type=FOLDER, help="Write into this folder, which must be new or empty.")
 @click.option("--repo", metavar="ORG/NAME", help="The dataset repository that --to hub pushes to.")
 @click.option("--public", is_flag=True, help="Let a new repository be public; private if not given.")
 def export_command(run: Path, target: str, out: Path | None, repo: str | None, public: bool) -> None:

@@ -5,22 +5,20 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 import click
 from rich.console import Console
 
 from rolltap.addons.store.records import CallRole
 from rolltap.addons.store.staging import write_atomically
+from rolltap.trainer.commands.options import FOLDER
 from rolltap.trainer.errors import UserError
 from rolltap.trainer.progress import progress_bar
 from rolltap.trainer.traces.build import TRAINED_ROLES, Strategy
+from rolltap.trainer.traces.reader import count_sessions
+from rolltap.trainer.traces.sessions import Selection, Totals, TracedSession, iter_traces
 from rolltap.trainer.views.report import print_ledger
-
-if TYPE_CHECKING:
-    from rolltap.trainer.traces.sessions import TracedSession
-
-_FOLDER = click.Path(path_type=Path, file_okay=False)
 
 
 class _Roles(click.ParamType):
@@ -41,7 +39,7 @@ class _Roles(click.ParamType):
 
 
 @click.command("traces")
-@click.argument("run", type=_FOLDER)
+@click.argument("run", type=FOLDER)
 @click.option(
     "--strategy",
     type=click.Choice(get_args(Strategy)),
@@ -57,7 +55,7 @@ class _Roles(click.ParamType):
     help=f"What calls to train: {', '.join(get_args(CallRole))}; by default {', '.join(TRAINED_ROLES)}.",
 )
 @click.option("--max-tokens", type=click.IntRange(1), help="Cut longer traces off at their end.")
-@click.option("--out", type=_FOLDER, help="Write a dataset into this folder, which must be new or empty.")
+@click.option("--out", type=FOLDER, help="Write a dataset into this folder, which must be new or empty.")
 @click.option("--json", "as_json", is_flag=True, help="Print each trace as a line of JSON.")
 @click.option(
     "--ledger", "ledger_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the ledger as JSON."
@@ -81,15 +79,13 @@ def traces_command(
     from rolltap.trainer.exports.card import traces_card
     from rolltap.trainer.exports.features import trace_json
     from rolltap.trainer.exports.trace_dataset import save_traces
-    from rolltap.trainer.traces.reader import count_sessions
-    from rolltap.trainer.traces.sessions import Selection, Totals, iter_traces
 
     selection, totals = Selection(strategy, roles, max_tokens), Totals()
     console = Console(stderr=True)
     total = count_sessions(run)
     with progress_bar(console) as advance:
 
-        def sessions() -> "Iterator[TracedSession]":
+        def sessions() -> Iterator[TracedSession]:
             for traced in iter_traces(run, selection):
                 totals.add(traced)
                 if as_json:
@@ -106,10 +102,7 @@ def traces_command(
     if ledger_file is not None:
         text = json.dumps(asdict(totals.ledger), indent=2) + "\n"
         try:
-            if ledger_file.exists() and not ledger_file.is_file():
-                ledger_file.write_text(text)  # a pipe or a device, whose name is not ours to give to a file
-            else:
-                write_atomically(ledger_file, text)
+            write_atomically(ledger_file, text)
         except OSError as error:
             raise UserError(f"the ledger could not be written: {error}") from error
     where = "" if out is None else f" in {out}"

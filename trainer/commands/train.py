@@ -7,7 +7,7 @@ from rich.console import Console
 
 from rolltap.trainer.commands.options import FILE, FOLDER, engine_option
 from rolltap.trainer.errors import UserError
-from rolltap.trainer.training.recipe import load_recipe
+from rolltap.trainer.training.recipe import FINISHED, load_recipe
 from rolltap.trainer.views.report import print_summary, summarize
 
 
@@ -21,14 +21,16 @@ def train_command(recipe: Path, out: Path, engine: str, seed: int) -> None:
 
     The new weights go to the running engine, which samples the next sessions.
     """
-    # torch, TRL and matplotlib take seconds to import and are not needed by the other commands
-    from rolltap.trainer.training.loop import FINISHED, train
-    from rolltap.trainer.views.plot import plot_rewards
-
     if (out / FINISHED).exists():
         raise UserError(f"{out} holds a finished training: choose another --out")
-    console = Console(stderr=True)
-    train(load_recipe(recipe), engine=engine, run=out, seed=seed, console=console)
+    settings, console = load_recipe(recipe), Console(stderr=True)
+    try:
+        # they take seconds to import and are not needed by the other commands
+        from rolltap.trainer.training.loop import train
+        from rolltap.trainer.views.plot import plot_rewards
+    except ImportError as error:
+        raise UserError(f"the trainer is not installed ({error}): pip install 'rolltap[train]'") from error
+    train(settings, engine=engine, run=out, seed=seed, console=console)
     plot_rewards(out, out / "reward.png", f"{recipe.stem}, seed {seed}")
     print_summary(summarize(out), Console())
     console.print(f"reward plot: {out / 'reward.png'}   trained model: {out / FINISHED}")

@@ -1,14 +1,14 @@
 """A harness: the command line and environment of an unmodified agent program, as data."""
 
 import shutil
-import tomllib
 from importlib import resources
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from rolltap.trainer.engine.admin import EngineAdmin
-from rolltap.trainer.errors import UserError, describe
+from rolltap.trainer.errors import UserError
+from rolltap.trainer.settings import load_toml
 
 _PRESETS = resources.files("rolltap.harnesses")
 _WINDOW = "{max_model_len}"
@@ -62,14 +62,7 @@ def load_harness(name: str) -> Harness:
     if not name.endswith(".toml") and name not in harness_names():
         raise UserError(f"no harness is named {name!r}: choose {', '.join(harness_names())}, or give a .toml file")
     file = Path(name) if name.endswith(".toml") else _PRESETS / f"{name}.toml"
-    try:
-        return Harness.model_validate(tomllib.loads(file.read_text()))
-    except OSError as error:
-        raise UserError(f"cannot read the harness preset {name}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{name} is not TOML: {error}") from error
-    except ValidationError as error:
-        raise UserError(f"{name}: {describe(error)}") from error
+    return load_toml(file, Harness)
 
 
 def require_program(program: str, install: str = "") -> None:

@@ -26,9 +26,9 @@ class Task(BaseModel):
 def load_tasks(path: Path) -> list[Task]:
     """The tasks of a file. Raises `UserError` with the line of what is wrong."""
     try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise UserError(f"cannot read the task file {path}: {error.strerror}") from error
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the task file: {error}") from error
     tasks: list[Task] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():

@@ -1,6 +1,6 @@
 """Several runs as one, or the sound rows of a damaged one. Rows are copied as they are, with their digests.
 
-Memory is that of one batch. The output appears when it is complete.
+Memory is that of one batch and of the sessions' ids. The output appears when it is complete.
 """
 
 from collections.abc import Iterator, Sequence
@@ -66,29 +66,39 @@ def merge_runs(runs: Sequence[Path], out: Path, advance: Advance) -> tuple[int, 
     # an import does not say whose tokens it holds: that it is merged with them does
     recorded = [source for source in sources if source.metadata.get("source") != "import"] or sources
     _require_one_model(recorded)
-    sessions = _require_other_sessions(runs)
+    _require_other_sessions(runs)
     tables = [(source, table) for source in sources for table in TABLES]
     files = [(source, table, path) for source, table in tables for path in run_files(source.run, table)]
     size, done = sum(path.stat().st_size for _, _, path in files), 0
+    sessions: set[str | None] = set()
     left_behind: list[LeftBehind] = []
     with new_folder(out) as staged:
         with RunWriter(staged, "never") as writer:
             for source, table, path in files:
                 done += path.stat().st_size
-                left_behind += _copy_sound_rows(source, table, path, writer)
+                left_behind += _copy_sound_rows(source, table, path, writer, sessions)
                 advance("bytes copied", done, size)
+        if left_behind and not sessions:
+            raise UserError(f"no session of {', '.join(map(str, runs))} can be saved: {out} was not written")
         write_metadata(staged, _merged_metadata(recorded[0], sources, left_behind))
-    return sessions, left_behind
+    return len(sessions), left_behind
 
 
-def _copy_sound_rows(source: _Source, table: str, path: Path, writer: RunWriter) -> Iterator[LeftBehind]:
-    """Write the rows of a file that have their digest; says what was left behind, if anything was."""
+def _copy_sound_rows(
+    source: _Source, table: str, path: Path, writer: RunWriter, sessions: set[str | None]
+) -> Iterator[LeftBehind]:
+    """Write the rows of a file that have their digest; says what was left behind, if anything was.
+
+    `sessions` gets the ids of those that have a call or a row.
+    """
     rows = 0
     with SegmentReader(path, TABLES[table]) as reader:
         for _, batch in reader:
             sound = pa.array([fault is None for _, fault in check_rows(table, batch)])
             if sound.true_count:
-                writer.add_batch(table, batch.filter(sound))
+                writer.add_batch(table, kept := batch.filter(sound))
+                if table != "events":
+                    sessions.update(kept.column("session_id").unique().to_pylist())
             rows += sound.false_count
     writer.end_session()
     if rows or reader.damage:
@@ -104,8 +114,7 @@ def _require_one_model(sources: Sequence[_Source]) -> None:
                 raise UserError(f"{first.run} and {other.run} do not have the same {what}: merge runs of one model")
 
 
-def _require_other_sessions(runs: Sequence[Path]) -> int:
-    """The number of sessions that have calls or a row, of which no two runs have the same."""
+def _require_other_sessions(runs: Sequence[Path]) -> None:
     owners: dict[str, Path] = {}
     for run in runs:
         batches = (batch for table in ("calls", "sessions") for batch in read_batches(run, table))
@@ -116,7 +125,6 @@ def _require_other_sessions(runs: Sequence[Path]) -> int:
             what = "with the same content: leave one run out" if alike else "with other content"
             raise UserError(f"{run} and {first} both have session {named(repeated)}, {what}")
         owners |= dict.fromkeys(recorded, run)
-    return len(owners)
 
 
 def _digests(run: Path, session_id: str) -> set[str]:

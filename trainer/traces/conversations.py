@@ -23,7 +23,7 @@ class Turn:
     parent: "Turn | None"
     """The turn of the recorded parent; None for a root, and where `incomplete` says why."""
     new_messages: list[Message]
-    """The messages of the request after the parent's conversation and reply, as `model_call.Message`."""
+    """The messages of the request after the parent's conversation and reply, as `dialects.types.Message`."""
     reply: Message | None
     """The assistant message, its arguments as JSON text; None when the call did not complete."""
     tools: list[Tool] | None

@@ -34,11 +34,9 @@ from rolltap.trainer.rollouts.scheduler import Plan, rollout
 from rolltap.trainer.rollouts.task import Task, load_tasks
 from rolltap.trainer.traces.build import Batch
 from rolltap.trainer.traces.sessions import Selection, load_batch
-from rolltap.trainer.training.recipe import Recipe
+from rolltap.trainer.training.recipe import FINISHED, Recipe
 
 CHECKPOINTS = "checkpoints"
-FINISHED = "model"
-"""Folder in the run that holds the trained model; it is there when the training came to its end."""
 
 
 def train(recipe: Recipe, *, engine: str, run: Path, seed: int, console: Console) -> None:

@@ -1,14 +1,17 @@
 """A training recipe: one TOML file that names the model, the tasks, the harness and TRL's arguments."""
 
-import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from rolltap.addons.store.records import CallRole
-from rolltap.trainer.errors import UserError, describe
+from rolltap.trainer.errors import UserError
+from rolltap.trainer.settings import load_toml
 from rolltap.trainer.traces.build import TRAINED_ROLES, Strategy
+
+FINISHED = "model"
+"""Folder in the run that holds the trained model; it is there when the training came to its end."""
 
 
 class Recipe(BaseModel):
@@ -53,14 +56,7 @@ class Recipe(BaseModel):
 
 def load_recipe(path: Path) -> Recipe:
     """The recipe in a TOML file, its paths made absolute. Raises `UserError`."""
-    try:
-        recipe = Recipe.model_validate(tomllib.loads(path.read_text()))
-    except OSError as error:
-        raise UserError(f"cannot read the recipe {path}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path} is not TOML: {error}") from error
-    except ValidationError as error:
-        raise UserError(f"{path}: {describe(error)}") from error
+    recipe = load_toml(path, Recipe)
     if recipe.publish == "lora" and not recipe.lora:
         raise UserError(f'{path}: publish = "lora" needs a [lora] table; publish = "checkpoint" trains without one')
     paths: dict[str, Any] = {name: (path.parent / getattr(recipe, name)).resolve() for name in ("model", "tasks")}

@@ -40,7 +40,7 @@ _TEXTS = {"text": "text", "refusal": "refusal"}
 def decode(body: bytes, target: str) -> ModelCall:
     """The request in `body`. Raises `DialectError` for what the API itself would refuse."""
     request = Fields(parse_object(body), WORDING)
-    messages = [_message(message) for message in request.objects("messages")]
+    messages = [_message(message) for message in request.objects("messages", "a non-empty list")]
     if not messages:
         raise request.refusal("messages", "a non-empty list")
     if request["n"] not in (None, 1):

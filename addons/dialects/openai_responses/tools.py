@@ -51,7 +51,9 @@ def _add_tool(tool: Fields, namespace: str | None, model_call: ModelCall, names:
         shown = freeform_tool(seen, description, tool.inner("format").maybe("definition", str))
     else:
         shown = function_tool(seen, description, tool.maybe("parameters", dict))
-    model_call.tools = [other for other in model_call.tools if other["function"]["name"] != seen] + [shown]
+    places = {other["function"]["name"]: place for place, other in enumerate(model_call.tools)}
+    place = places.get(seen, len(places))
+    model_call.tools[place : place + 1] = [shown]
     model_call.wire_tools.pop(seen, None)
     if freeform or seen != name:
         model_call.wire_tools[seen] = WireTool(name, namespace, freeform)

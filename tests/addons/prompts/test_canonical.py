@@ -85,6 +85,7 @@ def test_blank_text_before_a_call_is_no_text():
 @given(anything)
 @example("null")
 @example('"null"')
+@example("abc")
 def test_any_json_has_a_form_that_parsing_does_not_change(arguments):
     for call in (EXACT, CLAUDE_CODE):
         assert form(json.dumps(arguments), call=call) == form(json.loads(json.dumps(arguments)), call=call)

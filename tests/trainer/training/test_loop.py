@@ -15,7 +15,7 @@ from rolltap.trainer.errors import UserError
 from rolltap.trainer.rollouts.task import load_tasks
 from rolltap.trainer.traces.reader import load_calls, load_sessions
 from rolltap.trainer.training import loop
-from rolltap.trainer.training.recipe import load_recipe
+from rolltap.trainer.training.recipe import FINISHED, load_recipe
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart"
 
@@ -51,7 +51,7 @@ def test_two_steps_of_recording_training_and_publishing_and_a_resumed_third(engi
     try:
         assert train(2).exit_code == 0
         assert httpx.get(f"{engine.url}/weight_info").json() == {"weight_version": "2"}
-        shutil.rmtree(run / loop.FINISHED)  # as if it had been stopped after its second checkpoint
+        shutil.rmtree(run / FINISHED)  # as if it had been stopped after its second checkpoint
         assert train(3).exit_code == 0
     finally:
         base = AutoModelForCausalLM.from_pretrained(engine.model_dir)
@@ -64,7 +64,7 @@ def test_two_steps_of_recording_training_and_publishing_and_a_resumed_third(engi
             versions = {span.version for span in call.weight_versions}
             assert versions == {sessions[session_id].policy_version}
     assert (run / "reward.png").read_bytes().startswith(b"\x89PNG")
-    assert (run / loop.FINISHED / "model.safetensors").exists()
+    assert (run / FINISHED / "model.safetensors").exists()
 
 
 class TestArguments:

@@ -50,5 +50,5 @@ def test_a_bad_key_is_named_with_its_value(tmp_path, text, message):
 
 
 def test_a_missing_recipe_is_named(tmp_path):
-    with pytest.raises(UserError, match="cannot read the recipe"):
+    with pytest.raises(UserError, match="cannot read "):
         load_recipe(tmp_path / "none.toml")
