@@ -56,6 +56,15 @@ class TestDamage:
         assert rows == [make_batch(0).to_pydict(), make_batch(2).to_pydict()]
         assert (list(reader.damage), reader.uncommitted) == ([offsets[1]], 0)
 
+    def test_bytes_that_look_like_a_message_hide_none_behind_them(self, path):
+        with SegmentReader(path) as reader:
+            offsets = [offset for offset, _ in reader]
+        data = bytearray(path.read_bytes())
+        data[offsets[1] : offsets[1] + 8] = b"garbage."
+        data[offsets[2] - 2 : offsets[2]] = b"\xff\xff"  # the marker of the next message goes on from here
+        path.write_bytes(data)
+        assert read(path)[0] == [make_batch(0).to_pydict(), make_batch(2).to_pydict()]
+
     def test_whatever_byte_is_changed_only_its_commit_is_lost(self, path):
         whole = path.read_bytes()
         with SegmentReader(path) as reader:

@@ -110,6 +110,14 @@ class TestMerge:
         ]
         assert verify_run(again, ignore).sound
 
+    def test_a_run_of_which_nothing_can_be_saved_is_not_written(self, tmp_path):
+        run = make_run(tmp_path / "run", make_session("s"))
+        for path in [*run_files(run, "sessions"), *run_files(run, "calls")]:
+            os.truncate(path, path.stat().st_size - 9)
+        with pytest.raises(UserError, match=r"no session of .*run can be saved"):
+            merge_runs([run], tmp_path / "new", ignore)
+        assert not (tmp_path / "new").exists()
+
     def test_a_folder_that_is_no_run_is_refused(self, tmp_path):
         with pytest.raises(RunError, match=r"it has no run\.json"):
             merge_runs([tmp_path], tmp_path / "out", ignore)

@@ -185,9 +185,11 @@ class TestDecode:
         assert [t["function"]["name"] for t in call.tools] == ["look", "agents__spawn", "agents__exec", "wait"]
         assert call.messages == [{"role": "user", "content": "Hi"}]
 
-    def test_of_two_tools_with_one_name_the_later_counts(self):
+    def test_of_two_tools_with_one_name_the_later_counts_in_the_place_of_the_earlier(self):
         call = decode(tools=[{**PATCH, "name": "look"}, LOOK])
         assert call.tools == [function("look", "Looks.", {"type": "object"})]
+        again = decode(tools=[LOOK, {**LOOK, "name": "wait"}, {**LOOK, "description": "Looks again."}])
+        assert [tool["function"]["description"] for tool in again.tools] == ["Looks again.", "Looks."]
         assert call.wire_tools == {}
 
     def test_no_two_tools_are_shown_under_one_name(self):
