@@ -19,7 +19,7 @@ CAPTURED = "rolltap_captured"
 """Key of `flow.metadata` that marks what the endpoint answers."""
 
 CONTROL_HOST = "session.rolltap"
-"""What a session asks the recorder itself goes to this host, through the proxy like all else."""
+"""The host of a session's requests to the recorder itself, which come through the proxy like all others."""
 END_PATH = "/end"
 """`POST` here ends the session: running calls are recorded as aborted, its commits are brought to the disk as
 `rolltap_fsync` says, and it can begin no more."""

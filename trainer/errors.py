@@ -6,7 +6,7 @@ from pydantic import ValidationError
 
 
 class UserError(Exception):
-    """What went wrong, where, and what to do."""
+    """A mistake of the user's: the message says what went wrong, where, and what to do."""
 
 
 def describe(error: ValidationError) -> str:

@@ -1,4 +1,4 @@
-"""What a model API's module provides."""
+"""The interface of a model API's package."""
 
 from typing import Literal, Protocol
 
@@ -13,13 +13,13 @@ class StreamEncoder(Protocol):
     content_type: str
 
     def start(self) -> bytes:
-        """What can be said before anything is sampled."""
+        """The beginning, before anything is sampled."""
 
     def delta(self, reasoning: str, content: str) -> bytes:
         """New text, reasoning before content. Either may be empty, not both."""
 
     def keep_alive(self) -> bytes:
-        """What changes nothing and keeps this API's clients from giving up."""
+        """Bytes that change nothing and keep this API's clients from giving up."""
 
     def finish(self, reply: Reply, usage: Usage) -> bytes:
         """The tool calls and every event that ends the stream. The reply's text has gone out as deltas."""
@@ -34,7 +34,7 @@ class Dialect(Protocol):
     NAME: str
 
     def operation(self, method: str, path: str) -> Operation | None:
-        """What a request asks for, by its method and exact path without the query; None when it is not served."""
+        """The operation of a request, by its method and exact path without the query; None when it is not served."""
 
     def decode(self, body: bytes, target: str) -> ModelCall:
         """The request to `target` (path and query), for generation or for counting.

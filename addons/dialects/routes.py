@@ -17,7 +17,7 @@ _SAMPLES = re.compile(
 """How the paths of the known model APIs end, those that are served and those that are not."""
 
 Service = Literal[Operation, "websocket"]
-"""What a request asks for; `websocket` opens a connection that speaks the Responses API."""
+"""A request's operation; `websocket` opens a connection that speaks the Responses API."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What every dialect decodes to and encodes from: the common language between the wire and the engine."""
+"""The common language of all dialects, between the wire and the engine."""
 
 import base64
 import binascii
@@ -156,9 +156,9 @@ class ModelCall:
     wire_tools: dict[str, WireTool] = field(default_factory=dict)
     """By the name that the model sees; only tools whose form on the wire differs."""
     hints: dict[str, str] = field(default_factory=dict)
-    """What the body says of the call's purpose, for its role: field -> value."""
+    """Signs of the call's purpose in the body, for its role: field -> value."""
     echo_rule: EchoRule | None = None
-    """What the harness does to the arguments of tool calls in its echoes; None if it sends them as they are."""
+    """The harness's rewriting of tool calls' arguments in its echoes; None if it sends them as they are."""
 
 
 @dataclass(slots=True)
@@ -198,7 +198,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a reply says besides the sampled message."""
+    """The fields of a reply besides the sampled message."""
 
     call_id: str
     created: int

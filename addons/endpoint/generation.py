@@ -32,7 +32,7 @@ LINGER_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What calls are answered from and recorded to."""
+    """The engines, the renderer and the run of all calls."""
 
     engines: EnginePool
     policy: PolicyFile
@@ -63,7 +63,7 @@ _NEXT = {
 """Every other state is an end."""
 _UNRECORDED = {State.SAMPLING, State.SAMPLED}
 _STATUS: dict[State, CallStatus] = {State.COMMITTED: "completed", State.FAILED: "failed", State.ABORTED: "aborted"}
-"""What is recorded of a call that leaves the unrecorded states for another."""
+"""The recorded status of a call that leaves the unrecorded states for another."""
 
 
 class Generation:
@@ -254,7 +254,7 @@ class Generation:
 
 
 def as_dialect_error(error: Exception) -> DialectError:
-    """What the harness is told of a failure."""
+    """A failure as the harness is told of it."""
     if isinstance(error, DialectError):
         return error
     if isinstance(error, EngineError):

@@ -1,4 +1,4 @@
-"""What a call is for, by the request's structure and the harness's own headers.
+"""The role of a call, by the request's structure and the harness's own headers.
 
 Every rule is a fact about a harness that was seen on the wire; a call that none of them matches is the agent's.
 """

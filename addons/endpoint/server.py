@@ -63,7 +63,7 @@ class Endpoint:
         self.writer = writer
         self.sampling = {**NEUTRAL_SAMPLING, **sampling}
         self.sessions: dict[str, SessionState] = {}
-        """Those that have ended too, which take no more calls."""
+        """All sessions so far; one that has ended takes no more calls."""
         self._secret = secrets.token_urlsafe(32)
         self._engine_urls = engine_urls
         self._patience = patience

@@ -23,7 +23,7 @@ class SessionState:
 
     def __init__(self, session_id: str, parts: Parts, sampling: Mapping[str, Any]) -> None:
         self.generations: list[Generation] = []
-        """Those that run, and the newest that are done."""
+        """Generations that run, and the newest that are done."""
         self._session_id = session_id
         self._parts = parts
         self._sampling = sampling

@@ -69,7 +69,7 @@ class Engine:
         return self._max_model_len
 
     async def describe(self) -> dict[str, Any]:
-        """What the engine says of itself: served model, context window in tokens, vLLM's version and configuration.
+        """The engine's own description: served model, context window in tokens, vLLM's version and configuration.
 
         The last two are None when it does not tell; the configuration needs VLLM_SERVER_DEV_MODE=1. Raises
         `EngineError`.

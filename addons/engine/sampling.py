@@ -1,4 +1,4 @@
-"""What the engine samples with unless somebody asks for something else."""
+"""Sampling parameters where nobody asks for others."""
 
 from typing import Any
 

@@ -40,7 +40,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Prompt:
-    """What the engine is given for a call, and how it came about."""
+    """The prompt of a call, and how it came about."""
 
     model_call: ModelCall = field(repr=False)
     ids: list[int]

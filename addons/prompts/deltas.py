@@ -10,7 +10,7 @@ _OPEN_TAG = re.compile(r"<[^<>\n]*\Z")
 
 
 class TextDeltas:
-    """What to send next of a reply that is parsed again and again while it grows.
+    """Chooses the text to send next of a reply that is parsed again and again while it grows.
 
     What was sent stays sent: `finish` makes the reply's text what the harness has seen, should the last parse have
     read the tokens differently (a `</think>` without an opening tag turns text into reasoning, for instance).

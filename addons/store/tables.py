@@ -52,7 +52,7 @@ class RunWriter:
         self._suffix = f"{time.time_ns():x}-{os.getpid()}"
         self._segments: dict[str, Segment] = {}
         self._full: list[Segment] = []
-        """Those that take no more commits."""
+        """Segments that take no more commits."""
         self._count = 0
         self._commits = threading.Lock()
         """Held for a commit, and whenever the segments change."""

@@ -1,4 +1,4 @@
-"""What several commands share: options, and printing for people or as JSON."""
+"""Shared by commands: options, and printing for people or as JSON."""
 
 import json
 from collections.abc import Callable

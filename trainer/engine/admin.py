@@ -35,7 +35,7 @@ class EngineError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """What an engine serves: the base model's name in requests, its folder or full name, its context window in tokens,
+    """The models of an engine: the base model's name in requests, its folder or full name, its context window in tokens,
     and the names of the LoRA adapters that are loaded."""
 
     base: str
@@ -71,7 +71,7 @@ class EngineAdmin:
             )
 
     def models(self) -> Models:
-        """What the engine serves."""
+        """The models that the engine serves."""
 
         def read(answer: Any) -> Models:
             base = next(card for card in answer["data"] if not card.get("parent"))
@@ -137,7 +137,7 @@ class EngineAdmin:
         return self._ask("POST", "/v1/completions", read, body)
 
     def _ask(self, method: str, path: str, read: Callable[[Any], T], body: dict[str, Any] | None = None) -> T:
-        """What `read` takes from the JSON that the engine answers."""
+        """The engine's answer, read by `read` from its JSON."""
         response = self._send(method, path, body)
         try:
             return read(response.json())
@@ -161,7 +161,7 @@ class EngineAdmin:
 
 
 def _advice(path: str, response: httpx.Response) -> str:
-    """What to do about an error."""
+    """Advice for an error."""
     missing = response.status_code == 404
     if missing and '"error"' not in response.text:  # a route that is not there; vLLM's own errors have that key
         if "lora_adapter" in path:

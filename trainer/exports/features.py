@@ -48,7 +48,7 @@ TRACE_COLUMNS = {
     "weight_versions": "which weights sampled `completion_ids[start:end]`",
     "shared_trace_id, shared_tokens": "strategy `tree`: an earlier trace, and how many tokens both begin with",
 }
-"""What the card says of the columns of `TRACE_FEATURES`."""
+"""The columns of `TRACE_FEATURES` in the words of the card."""
 
 
 def _features(schema: pa.Schema) -> Features:

@@ -46,7 +46,7 @@ class Repository:
 
 @contextmanager
 def _told(name: str, endpoint: str) -> Iterator[None]:
-    """What may go wrong on the way to the Hub, as errors of the user."""
+    """Turn what goes wrong on the way to the Hub into errors of the user."""
     try:
         yield
     except HFValidationError as error:

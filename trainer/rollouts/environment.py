@@ -19,7 +19,7 @@ def proxy_url(address: str, session_id: str, secret: str) -> str:
 
 
 def proxy_environment(proxy_url: str, ca: Path, bundle: Path) -> dict[str, str]:
-    """What makes a program send its calls through the recorder and trust its certificate.
+    """The variables that make a program send its calls through the recorder and trust its certificate.
 
     `ca` is the recorder's CA alone, for programs that add it to their roots; `bundle` has the usual roots as well,
     for programs that replace theirs by it. Every known variable is set, as each program reads another one.

@@ -36,7 +36,7 @@ class Harness(BaseModel):
     """Variables that it needs: a placeholder key where it refuses to start without one, telemetry and update checks
     off. `{max_model_len}` stands for the engine's context window in tokens."""
     quirks: list[str] = []
-    """What a person who runs it should know."""
+    """Facts for a person who runs it."""
 
     def command_for(self, instruction: str) -> list[str]:
         """The command line of one headless session."""

@@ -96,7 +96,7 @@ class Recorder:
         self._stop()
 
     def environment(self, session_id: str) -> dict[str, str]:
-        """What a harness needs to be recorded as `session_id`."""
+        """The variables of a harness that is recorded as `session_id`."""
         url = proxy_url(self._address, session_id, self._secret)
         return proxy_environment(url, self._ca, self._bundle)
 

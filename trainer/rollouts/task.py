@@ -15,7 +15,7 @@ class Task(BaseModel):
     id: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$")
     """Names the task in the dataset; letters, digits, dot, dash and underscore."""
     instruction: str = Field(min_length=1)
-    """What the harness is told."""
+    """The prompt that the harness is given."""
     workspace: Path | None = None
     """Folder that every session gets its own copy of; an empty one when not given."""
     evaluate: list[str] = Field(min_length=1)

@@ -114,7 +114,7 @@ class ImportSummary:
 
 @dataclass(slots=True)
 class _Session:
-    """What the first reading notes about a session."""
+    """Notes of the first reading about a session."""
 
     offsets: list[int] = field(default_factory=list)
     lines: dict[str, int] = field(default_factory=dict)

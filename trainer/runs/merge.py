@@ -128,7 +128,7 @@ def _require_other_sessions(runs: Sequence[Path]) -> None:
 
 
 def _digests(run: Path, session_id: str) -> set[str]:
-    """What the calls and the row of a session hold."""
+    """The digests of a session's calls and row."""
     batches = (batch for table in ("calls", "sessions") for batch in read_batches(run, table, [session_id]))
     return {digest for batch in batches for digest in batch.column(DIGEST).to_pylist()}
 

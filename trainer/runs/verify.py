@@ -22,7 +22,7 @@ from rolltap.trainer.traces.reader import SessionIndex
 
 @dataclass(slots=True)
 class Verification:
-    """What was read, what was found and what was done about it."""
+    """The rows that were read, the findings, and the repairs."""
 
     rows: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TABLES, 0))
     """Table -> rows that can be read."""
@@ -95,7 +95,7 @@ def _check_leftovers(run: Path) -> Iterator[Finding]:
 
 
 def _check_file(reader: SegmentReader) -> Iterator[Finding]:
-    """What a reader found that has come to its end."""
+    """Findings of a reader that has come to its end."""
     for offset, what in reader.damage.items():
         yield Finding("damage", f"{reader.path.name}, byte {offset}", what, SALVAGE)
     if reader.uncommitted and is_held(reader.path):

@@ -16,7 +16,7 @@ stream_encoder = StreamEncoder
 
 
 def operation(method: str, path: str) -> Operation | None:
-    """What a request asks for. The list of models is on the same path in other APIs, which `routes` tells apart."""
+    """The operation of a request. The list of models is on the same path in other APIs, which `routes` tells apart."""
     if method == "POST" and path == "/v1/messages":
         return "generate"
     if method == "POST" and path == "/v1/messages/count_tokens":

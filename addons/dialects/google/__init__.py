@@ -21,7 +21,7 @@ _MODELS = re.compile(r"/v1beta/models(/[^:]+)?")  # /v1/models is OpenAI's as we
 
 
 def operation(method: str, path: str) -> Operation | None:
-    """What a request asks for. Any host counts."""
+    """The operation of a request. Any host counts."""
     if method == "GET" and _MODELS.fullmatch(path):
         return "models"
     match = METHOD.fullmatch(path) if method == "POST" else None

@@ -114,7 +114,7 @@ def _text(part: Fields) -> str:
 
 
 def _response_text(response: Fields) -> str:
-    """What the model sees of a function's response: a lone text as it is, else JSON with sorted keys.
+    """A function's response as the model sees it: a lone text as it is, else JSON with sorted keys.
 
     The API gives `output` its meaning, Google's SDKs write `result`; an `error` stays an object, to be seen as one.
     A protobuf struct has no order, and clients that hold it in a hash map write it in a new one each time.

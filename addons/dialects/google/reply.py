@@ -104,7 +104,7 @@ def text_parts(reasoning: str, content: str) -> list[dict[str, Any]]:
 
 
 def last_parts(head: Head, reply: Reply) -> list[dict[str, Any]]:
-    """What comes after the reply's text: the calls, or an empty text; the first of them carries the signature."""
+    """The parts after the reply's text: the calls, or an empty text; the first of them carries the signature."""
     parts: list[dict[str, Any]] = [
         {"functionCall": {"id": call.id, "name": call.name, "args": _args(call.arguments)}} for call in reply.tool_calls
     ]

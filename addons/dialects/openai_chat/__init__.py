@@ -27,7 +27,7 @@ _PATHS = frozenset(
 
 
 def operation(method: str, path: str) -> Operation | None:
-    """What a request asks for. Providers serve this API under several paths, and any host counts."""
+    """The operation of a request. Providers serve this API under several paths, and any host counts."""
     if method == "POST" and path in _PATHS:
         return "generate"
     if method == "GET" and (path == "/v1/models" or path.startswith("/v1/models/")):

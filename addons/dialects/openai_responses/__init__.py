@@ -20,7 +20,7 @@ _CATALOGUE = "/backend-api/codex/models"
 
 
 def operation(method: str, path: str) -> Operation | None:
-    """What a request asks for. The list of models at `/v1/models` is Chat Completions'; Codex asks for its own."""
+    """The operation of a request. The list of models at `/v1/models` is Chat Completions'; Codex asks for its own."""
     if method == "POST" and path in _PATHS:
         return "generate"
     if method == "POST" and path in _COUNTS:

@@ -37,7 +37,7 @@ def seal(summary: str) -> str:
 
 
 def unseal(sealed: str | None) -> str | None:
-    """What the model is told in place of the history, or None when `sealed` was not issued here."""
+    """The model's text in place of the history, or None when `sealed` was not issued here."""
     try:
         text = base64.b64decode(sealed or "", validate=True).decode()
     except (binascii.Error, ValueError):

@@ -29,7 +29,7 @@ class _Text:
     place: dict[str, int] = field(default_factory=dict)
     """Which part it is, as the events say it."""
     extra: dict[str, list[Any]] = field(default_factory=dict)
-    """What else the events of the text must say."""
+    """Further fields of the text's events."""
 
 
 _TEXTS = {
@@ -150,7 +150,7 @@ class StreamEncoder:
 
 
 def _holder(item: _Item, text: _Text) -> dict[str, Any]:
-    """What holds the text of an item: the item, or its one part."""
+    """The holder of an item's text: the item, or its one part."""
     holder: dict[str, Any] = item[text.parts][0] if text.parts else item
     return holder
 
