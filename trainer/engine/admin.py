@@ -35,8 +35,8 @@ class EngineError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The models of an engine: the base model's name in requests, its folder or full name, its context window in tokens,
-    and the names of the LoRA adapters that are loaded."""
+    """The models of an engine: the base model's name in requests, its folder or full name, its context window in
+    tokens, and the names of the LoRA adapters that are loaded."""
 
     base: str
     root: str
