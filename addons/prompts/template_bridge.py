@@ -42,7 +42,7 @@ class TemplateBridge:
         self.refusal = self._try_out()
 
     def extension(self, completion_ids: list[int], messages: list[Message]) -> list[int] | None:
-        """The tokens after a completion: the end of its turn if not sampled, the new messages, and the generation prompt.
+        """The tokens after a completion: the end of its turn if not sampled, the new messages, the generation prompt.
 
         None when the template cannot write these messages after an assistant's.
         """

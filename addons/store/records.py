@@ -24,7 +24,7 @@ SENTINEL_LOGPROB = -9999.0
 CallKind = Literal["root", "bridged", "rendered"]
 CallRole = Literal["agent", "subagent", "compaction", "auxiliary"]
 """The purpose of a call: the harness's main line, a helper agent that it started, a summary of its own history, or a
-side question (a title, a routing decision, a loop check, a commit message) whose answer is not part of solving the task."""
+side question (a title, a routing decision, a loop check, a commit message) that is not part of solving the task."""
 CallStatus = Literal["completed", "aborted", "failed"]
 SessionStatus = Literal["completed", "failed", "timeout", "error"]
 EventKind = Literal[
