@@ -24,15 +24,15 @@ if [ $# -gt 0 ]; then
     pytest "$@"
     exit
 fi
-# two at a time: what starts engines and harnesses, one after the other, and beside it all the rest
+# what starts engines and harnesses, one after the other, and beside it all the rest
 log="$VENVS/pytest.log"
 pytest -m "engine or harness" > "$log" 2>&1 & engines=$!
 failed=0
 say "pytest: what starts no engine and no harness"
-pytest -m "not engine and not harness" || failed=1
+pytest -q -n 2 -m "not engine and not harness" || failed=1
 if environment_312; then
     say "pytest: the addons on Python 3.12 with mitmproxy 12"
-    "$VENVS/rolltap-3.12/bin/pytest" -m "not engine" tests/addons || failed=1
+    "$VENVS/rolltap-3.12/bin/pytest" -q -n 2 -m "not engine" tests/addons || failed=1
 fi
 wait "$engines" || failed=1
 say "pytest: engines and harnesses"

@@ -127,7 +127,11 @@ def test_only_an_allowed_host_is_connected_to_even_when_no_addon_answers_a_reque
         with pytest.raises(BlockingIOError):
             other.accept()
     recorder.stop()
-    assert [event["kind"] for event in recorder.rows("events")] == ["refused"] * 2
+    # each request, and each connection for it
+    assert [(event["kind"], event["session_id"]) for event in recorder.rows("events")] == [
+        ("refused", "s1"),
+        ("refused", None),
+    ] * 2
 
 
 def test_with_a_secret_only_the_sessions_own_token_opens_the_proxy(start, scripted_engine):
