@@ -12,18 +12,16 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENVS="$PWD/.venvs"
 HARNESSES="${ROLLTAP_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/rolltap}/harnesses"
-export UV_COMPILE_BYTECODE=1 UV_LINK_MODE="${UV_LINK_MODE:-hardlink}"
 # uv reads none of pip's settings; where pip is told to look for wheels, uv should as well
-if [ -z "${UV_FIND_LINKS:-}" ] && [ -n "${PIP_FIND_LINKS:-}" ]; then export UV_FIND_LINKS="$PIP_FIND_LINKS"; fi
+export UV_COMPILE_BYTECODE=1 UV_LINK_MODE="${UV_LINK_MODE:-hardlink}" UV_FIND_LINKS="${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}}"
 
 say() { printf '\n== %s\n' "$*"; }
 fail() { printf '\nerror: %s\n' "$*" >&2; exit 1; }
 
-has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
-
+GPU="$(nvidia-smi -L 2>/dev/null | grep GPU || :)"
 # PyPI's torch is the CUDA build. Without a GPU the CPU build is enough: from the wheels at hand, or PyTorch's own index.
-TORCH=""
-has_gpu || [ -n "${UV_FIND_LINKS:-}" ] || TORCH="--torch-backend=cpu"
+TORCH="--torch-backend=cpu"
+if [ -n "$GPU$UV_FIND_LINKS" ]; then TORCH=""; fi
 
 uv() {
     if [ ! -x "$VENVS/uv/bin/uv" ]; then
@@ -70,7 +68,7 @@ environment_312() {
 
 # pip: without it vLLM cannot list its packages and answers /server_info, which the run's metadata is read from, with 500
 environment_vllm() {
-    if has_gpu; then
+    if [ -n "$GPU" ]; then
         environment vllm '.[vllm]' pip
     else
         environment vllm $TORCH --override recipes/vllm-cpu/overrides.txt \
