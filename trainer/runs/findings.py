@@ -16,6 +16,7 @@ from rolltap.addons.store.tables import TABLES, batch_rows
 from rolltap.trainer.traces.ledger import LedgerError
 from rolltap.trainer.traces.reader import RecordedSession, Row, rebuild_calls
 from rolltap.trainer.traces.sessions import Selection, trace_session
+from rolltap.trainer.traces.tree import parents_first
 
 Grade = Literal["damage", "notice"]
 """`damage`: rows are lost, changed or cannot be right. `notice`: nothing is wrong with the rows."""
@@ -61,7 +62,7 @@ def check_session(
 ) -> Iterator[Finding]:
     """Findings in the rows of one session: in its calls, in its events, and in its own.
 
-    In a `salvaged` run, from which rows were left behind, a prompt that cannot be rebuilt is no damage.
+    In a `salvaged` run, from which rows were left behind, a call whose ancestor is missing is no damage.
     """
     where = f"session {session_id}"
     ids = Counter(call_id for batch in calls for call_id in batch.column("call_id").to_pylist())
@@ -86,9 +87,14 @@ def _check_calls(run: Path, session_id: str, batches: Sequence[pa.RecordBatch], 
         recorded.update(zip(*columns, strict=True))
     # without the recorded ones, a violation says that a prompt could not be rebuilt
     calls = rebuild_calls(run, session_id, (_without_violations(batch) for batch in batches))
+    recorded_parents = {call.call_id: call.parent_id for call in calls}
+    orphaned: set[str] = set()
+    for call_id, parent_id in parents_first(recorded_parents):
+        if parent_id in orphaned or (recorded_parents[call_id] or call_id) not in recorded_parents:
+            orphaned.add(call_id)
     for call in calls:
         where = f"session {session_id}, call {call.call_id}"
-        if call.violation and salvaged and call.violation.startswith("parent "):
+        if call.violation and salvaged and call.call_id in orphaned:
             yield Finding("notice", where, call.violation, "rows were left behind when runs were merged: see run.json")
         elif call.violation:
             yield Finding("damage", where, call.violation, FROM_A_COPY)

@@ -16,8 +16,10 @@ from rolltap.trainer.runs.verify import verify_run
 from rolltap.trainer.traces.reader import load_calls
 from tests.trainer.runs.recorded_runs import (
     ignore,
+    make_call,
     make_run,
     make_session,
+    record,
     rows_of,
 )
 
@@ -109,6 +111,23 @@ class TestMerge:
             {"file": f"run/{lost.name}", "rows": 0, "places": 1},
         ]
         assert verify_run(again, ignore).sound
+
+    def test_whatever_descends_from_a_lost_call_is_a_notice(self, tmp_path):
+        chain = [make_call("s", "a", [1], [2]), make_call("s", "b", [1, 2, 3], [4])]
+        chain.append(make_call("s", "c", [1, 2, 3, 4, 5], [6]))
+        record(run := tmp_path / "run", [(make_session("s"), chain)])
+        calls = run_files(run, "calls")[0]
+        with SegmentReader(calls) as reader:
+            [rows] = [batch.to_pylist() for _, batch in reader]
+        rows[0]["completion_ids"] = [77]
+        with open(calls, "wb") as file, pa.ipc.new_stream(file, CALL_SCHEMA) as stream:
+            stream.write_table(pa.Table.from_pylist(rows, CALL_SCHEMA))
+        merge_runs([run], tmp_path / "new", ignore)
+        found = verify_run(tmp_path / "new", ignore)
+        assert found.sound
+        notices = [finding.where for finding in found.findings if "rebuilt" in finding.what or "parent" in finding.what]
+        assert notices == ["session s, call b", "session s, call c"]
+        assert [call.violation is None for call in load_calls(tmp_path / "new")["s"]] == [False, False]
 
     def test_a_run_of_which_nothing_can_be_saved_is_not_written(self, tmp_path):
         run = make_run(tmp_path / "run", make_session("s"))
