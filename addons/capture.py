@@ -97,7 +97,16 @@ class Capture:
             body = route.dialect.encode_error(told)
             flow.response = http.Response.make(told.status, body, {"content-type": "application/json"})
             path = writable(path.partition("?")[0])
-            return self.record(Event("rejected", flow.metadata[SESSION], flow.request.host, "POST", path, str(told)))
+            return self.record(
+                Event(
+                    kind="rejected",
+                    session_id=flow.metadata[SESSION],
+                    host=flow.request.host,
+                    method="POST",
+                    path=path,
+                    detail=str(told),
+                )
+            )
         self._redirect(flow, route)
 
     def _redirect(self, flow: http.HTTPFlow, route: Route | None) -> None:

@@ -68,10 +68,12 @@ class Egress:
         if looks_like_model_call(method, path):
             answer = "refused" if decision == "refused" else "let through"
             logger.warning("session %s: %s a model call that is not captured: %s %s", session_id, answer, host, path)
-            self._record(Event("uncaptured", session_id, host, method, path, answer))
+            self._record(
+                Event(kind="uncaptured", session_id=session_id, host=host, method=method, path=path, detail=answer)
+            )
         elif decision == "refused":
             logger.info("session %s: refused %s %s%s", session_id, method, host, path)
-            self._record(Event("refused", session_id, host, method, path))
+            self._record(Event(kind="refused", session_id=session_id, host=host, method=method, path=path))
 
     def server_connect(self, data: ServerConnectionHookData) -> None:
         """Refuse to open a connection that is not permitted, also when this hook fails."""
@@ -82,4 +84,4 @@ class Egress:
             data.server.error = error
         else:
             logger.warning("refused to connect to %s:%d for a request that nothing answered", host, port)
-            self._record(Event("refused", host=host))
+            self._record(Event(kind="refused", host=host))

@@ -66,7 +66,11 @@ class Sessions:
         # no credentials at all is how clients ask for the challenge; only wrong ones are worth a line
         if credentials is not None:
             logger.warning("refused the proxy credentials of %r", credentials[0])
-            self._record(Event("unauthorised", None, flow.request.host, writable(flow.request.method)))
+            self._record(
+                Event(
+                    kind="unauthorised", session_id=None, host=flow.request.host, method=writable(flow.request.method)
+                )
+            )
         return None
 
 

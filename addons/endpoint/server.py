@@ -167,7 +167,11 @@ class Endpoint:
     def _reject(self, request: web.Request, why: str) -> None:
         session_id, host = request.headers[SESSION_HEADER], request.headers[HOST_HEADER]
         logger.warning("session %s: %s%s: %s", session_id, host, request.path, why)
-        self.writer.note(Event("rejected", session_id, host, request.method, request.path, why))
+        self.writer.note(
+            Event(
+                kind="rejected", session_id=session_id, host=host, method=request.method, path=request.path, detail=why
+            )
+        )
 
 
 def _json(body: bytes) -> web.Response:

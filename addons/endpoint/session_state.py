@@ -47,7 +47,16 @@ class SessionState:
         generation = find_retried(self.generations, dialect.NAME, model_call, prompt.ids, headers)
         if generation is not None:
             kind: EventKind = "replayed" if generation.done else "joined"
-            writer.add_event(Event(kind, self._session_id, host, "POST", path, call_id=generation.call.call_id))
+            writer.add_event(
+                Event(
+                    kind=kind,
+                    session_id=self._session_id,
+                    host=host,
+                    method="POST",
+                    path=path,
+                    call_id=generation.call.call_id,
+                )
+            )
             return generation
         role = find_role(model_call, headers, tools_before=self._tools_seen)
         self._tools_seen = self._tools_seen or bool(model_call.tools)
@@ -70,7 +79,16 @@ class SessionState:
             tools=json.dumps(model_call.tools, ensure_ascii=False) if prompt.parent is None else None,
         )
         writer.require_room()
-        writer.add_event(Event("call_started", self._session_id, host, "POST", path, call_id=call.call_id))
+        writer.add_event(
+            Event(
+                kind="call_started",
+                session_id=self._session_id,
+                host=host,
+                method="POST",
+                path=path,
+                call_id=call.call_id,
+            )
+        )
         sampling = self._sampling_for(model_call, room)
         generation = Generation(self._parts, conversations, call, prompt, model_call, sampling)
         self.generations = [*worth_remembering(self.generations), generation]

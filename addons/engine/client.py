@@ -174,7 +174,8 @@ def _chunk(data: bytes) -> Chunk:
             logprobs=[float(entry["logprob"]) for entry in content] if matching else [],
             finish_reason=choice["finish_reason"],
             stop=stop if isinstance(stop := choice.get("stop_reason"), str) else None,
-            weight_versions=versions and [VersionSpan(str(v["version"]), v["start"], v["end"]) for v in versions],
+            weight_versions=versions
+            and [VersionSpan(version=str(v["version"]), start=v["start"], end=v["end"]) for v in versions],
             cached_tokens=cached,
         )
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:

@@ -50,7 +50,16 @@ async def sample(
             if not moves and waited + pause > patience:
                 raise
             logger.warning("call %s goes on after %d tokens: %s", call.call_id, sampled, error)
-            writer.note(Event("continued", call.session_id, call.host, "POST", call.path, call_id=call.call_id))
+            writer.note(
+                Event(
+                    kind="continued",
+                    session_id=call.session_id,
+                    host=call.host,
+                    method="POST",
+                    path=call.path,
+                    call_id=call.call_id,
+                )
+            )
             if not moves:
                 await asyncio.sleep(pause)
                 waited, pause = waited + pause, min(2 * pause, LONGEST_PAUSE_SECONDS)
@@ -71,12 +80,14 @@ async def _sample_piece(call: Call, sampling: dict[str, Any], engine: Engine, po
         if chunk.cached_tokens is not None and not start:
             call.cached_tokens = chunk.cached_tokens
         for span in chunk.weight_versions or []:
-            call.weight_versions.append(VersionSpan(span.version, start + span.start, start + span.end))
+            call.weight_versions.append(
+                VersionSpan(version=span.version, start=start + span.start, end=start + span.end)
+            )
         yield chunk
     if policy.model is not None:
         # vLLM counts weight versions of the base model only: an adapter's version is the name it was asked by
         call.weight_versions = [span for span in call.weight_versions if span.start < start]
-        call.weight_versions.append(VersionSpan(policy.version, start, len(call.completion_ids)))
+        call.weight_versions.append(VersionSpan(version=policy.version, start=start, end=len(call.completion_ids)))
     if finish_reason == "abort":
         raise EngineError("the engine aborted the generation", retryable=True)
     if finish_reason not in ("stop", "length"):
@@ -90,7 +101,7 @@ def _restore_last_words(call: Call, sampling: dict[str, Any], start: int, policy
     covered = call.weight_versions[-1].end if call.weight_versions else 0
     end = len(call.completion_ids)
     if covered == start < end and policies.read() == policy:
-        call.weight_versions.append(VersionSpan(policy.version, start, end))
+        call.weight_versions.append(VersionSpan(version=policy.version, start=start, end=end))
     if call.completion_ids and call.completion_ids[-1] in sampling["stop_token_ids"]:
         call.finish_reason = "stop"
     elif end == sampling["max_tokens"]:

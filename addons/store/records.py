@@ -107,7 +107,7 @@ def utc_now() -> datetime:
     return datetime.now(UTC)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
     """`completion_ids[start:end]` were sampled by the weights that the engine calls `version`."""
 
@@ -116,7 +116,7 @@ class VersionSpan:
     end: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Call:
     """One model call of a session.
 
@@ -176,7 +176,7 @@ class Call:
         return row
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Session:
     """One run of one harness on one task; a row of `SESSION_SCHEMA`."""
 
@@ -198,7 +198,7 @@ class Session:
         return {name: getattr(self, name) for name in SESSION_SCHEMA.names if name != DIGEST}
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Event:
     """Something on the wire that is not a call but must not go unseen; a row of `EVENT_SCHEMA`.
 

@@ -266,7 +266,7 @@ class TestRun:
         assert recorder["versions"]["pyarrow"] == pyarrow.__version__
 
     def test_events_are_written_to_it(self, capture):
-        capture.record(Event("refused", "s1", "evil.com", "GET", "/"))
+        capture.record(Event(kind="refused", session_id="s1", host="evil.com", method="GET", path="/"))
         (event,) = read_rows(capture.endpoint.writer.run, "events")
         assert (event["kind"], event["session_id"], event["host"]) == ("refused", "s1", "evil.com")
 
@@ -274,7 +274,7 @@ class TestRun:
         run = capture.endpoint.writer.run
         (run / RUN_FILE).unlink()
         run.rmdir()
-        capture.record(Event("refused"))
+        capture.record(Event(kind="refused"))
         assert f"cannot write to {run}" in caplog.text
 
 
@@ -296,6 +296,6 @@ async def test_nothing_is_captured_before_a_run_is_open():
         capture.running()
         flow = request()
         capture.request(flow)
-        capture.record(Event("refused"))
+        capture.record(Event(kind="refused"))
         await capture.done()
     assert CAPTURED not in flow.metadata

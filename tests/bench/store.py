@@ -46,7 +46,7 @@ def make_session(number: int) -> Iterator[Call]:
             prompt_ids=prompt,
             completion_ids=completion,
             logprobs=(-some.exponential(0.3, SAMPLED)).tolist(),
-            weight_versions=[VersionSpan("1", 0, SAMPLED)],
+            weight_versions=[VersionSpan(version="1", start=0, end=SAMPLED)],
             parent_id=f"{number:08x}{turn - 1:024x}" if turn else None,
             prefix_length=len(conversation),
             kind="bridged" if turn else "root",

@@ -56,7 +56,17 @@ def write_run(run: Path, sessions: int, turns: int, tokens: int) -> None:
             session_id = f"session-{number:06}"
             for call in _conversation(rng, session_id, turns, tokens // turns):
                 writer.add_call(call)
-            writer.add_session(Session(session_id, "task", "group", "bench", "completed", reward=1.0, started_at=START))
+            writer.add_session(
+                Session(
+                    session_id=session_id,
+                    task_id="task",
+                    group_id="group",
+                    harness="bench",
+                    status="completed",
+                    reward=1.0,
+                    started_at=START,
+                )
+            )
 
 
 def _conversation(rng: np.random.Generator, session_id: str, turns: int, turn_tokens: int) -> list[Call]:
@@ -67,12 +77,12 @@ def _conversation(rng: np.random.Generator, session_id: str, turns: int, turn_to
         ids = rng.integers(VOCABULARY, size=turn_tokens).tolist()
         calls.append(
             Call(
-                session_id,
-                f"{session_id}-{turn:06}",
-                known + ids[sampled:],
-                ids[:sampled],
-                (-rng.exponential(size=sampled)).tolist(),
-                [VersionSpan("0", 0, sampled)],
+                session_id=session_id,
+                call_id=f"{session_id}-{turn:06}",
+                prompt_ids=known + ids[sampled:],
+                completion_ids=ids[:sampled],
+                logprobs=(-rng.exponential(size=sampled)).tolist(),
+                weight_versions=[VersionSpan(version="0", start=0, end=sampled)],
                 parent_id=calls[-1].call_id if calls else None,
                 prefix_length=len(known),
                 kind="bridged" if calls else "root",

@@ -39,12 +39,12 @@ def write_run(run):
 
     def call(number, messages, reply, logprobs, **fields):
         return Call(
-            "s",
-            f"c{number}",
-            [number],
-            [7] * len(logprobs),
-            logprobs,
-            [VersionSpan("1", 0, len(logprobs))],
+            session_id="s",
+            call_id=f"c{number}",
+            prompt_ids=[number],
+            completion_ids=[7] * len(logprobs),
+            logprobs=logprobs,
+            weight_versions=[VersionSpan(version="1", start=0, end=len(logprobs))],
             messages=messages,
             reply=reply,
             started_at=START + timedelta(seconds=number),
@@ -64,7 +64,11 @@ def write_run(run):
         writer.close()
     writer = RunWriter(run)
     for reward in (0.0, 0.75):
-        writer.add_session(Session("s", "t", "g", "h", "completed", 0, reward))
+        writer.add_session(
+            Session(
+                session_id="s", task_id="t", group_id="g", harness="h", status="completed", exit_status=0, reward=reward
+            )
+        )
     writer.close()
 
 

@@ -16,7 +16,7 @@ ROLES = ["agent", "subagent", "compaction", "auxiliary"]
 def make_call(number, prompt_ids, completion_ids, **fields):
     """The `number`-th call to start; every sampled token of a session has its own log-probability."""
     fields.setdefault("logprobs", [-(number + 1) - i / 64 for i in range(len(completion_ids))])
-    fields.setdefault("weight_versions", [VersionSpan("1", 0, len(completion_ids))])
+    fields.setdefault("weight_versions", [VersionSpan(version="1", start=0, end=len(completion_ids))])
     fields.setdefault("started_at", START + timedelta(seconds=number))
     return Call(session_id="s", call_id=str(number), prompt_ids=prompt_ids, completion_ids=completion_ids, **fields)
 
@@ -42,7 +42,8 @@ def version_spans(draw, length):
     """Spans of one to three weights that cover a completion."""
     cuts = sorted(draw(st.lists(st.integers(0, length), max_size=2)))
     return [
-        VersionSpan(str(i), start, end) for i, (start, end) in enumerate(zip([0, *cuts], [*cuts, length], strict=True))
+        VersionSpan(version=str(i), start=start, end=end)
+        for i, (start, end) in enumerate(zip([0, *cuts], [*cuts, length], strict=True))
     ]
 
 

@@ -20,12 +20,12 @@ METADATA = {
 
 def make_call(session_id, number, prompt_ids, completion_ids, **fields):
     return Call(
-        session_id,
-        f"{session_id}-{number}",
-        prompt_ids,
-        completion_ids,
-        [-0.5 - i for i in range(len(completion_ids))],
-        [VersionSpan("1", 0, len(completion_ids))],
+        session_id=session_id,
+        call_id=f"{session_id}-{number}",
+        prompt_ids=prompt_ids,
+        completion_ids=completion_ids,
+        logprobs=[-0.5 - i for i in range(len(completion_ids))],
+        weight_versions=[VersionSpan(version="1", start=0, end=len(completion_ids))],
         started_at=START + timedelta(seconds=number),
         **fields,
     )
@@ -54,9 +54,22 @@ def write_run(run):
     writer = RunWriter(run)
     for call in (alone, root, turn, failed, helper, title, unknown):
         writer.add_call(call)
-    writer.add_session(Session("s", "task", "g", "pi", "completed", 0, 0.25, started_at=START))
-    writer.add_session(Session("t", "task", "g", "codex", "timeout", started_at=START))
-    writer.add_event(Event("refused", "s", "example.com", "GET", "/", at=START))
+    writer.add_session(
+        Session(
+            session_id="s",
+            task_id="task",
+            group_id="g",
+            harness="pi",
+            status="completed",
+            exit_status=0,
+            reward=0.25,
+            started_at=START,
+        )
+    )
+    writer.add_session(
+        Session(session_id="t", task_id="task", group_id="g", harness="codex", status="timeout", started_at=START)
+    )
+    writer.add_event(Event(kind="refused", session_id="s", host="example.com", method="GET", path="/", at=START))
     writer.close()
     return {"s": [root, turn, failed, helper, title], "t": [alone], "u": [unknown]}
 

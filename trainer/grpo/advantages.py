@@ -25,21 +25,24 @@ def session_advantages(rewards: Mapping[str, GroupReward], scale: Scale) -> dict
 
     Raises `ValueError` for a reward that is not a finite number and for an unknown `scale`.
     """
-    for session, (_, reward) in rewards.items():
-        if not math.isfinite(reward):
-            raise ValueError(f"session {session} has the reward {reward}: it must be a finite number")
+    for session, labelled in rewards.items():
+        if not math.isfinite(labelled.reward):
+            raise ValueError(f"session {session} has the reward {labelled.reward}: it must be a finite number")
     groups = _groups(rewards)
     means = {group: statistics.mean(values) for group, values in groups.items()}
 
     if scale == "group":
         divisors = {group: _std(values) + EPSILON for group, values in groups.items()}
     elif scale == "batch":
-        divisors = dict.fromkeys(groups, _std([reward for _, reward in rewards.values()]) + EPSILON)
+        divisors = dict.fromkeys(groups, _std([labelled.reward for labelled in rewards.values()]) + EPSILON)
     elif scale == "none":
         divisors = dict.fromkeys(groups, 1.0)
     else:
         raise ValueError(f"unknown scale {scale!r}: choose group, batch or none")
-    return {session: (reward - means[group]) / divisors[group] for session, (group, reward) in rewards.items()}
+    return {
+        session: (labelled.reward - means[labelled.group_id]) / divisors[labelled.group_id]
+        for session, labelled in rewards.items()
+    }
 
 
 def mean_group_std(rewards: Mapping[str, GroupReward]) -> float:
@@ -49,8 +52,8 @@ def mean_group_std(rewards: Mapping[str, GroupReward]) -> float:
 
 def _groups(rewards: Mapping[str, GroupReward]) -> dict[str, list[float]]:
     groups: defaultdict[str, list[float]] = defaultdict(list)
-    for group, reward in rewards.values():
-        groups[group].append(reward)
+    for labelled in rewards.values():
+        groups[labelled.group_id].append(labelled.reward)
     return groups
 
 

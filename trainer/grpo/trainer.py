@@ -20,7 +20,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler, pad
 
 from rolltap.trainer.grpo.advantages import mean_group_std, session_advantages
-from rolltap.trainer.traces.build import Batch, Trace
+from rolltap.trainer.traces.build import Trace, TraceBatch
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class TraceGRPOTrainer(GRPOTrainer):
         args: GRPOConfig,
         train_dataset: Dataset,
         *,
-        trace_source: Callable[[list[dict[str, Any]]], Batch],
+        trace_source: Callable[[list[dict[str, Any]]], TraceBatch],
         groups_per_step: int,
         processing_class: Any = None,
         callbacks: list[TrainerCallback] | None = None,
@@ -127,7 +127,7 @@ class TraceGRPOTrainer(GRPOTrainer):
             self._buffered_inputs = self._build_inputs(batch)
         return self._buffered_inputs[self._step % steps]
 
-    def _build_inputs(self, batch: Batch) -> list[dict[str, Tensor]]:
+    def _build_inputs(self, batch: TraceBatch) -> list[dict[str, Tensor]]:
         """This process's micro-batches of a generation batch, in the keys that `GRPOTrainer._compute_loss` reads."""
         traces, rewards = batch.traces, batch.rewards
         if unrewarded := {trace.session_id for trace in traces} - rewards.keys():
@@ -155,7 +155,7 @@ class TraceGRPOTrainer(GRPOTrainer):
         metrics = self._metrics["train"]
         metrics["tokens_trained"].append(float(self.tokens_in_batch))
         if rewards:
-            metrics["reward"].append(fmean(reward for _, reward in rewards.values()))
+            metrics["reward"].append(fmean(labelled.reward for labelled in rewards.values()))
             metrics["reward_std"].append(mean_group_std(rewards))
             metrics["traces_per_session"].append(len(traces) / len(rewards))
         return inputs

@@ -104,7 +104,7 @@ def _check_calls(run: Path, session_id: str, batches: Sequence[pa.RecordBatch], 
         yield from _check_values(where, call, **names)
         yield from _check_times(where, call.started_at, call.first_token_at, call.finished_at)
     try:
-        trace_session(RecordedSession(session_id, None, calls), Selection())
+        trace_session(RecordedSession(session_id=session_id, session=None, calls=calls), Selection())
     except LedgerError as error:
         yield Finding("damage", f"session {session_id}", str(error), "report it")
 

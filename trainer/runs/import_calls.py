@@ -74,14 +74,18 @@ class ImportLine(BaseModel):
         """The call, not linked yet. Log-probabilities are those that the store's 32 bits hold."""
         with np.errstate(over="ignore"):
             logprobs = np.array(self.logprobs or [], np.float32).tolist()
-        spans = [VersionSpan(self.policy_version, 0, len(self.completion_ids))] if self.completion_ids else []
+        spans = (
+            [VersionSpan(version=self.policy_version, start=0, end=len(self.completion_ids))]
+            if self.completion_ids
+            else []
+        )
         return Call(
-            self.session_id,
-            self.call_id,
-            self.prompt_ids,
-            self.completion_ids,
-            logprobs,
-            spans,
+            session_id=self.session_id,
+            call_id=self.call_id,
+            prompt_ids=self.prompt_ids,
+            completion_ids=self.completion_ids,
+            logprobs=logprobs,
+            weight_versions=spans,
             parent_id=self.parent_id,
             kind_reason="imported",
             status=self.status,
@@ -227,11 +231,11 @@ def _session(session_id: str, noted: _Session, calls: Sequence[Call]) -> Session
     """The session's row. It failed when none of its calls was completed."""
     says = {name: value for name, (value, _) in noted.says.items()}
     return Session(
-        session_id,
-        says.get("task_id", ""),
-        says.get("group_id", session_id),
-        says.get("harness", ""),
-        "completed" if any(call.status == "completed" for call in calls) else "failed",
+        session_id=session_id,
+        task_id=says.get("task_id", ""),
+        group_id=says.get("group_id", session_id),
+        harness=says.get("harness", ""),
+        status="completed" if any(call.status == "completed" for call in calls) else "failed",
         reward=says.get("reward"),
         policy_version=next((span.version for call in calls for span in call.weight_versions), None),
         started_at=calls[0].started_at,

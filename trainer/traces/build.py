@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 from urllib.parse import quote
 
 from rolltap.addons.store.records import Call, CallRole, VersionSpan, find_violation
@@ -20,7 +20,7 @@ TRAINED_ROLES: tuple[CallRole, ...] = ("agent", "subagent", "compaction")
 """The roles whose answers are part of solving the task."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Trace:
     """One sequence to train on; all lists over `completion_ids` have its length C."""
 
@@ -53,15 +53,16 @@ class Trace:
     reward: float | None = None
 
 
-class GroupReward(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupReward:
     """The reward of a session, and the group of sessions that it is compared with."""
 
     group_id: str
     reward: float
 
 
-@dataclass(slots=True)
-class Batch:
+@dataclass(slots=True, kw_only=True)
+class TraceBatch:
     """Traces to step on, and the reward of every session that has one.
 
     A session whose calls were all left out has no trace; its reward still counts in its group's mean.
@@ -98,7 +99,7 @@ def build_traces(
     for i, (call, reason) in enumerate(zip(calls, left_out, strict=True)):
         sampled = len(call.completion_ids)
         tokens = _tokens_within(call, max_tokens) if reason is None else 0
-        ledger += Ledger(sampled, tokens, {reason or "over_length": sampled - tokens})
+        ledger += Ledger(sampled=sampled, trained=tokens, left_out={reason or "over_length": sampled - tokens})
         if tokens:
             trained[i] = tokens
     ledger.check()
@@ -178,7 +179,7 @@ def _trace(path: Sequence[Call], owned: Iterable[tuple[Call, int]], end: int) ->
         mask[begin : begin + tokens] = [1] * tokens
         logprobs[begin : begin + tokens] = call.logprobs[:tokens]
         versions += [
-            VersionSpan(span.version, begin + span.start, begin + min(span.end, tokens))
+            VersionSpan(version=span.version, start=begin + span.start, end=begin + min(span.end, tokens))
             for span in call.weight_versions
             if span.start < tokens
         ]

@@ -17,7 +17,7 @@ class LedgerError(Exception):
     """Sampled tokens that are neither trained nor left out, or that are counted twice: a bug in rolltap."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Ledger:
     """The account of sampled tokens, in tokens. Ledgers add up with `+`."""
 
@@ -28,7 +28,9 @@ class Ledger:
 
     def __add__(self, other: "Ledger") -> "Ledger":
         left_out = Counter(self.left_out) + Counter(other.left_out)
-        return Ledger(self.sampled + other.sampled, self.trained + other.trained, dict(left_out))
+        return Ledger(
+            sampled=self.sampled + other.sampled, trained=self.trained + other.trained, left_out=dict(left_out)
+        )
 
     def __str__(self) -> str:
         left_out = ", ".join(f"{tokens:,} {reason}" for reason, tokens in sorted(self.left_out.items()))

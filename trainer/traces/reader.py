@@ -25,7 +25,7 @@ OPEN_FILES = 64
 _STORED_OTHERWISE = ("prompt_length", "prompt_tail_ids", DIGEST)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class RecordedSession:
     """A session as it stands in the run folder."""
 
@@ -47,7 +47,7 @@ def iter_sessions(run: Path, sessions: Collection[str] | None = None) -> Iterato
         for session_id in dict.fromkeys([*index.session_ids, *known]):
             if session_id is not None and (sessions is None or session_id in sessions):
                 calls = rebuild_calls(run, session_id, index.batches(session_id))
-                yield RecordedSession(session_id, known.get(session_id), calls)
+                yield RecordedSession(session_id=session_id, session=known.get(session_id), calls=calls)
 
 
 def count_sessions(run: Path) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rolltap.addons.store.records import CallRole
-from rolltap.trainer.traces.build import TRAINED_ROLES, Batch, GroupReward, Strategy, Trace, build_traces
+from rolltap.trainer.traces.build import TRAINED_ROLES, GroupReward, Strategy, Trace, TraceBatch, build_traces
 from rolltap.trainer.traces.ledger import Ledger, LedgerError
 from rolltap.trainer.traces.reader import RecordedSession, iter_sessions
 
@@ -20,7 +20,7 @@ class Selection:
     max_tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TracedSession:
     """A session, its traces with their labels, and the ledger of all that was sampled in it."""
 
@@ -87,7 +87,7 @@ def trace_session(recorded: RecordedSession, selection: Selection) -> TracedSess
         for trace in traces:
             trace.task_id, trace.group_id = session.task_id, session.group_id
             trace.harness, trace.reward = session.harness, session.reward
-    return TracedSession(recorded, traces, ledger)
+    return TracedSession(recorded=recorded, traces=traces, ledger=ledger)
 
 
 def iter_traces(run: Path, selection: Selection, sessions: Collection[str] | None = None) -> Iterator[TracedSession]:
@@ -98,14 +98,14 @@ def iter_traces(run: Path, selection: Selection, sessions: Collection[str] | Non
     return (trace_session(recorded, selection) for recorded in iter_sessions(run, sessions))
 
 
-def load_batch(run: Path, sessions: Collection[str], selection: Selection) -> tuple[Batch, Ledger]:
+def load_batch(run: Path, sessions: Collection[str], selection: Selection) -> tuple[TraceBatch, Ledger]:
     """The batch of these session ids, and the ledger of all their tokens. Raises as `iter_traces`."""
-    batch, ledger = Batch([], {}), Ledger()
+    batch, ledger = TraceBatch(traces=[], rewards={}), Ledger()
     for traced in iter_traces(run, selection, sessions):
         traced = traced.rewarded()
         ledger += traced.ledger
         batch.traces += traced.traces
         if (session := traced.recorded.session) is not None and session.reward is not None:
-            batch.rewards[session.session_id] = GroupReward(session.group_id, session.reward)
+            batch.rewards[session.session_id] = GroupReward(group_id=session.group_id, reward=session.reward)
     ledger.check()
     return batch, ledger

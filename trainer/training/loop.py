@@ -32,7 +32,7 @@ from rolltap.trainer.rollouts.harness import load_harness, require_program
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.scheduler import Plan, rollout
 from rolltap.trainer.rollouts.task import Task, load_tasks
-from rolltap.trainer.traces.build import Batch
+from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.traces.sessions import Selection, load_batch
 from rolltap.trainer.training.recipe import FINISHED, Recipe
 
@@ -102,7 +102,7 @@ class OnlineTraces:
         self._console = console
         self._writer = writer
 
-    def __call__(self, rows: list[dict[str, Any]]) -> Batch:
+    def __call__(self, rows: list[dict[str, Any]]) -> TraceBatch:
         """Publish the trainer's weights and record a group of sessions for each row (`task_id`)."""
         started = time.monotonic()
         step = self.trainer.state.global_step
@@ -110,7 +110,7 @@ class OnlineTraces:
         published = time.monotonic()
         sessions = self._rollout([self._tasks[row["task_id"]] for row in rows], str(step))
         batch, ledger = load_batch(self._recorder.run, {s.session_id for s in sessions}, self._selection)
-        mean = f"{fmean(reward for _, reward in batch.rewards.values()):.3f}" if batch.rewards else "none"
+        mean = f"{fmean(labelled.reward for labelled in batch.rewards.values()):.3f}" if batch.rewards else "none"
         self._console.print(
             f"step {step + 1}/{self.trainer.args.max_steps}  reward [bold]{mean}[/]  "
             f"{len(sessions)} sessions in {time.monotonic() - published:.1f} s  "

@@ -64,7 +64,7 @@ class ScriptedClient:
                 self.sent += new
                 yield Chunk(new, [-1.0] * len(new))
             else:
-                versions = [VersionSpan("default", 0, len(self.sent) - start)]
+                versions = [VersionSpan(version="default", start=0, end=len(self.sent) - start)]
                 yield Chunk([], [], finish_reason=said, weight_versions=versions)
                 return
 
@@ -201,7 +201,7 @@ class Scenario:
         parts = Parts(pool, PolicyFile(Path("/nonexistent")), self.renderer, self.disk, patience)
         model_call = ModelCall("m", [], [])
         prompt = Prompt(model_call, PROMPT_IDS, "root", "no earlier call", None, 0, [])
-        call = Call("s1", "c1", PROMPT_IDS)
+        call = Call(session_id="s1", call_id="c1", prompt_ids=PROMPT_IDS)
         sampling = {"max_tokens": MAX_TOKENS, "stop_token_ids": [STOP], "structured_outputs": {"json_object": True}}
         self.generation = Generation(parts, self.memory, call, prompt, model_call, sampling)
         self.disk.generation = self.generation

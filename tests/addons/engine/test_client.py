@@ -34,7 +34,7 @@ async def test_tokens_log_probabilities_and_versions_arrive_in_order(scripted_en
     assert [i for chunk in chunks for i in chunk.token_ids] == ids
     assert [p for chunk in chunks for p in chunk.logprobs] == [-0.125 * (1 + i % 5) for i in range(len(ids))]
     assert chunks[-1].finish_reason == "stop"
-    assert chunks[-1].weight_versions == [VersionSpan("7", 0, len(ids))]
+    assert chunks[-1].weight_versions == [VersionSpan(version="7", start=0, end=len(ids))]
 
 
 async def test_sampling_and_adapter_are_sent_as_given(scripted_engine, client):

@@ -11,12 +11,12 @@ from rolltap.addons.store.tables import RunWriter, read_rows
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 CALL = Call(
-    "session",
-    "call",
+    session_id="session",
+    call_id="call",
     prompt_ids=[1, 2, 3],
     completion_ids=[4, 5],
     logprobs=[-0.5, -0.1],
-    weight_versions=[VersionSpan("1", 0, 2)],
+    weight_versions=[VersionSpan(version="1", start=0, end=2)],
     parent_id="parent",
     kind="bridged",
     messages='[{"role": "user", "content": "é"}]',
@@ -52,8 +52,13 @@ def test_the_digest_of_a_row_is_part_of_the_format():
     ("row", "schema"),
     [
         (CALL.to_row(), CALL_SCHEMA),
-        (Session("s", "t", "g", "h", "completed", reward=1.0, started_at=NOON).to_row(), SESSION_SCHEMA),
-        (Event("refused", at=NOON).to_row(), EVENT_SCHEMA),
+        (
+            Session(
+                session_id="s", task_id="t", group_id="g", harness="h", status="completed", reward=1.0, started_at=NOON
+            ).to_row(),
+            SESSION_SCHEMA,
+        ),
+        (Event(kind="refused", at=NOON).to_row(), EVENT_SCHEMA),
     ],
     ids=["call", "session", "event"],
 )
@@ -81,7 +86,7 @@ def test_a_float_counts_as_it_is_stored():
 
 
 def test_a_whole_number_in_a_column_of_floats_is_a_float():
-    session = Session("s", "t", "g", "h", "completed", started_at=NOON)
+    session = Session(session_id="s", task_id="t", group_id="g", harness="h", status="completed", started_at=NOON)
     rewards = [row_digest({**session.to_row(), "reward": reward}, SESSION_SCHEMA) for reward in (1, 1.0, np.float64(1))]
     assert len(set(rewards)) == 1
 
@@ -111,8 +116,12 @@ def test_rows_come_back_with_their_own_digests(tmp_path):
     write_metadata(tmp_path, {})
     with RunWriter(tmp_path) as writer:
         writer.add_call(CALL)
-        writer.add_session(Session("s", "t", "g", "h", "completed", reward=1, started_at=NOON))
-        writer.add_event(Event("refused"))
+        writer.add_session(
+            Session(
+                session_id="s", task_id="t", group_id="g", harness="h", status="completed", reward=1, started_at=NOON
+            )
+        )
+        writer.add_event(Event(kind="refused"))
     for table, schema in (("calls", CALL_SCHEMA), ("sessions", SESSION_SCHEMA), ("events", EVENT_SCHEMA)):
         [row] = read_rows(tmp_path, table)
         assert row[DIGEST] == row_digest(row, schema), table

@@ -18,7 +18,7 @@ from rolltap.addons.store.records import (
 
 
 def whole(length):
-    return [VersionSpan("1", 0, length)]
+    return [VersionSpan(version="1", start=0, end=length)]
 
 
 class TestFindViolation:
@@ -27,7 +27,11 @@ class TestFindViolation:
         [
             ([7, 8], [-0.5, 0.0], whole(2)),
             ([7], [-9998.9], whole(1)),
-            ([7, 8, 9], [-0.5] * 3, [VersionSpan("1", 0, 1), VersionSpan("2", 1, 3)]),
+            (
+                [7, 8, 9],
+                [-0.5] * 3,
+                [VersionSpan(version="1", start=0, end=1), VersionSpan(version="2", start=1, end=3)],
+            ),
             ([], [], []),
         ],
         ids=["probability one is allowed", "very unlikely", "weights changed within the call", "nothing sampled"],
@@ -62,28 +66,40 @@ class TestFindViolation:
         ids=["none", "too short", "too long", "gap", "overlap", "backwards"],
     )
     def test_weight_versions_must_cover_the_completion(self, spans, words):
-        versions = [VersionSpan("1", start, end) for start, end in spans]
+        versions = [VersionSpan(version="1", start=start, end=end) for start, end in spans]
         assert words in find_violation([7, 8], [-0.5, -0.5], versions)
 
 
 class TestRows:
     def test_a_call_stores_only_what_follows_its_parent(self):
-        row = Call("s", "1", prompt_ids=[1, 2, 3, 4], parent_id="0", prefix_length=3).to_row()
+        row = Call(session_id="s", call_id="1", prompt_ids=[1, 2, 3, 4], parent_id="0", prefix_length=3).to_row()
         assert (row["prompt_length"], row["prompt_tail_ids"]) == (4, [4])
 
     def test_a_call_without_a_parent_stores_its_whole_prompt(self):
-        row = Call("s", "0", prompt_ids=[1, 2]).to_row()
+        row = Call(session_id="s", call_id="0", prompt_ids=[1, 2]).to_row()
         assert (row["prompt_length"], row["prompt_tail_ids"]) == (2, [1, 2])
 
     @pytest.mark.parametrize(
         ("record", "schema"),
         [
             (
-                Call("s", "0", prompt_ids=[1], completion_ids=[2], logprobs=[-0.5], weight_versions=whole(1)),
+                Call(
+                    session_id="s",
+                    call_id="0",
+                    prompt_ids=[1],
+                    completion_ids=[2],
+                    logprobs=[-0.5],
+                    weight_versions=whole(1),
+                ),
                 CALL_SCHEMA,
             ),
-            (Session("s", "task", "group", "harness", "completed", reward=1.0), SESSION_SCHEMA),
-            (Event("refused", host="example.com", method="GET", path="/"), EVENT_SCHEMA),
+            (
+                Session(
+                    session_id="s", task_id="task", group_id="group", harness="harness", status="completed", reward=1.0
+                ),
+                SESSION_SCHEMA,
+            ),
+            (Event(kind="refused", host="example.com", method="GET", path="/"), EVENT_SCHEMA),
         ],
         ids=["call", "session", "event"],
     )

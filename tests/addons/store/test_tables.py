@@ -19,7 +19,7 @@ from rolltap.addons.store.records import SCHEMA_VERSION, Call, Event, Session, V
 from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.tables import RunWriter, read_rows, run_files
 
-SESSION = Session("s", "task", "group", "harness", "completed", reward=0.5)
+SESSION = Session(session_id="s", task_id="task", group_id="group", harness="harness", status="completed", reward=0.5)
 
 WRITER = """
 import os, resource, sys
@@ -29,8 +29,8 @@ from rolltap.addons.store.tables import RunWriter
 
 def call(number, tokens):
     ids = list(range(tokens))
-    return Call("s", str(number), prompt_ids=ids, completion_ids=ids, logprobs=[-0.5] * tokens,
-                weight_versions=[VersionSpan("1", 0, tokens)])
+    return Call(session_id="s", call_id=str(number), prompt_ids=ids, completion_ids=ids, logprobs=[-0.5] * tokens,
+                weight_versions=[VersionSpan(version="1", start=0, end=tokens)])
 
 def acknowledge(number):
     os.write(1, f"{number}\\n".encode())
@@ -83,12 +83,12 @@ def run(tmp_path):
 
 def make_call(number):
     return Call(
-        "s",
-        str(number),
+        session_id="s",
+        call_id=str(number),
         prompt_ids=[1, 2],
         completion_ids=[3, number],
         logprobs=[-0.5, -0.25],
-        weight_versions=[VersionSpan("1", 0, 2)],
+        weight_versions=[VersionSpan(version="1", start=0, end=2)],
         started_at=datetime(2026, 1, 1, tzinfo=UTC),
     )
 
@@ -121,7 +121,7 @@ class TestRunWriter:
 
     def test_each_table_has_its_rows(self, run):
         call, session = make_call(0), SESSION
-        event = Event("refused", host="example.com", method="GET", path="/")
+        event = Event(kind="refused", host="example.com", method="GET", path="/")
         writer = RunWriter(run)
         writer.add_call(call)
         writer.add_session(session)
@@ -225,7 +225,7 @@ class TestSync:
     def test_session_waits_for_the_disk_when_a_session_ends(self, run, disk):
         writer = RunWriter(run, "session")
         writer.add_call(make_call(0))
-        writer.add_event(Event("refused"))
+        writer.add_event(Event(kind="refused"))
         assert disk.synced == []
         writer.end_session()
         assert disk.synced == ["calls", "events"]

@@ -45,7 +45,7 @@ def make_call(writer: int, number: int, longest: int = LONGEST) -> Call:
         prompt_ids=some.integers(150_000, size=tokens - sampled).tolist(),
         completion_ids=some.integers(150_000, size=sampled).tolist(),
         logprobs=(-some.random(sampled)).tolist(),
-        weight_versions=[VersionSpan("1", 0, sampled)],
+        weight_versions=[VersionSpan(version="1", start=0, end=sampled)],
         messages=json.dumps([{"role": "user", "content": "é" * int(some.integers(2000))}]),
         started_at=datetime(2026, 1, 1, tzinfo=UTC),
     )
@@ -217,14 +217,14 @@ def read_only(run: Path) -> dict:
     writer = RunWriter(run)
     errors = []
     subprocess.run(["mount", "-o", "remount,ro", run], check=True)
-    for attempt in (writer.require_room, lambda: writer.add_event(Event("refused"))):
+    for attempt in (writer.require_room, lambda: writer.add_event(Event(kind="refused"))):
         try:
             attempt()
         except OSError as error:
             errors.append(errno.errorcode[error.errno])
     subprocess.run(["mount", "-o", "remount,rw", run], check=True)
     writer.require_room()
-    writer.add_event(Event("refused"))
+    writer.add_event(Event(kind="refused"))
     writer.close()
     return {"errors": errors, "events": len(list(read_rows(run, "events")))}
 

@@ -40,7 +40,15 @@ class Recording:
     def __init__(self, session_id="s", reward=1.0):
         self.session_id = session_id
         self.calls = []
-        self.session = Session(session_id, "task", "group", "pi", "completed", reward=reward, started_at=START)
+        self.session = Session(
+            session_id=session_id,
+            task_id="task",
+            group_id="group",
+            harness="pi",
+            status="completed",
+            reward=reward,
+            started_at=START,
+        )
 
     def ask(self, *messages, reply=None, after=None, tools=(BASH,), status="completed", **fields):
         """A call with `messages` as its new ones; it continues the call `after`."""
@@ -54,7 +62,7 @@ class Recording:
         call = Call(
             session_id=self.session_id,
             call_id=f"c{number}",
-            weight_versions=[VersionSpan("1", 0, len(fields["completion_ids"]))],
+            weight_versions=[VersionSpan(version="1", start=0, end=len(fields["completion_ids"]))],
             parent_id=after.call_id if after else None,
             prefix_length=len(prefix),
             kind="bridged" if after else "root",
@@ -71,7 +79,7 @@ class Recording:
         return call
 
     def recorded(self):
-        return RecordedSession(self.session_id, self.session, self.calls)
+        return RecordedSession(session_id=self.session_id, session=self.session, calls=self.calls)
 
 
 def turns_with_tools():

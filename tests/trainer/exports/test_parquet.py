@@ -85,7 +85,18 @@ def test_only_the_last_row_of_a_session_goes_out(run, out, load):
     from rolltap.addons.store.tables import RunWriter
 
     writer = RunWriter(run)
-    writer.add_session(Session("t", "task", "g", "codex", "completed", 0, 1.0, started_at=START))
+    writer.add_session(
+        Session(
+            session_id="t",
+            task_id="task",
+            group_id="g",
+            harness="codex",
+            status="completed",
+            exit_status=0,
+            reward=1.0,
+            started_at=START,
+        )
+    )
     writer.close()
     export(run, out, ignore)
     assert {session["session_id"]: session["reward"] for session in load("sessions")} == {"s": 0.25, "t": 1.0}
@@ -116,7 +127,9 @@ def test_events_name_no_engine_either(run, out, load):
     add_recorder(run, {"engines": ["http://gpu-8.internal:8000"]})
     why = "Cannot connect to host gpu-8.internal:8000 ssl:default [Connect call failed ('10.0.0.8', 8000)]"
     with RunWriter(run) as writer:
-        writer.add_event(Event("rejected", "s", detail=f"the engine at http://gpu-8.internal:8000 failed: {why}"))
+        writer.add_event(
+            Event(kind="rejected", session_id="s", detail=f"the engine at http://gpu-8.internal:8000 failed: {why}")
+        )
     export(run, out, ignore)
     [detail] = [event["detail"] for event in load("events") if event["kind"] == "rejected"]
     told = "Cannot connect to host ENGINE ssl:default [Connect call failed ENGINE]"

@@ -100,7 +100,7 @@ def test_a_run_without_calls_is_a_dataset_without_rows(tmp_path):
 
 def test_sampled_tokens_are_counted_and_accounted_for(run, tmp_path):
     totals = save(run, tmp_path / "out")
-    assert totals.ledger == Ledger(14, 12, {"aborted": 1, "auxiliary": 1})
+    assert totals.ledger == Ledger(sampled=14, trained=12, left_out={"aborted": 1, "auxiliary": 1})
     assert (totals.sessions, totals.calls, totals.traces) == (3, 7, 4)
     trained = sum(sum(trace["completion_mask"]) for trace in load_from_disk(tmp_path / "out"))
     assert trained == totals.ledger.trained

@@ -12,7 +12,9 @@ SCALES = ["group", "batch", "none"]
 def in_groups(**groups):
     """Session id -> its group and reward, from those of each group."""
     return {
-        session: GroupReward(group, reward) for group, rewards in groups.items() for session, reward in rewards.items()
+        session: GroupReward(group_id=group, reward=reward)
+        for group, rewards in groups.items()
+        for session, reward in rewards.items()
     }
 
 
@@ -65,7 +67,7 @@ class TestSessionAdvantages:
         std = trl.nanstd(rewards, dim=1, keepdim=True) if scale == "group" else trl.nanstd(rewards)
         expected = ((rewards - rewards.nanmean(dim=1, keepdim=True)) / (std + 1e-4)).flatten().tolist()
         named = {
-            str(i): GroupReward(str(i // 4), reward)
+            str(i): GroupReward(group_id=str(i // 4), reward=reward)
             for i, reward in enumerate(rewards.flatten().tolist())
             if not math.isnan(reward)
         }

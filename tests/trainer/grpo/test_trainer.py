@@ -24,7 +24,7 @@ from trl import GRPOConfig
 from rolltap.addons.store.records import Call, VersionSpan
 from rolltap.trainer.grpo import trainer as module
 from rolltap.trainer.grpo.trainer import TokenAccountError, TraceGRPOTrainer
-from rolltap.trainer.traces.build import Batch, GroupReward, Strategy, Trace, build_traces
+from rolltap.trainer.traces.build import GroupReward, Strategy, Trace, TraceBatch, build_traces
 
 VOCABULARY = 32
 GROUPS = Dataset.from_dict({"task_id": ["a", "b"]})
@@ -93,7 +93,16 @@ def record_session(model, rng: random.Random, session: str, group: str, prompt: 
         if calls:
             prompt = calls[-1].prompt_ids + calls[-1].completion_ids + [rng.randrange(2, VOCABULARY) for _ in range(3)]
         ids, logprobs = sample(model, prompt, rng.randrange(2, 6))
-        calls.append(Call(session, f"{session}-{turn}", prompt, ids, logprobs, [VersionSpan("0", 0, len(ids))]))
+        calls.append(
+            Call(
+                session_id=session,
+                call_id=f"{session}-{turn}",
+                prompt_ids=prompt,
+                completion_ids=ids,
+                logprobs=logprobs,
+                weight_versions=[VersionSpan(version="0", start=0, end=len(ids))],
+            )
+        )
     return calls
 
 
@@ -125,9 +134,14 @@ class Spy(TrainerCallback):
         self.weights.append({name: weight.detach().clone() for name, weight in model.named_parameters()})
 
 
-def batch_of(traces: list[Trace]) -> Batch:
+def batch_of(traces: list[Trace]) -> TraceBatch:
     """The traces with the rewards that they are labelled with."""
-    return Batch(traces, {t.session_id: GroupReward(t.group_id, t.reward) for t in traces if t.reward is not None})
+    return TraceBatch(
+        traces=traces,
+        rewards={
+            t.session_id: GroupReward(group_id=t.group_id, reward=t.reward) for t in traces if t.reward is not None
+        },
+    )
 
 
 def make_trainer(
@@ -278,7 +292,14 @@ def test_training_makes_the_rewarded_token_likelier(model, tmp_path):
         for row in rows:
             for i in range(8):
                 ids, logprobs = sample(trainer.model, [2, 3, 4], 4)
-                call = Call(f"{row['task_id']}{i}", "0", [2, 3, 4], ids, logprobs, [VersionSpan("0", 0, 4)])
+                call = Call(
+                    session_id=f"{row['task_id']}{i}",
+                    call_id="0",
+                    prompt_ids=[2, 3, 4],
+                    completion_ids=ids,
+                    logprobs=logprobs,
+                    weight_versions=[VersionSpan(version="0", start=0, end=4)],
+                )
                 traces, _ = build_traces([call], "prefix_merging")
                 recorded += [replace(trace, group_id=row["task_id"], reward=ids.count(7) / 4) for trace in traces]
         return recorded
@@ -447,7 +468,7 @@ def test_a_session_that_left_no_trace_counts_in_its_groups_mean(model, tmp_path)
     """Otherwise a harness that crashed before its first call would raise its group's baseline."""
     traces = [trace for trace in record(model, random.Random(5)) if trace.group_id == "a"]
     batch = batch_of(traces)
-    batch.rewards["crashed"] = GroupReward("a", -10.0)
+    batch.rewards["crashed"] = GroupReward(group_id="a", reward=-10.0)
     trainer = make_trainer(model, tmp_path, lambda rows: traces)
     seen = torch.cat([rows["advantages"] for rows in trainer._build_inputs(batch)])
     assert (seen >= 0).all()

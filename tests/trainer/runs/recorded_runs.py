@@ -41,15 +41,15 @@ def session_calls(draw, session_id):
             st.sampled_from([logprobs, logprobs, logprobs, [], [*logprobs, -1.0], [math.nan] * len(logprobs)])
         )
         version = draw(st.sampled_from(["1", "2"]))
-        spans = [VersionSpan(version, 0, len(completion_ids))] if completion_ids else []
+        spans = [VersionSpan(version=version, start=0, end=len(completion_ids))] if completion_ids else []
         calls.append(
             Call(
-                session_id,
-                f"c{number}",
-                prompt_ids,
-                completion_ids,
-                logprobs,
-                spans,
+                session_id=session_id,
+                call_id=f"c{number}",
+                prompt_ids=prompt_ids,
+                completion_ids=completion_ids,
+                logprobs=logprobs,
+                weight_versions=spans,
                 parent_id=draw(st.sampled_from([None, *(call.call_id for call in calls)])),
                 status=draw(st.sampled_from(["completed", "completed", "aborted", "failed"])),
                 violation=find_violation(completion_ids, logprobs, spans) if logprobs else None,
@@ -67,11 +67,11 @@ def recorded_sessions(draw):
     return [
         (
             Session(
-                f"s{number}",
-                draw(st.sampled_from(["t1", "t2"])),
-                draw(st.sampled_from(["g1", "g2"])),
-                draw(st.sampled_from(["h1", "h2"])),
-                "completed",
+                session_id=f"s{number}",
+                task_id=draw(st.sampled_from(["t1", "t2"])),
+                group_id=draw(st.sampled_from(["g1", "g2"])),
+                harness=draw(st.sampled_from(["h1", "h2"])),
+                status="completed",
                 reward=draw(st.sampled_from([None, 0.0, 0.5, 1.0])),
                 policy_version=draw(st.sampled_from(["1", "2"])),
                 started_at=START,
@@ -116,12 +116,14 @@ def record(run, sessions, **metadata):
     """Write sessions as a recorder does: the calls linked, their prompts as what is new, an event for each call."""
     write_metadata(run, {"model": "tiny", **metadata})
     with RunWriter(run, "never") as writer:
-        writer.add_event(Event("unauthorised", host="example.com"))
+        writer.add_event(Event(kind="unauthorised", host="example.com"))
         for session, calls in sessions:
             for call in linked(calls):
-                writer.add_event(Event("call_started", call.session_id, call_id=call.call_id, at=call.started_at))
+                writer.add_event(
+                    Event(kind="call_started", session_id=call.session_id, call_id=call.call_id, at=call.started_at)
+                )
                 writer.add_call(call)
-            writer.add_event(Event("refused", session.session_id, host="example.com"))
+            writer.add_event(Event(kind="refused", session_id=session.session_id, host="example.com"))
             writer.add_session(session)
 
 
@@ -150,13 +152,22 @@ def ignore(*_):
 
 def make_session(session_id, **fields):
     given = {"task_id": "t", "group_id": "g", "harness": "h", "status": "completed", "reward": 1.0}
-    return Session(session_id, **{**given, "policy_version": "1", "started_at": START, **fields})
+    return Session(session_id=session_id, **{**given, "policy_version": "1", "started_at": START, **fields})
 
 
 def make_call(session_id, call_id, prompt_ids, completion_ids, **fields):
-    spans = [VersionSpan("1", 0, len(completion_ids))]
+    spans = [VersionSpan(version="1", start=0, end=len(completion_ids))]
     logprobs = [-0.5] * len(completion_ids)
-    return Call(session_id, call_id, prompt_ids, completion_ids, logprobs, spans, started_at=START, **fields)
+    return Call(
+        session_id=session_id,
+        call_id=call_id,
+        prompt_ids=prompt_ids,
+        completion_ids=completion_ids,
+        logprobs=logprobs,
+        weight_versions=spans,
+        started_at=START,
+        **fields,
+    )
 
 
 def make_run(run, *sessions, **metadata):

@@ -90,7 +90,14 @@ class TestCalls:
         assert (call.role, call.status, call.finish_reason, call.started_at) == ("subagent", "aborted", "stop", START)
         assert [(span.version, span.start, span.end) for span in call.weight_versions] == [("7", 0, 1)]
         assert load_sessions(run)["s"] == Session(
-            "s", "t", "g", "h", "failed", reward=0.5, policy_version="7", started_at=START
+            session_id="s",
+            task_id="t",
+            group_id="g",
+            harness="h",
+            status="failed",
+            reward=0.5,
+            policy_version="7",
+            started_at=START,
         )
 
     def test_a_new_run_says_that_it_was_imported(self, run):
@@ -131,7 +138,7 @@ class TestCalls:
     def test_a_run_that_is_there_is_refused_and_the_import_can_be_merged_with_it(self, run, tmp_path):
         write_metadata(run, {"tokenizer_sha256": "a", "chat_template_sha256": "b"})
         with RunWriter(run) as writer:
-            writer.add_call(Call("s", "x", [1]))
+            writer.add_call(Call(session_id="s", call_id="x", prompt_ids=[1]))
         with pytest.raises(
             UserError, match=f"import into a new folder NEW, then `rolltap merge {run} NEW --out MERGED`"
         ):
@@ -347,7 +354,9 @@ class TestProperties:
         expected = {}
         for session, calls in sessions:
             for strategy in ("per_request", "prefix_merging", "tree"):
-                traced = trace_session(RecordedSession(session.session_id, session, calls), Selection(strategy))
+                traced = trace_session(
+                    RecordedSession(session_id=session.session_id, session=session, calls=calls), Selection(strategy)
+                )
                 expected[session.session_id, strategy] = traced.traces, traced.ledger
         with tempfile.TemporaryDirectory() as folder:
             run = Path(folder) / "run"

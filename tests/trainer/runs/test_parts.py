@@ -119,8 +119,8 @@ class TestFilter:
         run = tmp_path / "run"
         record(run, [(make_session("s"), calls), (make_session("t"), [make_call("t", "root", [1], [2])])])
         with RunWriter(run) as writer:
-            writer.add_event(Event("replayed", "s", call_id="side"))
-            writer.add_event(Event("replayed", "s", call_id="helper"))
+            writer.add_event(Event(kind="replayed", session_id="s", call_id="side"))
+            writer.add_event(Event(kind="replayed", session_id="s", call_id="helper"))
         assert filter_run(run, tmp_path / "out", Filter(roles=["subagent"]), ignore) == 1
         kept = {call.call_id: call for call in load_calls(tmp_path / "out")["s"]}
         assert {call_id: call.role for call_id, call in kept.items()} == {

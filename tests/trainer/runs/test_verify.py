@@ -40,7 +40,7 @@ def found(run):
 def make_call(call_id, prompt_ids, completion_ids, **fields):
     fields = {"session_id": "s", "started_at": START, **fields}
     fields.setdefault("logprobs", [-0.5] * len(completion_ids))
-    fields.setdefault("weight_versions", [VersionSpan("1", 0, len(completion_ids))])
+    fields.setdefault("weight_versions", [VersionSpan(version="1", start=0, end=len(completion_ids))])
     return Call(call_id=call_id, prompt_ids=prompt_ids, completion_ids=completion_ids, **fields)
 
 
@@ -58,7 +58,11 @@ def make_run(run, calls):
     with killed_writer(run) as writer:
         for call in calls:
             writer.add_call(call)
-        writer.add_session(Session("s", "t", "g", "h", "completed", reward=1.0, started_at=START))
+        writer.add_session(
+            Session(
+                session_id="s", task_id="t", group_id="g", harness="h", status="completed", reward=1.0, started_at=START
+            )
+        )
     return run
 
 
@@ -92,7 +96,9 @@ class TestSound:
         with RunWriter(tmp_path) as writer:
             for number in range(3):
                 writer.add_call(make_call(str(number), [1], [2]))
-            writer.add_session(Session("s", "t", "g", "h", "completed", started_at=START))
+            writer.add_session(
+                Session(session_id="s", task_id="t", group_id="g", harness="h", status="completed", started_at=START)
+            )
         assert found(tmp_path) == []
 
     def test_a_run_that_is_being_written_is_sound(self, run):
@@ -161,11 +167,21 @@ class TestInvariants:
     def test_what_is_no_damage_is_a_notice(self, run):
         with killed_writer(run) as writer:
             writer.add_call(make_call("a", [1], [2], session_id="t"))
-            writer.add_event(Event("call_started", "t", call_id="a"))
-            writer.add_event(Event("call_started", "t", call_id="b"))
-            writer.add_event(Event("unauthorised"))
+            writer.add_event(Event(kind="call_started", session_id="t", call_id="a"))
+            writer.add_event(Event(kind="call_started", session_id="t", call_id="b"))
+            writer.add_event(Event(kind="unauthorised"))
             late = START - timedelta(seconds=1)
-            writer.add_session(Session("u", "t", "g", "h", "completed", started_at=START, finished_at=late))
+            writer.add_session(
+                Session(
+                    session_id="u",
+                    task_id="t",
+                    group_id="g",
+                    harness="h",
+                    status="completed",
+                    started_at=START,
+                    finished_at=late,
+                )
+            )
         assert sorted(found(run)) == [
             ("notice", "session t", "has no row: its calls have no reward and no group"),
             ("notice", "session t, call b", "it was started and is not recorded: it runs, or its recorder was killed"),

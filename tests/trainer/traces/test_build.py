@@ -79,7 +79,7 @@ class TestLeftOut:
             ("violation", {"violation": "parent x is not in the run"}),
             ("violation", {"logprobs": [-0.1, math.nan]}),
             ("violation", {"logprobs": [-0.1]}),
-            ("violation", {"weight_versions": [VersionSpan("1", 0, 1)]}),
+            ("violation", {"weight_versions": [VersionSpan(version="1", start=0, end=1)]}),
             ("aborted", {"violation": "damaged", "status": "aborted"}),
             ("aborted", {"status": "aborted"}),
             ("auxiliary", {"role": "auxiliary"}),
@@ -101,7 +101,7 @@ class TestLeftOut:
         assert trace.completion_ids == [7, 8, 2, 9]
         assert trace.completion_mask == [0, 0, 0, 1]
         assert trace.logprobs == [0.0, 0.0, 0.0, *child.logprobs]
-        assert trace.weight_versions == [VersionSpan("1", 3, 4)]
+        assert trace.weight_versions == [VersionSpan(version="1", start=3, end=4)]
         assert ledger == Ledger(sampled=3, trained=1, left_out={"aborted": 2})
 
     def test_a_left_out_leaf_is_in_no_trace(self):
@@ -164,8 +164,19 @@ class TestMaxTokens:
     @pytest.fixture
     def calls(self):
         """[1] 7 8, [2 2] 9 10 12, [3] 11: sampled at the positions 1 2, 5 6 7 and 9."""
-        root = make_call(0, [1], [7, 8], weight_versions=[VersionSpan("1", 0, 1), VersionSpan("2", 1, 2)])
-        turn = follow(1, root, [2, 2], [9, 10, 12], weight_versions=[VersionSpan("2", 0, 2), VersionSpan("3", 2, 3)])
+        root = make_call(
+            0,
+            [1],
+            [7, 8],
+            weight_versions=[VersionSpan(version="1", start=0, end=1), VersionSpan(version="2", start=1, end=2)],
+        )
+        turn = follow(
+            1,
+            root,
+            [2, 2],
+            [9, 10, 12],
+            weight_versions=[VersionSpan(version="2", start=0, end=2), VersionSpan(version="3", start=2, end=3)],
+        )
         return [root, turn, follow(2, turn, [3], [11])]
 
     def test_a_trace_of_just_as_many_tokens_is_whole(self, calls):
@@ -177,7 +188,11 @@ class TestMaxTokens:
         assert (trace.prompt_ids, trace.completion_ids) == ([1], [7, 8, 2, 2, 9])
         assert trace.completion_mask == [1, 1, 0, 0, 1]
         assert trace.logprobs == [*calls[0].logprobs, 0.0, 0.0, calls[1].logprobs[0]]
-        assert trace.weight_versions == [VersionSpan("1", 0, 1), VersionSpan("2", 1, 2), VersionSpan("2", 4, 5)]
+        assert trace.weight_versions == [
+            VersionSpan(version="1", start=0, end=1),
+            VersionSpan(version="2", start=1, end=2),
+            VersionSpan(version="2", start=4, end=5),
+        ]
         assert ledger == Ledger(sampled=6, trained=3, left_out={"over_length": 3})
 
     @pytest.mark.parametrize(("max_tokens", "tokens"), [(9, 8), (5, 3), (4, 3), (3, 3), (2, 2)])
@@ -187,7 +202,10 @@ class TestMaxTokens:
 
     @pytest.mark.parametrize("strategy", STRATEGIES)
     def test_a_trace_with_nothing_left_to_train_is_dropped(self, calls, strategy):
-        assert build_traces(calls, strategy, max_tokens=1) == ([], Ledger(6, 0, {"over_length": 6}))
+        assert build_traces(calls, strategy, max_tokens=1) == (
+            [],
+            Ledger(sampled=6, trained=0, left_out={"over_length": 6}),
+        )
 
     def test_requests_are_cut_at_the_same_tokens(self, calls):
         traces, ledger = build_traces(calls, "per_request", max_tokens=6)
@@ -231,10 +249,19 @@ class TestTree:
 
 class TestTrace:
     def test_weight_versions_are_positions_in_the_completion(self):
-        root = make_call(0, [1, 1], [7, 8, 9], weight_versions=[VersionSpan("1", 0, 2), VersionSpan("2", 2, 3)])
-        child = follow(1, root, [5, 5], [6], weight_versions=[VersionSpan("2", 0, 1)])
+        root = make_call(
+            0,
+            [1, 1],
+            [7, 8, 9],
+            weight_versions=[VersionSpan(version="1", start=0, end=2), VersionSpan(version="2", start=2, end=3)],
+        )
+        child = follow(1, root, [5, 5], [6], weight_versions=[VersionSpan(version="2", start=0, end=1)])
         [trace], _ = build_traces([root, child], "prefix_merging")
-        assert trace.weight_versions == [VersionSpan("1", 0, 2), VersionSpan("2", 2, 3), VersionSpan("2", 5, 6)]
+        assert trace.weight_versions == [
+            VersionSpan(version="1", start=0, end=2),
+            VersionSpan(version="2", start=2, end=3),
+            VersionSpan(version="2", start=5, end=6),
+        ]
 
     def test_the_role_is_that_of_the_last_call(self):
         root = make_call(0, [1], [7])
@@ -287,7 +314,7 @@ class TestProperties:
         for strategy in STRATEGIES:
             traces, ledger = build_traces(calls, strategy, **selection)
             assert trained_tokens(traces, calls).keys() == trained
-            assert ledger == Ledger(sampled, len(trained), left_out)
+            assert ledger == Ledger(sampled=sampled, trained=len(trained), left_out=left_out)
             assert sampled == len(trained) + sum(left_out.values())
 
     @given(forests(), selections())

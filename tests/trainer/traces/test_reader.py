@@ -30,7 +30,7 @@ def make_call(number, prompt_ids, completion_ids, **fields):
         prompt_ids=prompt_ids,
         completion_ids=completion_ids,
         logprobs=[-0.5] * len(completion_ids),
-        weight_versions=[VersionSpan("1", 0, len(completion_ids))],
+        weight_versions=[VersionSpan(version="1", start=0, end=len(completion_ids))],
         started_at=START + timedelta(seconds=number),
         **fields,
     )
@@ -150,14 +150,18 @@ class TestLoadCalls:
 
 class TestLoadSessions:
     def test_the_last_row_of_a_session_wins(self, run):
-        started = Session("s", "task", "group", "harness", "failed", started_at=START)
-        other = Session("t", "task", "group", "harness", "timeout", started_at=START)
+        started = Session(
+            session_id="s", task_id="task", group_id="group", harness="harness", status="failed", started_at=START
+        )
+        other = Session(
+            session_id="t", task_id="task", group_id="group", harness="harness", status="timeout", started_at=START
+        )
         judged = Session(
-            "s",
-            "task",
-            "group",
-            "harness",
-            "completed",
+            session_id="s",
+            task_id="task",
+            group_id="group",
+            harness="harness",
+            status="completed",
             exit_status=0,
             reward=0.5,
             policy_version="3",

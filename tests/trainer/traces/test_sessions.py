@@ -13,12 +13,26 @@ from tests.trainer.forests import forget_a_call
 
 
 def make_call(session_id, name, prompt_ids, **fields):
-    spans = [VersionSpan("0", 0, 2)]
-    return Call(session_id, f"{session_id}{name}", prompt_ids, [7, 8], [-0.5, -0.25], spans, **fields)
+    spans = [VersionSpan(version="0", start=0, end=2)]
+    return Call(
+        session_id=session_id,
+        call_id=f"{session_id}{name}",
+        prompt_ids=prompt_ids,
+        completion_ids=[7, 8],
+        logprobs=[-0.5, -0.25],
+        weight_versions=spans,
+        **fields,
+    )
 
 
 def recorded(reward, *calls):
-    return RecordedSession("s", Session("s", "task", "group", "harness", "completed", reward=reward), list(calls))
+    return RecordedSession(
+        session_id="s",
+        session=Session(
+            session_id="s", task_id="task", group_id="group", harness="harness", status="completed", reward=reward
+        ),
+        calls=list(calls),
+    )
 
 
 def test_a_session_gives_its_traces_their_labels():
@@ -27,17 +41,20 @@ def test_a_session_gives_its_traces_their_labels():
 
 
 def test_a_session_without_a_row_has_traces_without_labels():
-    traced = trace_session(RecordedSession("s", None, [make_call("s", 1, [1])]), Selection())
+    traced = trace_session(RecordedSession(session_id="s", session=None, calls=[make_call("s", 1, [1])]), Selection())
     assert [(trace.task_id, trace.reward) for trace in traced.traces] == [("", None)]
-    assert traced.rewarded().ledger == Ledger(2, 0, {"no_reward": 2})
+    assert traced.rewarded().ledger == Ledger(sampled=2, trained=0, left_out={"no_reward": 2})
 
 
 def test_without_a_reward_no_token_is_trained_and_those_left_out_before_keep_their_reason():
     unrewarded = recorded(None, make_call("s", 1, [1]), make_call("s", 2, [2], status="failed"))
     traced = trace_session(unrewarded, Selection())
-    assert (len(traced.traces), traced.ledger) == (1, Ledger(4, 2, {"failed": 2}))
+    assert (len(traced.traces), traced.ledger) == (1, Ledger(sampled=4, trained=2, left_out={"failed": 2}))
     rewarded = traced.rewarded()
-    assert (rewarded.traces, rewarded.ledger) == ([], Ledger(4, 0, {"failed": 2, "no_reward": 2}))
+    assert (rewarded.traces, rewarded.ledger) == (
+        [],
+        Ledger(sampled=4, trained=0, left_out={"failed": 2, "no_reward": 2}),
+    )
 
 
 def test_a_reward_of_nothing_is_a_reward():
@@ -57,17 +74,30 @@ def test_a_batch_has_the_selected_traces_and_the_rewards_of_all_its_sessions(tmp
         for name in "abx":
             writer.add_call(make_call(name, 1, [1]))
             writer.add_call(make_call(name, 2, [1, 5], role="subagent"))
-        writer.add_session(Session("a", "task", "group", "harness", "completed", reward=0.5))
-        writer.add_session(Session("b", "task", "group", "harness", "completed"))
-        writer.add_session(Session("idle", "task", "group", "harness", "completed", reward=0.0))
-        writer.add_session(Session("x", "task", "group", "harness", "completed", reward=1.0))
+        writer.add_session(
+            Session(session_id="a", task_id="task", group_id="group", harness="harness", status="completed", reward=0.5)
+        )
+        writer.add_session(
+            Session(session_id="b", task_id="task", group_id="group", harness="harness", status="completed")
+        )
+        writer.add_session(
+            Session(
+                session_id="idle", task_id="task", group_id="group", harness="harness", status="completed", reward=0.0
+            )
+        )
+        writer.add_session(
+            Session(session_id="x", task_id="task", group_id="group", harness="harness", status="completed", reward=1.0)
+        )
 
     def batch_of(*selection):
         return load_batch(tmp_path, ["a", "b", "idle"], Selection(*selection))
 
     batch, ledger = batch_of("tree", ["agent"], 2)
     assert [(trace.trace_id, trace.completion_ids) for trace in batch.traces] == [("a/a1", [7])]
-    assert batch.rewards == {"a": GroupReward("group", 0.5), "idle": GroupReward("group", 0.0)}
-    assert ledger == Ledger(8, 1, {"subagent": 4, "over_length": 2, "no_reward": 1})
+    assert batch.rewards == {
+        "a": GroupReward(group_id="group", reward=0.5),
+        "idle": GroupReward(group_id="group", reward=0.0),
+    }
+    assert ledger == Ledger(sampled=8, trained=1, left_out={"subagent": 4, "over_length": 2, "no_reward": 1})
     assert [trace.shared_tokens for trace in batch_of("tree")[0].traces] == [0, 1]
     assert [trace.shared_tokens for trace in batch_of()[0].traces] == [0, 0]

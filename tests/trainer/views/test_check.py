@@ -29,8 +29,16 @@ SERVED = ({"default", "2"}, 100)
 def call(call_id="c", kind="root", sampled=(5, 6), version="default", **fields):
     sampled = list(sampled)
     fields = {"sampling": json.dumps(SAMPLING), "logprobs": [-0.5] * len(sampled)} | fields
-    spans = [VersionSpan(version, 0, len(sampled))]
-    return Call("s", call_id, [1, 2], sampled, weight_versions=spans, kind=kind, **fields)
+    spans = [VersionSpan(version=version, start=0, end=len(sampled))]
+    return Call(
+        session_id="s",
+        call_id=call_id,
+        prompt_ids=[1, 2],
+        completion_ids=sampled,
+        weight_versions=spans,
+        kind=kind,
+        **fields,
+    )
 
 
 def check(run, url, *options):
@@ -64,7 +72,7 @@ class TestWhatCanBeCompared:
         assert incomparable(call(**fields), *SERVED) == reason
 
     def test_a_call_across_a_change_of_weights_cannot(self):
-        spans = [VersionSpan("default", 0, 1), VersionSpan("2", 1, 2)]
+        spans = [VersionSpan(version="default", start=0, end=1), VersionSpan(version="2", start=1, end=2)]
         assert incomparable(replace(call(), weight_versions=spans), *SERVED) == "other weights"
 
     def test_an_aborted_call_with_tokens_can(self):
@@ -114,8 +122,17 @@ def sample(engine, call_id, prompt_ids, *, model=None, **fields):
     ids = answer["choices"][0]["token_ids"]
     logprobs = [entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"]]
     version = fields.pop("version", "default")
-    spans = [VersionSpan(version, 0, len(ids))]
-    return Call("s", call_id, prompt_ids, ids, logprobs, spans, sampling=json.dumps(SAMPLING), **fields)
+    spans = [VersionSpan(version=version, start=0, end=len(ids))]
+    return Call(
+        session_id="s",
+        call_id=call_id,
+        prompt_ids=prompt_ids,
+        completion_ids=ids,
+        logprobs=logprobs,
+        weight_versions=spans,
+        sampling=json.dumps(SAMPLING),
+        **fields,
+    )
 
 
 def write(run, calls):

@@ -30,12 +30,12 @@ def call(number, call_id, prompt, sampled, *, parent=None, session="first", **fi
     """A call whose prompt is `prompt` after the tokens of its parent."""
     prefix = parent.prompt_ids + parent.completion_ids if parent else []
     return Call(
-        session,
-        call_id,
-        prefix + prompt,
-        sampled,
-        fields.pop("logprobs", [-0.5] * len(sampled)),
-        [VersionSpan("default", 0, len(sampled))],
+        session_id=session,
+        call_id=call_id,
+        prompt_ids=prefix + prompt,
+        completion_ids=sampled,
+        logprobs=fields.pop("logprobs", [-0.5] * len(sampled)),
+        weight_versions=[VersionSpan(version="default", start=0, end=len(sampled))],
         parent_id=parent.call_id if parent else None,
         prefix_length=len(prefix),
         kind=fields.pop("kind", "bridged" if parent else "root"),
@@ -65,7 +65,18 @@ def small_run(tmp_path, tokenizer_folder):
     for each in (root, second, third, fourth, broken):
         writer.add_call(each)
     writer.add_call(call(6, "z1", [40], [41, 42], session="other", status="aborted", finish_reason=None))
-    writer.add_session(Session("first", "t", "g", "codex", "completed", 0, 0.5, started_at=START))
+    writer.add_session(
+        Session(
+            session_id="first",
+            task_id="t",
+            group_id="g",
+            harness="codex",
+            status="completed",
+            exit_status=0,
+            reward=0.5,
+            started_at=START,
+        )
+    )
     writer.close()
     return tmp_path
 
@@ -86,12 +97,12 @@ class TestRun:
         first, other = summarize(small_run).session_rows
         assert (first.session_id, first.harness, first.status, first.reward) == ("first", "codex", "completed", 0.5)
         assert (first.calls, first.bridged, first.rendered) == (5, 3, 1)
-        assert first.ledger == Ledger(7, 6, {"violation": 1})
+        assert first.ledger == Ledger(sampled=7, trained=6, left_out={"violation": 1})
         assert (other.session_id, other.harness, other.calls, other.ledger) == (
             "other",
             None,
             1,
-            Ledger(2, 0, {"aborted": 2}),
+            Ledger(sampled=2, trained=0, left_out={"aborted": 2}),
         )
 
     def test_the_ledgers_of_the_sessions_add_up_to_the_runs(self, small_run):
@@ -114,7 +125,16 @@ class TestRun:
         write_metadata(tmp_path, {})
         writer = RunWriter(tmp_path)
         for i in range(MOST_SESSIONS + 1):
-            writer.add_session(Session(f"s{i:02}", "t", "g", "h", "completed", started_at=START + timedelta(seconds=i)))
+            writer.add_session(
+                Session(
+                    session_id=f"s{i:02}",
+                    task_id="t",
+                    group_id="g",
+                    harness="h",
+                    status="completed",
+                    started_at=START + timedelta(seconds=i),
+                )
+            )
         writer.close()
         text = printed(tmp_path)
         assert f"s{MOST_SESSIONS - 1}" in text
@@ -139,7 +159,7 @@ class TestSession:
         }
         third = next(branch for branch in view.calls if branch.call_id == "b3")
         assert (third.prompt_tokens, third.new_tokens, third.completion_tokens) == (9, 1, 1)
-        assert view.ledger == Ledger(7, 6, {"violation": 1})
+        assert view.ledger == Ledger(sampled=7, trained=6, left_out={"violation": 1})
 
     def test_a_chain_stands_at_one_level_and_branches_one_deeper(self, small_run):
         tree = call_tree(view_session(small_run, "first").calls, Text("title"))
@@ -243,7 +263,16 @@ class TestCall:
     def test_as_json_a_broken_log_probability_is_its_name_as_json_has_none(self, tmp_path):
         write_metadata(tmp_path, {})
         with RunWriter(tmp_path) as writer:
-            writer.add_call(Call("s", "a", [1], [2, 3], [float("nan"), float("-inf")], [VersionSpan("v", 0, 2)]))
+            writer.add_call(
+                Call(
+                    session_id="s",
+                    call_id="a",
+                    prompt_ids=[1],
+                    completion_ids=[2, 3],
+                    logprobs=[float("nan"), float("-inf")],
+                    weight_versions=[VersionSpan(version="v", start=0, end=2)],
+                )
+            )
         view = json.loads(printed(tmp_path, "s", "a", "--json"))
         assert view["call"]["logprobs"] == ["NaN", "-Infinity"]
 

@@ -13,7 +13,18 @@ START = datetime(2026, 1, 1, tzinfo=UTC)
 
 def session(number, version, reward):
     started = START + timedelta(seconds=number)
-    return Session(f"s{number}", "t", "g", "h", "completed", 0, reward, None, version, started)
+    return Session(
+        session_id=f"s{number}",
+        task_id="t",
+        group_id="g",
+        harness="h",
+        status="completed",
+        exit_status=0,
+        reward=reward,
+        error=None,
+        policy_version=version,
+        started_at=started,
+    )
 
 
 def test_steps_are_in_the_order_in_which_the_versions_were_used():
@@ -28,16 +39,50 @@ def test_steps_are_in_the_order_in_which_the_versions_were_used():
 def test_a_run_is_counted_with_what_went_wrong(tmp_path):
     write_metadata(tmp_path, {})
     writer = RunWriter(tmp_path)
-    versions = [VersionSpan("v", 0, 1)]
-    writer.add_call(Call("s1", "a", [1], [2], [-1.0], versions))
-    writer.add_call(Call("s1", "b", [9], [2], [1.0], versions, violation="log-probability 0 is positive (1.0)"))
-    writer.add_call(Call("s1", "c", [8], [2], [-1.0], [], status="aborted"))
-    writer.add_call(Call("s1", "d", [7], [2], [-1.0], versions, role="auxiliary"))
+    versions = [VersionSpan(version="v", start=0, end=1)]
+    writer.add_call(
+        Call(
+            session_id="s1", call_id="a", prompt_ids=[1], completion_ids=[2], logprobs=[-1.0], weight_versions=versions
+        )
+    )
+    writer.add_call(
+        Call(
+            session_id="s1",
+            call_id="b",
+            prompt_ids=[9],
+            completion_ids=[2],
+            logprobs=[1.0],
+            weight_versions=versions,
+            violation="log-probability 0 is positive (1.0)",
+        )
+    )
+    writer.add_call(
+        Call(
+            session_id="s1",
+            call_id="c",
+            prompt_ids=[8],
+            completion_ids=[2],
+            logprobs=[-1.0],
+            weight_versions=[],
+            status="aborted",
+        )
+    )
+    writer.add_call(
+        Call(
+            session_id="s1",
+            call_id="d",
+            prompt_ids=[7],
+            completion_ids=[2],
+            logprobs=[-1.0],
+            weight_versions=versions,
+            role="auxiliary",
+        )
+    )
     for call_id in ("a", "b", "c", "lost"):
-        writer.add_event(Event("call_started", "s1", call_id=call_id))
-    writer.add_event(Event("refused", "s1", "example.com"))
+        writer.add_event(Event(kind="call_started", session_id="s1", call_id=call_id))
+    writer.add_event(Event(kind="refused", session_id="s1", host="example.com"))
     for kind in ("unauthorised", "uncaptured", "joined", "replayed", "continued"):
-        writer.add_event(Event(kind))
+        writer.add_event(Event(kind=kind))
     writer.add_session(session(1, "v", 1.0))
     summary = summarize(tmp_path)
     assert summary.calls == {"completed": 3, "aborted": 1}
@@ -54,8 +99,18 @@ def test_names_are_printed_as_they_are_and_not_as_markup(tmp_path):
     write_metadata(tmp_path, {})
     with RunWriter(tmp_path) as writer:
         writer.add_session(session(1, "[/version]", 1.0))
-        writer.add_call(Call("s1", "a", [1], [2], [1.0], [VersionSpan("v", 0, 1)], violation="[/violation]"))
-        writer.add_event(Event("refused", "s1", "[/host]"))
+        writer.add_call(
+            Call(
+                session_id="s1",
+                call_id="a",
+                prompt_ids=[1],
+                completion_ids=[2],
+                logprobs=[1.0],
+                weight_versions=[VersionSpan(version="v", start=0, end=1)],
+                violation="[/violation]",
+            )
+        )
+        writer.add_event(Event(kind="refused", session_id="s1", host="[/host]"))
     print_summary(summarize(tmp_path), Console(file=(printed := StringIO()), width=200))
     for name in ("[/version]", "[/violation]", "[/host]"):
         assert name in printed.getvalue()
