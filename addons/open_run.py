@@ -15,8 +15,8 @@ from mitmproxy.optmanager import OptManager
 
 from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
-from rolltap.addons.prompts.rendering import ModelError, Rendering, model_folder
-from rolltap.addons.store.errors import RunError
+from rolltap.addons.errors import InputError, RunError
+from rolltap.addons.prompts.rendering import Rendering, model_folder
 from rolltap.addons.store.metadata import add_recorder, write_metadata
 from rolltap.addons.store.tables import RunWriter, Sync
 
@@ -136,7 +136,7 @@ def _rendering(options: OptManager) -> Rendering:
     model = model_folder(_required(options, "rolltap_model"))
     try:
         rendering = Rendering(model, options.rolltap_renderer)
-    except ModelError as error:
+    except InputError as error:
         raise OptionsError(f"rolltap_model: {error}") from error
     if rendering.name == "default":
         advice = "tool calls are not parsed. Set rolltap_renderer if you know the model's family."

@@ -17,7 +17,7 @@ from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.scheduler import Plan, rollout
 from rolltap.trainer.rollouts.task import load_tasks
 from rolltap.trainer.traces.reader import load_calls
-from rolltap.trainer.traces.sessions import Selection, load_batch
+from rolltap.trainer.traces.sessions import TraceOptions, load_batch
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
@@ -88,7 +88,7 @@ def test_vllm_used_the_recorded_prompts_and_found_their_prefix_in_its_cache(reco
 def test_on_policy_ratios_in_the_trainer_are_one(recorded, engine):
     run, sessions = recorded
     model = AutoModelForCausalLM.from_pretrained(engine.model_dir, dtype=torch.float32)
-    batch, ledger = load_batch(run, {session.session_id for session in sessions}, Selection())
+    batch, ledger = load_batch(run, {session.session_id for session in sessions}, TraceOptions())
     assert ledger.sampled == ledger.trained == sum(sum(trace.completion_mask) for trace in batch.traces) > 0
     for trace in batch.traces:
         ids = torch.tensor([trace.prompt_ids + trace.completion_ids])

@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 FLOORS = [
+    ["addons.errors"],
     ["addons.store", "addons.dialects"],
     ["addons.prompts", "addons.engine"],
     ["addons.endpoint"],
@@ -28,7 +29,7 @@ FILES = sorted(path for top in ("addons", "trainer") for path in (ROOT / top).rg
 def room_of(module: str) -> str:
     """The room of a module, named without `rolltap.`."""
     top, *rest = module.split(".")
-    inside = bool(rest) and ((ROOT / top / rest[0]).is_dir() or rest[0] == "cli")
+    inside = bool(rest) and ((ROOT / top / rest[0]).is_dir() or rest[0] in ("cli", "errors"))
     return f"{top}.{rest[0]}" if inside else top
 
 

@@ -7,7 +7,7 @@ from types import FrameType
 import click
 from rich.console import Console
 
-from rolltap.addons.store.errors import RunError
+from rolltap.addons.errors import RolltapError
 from rolltap.trainer.commands import (
     addon,
     check,
@@ -25,8 +25,6 @@ from rolltap.trainer.commands import (
     train,
     verify,
 )
-from rolltap.trainer.errors import UserError
-from rolltap.trainer.traces.ledger import LedgerError
 
 
 @click.group(
@@ -67,7 +65,7 @@ def run(command: click.Command) -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except (UserError, RunError, LedgerError, OSError) as error:
+    except (RolltapError, OSError) as error:
         Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(1)
     except (KeyboardInterrupt, click.Abort):

@@ -1,5 +1,6 @@
-"""TOML files of the user's as checked models."""
+"""TOML files as checked pydantic models."""
 
+import reprlib
 import tomllib
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -7,18 +8,37 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from rolltap.trainer.errors import UserError, describe
+from rolltap.addons.errors import InputError
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
 def load_toml(file: Path | Traversable, kind: type[Model]) -> Model:
-    """The settings in a file. Raises `UserError`, which names the file and each key that is wrong."""
+    """The settings in a file. Raises `InputError`, which names the file and each key that is wrong."""
     try:
         return kind.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
     except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}") from error
+        raise InputError(f"cannot read {file}: {error.strerror}") from error
     except ValidationError as error:
-        raise UserError(f"{file}: {describe(error)}") from error
+        raise InputError(f"{file}: {describe(error)}") from error
     except ValueError as error:
-        raise UserError(f"{file} is not TOML: {error}") from error
+        raise InputError(f"{file} is not TOML: {error}") from error
+
+
+def describe(error: ValidationError) -> str:
+    """A pydantic error as one line that names each key, its value, shortened, and the first fault in it."""
+    faults: dict[str, str] = {}
+    for fault in error.errors():
+        key = ".".join(str(part) for part in fault["loc"])
+        match fault["type"]:
+            case "extra_forbidden":
+                what = f"unknown key {key!r}"
+            case "missing":
+                what = f"{key!r} is missing"
+            case "json_invalid":
+                what = fault["msg"]
+            case _:
+                what = f"{repr(key) if key else 'the line'} is {reprlib.repr(fault['input'])}: {fault['msg']}"
+        # a list of token ids may have thousands of faults
+        faults.setdefault(".".join(part for part in fault["loc"] if isinstance(part, str)), what)
+    return "; ".join(faults.values())

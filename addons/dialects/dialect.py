@@ -2,7 +2,7 @@
 
 from typing import Literal, Protocol
 
-from rolltap.addons.dialects.types import DialectError, Head, ModelCall, Reply, ServedModel, Usage
+from rolltap.addons.dialects.types import DialectError, ModelCall, Reply, ReplyContext, ServedModel, Usage
 
 Operation = Literal["generate", "count_tokens", "models"]
 
@@ -42,10 +42,10 @@ class Dialect(Protocol):
         Raises `DialectError` for what the API itself would refuse.
         """
 
-    def encode_reply(self, head: Head, reply: Reply, usage: Usage) -> bytes:
+    def encode_reply(self, context: ReplyContext, reply: Reply, usage: Usage) -> bytes:
         """The body of a reply to a request that did not ask for a stream."""
 
-    def stream_encoder(self, head: Head) -> StreamEncoder:
+    def stream_encoder(self, context: ReplyContext) -> StreamEncoder:
         """The encoder of a streamed reply."""
 
     def encode_error(self, error: DialectError) -> bytes:

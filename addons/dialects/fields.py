@@ -148,6 +148,6 @@ class Fields:
         """The fields among `keys` that are there, as they are."""
         return {key: self.values[key] for key in keys if self.values.get(key) is not None}
 
-    def hints(self, *keys: str) -> dict[str, str]:
+    def texts_by_place(self, *keys: str) -> dict[str, str]:
         """Place -> text of those fields that are texts."""
         return {self.place(key): text for key in keys if (text := self.maybe(key, str)) is not None}

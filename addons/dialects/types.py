@@ -149,13 +149,13 @@ class ModelCall:
     """Texts that end the reply and are not part of it."""
     schema: dict[str, Any] | None = None
     """JSON schema that the reply must match; `{}` for any JSON object."""
-    asked: dict[str, Any] = field(default_factory=dict)
+    requested_sampling: dict[str, Any] = field(default_factory=dict)
     """Sampling and decoding wishes of the harness, as it wrote them. They are recorded, not obeyed."""
     hosted_tools: list[Any] = field(default_factory=list)
     """Tools that the provider would run itself, as the harness wrote them. The model is not shown them."""
     wire_tools: dict[str, WireTool] = field(default_factory=dict)
     """By the name that the model sees; only tools whose form on the wire differs."""
-    hints: dict[str, str] = field(default_factory=dict)
+    client_metadata: dict[str, str] = field(default_factory=dict)
     """Signs of the call's purpose in the body, for its role: field -> value."""
     echo_rule: EchoRule | None = None
     """The harness's rewriting of tool calls' arguments in its echoes; None if it sends them as they are."""
@@ -197,7 +197,7 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class ReplyContext:
     """The fields of a reply besides the sampled message."""
 
     call_id: str

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from rolltap.addons.dialects.dialect import Dialect, StreamEncoder
-from rolltap.addons.dialects.types import DialectError, Head
+from rolltap.addons.dialects.types import DialectError, ReplyContext
 from rolltap.addons.endpoint.generation import Generation
 
 Write = Callable[[bytes], Awaitable[None]]
@@ -20,7 +20,9 @@ LONGEST_PAUSE_SECONDS = 2.0
 """Deltas leave at least this often while there are some."""
 
 
-async def respond(generation: Generation, dialect: Dialect, head: Head, request: web.Request) -> web.StreamResponse:
+async def respond(
+    generation: Generation, dialect: Dialect, context: ReplyContext, request: web.Request
+) -> web.StreamResponse:
     """Answer with one body. When it takes long, its white space begins before its contents."""
     response: web.StreamResponse | None = None
     with generation.listening():
@@ -33,7 +35,7 @@ async def respond(generation: Generation, dialect: Dialect, head: Head, request:
             assert generation.error is not None
             status, body = generation.error.status, dialect.encode_error(generation.error)
         else:
-            status, body = 200, dialect.encode_reply(head, generation.reply, generation.usage)
+            status, body = 200, dialect.encode_reply(context, generation.reply, generation.usage)
         if response is None:
             response = web.Response(body=body, status=status, headers=_headers(generation, "application/json"))
             await response.prepare(request)
@@ -43,9 +45,11 @@ async def respond(generation: Generation, dialect: Dialect, head: Head, request:
     return response
 
 
-async def stream(generation: Generation, dialect: Dialect, head: Head, request: web.Request) -> web.StreamResponse:
+async def stream(
+    generation: Generation, dialect: Dialect, context: ReplyContext, request: web.Request
+) -> web.StreamResponse:
     """Answer with events."""
-    encoder = dialect.stream_encoder(head)
+    encoder = dialect.stream_encoder(context)
     response = web.StreamResponse(headers=_headers(generation, encoder.content_type))
     with generation.listening():
         await response.prepare(request)

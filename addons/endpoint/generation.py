@@ -14,10 +14,10 @@ from enum import Enum, auto
 from typing import Any
 
 from rolltap.addons.dialects.types import DialectError, ModelCall, Reply, Usage
-from rolltap.addons.engine.client import EngineError
 from rolltap.addons.engine.completion import sample
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.engine.pool import EnginePool
+from rolltap.addons.errors import EngineError
 from rolltap.addons.prompts.continuity import Conversations, Prompt
 from rolltap.addons.prompts.deltas import TextDeltas, cut_at_stop
 from rolltap.addons.prompts.rendering import Rendering
@@ -31,7 +31,7 @@ LINGER_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class Services:
     """The engines, the renderer and the run of all calls."""
 
     engines: EnginePool
@@ -75,14 +75,14 @@ class Generation:
 
     def __init__(
         self,
-        parts: Parts,
+        services: Services,
         conversations: Conversations,
         call: Call,
         prompt: Prompt,
         model_call: ModelCall,
         sampling: dict[str, Any],
     ) -> None:
-        self._parts = parts
+        self._services = services
         self._conversations = conversations
         self._prompt = prompt
         self._sampling = sampling
@@ -172,9 +172,11 @@ class Generation:
         return loop.call_later(LINGER_SECONDS, self.abort, "the harness closed the connection")
 
     async def _run(self) -> None:
-        call, parts = self.call, self._parts
+        call, services = self.call, self._services
         try:
-            async for chunk in sample(call, self._sampling, parts.engines, parts.policy, parts.writer, parts.patience):
+            async for chunk in sample(
+                call, self._sampling, services.engines, services.policy, services.writer, services.patience
+            ):
                 self._stop = chunk.stop or self._stop
                 self._changed.set()
             self._enter(State.SAMPLED)
@@ -184,8 +186,8 @@ class Generation:
             self._add_piece(self._deltas.finish(reply))
             self._enter(State.COMMITTED, reply)
             self._conversations.add(call.call_id, self._prompt, call.completion_ids, reply.to_message())
-            if parts.writer.policy == "call":
-                await asyncio.to_thread(parts.writer.sync)
+            if services.writer.sync_policy == "call":
+                await asyncio.to_thread(services.writer.sync)
             self._enter(State.COMPLETED, reply)
         except Exception as error:  # whatever it is, the call is recorded and the harness is told
             if not self.done:
@@ -205,7 +207,7 @@ class Generation:
             except Exception as failure:
                 if state is State.COMMITTED:
                     raise
-                logger.error("cannot write call %s to %s: %s", self.call.call_id, self._parts.writer.run, failure)
+                logger.error("cannot write call %s to %s: %s", self.call.call_id, self._services.writer.run, failure)
         self._state = state
         if self.done:
             if isinstance(outcome, Exception):
@@ -222,7 +224,7 @@ class Generation:
         """Write the call. From here on it is in the dataset. Raises `OSError`."""
         call, hosted = self.call, self.model_call.hosted_tools
         call.status, call.finished_at = status, utc_now()
-        asked = self.model_call.asked | ({"hosted_tools": hosted} if hosted else {})
+        asked = self.model_call.requested_sampling | ({"hosted_tools": hosted} if hosted else {})
         call.sampling = json.dumps({**self._sampling, "asked": asked})
         call.reply = call.violation = None
         if isinstance(outcome, Reply):
@@ -232,11 +234,11 @@ class Generation:
             call.error = str(outcome) or repr(outcome)
         if call.violation:
             logger.warning("call %s will not be trained on: %s", call.call_id, call.violation)
-        self._parts.writer.add_call(call)
+        self._services.writer.add_call(call)
 
     def _parse(self, *, partial: bool = False) -> Reply:
         call, model_call = self.call, self.model_call
-        reply = self._parts.rendering.parse(call.prompt_ids, call.completion_ids, model_call.tools, partial=partial)
+        reply = self._services.rendering.parse(call.prompt_ids, call.completion_ids, model_call.tools, partial=partial)
         if model_call.schema is not None and not reply.content:
             # the engine let the model write JSON alone, where its template may have opened its reasoning
             reply.content, reply.reasoning = reply.reasoning, ""

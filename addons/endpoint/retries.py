@@ -43,4 +43,4 @@ def find_retried(
 
 
 def _wishes(model_call: ModelCall) -> tuple[Any, ...]:
-    return (model_call.model, model_call.max_tokens, model_call.stop, model_call.schema, model_call.asked)
+    return (model_call.model, model_call.max_tokens, model_call.stop, model_call.schema, model_call.requested_sampling)

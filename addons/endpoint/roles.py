@@ -46,14 +46,14 @@ class Role:
 def find_role(model_call: ModelCall, headers: Mapping[str, str], *, tools_before: bool) -> Role:
     """The role of a call. `headers` are looked up in lower case; `tools_before` says whether an earlier call of the
     session had tools."""
-    hints = {**model_call.hints, **_codex_metadata(headers)}
-    if "compaction" in hints or hints.get("request_kind") == "compaction":
+    metadata = {**model_call.client_metadata, **_codex_metadata(headers)}
+    if "compaction" in metadata or metadata.get("request_kind") == "compaction":
         return Role("compaction", "the request asks for a compaction")
     for header, value, role in _HEADERS:
         found = headers.get(header)
         if found and value in ("", found):
             return Role(role, f"header {header}: {found}")
-    prompt_id = hints.get("metadata.promptId", "")
+    prompt_id = metadata.get("metadata.promptId", "")
     if "#" in prompt_id and "########" not in prompt_id:
         return Role("subagent", f"metadata.promptId: {prompt_id}")  # Qwen Code
     system = next((m["content"] for m in model_call.messages if m["role"] == "system"), "")

@@ -17,17 +17,17 @@ from aiohttp import web
 
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.routes import ROUTES, Route
-from rolltap.addons.dialects.types import Head, ModelCall, ServedModel
+from rolltap.addons.dialects.types import ModelCall, ReplyContext, ServedModel
 from rolltap.addons.endpoint.exchange import error_response, respond, stream
-from rolltap.addons.endpoint.generation import Generation, Parts, as_dialect_error
+from rolltap.addons.endpoint.generation import Generation, Services, as_dialect_error
 from rolltap.addons.endpoint.session_state import SessionState
 from rolltap.addons.endpoint.websocket import serve_socket
-from rolltap.addons.engine.client import Engine, EngineError
+from rolltap.addons.engine.client import Engine
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
+from rolltap.addons.errors import EngineError, RunError
 from rolltap.addons.prompts.rendering import Rendering
-from rolltap.addons.store.errors import RunError
 from rolltap.addons.store.metadata import RUN_FILE, add_engine
 from rolltap.addons.store.records import Event
 from rolltap.addons.store.tables import RunWriter
@@ -47,7 +47,7 @@ BODY_LIMIT = 256 * 1024 * 1024
 class Endpoint:
     """An aiohttp application that answers model calls. `start` serves; `close` ends it with all its calls.
 
-    `sampling` is what differs from neutral sampling; `patience` is in seconds, see `Parts`.
+    `sampling` is what differs from neutral sampling; `patience` is in seconds, see `Services`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Endpoint:
         """Serve until `close`."""
         self.engines = EnginePool(self._engine_urls)
         policy = PolicyFile(self.writer.run)
-        self._parts = Parts(self.engines, policy, self.rendering, self.writer, self._patience)
+        self._services = Services(self.engines, policy, self.rendering, self.writer, self._patience)
         app = web.Application(client_max_size=BODY_LIMIT)
         app.router.add_route("*", "/{target:.*}", self._serve)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
@@ -111,8 +111,8 @@ class Endpoint:
         try:
             match route.service:
                 case "models":
-                    engine, context = await self._engine(request)
-                    models = [ServedModel(engine.model, context)]
+                    engine, window = await self._engine(request)
+                    models = [ServedModel(engine.model, window)]
                     return _json(dialect.encode_models(request.raw_path, models, int(time.time())))
                 case "count_tokens":
                     model_call = dialect.decode(await request.read(), request.raw_path)
@@ -123,14 +123,14 @@ class Endpoint:
         except Exception as error:
             self._reject(request, str(error) or repr(error))
             return error_response(dialect, as_dialect_error(error))
-        head = Head(generation.call.call_id, int(time.time()), request.raw_path, model_call)
+        context = ReplyContext(generation.call.call_id, int(time.time()), request.raw_path, model_call)
         answer = stream if model_call.stream else respond
-        return await answer(generation, dialect, head, request)
+        return await answer(generation, dialect, context, request)
 
     def _session(self, request: web.Request) -> SessionState:
         session_id = request.headers[SESSION_HEADER]
         if session_id not in self.sessions:
-            self.sessions[session_id] = SessionState(session_id, self._parts, self.sampling)
+            self.sessions[session_id] = SessionState(session_id, self._services, self.sampling)
         return self.sessions[session_id]
 
     async def _begin(self, dialect: Dialect, model_call: ModelCall, request: web.Request) -> Generation:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.types import ContextOverflow, DialectError, ModelCall
-from rolltap.addons.endpoint.generation import Generation, Parts
+from rolltap.addons.endpoint.generation import Generation, Services
 from rolltap.addons.endpoint.retries import find_retried, worth_remembering
 from rolltap.addons.endpoint.roles import find_role
 from rolltap.addons.prompts.continuity import Conversations, Prompt
@@ -21,13 +21,13 @@ class SessionState:
     and may be read. `sampling` are vLLM's parameters for every call.
     """
 
-    def __init__(self, session_id: str, parts: Parts, sampling: Mapping[str, Any]) -> None:
+    def __init__(self, session_id: str, services: Services, sampling: Mapping[str, Any]) -> None:
         self.generations: list[Generation] = []
         """Generations that run, and the newest that are done."""
         self._session_id = session_id
-        self._parts = parts
+        self._services = services
         self._sampling = sampling
-        self._conversations: Conversations | None = Conversations(parts.rendering)
+        self._conversations: Conversations | None = Conversations(services.rendering)
         """None once the session has ended."""
         self._tools_seen = False
 
@@ -43,7 +43,7 @@ class SessionState:
         room = context - len(prompt.ids)
         if room < 1:
             raise ContextOverflow(len(prompt.ids), context)
-        writer = self._parts.writer
+        writer = self._services.writer
         generation = find_retried(self.generations, dialect.NAME, model_call, prompt.ids, headers)
         if generation is not None:
             kind: EventKind = "replayed" if generation.done else "joined"
@@ -90,7 +90,7 @@ class SessionState:
             )
         )
         sampling = self._sampling_for(model_call, room)
-        generation = Generation(self._parts, conversations, call, prompt, model_call, sampling)
+        generation = Generation(self._services, conversations, call, prompt, model_call, sampling)
         self.generations = [*worth_remembering(self.generations), generation]
         return generation
 
@@ -123,7 +123,7 @@ class SessionState:
         sampling = {
             **self._sampling,
             "max_tokens": min(model_call.max_tokens or room, room, self._sampling.get("max_tokens", room)),
-            "stop_token_ids": self._parts.rendering.stop_token_ids(),
+            "stop_token_ids": self._services.rendering.stop_token_ids(),
         }
         if model_call.stop:
             sampling["stop"] = model_call.stop

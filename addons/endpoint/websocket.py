@@ -18,7 +18,7 @@ from rolltap.addons.dialects import openai_responses
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.fields import parse_object
 from rolltap.addons.dialects.openai_responses.reply import response
-from rolltap.addons.dialects.types import DialectError, Head, ModelCall, dump_json
+from rolltap.addons.dialects.types import DialectError, ModelCall, ReplyContext, dump_json
 from rolltap.addons.endpoint.exchange import send_events
 from rolltap.addons.endpoint.generation import Generation, as_dialect_error
 
@@ -67,14 +67,14 @@ class _Connection:
         if body.pop("generate", True) is False:
             prepared = f"resp_{uuid.uuid4().hex}"
             model_call = ModelCall(str(body.get("model") or ""), [], [])
-            head = self._head(prepared.removeprefix("resp_"), model_call)
-            shown = response(head, status="completed", output=[])
+            context = self._reply_context(prepared.removeprefix("resp_"), model_call)
+            shown = response(context, status="completed", output=[])
             for event in ("response.created", "response.completed"):
                 await self._send(dump_json({"type": event, "response": shown}))
             return self._remember(prepared, body, [])
         model_call = openai_responses.decode(dump_json({**body, "stream": True}), self._request.raw_path)
         generation = await self._begin(openai_responses, model_call, self._request)
-        encoder = openai_responses.stream_encoder(self._head(generation.call.call_id, model_call))
+        encoder = openai_responses.stream_encoder(self._reply_context(generation.call.call_id, model_call))
         with generation.listening():
             await send_events(generation, encoder, self._send_events)
         if generation.reply is not None:
@@ -101,8 +101,8 @@ class _Connection:
         while len(self._bodies) > _REMEMBERED:
             self._bodies.popitem(last=False)
 
-    def _head(self, call_id: str, model_call: ModelCall) -> Head:
-        return Head(call_id, int(time.time()), self._request.raw_path, model_call)
+    def _reply_context(self, call_id: str, model_call: ModelCall) -> ReplyContext:
+        return ReplyContext(call_id, int(time.time()), self._request.raw_path, model_call)
 
     async def _send_events(self, events: bytes) -> None:
         """Server-sent events, each as a message of its own."""

@@ -11,19 +11,10 @@ from typing import Any
 import aiohttp
 import orjson
 
+from rolltap.addons.errors import EngineError
 from rolltap.addons.store.records import VersionSpan
 
 GENERATE = "/inference/v1/generate"
-
-
-class EngineError(Exception):
-    """The engine did not answer as it should. `status` is the HTTP status that a harness should see; `retryable` says
-    that asking again may help."""
-
-    def __init__(self, message: str, *, status: int = 503, retryable: bool = False) -> None:
-        super().__init__(message)
-        self.status = status
-        self.retryable = retryable
 
 
 @dataclass(slots=True)

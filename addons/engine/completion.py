@@ -8,9 +8,10 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
-from rolltap.addons.engine.client import Chunk, Engine, EngineError
+from rolltap.addons.engine.client import Chunk, Engine
 from rolltap.addons.engine.policy import Policy, PolicyFile
 from rolltap.addons.engine.pool import EnginePool
+from rolltap.addons.errors import EngineError
 from rolltap.addons.store.records import Call, Event, VersionSpan, utc_now
 from rolltap.addons.store.tables import RunWriter
 

@@ -128,10 +128,10 @@ class Conversations:
         if length == len(messages):
             return f"it ends within the conversation of call {call_id}"
         ours = canonical(messages[length], model_call)
-        return f"message {length} is not that of call {call_id}: {first_difference(ours, theirs)}"
+        return f"message {length} is not that of call {call_id}: {describe_difference(ours, theirs)}"
 
 
-def first_difference(ours: str, theirs: str) -> str:
+def describe_difference(ours: str, theirs: str) -> str:
     """Two texts around the first character in which they differ."""
     at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
     start = max(0, at - _BEFORE)

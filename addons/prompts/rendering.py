@@ -19,6 +19,7 @@ from renderers.base import (
 from renderers.configs import config_from_name
 
 from rolltap.addons.dialects.types import Message, Reply, Tool, ToolCall, well_formed
+from rolltap.addons.errors import InputError
 from rolltap.addons.prompts.template_bridge import PROBE_CALL, PROBE_TOOL, TemplateBridge
 from rolltap.addons.prompts.tokenizer import CachingTokenizer
 
@@ -42,28 +43,24 @@ _READS_ONE_TURN = frozenset(
 _SYSTEM_LATER: list[Message] = [{"role": "user", "content": "Hello"}, {"role": "system", "content": "Be brief."}]
 
 
-class ModelError(Exception):
-    """A model folder whose tokenizer or template cannot be used; the message says why."""
-
-
 class Rendering:
     """A model's tokenizer and renderer.
 
     `model` is a folder or a name that `transformers` can load a tokenizer from. `renderer` is a name of the
     `renderers` library or `auto`: the one registered for the model's name, else the one whose token ids agree with
-    the model's own chat template on a set of probe conversations, else the template itself. Raises `ModelError`.
+    the model's own chat template on a set of probe conversations, else the template itself. Raises `InputError`.
     """
 
     def __init__(self, model: str, renderer: str = "auto") -> None:
         try:
             self._tokenizer = CachingTokenizer(load_tokenizer(model))
         except Exception as error:
-            raise ModelError(f"cannot load a tokenizer from {model!r}: {str(error).splitlines()[0]}") from error
+            raise InputError(f"cannot load a tokenizer from {model!r}: {str(error).splitlines()[0]}") from error
         self.name = self._choose(model) if renderer == "auto" else renderer
         try:
             self._renderer = _create(self._tokenizer, self.name)
         except Exception as error:
-            raise ModelError(f"the renderer {self.name!r} does not fit {model!r}: {error}") from error
+            raise InputError(f"the renderer {self.name!r} does not fit {model!r}: {error}") from error
         self._system_anywhere = self._takes(_SYSTEM_LATER)
         self._template_bridge = (
             TemplateBridge(self._tokenizer, self.stop_token_ids()) if self.name == "default" else None

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rolltap.addons.store.errors import RunError
+from rolltap.addons.errors import RunError
 from rolltap.addons.store.records import SCHEMA_VERSION
 from rolltap.addons.store.staging import locked, write_atomically
 

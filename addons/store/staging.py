@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from rolltap.addons.store.errors import RunError
+from rolltap.addons.errors import RunError
 
 
 def hidden_name(path: Path) -> Path:

@@ -48,7 +48,7 @@ class RunWriter:
 
     def __init__(self, run: Path, sync: Sync = "session") -> None:
         self.run = run
-        self.policy = sync
+        self.sync_policy = sync
         self._suffix = f"{time.time_ns():x}-{os.getpid()}"
         self._segments: dict[str, Segment] = {}
         self._full: list[Segment] = []
@@ -86,7 +86,7 @@ class RunWriter:
     def add_session(self, session: Session) -> None:
         """Commit one session."""
         self._add_row("sessions", session.to_row())
-        if self.policy != "never":
+        if self.sync_policy != "never":
             self.sync()
 
     def add_event(self, event: Event) -> None:
@@ -150,7 +150,7 @@ class RunWriter:
                     closed += [segment for segment in segments if segment in self._full or segment.size >= size]
                     self._segments = {table: s for table, s in self._segments.items() if s not in closed}
                     self._full = []
-                if self.policy != "never":
+                if self.sync_policy != "never":
                     self._sync(segments)
         finally:
             _compact(closed)

@@ -67,9 +67,9 @@ async def _commit(writer: RunWriter, calls: list[Call], at_once: int) -> None:
     async def worker() -> None:
         for call in left:
             writer.add_call(call)
-            if writer.policy == "call":
+            if writer.sync_policy == "call":
                 await asyncio.to_thread(writer.sync)
-            elif writer.policy == "session" and call.call_id.endswith(f"{TURNS - 1:x}"):
+            elif writer.sync_policy == "session" and call.call_id.endswith(f"{TURNS - 1:x}"):
                 await asyncio.to_thread(writer.end_session)
 
     await asyncio.gather(*(worker() for _ in range(at_once)))

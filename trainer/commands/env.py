@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 import click
 from rich.console import Console
 
+from rolltap.addons.errors import InputError
 from rolltap.trainer.commands.options import engine_option, harness_option
-from rolltap.trainer.errors import UserError
 from rolltap.trainer.rollouts.environment import proxy_environment, proxy_url, write_bundle
 from rolltap.trainer.rollouts.harness import load_harness
 
@@ -45,10 +45,10 @@ def env_command(proxy: str, session: str | None, preset: str | None, engine: str
     """
     address = urlsplit(proxy)
     if address.scheme != "http" or not address.hostname or "@" in address.netloc or address.path.strip("/"):
-        raise UserError(f"--proxy {proxy}: write it as http://HOST:PORT")
+        raise InputError(f"--proxy {proxy}: write it as http://HOST:PORT")
     ca = ca.expanduser().absolute()
     if not ca.is_file():
-        raise UserError(f"there is no CA certificate {ca}: the recorder makes it when it first starts; see --ca")
+        raise InputError(f"there is no CA certificate {ca}: the recorder makes it when it first starts; see --ca")
     console = Console(stderr=True)
     session = session or f"session-{secrets.token_hex(4)}"
     environment = {}
@@ -61,7 +61,7 @@ def env_command(proxy: str, session: str | None, preset: str | None, engine: str
     try:
         write_bundle(ca, bundle)
     except OSError as error:
-        raise UserError(f"cannot write {bundle}: {error.strerror}; copy the CA elsewhere and see --ca") from error
+        raise InputError(f"cannot write {bundle}: {error.strerror}; copy the CA elsewhere and see --ca") from error
     url = proxy_url(address.netloc, session, os.environ.get("ROLLTAP_SECRET", ""))
     environment = {**environment, **proxy_environment(url, ca, bundle)}
     console.print(f"session: {session}; certificates: {bundle}", markup=False, soft_wrap=True)

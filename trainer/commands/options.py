@@ -9,7 +9,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from rolltap.trainer.errors import UserError
+from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.harness import harness_names
 
 FOLDER = click.Path(path_type=Path, file_okay=False)
@@ -59,5 +59,5 @@ def recorder_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def _pairs(context: click.Context, option: click.Parameter, settings: tuple[str, ...]) -> dict[str, str]:
     if wrong := [setting for setting in settings if "=" not in setting]:
-        raise UserError(f"--set {wrong[0]}: write it as NAME=VALUE")
+        raise InputError(f"--set {wrong[0]}: write it as NAME=VALUE")
     return {name: value for name, _, value in (setting.partition("=") for setting in settings)}

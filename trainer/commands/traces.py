@@ -10,14 +10,14 @@ from typing import get_args
 import click
 from rich.console import Console
 
+from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import CallRole
 from rolltap.addons.store.staging import write_atomically
 from rolltap.trainer.commands.options import FOLDER
-from rolltap.trainer.errors import UserError
 from rolltap.trainer.progress import progress_bar
 from rolltap.trainer.traces.build import TRAINED_ROLES, Strategy
 from rolltap.trainer.traces.reader import count_sessions
-from rolltap.trainer.traces.sessions import Selection, Totals, TracedSession, iter_traces
+from rolltap.trainer.traces.sessions import Totals, TracedSession, TraceOptions, iter_traces
 from rolltap.trainer.views.report import print_ledger
 
 
@@ -80,13 +80,13 @@ def traces_command(
     from rolltap.trainer.exports.features import trace_json
     from rolltap.trainer.exports.trace_dataset import save_traces
 
-    selection, totals = Selection(strategy, roles, max_tokens), Totals()
+    options, totals = TraceOptions(strategy, roles, max_tokens), Totals()
     console = Console(stderr=True)
     total = count_sessions(run)
     with progress_bar(console) as advance:
 
         def sessions() -> Iterator[TracedSession]:
-            for traced in iter_traces(run, selection):
+            for traced in iter_traces(run, options):
                 totals.add(traced)
                 if as_json:
                     for trace in traced.traces:
@@ -97,14 +97,14 @@ def traces_command(
         if out is None:
             deque(sessions(), maxlen=0)
         else:
-            save_traces(sessions(), out, lambda: traces_card(run, selection, totals))
+            save_traces(sessions(), out, lambda: traces_card(run, options, totals))
     totals.ledger.check()
     if ledger_file is not None:
         text = json.dumps(asdict(totals.ledger), indent=2) + "\n"
         try:
             write_atomically(ledger_file, text)
         except OSError as error:
-            raise UserError(f"the ledger could not be written: {error}") from error
+            raise InputError(f"the ledger could not be written: {error}") from error
     where = "" if out is None else f" in {out}"
     console.print(f"{totals.traces:,} traces of {totals.sessions:,} sessions{where}", markup=False, soft_wrap=True)
     print_ledger(totals.ledger, console)

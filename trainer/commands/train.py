@@ -5,8 +5,8 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from rolltap.addons.errors import InputError, MissingPackageError
 from rolltap.trainer.commands.options import FILE, FOLDER, engine_option
-from rolltap.trainer.errors import UserError
 from rolltap.trainer.training.recipe import FINISHED, load_recipe
 from rolltap.trainer.views.report import print_summary, summarize
 
@@ -22,14 +22,14 @@ def train_command(recipe: Path, out: Path, engine: str, seed: int) -> None:
     The new weights go to the running engine, which samples the next sessions.
     """
     if (out / FINISHED).exists():
-        raise UserError(f"{out} holds a finished training: choose another --out")
+        raise InputError(f"{out} holds a finished training: choose another --out")
     settings, console = load_recipe(recipe), Console(stderr=True)
     try:
         # they take seconds to import and are not needed by the other commands
         from rolltap.trainer.training.loop import train
         from rolltap.trainer.views.plot import plot_rewards
     except ImportError as error:
-        raise UserError(f"the trainer is not installed ({error}): pip install 'rolltap[train]'") from error
+        raise MissingPackageError(f"the trainer is not installed ({error}): pip install 'rolltap[train]'") from error
     train(settings, engine=engine, run=out, seed=seed, console=console)
     plot_rewards(out, out / "reward.png", f"{recipe.stem}, seed {seed}")
     print_summary(summarize(out), Console())

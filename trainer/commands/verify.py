@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from rolltap.addons.errors import InputError
 from rolltap.trainer.commands.options import RUN, json_option
-from rolltap.trainer.errors import UserError
 from rolltap.trainer.progress import progress_bar
 from rolltap.trainer.runs.verify import verify_run
 
@@ -31,7 +31,7 @@ def verify_command(run: Path, repair: bool, as_json: bool) -> None:
         with progress_bar(Console(stderr=True)) as advance:
             found = verify_run(run, advance, repair=repair)
     except OSError as error:
-        raise UserError(f"{run} could not be read: {error}") from error
+        raise InputError(f"{run} could not be read: {error}") from error
     if as_json:
         click.echo(json.dumps(found.to_json()))
         sys.exit(0 if found.sound else 1)

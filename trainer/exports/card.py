@@ -10,7 +10,7 @@ from huggingface_hub import DatasetCardData
 
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.trainer.exports.features import TRACE_COLUMNS
-from rolltap.trainer.traces.sessions import Selection, Totals
+from rolltap.trainer.traces.sessions import Totals, TraceOptions
 
 HERE = "path/to/this/folder"
 """Stands in a card for a place that only its reader knows."""
@@ -95,19 +95,19 @@ machine among it: read them before making this public.
 """
 
 
-def traces_card(run: Path, selection: Selection, totals: Totals) -> str:
+def traces_card(run: Path, options: TraceOptions, totals: Totals) -> str:
     """The card of a folder that `load_from_disk` opens."""
     return "\n".join(
         [
             _header(run.resolve().name),
-            _introduction(run, selection, totals),
+            _introduction(run, options, totals),
             _LOAD_TRACES.format(where=HERE),
             _TRACES.format(columns=_column_table()),
         ]
     )
 
 
-def parquet_card(run: Path, selection: Selection, totals: Totals, rows: Mapping[str, int], where: str) -> str:
+def parquet_card(run: Path, options: TraceOptions, totals: Totals, rows: Mapping[str, int], where: str) -> str:
     """The card of a folder or a repository that `load_dataset(where, config)` opens; `rows` counts those of a config.
 
     Each config that has rows has its shards in a folder of its name.
@@ -116,7 +116,7 @@ def parquet_card(run: Path, selection: Selection, totals: Totals, rows: Mapping[
     return "\n".join(
         [
             _header(run.resolve().name, configs=configs),
-            _introduction(run, selection, totals),
+            _introduction(run, options, totals),
             _LOAD_PARQUET.format(where=where, **rows),
             _TRACES.format(columns=_column_table()),
             _CALLS,
@@ -129,23 +129,23 @@ def _header(name: str, **metadata: Any) -> str:
     return f"---\n{data.to_yaml()}\n---\n\n# {name}\n"
 
 
-def _introduction(run: Path, selection: Selection, totals: Totals) -> str:
-    return "\n".join([_INTRODUCTION.format(version=version("rolltap")), "", *_facts(run, selection, totals), ""])
+def _introduction(run: Path, options: TraceOptions, totals: Totals) -> str:
+    return "\n".join([_INTRODUCTION.format(version=version("rolltap")), "", *_facts(run, options, totals), ""])
 
 
-def _facts(run: Path, selection: Selection, totals: Totals) -> list[str]:
+def _facts(run: Path, options: TraceOptions, totals: Totals) -> list[str]:
     metadata = read_metadata(run)
     rewards = f"{totals.rewarded:,} of {totals.sessions:,} sessions"
     if totals.rewarded:
         rewards += f", mean {totals.reward_sum / totals.rewarded:.3f}"
-    cut = f", at most {selection.max_tokens:,} tokens long" if selection.max_tokens else ""
+    cut = f", at most {options.max_tokens:,} tokens long" if options.max_tokens else ""
     facts = {
         "sessions": f"{totals.sessions:,}",
         "tasks": f"{len(totals.tasks):,}" if totals.tasks else "",
         "agent programs": ", ".join(f"{name} ({n:,})" for name, n in sorted(totals.harnesses.items())),
         "rewards": rewards,
         "model calls": f"{totals.calls:,}",
-        "traces": f"{totals.traces:,} by `{selection.strategy}` of {', '.join(selection.roles)} calls{cut}",
+        "traces": f"{totals.traces:,} by `{options.strategy}` of {', '.join(options.roles)} calls{cut}",
         "sampled tokens": str(totals.ledger),
         "model": _public_name(str(metadata.get("model", ""))),
         "tokenizer, SHA-256": _code(metadata, "tokenizer_sha256"),

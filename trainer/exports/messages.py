@@ -22,7 +22,7 @@ from typing import Any
 from rolltap.trainer.exports.sessions import dump_json, each_session
 from rolltap.trainer.progress import Advance
 from rolltap.trainer.traces.build import judge_calls
-from rolltap.trainer.traces.conversations import Turn, for_template, rebuild_turns
+from rolltap.trainer.traces.conversations import CallConversation, for_template, rebuild_conversations
 from rolltap.trainer.traces.reader import RecordedSession
 from rolltap.trainer.traces.tree import find_ends, path_to
 
@@ -74,7 +74,7 @@ def session_conversations(recorded: RecordedSession) -> tuple[list[dict[str, Any
     calls = [call for call in recorded.calls if call.status == "completed"]
     parents, left_out = judge_calls(calls)
     # all calls, as a completed one may have been recorded after one that is not
-    turns = {turn.call.call_id: turn for turn in rebuild_turns(recorded.calls)}
+    turns = {turn.call.call_id: turn for turn in rebuild_conversations(recorded.calls)}
     lines, faults = [], {}
     for leaf in find_ends(parents, range(len(calls))):
         turn = turns[calls[leaf].call_id]
@@ -87,7 +87,7 @@ def session_conversations(recorded: RecordedSession) -> tuple[list[dict[str, Any
     return lines, faults
 
 
-def _line(recorded: RecordedSession, turn: Turn, call_ids: list[str], left_out: str) -> dict[str, Any]:
+def _line(recorded: RecordedSession, turn: CallConversation, call_ids: list[str], left_out: str) -> dict[str, Any]:
     session, call = recorded.session, turn.call
     messages = [for_template(message) for message in [*turn.messages(), *filter(None, [turn.reply])]]
     tool_calls = [tool_call for message in messages for tool_call in message.get("tool_calls") or []]

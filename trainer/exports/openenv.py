@@ -25,7 +25,7 @@ from rolltap.trainer.exports.sessions import dump_json, each_session
 from rolltap.trainer.file_names import file_name
 from rolltap.trainer.progress import Advance
 from rolltap.trainer.traces.build import judge_calls
-from rolltap.trainer.traces.conversations import Turn, on_the_wire, rebuild_turns
+from rolltap.trainer.traces.conversations import CallConversation, on_the_wire, rebuild_conversations
 from rolltap.trainer.traces.ledger import LeftOut
 from rolltap.trainer.traces.reader import RecordedSession
 from rolltap.trainer.traces.tree import find_ends, split_lines
@@ -53,15 +53,15 @@ def export(run: Path, out: Path, advance: Advance) -> int:
     sessions = 0
     with (out / INDEX_FILE).open("w", encoding="utf-8") as index:
         for recorded in each_session(run, advance):
-            selection = select_calls(recorded.calls)
+            options = select_calls(recorded.calls)
             file = f"{TRACES_FOLDER}/{file_name(recorded.session_id)}.json"
             with (out / file).open("w", encoding="utf-8") as trace:
                 # turn by turn, as the text of a long session takes more memory than its calls
                 trace.write(f'{{"schema_version": {SCHEMA_VERSION}, "turns": [')
-                for n, turn in enumerate(training_turns(recorded.calls, selection)):
+                for n, turn in enumerate(training_turns(recorded.calls, options)):
                     trace.write((", " if n else "") + dump_json(turn))
                 trace.write("]}\n")
-            index.write(dump_json(index_line(recorded, file, selection)) + "\n")
+            index.write(dump_json(index_line(recorded, file, options)) + "\n")
             sessions += 1
     return sessions
 
@@ -98,13 +98,13 @@ def find_fault(call: Call) -> str | None:
     return None
 
 
-def training_turns(calls: Sequence[Call], selection: SelectedCalls) -> Iterator[dict[str, Any]]:
+def training_turns(calls: Sequence[Call], options: SelectedCalls) -> Iterator[dict[str, Any]]:
     """The `TrainingTurn` of each selected call; the mask of one that is not trained is 0."""
-    turns = rebuild_turns(calls)
-    return (_training_turn(turns[i], i, selection.left_out[i]) for i in selection.order)
+    turns = rebuild_conversations(calls)
+    return (_training_turn(turns[i], i, options.left_out[i]) for i in options.order)
 
 
-def _training_turn(turn: Turn, index: int, left_out: str | None) -> dict[str, Any]:
+def _training_turn(turn: CallConversation, index: int, left_out: str | None) -> dict[str, Any]:
     call = turn.call
     sampling = json.loads(call.sampling)
     asked = sampling.pop("asked", {})
@@ -141,13 +141,13 @@ def _training_turn(turn: Turn, index: int, left_out: str | None) -> dict[str, An
     }
 
 
-def index_line(recorded: RecordedSession, file: str, selection: SelectedCalls) -> dict[str, Any]:
+def index_line(recorded: RecordedSession, file: str, options: SelectedCalls) -> dict[str, Any]:
     """A session's line in `sessions.jsonl`."""
     names = ("task_id", "group_id", "harness", "status", "reward", "policy_version")
     return {
         "session_id": recorded.session_id,
         "file": file,
         **{name: getattr(recorded.session, name, None) for name in names},
-        "turns": len(selection.order),
-        "left_out": selection.refused,
+        "turns": len(options.order),
+        "left_out": options.refused,
     }

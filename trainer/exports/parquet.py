@@ -15,7 +15,7 @@ from rolltap.trainer.exports.features import CALL_FEATURES, EVENT_FEATURES, SESS
 from rolltap.trainer.exports.spool import Spool
 from rolltap.trainer.progress import Advance
 from rolltap.trainer.traces.reader import count_sessions
-from rolltap.trainer.traces.sessions import Selection, Totals, iter_traces
+from rolltap.trainer.traces.sessions import Totals, TraceOptions, iter_traces
 
 _CONFIGS = {
     "traces": TRACE_FEATURES,
@@ -34,12 +34,12 @@ def export(run: Path, out: Path, advance: Advance, *, where: str = HERE) -> int:
     that grows with the square of a session's turns, and `traces` has whole sequences. Raises `RunError`, `LedgerError`
     and `OSError`.
     """
-    selection, totals = Selection(), Totals()
+    options, totals = TraceOptions(), Totals()
     engines = _engines(run)
     total = count_sessions(run)
     with ExitStack() as stack:
         spools = {config: stack.enter_context(Spool(features, out)) for config, features in _CONFIGS.items()}
-        for traced in iter_traces(run, selection):
+        for traced in iter_traces(run, options):
             recorded = traced.recorded
             engines.update(urlsplit(call.engine).netloc for call in recorded.calls if call.engine)
             spools["traces"].add(map(trace_row, traced.traces))
@@ -49,7 +49,7 @@ def export(run: Path, out: Path, advance: Advance, *, where: str = HERE) -> int:
             advance("sessions", totals.sessions, total)
         spools["events"].add(_without_addresses(row, "detail", engines) for row in read_rows(run, "events"))
         rows = {config: _write(spool, out / config) for config, spool in spools.items()}
-    (out / "README.md").write_text(parquet_card(run, selection, totals, rows, where))
+    (out / "README.md").write_text(parquet_card(run, options, totals, rows, where))
     return sum(rows.values())
 
 

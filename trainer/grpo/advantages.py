@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Literal
 
+from rolltap.addons.errors import InputError
 from rolltap.trainer.traces.build import GroupReward
 
 Scale = Literal["group", "batch", "none"]
@@ -23,11 +24,11 @@ def session_advantages(rewards: Mapping[str, GroupReward], scale: Scale) -> dict
     `nanstd` of trl/trainer/utils.py). TRL needs groups of one size with one row a session; here groups may differ in
     size. A session alone in its group, or in a group of equal rewards, gets 0.0.
 
-    Raises `ValueError` for a reward that is not a finite number and for an unknown `scale`.
+    Raises `InputError` for a reward that is not a finite number and for an unknown `scale`.
     """
     for session, labelled in rewards.items():
         if not math.isfinite(labelled.reward):
-            raise ValueError(f"session {session} has the reward {labelled.reward}: it must be a finite number")
+            raise InputError(f"session {session} has the reward {labelled.reward}: it must be a finite number")
     groups = _groups(rewards)
     means = {group: statistics.mean(values) for group, values in groups.items()}
 
@@ -38,7 +39,7 @@ def session_advantages(rewards: Mapping[str, GroupReward], scale: Scale) -> dict
     elif scale == "none":
         divisors = dict.fromkeys(groups, 1.0)
     else:
-        raise ValueError(f"unknown scale {scale!r}: choose group, batch or none")
+        raise InputError(f"unknown scale {scale!r}: choose group, batch or none")
     return {
         session: (labelled.reward - means[labelled.group_id]) / divisors[labelled.group_id]
         for session, labelled in rewards.items()

@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler, pad
 
+from rolltap.addons.errors import InputError, LedgerError
 from rolltap.trainer.grpo.advantages import mean_group_std, session_advantages
 from rolltap.trainer.traces.build import Trace, TraceBatch
 
@@ -42,10 +43,6 @@ FILLER = Trace(
 """A row that is forwarded and never trained: it makes every micro-batch on every rank equally tall."""
 
 
-class TokenAccountError(RuntimeError):
-    """The number of sampled tokens handed to the loss is not that of the traces: a bug, never to be trained through."""
-
-
 class TraceGRPOTrainer(GRPOTrainer):
     """A `GRPOTrainer` whose batches are recorded traces.
 
@@ -63,7 +60,7 @@ class TraceGRPOTrainer(GRPOTrainer):
 
     `processing_class`, `callbacks`, `optimizers` and `peft_config` are those of `GRPOTrainer`.
 
-    Raises `ValueError` at construction for a configuration that would train something else than it says.
+    Raises `InputError` at construction for a configuration that would train something else than it says.
     """
 
     _buffered_inputs: list[dict[str, Tensor]] | None
@@ -131,7 +128,7 @@ class TraceGRPOTrainer(GRPOTrainer):
         """This process's micro-batches of a generation batch, in the keys that `GRPOTrainer._compute_loss` reads."""
         traces, rewards = batch.traces, batch.rewards
         if unrewarded := {trace.session_id for trace in traces} - rewards.keys():
-            raise ValueError(f"sessions without a reward must be left out, but these have traces: {sorted(unrewarded)}")
+            raise InputError(f"sessions without a reward must be left out, but these have traces: {sorted(unrewarded)}")
         advantages = session_advantages(rewards, self.scale_rewards)
         processes = self.accelerator.num_processes
         parts = split_evenly(traces, self.args.steps_per_generation * processes)
@@ -144,7 +141,7 @@ class TraceGRPOTrainer(GRPOTrainer):
         handed = self.accelerator.gather(handed_here).sum()
         self.tokens_in_batch = sum(sum(trace.completion_mask) for trace in traces)
         if int(handed) != self.tokens_in_batch:
-            raise TokenAccountError(
+            raise LedgerError(
                 f"{self.tokens_in_batch} sampled tokens in {len(traces)} traces, but the loss would see {int(handed)}: "
                 "this batch was not trained on; please report it as a bug of rolltap"
             )
@@ -194,11 +191,11 @@ def collate(rows: Sequence[Trace], advantages: Mapping[str, float]) -> dict[str,
     `prompt_ids`, `prompt_mask` (B, P), padded on the left; `completion_ids`, `completion_mask` (1 = not padding),
     `tool_mask` (1 = sampled), `old_per_token_logps` (B, C), padded on the right; `advantages` (B,).
 
-    Raises `ValueError` for a trace whose lists over its completion differ in length.
+    Raises `InputError` for a trace whose lists over its completion differ in length.
     """
     for row in rows:
         if not len(row.completion_ids) == len(row.completion_mask) == len(row.logprobs):
-            raise ValueError(
+            raise InputError(
                 f"trace {row.trace_id} has {len(row.completion_ids)} completion ids, {len(row.completion_mask)} mask "
                 f"values and {len(row.logprobs)} log-probabilities"
             )
@@ -221,24 +218,24 @@ def collate(rows: Sequence[Trace], advantages: Mapping[str, float]) -> dict[str,
 
 def _check_configuration(args: GRPOConfig, train_dataset: Dataset, groups_per_step: int) -> None:
     if args.loss_type not in TOKEN_MEAN_LOSSES:
-        raise ValueError(
+        raise InputError(
             f"loss_type={args.loss_type!r} does not average over all sampled tokens of a step, so that the number of "
             f"traces of a session would change its weight: choose one of {', '.join(TOKEN_MEAN_LOSSES)}"
         )
     if args.steps_per_generation != args.gradient_accumulation_steps:
-        raise ValueError(
+        raise InputError(
             f"steps_per_generation={args.steps_per_generation} differs from "
             f"gradient_accumulation_steps={args.gradient_accumulation_steps}: one step must train one generation "
             "batch, or its mean is not over its tokens; leave steps_per_generation unset"
         )
     if args.beta != 0.0:
-        raise ValueError(f"beta={args.beta}: recorded traces have no reference log-probabilities; set beta=0.0")
+        raise InputError(f"beta={args.beta}: recorded traces have no reference log-probabilities; set beta=0.0")
     if args.use_vllm:
-        raise ValueError("use_vllm=True: the traces are already sampled; set use_vllm=False")
+        raise InputError("use_vllm=True: the traces are already sampled; set use_vllm=False")
     if not isinstance(train_dataset, Dataset):
-        raise ValueError(f"train_dataset must be a datasets.Dataset, not {type(train_dataset).__name__}")
+        raise InputError(f"train_dataset must be a datasets.Dataset, not {type(train_dataset).__name__}")
     if not 1 <= groups_per_step <= len(train_dataset):
-        raise ValueError(f"groups_per_step={groups_per_step} must be between 1 and the {len(train_dataset)} rows")
+        raise InputError(f"groups_per_step={groups_per_step} must be between 1 and the {len(train_dataset)} rows")
 
 
 def _recorded_reward(prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:

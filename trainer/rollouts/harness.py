@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from rolltap.addons.errors import InputError
 from rolltap.trainer.engine.admin import EngineAdmin
-from rolltap.trainer.errors import UserError
 from rolltap.trainer.settings import load_toml
 
 _PRESETS = resources.files("rolltap.harnesses")
@@ -45,7 +45,7 @@ class Harness(BaseModel):
 
     def environment(self, engine_url: str) -> dict[str, str]:
         """`env` with the context window of the engine, which is asked only if need be; of several engines, by commas,
-        the first is asked. Raises `UserError`."""
+        the first is asked. Raises `InputError`."""
         if not any(_WINDOW in value for value in self.env.values()):
             return self.env
         window = str(EngineAdmin(engine_url.split(",")[0]).models().max_model_len)
@@ -58,15 +58,15 @@ def harness_names() -> list[str]:
 
 
 def load_harness(name: str) -> Harness:
-    """The preset with this name, or in this file if it ends in `.toml`. Raises `UserError`."""
+    """The preset with this name, or in this file if it ends in `.toml`. Raises `InputError`."""
     if not name.endswith(".toml") and name not in harness_names():
-        raise UserError(f"no harness is named {name!r}: choose {', '.join(harness_names())}, or give a .toml file")
+        raise InputError(f"no harness is named {name!r}: choose {', '.join(harness_names())}, or give a .toml file")
     file = Path(name) if name.endswith(".toml") else _PRESETS / f"{name}.toml"
     return load_toml(file, Harness)
 
 
 def require_program(program: str, install: str = "") -> None:
-    """Raise `UserError` unless `program` can be started. `install` is the command that installs it."""
+    """Raise `InputError` unless `program` can be started. `install` is the command that installs it."""
     if shutil.which(program) is None:
         how = f" ({install})" if install else ""
-        raise UserError(f"{program!r} is not on the PATH: install it{how}, or give its folder with PATH=...:$PATH")
+        raise InputError(f"{program!r} is not on the PATH: install it{how}, or give its folder with PATH=...:$PATH")

@@ -17,7 +17,7 @@ from typing import Self
 
 import httpx
 
-from rolltap.trainer.errors import UserError
+from rolltap.addons.errors import MissingPackageError, RecorderError
 from rolltap.trainer.rollouts.environment import proxy_environment, proxy_url, write_bundle
 
 _STOP_SECONDS = 20.0
@@ -38,7 +38,7 @@ def addon_path() -> Path:
 class Recorder:
     """mitmdump recording into `run`, on a free loopback port, with a secret of its own. A context manager.
 
-    `options` are further mitmproxy options. Its log is `recorder.log` in the run folder. Raises `UserError` when it
+    `options` are further mitmproxy options. Its log is `recorder.log` in the run folder. Raises `RecorderError` when it
     does not start.
     """
 
@@ -52,7 +52,7 @@ class Recorder:
         program = Path(sys.executable).with_name("mitmdump")
         mitmdump = str(program) if program.exists() else shutil.which("mitmdump")
         if mitmdump is None:
-            raise UserError("mitmdump is not installed: pip install 'rolltap[record]'")
+            raise MissingPackageError("mitmdump is not installed: pip install 'rolltap[record]'")
         self.run.mkdir(parents=True, exist_ok=True)
         self._folder = tempfile.TemporaryDirectory(prefix="rolltap-")
         ready, told = os.pipe()  # ends when the recorder does, be it ready or not
@@ -78,7 +78,7 @@ class Recorder:
                 line = pipe.readline()
             if not line:
                 self._copier.join()
-                raise UserError(f"the recorder did not start:\n{self._tail()}")
+                raise RecorderError(f"the recorder did not start:\n{self._tail()}")
             address = json.loads(line)
             self._address = f"{address['host']}:{address['port']}"
             confdir = Path(self._options.get("confdir", "~/.mitmproxy")).expanduser()
@@ -103,21 +103,21 @@ class Recorder:
     def end(self, session_id: str) -> None:
         """Tell the recorder that a session is over: what still runs of it is recorded, and all is on the disk then.
 
-        Raises `UserError` when the recorder cannot do that.
+        Raises `RecorderError` when the recorder cannot do that.
         """
         url = proxy_url(self._address, session_id, self._secret)
         try:
             answer = httpx.post(SESSION_END, proxy=url, trust_env=False, timeout=_END_SECONDS)
         except httpx.HTTPError as error:
             self.check()
-            raise UserError(f"the recorder does not end session {session_id}: {error!r}") from error
+            raise RecorderError(f"the recorder does not end session {session_id}: {error!r}") from error
         if answer.status_code != 200:
-            raise UserError(f"the recorder cannot end session {session_id}: {answer.text}")
+            raise RecorderError(f"the recorder cannot end session {session_id}: {answer.text}")
 
     def check(self) -> None:
-        """Raise `UserError` when the recorder has died."""
+        """Raise `RecorderError` when the recorder has died."""
         if self._process.poll() is not None:
-            raise UserError(f"the recorder died with status {self._process.returncode}:\n{self._tail()}")
+            raise RecorderError(f"the recorder died with status {self._process.returncode}:\n{self._tail()}")
 
     def _copy_log(self) -> None:
         assert self._process.stdout is not None

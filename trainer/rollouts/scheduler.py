@@ -40,7 +40,7 @@ async def rollout(
 ) -> list[Session]:
     """Run one group of sessions for each task and record every session, failed ones included.
 
-    Returns the sessions in the order they ended. A session that fails is data. Raises `UserError` when the recorder
+    Returns the sessions in the order they ended. A session that fails is data. Raises `InputError` when the recorder
     dies or the engine does not answer, and `OSError` when the run folder cannot be written.
     """
     harness_env = await asyncio.to_thread(plan.harness.environment, recorder.engine)

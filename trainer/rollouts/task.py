@@ -4,7 +4,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rolltap.trainer.errors import UserError, describe
+from rolltap.addons.errors import InputError
+from rolltap.trainer.settings import describe
 
 
 class Task(BaseModel):
@@ -24,11 +25,11 @@ class Task(BaseModel):
 
 
 def load_tasks(path: Path) -> list[Task]:
-    """The tasks of a file. Raises `UserError` with the line of what is wrong."""
+    """The tasks of a file. Raises `InputError` with the line of what is wrong."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the task file: {error}") from error
+        raise InputError(f"cannot read the task file: {error}") from error
     tasks: list[Task] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -37,15 +38,15 @@ def load_tasks(path: Path) -> list[Task]:
         try:
             task = Task.model_validate_json(line)
         except ValidationError as error:
-            raise UserError(f"{where}: {describe(error)}") from error
+            raise InputError(f"{where}: {describe(error)}") from error
         if task.workspace is not None:
             workspace = (path.parent / task.workspace).resolve()
             if not workspace.is_dir():
-                raise UserError(f"{where}: the workspace {workspace} is not a folder")
+                raise InputError(f"{where}: the workspace {workspace} is not a folder")
             task = task.model_copy(update={"workspace": workspace})
         if any(task.id == other.id for other in tasks):
-            raise UserError(f"{where}: the id {task.id!r} is used twice")
+            raise InputError(f"{where}: the id {task.id!r} is used twice")
         tasks.append(task)
     if not tasks:
-        raise UserError(f"the task file {path} has no tasks")
+        raise InputError(f"the task file {path} has no tasks")
     return tasks

@@ -10,12 +10,12 @@ from typing import Literal, get_args
 
 import pyarrow as pa
 
+from rolltap.addons.errors import LedgerError
 from rolltap.addons.store.digest import DIGEST, row_digest
 from rolltap.addons.store.records import Call, CallKind, CallRole, CallStatus, Session, SessionStatus, find_violation
 from rolltap.addons.store.tables import TABLES, batch_rows
-from rolltap.trainer.traces.ledger import LedgerError
 from rolltap.trainer.traces.reader import RecordedSession, Row, rebuild_calls
-from rolltap.trainer.traces.sessions import Selection, trace_session
+from rolltap.trainer.traces.sessions import TraceOptions, trace_session
 from rolltap.trainer.traces.tree import parents_first
 
 Grade = Literal["damage", "notice"]
@@ -104,7 +104,7 @@ def _check_calls(run: Path, session_id: str, batches: Sequence[pa.RecordBatch], 
         yield from _check_values(where, call, **names)
         yield from _check_times(where, call.started_at, call.first_token_at, call.finished_at)
     try:
-        trace_session(RecordedSession(session_id=session_id, session=None, calls=calls), Selection())
+        trace_session(RecordedSession(session_id=session_id, session=None, calls=calls), TraceOptions())
     except LedgerError as error:
         yield Finding("damage", f"session {session_id}", str(error), "report it")
 

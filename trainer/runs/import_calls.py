@@ -19,12 +19,13 @@ from typing import Annotated, Any, BinaryIO
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from rolltap.addons.errors import InputError
 from rolltap.addons.store.metadata import RUN_FILE, write_metadata
 from rolltap.addons.store.records import Call, CallRole, CallStatus, Session, VersionSpan, find_violation, utc_now
 from rolltap.addons.store.staging import new_folder
 from rolltap.addons.store.tables import RunWriter
-from rolltap.trainer.errors import UserError, describe
 from rolltap.trainer.progress import Advance
+from rolltap.trainer.settings import describe
 from rolltap.trainer.traces.tree import link_calls, start_order
 
 Report = Callable[[int, str], None]
@@ -147,19 +148,19 @@ def import_calls(source: BinaryIO, run: Path, *, skip_bad: bool, report: Report,
     All or nothing: the run has every good line or, when this raises or is killed, there is none. The order of the lines
     does not matter: calls that were started at the same time are taken in the order of their prompts' lengths.
 
-    Raises `UserError` when there is no line, when one is bad and `skip_bad` is false, and when `run` is a run already;
+    Raises `InputError` when there is no line, when one is bad and `skip_bad` is false, and when `run` is a run already;
     also as `new_folder`.
     """
     imported_at = utc_now()
     if (run / RUN_FILE).exists():
         merge = f"`rolltap merge {run} NEW --out MERGED`"
-        raise UserError(f"{run} is a run already: import into a new folder NEW, then {merge}")
+        raise InputError(f"{run} is a run already: import into a new folder NEW, then {merge}")
     with _seekable(source) as lines, new_folder(run) as staged:
         sessions, bad = _check(lines, report, advance)
         if bad and not skip_bad:
-            raise UserError(f"{bad} bad lines, nothing was imported: mend them, or leave them out with --skip-bad")
+            raise InputError(f"{bad} bad lines, nothing was imported: mend them, or leave them out with --skip-bad")
         if not sessions and not bad:
-            raise UserError("there is no line to import")
+            raise InputError("there is no line to import")
         write_metadata(staged, {"source": "import"})
         summary = ImportSummary(skipped=bad)
         with RunWriter(staged, "never") as writer:
@@ -212,7 +213,7 @@ def _read(lines: BinaryIO, offsets: Iterable[int]) -> Iterator[ImportLine]:
         try:
             yield ImportLine.model_validate_json(lines.readline())
         except ValidationError as error:
-            raise UserError(f"the file changed while it was read: {describe(error)}") from error
+            raise InputError(f"the file changed while it was read: {describe(error)}") from error
 
 
 def _link(calls: list[Call]) -> list[Call]:

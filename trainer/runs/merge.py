@@ -10,12 +10,12 @@ from typing import Any
 
 import pyarrow as pa
 
+from rolltap.addons.errors import InputError
 from rolltap.addons.store.digest import DIGEST
 from rolltap.addons.store.metadata import read_metadata, write_metadata
 from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.staging import new_folder
 from rolltap.addons.store.tables import TABLES, RunWriter, read_batches, run_files
-from rolltap.trainer.errors import UserError
 from rolltap.trainer.progress import Advance
 from rolltap.trainer.runs.findings import check_rows
 from rolltap.trainer.runs.parts import named
@@ -59,7 +59,7 @@ def merge_runs(runs: Sequence[Path], out: Path, advance: Advance) -> tuple[int, 
     Returns the number of sessions, and what cannot be read or does not have its digest, which is left behind. The new
     `run.json` says so too, under `left_behind`.
 
-    Raises `UserError` when the runs hold tokens of different tokenizers or chat templates, and when two of them have
+    Raises `InputError` when the runs hold tokens of different tokenizers or chat templates, and when two of them have
     calls or the row of the same session; `RunError` when one cannot be read.
     """
     sources = [_Source(run, read_metadata(run)) for run in runs]
@@ -79,7 +79,7 @@ def merge_runs(runs: Sequence[Path], out: Path, advance: Advance) -> tuple[int, 
                 left_behind += _copy_sound_rows(source, table, path, writer, sessions)
                 advance("bytes copied", done, size)
         if left_behind and not sessions:
-            raise UserError(f"no session of {', '.join(map(str, runs))} can be saved: {out} was not written")
+            raise InputError(f"no session of {', '.join(map(str, runs))} can be saved: {out} was not written")
         write_metadata(staged, _merged_metadata(recorded[0], sources, left_behind))
     return len(sessions), left_behind
 
@@ -111,7 +111,7 @@ def _require_one_model(sources: Sequence[_Source]) -> None:
         for other in sources[1:]:
             if first.metadata.get(key) != other.metadata.get(key):
                 what = key.removesuffix("_sha256").replace("_", " ")
-                raise UserError(f"{first.run} and {other.run} do not have the same {what}: merge runs of one model")
+                raise InputError(f"{first.run} and {other.run} do not have the same {what}: merge runs of one model")
 
 
 def _require_other_sessions(runs: Sequence[Path]) -> None:
@@ -123,7 +123,7 @@ def _require_other_sessions(runs: Sequence[Path]) -> None:
             first = owners[repeated[0]]
             alike = _digests(first, repeated[0]) == _digests(run, repeated[0])
             what = "with the same content: leave one run out" if alike else "with other content"
-            raise UserError(f"{run} and {first} both have session {named(repeated)}, {what}")
+            raise InputError(f"{run} and {first} both have session {named(repeated)}, {what}")
         owners |= dict.fromkeys(recorded, run)
 
 

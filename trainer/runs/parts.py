@@ -13,11 +13,11 @@ from typing import Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rolltap.addons.errors import InputError
 from rolltap.addons.store.metadata import read_metadata, write_metadata
 from rolltap.addons.store.records import CallRole, Session
 from rolltap.addons.store.staging import new_folder
 from rolltap.addons.store.tables import TABLES, RunWriter
-from rolltap.trainer.errors import UserError
 from rolltap.trainer.file_names import file_name
 from rolltap.trainer.progress import Advance
 from rolltap.trainer.traces.reader import SessionIndex, load_sessions
@@ -103,13 +103,13 @@ def split_run(run: Path, out: Path, parts: SplitBy | int, advance: Advance) -> d
     By a field of the session's row, or into a number of parts of about as many sessions, where the sessions of one
     group stay together. Events of no session go to the first part.
 
-    Raises `UserError` when there is no session or there are fewer groups than parts, and `RunError` when the run cannot
-    be read.
+    Raises `InputError` when there is no session or there are fewer groups than parts, and `RunError` when the run
+    cannot be read.
     """
     with _Run(run) as source:
         sessions = _even_parts(source, parts) if isinstance(parts, int) else _parts_by(source, parts)
         if not sessions:
-            raise UserError(f"{run} has no sessions")
+            raise InputError(f"{run} has no sessions")
         total, done = len(source.session_ids), 0
         with new_folder(out) as staged:
             for number, (name, session_ids) in enumerate(sessions.items()):
@@ -125,11 +125,11 @@ def split_run(run: Path, out: Path, parts: SplitBy | int, advance: Advance) -> d
 def filter_run(run: Path, out: Path, criteria: Filter, advance: Advance) -> int:
     """Write the sessions that fit to the new folder `out`; returns their number. Events of no session are left out.
 
-    Raises `UserError` when none fits or a named one is not in the run; `RunError` when the run cannot be read.
+    Raises `InputError` when none fits or a named one is not in the run; `RunError` when the run cannot be read.
     """
     with _Run(run) as source:
         if unknown := set(criteria.sessions).difference(source.session_ids):
-            raise UserError(f"{run} has no session {named(unknown)}")
+            raise InputError(f"{run} has no session {named(unknown)}")
         fitting = [name for name in source.session_ids if criteria.fits(name, source.rows.get(name))]
         kept = 0
         with new_folder(out) as staged:
@@ -142,7 +142,7 @@ def filter_run(run: Path, out: Path, criteria: Filter, advance: Advance) -> int:
                         kept += 1
                     advance("sessions copied", done, len(fitting))
             if not kept:
-                raise UserError(f"no session of {run} fits: {out} was not written")
+                raise InputError(f"no session of {run} fits: {out} was not written")
     return kept
 
 
@@ -169,7 +169,7 @@ def _even_parts(source: _Run, number: int) -> dict[str, list[str]]:
         row = source.rows.get(session_id)
         groups[("group", row.group_id) if row and row.group_id else ("session", session_id)].append(session_id)
     if len(groups) < number:
-        raise UserError(f"{source.run} has only {len(groups)} groups of sessions: ask for fewer parts")
+        raise InputError(f"{source.run} has only {len(groups)} groups of sessions: ask for fewer parts")
     parts: list[list[str]] = [[] for _ in range(number)]
     for session_ids in groups.values():
         min(parts, key=len).extend(session_ids)

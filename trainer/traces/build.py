@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import quote
 
+from rolltap.addons.errors import InputError, LedgerError
 from rolltap.addons.store.records import Call, CallRole, VersionSpan, find_violation
-from rolltap.trainer.traces.ledger import Ledger, LedgerError, LeftOut
+from rolltap.trainer.traces.ledger import Ledger, LeftOut
 from rolltap.trainer.traces.shared_prefixes import shared_prefixes
 from rolltap.trainer.traces.tree import find_ends, link_calls, path_to, start_order
 
@@ -87,7 +88,7 @@ def build_traces(
     `max_tokens` tokens: what was sampled beyond that many is left out, and a trace ends with a token that is trained.
     The order of `calls` does not matter: `started_at` does, then the prompt's length, then `call_id`.
 
-    Raises `ValueError` for calls of several sessions, a repeated call id or an unknown strategy, and `LedgerError`
+    Raises `InputError` for calls of several sessions, a repeated call id or an unknown strategy, and `LedgerError`
     when the traces do not train exactly the tokens that the ledger says.
     """
     calls = sorted(calls, key=start_order)
@@ -110,7 +111,7 @@ def build_traces(
         # their order is that of a depth-first walk
         paths = sorted(path_to(end, parents.__getitem__) for end in find_ends(parents, trained))
     else:
-        raise ValueError(f"unknown strategy {strategy!r}: choose per_request, prefix_merging or tree")
+        raise InputError(f"unknown strategy {strategy!r}: choose per_request, prefix_merging or tree")
     traces = []
     unowned = dict(trained)
     for path in paths:
@@ -139,9 +140,9 @@ def judge_calls(
 def _require_one_session(calls: Sequence[Call]) -> None:
     sessions = {call.session_id for call in calls}
     if len(sessions) > 1:
-        raise ValueError(f"traces are built for one session at a time, these calls are of {sorted(sessions)}")
+        raise InputError(f"traces are built for one session at a time, these calls are of {sorted(sessions)}")
     if repeated := [call_id for call_id, n in Counter(call.call_id for call in calls).items() if n > 1]:
-        raise ValueError(f"session {calls[0].session_id} has several calls named {repeated[0]}")
+        raise InputError(f"session {calls[0].session_id} has several calls named {repeated[0]}")
 
 
 def _fault(call: Call, roles: Collection[CallRole]) -> LeftOut | None:

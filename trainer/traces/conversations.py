@@ -16,11 +16,11 @@ Tool = dict[str, Any]
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class CallConversation:
     """A call in its conversation. It holds only its own messages, so T turns hold O(T) of them."""
 
     call: Call
-    parent: "Turn | None"
+    parent: "CallConversation | None"
     """The turn of the recorded parent; None for a root, and where `incomplete` says why."""
     new_messages: list[Message]
     """The messages of the request after the parent's conversation and reply, as `dialects.types.Message`."""
@@ -41,14 +41,14 @@ class Turn:
         return messages
 
 
-def rebuild_turns(calls: Sequence[Call]) -> list[Turn]:
+def rebuild_conversations(calls: Sequence[Call]) -> list[CallConversation]:
     """The turns of one session's calls, in the order of `calls`, which may be any.
 
     Nothing is guessed: a call is `incomplete`, and so is what continues it, when its parent is not among the calls or
     has no reply, when its ancestors form a circle, and when no messages were recorded.
     """
     known = {call.call_id: call for call in calls}
-    turns: dict[str, Turn] = {}
+    turns: dict[str, CallConversation] = {}
     for call_id, parent_id in parents_first({call.call_id: call.parent_id for call in calls}):
         call, parent = known[call_id], None if parent_id is None else turns[parent_id]
         messages = json.loads(call.messages)
@@ -61,7 +61,7 @@ def rebuild_turns(calls: Sequence[Call]) -> list[Turn]:
             fault = "its ancestors form a circle" if circle else f"its parent {call.parent_id} is not in the run"
         else:
             fault = None if messages else "its messages were not recorded"
-        turns[call_id] = Turn(call, parent, messages, reply, tools, fault)
+        turns[call_id] = CallConversation(call, parent, messages, reply, tools, fault)
     return [turns[call.call_id] for call in calls]
 
 

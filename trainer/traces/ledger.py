@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rolltap.addons.errors import LedgerError
 from rolltap.addons.store.records import CallRole
 
 LeftOut = Literal[
@@ -11,10 +12,6 @@ LeftOut = Literal[
 ]
 """Why sampled tokens are not trained; a role says that it was not selected. Tokens for which several reasons hold are
 counted under the first."""
-
-
-class LedgerError(Exception):
-    """Sampled tokens that are neither trained nor left out, or that are counted twice: a bug in rolltap."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,8 +9,8 @@ from typing import Any, Self
 
 import pyarrow as pa
 
+from rolltap.addons.errors import RunError
 from rolltap.addons.store.digest import DIGEST
-from rolltap.addons.store.errors import RunError
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import CALL_SCHEMA, SESSION_SCHEMA, Call, Session, VersionSpan
 from rolltap.addons.store.segment import SegmentReader, rows_of_session

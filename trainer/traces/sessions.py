@@ -5,14 +5,15 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from rolltap.addons.errors import LedgerError
 from rolltap.addons.store.records import CallRole
 from rolltap.trainer.traces.build import TRAINED_ROLES, GroupReward, Strategy, Trace, TraceBatch, build_traces
-from rolltap.trainer.traces.ledger import Ledger, LedgerError
+from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import RecordedSession, iter_sessions
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class TraceOptions:
     """Which traces to build: the arguments of `build_traces`."""
 
     strategy: Strategy = "prefix_merging"
@@ -70,7 +71,7 @@ class Totals:
             self.reward_sum += traced.reward
 
 
-def trace_session(recorded: RecordedSession, selection: Selection) -> TracedSession:
+def trace_session(recorded: RecordedSession, options: TraceOptions) -> TracedSession:
     """Build the traces of a session. Those of a session without a row have no labels.
 
     Raises `LedgerError` when the ledger does not have every sampled token of the session.
@@ -78,7 +79,7 @@ def trace_session(recorded: RecordedSession, selection: Selection) -> TracedSess
     calls, session = recorded.calls, recorded.session
     sampled = sum(len(call.completion_ids) for call in calls)
     try:
-        traces, ledger = build_traces(calls, selection.strategy, roles=selection.roles, max_tokens=selection.max_tokens)
+        traces, ledger = build_traces(calls, options.strategy, roles=options.roles, max_tokens=options.max_tokens)
         if ledger.sampled != sampled:
             raise LedgerError(f"the calls hold {sampled} sampled tokens, the ledger says {ledger.sampled}")
     except LedgerError as error:
@@ -90,18 +91,18 @@ def trace_session(recorded: RecordedSession, selection: Selection) -> TracedSess
     return TracedSession(recorded=recorded, traces=traces, ledger=ledger)
 
 
-def iter_traces(run: Path, selection: Selection, sessions: Collection[str] | None = None) -> Iterator[TracedSession]:
+def iter_traces(run: Path, options: TraceOptions, sessions: Collection[str] | None = None) -> Iterator[TracedSession]:
     """Every session of a run with its traces, one at a time; with `sessions`, only those of these session ids.
 
     Raises `RunError` when the folder cannot be read, and `LedgerError`.
     """
-    return (trace_session(recorded, selection) for recorded in iter_sessions(run, sessions))
+    return (trace_session(recorded, options) for recorded in iter_sessions(run, sessions))
 
 
-def load_batch(run: Path, sessions: Collection[str], selection: Selection) -> tuple[TraceBatch, Ledger]:
+def load_batch(run: Path, sessions: Collection[str], options: TraceOptions) -> tuple[TraceBatch, Ledger]:
     """The batch of these session ids, and the ledger of all their tokens. Raises as `iter_traces`."""
     batch, ledger = TraceBatch(traces=[], rewards={}), Ledger()
-    for traced in iter_traces(run, selection, sessions):
+    for traced in iter_traces(run, options, sessions):
         traced = traced.rewarded()
         ledger += traced.ledger
         batch.traces += traced.traces

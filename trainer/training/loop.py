@@ -21,11 +21,11 @@ from transformers import PrinterCallback, set_seed
 from transformers.utils import logging as transformers_logging
 from trl import GRPOConfig
 
+from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import Session
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.publish import CheckpointPublisher, LoraPublisher, Publisher
-from rolltap.trainer.errors import UserError
 from rolltap.trainer.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.progress import progress_bar
 from rolltap.trainer.rollouts.harness import load_harness, require_program
@@ -33,7 +33,7 @@ from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.scheduler import Plan, rollout
 from rolltap.trainer.rollouts.task import Task, load_tasks
 from rolltap.trainer.traces.build import TraceBatch
-from rolltap.trainer.traces.sessions import Selection, load_batch
+from rolltap.trainer.traces.sessions import TraceOptions, load_batch
 from rolltap.trainer.training.recipe import FINISHED, Recipe
 
 CHECKPOINTS = "checkpoints"
@@ -42,13 +42,13 @@ CHECKPOINTS = "checkpoints"
 def train(recipe: Recipe, *, engine: str, run: Path, seed: int, console: Console) -> None:
     """Run a recipe from start to end, or from the last checkpoint in `run`.
 
-    `engine` is the URL of a vLLM server that serves the recipe's model. Raises `UserError`.
+    `engine` is the URL of a vLLM server that serves the recipe's model. Raises `InputError`.
     """
     tasks = load_tasks(recipe.tasks)
     harness = load_harness(recipe.harness)
     require_program(harness.program, harness.install)
     if "," in engine:
-        raise UserError(f"--engine {engine}: weights are published to one engine only, give one URL")
+        raise InputError(f"--engine {engine}: weights are published to one engine only, give one URL")
     EngineAdmin(engine).require_endpoints()
     args = training_arguments(recipe, run, seed, tasks)
     plan = Plan(harness, recipe.sessions_per_group, recipe.concurrency, recipe.session_timeout)
@@ -58,8 +58,8 @@ def train(recipe: Recipe, *, engine: str, run: Path, seed: int, console: Console
         RunWriter(run) as writer,
     ):
         publisher = _publisher(recipe, engine, run)
-        selection = Selection(recipe.strategy, recipe.roles, recipe.max_tokens)
-        source = OnlineTraces(plan, recorder, writer, publisher, selection, {t.id: t for t in tasks}, console)
+        trace_options = TraceOptions(recipe.strategy, recipe.roles, recipe.max_tokens)
+        source = OnlineTraces(plan, recorder, writer, publisher, trace_options, {t.id: t for t in tasks}, console)
         set_seed(seed)
         transformers_logging.disable_progress_bar()  # one for every published checkpoint
         trainer = TraceGRPOTrainer(
@@ -89,7 +89,7 @@ class OnlineTraces:
         recorder: Recorder,
         writer: RunWriter,
         publisher: Publisher,
-        selection: Selection,
+        trace_options: TraceOptions,
         tasks: dict[str, Task],
         console: Console,
     ) -> None:
@@ -97,7 +97,7 @@ class OnlineTraces:
         self._plan = plan
         self._recorder = recorder
         self._publisher = publisher
-        self._selection = selection
+        self._trace_options = trace_options
         self._tasks = tasks
         self._console = console
         self._writer = writer
@@ -109,7 +109,7 @@ class OnlineTraces:
         self._publisher.publish(self.trainer.model, str(step))
         published = time.monotonic()
         sessions = self._rollout([self._tasks[row["task_id"]] for row in rows], str(step))
-        batch, ledger = load_batch(self._recorder.run, {s.session_id for s in sessions}, self._selection)
+        batch, ledger = load_batch(self._recorder.run, {s.session_id for s in sessions}, self._trace_options)
         mean = f"{fmean(labelled.reward for labelled in batch.rewards.values()):.3f}" if batch.rewards else "none"
         self._console.print(
             f"step {step + 1}/{self.trainer.args.max_steps}  reward [bold]{mean}[/]  "
@@ -129,15 +129,15 @@ class OnlineTraces:
 def sampling(recipe: Recipe) -> dict[str, Any]:
     """The recorder's sampling parameters: the recipe's own, and the temperature that the trainer divides logits by.
 
-    Raises `UserError` when the two disagree.
+    Raises `InputError` when the two disagree.
     """
     try:
         own: dict[str, Any] = json.loads(recipe.recorder.get("rolltap_sampling", "{}"))
     except ValueError as error:
-        raise UserError(f"recorder.rolltap_sampling is not JSON: {error}") from error
+        raise InputError(f"recorder.rolltap_sampling is not JSON: {error}") from error
     temperature = recipe.grpo.get("temperature", 1.0)
     if own.get("temperature", temperature) != temperature:
-        raise UserError(
+        raise InputError(
             f"recorder.rolltap_sampling samples at temperature {own['temperature']}, but grpo.temperature is "
             f"{temperature}: the trainer would divide the logits by another number than the engine"
         )
@@ -148,12 +148,12 @@ _OURS = ("output_dir", "max_steps", "seed", "num_generations", "save_strategy", 
 
 
 def training_arguments(recipe: Recipe, run: Path, seed: int, tasks: Sequence[Task]) -> GRPOConfig:
-    """TRL's arguments: the recipe's, with what the loop decides. Raises `UserError` for what TRL refuses."""
+    """TRL's arguments: the recipe's, with what the loop decides. Raises `InputError` for what TRL refuses."""
     for key in _OURS:
         if key in recipe.grpo:
-            raise UserError(f"grpo.{key} follows from the recipe's own keys: remove it")
+            raise InputError(f"grpo.{key} follows from the recipe's own keys: remove it")
     if recipe.groups_per_step > len(tasks):
-        raise UserError(f"groups_per_step is {recipe.groups_per_step}, but {recipe.tasks} has {len(tasks)} tasks")
+        raise InputError(f"groups_per_step is {recipe.groups_per_step}, but {recipe.tasks} has {len(tasks)} tasks")
     cuda = torch.cuda.is_available()
     defaults = {
         "bf16": cuda,
@@ -177,7 +177,7 @@ def training_arguments(recipe: Recipe, run: Path, seed: int, tasks: Sequence[Tas
             save_steps=recipe.save_steps * recipe.grpo.get("num_iterations", 1),
         )
     except (TypeError, ValueError) as error:
-        raise UserError(f"the recipe's [grpo] table: {error}") from error
+        raise InputError(f"the recipe's [grpo] table: {error}") from error
 
 
 def last_checkpoint(folder: Path) -> Path | None:

@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import CallRole
-from rolltap.trainer.errors import UserError
 from rolltap.trainer.settings import load_toml
 from rolltap.trainer.traces.build import TRAINED_ROLES, Strategy
 
@@ -55,10 +55,10 @@ class Recipe(BaseModel):
 
 
 def load_recipe(path: Path) -> Recipe:
-    """The recipe in a TOML file, its paths made absolute. Raises `UserError`."""
+    """The recipe in a TOML file, its paths made absolute. Raises `InputError`."""
     recipe = load_toml(path, Recipe)
     if recipe.publish == "lora" and not recipe.lora:
-        raise UserError(f'{path}: publish = "lora" needs a [lora] table; publish = "checkpoint" trains without one')
+        raise InputError(f'{path}: publish = "lora" needs a [lora] table; publish = "checkpoint" trains without one')
     paths: dict[str, Any] = {name: (path.parent / getattr(recipe, name)).resolve() for name in ("model", "tasks")}
     if recipe.harness.endswith(".toml"):
         paths["harness"] = str((path.parent / recipe.harness).resolve())

@@ -21,10 +21,10 @@ from rich.text import Text
 
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
+from rolltap.addons.errors import InputError
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call, CallKind, find_violation
 from rolltap.trainer.engine.admin import EngineAdmin, Models
-from rolltap.trainer.errors import UserError
 from rolltap.trainer.progress import Advance
 from rolltap.trainer.traces.reader import iter_sessions
 
@@ -93,7 +93,7 @@ class Report:
 def check_run(run: Path, engine_url: str, *, sample: int, seed: int, threshold: float, advance: Advance) -> Report:
     """Score up to `sample` calls of a run again.
 
-    Raises `RunError` when the folder cannot be read, and `UserError` when the engine does not answer as it should or
+    Raises `RunError` when the folder cannot be read, and `InputError` when the engine does not answer as it should or
     no call of the run can be compared.
     """
     recorded_model = str(read_metadata(run).get("model", ""))
@@ -111,7 +111,7 @@ def check_run(run: Path, engine_url: str, *, sample: int, seed: int, threshold: 
     if not comparable:
         why = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "it holds none"
         serves = ", ".join(f"{version} (as {name})" for version, name in names.items())
-        raise UserError(f"no call of {run} can be compared: {why}; the engine serves the weights {serves}")
+        raise InputError(f"no call of {run} can be compared: {why}; the engine serves the weights {serves}")
     chosen = choose(comparable, sample, seed)
     scores: list[Score] = []
     for session in iter_sessions(run, {session_id for _, session_id, _ in chosen}):
@@ -126,7 +126,7 @@ def check_run(run: Path, engine_url: str, *, sample: int, seed: int, threshold: 
 
 def weight_names(engine: EngineAdmin, models: Models, run: Path) -> dict[str, str]:
     """Weight version -> the model name by which the engine serves these weights: its base model's, and those of the
-    adapter that the run's `policy.json` names if it is loaded. Raises `UserError`."""
+    adapter that the run's `policy.json` names if it is loaded. Raises `InputError`."""
     names = {engine.weight_version(): models.base}
     policy = PolicyFile(run).read()
     if policy.model is not None and policy.model in models.adapters:

@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import Call, Session
 from rolltap.addons.store.tables import read_batches
-from rolltap.trainer.errors import UserError
 from rolltap.trainer.traces.build import judge_calls
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import RecordedSession, iter_sessions
-from rolltap.trainer.traces.sessions import Selection, trace_session
+from rolltap.trainer.traces.sessions import TraceOptions, trace_session
 from rolltap.trainer.traces.shared_prefixes import common_length
 from rolltap.trainer.traces.tokens import pack
 from rolltap.trainer.traces.tree import start_order
@@ -65,7 +65,7 @@ class SessionView:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class Divergence:
     """The place where a prompt stops to agree with what was recorded of its session before."""
 
     call_id: str
@@ -91,7 +91,7 @@ class CallView:
     """Names of the tools shown to the model; None when they are the parent's."""
     left_out: str | None
     """Why its sampled tokens are not trained, None when they are."""
-    difference: Difference | None
+    difference: Divergence | None
     """For a `rendered` call, if an earlier call of its session was completed."""
 
     def to_json(self) -> dict[str, Any]:
@@ -111,20 +111,20 @@ def json_values(value: Any) -> Any:
 
 
 def find_id(prefix: str, ids: Collection[str], what: str, where: str) -> str:
-    """The id that is `prefix` or the only one that begins with it. Raises `UserError` naming those that are near."""
+    """The id that is `prefix` or the only one that begins with it. Raises `InputError` naming those that are near."""
     if prefix in ids:
         return prefix
     found = sorted(known for known in ids if known.startswith(prefix))
     if len(found) == 1:
         return found[0]
     if found:
-        raise UserError(f"{len(found)} {what}s of {where} begin with {prefix!r}: {_some(found)}")
+        raise InputError(f"{len(found)} {what}s of {where} begin with {prefix!r}: {_some(found)}")
     near = difflib.get_close_matches(prefix, sorted(ids), n=NEAR, cutoff=0.0)
-    raise UserError(f"{where} has no {what} {prefix!r}" + (f", only {_some(near, len(ids))}" if near else ""))
+    raise InputError(f"{where} has no {what} {prefix!r}" + (f", only {_some(near, len(ids))}" if near else ""))
 
 
 def find_session(run: Path, prefix: str) -> RecordedSession:
-    """A session of a run, recorded or with calls alone, by its id or the beginning of it. Raises `UserError`."""
+    """A session of a run, recorded or with calls alone, by its id or the beginning of it. Raises `InputError`."""
     ids = set()
     for table in ("sessions", "calls"):
         for batch in read_batches(run, table):
@@ -135,10 +135,10 @@ def find_session(run: Path, prefix: str) -> RecordedSession:
 def view_session(run: Path, prefix: str) -> SessionView:
     """A session of a run by its id or the beginning of it.
 
-    Raises `UserError` for an unknown id, `RunError` when the folder cannot be read and `LedgerError`.
+    Raises `InputError` for an unknown id, `RunError` when the folder cannot be read and `LedgerError`.
     """
     recorded = find_session(run, prefix)
-    ledger = trace_session(recorded, Selection()).rewarded().ledger
+    ledger = trace_session(recorded, TraceOptions()).rewarded().ledger
     return SessionView(recorded.session_id, recorded.session, branches(recorded.calls), ledger)
 
 
@@ -151,7 +151,7 @@ def view_call(run: Path, session: str, prefix: str) -> CallView:
     if call.tools is not None:
         tools = [str(tool.get("function", tool).get("name")) for tool in json.loads(call.tools)]
     left_out = judge_calls(recorded.calls)[1][recorded.calls.index(call)]
-    difference = first_difference(call, recorded.calls) if call.kind == "rendered" else None
+    difference = find_divergence(call, recorded.calls) if call.kind == "rendered" else None
     return CallView(call, json.loads(call.messages), tools, left_out, difference)
 
 
@@ -191,7 +191,7 @@ def first_words(call: Call) -> str:
     return line if len(line) <= FIRST_WORDS else line[: FIRST_WORDS - 1] + "…"
 
 
-def first_difference(call: Call, calls: Sequence[Call]) -> Difference | None:
+def find_divergence(call: Call, calls: Sequence[Call]) -> Divergence | None:
     """The place where the prompt of `call` leaves the tokens of the completed calls that started before it, or None.
 
     Among calls with equally long common beginnings it is the last one.
@@ -203,7 +203,7 @@ def first_difference(call: Call, calls: Sequence[Call]) -> Difference | None:
     lengths = [common_length(prompt, pack(e.prompt_ids) + pack(e.completion_ids)) for e in earlier]
     position = max(lengths)
     best = max(i for i, length in enumerate(lengths) if length == position)
-    return Difference(
+    return Divergence(
         call_id=earlier[best].call_id,
         position=position,
         common=list(call.prompt_ids[max(position - BEFORE, 0) : position]),

@@ -18,7 +18,7 @@ from rich.text import Text
 from rolltap.addons.store.records import Call, Session
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import SessionIndex
-from rolltap.trainer.traces.sessions import Selection, TracedSession, iter_traces
+from rolltap.trainer.traces.sessions import TracedSession, TraceOptions, iter_traces
 
 MOST_SESSIONS = 50
 """Rows of the table of sessions."""
@@ -86,7 +86,7 @@ def summarize(run: Path) -> Summary:
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     interrupted = 0
     with SessionIndex(run, "events") as index:
-        for traced in iter_traces(run, Selection()):
+        for traced in iter_traces(run, TraceOptions()):
             session, calls = traced.recorded.session, traced.recorded.calls
             row = _session_row(traced.rewarded())
             rows.append((session.started_at if session else calls[0].started_at, row))

@@ -14,7 +14,7 @@ from rich.tree import Tree
 
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call
-from rolltap.trainer.views.inspect import Branch, CallView, Difference, SessionView
+from rolltap.trainer.views.inspect import Branch, CallView, Divergence, SessionView
 from rolltap.trainer.views.report import print_ledger
 
 Decoder = Callable[[list[int]], str]
@@ -156,7 +156,7 @@ def _facts(view: CallView) -> Table:
     return table
 
 
-def _difference(difference: Difference, decode: Decoder | None) -> Text:
+def _difference(difference: Divergence, decode: Decoder | None) -> Text:
     def written(ids: list[int]) -> str:
         # quoted, so that white space is seen
         return f"{ids} {json.dumps(decode(ids), ensure_ascii=False) if decode and ids else ''}\n"

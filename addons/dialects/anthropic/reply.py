@@ -8,8 +8,8 @@ from rolltap.addons.dialects.tools import as_object
 from rolltap.addons.dialects.types import (
     ContextOverflow,
     DialectError,
-    Head,
     Reply,
+    ReplyContext,
     ServedModel,
     Usage,
     dump_json,
@@ -30,16 +30,16 @@ _ERROR_TYPES = {
 }
 
 
-def encode_reply(head: Head, reply: Reply, usage: Usage) -> bytes:
+def encode_reply(context: ReplyContext, reply: Reply, usage: Usage) -> bytes:
     """The body of a reply to a request that did not ask for a stream."""
     content: list[dict[str, Any]] = []
     if reply.reasoning:
-        content.append({"type": "thinking", "thinking": reply.reasoning, "signature": sign(head.call_id)})
+        content.append({"type": "thinking", "thinking": reply.reasoning, "signature": sign(context.call_id)})
     if reply.content:
         content.append({"type": "text", "text": reply.content})
     for call in reply.tool_calls:
         content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": as_object(call.arguments)})
-    return dump_json({**first_fields(head), "content": content, **stop_fields(reply), "usage": usage_counts(usage)})
+    return dump_json({**first_fields(context), "content": content, **stop_fields(reply), "usage": usage_counts(usage)})
 
 
 def encode_error(error: DialectError) -> bytes:
@@ -76,13 +76,13 @@ def _model(name: str, context: int, created: int) -> dict[str, Any]:
     }
 
 
-def first_fields(head: Head) -> dict[str, Any]:
+def first_fields(context: ReplyContext) -> dict[str, Any]:
     """The fields that a message begins with."""
     return {
-        "id": f"msg_{head.call_id}",
+        "id": f"msg_{context.call_id}",
         "type": "message",
         "role": "assistant",
-        "model": head.model_call.model,
+        "model": context.model_call.model,
     }
 
 

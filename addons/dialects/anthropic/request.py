@@ -43,9 +43,9 @@ def decode(body: bytes, target: str) -> ModelCall:
         max_tokens=None if counting else request.positive_integer("max_tokens"),
         stop=request.texts("stop_sequences"),
         schema=form.maybe("schema", dict) if form["type"] == "json_schema" else None,
-        asked=request.chosen(_WISHES),
+        requested_sampling=request.chosen(_WISHES),
         hosted_tools=hosted,
-        hints=metadata.hints("user_id") | diagnostics.hints("previous_message_id"),
+        client_metadata=metadata.texts_by_place("user_id") | diagnostics.texts_by_place("previous_message_id"),
         echo_rule=normal_arguments if is_claude_code(metadata.maybe("user_id", str)) else None,
     )
 

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from rolltap.addons.dialects.anthropic.reply import encode_error, first_fields, stop_fields, usage_counts
 from rolltap.addons.dialects.tools import as_object
-from rolltap.addons.dialects.types import DialectError, Head, Reply, Usage, dump_json, sign
+from rolltap.addons.dialects.types import DialectError, Reply, ReplyContext, Usage, dump_json, sign
 
 
 class StreamEncoder:
@@ -12,14 +12,14 @@ class StreamEncoder:
 
     content_type = "text/event-stream"
 
-    def __init__(self, head: Head) -> None:
-        self._head = head
+    def __init__(self, context: ReplyContext) -> None:
+        self._context = context
         self._index = 0  # of the open block, else of the next
         self._open: Literal["thinking", "text"] | None = None
 
     def start(self) -> bytes:
         """The message without content. Its usage is not known yet; the last counts are those that clients keep."""
-        fields = {**first_fields(self._head), "content": [], "stop_reason": None, "stop_sequence": None}
+        fields = {**first_fields(self._context), "content": [], "stop_reason": None, "stop_sequence": None}
         return _event("message_start", message={**fields, "usage": usage_counts(Usage(0, 0))})
 
     def delta(self, reasoning: str, content: str) -> bytes:
@@ -62,7 +62,7 @@ class StreamEncoder:
     def _close(self) -> bytes:
         events = b""
         if self._open == "thinking":
-            events += self._block_delta({"type": "signature_delta", "signature": sign(self._head.call_id)})
+            events += self._block_delta({"type": "signature_delta", "signature": sign(self._context.call_id)})
         if self._open:
             events += self._block_stop()
         self._open = None

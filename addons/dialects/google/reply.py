@@ -8,8 +8,8 @@ from rolltap.addons.dialects.tools import as_object, wrapped
 from rolltap.addons.dialects.types import (
     ContextOverflow,
     DialectError,
-    Head,
     Reply,
+    ReplyContext,
     ServedModel,
     Usage,
     dump_json,
@@ -32,14 +32,14 @@ _STATUS = {
 }
 
 
-def encode_reply(head: Head, reply: Reply, usage: Usage) -> bytes:
+def encode_reply(context: ReplyContext, reply: Reply, usage: Usage) -> bytes:
     """The body of a reply to a request that did not ask for a stream."""
     parts = text_parts(reply.reasoning, reply.content)
     if reply.content and not reply.tool_calls:
-        parts[-1]["thoughtSignature"] = sign(head.call_id)
+        parts[-1]["thoughtSignature"] = sign(context.call_id)
     else:
-        parts += last_parts(head, reply)
-    return dump_json(response(head, parts, reply, usage))
+        parts += last_parts(context, reply)
+    return dump_json(response(context, parts, reply, usage))
 
 
 def encode_error(error: DialectError) -> bytes:
@@ -79,7 +79,7 @@ def _model(name: str, context: int) -> dict[str, Any]:
 
 
 def response(
-    head: Head, parts: list[dict[str, Any]], reply: Reply | None = None, usage: Usage | None = None
+    context: ReplyContext, parts: list[dict[str, Any]], reply: Reply | None = None, usage: Usage | None = None
 ) -> dict[str, Any]:
     """A `GenerateContentResponse`: a whole reply or the last chunk with `reply` and `usage`, else a chunk."""
     candidate: dict[str, Any] = {"content": {"role": "model", "parts": parts}}
@@ -94,7 +94,7 @@ def response(
             "totalTokenCount": usage.prompt + usage.completion,
             "cachedContentTokenCount": usage.cached,
         }
-    return chunk | {"modelVersion": head.model_call.model, "responseId": head.call_id}
+    return chunk | {"modelVersion": context.model_call.model, "responseId": context.call_id}
 
 
 def text_parts(reasoning: str, content: str) -> list[dict[str, Any]]:
@@ -103,13 +103,13 @@ def text_parts(reasoning: str, content: str) -> list[dict[str, Any]]:
     return thought + ([{"text": content}] if content else [])
 
 
-def last_parts(head: Head, reply: Reply) -> list[dict[str, Any]]:
+def last_parts(context: ReplyContext, reply: Reply) -> list[dict[str, Any]]:
     """The parts after the reply's text: the calls, or an empty text; the first of them carries the signature."""
     parts: list[dict[str, Any]] = [
         {"functionCall": {"id": call.id, "name": call.name, "args": _args(call.arguments)}} for call in reply.tool_calls
     ]
     parts = parts or [{"text": ""}]
-    parts[0]["thoughtSignature"] = sign(head.call_id)
+    parts[0]["thoughtSignature"] = sign(context.call_id)
     return parts
 
 

@@ -47,7 +47,7 @@ def decode(body: bytes, target: str) -> ModelCall:
         stream=match["method"] == "streamGenerateContent",
         max_tokens=config.optional("maxOutputTokens", Fields.positive_integer),
         stop=config.texts("stopSequences"),
-        asked={field: value for field, value in config.values.items() if field not in _READ}
+        requested_sampling={field: value for field, value in config.values.items() if field not in _READ}
         | request.chosen(("toolConfig", "safetySettings")),
     )
     if config["responseMimeType"] == "application/json":

@@ -5,14 +5,14 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from rolltap.addons.dialects.google.reply import encode_error, last_parts, response, text_parts
-from rolltap.addons.dialects.types import DialectError, Head, Reply, Usage, dump_json
+from rolltap.addons.dialects.types import DialectError, Reply, ReplyContext, Usage, dump_json
 
 
-def stream_encoder(head: Head) -> "EventStreamEncoder":
+def stream_encoder(context: ReplyContext) -> "EventStreamEncoder":
     """The encoder of a streamed reply: server-sent events if the query asks for them, else a JSON array."""
-    query = parse_qs(head.target.partition("?")[2])
+    query = parse_qs(context.target.partition("?")[2])
     wanted = query.get("alt", query.get("$alt"))
-    return EventStreamEncoder(head) if wanted == ["sse"] else ArrayStreamEncoder(head)
+    return EventStreamEncoder(context) if wanted == ["sse"] else ArrayStreamEncoder(context)
 
 
 class EventStreamEncoder:
@@ -20,8 +20,8 @@ class EventStreamEncoder:
 
     content_type = "text/event-stream"
 
-    def __init__(self, head: Head) -> None:
-        self._head = head
+    def __init__(self, context: ReplyContext) -> None:
+        self._context = context
 
     def start(self) -> bytes:
         """Nothing: clients take each event for a chunk of the reply."""
@@ -29,7 +29,7 @@ class EventStreamEncoder:
 
     def delta(self, reasoning: str, content: str) -> bytes:
         """New text, reasoning before content."""
-        return self._chunk(response(self._head, text_parts(reasoning, content)))
+        return self._chunk(response(self._context, text_parts(reasoning, content)))
 
     def keep_alive(self) -> bytes:
         """A blank line, because Gemini CLI's parser takes no comments."""
@@ -37,7 +37,7 @@ class EventStreamEncoder:
 
     def finish(self, reply: Reply, usage: Usage) -> bytes:
         """The chunk that ends the stream."""
-        return self._chunk(response(self._head, last_parts(self._head, reply), reply, usage))
+        return self._chunk(response(self._context, last_parts(self._context, reply), reply, usage))
 
     def error(self, error: DialectError) -> bytes:
         """The chunk for a failure after the stream began."""

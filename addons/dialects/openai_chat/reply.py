@@ -4,18 +4,18 @@ from typing import Any
 from urllib.parse import unquote
 
 from rolltap.addons.dialects.tools import freeform_input
-from rolltap.addons.dialects.types import Head, Reply, ServedModel, Usage, dump_json
+from rolltap.addons.dialects.types import Reply, ReplyContext, ServedModel, Usage, dump_json
 
 
-def encode_reply(head: Head, reply: Reply, usage: Usage) -> bytes:
+def encode_reply(context: ReplyContext, reply: Reply, usage: Usage) -> bytes:
     """The body of a reply to a request that did not ask for a stream."""
     message = reply.to_message()
     if reply.tool_calls:
-        message["tool_calls"] = wire_calls(head, reply)
+        message["tool_calls"] = wire_calls(context, reply)
         message["content"] = message["content"] or None
     return dump_json(
         {
-            **first_fields(head, "chat.completion"),
+            **first_fields(context, "chat.completion"),
             "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": reply.finish_reason}],
             "usage": usage_counts(usage),
         }
@@ -40,21 +40,21 @@ def _model(name: str, context: int, created: int) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": created, "owned_by": "rolltap", "max_model_len": context}
 
 
-def first_fields(head: Head, kind: str) -> dict[str, Any]:
+def first_fields(context: ReplyContext, kind: str) -> dict[str, Any]:
     """The fields that a reply and each chunk of a stream begin with."""
     return {
-        "id": f"chatcmpl-{head.call_id}",
+        "id": f"chatcmpl-{context.call_id}",
         "object": kind,
-        "created": head.created,
-        "model": head.model_call.model,
+        "created": context.created,
+        "model": context.model_call.model,
     }
 
 
-def wire_calls(head: Head, reply: Reply) -> list[dict[str, Any]]:
+def wire_calls(context: ReplyContext, reply: Reply) -> list[dict[str, Any]]:
     """The reply's tool calls in the forms of the request's tools."""
     calls: list[dict[str, Any]] = []
     for call in reply.tool_calls:
-        if call.name in head.model_call.wire_tools:
+        if call.name in context.model_call.wire_tools:
             custom = {"name": call.name, "input": freeform_input(call.arguments)}
             calls.append({"id": call.id, "type": "custom", "custom": custom})
         else:

@@ -56,8 +56,8 @@ def decode(body: bytes, target: str) -> ModelCall:
         max_tokens=request.optional(limit, Fields.positive_integer),
         stop=request.texts("stop"),
         schema=wanted_schema(form, form.inner("json_schema")),
-        asked=request.chosen(_WISHES),
-        hints=metadata.hints(*metadata.values),
+        requested_sampling=request.chosen(_WISHES),
+        client_metadata=metadata.texts_by_place(*metadata.values),
     )
     for tool in request.objects("tools"):
         _read_tool(tool, model_call)

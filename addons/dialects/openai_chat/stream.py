@@ -5,7 +5,7 @@ from typing import Any
 
 from rolltap.addons.dialects.openai import encode_error
 from rolltap.addons.dialects.openai_chat.reply import first_fields, usage_counts, wire_calls
-from rolltap.addons.dialects.types import DialectError, Head, Reply, Usage, dump_json
+from rolltap.addons.dialects.types import DialectError, Reply, ReplyContext, Usage, dump_json
 
 
 class StreamEncoder:
@@ -13,9 +13,9 @@ class StreamEncoder:
 
     content_type = "text/event-stream"
 
-    def __init__(self, head: Head) -> None:
-        self._head = head
-        self._fields = first_fields(head, "chat.completion.chunk")
+    def __init__(self, context: ReplyContext) -> None:
+        self._context = context
+        self._fields = first_fields(context, "chat.completion.chunk")
 
     def start(self) -> bytes:
         """The first event."""
@@ -37,10 +37,10 @@ class StreamEncoder:
     def finish(self, reply: Reply, usage: Usage) -> bytes:
         """The tool calls and the events that end the stream."""
         events = b""
-        for i, call in enumerate(wire_calls(self._head, reply)):
+        for i, call in enumerate(wire_calls(self._context, reply)):
             events += self._chunk({"tool_calls": [{"index": i, **call}]})
         events += self._chunk({}, reply.finish_reason)
-        if self._head.model_call.include_usage:
+        if self._context.model_call.include_usage:
             events += _event({**self._fields, "choices": [], "usage": usage_counts(usage)})
         return events + b"data: [DONE]\n\n"
 

@@ -8,7 +8,7 @@ summary, since nothing is stored. It is only text: who forges it has written a u
 import base64
 import binascii
 
-from rolltap.addons.dialects.types import Head, ModelCall, well_formed
+from rolltap.addons.dialects.types import ModelCall, ReplyContext, well_formed
 
 _HINT, _TRIGGER = "compaction", "trigger"
 _MARK = "rolltap-summary:"
@@ -23,12 +23,12 @@ _HEADING = "Summary of the conversation so far:\n\n"
 def ask_for_summary(model_call: ModelCall) -> None:
     """Adds what the trigger item says to the model."""
     model_call.messages.append({"role": "user", "content": _REQUEST})
-    model_call.hints[_HINT] = _TRIGGER
+    model_call.client_metadata[_HINT] = _TRIGGER
 
 
-def is_compaction(head: Head) -> bool:
+def is_compaction(context: ReplyContext) -> bool:
     """Whether the reply is to be a compaction item."""
-    return head.model_call.hints.get(_HINT) == _TRIGGER
+    return context.model_call.client_metadata.get(_HINT) == _TRIGGER
 
 
 def seal(summary: str) -> str:

@@ -5,12 +5,12 @@ from typing import Any
 from rolltap.addons.dialects.openai_responses.codex_catalogue import catalogue
 from rolltap.addons.dialects.openai_responses.compaction import is_compaction, seal
 from rolltap.addons.dialects.tools import freeform_input
-from rolltap.addons.dialects.types import Head, Reply, ServedModel, ToolCall, Usage, WireTool, dump_json, sign
+from rolltap.addons.dialects.types import Reply, ReplyContext, ServedModel, ToolCall, Usage, WireTool, dump_json, sign
 
 
-def encode_reply(head: Head, reply: Reply, usage: Usage) -> bytes:
+def encode_reply(context: ReplyContext, reply: Reply, usage: Usage) -> bytes:
     """The body of a reply to a request that did not ask for a stream."""
-    return dump_json(response(head, **ending(reply, usage), output=output_items(head, reply)))
+    return dump_json(response(context, **ending(reply, usage), output=output_items(context, reply)))
 
 
 def encode_token_count(tokens: int) -> bytes:
@@ -24,7 +24,7 @@ def encode_models(target: str, models: list[ServedModel], created: int) -> bytes
 
 
 def response(
-    head: Head,
+    context: ReplyContext,
     *,
     status: str,
     output: list[dict[str, Any]],
@@ -34,11 +34,11 @@ def response(
 ) -> dict[str, Any]:
     """The response object. It repeats what was asked for, but for `instructions` and `tools`: they are long, every
     response event of a stream would carry them, and no client reads them there."""
-    model_call = head.model_call
+    model_call = context.model_call
     return {
-        "id": f"resp_{head.call_id}",
+        "id": f"resp_{context.call_id}",
         "object": "response",
-        "created_at": head.created,
+        "created_at": context.created,
         "status": status,
         "error": error,
         "incomplete_details": incomplete_details,
@@ -47,13 +47,13 @@ def response(
         "metadata": {},
         "model": model_call.model,
         "output": output,
-        "parallel_tool_calls": model_call.asked.get("parallel_tool_calls", True),
+        "parallel_tool_calls": model_call.requested_sampling.get("parallel_tool_calls", True),
         "previous_response_id": None,
         "store": False,
-        "temperature": model_call.asked.get("temperature"),
-        "tool_choice": model_call.asked.get("tool_choice", "auto"),
+        "temperature": model_call.requested_sampling.get("temperature"),
+        "tool_choice": model_call.requested_sampling.get("tool_choice", "auto"),
         "tools": [],
-        "top_p": model_call.asked.get("top_p"),
+        "top_p": model_call.requested_sampling.get("top_p"),
         "usage": usage,
     }
 
@@ -74,35 +74,35 @@ def ending(reply: Reply, usage: Usage) -> dict[str, Any]:
     }
 
 
-def output_items(head: Head, reply: Reply) -> list[dict[str, Any]]:
+def output_items(context: ReplyContext, reply: Reply) -> list[dict[str, Any]]:
     """The items of a reply in the order in which it was sampled: reasoning, text, tool calls."""
-    if is_compaction(head):
-        return [{"id": item_id(head, "cmp", 0), "type": "compaction", "encrypted_content": seal(reply.content)}]
+    if is_compaction(context):
+        return [{"id": item_id(context, "cmp", 0), "type": "compaction", "encrypted_content": seal(reply.content)}]
     items: list[dict[str, Any]] = []
     if reply.reasoning:
-        items.append(reasoning_item(head, reply.reasoning))
+        items.append(reasoning_item(context, reply.reasoning))
     if reply.content or not reply.tool_calls:
         status = "incomplete" if reply.finish_reason == "length" else "completed"
-        items.append(message_item(head, len(items), reply.content, status))
+        items.append(message_item(context, len(items), reply.content, status))
     for call in reply.tool_calls:
-        items.append(_call_item(head, len(items), call))
+        items.append(_call_item(context, len(items), call))
     return items
 
 
-def reasoning_item(head: Head, text: str) -> dict[str, Any]:
+def reasoning_item(context: ReplyContext, text: str) -> dict[str, Any]:
     """The reasoning, which is always the first item."""
     return {
-        "id": item_id(head, "rs", 0),
+        "id": item_id(context, "rs", 0),
         "type": "reasoning",
         "summary": [{"type": "summary_text", "text": text}],
-        "encrypted_content": sign(head.call_id),
+        "encrypted_content": sign(context.call_id),
     }
 
 
-def message_item(head: Head, index: int, text: str, status: str) -> dict[str, Any]:
+def message_item(context: ReplyContext, index: int, text: str, status: str) -> dict[str, Any]:
     """The reply's text."""
     return {
-        "id": item_id(head, "msg", index),
+        "id": item_id(context, "msg", index),
         "type": "message",
         "role": "assistant",
         "status": status,
@@ -110,21 +110,21 @@ def message_item(head: Head, index: int, text: str, status: str) -> dict[str, An
     }
 
 
-def item_id(head: Head, prefix: str, index: int) -> str:
+def item_id(context: ReplyContext, prefix: str, index: int) -> str:
     """The id of the item at `index` of the output."""
-    return f"{prefix}_{head.call_id}_{index}"
+    return f"{prefix}_{context.call_id}_{index}"
 
 
-def _call_item(head: Head, index: int, call: ToolCall) -> dict[str, Any]:
-    wire = head.model_call.wire_tools.get(call.name, WireTool(call.name))
+def _call_item(context: ReplyContext, index: int, call: ToolCall) -> dict[str, Any]:
+    wire = context.model_call.wire_tools.get(call.name, WireTool(call.name))
     named = {"call_id": call.id, "name": wire.name}
     if wire.namespace is not None:
         named["namespace"] = wire.namespace
     if wire.freeform:
         text = freeform_input(call.arguments)
-        return {"id": item_id(head, "ctc", index), "type": "custom_tool_call", **named, "input": text}
+        return {"id": item_id(context, "ctc", index), "type": "custom_tool_call", **named, "input": text}
     return {
-        "id": item_id(head, "fc", index),
+        "id": item_id(context, "fc", index),
         "type": "function_call",
         **named,
         "arguments": call.arguments,

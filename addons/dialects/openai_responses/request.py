@@ -30,8 +30,8 @@ def decode(body: bytes, target: str) -> ModelCall:
         stream=request["stream"] is True,
         max_tokens=request.optional("max_output_tokens", Fields.positive_integer),
         schema=wanted_schema(form, form),
-        asked=request.chosen(_WISHES),
-        hints=metadata.hints(*metadata.values) | request.hints("prompt_cache_key"),
+        requested_sampling=request.chosen(_WISHES),
+        client_metadata=metadata.texts_by_place(*metadata.values) | request.texts_by_place("prompt_cache_key"),
     )
     names = ToolNames()
     read_tools(request, model_call, names)

@@ -9,7 +9,7 @@ from typing import Any
 
 from rolltap.addons.dialects.openai_responses.compaction import is_compaction
 from rolltap.addons.dialects.openai_responses.reply import ending, message_item, output_items, reasoning_item, response
-from rolltap.addons.dialects.types import ContextOverflow, DialectError, Head, Reply, Usage, dump_json
+from rolltap.addons.dialects.types import ContextOverflow, DialectError, Reply, ReplyContext, Usage, dump_json
 
 _Item = dict[str, Any]
 
@@ -53,8 +53,8 @@ class StreamEncoder:
 
     content_type = "text/event-stream"
 
-    def __init__(self, head: Head) -> None:
-        self._head = head
+    def __init__(self, context: ReplyContext) -> None:
+        self._context = context
         self._events = 0
         self._done: list[_Item] = []
         self._open: _Item | None = None
@@ -65,15 +65,15 @@ class StreamEncoder:
 
     def delta(self, reasoning: str, content: str) -> bytes:
         """New text, reasoning before content. A summary for compaction goes out whole, at the end."""
-        if is_compaction(self._head):
+        if is_compaction(self._context):
             return b""
         events = b""
         if reasoning and not self._done and not self._is_open("message"):
-            events += self._grow(reasoning_item(self._head, reasoning))
+            events += self._grow(reasoning_item(self._context, reasoning))
         if content:
             if self._is_open("reasoning"):
                 events += self._close()
-            events += self._grow(message_item(self._head, len(self._done), content, "in_progress"))
+            events += self._grow(message_item(self._context, len(self._done), content, "in_progress"))
         return events
 
     def keep_alive(self) -> bytes:
@@ -83,7 +83,7 @@ class StreamEncoder:
     def finish(self, reply: Reply, usage: Usage) -> bytes:
         """The rest of the items and the event that ends the stream."""
         events = b""
-        for item in output_items(self._head, reply)[len(self._done) :]:
+        for item in output_items(self._context, reply)[len(self._done) :]:
             if self._open is None:
                 events += self._grow(item)
             self._open = item
@@ -134,7 +134,7 @@ class StreamEncoder:
         return events
 
     def _response(self, kind: str, *, status: str, output: list[_Item] | None = None, **fields: Any) -> bytes:
-        return self._event(kind, response=response(self._head, status=status, output=output or [], **fields))
+        return self._event(kind, response=response(self._context, status=status, output=output or [], **fields))
 
     def _item_event(self, kind: str, **fields: Any) -> bytes:
         """An event of the open item."""

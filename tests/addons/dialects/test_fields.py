@@ -18,8 +18,8 @@ FIELDS = Fields(BODY, Wording("At {place}: {what}.", index="<{}>", name=str.uppe
         (Fields.texts, "texts", ["x", "y"]),
         (Fields.texts, "gone", []),
         (Fields.elements, "gone", []),
-        (Fields.hints, "a", {"A": "x"}),
-        (Fields.hints, "n", {}),
+        (Fields.client_metadata, "a", {"A": "x"}),
+        (Fields.client_metadata, "n", {}),
     ],
 )
 def test_a_field_is_read_as_what_it_must_be(read, key, value):

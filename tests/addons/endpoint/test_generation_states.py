@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from rolltap.addons.dialects.types import ModelCall, Reply
 from rolltap.addons.endpoint.exchange import KEEP_ALIVE_SECONDS, send_events
-from rolltap.addons.endpoint.generation import LINGER_SECONDS, Generation, Parts, State
-from rolltap.addons.engine.client import Chunk, EngineError
+from rolltap.addons.endpoint.generation import LINGER_SECONDS, Generation, Services, State
+from rolltap.addons.engine.client import Chunk
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.engine.pool import EnginePool
+from rolltap.addons.errors import EngineError
 from rolltap.addons.prompts.continuity import Prompt
 from rolltap.addons.store.records import Call, VersionSpan
 
@@ -39,7 +40,7 @@ class ScriptedClient:
 
     def __init__(self, url, script, sent, rude):
         self.url, self.script, self.sent, self.rude = url, script, sent, rude
-        self.asked, self.expected = [], []
+        self.requested_sampling, self.expected = [], []
 
     @property
     def _whole(self):
@@ -47,7 +48,7 @@ class ScriptedClient:
 
     async def generate(self, token_ids, sampling, model):
         start = len(self.sent)
-        self.asked.append((token_ids, sampling["max_tokens"], self._whole))
+        self.requested_sampling.append((token_ids, sampling["max_tokens"], self._whole))
         self.expected.append((PROMPT_IDS + self.sent, MAX_TOKENS - start, False))
         while True:
             try:
@@ -76,7 +77,7 @@ class Disk(ThreadPoolExecutor):
 
     def __init__(self, policy):
         super().__init__()
-        self.policy = policy
+        self.sync_policy = policy
         self.refusals = 0
         """Commits that will be refused."""
         self.calls, self.told_no, self.waiting = [], 0, []
@@ -178,7 +179,7 @@ class Listener:
     def finish(self, reply, usage):
         disk = self.scenario.disk
         assert [call["status"] for call in disk.calls] == ["completed"]
-        assert disk.synced or disk.policy != "call"
+        assert disk.synced or disk.sync_policy != "call"
         self.ends.append(reply)
         return b""
 
@@ -198,12 +199,12 @@ class Scenario:
         pool = EnginePool([])
         self.engines = [ScriptedClient(f"http://engine-{n}", self.script, self.sent, rude) for n in range(engines)]
         pool._engines = self.engines
-        parts = Parts(pool, PolicyFile(Path("/nonexistent")), self.renderer, self.disk, patience)
+        services = Services(pool, PolicyFile(Path("/nonexistent")), self.renderer, self.disk, patience)
         model_call = ModelCall("m", [], [])
         prompt = Prompt(model_call, PROMPT_IDS, "root", "no earlier call", None, 0, [])
         call = Call(session_id="s1", call_id="c1", prompt_ids=PROMPT_IDS)
         sampling = {"max_tokens": MAX_TOKENS, "stop_token_ids": [STOP], "structured_outputs": {"json_object": True}}
-        self.generation = Generation(parts, self.memory, call, prompt, model_call, sampling)
+        self.generation = Generation(services, self.memory, call, prompt, model_call, sampling)
         self.disk.generation = self.generation
         self.listeners = []
         self.faulty = False
@@ -292,7 +293,7 @@ class Scenario:
         assert (generation.reply is None) != (generation.error is None)
         assert len(disk.calls) == 1 or (disk.told_no and generation.error is not None)
         for engine in self.engines:
-            assert engine.asked == engine.expected
+            assert engine.requested_sampling == engine.expected
         for call in disk.calls:
             assert call["completion_ids"] == self.sent
             assert call["violation"] is None
@@ -300,7 +301,7 @@ class Scenario:
             assert (call["status"] == "completed") == (call["reply"] is not None) == (call["error"] is None)
             if generation.reply is not None:
                 assert call["status"] == "completed"
-                assert disk.synced or disk.policy != "call"
+                assert disk.synced or disk.sync_policy != "call"
             elif call["status"] == "completed":
                 assert disk.lost or self.memory.failed
             assert call["status"] != "completed" or disk.heard

@@ -48,11 +48,11 @@ def test_the_harness_says_so_in_a_header(header, value, expected):
     ("prompt_id", "expected"), [("s########0", "agent"), ("s#explore-call_1#2", "subagent"), ("s", "agent")]
 )
 def test_qwen_code_says_so_in_its_prompt_id(prompt_id, expected):
-    assert role(call(hints={"metadata.promptId": prompt_id})).role == expected
+    assert role(call(client_metadata={"metadata.promptId": prompt_id})).role == expected
 
 
 def test_a_request_for_a_compaction_is_one():
-    assert role(call(hints={"compaction": "trigger"})).role == "compaction"
+    assert role(call(client_metadata={"compaction": "trigger"})).role == "compaction"
 
 
 def test_a_reply_that_must_match_a_schema_is_a_side_question():

@@ -401,7 +401,7 @@ async def test_a_reply_whose_record_does_not_reach_the_disk_is_not_given(harness
     def fail():
         raise OSError("the disk is gone")
 
-    harness.endpoint.writer.policy = "call"
+    harness.endpoint.writer.sync_policy = "call"
     monkeypatch.setattr(harness.endpoint.writer, "sync", fail)
     scripted_engine.replies.append(Say("Hi."))
     status, reply = await harness.ask(user())
@@ -419,7 +419,7 @@ async def test_a_reply_grows_no_more_while_its_record_goes_to_the_disk(harness, 
     def sync():
         grown.append(asyncio.run_coroutine_threadsafe(advance(), loop).result())
 
-    harness.endpoint.writer.policy = "call"
+    harness.endpoint.writer.sync_policy = "call"
     monkeypatch.setattr(harness.endpoint.writer, "sync", sync)
     scripted_engine.replies.append(Say("Hi."))
     status, _ = await harness.ask(user())

@@ -7,8 +7,9 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
-from rolltap.addons.engine.client import Engine, EngineError
+from rolltap.addons.engine.client import Engine
 from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
+from rolltap.addons.errors import EngineError
 from rolltap.addons.store.records import VersionSpan
 from tests.conftest import CONTEXT
 from tests.scripted_engine import Answer, Say

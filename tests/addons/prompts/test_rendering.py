@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rolltap.addons.dialects.types import Reply
 from rolltap.addons.prompts import rendering as module
-from rolltap.addons.prompts.rendering import ModelError, Rendering, model_folder
+from rolltap.addons.prompts.rendering import InputError, Rendering, model_folder
 from tests.addons.conftest import MARKUP, SPECIAL, TEMPLATE
 
 ROLES = ["user", "tool", "system"]
@@ -37,11 +37,11 @@ class TestChoice:
         ids=["unknown", "of another family"],
     )
     def test_a_wrong_name_is_refused(self, tokenizer_folder, renderer, words):
-        with pytest.raises(ModelError, match=words):
+        with pytest.raises(InputError, match=words):
             Rendering(str(tokenizer_folder), renderer)
 
     def test_a_folder_without_a_tokenizer_is_refused(self, tmp_path):
-        with pytest.raises(ModelError, match="cannot load a tokenizer from"):
+        with pytest.raises(InputError, match="cannot load a tokenizer from"):
             Rendering(str(tmp_path))
 
     def test_digests_tell_tokenizers_and_templates_apart(self, rendering, tmp_path, save_tokenizer):

@@ -1,6 +1,6 @@
 import pytest
 
-from rolltap.addons.store.errors import RunError
+from rolltap.addons.errors import RunError
 from rolltap.addons.store.metadata import add_engine, add_recorder, read_metadata, write_metadata
 from rolltap.addons.store.records import SCHEMA_VERSION
 

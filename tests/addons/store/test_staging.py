@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from rolltap.addons.store.errors import RunError
+from rolltap.addons.errors import RunError
 from rolltap.addons.store.staging import new_folder, write_atomically
 
 

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 from datasets import Dataset
 
+from rolltap.addons.errors import RunError
 from rolltap.addons.store import tables
-from rolltap.addons.store.errors import RunError
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import SCHEMA_VERSION, Call, Event, Session, VersionSpan
 from rolltap.addons.store.segment import SegmentReader

@@ -2,7 +2,7 @@ import pytest
 from click.testing import CliRunner
 from datasets import load_dataset
 
-from rolltap.addons.store.errors import RunError
+from rolltap.addons.errors import RunError
 from rolltap.trainer.commands.export import export_command
 from tests.trainer.outgoing import write_run
 

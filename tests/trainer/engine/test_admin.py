@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rolltap.trainer.engine.admin import EngineAdmin, EngineError, Models
+from rolltap.addons.errors import EngineError
+from rolltap.trainer.engine.admin import EngineAdmin, Models
 
 BASE = {"id": "tiny", "root": "/models/tiny", "parent": None, "max_model_len": 4096}
 ADAPTER = {"id": "policy-1", "root": "/published/policy-1", "parent": "tiny", "max_model_len": None}

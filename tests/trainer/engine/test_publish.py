@@ -11,9 +11,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen3ForCausalLM
 
-from rolltap.trainer.engine.admin import EngineAdmin, EngineError
+from rolltap.addons.errors import EngineError, InputError
+from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.publish import CheckpointPublisher, LoraPublisher
-from rolltap.trainer.errors import UserError
 
 pytestmark = [
     pytest.mark.engine,
@@ -188,7 +188,7 @@ def test_an_adapter_that_the_engine_refuses_is_not_the_policy(engine, base, rest
 
 
 def test_a_model_without_an_adapter_is_refused(engine, base, untouched, tmp_path):
-    with pytest.raises(UserError, match="train with a peft_config, or publish checkpoints"):
+    with pytest.raises(InputError, match="train with a peft_config, or publish checkpoints"):
         LoraPublisher(engine.url, tmp_path / "published", tmp_path).publish(base, "1")
 
 
@@ -199,13 +199,13 @@ def test_an_incomplete_checkpoint_is_refused_before_the_engine_is_touched(
     save = base.save_pretrained
     model = perturbed(base)
     monkeypatch.setattr(model, "save_pretrained", lambda folder: (save(folder), (folder / missing).unlink()))
-    with pytest.raises(UserError, match=r"policy-1 is not a checkpoint: it needs config.json and \*.safetensors"):
+    with pytest.raises(InputError, match=r"policy-1 is not a checkpoint: it needs config.json and \*.safetensors"):
         CheckpointPublisher(engine.url, tmp_path / "published", tmp_path).publish(model, "1")
 
 
 def test_a_folder_that_cannot_be_written_is_named(engine, base, untouched, tmp_path):
     (tmp_path / "published").write_text("a file")
-    with pytest.raises(UserError, match=r"published/policy-1 could not be written: .*the engine was not touched"):
+    with pytest.raises(InputError, match=r"published/policy-1 could not be written: .*the engine was not touched"):
         CheckpointPublisher(engine.url, tmp_path / "published", tmp_path).publish(perturbed(base), "1")
 
 
@@ -213,7 +213,7 @@ def test_a_folder_that_cannot_be_written_is_named(engine, base, untouched, tmp_p
 def test_tied_embeddings_are_refused_where_the_engine_would_keep_the_old_ones(engine, base, untouched, tmp_path):
     model = perturbed(base)
     model.config.tie_word_embeddings = True
-    with pytest.raises(UserError, match=r"untie them before the engine is started .* or publish LoRA adapters"):
+    with pytest.raises(InputError, match=r"untie them before the engine is started .* or publish LoRA adapters"):
         CheckpointPublisher(engine.url, tmp_path / "published", tmp_path).publish(model, "1")
 
 

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
+from rolltap.addons.errors import EngineError
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.serve import EngineServer, engine_command, is_cpu_build
-from rolltap.trainer.errors import UserError
 from tests.trainer.engine import answering as answering_program
 
 DEFAULTS = {"host": "127.0.0.1", "port": 8000, "max_model_len": None, "lora_rank": 0}
@@ -48,7 +48,7 @@ def fake_vllm(folder, script):
 def test_an_engine_that_ends_before_it_answers_shows_its_log(tmp_path):
     vllm = fake_vllm(tmp_path, "echo out of memory; exit 7")
     server = EngineServer("m", vllm=vllm, port=9, log=tmp_path / "vllm.log")
-    with pytest.raises(UserError, match=r"ended with status 7; the end of (.|\n)*out of memory"):
+    with pytest.raises(EngineError, match=r"ended with status 7; the end of (.|\n)*out of memory"):
         server.start()
 
 
@@ -72,14 +72,16 @@ def test_an_engine_that_does_not_answer_in_time_is_stopped_and_shows_its_log(tmp
     monkeypatch.setattr("rolltap.trainer.engine.serve.START_SECONDS", 0)
     vllm = fake_vllm(tmp_path, "exec sleep 600")
     server = EngineServer("m", vllm=vllm, port=9, log=tmp_path / "vllm.log")
-    with pytest.raises(UserError, match=r"vLLM did not answer at http://127\.0\.0\.1:9 in 0 s; the end of .*vllm\.log"):
+    with pytest.raises(
+        EngineError, match=r"vLLM did not answer at http://127\.0\.0\.1:9 in 0 s; the end of .*vllm\.log"
+    ):
         server.start()
     assert server.wait() == -signal.SIGTERM
 
 
 def test_a_port_that_is_taken_is_named(answering, tmp_path):
     port = answering.server_address[1]
-    with pytest.raises(UserError, match=rf"something answers at http://127\.0\.0\.1:{port} already"):
+    with pytest.raises(EngineError, match=rf"something answers at http://127\.0\.0\.1:{port} already"):
         EngineServer("m", vllm=fake_vllm(tmp_path, "exit 0"), port=port).start()
 
 
@@ -92,7 +94,7 @@ def test_this_environment_does_not_hold_the_cpu_build(tmp_path):
 
 
 def test_a_program_without_its_python_is_named(tmp_path):
-    with pytest.raises(UserError, match="there is no working Python beside"):
+    with pytest.raises(EngineError, match="there is no working Python beside"):
         is_cpu_build(str(tmp_path / "vllm"))
 
 

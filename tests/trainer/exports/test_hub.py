@@ -13,9 +13,8 @@ from click.testing import CliRunner
 from datasets import load_dataset
 from huggingface_hub import constants
 
-from rolltap.addons.store.errors import RunError
+from rolltap.addons.errors import HubError, InputError, RunError
 from rolltap.trainer.commands.export import export_command
-from rolltap.trainer.errors import UserError
 from tests.trainer.exports.hub import loopback_hub
 from tests.trainer.outgoing import write_run
 
@@ -104,7 +103,7 @@ def test_public_is_said_aloud(hub, push):
 def test_a_repository_that_is_public_already_gets_nothing_unless_told(hub, push):
     hub.visible["org/rollouts"] = False
     hub.files["org/rollouts"] = {}
-    with pytest.raises(UserError, match="org/rollouts exists and is public: choose another --repo, or say --public"):
+    with pytest.raises(InputError, match="org/rollouts exists and is public: choose another --repo, or say --public"):
         push("--repo", "org/rollouts")
     assert hub.files["org/rollouts"] == {}
     assert push("--repo", "org/rollouts", "--public").exit_code == 0
@@ -121,24 +120,24 @@ def test_pushing_again_replaces_the_files_and_leaves_no_former_shard(hub, push):
 
 
 @pytest.mark.parametrize(
-    ("repository", "token", "message"),
+    ("repository", "token", "kind", "message"),
     [
-        ("org/r", "", "there is no token for the Hub: log in with `hf auth login`, or set HF_TOKEN"),
-        ("org/r", "wrong", "refused org/r: Invalid credentials in Authorization header"),
-        ("strangers/r", "hf_secret", "refused strangers/r: You don't have the rights"),
-        ("a/b/c", "hf_secret", "--repo a/b/c: write it as ORG/NAME"),
+        ("org/r", "", InputError, "there is no token for the Hub: log in with `hf auth login`, or set HF_TOKEN"),
+        ("org/r", "wrong", HubError, "refused org/r: Invalid credentials in Authorization header"),
+        ("strangers/r", "hf_secret", HubError, "refused strangers/r: You don't have the rights"),
+        ("a/b/c", "hf_secret", InputError, "--repo a/b/c: write it as ORG/NAME"),
     ],
 )
-def test_what_the_hub_does_not_let_happen_is_a_message(hub, push, monkeypatch, repository, token, message):
+def test_what_the_hub_does_not_let_happen_is_a_message(hub, push, monkeypatch, repository, token, kind, message):
     monkeypatch.setenv("HF_TOKEN", token)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(kind, match=message):
         push("--repo", repository)
     assert hub.files == {}
 
 
 def test_a_hub_that_cannot_be_reached_is_a_message(hub, push, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
-    with pytest.raises(UserError, match=r"org/r could not be pushed to the Hub at http://127.0.0.1:1: "):
+    with pytest.raises(HubError, match=r"org/r could not be pushed to the Hub at http://127.0.0.1:1: "):
         push("--repo", "org/r")
 
 
@@ -147,7 +146,7 @@ def test_a_hub_that_refuses_in_the_middle_is_a_message_and_nothing_stays_here(hu
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     hub.refused = step
-    with pytest.raises(UserError, match=r"org/rollouts.*\n?.*(storage limit|403)"):
+    with pytest.raises(HubError, match=r"org/rollouts.*\n?.*(storage limit|403)"):
         push("--repo", "org/rollouts")
     assert list((tmp_path / "tmp").iterdir()) == []
 

@@ -11,7 +11,7 @@ from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.exports.features import trace_row
 from rolltap.trainer.exports.parquet import export
 from rolltap.trainer.traces.reader import load_calls
-from rolltap.trainer.traces.sessions import Selection, iter_traces
+from rolltap.trainer.traces.sessions import TraceOptions, iter_traces
 from tests.trainer.outgoing import START, code_blocks, facts, write_run
 
 CONFIGS = ["traces", "calls", "sessions", "events"]
@@ -50,7 +50,7 @@ def test_each_table_of_the_run_is_a_config_that_load_dataset_opens(run, out, loa
 
 def test_traces_are_those_of_prefix_merging(run, out, load):
     export(run, out, ignore)
-    built = [trace_row(trace) for traced in iter_traces(run, Selection()) for trace in traced.traces]
+    built = [trace_row(trace) for traced in iter_traces(run, TraceOptions()) for trace in traced.traces]
     assert list(load("traces")) == built
 
 

@@ -9,7 +9,7 @@ from datasets import Features, List, Value, load_dataset, load_from_disk
 from rolltap.trainer.exports import parquet, spool
 from rolltap.trainer.exports.spool import Spool
 from rolltap.trainer.exports.trace_dataset import save_traces
-from rolltap.trainer.traces.sessions import Selection, iter_traces
+from rolltap.trainer.traces.sessions import TraceOptions, iter_traces
 from tests.trainer.outgoing import write_run
 
 FEATURES = Features({"name": Value("string"), "ids": List(Value("int32"))})
@@ -43,7 +43,7 @@ def test_rows_are_in_a_file_and_not_in_memory_and_the_file_goes(tmp_path):
 
 def test_shards_are_of_bounded_size(run, tmp_path, monkeypatch):
     monkeypatch.setattr(spool, "SHARD_BYTES", 300)
-    save_traces(iter_traces(run, Selection()), tmp_path / "saved", str)
+    save_traces(iter_traces(run, TraceOptions()), tmp_path / "saved", str)
     assert len(list((tmp_path / "saved").glob("data-*.arrow"))) > 1
     (tmp_path / "out").mkdir()
     parquet.export(run, tmp_path / "out", lambda *_: None)

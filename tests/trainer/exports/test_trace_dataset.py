@@ -8,10 +8,10 @@ from rolltap.trainer.exports.features import trace_row
 from rolltap.trainer.exports.trace_dataset import save_traces
 from rolltap.trainer.traces.build import Ledger
 from rolltap.trainer.traces.reader import count_sessions
-from rolltap.trainer.traces.sessions import Selection, Totals, iter_traces
+from rolltap.trainer.traces.sessions import Totals, TraceOptions, iter_traces
 from tests.trainer.outgoing import code_blocks, facts, write_run
 
-PREFIX_MERGING = Selection()
+PREFIX_MERGING = TraceOptions()
 
 
 @pytest.fixture
@@ -20,15 +20,15 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
-def save(run, out, selection=PREFIX_MERGING):
+def save(run, out, options=PREFIX_MERGING):
     totals = Totals()
 
     def sessions():
-        for traced in iter_traces(run, selection):
+        for traced in iter_traces(run, options):
             totals.add(traced)
             yield traced
 
-    save_traces(sessions(), out, lambda: traces_card(run, selection, totals))
+    save_traces(sessions(), out, lambda: traces_card(run, options, totals))
     return totals
 
 
@@ -67,8 +67,8 @@ def test_ids_masks_and_logprobs_are_stored_small(run, tmp_path):
 
 
 def test_the_rows_are_the_traces_of_the_sessions(run, tmp_path):
-    save(run, tmp_path / "out", Selection("per_request"))
-    built = [trace_row(trace) for traced in iter_traces(run, Selection("per_request")) for trace in traced.traces]
+    save(run, tmp_path / "out", TraceOptions("per_request"))
+    built = [trace_row(trace) for traced in iter_traces(run, TraceOptions("per_request")) for trace in traced.traces]
     assert list(load_from_disk(tmp_path / "out")) == built
     assert len(built) == 5
 
@@ -107,7 +107,7 @@ def test_sampled_tokens_are_counted_and_accounted_for(run, tmp_path):
 
 
 def test_sessions_with_calls_alone_are_counted_before_they_are_read(run):
-    assert count_sessions(run) == len(list(iter_traces(run, Selection()))) == 3
+    assert count_sessions(run) == len(list(iter_traces(run, TraceOptions()))) == 3
 
 
 class TestCard:
@@ -166,5 +166,5 @@ def test_features_are_those_of_the_trace_rows(run):
 
     documented = [name for names in TRACE_COLUMNS for name in names.split(", ")]
     assert documented == list(TRACE_FEATURES)
-    [row, *_] = [trace_row(trace) for traced in iter_traces(run, Selection()) for trace in traced.traces]
+    [row, *_] = [trace_row(trace) for traced in iter_traces(run, TraceOptions()) for trace in traced.traces]
     assert Features(TRACE_FEATURES).encode_example(row) == row

@@ -23,7 +23,7 @@ from trl import GRPOConfig
 
 from rolltap.addons.store.records import Call, VersionSpan
 from rolltap.trainer.grpo import trainer as module
-from rolltap.trainer.grpo.trainer import TokenAccountError, TraceGRPOTrainer
+from rolltap.trainer.grpo.trainer import LedgerError, TraceGRPOTrainer
 from rolltap.trainer.traces.build import GroupReward, Strategy, Trace, TraceBatch, build_traces
 
 VOCABULARY = 32
@@ -414,7 +414,7 @@ def train_once(out: Path) -> None:
 def test_tokens_lost_on_the_way_to_the_loss_are_an_error(model, traces, tmp_path, monkeypatch):
     split = module.split_evenly
     monkeypatch.setattr(module, "split_evenly", lambda traces, parts: split(traces[1:], parts))
-    with pytest.raises(TokenAccountError, match="but the loss would see"):
+    with pytest.raises(LedgerError, match="but the loss would see"):
         make_trainer(model, tmp_path, lambda rows: traces).train()
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from rolltap.trainer.errors import UserError
+from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer.rollouts.harness import Harness, harness_names, load_harness, require_program
 
 MINIMAL = 'name = "x"\nversion = "1"\nprogram = "x"\nheadless = ["-p", "{instruction}"]\n'
@@ -25,14 +25,16 @@ def test_a_preset_may_be_a_file_of_the_users(tmp_path):
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones():
-    with pytest.raises(UserError, match=r"no harness is named 'clod': choose claude-code, codex, .*, or give a \.toml"):
+    with pytest.raises(
+        InputError, match=r"no harness is named 'clod': choose claude-code, codex, .*, or give a \.toml"
+    ):
         load_harness("clod")
 
 
 def test_the_engines_context_window_is_asked_for_only_if_a_variable_holds_it(scripted_engine):
     harness = load_harness("claude-code")
     assert harness.environment(scripted_engine.url + "/")["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "8192"
-    with pytest.raises(UserError, match=r"http://127\.0\.0\.1:9/v1/models: no engine answers"):
+    with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:9/v1/models: no engine answers"):
         harness.environment("http://127.0.0.1:9")
     assert load_harness("codex").environment("http://127.0.0.1:9") == load_harness("codex").env
 
@@ -47,15 +49,15 @@ def test_the_engines_context_window_is_asked_for_only_if_a_variable_holds_it(scr
 )
 def test_a_bad_preset_is_named(tmp_path, text, message):
     (tmp_path / "x.toml").write_text(text)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(InputError, match=message):
         load_harness(str(tmp_path / "x.toml"))
 
 
 def test_a_missing_preset_file_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"cannot read .*none\.toml"):
+    with pytest.raises(InputError, match=r"cannot read .*none\.toml"):
         load_harness(str(tmp_path / "none.toml"))
 
 
 def test_a_program_that_is_not_installed_is_named():
-    with pytest.raises(UserError, match=r"'no-such-harness' is not on the PATH: install it \(npm install it\), or"):
+    with pytest.raises(InputError, match=r"'no-such-harness' is not on the PATH: install it \(npm install it\), or"):
         require_program("no-such-harness", "npm install it")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rolltap.trainer.errors import UserError
+from rolltap.addons.errors import RecorderError
 from rolltap.trainer.rollouts.recorder import Recorder
 
 
@@ -15,5 +15,5 @@ def test_a_log_that_cannot_be_written_does_not_end_the_recorder(tmp_path, tokeni
 
 def test_a_recorder_that_does_not_start_says_why(tmp_path):
     recorder = Recorder(tmp_path, engine="localhost", model="/nowhere")
-    with pytest.raises(UserError, match=r"(?s)did not start:.*rolltap_engine is 'localhost'.*from '/nowhere'"):
+    with pytest.raises(RecorderError, match=r"(?s)did not start:.*rolltap_engine is 'localhost'.*from '/nowhere'"):
         recorder.__enter__()

@@ -1,7 +1,7 @@
 import pytest
 
+from rolltap.addons.errors import RecorderError
 from rolltap.addons.store.tables import RunWriter
-from rolltap.trainer.errors import UserError
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.scheduler import Plan, rollout
@@ -49,11 +49,11 @@ async def test_every_session_is_recorded_with_its_reward_and_its_group(recorder)
 async def test_a_recorder_that_dies_is_an_error_of_its_own(recorder):
     recorder._process.kill()
     recorder._process.wait()
-    with pytest.raises(UserError, match="the recorder died with status -9"):
+    with pytest.raises(RecorderError, match="the recorder died with status -9"):
         await play(recorder, "true")
 
 
 async def test_a_recorder_that_dies_during_a_session_is_an_error_of_its_own(recorder):
-    with pytest.raises(UserError, match=r"the recorder (died|does not end)"):
+    with pytest.raises(RecorderError, match=r"the recorder (died|does not end)"):
         await play(recorder, f"kill -9 {recorder._process.pid}")
     assert load_sessions(recorder.run)  # with what the evaluator said of them

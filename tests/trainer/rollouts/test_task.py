@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from rolltap.trainer.errors import UserError
+from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.task import load_tasks
 
 GOOD = {"id": "t", "instruction": "Do it.", "evaluate": ["true"]}
@@ -37,10 +37,10 @@ def test_empty_lines_are_skipped(tmp_path):
     ],
 )
 def test_what_is_wrong_is_named_with_its_line(tmp_path, tasks, message):
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(InputError, match=message):
         load_tasks(write(tmp_path, *tasks))
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"cannot read the task file: .*none\.jsonl"):
+    with pytest.raises(InputError, match=r"cannot read the task file: .*none\.jsonl"):
         load_tasks(tmp_path / "none.jsonl")

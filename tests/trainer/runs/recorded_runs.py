@@ -12,7 +12,7 @@ from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call, Event, Session, VersionSpan, find_violation
 from rolltap.addons.store.tables import TABLES, RunWriter, read_rows
 from rolltap.trainer.traces.reader import iter_sessions
-from rolltap.trainer.traces.sessions import Selection, iter_traces
+from rolltap.trainer.traces.sessions import TraceOptions, iter_traces
 from rolltap.trainer.traces.tree import link_calls, start_order
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -85,7 +85,8 @@ def recorded_sessions(draw):
 def traces_of(run, strategy="prefix_merging"):
     """Session id -> its traces and its ledger."""
     return {
-        traced.recorded.session_id: (traced.traces, traced.ledger) for traced in iter_traces(run, Selection(strategy))
+        traced.recorded.session_id: (traced.traces, traced.ledger)
+        for traced in iter_traces(run, TraceOptions(strategy))
     }
 
 

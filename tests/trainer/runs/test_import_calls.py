@@ -12,16 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltap.addons.store.errors import RunError
+from rolltap.addons.errors import InputError, RunError
 from rolltap.addons.store.metadata import read_metadata, write_metadata
 from rolltap.addons.store.records import Call, Session
 from rolltap.addons.store.tables import RunWriter, read_rows
-from rolltap.trainer.errors import UserError
 from rolltap.trainer.runs.import_calls import import_calls
 from rolltap.trainer.runs.merge import merge_runs
 from rolltap.trainer.traces.build import build_traces
 from rolltap.trainer.traces.reader import RecordedSession, load_calls, load_sessions
-from rolltap.trainer.traces.sessions import Selection, trace_session
+from rolltap.trainer.traces.sessions import TraceOptions, trace_session
 from tests.trainer.runs.recorded_runs import START, import_line, recorded_sessions, traces_of
 
 
@@ -55,7 +54,7 @@ def load(run, content, *, skip_bad=False):
 def refused(run, content):
     """The bad lines for which `content` is refused."""
     bad = []
-    with pytest.raises(UserError, match="nothing was imported"):
+    with pytest.raises(InputError, match="nothing was imported"):
         import_calls(
             io.BytesIO(content),
             run,
@@ -140,7 +139,7 @@ class TestCalls:
         with RunWriter(run) as writer:
             writer.add_call(Call(session_id="s", call_id="x", prompt_ids=[1]))
         with pytest.raises(
-            UserError, match=f"import into a new folder NEW, then `rolltap merge {run} NEW --out MERGED`"
+            InputError, match=f"import into a new folder NEW, then `rolltap merge {run} NEW --out MERGED`"
         ):
             load(run, write(line(session_id="t")))
         assert set(load_calls(run)) == {"s"}
@@ -158,7 +157,7 @@ class TestCalls:
             load(run, write(line()))
 
     def test_a_file_without_lines_makes_no_run(self, run):
-        with pytest.raises(UserError, match="there is no line"):
+        with pytest.raises(InputError, match="there is no line"):
             load(run, b"\n\n")
         assert not run.exists()
 
@@ -355,7 +354,7 @@ class TestProperties:
         for session, calls in sessions:
             for strategy in ("per_request", "prefix_merging", "tree"):
                 traced = trace_session(
-                    RecordedSession(session_id=session.session_id, session=session, calls=calls), Selection(strategy)
+                    RecordedSession(session_id=session.session_id, session=session, calls=calls), TraceOptions(strategy)
                 )
                 expected[session.session_id, strategy] = traced.traces, traced.ledger
         with tempfile.TemporaryDirectory() as folder:

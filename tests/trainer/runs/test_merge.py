@@ -4,13 +4,12 @@ import pyarrow as pa
 import pytest
 from click.testing import CliRunner
 
-from rolltap.addons.store.errors import RunError
+from rolltap.addons.errors import InputError, RunError
 from rolltap.addons.store.metadata import add_engine, add_recorder, read_metadata
 from rolltap.addons.store.records import CALL_SCHEMA
 from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.tables import read_rows, run_files
 from rolltap.trainer.cli import rolltap
-from rolltap.trainer.errors import UserError
 from rolltap.trainer.runs.merge import merge_runs
 from rolltap.trainer.runs.verify import verify_run
 from rolltap.trainer.traces.reader import load_calls
@@ -43,7 +42,7 @@ class TestMerge:
     def test_runs_of_another_model_are_refused(self, tmp_path, key, other):
         a = make_run(tmp_path / "a", make_session("s"), **{key: "one"})
         b = make_run(tmp_path / "b", make_session("t"), **({key: other} if other else {}))
-        with pytest.raises(UserError, match=f"do not have the same {key.removesuffix('_sha256').replace('_', ' ')}"):
+        with pytest.raises(InputError, match=f"do not have the same {key.removesuffix('_sha256').replace('_', ' ')}"):
             merge_runs([a, b], tmp_path / "out", ignore)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
@@ -51,7 +50,7 @@ class TestMerge:
     def test_a_session_that_is_in_two_runs_is_refused(self, tmp_path, reward, what):
         a = make_run(tmp_path / "a", make_session("s"), make_session("t"))
         b = make_run(tmp_path / "b", make_session("u"), make_session("t", reward=reward))
-        with pytest.raises(UserError, match=f"both have session t, {what}"):
+        with pytest.raises(InputError, match=f"both have session t, {what}"):
             merge_runs([a, b], tmp_path / "out", ignore)
         assert not (tmp_path / "out").exists()
 
@@ -133,7 +132,7 @@ class TestMerge:
         run = make_run(tmp_path / "run", make_session("s"))
         for path in [*run_files(run, "sessions"), *run_files(run, "calls")]:
             os.truncate(path, path.stat().st_size - 9)
-        with pytest.raises(UserError, match=r"no session of .*run can be saved"):
+        with pytest.raises(InputError, match=r"no session of .*run can be saved"):
             merge_runs([run], tmp_path / "new", ignore)
         assert not (tmp_path / "new").exists()
 

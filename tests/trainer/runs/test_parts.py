@@ -7,11 +7,11 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rolltap.addons.errors import InputError
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Event
 from rolltap.addons.store.tables import RunWriter, read_rows
 from rolltap.trainer.cli import rolltap
-from rolltap.trainer.errors import UserError
 from rolltap.trainer.runs.merge import merge_runs
 from rolltap.trainer.runs.parts import Filter, filter_run, split_run
 from rolltap.trainer.traces.build import build_traces
@@ -59,11 +59,11 @@ class TestSplit:
 
     def test_more_parts_than_groups_are_refused(self, tmp_path):
         run = make_run(tmp_path / "run", make_session("s"), make_session("t"))
-        with pytest.raises(UserError, match="has only 1 groups of sessions"):
+        with pytest.raises(InputError, match="has only 1 groups of sessions"):
             split_run(run, tmp_path / "out", 2, ignore)
 
     def test_a_run_without_sessions_is_refused(self, tmp_path):
-        with pytest.raises(UserError, match="has no sessions"):
+        with pytest.raises(InputError, match="has no sessions"):
             split_run(make_run(tmp_path / "run"), tmp_path / "out", "status", ignore)
 
 
@@ -143,13 +143,13 @@ class TestFilter:
     def test_a_filter_that_nothing_fits_writes_nothing(self, tmp_path):
         run = make_run(tmp_path / "run", make_session("s"))
         for criteria in (Filter(min_reward=2.0), Filter(roles=["compaction"])):
-            with pytest.raises(UserError, match=r"no session of .* fits"):
+            with pytest.raises(InputError, match=r"no session of .* fits"):
                 filter_run(run, tmp_path / "out", criteria, ignore)
         assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
     def test_a_session_that_is_not_there_is_named(self, tmp_path):
         run = make_run(tmp_path / "run", make_session("s"))
-        with pytest.raises(UserError, match="has no session gone"):
+        with pytest.raises(InputError, match="has no session gone"):
             filter_run(run, tmp_path / "out", Filter(sessions=["s", "gone"]), ignore)
 
 
@@ -176,7 +176,7 @@ class TestProperties:
             for number, part in enumerate((criteria, complement)):
                 try:
                     filter_run(run, Path(folder) / str(number), Filter(**part), ignore)
-                except UserError:
+                except InputError:
                     continue
                 parts.append(Path(folder) / str(number))
             merge_runs(parts, Path(folder) / "merged", ignore)
@@ -196,7 +196,7 @@ class TestProperties:
             wanted = {(s.session_id, call.call_id) for s, calls in sessions for call in calls if call.role in roles}
             try:
                 filter_run(run, out, Filter(roles=roles), ignore)
-            except UserError:
+            except InputError:
                 assert wanted == set()
                 return
             after = {(s, call.call_id): repr(call) for s, calls in load_calls(out).items() for call in calls}

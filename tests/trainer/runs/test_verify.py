@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rolltap.addons.errors import RunError
 from rolltap.addons.store.digest import DIGEST, row_digest
-from rolltap.addons.store.errors import RunError
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call, Event, Session, VersionSpan
 from rolltap.addons.store.segment import SegmentReader

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rolltap.addons.errors import LedgerError
 from rolltap.addons.store.records import VersionSpan
 from rolltap.trainer.traces.build import build_traces
-from rolltap.trainer.traces.ledger import Ledger, LedgerError
+from rolltap.trainer.traces.ledger import Ledger
 from tests.trainer.forests import (
     ROLES,
     STRATEGIES,
@@ -308,21 +309,21 @@ def tokens_of(trace):
 class TestProperties:
     @given(forests(), selections())
     @settings(max_examples=300, deadline=None)
-    def test_every_sampled_token_is_trained_or_left_out_for_its_reason_under_every_strategy(self, calls, selection):
-        trained, left_out = account_by_definition(calls, **selection)
+    def test_every_sampled_token_is_trained_or_left_out_for_its_reason_under_every_strategy(self, calls, options):
+        trained, left_out = account_by_definition(calls, **options)
         sampled = sum(len(call.completion_ids) for call in calls)
         for strategy in STRATEGIES:
-            traces, ledger = build_traces(calls, strategy, **selection)
+            traces, ledger = build_traces(calls, strategy, **options)
             assert trained_tokens(traces, calls).keys() == trained
             assert ledger == Ledger(sampled=sampled, trained=len(trained), left_out=left_out)
             assert sampled == len(trained) + sum(left_out.values())
 
     @given(forests(), selections())
     @settings(max_examples=300, deadline=None)
-    def test_a_trained_token_stands_where_it_was_sampled_in_one_trace(self, calls, selection):
+    def test_a_trained_token_stands_where_it_was_sampled_in_one_trace(self, calls, options):
         by_id = {call.call_id: call for call in calls}
         for strategy in STRATEGIES:
-            traces, _ = build_traces(calls, strategy, **selection)
+            traces, _ = build_traces(calls, strategy, **options)
             by_trace = {trace.trace_id: trace for trace in traces}
             assert len(by_trace) == len(traces)
             for (call_id, i), (trace_id, position) in trained_tokens(traces, calls).items():
@@ -336,10 +337,10 @@ class TestProperties:
 
     @given(forests(), selections())
     @settings(max_examples=300, deadline=None)
-    def test_merged_traces_are_paths_of_the_call_tree_with_the_tokens_of_their_calls(self, calls, selection):
+    def test_merged_traces_are_paths_of_the_call_tree_with_the_tokens_of_their_calls(self, calls, options):
         by_id = {call.call_id: call for call in calls}
         parents = parents_by_definition(calls)
-        for trace in build_traces(calls, "prefix_merging", **selection)[0]:
+        for trace in build_traces(calls, "prefix_merging", **options)[0]:
             root, last = by_id[trace.call_ids[0]], by_id[trace.call_ids[-1]]
             assert [parents[call_id] for call_id in trace.call_ids] == [None, *trace.call_ids[:-1]]
             assert (trace.prompt_ids, trace.role) == (root.prompt_ids, last.role)
@@ -351,9 +352,9 @@ class TestProperties:
 
     @given(forests(), selections())
     @settings(max_examples=200, deadline=None)
-    def test_masks_logprobs_and_versions_agree_and_a_trace_ends_with_a_trained_token(self, calls, selection):
+    def test_masks_logprobs_and_versions_agree_and_a_trace_ends_with_a_trained_token(self, calls, options):
         for strategy in STRATEGIES:
-            for trace in build_traces(calls, strategy, **selection)[0]:
+            for trace in build_traces(calls, strategy, **options)[0]:
                 length = len(trace.completion_ids)
                 assert len(trace.completion_mask) == len(trace.logprobs) == length
                 assert [int(logprob < 0) for logprob in trace.logprobs] == trace.completion_mask
@@ -372,18 +373,18 @@ class TestProperties:
 
     @given(forests(), selections(), st.randoms(use_true_random=False))
     @settings(max_examples=300, deadline=None)
-    def test_the_order_of_the_calls_does_not_matter(self, calls, selection, rng):
+    def test_the_order_of_the_calls_does_not_matter(self, calls, options, rng):
         shuffled = list(calls)
         rng.shuffle(shuffled)
         for strategy in STRATEGIES:
-            assert build_traces(shuffled, strategy, **selection) == build_traces(calls, strategy, **selection)
+            assert build_traces(shuffled, strategy, **options) == build_traces(calls, strategy, **options)
 
     @given(forests(), selections())
     @settings(max_examples=300, deadline=None)
-    def test_the_tree_is_the_merged_traces_with_what_they_share(self, calls, selection):
-        traces, _ = build_traces(calls, "tree", **selection)
+    def test_the_tree_is_the_merged_traces_with_what_they_share(self, calls, options):
+        traces, _ = build_traces(calls, "tree", **options)
         plain = [replace(trace, shared_trace_id=None, shared_tokens=0) for trace in traces]
-        assert plain == build_traces(calls, "prefix_merging", **selection)[0]
+        assert plain == build_traces(calls, "prefix_merging", **options)[0]
         for i, trace in enumerate(traces):
             lengths = {other.trace_id: common(tokens_of(trace), tokens_of(other)) for other in traces[:i]}
             assert trace.shared_tokens == max(lengths.values(), default=0)

@@ -2,7 +2,7 @@ import json
 import random
 
 from rolltap.addons.store.records import Call
-from rolltap.trainer.traces.conversations import for_template, on_the_wire, rebuild_turns
+from rolltap.trainer.traces.conversations import for_template, on_the_wire, rebuild_conversations
 
 HELLO, MORE = {"role": "user", "content": "Hello"}, {"role": "user", "content": "More"}
 BASH = {"type": "function", "function": {"name": "bash"}}
@@ -34,52 +34,52 @@ def chain():
 
 class TestRebuildTurns:
     def test_a_call_has_the_messages_and_replies_before_it(self):
-        turns = rebuild_turns(chain())
+        turns = rebuild_conversations(chain())
         assert turns[0].messages() == [HELLO]
         assert turns[2].messages() == [HELLO, said("one"), MORE, said("two"), HELLO, MORE]
         assert turns[2].reply == said("three")
 
     def test_tools_are_the_parents_where_the_row_has_none(self):
-        assert [turn.tools for turn in rebuild_turns(chain())] == [[BASH]] * 3
+        assert [turn.tools for turn in rebuild_conversations(chain())] == [[BASH]] * 3
 
     def test_the_order_of_the_calls_does_not_matter(self):
         calls = chain()
         for seed in range(5):
             random.Random(seed).shuffle(calls)
-            turns = rebuild_turns(calls)
+            turns = rebuild_conversations(calls)
             assert [turn.call for turn in turns] == calls
             last = next(turn for turn in turns if turn.call.call_id == "2")
             assert last.messages() == [HELLO, said("one"), MORE, said("two"), HELLO, MORE]
 
     def test_branches_do_not_see_each_other(self):
         root, left = chain()[:2]
-        turns = rebuild_turns([root, left, make_call(3, HELLO, parent="0")])
+        turns = rebuild_conversations([root, left, make_call(3, HELLO, parent="0")])
         assert turns[2].messages() == [HELLO, said("one"), HELLO]
 
     def test_what_continues_a_missing_call_says_so(self):
-        turns = rebuild_turns(chain()[1:])
+        turns = rebuild_conversations(chain()[1:])
         assert [turn.incomplete for turn in turns] == ["its parent 0 is not in the run"] * 2
         assert turns[1].messages() == [MORE, said("two"), HELLO, MORE]
         assert turns[1].tools is None
 
     def test_what_continues_a_call_without_a_reply_says_so(self):
-        turns = rebuild_turns([make_call(0, HELLO, reply=None), make_call(1, MORE, parent="0")])
+        turns = rebuild_conversations([make_call(0, HELLO, reply=None), make_call(1, MORE, parent="0")])
         assert [turn.incomplete for turn in turns] == [None, "its parent 0 has no reply"]
 
     def test_calls_that_are_one_anothers_ancestors_say_so(self):
         calls = [make_call(0, HELLO, parent="1"), make_call(1, HELLO, parent="0"), make_call(2, MORE, parent="1")]
-        turns = rebuild_turns(calls)
+        turns = rebuild_conversations(calls)
         assert {turn.incomplete for turn in turns} == {"its ancestors form a circle"}
         assert turns[2].messages() == [MORE]
 
     def test_a_call_without_recorded_messages_says_so(self):
-        (turn,) = rebuild_turns([make_call(0, reply=None)])
+        (turn,) = rebuild_conversations([make_call(0, reply=None)])
         assert turn.incomplete == "its messages were not recorded"
 
     def test_thousands_of_turns_are_rebuilt(self):
         calls = [make_call(0, HELLO, reply="0")]
         calls += [make_call(n, MORE, parent=str(n - 1), reply=str(n)) for n in range(1, 5000)]
-        last = rebuild_turns(calls)[-1]
+        last = rebuild_conversations(calls)[-1]
         assert len(last.messages()) == 9999
         assert last.messages()[-2:] == [said("4998"), MORE]
 

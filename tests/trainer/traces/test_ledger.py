@@ -1,6 +1,7 @@
 import pytest
 
-from rolltap.trainer.traces.ledger import Ledger, LedgerError
+from rolltap.addons.errors import LedgerError
+from rolltap.trainer.traces.ledger import Ledger
 
 
 def test_ledgers_add():

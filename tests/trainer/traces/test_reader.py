@@ -5,8 +5,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from rolltap.addons.errors import RunError
 from rolltap.addons.store import tables
-from rolltap.addons.store.errors import RunError
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call, Session, VersionSpan
 from rolltap.addons.store.segment import compact

@@ -2,13 +2,14 @@
 
 import pytest
 
+from rolltap.addons.errors import LedgerError
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call, Session, VersionSpan
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.traces.build import GroupReward
-from rolltap.trainer.traces.ledger import Ledger, LedgerError
+from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import RecordedSession
-from rolltap.trainer.traces.sessions import Selection, load_batch, trace_session
+from rolltap.trainer.traces.sessions import TraceOptions, load_batch, trace_session
 from tests.trainer.forests import forget_a_call
 
 
@@ -36,19 +37,21 @@ def recorded(reward, *calls):
 
 
 def test_a_session_gives_its_traces_their_labels():
-    [trace] = trace_session(recorded(0.5, make_call("s", 1, [1])), Selection()).traces
+    [trace] = trace_session(recorded(0.5, make_call("s", 1, [1])), TraceOptions()).traces
     assert (trace.task_id, trace.group_id, trace.harness, trace.reward) == ("task", "group", "harness", 0.5)
 
 
 def test_a_session_without_a_row_has_traces_without_labels():
-    traced = trace_session(RecordedSession(session_id="s", session=None, calls=[make_call("s", 1, [1])]), Selection())
+    traced = trace_session(
+        RecordedSession(session_id="s", session=None, calls=[make_call("s", 1, [1])]), TraceOptions()
+    )
     assert [(trace.task_id, trace.reward) for trace in traced.traces] == [("", None)]
     assert traced.rewarded().ledger == Ledger(sampled=2, trained=0, left_out={"no_reward": 2})
 
 
 def test_without_a_reward_no_token_is_trained_and_those_left_out_before_keep_their_reason():
     unrewarded = recorded(None, make_call("s", 1, [1]), make_call("s", 2, [2], status="failed"))
-    traced = trace_session(unrewarded, Selection())
+    traced = trace_session(unrewarded, TraceOptions())
     assert (len(traced.traces), traced.ledger) == (1, Ledger(sampled=4, trained=2, left_out={"failed": 2}))
     rewarded = traced.rewarded()
     assert (rewarded.traces, rewarded.ledger) == (
@@ -58,14 +61,14 @@ def test_without_a_reward_no_token_is_trained_and_those_left_out_before_keep_the
 
 
 def test_a_reward_of_nothing_is_a_reward():
-    traced = trace_session(recorded(0.0, make_call("s", 1, [1])), Selection())
+    traced = trace_session(recorded(0.0, make_call("s", 1, [1])), TraceOptions())
     assert traced.rewarded() == traced
 
 
 def test_tokens_that_the_ledger_misses_are_an_error_that_names_the_session(monkeypatch):
     forget_a_call(monkeypatch)
     with pytest.raises(LedgerError, match="session s: the calls hold 4 sampled tokens, the ledger says 2"):
-        trace_session(recorded(1.0, make_call("s", 1, [1]), make_call("s", 2, [9])), Selection())
+        trace_session(recorded(1.0, make_call("s", 1, [1]), make_call("s", 2, [9])), TraceOptions())
 
 
 def test_a_batch_has_the_selected_traces_and_the_rewards_of_all_its_sessions(tmp_path):
@@ -89,8 +92,8 @@ def test_a_batch_has_the_selected_traces_and_the_rewards_of_all_its_sessions(tmp
             Session(session_id="x", task_id="task", group_id="group", harness="harness", status="completed", reward=1.0)
         )
 
-    def batch_of(*selection):
-        return load_batch(tmp_path, ["a", "b", "idle"], Selection(*selection))
+    def batch_of(*options):
+        return load_batch(tmp_path, ["a", "b", "idle"], TraceOptions(*options))
 
     batch, ledger = batch_of("tree", ["agent"], 2)
     assert [(trace.trace_id, trace.completion_ids) for trace in batch.traces] == [("a/a1", [7])]

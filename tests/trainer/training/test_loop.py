@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
+from rolltap.addons.errors import InputError
 from rolltap.trainer import cli
 from rolltap.trainer.engine.publish import CheckpointPublisher
-from rolltap.trainer.errors import UserError
 from rolltap.trainer.rollouts.task import load_tasks
 from rolltap.trainer.traces.reader import load_calls, load_sessions
 from rolltap.trainer.training import loop
@@ -90,7 +90,7 @@ class TestArguments:
         ],
     )
     def test_what_cannot_be_is_refused(self, arguments, text, values, message):
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(InputError, match=message):
             arguments(text, **values)
 
 
@@ -108,7 +108,7 @@ class TestSampling:
 
     def test_two_temperatures_are_refused(self, tmp_path):
         text = "[grpo]\ntemperature = 0.7\n[recorder]\nrolltap_sampling = '{\"temperature\": 0.6}'\n"
-        with pytest.raises(UserError, match=r"samples at temperature 0\.6, but grpo\.temperature is 0\.7"):
+        with pytest.raises(InputError, match=r"samples at temperature 0\.6, but grpo\.temperature is 0\.7"):
             loop.sampling(load_recipe(write_recipe(tmp_path, text)))
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from rolltap.trainer.errors import UserError
+from rolltap.addons.errors import InputError
 from rolltap.trainer.training.recipe import load_recipe
 
 GOOD = 'model = "m"\ntasks = "t.jsonl"\nharness = "h.toml"\nsteps = 1\n'
@@ -45,10 +45,10 @@ def test_every_role_but_side_questions_is_trained_at_any_length(tmp_path):
 )
 def test_a_bad_key_is_named_with_its_value(tmp_path, text, message):
     (tmp_path / "r.toml").write_text(text)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(InputError, match=message):
         load_recipe(tmp_path / "r.toml")
 
 
 def test_a_missing_recipe_is_named(tmp_path):
-    with pytest.raises(UserError, match="cannot read "):
+    with pytest.raises(InputError, match="cannot read "):
         load_recipe(tmp_path / "none.toml")

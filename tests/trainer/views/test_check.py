@@ -13,12 +13,12 @@ from transformers import Qwen3ForCausalLM
 
 from rolltap.addons.engine.policy import POLICY_FILE
 from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
+from rolltap.addons.errors import EngineError, InputError
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call, VersionSpan
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.commands.check import check_command
 from rolltap.trainer.engine.publish import LoraPublisher
-from rolltap.trainer.errors import UserError
 from rolltap.trainer.views.check import choose, incomparable, summarize_scores
 
 SAMPLING = {**NEUTRAL_SAMPLING, "max_tokens": 12, "seed": 1, "stop_token_ids": [], "asked": {"temperature": 0.2}}
@@ -215,22 +215,24 @@ class TestOnARealEngine:
 
     def test_a_run_without_a_comparable_call_is_an_error_that_says_why(self, engine, tmp_path):
         run = write(tmp_path, [call(version="7")])
-        with pytest.raises(UserError, match=r"can be compared: 1 other weights; the engine serves the weights default"):
+        with pytest.raises(
+            InputError, match=r"can be compared: 1 other weights; the engine serves the weights default"
+        ):
             check(run, engine.url)
 
     def test_tokens_of_another_vocabulary_are_an_error_that_says_what_to_do(self, engine, tmp_path):
         run = write(tmp_path, [call(sampled=(5, 999_999))])
-        with pytest.raises(UserError, match=r"out of vocabulary.*start it with the model that run.json names"):
+        with pytest.raises(EngineError, match=r"out of vocabulary.*start it with the model that run.json names"):
             check(run, engine.url)
 
 
 def test_an_engine_that_is_down_is_an_error_that_says_what_to_do(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    with pytest.raises(UserError, match=r"no engine answers .*start it with `rolltap serve`"):
+    with pytest.raises(EngineError, match=r"no engine answers .*start it with `rolltap serve`"):
         check(write(tmp_path, [call()]), url)
 
 
 def test_a_server_that_is_not_vllm_is_an_error(tmp_path, scripted_engine):
-    with pytest.raises(UserError, match="is it vLLM\\? start it with `rolltap serve`"):
+    with pytest.raises(EngineError, match="is it vLLM\\? start it with `rolltap serve`"):
         check(write(tmp_path, [call()]), scripted_engine.url)

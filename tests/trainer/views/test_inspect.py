@@ -11,14 +11,14 @@ from click.testing import CliRunner
 from rich.console import Console
 from rich.text import Text
 
+from rolltap.addons.errors import InputError
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call, Session, VersionSpan
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.cli import rolltap, run
 from rolltap.trainer.commands.inspect import inspect_command
-from rolltap.trainer.errors import UserError
 from rolltap.trainer.traces.ledger import Ledger
-from rolltap.trainer.views.inspect import branches, find_id, first_difference, view_call, view_session
+from rolltap.trainer.views.inspect import branches, find_divergence, find_id, view_call, view_session
 from rolltap.trainer.views.report import MOST_SESSIONS, print_summary, summarize
 from rolltap.trainer.views.show import CONTEXT_TOKENS, call_tree, completion, context, load_decoder
 from tests.trainer.forests import forget_a_call
@@ -242,13 +242,13 @@ class TestCall:
         late = call(4, "late", [1, 2, 3, 4, 5, 6], [7])
         aborted = call(2, "aborted", [1, 2, 3, 4, 5, 6], [7], status="aborted")
         rendered = call(3, "r", [1, 2, 3, 4, 6], [7], kind="rendered")
-        difference = first_difference(rendered, [near, far, aborted, rendered, late])
+        difference = find_divergence(rendered, [near, far, aborted, rendered, late])
         assert (difference.call_id, difference.position, difference.recorded) == ("near", 4, [5])
-        assert first_difference(near, [near, rendered]) is None
+        assert find_divergence(near, [near, rendered]) is None
 
     def test_a_prompt_that_goes_on_after_all_recorded_tokens_differs_in_none(self):
         earlier, rendered = call(1, "a", [1], [2]), call(2, "b", [1, 2, 3], [4], kind="rendered")
-        difference = first_difference(rendered, [earlier, rendered])
+        difference = find_divergence(rendered, [earlier, rendered])
         assert (difference.position, difference.recorded, difference.rendered) == (2, [], [3])
 
     def test_as_json_what_is_json_in_the_row_is_parsed(self, small_run):
@@ -287,25 +287,25 @@ class TestIds:
         assert find_id("abc", self.IDS, "call", "session s") == "abc"
 
     def test_a_beginning_of_several_is_refused_with_their_names(self):
-        with pytest.raises(UserError, match="3 calls of session s begin with 'ab': abc, abc1, abc2"):
+        with pytest.raises(InputError, match="3 calls of session s begin with 'ab': abc, abc1, abc2"):
             find_id("ab", self.IDS, "call", "session s")
 
     def test_an_unknown_id_is_refused_with_those_that_are_near(self):
-        with pytest.raises(UserError, match="session s has no call 'xyy', only xyz, "):
+        with pytest.raises(InputError, match="session s has no call 'xyy', only xyz, "):
             find_id("xyy", self.IDS, "call", "session s")
 
     def test_of_many_ids_the_nearest_are_named(self):
-        with pytest.raises(UserError, match=r"n17.* and 35 more$"):
+        with pytest.raises(InputError, match=r"n17.* and 35 more$"):
             find_id("n17x", [f"n{i}" for i in range(40)], "call", "session s")
 
     def test_a_run_without_sessions_says_only_that(self, tmp_path):
         write_metadata(tmp_path, {})
-        with pytest.raises(UserError, match=r"has no session 'a'$"):
+        with pytest.raises(InputError, match=r"has no session 'a'$"):
             view_session(tmp_path, "a")
 
     def test_both_ids_may_be_abbreviated(self, small_run):
         assert view_call(small_run, "fi", "a2").call.call_id == "a2"
-        with pytest.raises(UserError, match="session first has no call 'z1'"):
+        with pytest.raises(InputError, match="session first has no call 'z1'"):
             view_call(small_run, "first", "z1")
 
 

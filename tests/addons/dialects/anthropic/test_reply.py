@@ -4,7 +4,7 @@ import pytest
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects import anthropic
-from rolltap.addons.dialects.types import ContextOverflow, Head, ModelCall, Reply, ServedModel, ToolCall, Usage
+from rolltap.addons.dialects.types import ContextOverflow, ModelCall, Reply, ReplyContext, ServedModel, ToolCall, Usage
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -37,7 +37,7 @@ replies = st.builds(
     finish_reason=st.sampled_from(["stop", "length", "tool_calls"]),
     stop=st.none() | st.just("END"),
 )
-HEAD = Head("c9", 5, "/v1/messages", ModelCall("claude-x", [], []))
+HEAD = ReplyContext("c9", 5, "/v1/messages", ModelCall("claude-x", [], []))
 USAGE = Usage(prompt=7, completion=3, cached=4)
 
 

@@ -104,9 +104,9 @@ class TestDecode:
             stream=True,
             max_tokens=9,
             stop=["END"],
-            asked={"tool_choice": {"type": "auto"}, "temperature": 0.0},
+            requested_sampling={"tool_choice": {"type": "auto"}, "temperature": 0.0},
             hosted_tools=[SEARCH, BASH],
-            hints={"metadata.user_id": '{"session_id": "s"}', "diagnostics.previous_message_id": "msg_c7"},
+            client_metadata={"metadata.user_id": '{"session_id": "s"}', "diagnostics.previous_message_id": "msg_c7"},
         )
 
     def test_the_billing_block_of_the_system_prompt_is_dropped(self):
@@ -189,7 +189,7 @@ class TestDecode:
 
     def test_no_tools_are_shown_when_none_may_be_called(self):
         call = decode(tool_choice={"type": "none"})
-        assert (call.tools, call.asked["tool_choice"]) == ([], {"type": "none"})
+        assert (call.tools, call.requested_sampling["tool_choice"]) == ([], {"type": "none"})
 
     @pytest.mark.parametrize(
         "wish", [{"output_config": {"effort": "low", "format": "F"}}, {"output_format": "F"}], ids=["config", "format"]
@@ -200,7 +200,7 @@ class TestDecode:
         wish = json.loads(json.dumps(wish).replace('"F"', json.dumps(form)))
         call = decode(**wish)
         assert call.schema == schema
-        assert call.asked.items() >= wish.items()
+        assert call.requested_sampling.items() >= wish.items()
 
     def test_effort_alone_asks_for_no_schema(self):
         assert decode(output_config={"effort": "low"}).schema is None

@@ -11,8 +11,8 @@ from rolltap.addons.dialects.routes import find_route
 from rolltap.addons.dialects.types import (
     ContextOverflow,
     DialectError,
-    Head,
     Reply,
+    ReplyContext,
     ServedModel,
     ToolCall,
     Usage,
@@ -52,21 +52,21 @@ def client_of(reply):
         model_call = dialect.decode(request.content, target)
         if route.service == "count_tokens":
             return httpx.Response(200, content=dialect.encode_token_count(42))
-        head = Head("c9", 5, target, model_call)
+        context = ReplyContext("c9", 5, target, model_call)
         if model_call.stream:
-            return httpx.Response(200, headers={"content-type": "text/event-stream"}, content=stream_of(head, reply))
+            return httpx.Response(200, headers={"content-type": "text/event-stream"}, content=stream_of(context, reply))
         if isinstance(reply, DialectError):
             return httpx.Response(reply.status, content=dialect.encode_error(reply))
-        return httpx.Response(200, content=dialect.encode_reply(head, reply, USAGE))
+        return httpx.Response(200, content=dialect.encode_reply(context, reply, USAGE))
 
     return anthropic.Anthropic(
         api_key="k", max_retries=0, http_client=httpx.Client(transport=httpx.MockTransport(answer))
     )
 
 
-def stream_of(head, reply):
+def stream_of(context, reply):
     """The reply as chunks, one character each with a keep-alive after it."""
-    encoder = dialect.stream_encoder(head)
+    encoder = dialect.stream_encoder(context)
     yield encoder.start()
     if isinstance(reply, DialectError):
         yield encoder.delta("", "Hal")

@@ -8,8 +8,8 @@ from rolltap.addons.dialects import google
 from rolltap.addons.dialects.types import (
     ContextOverflow,
     DialectError,
-    Head,
     Reply,
+    ReplyContext,
     ServedModel,
     ToolCall,
     Usage,
@@ -18,7 +18,7 @@ from rolltap.addons.dialects.types import (
 )
 from tests.addons.dialects.google.test_request import CALL, GENERATE, JSON, decode_contents
 
-HEAD = Head("call-9", 1_700_000_000, GENERATE, CALL)
+HEAD = ReplyContext("call-9", 1_700_000_000, GENERATE, CALL)
 USAGE = Usage(prompt=7, completion=3, cached=2)
 ARGUMENTS = st.one_of(
     st.dictionaries(st.text(), JSON, max_size=4).map(json.dumps),

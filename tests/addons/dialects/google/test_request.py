@@ -109,7 +109,11 @@ CALL = ModelCall(
     tools=[{"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": SCHEMA}}],
     max_tokens=5,
     stop=["END"],
-    asked={"temperature": 0.0, "toolConfig": {"functionCallingConfig": {"mode": "AUTO"}}, "safetySettings": []},
+    requested_sampling={
+        "temperature": 0.0,
+        "toolConfig": {"functionCallingConfig": {"mode": "AUTO"}},
+        "safetySettings": [],
+    },
     hosted_tools=[{"googleSearch": {}}],
 )
 
@@ -277,7 +281,7 @@ class TestDecode:
 
     def test_wishes_are_recorded(self):
         config = {"topK": 64, "thinkingConfig": {"includeThoughts": True}, "seed": None}
-        asked = decode(generationConfig=config, toolConfig=None, safetySettings=None).asked
+        asked = decode(generationConfig=config, toolConfig=None, safetySettings=None).requested_sampling
         assert asked == {"topK": 64, "thinkingConfig": {"includeThoughts": True}}
 
     def test_no_functions_are_shown_when_none_may_be_called(self):

@@ -9,7 +9,16 @@ from google.genai import errors, types
 
 from rolltap.addons.dialects import google
 from rolltap.addons.dialects.routes import find_route
-from rolltap.addons.dialects.types import ContextOverflow, DialectError, Head, Reply, ServedModel, ToolCall, Usage, sign
+from rolltap.addons.dialects.types import (
+    ContextOverflow,
+    DialectError,
+    Reply,
+    ReplyContext,
+    ServedModel,
+    ToolCall,
+    Usage,
+    sign,
+)
 
 USAGE = Usage(prompt=7, completion=3, cached=2)
 REPLIES = {
@@ -50,10 +59,10 @@ class Server:
         self.calls.append(call)
         if route.service == "count_tokens":
             return httpx.Response(200, content=google.encode_token_count(12))
-        head = Head("call-9", 1_700_000_000, target, call)
+        context = ReplyContext("call-9", 1_700_000_000, target, call)
         if not call.stream:
-            return httpx.Response(200, content=google.encode_reply(head, self.reply, USAGE))
-        encoder = google.stream_encoder(head)
+            return httpx.Response(200, content=google.encode_reply(context, self.reply, USAGE))
+        encoder = google.stream_encoder(context)
         assert encoder.content_type == "text/event-stream"
         return httpx.Response(200, headers={"content-type": encoder.content_type}, content=self.events(encoder))
 
@@ -190,7 +199,7 @@ def test_what_the_sdk_sends_is_understood(sdk):
     assert decoded.hosted_tools == [{"googleSearch": {}}]
     assert (decoded.max_tokens, decoded.stop) == (5, ["END"])
     assert decoded.schema["properties"] == {"a": {"type": "integer"}}
-    assert decoded.asked["temperature"] == 0.5
+    assert decoded.requested_sampling["temperature"] == 0.5
 
 
 @pytest.mark.parametrize("ask", [generate, generate_stream])

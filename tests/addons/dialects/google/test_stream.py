@@ -5,12 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects import google
-from rolltap.addons.dialects.types import DialectError, Head, Reply, ToolCall
+from rolltap.addons.dialects.types import DialectError, Reply, ReplyContext, ToolCall
 from tests.addons.dialects.google.test_reply import REPLIES, USAGE, echo, issued, same
 from tests.addons.dialects.google.test_request import CALL, STREAM
 
-SSE_HEAD = Head("call-9", 1_700_000_000, STREAM + "?alt=sse", CALL)
-ARRAY_HEAD = Head("call-9", 1_700_000_000, STREAM, CALL)
+SSE_HEAD = ReplyContext("call-9", 1_700_000_000, STREAM + "?alt=sse", CALL)
+ARRAY_HEAD = ReplyContext("call-9", 1_700_000_000, STREAM, CALL)
 
 
 def in_pieces(text, cuts):
@@ -19,9 +19,9 @@ def in_pieces(text, cuts):
     return [piece for piece in pieces if piece]
 
 
-def stream(head, reply, cuts=(), error=None):
+def stream(context, reply, cuts=(), error=None):
     """The bytes of a streamed reply, cut into deltas, with a keep-alive before every piece."""
-    encoder = google.stream_encoder(head)
+    encoder = google.stream_encoder(context)
     pieces = [encoder.delta(piece, "") for piece in in_pieces(reply.reasoning, cuts)]
     pieces += [encoder.delta("", piece) for piece in in_pieces(reply.content, cuts)]
     pieces.append(encoder.error(error) if error else encoder.finish(reply, USAGE))
@@ -39,15 +39,15 @@ def chunks_of(body):
 
 @settings(max_examples=300, deadline=None)
 @given(REPLIES, st.lists(st.integers(0, 20)), st.sampled_from([SSE_HEAD, ARRAY_HEAD]))
-def test_an_echoed_stream_is_the_message_that_was_issued_however_it_was_cut(reply, cuts, head):
-    assert same(echo(*chunks_of(stream(head, reply, cuts))), issued(reply))
+def test_an_echoed_stream_is_the_message_that_was_issued_however_it_was_cut(reply, cuts, context):
+    assert same(echo(*chunks_of(stream(context, reply, cuts))), issued(reply))
 
 
 @pytest.mark.parametrize(("head", "content_type"), [(SSE_HEAD, "text/event-stream"), (ARRAY_HEAD, "application/json")])
-def test_the_last_chunk_has_calls_finish_reason_and_usage(head, content_type):
+def test_the_last_chunk_has_calls_finish_reason_and_usage(context, content_type):
     reply = Reply("Wait.", tool_calls=[ToolCall("c1", "look", "{}")], finish_reason="tool_calls")
-    text, last = chunks_of(stream(head, reply))
-    assert google.stream_encoder(head).content_type == content_type
+    text, last = chunks_of(stream(context, reply))
+    assert google.stream_encoder(context).content_type == content_type
     assert text["candidates"] == [{"content": {"role": "model", "parts": [{"text": "Wait."}]}, "index": 0}]
     assert "usageMetadata" not in text
     (candidate,) = last["candidates"]
@@ -63,13 +63,13 @@ def test_a_delta_has_reasoning_before_content():
 
 
 @pytest.mark.parametrize("head", [SSE_HEAD, ARRAY_HEAD], ids=["events", "array"])
-def test_a_failed_stream_ends_with_the_error(head):
+def test_a_failed_stream_ends_with_the_error(context):
     error = DialectError("The engine is gone.", status=503)
-    *_, last = chunks_of(stream(head, Reply("Hi."), error=error))
+    *_, last = chunks_of(stream(context, Reply("Hi."), error=error))
     assert last == {"error": {"code": 503, "message": "The engine is gone.", "status": "UNAVAILABLE"}}
 
 
 @pytest.mark.parametrize("query", ["alt=sse", "key=x&alt=sse", "%24alt=sse"])
 def test_the_query_asks_for_events(query):
-    head = Head("call-9", 0, f"{STREAM}?{query}", CALL)
-    assert google.stream_encoder(head).content_type == "text/event-stream"
+    context = ReplyContext("call-9", 0, f"{STREAM}?{query}", CALL)
+    assert google.stream_encoder(context).content_type == "text/event-stream"

@@ -5,12 +5,21 @@ from openai.types import ErrorObject, Model
 from openai.types.chat import ChatCompletion
 
 from rolltap.addons.dialects import openai_chat
-from rolltap.addons.dialects.types import DialectError, Head, ModelCall, Reply, ServedModel, ToolCall, Usage, WireTool
+from rolltap.addons.dialects.types import (
+    DialectError,
+    ModelCall,
+    Reply,
+    ReplyContext,
+    ServedModel,
+    ToolCall,
+    Usage,
+    WireTool,
+)
 from tests.addons.dialects.openai_chat.test_request import TARGET, decode_message
 
 
-def head(**fields):
-    return Head("r1", 5, TARGET, ModelCall("gpt-x", [], [], **fields))
+def reply_context(**fields):
+    return ReplyContext("r1", 5, TARGET, ModelCall("gpt-x", [], [], **fields))
 
 
 LOOK = ToolCall("call_1", "look", '{"at": "é"}')
@@ -31,7 +40,7 @@ def sent(text):
 class TestEncodeReply:
     @pytest.mark.parametrize("reply", REPLIES)
     def test_the_openai_sdk_reads_it(self, reply):
-        body = openai_chat.encode_reply(head(), reply, USAGE)
+        body = openai_chat.encode_reply(reply_context(), reply, USAGE)
         completion = ChatCompletion.model_validate_json(body)
         assert (completion.id, completion.model, completion.created) == ("chatcmpl-r1", "gpt-x", 5)
         (choice,) = completion.choices
@@ -47,7 +56,7 @@ class TestEncodeReply:
 
     @pytest.mark.parametrize("reply", REPLIES[:-1])
     def test_decoding_its_message_gives_the_reply(self, reply):
-        message = json.loads(openai_chat.encode_reply(head(), reply, USAGE))["choices"][0]["message"]
+        message = json.loads(openai_chat.encode_reply(reply_context(), reply, USAGE))["choices"][0]["message"]
         decoded = decode_message(**message)
         assert decoded["content"] == reply.content
         assert decoded.get("reasoning_content", "") == reply.reasoning
@@ -74,7 +83,7 @@ def test_a_model_is_found_by_any_name():
 
 
 def test_a_freeform_tool_is_called_with_its_text():
-    freeform = head(wire_tools={"patch": WireTool("patch", freeform=True)})
+    freeform = reply_context(wire_tools={"patch": WireTool("patch", freeform=True)})
     reply = Reply("", "", [ToolCall("call_1", "patch", '{"input": "*** Begin"}')], "tool_calls")
     message = ChatCompletion.model_validate_json(openai_chat.encode_reply(freeform, reply, USAGE)).choices[0].message
     assert (message.tool_calls[0].custom.name, message.tool_calls[0].custom.input) == ("patch", "*** Begin")

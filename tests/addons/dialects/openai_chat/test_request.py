@@ -70,7 +70,7 @@ class TestDecode:
             stream=True,
             include_usage=True,
             max_tokens=5,
-            asked={"temperature": 0.0},
+            requested_sampling={"temperature": 0.0},
         )
 
     @pytest.mark.parametrize(
@@ -153,7 +153,9 @@ class TestDecode:
         assert decode(response_format=wanted).schema == schema
 
     def test_metadata_hints_at_the_purpose(self):
-        assert decode(metadata={"promptId": "s########0", "n": 1}).hints == {"metadata.promptId": "s########0"}
+        assert decode(metadata={"promptId": "s########0", "n": 1}).client_metadata == {
+            "metadata.promptId": "s########0"
+        }
 
     @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
     def test_reasoning_is_kept(self, name):

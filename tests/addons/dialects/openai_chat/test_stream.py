@@ -6,12 +6,12 @@ from openai.types.chat import ChatCompletionChunk
 
 from rolltap.addons.dialects import openai_chat
 from rolltap.addons.dialects.types import DialectError, ToolCall
-from tests.addons.dialects.openai_chat.test_reply import REPLIES, USAGE, head, sent
+from tests.addons.dialects.openai_chat.test_reply import REPLIES, USAGE, reply_context, sent
 
 
 def streamed(reply, *, include_usage=True, keep_alive=False, piece=3):
     """The reply as events, its text cut in pieces."""
-    encoder = openai_chat.StreamEncoder(head(include_usage=include_usage))
+    encoder = openai_chat.StreamEncoder(reply_context(include_usage=include_usage))
     events = encoder.start()
     for text, name in ((reply.reasoning, "reasoning"), (reply.content, "content")):
         for start in range(0, len(text), piece):
@@ -44,12 +44,12 @@ class TestStreamEncoder:
         assert calls == reply.tool_calls
 
     def test_reasoning_goes_before_content(self):
-        first, second = map(json.loads, data_of(openai_chat.StreamEncoder(head()).delta("Hm.", "Hi")))
+        first, second = map(json.loads, data_of(openai_chat.StreamEncoder(reply_context()).delta("Hm.", "Hi")))
         assert first["choices"][0]["delta"] == {"reasoning_content": "Hm."}
         assert second["choices"][0]["delta"] == {"content": "Hi"}
 
     def test_no_new_text_is_no_event(self):
-        assert openai_chat.StreamEncoder(head()).delta("", "") == b""
+        assert openai_chat.StreamEncoder(reply_context()).delta("", "") == b""
 
     def test_usage_is_the_last_chunk_when_asked_for(self):
         *_, last, _done = data_of(streamed(REPLIES[0]))
@@ -60,6 +60,6 @@ class TestStreamEncoder:
         assert b"usage" not in streamed(REPLIES[0], include_usage=False)
 
     def test_an_error_is_an_event_that_says_the_status(self):
-        (event,) = data_of(openai_chat.StreamEncoder(head()).error(DialectError("Down.", status=503)))
+        (event,) = data_of(openai_chat.StreamEncoder(reply_context()).error(DialectError("Down.", status=503)))
         told = json.loads(event)["error"]
         assert (told["message"], told["code"]) == ("Down.", 503)

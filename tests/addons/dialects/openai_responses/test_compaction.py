@@ -5,7 +5,7 @@ from hypothesis import given, settings
 
 from rolltap.addons.dialects import openai_responses
 from rolltap.addons.dialects.types import DialectError, sign
-from tests.addons.dialects.openai_responses.test_reply import USAGE, head_of, replies
+from tests.addons.dialects.openai_responses.test_reply import USAGE, context_of, replies
 from tests.addons.dialects.openai_responses.test_request import REQUEST, decode, decode_items
 from tests.addons.dialects.openai_responses.test_stream import streamed
 
@@ -17,18 +17,18 @@ def test_a_trigger_asks_for_a_summary():
     assert call.messages[:-1] == decode().messages
     assert call.messages[-1]["role"] == "user"
     assert "summary" in call.messages[-1]["content"]
-    assert call.hints["compaction"] == "trigger"
+    assert call.client_metadata["compaction"] == "trigger"
     assert call.tools == decode().tools
 
 
 @given(replies)
 @settings(max_examples=100, deadline=None)
 def test_the_reply_is_one_item_that_holds_the_summary(reply):
-    head = head_of(decode(input=[*REQUEST["input"], TRIGGER]))
-    whole = json.loads(openai_responses.encode_reply(head, reply, USAGE))
+    context = context_of(decode(input=[*REQUEST["input"], TRIGGER]))
+    whole = json.loads(openai_responses.encode_reply(context, reply, USAGE))
     (item,) = whole["output"]
     assert item["type"] == "compaction"
-    events = streamed(head, reply)
+    events = streamed(context, reply)
     assert [e["item"] for e in events if e["type"] == "response.output_item.done"] == [item]
     assert events[-1]["response"] == whole
     (message,) = decode_items(item)

@@ -3,11 +3,19 @@ import json
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects import openai_responses
-from rolltap.addons.dialects.types import ContextOverflow, DialectError, Head, Reply, ToolCall, Usage, parse_arguments
+from rolltap.addons.dialects.types import (
+    ContextOverflow,
+    DialectError,
+    Reply,
+    ReplyContext,
+    ToolCall,
+    Usage,
+    parse_arguments,
+)
 
 
-def head_of(call):
-    return Head("c1", 5, "/v1/responses", call)
+def context_of(call):
+    return ReplyContext("c1", 5, "/v1/responses", call)
 
 
 USAGE = Usage(prompt=7, completion=3, cached=4)

@@ -133,14 +133,14 @@ class TestDecode:
             ],
             stream=True,
             max_tokens=9,
-            asked={"temperature": 0.0, "tool_choice": "auto"},
+            requested_sampling={"temperature": 0.0, "tool_choice": "auto"},
             hosted_tools=[SEARCH],
             wire_tools={
                 "patch": WireTool("patch", freeform=True),
                 "agents__spawn": WireTool("spawn", namespace="agents"),
                 "agents__exec": WireTool("exec", namespace="agents", freeform=True),
             },
-            hints={"client_metadata.session": "s1", "prompt_cache_key": "thread-1"},
+            client_metadata={"client_metadata.session": "s1", "prompt_cache_key": "thread-1"},
         )
 
     def test_a_string_is_the_users_message(self):

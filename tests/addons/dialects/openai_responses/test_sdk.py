@@ -8,7 +8,7 @@ from openai import BadRequestError, OpenAI
 from openai.types.responses import Response
 
 from rolltap.addons.dialects import openai_responses
-from rolltap.addons.dialects.types import ContextOverflow, DialectError, Head, Reply, ToolCall, Usage
+from rolltap.addons.dialects.types import ContextOverflow, DialectError, Reply, ReplyContext, ToolCall, Usage
 
 FUNCTION = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}
 TOOLS = [
@@ -51,12 +51,12 @@ def sdk(reply):
     def answer(request):
         target = request.url.raw_path.decode()
         call = openai_responses.decode(request.content, target)
-        head = Head("c1", 5, target, call)
+        context = ReplyContext("c1", 5, target, call)
         if not call.stream:
             if isinstance(reply, DialectError):
                 return httpx.Response(reply.status, content=openai_responses.encode_error(reply))
-            return httpx.Response(200, content=openai_responses.encode_reply(head, reply, USAGE))
-        encoder = openai_responses.stream_encoder(head)
+            return httpx.Response(200, content=openai_responses.encode_reply(context, reply, USAGE))
+        encoder = openai_responses.stream_encoder(context)
         events = encoder.start() + encoder.keep_alive()
         if isinstance(reply, DialectError):
             events += encoder.error(reply)

@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 
 from rolltap.addons.dialects import openai_responses
 from rolltap.addons.dialects.types import ContextOverflow, DialectError, Reply, ToolCall
-from tests.addons.dialects.openai_responses.test_reply import USAGE, head_of, message_of, replies
+from tests.addons.dialects.openai_responses.test_reply import USAGE, context_of, message_of, replies
 from tests.addons.dialects.openai_responses.test_request import decode, decode_items
 
 
-def streamed(head, reply, *, pieces=3, keep_alive=False):
+def streamed(context, reply, *, pieces=3, keep_alive=False):
     """The events of a reply whose text comes in pieces of `pieces` characters."""
-    encoder = openai_responses.stream_encoder(head)
+    encoder = openai_responses.stream_encoder(context)
     events = encoder.start()
     for i in range(0, len(reply.reasoning), pieces):
         events += encoder.delta(reply.reasoning[i : i + pieces], "")
@@ -39,26 +39,26 @@ def events_of(data):
 @given(replies)
 @settings(max_examples=500, deadline=None)
 def test_the_echo_of_a_reply_is_the_reply(reply):
-    head = head_of(decode())
-    whole = json.loads(openai_responses.encode_reply(head, reply, USAGE))
+    context = context_of(decode())
+    whole = json.loads(openai_responses.encode_reply(context, reply, USAGE))
     assert decode_items(*whole["output"]) == [message_of(reply)]
-    done = [e["item"] for e in streamed(head, reply) if e["type"] == "response.output_item.done"]
+    done = [e["item"] for e in streamed(context, reply) if e["type"] == "response.output_item.done"]
     assert done == whole["output"]
 
 
 @given(replies, st.booleans())
 @settings(max_examples=300, deadline=None)
 def test_a_stream_ends_with_the_response_that_is_not_streamed(reply, keep_alive):
-    head = head_of(decode())
-    events = streamed(head, reply, keep_alive=keep_alive)
-    assert events[-1]["response"] == json.loads(openai_responses.encode_reply(head, reply, USAGE))
+    context = context_of(decode())
+    events = streamed(context, reply, keep_alive=keep_alive)
+    assert events[-1]["response"] == json.loads(openai_responses.encode_reply(context, reply, USAGE))
     assert [e["sequence_number"] for e in events] == list(range(len(events)))
 
 
 class TestStreamEncoder:
     def test_an_item_is_complete_before_the_next_begins(self):
         reply = Reply("Hi", "Hm", [ToolCall("t1", "look", "{}"), ToolCall("t2", "patch", '{"input": "x"}')])
-        assert [e["type"].removeprefix("response.") for e in streamed(head_of(decode()), reply)] == [
+        assert [e["type"].removeprefix("response.") for e in streamed(context_of(decode()), reply)] == [
             "created",
             "in_progress",
             "output_item.added",
@@ -85,17 +85,17 @@ class TestStreamEncoder:
         ]
 
     def test_reasoning_that_comes_after_content_is_not_sent(self):
-        encoder = openai_responses.stream_encoder(head_of(decode()))
+        encoder = openai_responses.stream_encoder(context_of(decode()))
         encoder.delta("Hm.", "Hi")
         assert encoder.delta("\n", "") == b""
         *_, last = events_of(encoder.finish(Reply("Hi", "Hm.\n"), USAGE))
         assert last["response"]["output"][0]["summary"][0]["text"] == "Hm."
 
     def test_no_new_text_is_no_event(self):
-        assert openai_responses.stream_encoder(head_of(decode())).delta("", "") == b""
+        assert openai_responses.stream_encoder(context_of(decode())).delta("", "") == b""
 
     def test_a_reply_that_was_cut_is_incomplete(self):
-        *_, last = streamed(head_of(decode()), Reply("Hal", finish_reason="length"))
+        *_, last = streamed(context_of(decode()), Reply("Hal", finish_reason="length"))
         assert last["type"] == "response.incomplete"
         assert last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
 
@@ -108,7 +108,7 @@ class TestStreamEncoder:
         ],
     )
     def test_a_failure_is_the_last_event(self, error, code):
-        encoder = openai_responses.stream_encoder(head_of(decode()))
+        encoder = openai_responses.stream_encoder(context_of(decode()))
         encoder.start()
         (event,) = events_of(encoder.error(error))
         assert event["type"] == "response.failed"
