@@ -51,7 +51,7 @@ checkout() {
     environment "$1" -c constraints.txt $TORCH --group dev -e ".[$2]"
     # type checkers follow links, and no editable install of mapped folders
     mkdir -p "$links/rolltap"
-    ln -sfn "$PWD/addons" "$PWD/trainer" "$PWD/recipes/harnesses" "$links/rolltap"
+    ln -sfn "$PWD/addons" "$PWD/trainer" "$PWD/recipes/harnesses" "$PWD"/trainer/rolltap/* "$links/rolltap"
     echo "$links" > "$(echo "$VENVS/$1"/lib/python3*/site-packages)/checkout.pth"
 }
 

@@ -11,12 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rolltap.addons.store.tables import RunWriter
-from rolltap.trainer.rollouts.harness import load_harness
+from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.scheduler import Plan, rollout
+from rolltap.trainer.rollouts.scheduler import Plan, run_groups
 from rolltap.trainer.rollouts.task import load_tasks
-from rolltap.trainer.traces.reader import load_calls
+from rolltap.trainer.traces.reader import RecordedCalls
 from rolltap.trainer.traces.sessions import TraceOptions, load_batch
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
@@ -30,24 +29,22 @@ def recorded(engine, tmp_path_factory):
     if shutil.which("mini") is None:
         pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
     run = tmp_path_factory.mktemp("run")
-    plan = Plan(load_harness("mini-swe-agent"), 3, 3, 300.0)
+    plan = Plan(Harness.load("mini-swe-agent"), 3, 3, 300.0)
     tasks = load_tasks(RECIPES / "quickstart" / "tasks.jsonl")
     with Recorder(run, engine=engine.url, model=str(engine.model_dir)) as recorder:
-        sessions = asyncio.run(
-            rollout(tasks, plan, recorder, RunWriter(run), policy_version="default", advance=lambda *_: None)
-        )
+        sessions = asyncio.run(run_groups(tasks, plan, recorder, policy_version="default", advance=lambda *_: None))
     return run, sessions
 
 
 def test_the_harness_ran_to_its_end_in_several_turns(recorded):
     run, sessions = recorded
     assert [session.status for session in sessions] == ["completed"] * 3
-    assert all(len(calls) >= 3 for calls in load_calls(run).values())
+    assert all(len(calls) >= 3 for calls in RecordedCalls(run).values())
 
 
 def test_every_sampled_token_is_what_vllm_reports_when_it_scores_the_same_sequence(recorded, engine):
     run, _ = recorded
-    for calls in load_calls(run).values():
+    for calls in RecordedCalls(run).values():
         for call in calls:
             sequence = call.prompt_ids + call.completion_ids
             body = {"model": str(engine.model_dir), "prompt": sequence, "max_tokens": 1, "prompt_logprobs": 0}
@@ -60,7 +57,7 @@ def test_every_sampled_token_is_what_vllm_reports_when_it_scores_the_same_sequen
 
 def test_prompts_of_later_turns_begin_with_the_earlier_turns_tokens(recorded):
     run, _ = recorded
-    for calls in load_calls(run).values():
+    for calls in RecordedCalls(run).values():
         for earlier, later in itertools.pairwise(calls):
             # mini-swe-agent drops a reply without a tool call from its history, which makes another branch
             if json.loads(earlier.reply).get("tool_calls"):
@@ -73,7 +70,7 @@ def test_prompts_of_later_turns_begin_with_the_earlier_turns_tokens(recorded):
 def test_vllm_used_the_recorded_prompts_and_found_their_prefix_in_its_cache(recorded, engine):
     run, _ = recorded
     bridged = 0
-    for calls in load_calls(run).values():
+    for calls in RecordedCalls(run).values():
         for call in calls:
             body = {"token_ids": list(call.prompt_ids), "sampling_params": {"max_tokens": 1}, "return_token_ids": True}
             used = httpx.post(f"{engine.url}/inference/v1/generate", json=body, timeout=60).json()
@@ -88,8 +85,8 @@ def test_vllm_used_the_recorded_prompts_and_found_their_prefix_in_its_cache(reco
 def test_on_policy_ratios_in_the_trainer_are_one(recorded, engine):
     run, sessions = recorded
     model = AutoModelForCausalLM.from_pretrained(engine.model_dir, dtype=torch.float32)
-    batch, ledger = load_batch(run, {session.session_id for session in sessions}, TraceOptions())
-    assert ledger.sampled == ledger.trained == sum(sum(trace.completion_mask) for trace in batch.traces) > 0
+    batch = load_batch(run, {session.session_id for session in sessions}, TraceOptions())
+    assert batch.ledger.sampled == batch.ledger.trained == sum(sum(trace.completion_mask) for trace in batch.traces) > 0
     for trace in batch.traces:
         ids = torch.tensor([trace.prompt_ids + trace.completion_ids])
         with torch.no_grad():

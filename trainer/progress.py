@@ -1,4 +1,4 @@
-"""How far a long command is."""
+"""Progress of long work on a terminal."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,13 +7,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 Advance = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done and of how much."""
+"""Function that is called with the unit of work, how many units are done, and the total."""
 
 
 @contextmanager
-def progress_bar(console: Console) -> Iterator[Advance]:
-    """A bar that disappears when the block ends; none where nobody would see it move."""
+def progress_bar(console: Console | None = None, *, show: bool = True) -> Iterator[Advance]:
+    """Show a progress bar on `console` (default: stderr) until the block ends. Without a terminal nothing is shown."""
+    console = console or Console(stderr=True)
     columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    disable = not (show and console.is_terminal)
+    with Progress(*columns, console=console, transient=True, disable=disable) as progress:
         bar = progress.add_task("", total=None)
         yield lambda what, done, total: progress.update(bar, description=what, completed=done, total=total)

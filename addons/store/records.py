@@ -1,10 +1,9 @@
 """The records of a run: calls, sessions and events, with their Arrow schemas and the invariants of a call.
 
-The last column of each table, `digest`, is added by the store.
-
-This module is the contract between the recorder, which writes these rows, and the trainer, which reads them.
+The recorder writes these rows and the trainer reads them. The store adds the last column of each table, `digest`.
 """
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,17 +15,20 @@ import pyarrow as pa
 from rolltap.addons.store.digest import DIGEST
 
 SCHEMA_VERSION = 4
-"""Raised whenever a reader of the earlier version would misread a row."""
+"""Incremented when a reader of the earlier version would misread a row."""
 
 SENTINEL_LOGPROB = -9999.0
-"""vLLM clamps log-probabilities here; such a value says "not known", never "very unlikely"."""
+"""The value to which vLLM clamps log-probabilities. It stands for "unknown", not for "very unlikely"."""
 
 CallKind = Literal["root", "bridged", "rendered"]
 CallRole = Literal["agent", "subagent", "compaction", "auxiliary"]
-"""The purpose of a call: the harness's main line, a helper agent that it started, a summary of its own history, or a
-side question (a title, a routing decision, a loop check, a commit message) that is not part of solving the task."""
+"""Purpose of a call. `agent`: the harness's main conversation. `subagent`: a helper agent that it started.
+`compaction`: a summary of its own history. `auxiliary`: a side question (a title, a routing decision, a loop check, a
+commit message) that is not part of solving the task."""
 CallStatus = Literal["completed", "aborted", "failed"]
-SessionStatus = Literal["completed", "failed", "timeout", "error"]
+SessionStatus = Literal["completed", "failed", "timeout", "error", "unknown"]
+"""Outcome of a session. `completed`: the harness exited with status 0; `failed`: with another status; `timeout`: it was
+stopped at the time limit; `error`: it could not be run; `unknown`: only calls were recorded."""
 EventKind = Literal[
     "call_started", "refused", "uncaptured", "unauthorised", "rejected", "joined", "replayed", "continued"
 ]
@@ -103,13 +105,13 @@ EVENT_SCHEMA = pa.schema(
 
 
 def utc_now() -> datetime:
-    """The current time as an aware datetime, as every timestamp column stores it."""
+    """Return the current time as an aware datetime in UTC, the zone of all timestamp columns."""
     return datetime.now(UTC)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
-    """`completion_ids[start:end]` were sampled by the weights that the engine calls `version`."""
+    """The weights that sampled `completion_ids[start:end]`; `version` is the engine's name for them."""
 
     version: str
     start: int
@@ -120,55 +122,88 @@ class VersionSpan:
 class Call:
     """One model call of a session.
 
-    `prompt_ids` is always the full prompt here; `to_row` stores only what follows the parent's prompt and
-    completion (`prefix_length` tokens), so that T turns cost O(T) tokens on disk. The same goes for `messages`:
-    the row holds those after the parent's conversation and reply.
+    `prompt_ids` is the full prompt. `to_row` stores only the tokens after the parent's prompt and completion
+    (`prefix_length` tokens), so that a conversation of T turns takes O(T) tokens on disk. `messages` holds only the
+    messages after the parent's conversation and reply. The `parsed_` properties parse the columns that hold JSON.
     """
 
     session_id: str
     call_id: str
     prompt_ids: Sequence[int]
-    """Token ids the engine was given, shape (P,)."""
+    """Token ids that the engine was given, shape (P,)."""
     completion_ids: list[int] = field(default_factory=list)
     """Sampled token ids, the end-of-turn token included when it was sampled, shape (C,)."""
     logprobs: list[float] = field(default_factory=list)
     """Natural-log probability of each sampled token under the sampling policy, shape (C,)."""
     weight_versions: list[VersionSpan] = field(default_factory=list)
+    """Spans that cover `completion_ids` without gap or overlap."""
     parent_id: str | None = None
+    """The earlier call whose prompt and completion are a prefix of this prompt; None for a root or a rendered call."""
     prefix_length: int = 0
+    """Length of that prefix in tokens."""
     kind: CallKind = "root"
+    """How the prompt was made. `bridged`: the parent's tokens and the tokens of the new messages. `root`: rendered, as
+    the conversation has no earlier reply. `rendered`: rendered, although it has one."""
     kind_reason: str | None = None
-    """Why this call is not `bridged`; None when it is."""
+    """Reason why this call is not `bridged`; None when it is."""
     status: CallStatus = "completed"
     error: str | None = None
     violation: str | None = None
-    """Which invariant the tokens break; such a call is kept and never trained on."""
+    """The invariant that the tokens break (`find_violation`). Such a call is kept and left out of traces."""
     role: CallRole = "agent"
     role_evidence: str = ""
-    """Which header, field or structure of the request says so; empty for the assumption."""
+    """Header, field or structure of the request that determined `role`; empty for the default."""
     dialect: str = ""
+    """Name of the API: `openai_chat`, `openai_responses`, `anthropic` or `google`."""
     host: str = ""
     path: str = ""
     model: str = ""
-    """The model name the harness asked for."""
+    """Model name in the harness's request."""
     stream: bool = False
     finish_reason: str | None = None
     sampling: str = "{}"
-    """JSON of the sampling parameters the engine was sent, and under `asked` what else the harness wanted."""
+    """JSON of the sampling parameters sent to the engine. Key `asked`: further parameters that the harness requested;
+    they were not applied."""
     messages: str = "[]"
+    """JSON list of the new messages."""
     tools: str | None = None
-    """JSON of the tools shown to the model; None when they are the parent's."""
+    """JSON list of the tools shown to the model; None when they equal the parent's."""
     reply: str | None = None
-    """JSON of the assistant message as the harness saw it."""
+    """JSON of the assistant message as the harness received it; None when there is none."""
     cached_tokens: int | None = None
+    """Prompt tokens that the engine took from its prefix cache; None when it does not say."""
     engine: str | None = None
-    """URL of the engine that sampled the last of it."""
+    """URL of the engine that sampled the last token."""
     started_at: datetime = field(default_factory=utc_now)
     first_token_at: datetime | None = None
     finished_at: datetime | None = None
 
+    @property
+    def parsed_messages(self) -> list[dict[str, Any]]:
+        """`messages`, parsed: Chat Completions messages. A tool call's arguments are an object, or text if not JSON."""
+        messages: list[dict[str, Any]] = json.loads(self.messages)
+        return messages
+
+    @property
+    def parsed_reply(self) -> dict[str, Any] | None:
+        """`reply`, parsed: one Chat Completions message, arguments of tool calls as JSON text."""
+        reply: dict[str, Any] | None = None if self.reply is None else json.loads(self.reply)
+        return reply
+
+    @property
+    def parsed_tools(self) -> list[dict[str, Any]] | None:
+        """`tools`, parsed: Chat Completions tool definitions."""
+        tools: list[dict[str, Any]] | None = None if self.tools is None else json.loads(self.tools)
+        return tools
+
+    @property
+    def parsed_sampling(self) -> dict[str, Any]:
+        """`sampling`, parsed."""
+        sampling: dict[str, Any] = json.loads(self.sampling)
+        return sampling
+
     def to_row(self) -> dict[str, Any]:
-        """The call as a row of `CALL_SCHEMA`, the digest left out."""
+        """Return the call as a row of `CALL_SCHEMA` without its digest."""
         row = {name: getattr(self, name) for name in CALL_SCHEMA.names if hasattr(self, name)}
         row["prompt_length"] = len(self.prompt_ids)
         row["prompt_tail_ids"] = self.prompt_ids[self.prefix_length :]
@@ -181,12 +216,15 @@ class Session:
     """One run of one harness on one task; a row of `SESSION_SCHEMA`."""
 
     session_id: str
-    task_id: str
-    group_id: str
-    harness: str
     status: SessionStatus
+    task_id: str = ""
+    group_id: str = ""
+    """Sessions with the same `group_id` are compared with each other. An empty one makes a group of its own."""
+    harness: str = ""
     exit_status: int | None = None
+    """Exit status of the harness; None when it was stopped or not started."""
     reward: float | None = None
+    """None when there is none. Such a session is not trained on."""
     error: str | None = None
     policy_version: str | None = None
     """The newest weights that had been published when the session started."""
@@ -194,42 +232,48 @@ class Session:
     finished_at: datetime | None = None
 
     def to_row(self) -> dict[str, Any]:
-        """The session as a row of `SESSION_SCHEMA`, the digest left out."""
+        """Return the session as a row of `SESSION_SCHEMA` without its digest."""
         return {name: getattr(self, name) for name in SESSION_SCHEMA.names if name != DIGEST}
 
 
 @dataclass(slots=True, kw_only=True)
 class Event:
-    """Something on the wire that is not a call but must not go unseen; a row of `EVENT_SCHEMA`.
+    """A fact about the wire that is not a call; a row of `EVENT_SCHEMA`.
 
-    Kinds: `call_started` (the intent written before the engine is asked), `refused` (a
-    host or path that is not served), `uncaptured` (refused or let through, and it looks like a model call),
-    `unauthorised` (bad proxy credentials), `rejected` (a model call that was answered with an error before it reached
-    the engine), `joined` (a retry of a call that was still running), `replayed` (a retry that got the finished reply
-    again), `continued` (an engine failed in the middle of a call, which went on from the last sampled token).
+    | kind | meaning |
+    | --- | --- |
+    | `call_started` | intent, committed before the engine is asked |
+    | `refused` | request to a host or path that is not served |
+    | `uncaptured` | request that looks like a model call and was not answered by the recorder |
+    | `unauthorised` | bad proxy credentials |
+    | `rejected` | model call that was answered with an error before it reached the engine |
+    | `joined` | retry of a call that was still running |
+    | `replayed` | retry that received the finished reply again |
+    | `continued` | engine failure during a call, which went on from the last sampled token |
     """
 
     kind: EventKind
     session_id: str | None = None
+    """None when the credentials did not name one."""
     host: str = ""
     method: str = ""
     path: str = ""
     detail: str = ""
     call_id: str | None = None
-    """The call that it is about, if it is about one."""
+    """The call that the event is about; None when it is about none."""
     at: datetime = field(default_factory=utc_now)
 
     def to_row(self) -> dict[str, Any]:
-        """The event as a row of `EVENT_SCHEMA`, the digest left out."""
+        """Return the event as a row of `EVENT_SCHEMA` without its digest."""
         return {name: getattr(self, name) for name in EVENT_SCHEMA.names if name != DIGEST}
 
 
 def find_violation(
     completion_ids: Sequence[int], logprobs: Sequence[float], weight_versions: Sequence[VersionSpan]
 ) -> str | None:
-    """The first broken token invariant of a call, in words, or None.
+    """Return the first token invariant that a call breaks, in words, or None.
 
-    Ids and log-probabilities match one to one; every log-probability is finite, at most 0 and not vLLM's sentinel;
+    Invariants: one log-probability per token id; every log-probability is finite, at most 0 and not vLLM's sentinel;
     the weight version spans cover the completion without gap or overlap.
     """
     if len(completion_ids) != len(logprobs):

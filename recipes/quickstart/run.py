@@ -3,14 +3,15 @@
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import click
 from rich.console import Console
 
+import rolltap
 from rolltap.trainer.cli import run as run_command
 from rolltap.trainer.commands.train import train_command
-from rolltap.trainer.engine.serve import EngineServer
 from rolltap.trainer.training.recipe import FINISHED
 
 HERE = Path(__file__).resolve().parent
@@ -28,12 +29,12 @@ def quickstart(context: click.Context, vllm: str, seed: int) -> None:
     subprocess.run([sys.executable, HERE / "make_model.py", model], check=True)
     run = next_run(seed)
     log = RUNS / "vllm.log"
-    with console.status(f"starting vLLM; its log is {log}"):
-        engine = EngineServer(
-            str(model), vllm=vllm, port=free_port(), max_model_len=8192, log=log, extra=("--seed", str(seed))
-        )
-        engine.start()
-    with engine:
+    engine = rolltap.EngineServer(
+        str(model), vllm=vllm, port=free_port(), max_model_len=8192, log=log, extra=("--seed", str(seed))
+    )
+    with ExitStack() as stack:
+        with console.status(f"starting vLLM; its log is {log}"):
+            stack.enter_context(engine)
         console.print(f"vLLM serves the tiny model at {engine.url}; recording into {run}")
         context.invoke(train_command, recipe=HERE / "recipe.toml", out=run, engine=engine.url, seed=seed)
 

@@ -15,7 +15,7 @@ import pytest
 
 from rolltap.addons.credentials import token
 from rolltap.addons.store.tables import read_rows
-from rolltap.trainer.rollouts.recorder import SESSION_END
+from rolltap.trainer.rollouts.environment import SESSION_END
 from tests.scripted_engine import Say
 
 MITMDUMP = Path(sys.executable).with_name("mitmdump")

@@ -23,12 +23,11 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from rolltap.addons.store.records import Call
-from rolltap.addons.store.tables import RunWriter
-from rolltap.trainer.rollouts.harness import Harness, harness_names, load_harness
+from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.scheduler import Plan, rollout
+from rolltap.trainer.rollouts.scheduler import Plan, run_groups
 from rolltap.trainer.rollouts.task import Task
-from rolltap.trainer.traces.reader import load_calls, load_sessions
+from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
 from tests.bench.awkward import replies
 from tests.bench.recorder import ROOT
 from tests.bench.vocabulary import VOCABULARIES
@@ -73,14 +72,12 @@ def play(harness: Harness, sessions: int, run: Path, model: Path) -> None:
         engine.otherwise = _model(harness.name, tokenizer)
         options = {"confdir": str(run.parent / "mitmproxy")}
         with Recorder(run, engine=engine.url, model=str(model), options=options) as recorder:
-            asyncio.run(
-                rollout(tasks, plan, recorder, RunWriter(run), policy_version="default", advance=lambda *_: None)
-            )
+            asyncio.run(run_groups(tasks, plan, recorder, policy_version="default", advance=lambda *_: None))
 
 
 def count(harness: str, run: Path) -> dict[str, Any]:
     """A row of the table."""
-    calls = [call for session in load_calls(run).values() for call in session]
+    calls = [call for session in RecordedCalls(run).values() for call in session]
     kinds = Counter(call.kind for call in calls)
     return {
         "harness": harness,
@@ -115,7 +112,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
 
 @click.command(help="Count the calls of every installed harness that are continued token for token.")
 @click.option("--sessions", default=20, show_default=True, help="Sessions of each harness.")
-@click.option("--harness", "names", multiple=True, type=click.Choice(harness_names()), help="Only these.")
+@click.option("--harness", "names", multiple=True, type=click.Choice(Harness.names()), help="Only these.")
 @click.option("--model", default=ROOT / "runs/quickstart/model", type=click.Path(path_type=Path), show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), help="A folder to keep the runs in, one for each harness.")
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
@@ -124,8 +121,8 @@ def main(sessions: int, names: tuple[str, ...], model: Path, out: Path | None, a
         raise click.ClickException(f"{model} is missing: make it with recipes/quickstart/make_model.py {model}")
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
-        for name in names or harness_names():
-            harness = load_harness(name)
+        for name in names or Harness.names():
+            harness = Harness.load(name)
             if shutil.which(harness.program) is None:
                 click.echo(f"{name} is not installed: {harness.install}", err=True)
                 continue

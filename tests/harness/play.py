@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from rolltap.addons.store.records import Call, Session
-from rolltap.addons.store.tables import RunWriter, read_rows
-from rolltap.trainer.rollouts.harness import Harness, load_harness
+from rolltap.addons.store.tables import read_rows
+from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.scheduler import Plan, rollout
+from rolltap.trainer.rollouts.scheduler import Plan, run_groups
 from rolltap.trainer.rollouts.task import Task
-from rolltap.trainer.traces.reader import load_calls
+from rolltap.trainer.traces.reader import RecordedCalls
 from rolltap.trainer.views.report import Summary, summarize
 
 
@@ -42,7 +42,7 @@ class Played:
 
 def installed(name: str) -> Harness:
     """The preset of a program, or a skipped test."""
-    harness = load_harness(name)
+    harness = Harness.load(name)
     if shutil.which(harness.program) is None:
         pytest.skip(f"{name} is not installed: tests/run.sh installs it")
     return harness
@@ -56,12 +56,10 @@ async def play(
     options = {"confdir": str(folder / "mitmproxy"), **(options or {})}
     with Recorder(run, engine=engine.url, model=str(model), options=options) as recorder:
         plan = Plan(harness, 1, 1, 120.0)
-        (session,) = await rollout(
-            [task], plan, recorder, RunWriter(run), policy_version="default", advance=lambda *_: None
-        )
+        (session,) = await run_groups([task], plan, recorder, policy_version="default", advance=lambda *_: None)
     return Played(
         session=session,
-        calls=load_calls(run)[session.session_id],
+        calls=RecordedCalls(run)[session.session_id],
         events=list(read_rows(run, "events")),
         summary=summarize(run),
         log=next((run / "logs").glob("*[0-9].log")).read_text(),

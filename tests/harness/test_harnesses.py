@@ -13,7 +13,7 @@ import pytest
 
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.rollouts.environment import clean_environment
-from rolltap.trainer.rollouts.harness import harness_names
+from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.traces.build import build_traces
 from rolltap.trainer.traces.reader import iter_sessions
 from rolltap.trainer.views.report import summarize
@@ -102,7 +102,7 @@ def lead(engine, script):
     engine.otherwise = reply
 
 
-@pytest.fixture(params=harness_names())
+@pytest.fixture(params=Harness.names())
 def program(request):
     return installed(request.param)
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rolltap.addons.store.tables import RunWriter, read_rows
+from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.engine.publish import CheckpointPublisher
-from rolltap.trainer.rollouts.harness import load_harness
+from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.scheduler import Plan, rollout
+from rolltap.trainer.rollouts.scheduler import Plan, run_groups
 from rolltap.trainer.rollouts.task import Task
-from rolltap.trainer.traces.reader import load_calls
+from rolltap.trainer.traces.reader import RecordedCalls
 from rolltap.trainer.views.report import summarize
 
 pytestmark = [pytest.mark.harness, pytest.mark.engine]
@@ -51,19 +51,17 @@ def parrot(engine, tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["claude-code", "codex", "pi", "qwen-code"])
 async def test_a_session_ends_well_and_adds_up(name, parrot, tmp_path):
-    harness = load_harness(name)
+    harness = Harness.load(name)
     if shutil.which(harness.program) is None:
         pytest.skip(f"{name} is not installed: tests/run.sh installs it")
     run = tmp_path / "run"
     options = {"confdir": str(tmp_path / "mitmproxy")}
     with Recorder(run, engine=parrot.url, model=str(parrot.model_dir), options=options) as recorder:
         plan = Plan(harness, 1, 1, 240.0)
-        (session,) = await rollout(
-            [TASK], plan, recorder, RunWriter(run), policy_version="default", advance=lambda *_: None
-        )
+        (session,) = await run_groups([TASK], plan, recorder, policy_version="default", advance=lambda *_: None)
     log = next((run / "logs").glob("*[0-9].log")).read_text()
     assert (session.status, session.error) == ("completed", None), log
-    calls = load_calls(run)[session.session_id]
+    calls = RecordedCalls(run)[session.session_id]
     assert calls
     assert {(call.status, call.violation, call.finish_reason) for call in calls} == {("completed", None, "stop")}
     assert ANSWER in log

@@ -9,7 +9,7 @@ import pytest
 
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.rollouts.environment import clean_environment
-from rolltap.trainer.traces.reader import load_calls
+from rolltap.trainer.traces.reader import RecordedCalls
 from rolltap.trainer.views.report import summarize
 from tests.harness.play import tool_call
 from tests.scripted_engine import Say
@@ -49,7 +49,7 @@ def test_a_script_that_uses_an_sdk_is_recorded(script, scripted_engine, tokenize
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.splitlines() == ["I wrote whole.txt.", "I wrote streamed.txt."]
-    (calls,) = load_calls(run).values()
+    (calls,) = RecordedCalls(run).values()
     assert {call.host for call in calls} == {HOSTS[script]}
     for streamed, path in ((False, "whole.txt"), (True, "streamed.txt")):
         assert (workspace / path).read_text() == "héllo 1\n"

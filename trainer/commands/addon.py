@@ -1,8 +1,8 @@
-"""`rolltap addon`: where the recorder's script is."""
+"""`rolltap addon`: the path of the recorder's script."""
 
 import click
 
-from rolltap.trainer.rollouts.recorder import addon_path
+import rolltap
 
 
 @click.command("addon")
@@ -11,4 +11,4 @@ def addon_command() -> None:
 
     For `mitmdump -s "$(rolltap addon)"`.
     """
-    click.echo(addon_path())
+    click.echo(rolltap.Recorder.script())

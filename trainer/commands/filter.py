@@ -1,32 +1,38 @@
-"""`rolltap filter`: some sessions of a run as a new one."""
+"""`rolltap filter`: writes some sessions of a run to a new one."""
 
 from pathlib import Path
 from typing import get_args
 
 import click
-from rich.console import Console
 
-from rolltap.addons.store.records import CallRole, SessionStatus
+import rolltap
 from rolltap.trainer.commands.options import RUN, new_folder_option
-from rolltap.trainer.progress import progress_bar
-from rolltap.trainer.runs.parts import Filter, filter_run
+from rolltap.types import CallRole, SessionStatus
 
 
 @click.command("filter")
 @click.argument("run", type=RUN)
 @new_folder_option
-@click.option("--min-reward", type=float, help="The reward is at least this.")
-@click.option("--max-reward", type=float, help="The reward is at most this.")
-@click.option("--harness", "harnesses", multiple=True, help="The harness has this name.")
-@click.option("--policy-version", "policy_versions", multiple=True, help="The session started with these weights.")
-@click.option("--status", "statuses", multiple=True, type=click.Choice(get_args(SessionStatus)), help="It ended so.")
-@click.option("--session", "sessions", multiple=True, metavar="ID", help="The session has this id.")
+@click.option("--min-reward", type=float, help="Smallest reward.")
+@click.option("--max-reward", type=float, help="Largest reward.")
+@click.option("--harness", "harnesses", multiple=True, help="Name of the harness. Repeatable.")
+@click.option(
+    "--policy-version", "policy_versions", multiple=True, help="Weights that the session started with. Repeatable."
+)
+@click.option(
+    "--status",
+    "statuses",
+    multiple=True,
+    type=click.Choice(get_args(SessionStatus)),
+    help="Session status. Repeatable.",
+)
+@click.option("--session", "sessions", multiple=True, metavar="ID", help="Session id. Repeatable.")
 @click.option(
     "--role",
     "roles",
     multiple=True,
     type=click.Choice(get_args(CallRole)),
-    help="Only calls of this role, and those that their prompts continue.",
+    help="Keep only calls of this role, and the calls that their prompts continue. Repeatable.",
 )
 def filter_command(
     run: Path,
@@ -39,14 +45,19 @@ def filter_command(
     sessions: tuple[str, ...],
     roles: tuple[CallRole, ...],
 ) -> None:
-    """Write the sessions of a RUN that fit to a new run.
+    """Write the sessions of a RUN that meet every given criterion to a new run.
 
-    They fit all that is asked for.
-    An option that is given several times accepts each of its values. Sessions without a row in the run fit only
-    --session and --role; those without a reward fit no --min-reward and --max-reward. Events of no session are left
-    out.
+    An option that is given several times accepts each of its values. A session without a row has the status unknown, no
+    harness, no policy version and no reward. Events without a session are left out.
     """
-    criteria = Filter(min_reward, max_reward, harnesses, policy_versions, statuses, sessions, roles)
-    with progress_bar(Console(stderr=True)) as advance:
-        kept = filter_run(run, out, criteria, advance)
-    click.echo(f"{kept} sessions in {out}")
+    run_of_them = rolltap.open_run(run).filter(
+        out,
+        min_reward=min_reward,
+        max_reward=max_reward,
+        harnesses=harnesses,
+        policy_versions=policy_versions,
+        statuses=statuses,
+        sessions=sessions,
+        roles=roles,
+    )
+    click.echo(f"{len(run_of_them.sessions())} sessions in {out}")

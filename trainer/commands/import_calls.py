@@ -1,4 +1,4 @@
-"""`rolltap import`: calls that anything else made, as a run."""
+"""`rolltap import`: writes calls that another program made as a run."""
 
 from pathlib import Path
 from typing import BinaryIO
@@ -6,12 +6,11 @@ from typing import BinaryIO
 import click
 from rich.console import Console
 
+import rolltap
 from rolltap.trainer.commands.options import FOLDER, json_option, print_result
-from rolltap.trainer.progress import progress_bar
-from rolltap.trainer.runs.import_calls import ImportSummary, import_calls
 
 MOST_FAULTS = 20
-"""Bad lines that are printed; the rest is counted."""
+"""Most bad lines that are printed. The rest is counted."""
 
 
 @click.command("import")
@@ -20,7 +19,7 @@ MOST_FAULTS = 20
 @click.option("--skip-bad", is_flag=True, help="Leave bad lines out and import the others.")
 @json_option
 def import_command(file: BinaryIO, run: Path, skip_bad: bool, as_json: bool) -> None:
-    """Write calls that anything else made to a new RUN.
+    """Write calls that another program made to a new RUN.
 
     FILE is JSON Lines, `-` the standard input. `rolltap merge` adds the new run to another one.
 
@@ -39,9 +38,9 @@ def import_command(file: BinaryIO, run: Path, skip_bad: bool, as_json: bool) -> 
       parent_id             decides between calls with the same tokens
       policy_version        the weights that sampled the call
 
-    Bad lines are printed with their number, and then nothing is imported. Of lines that contradict each other the
-    later is bad. A call whose tokens and log-probabilities do not match is no bad line: it is kept, marked and not
-    trained on. Killed halfway, nothing was imported.
+    Bad lines are printed with their number, and nothing is imported. Of two lines that contradict each other the later
+    one is bad. A call whose tokens and log-probabilities do not match is not a bad line: it is kept, marked and not
+    trained on. The run appears when it is complete: an import that is killed leaves none.
     """
     console = Console(stderr=True)
     faults = 0
@@ -53,24 +52,8 @@ def import_command(file: BinaryIO, run: Path, skip_bad: bool, as_json: bool) -> 
             console.print(f"line {number}: {fault}", markup=False, highlight=False, soft_wrap=True)
 
     try:
-        with progress_bar(console) as advance:
-            summary = import_calls(file, run, skip_bad=skip_bad, report=report, advance=advance)
+        summary = rolltap.import_calls(file, run, skip_bad=skip_bad, report=report)
     finally:
         if faults > MOST_FAULTS:
             console.print(f"and {faults - MOST_FAULTS} more bad lines", highlight=False)
-    print_result(summary, as_json, _print_summary)
-
-
-def _print_summary(summary: ImportSummary, console: Console) -> None:
-    lines = [
-        f"{summary.calls} calls of {summary.sessions} sessions, {summary.sampled_tokens} sampled tokens",
-        f"{summary.bridged} calls continue another one",
-    ]
-    for count, what in (
-        (summary.violations, "calls break an invariant: kept, marked and not trained on"),
-        (summary.without_logprobs, "calls have no log-probabilities: kept and not trained on"),
-        (summary.skipped, "bad lines were skipped"),
-    ):
-        if count:
-            lines.append(f"{count} {what}")
-    console.print("\n".join(lines), highlight=False, soft_wrap=True)
+    print_result(summary, as_json)

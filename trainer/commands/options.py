@@ -1,16 +1,15 @@
-"""Shared by commands: options, and printing for people or as JSON."""
+"""Options that several commands share, and printing of results."""
 
 import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import click
 from rich.console import Console
 
-from rolltap.addons.errors import InputError
-from rolltap.trainer.rollouts.harness import harness_names
+import rolltap
 
 FOLDER = click.Path(path_type=Path, file_okay=False)
 RUN = click.Path(path_type=Path, file_okay=False, exists=True)
@@ -26,20 +25,27 @@ harness_option = partial(
     "--harness",
     "preset",
     metavar="NAME",
-    help=f"A preset: {', '.join(harness_names())}, or a .toml file of your own.",
+    help=f"A preset: {', '.join(rolltap.Harness.names())}, or a .toml file of your own.",
 )
 
 
-def print_result(result: Any, as_json: bool, printer: Callable[[Any, Console], None]) -> None:
-    """Print a result to stdout by `printer`, or what its `to_json` returns."""
+class Result(Protocol):
+    """A result that `rich` can print."""
+
+    def to_json(self) -> Any:
+        """Return JSON values."""
+
+
+def print_result(result: Result, as_json: bool) -> None:
+    """Print a result to stdout, for people or as JSON. Long lines are not wrapped."""
     if as_json:
         click.echo(json.dumps(result.to_json()))
     else:
-        printer(result, Console())
+        Console(soft_wrap=True).print(result, markup=False, highlight=False)
 
 
 def recorder_options(command: Callable[..., None]) -> Callable[..., None]:
-    """--out, --engine, --model and --set: what every recording command takes."""
+    """Add --out, --engine, --model and --set, the options of every command that records."""
     for option in (
         click.option(
             "--set",
@@ -59,5 +65,5 @@ def recorder_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def _pairs(context: click.Context, option: click.Parameter, settings: tuple[str, ...]) -> dict[str, str]:
     if wrong := [setting for setting in settings if "=" not in setting]:
-        raise InputError(f"--set {wrong[0]}: write it as NAME=VALUE")
+        raise click.BadParameter(f"{wrong[0]}: write it as NAME=VALUE")
     return {name: value for name, _, value in (setting.partition("=") for setting in settings)}

@@ -1,19 +1,17 @@
-"""`rolltap record`: one command under the recorder."""
+"""`rolltap record`: runs one command under the recorder."""
 
 import os
 import secrets
 import signal
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import click
 
-from rolltap.addons.store.records import Session, utc_now
-from rolltap.addons.store.tables import RunWriter
+import rolltap
 from rolltap.trainer.commands.options import harness_option, recorder_options
-from rolltap.trainer.rollouts.harness import load_harness, require_program
-from rolltap.trainer.rollouts.recorder import Recorder
 
 
 @click.command("record", context_settings={"ignore_unknown_options": True})
@@ -23,25 +21,26 @@ from rolltap.trainer.rollouts.recorder import Recorder
 def record_command(
     out: Path, engine: str, model: str, settings: dict[str, str], preset: str | None, command: tuple[str, ...]
 ) -> None:
-    """Run one COMMAND under the recorder and end with its status.
+    """Run one COMMAND under the recorder and exit with its status.
 
-    The command keeps its own configuration. With --harness, COMMAND is only the arguments of its program; a variable
-    that you have set yourself stays as it is.
+    The command keeps its own configuration. With --harness, COMMAND is only the arguments of the harness's program, and
+    variables that you have set yourself override the harness's.
     """
-    name, environment = command[0] if command else "", {}
     if preset is not None:
-        harness = load_harness(preset)
-        require_program(harness.program, harness.install)
-        name, environment = harness.name, harness.environment(engine)
+        harness = rolltap.Harness.load(preset)
         command = (harness.program, *harness.arguments, *command)
     elif command:
-        require_program(command[0])
+        harness = rolltap.Harness(name=command[0], program=command[0], headless=[])
     else:
         raise click.UsageError("give a COMMAND after --, or --harness")
+    harness.require_program()
+    environment = harness.environment(engine)
     session_id = f"record-{secrets.token_hex(4)}"
-    session = Session(session_id=session_id, task_id=name, group_id=session_id, harness=name, status="error")
-    with Recorder(out, engine=engine, model=model, options=settings) as recorder:
-        # the terminal sends Ctrl-C to the command as well: it decides what to do, and its status is ours
+    session = rolltap.Session(
+        session_id=session_id, task_id=harness.name, group_id=session_id, harness=harness.name, status="error"
+    )
+    with rolltap.Recorder(out, engine=engine, model=model, options=settings) as recorder:
+        # the terminal sends Ctrl-C to the command as well, which decides what to do; this process waits for its status
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         inherited = signal.SIG_IGN if before == signal.SIG_IGN else signal.SIG_DFL
         try:
@@ -54,9 +53,7 @@ def record_command(
         finally:
             signal.signal(signal.SIGINT, before)
         session.status = "completed" if session.exit_status == 0 else "failed"
-        session.finished_at = utc_now()
-        with RunWriter(out) as writer:
-            writer.add_session(session)
-        recorder.end(session_id)
+        session.finished_at = datetime.now(UTC)
+        recorder.end(session)
     status = session.exit_status
     sys.exit(status if status >= 0 else 128 - status)

@@ -1,19 +1,11 @@
-"""`rolltap rollout`: the tasks of a file, several sessions each."""
+"""`rolltap rollout`: runs the tasks of a file, several sessions each."""
 
-import asyncio
 from pathlib import Path
 
 import click
-from rich.console import Console
 
-from rolltap.addons.store.tables import RunWriter
+import rolltap
 from rolltap.trainer.commands.options import FILE, harness_option, json_option, print_result, recorder_options
-from rolltap.trainer.progress import progress_bar
-from rolltap.trainer.rollouts.harness import load_harness, require_program
-from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.scheduler import Plan, rollout
-from rolltap.trainer.rollouts.task import load_tasks
-from rolltap.trainer.views.report import print_summary, summarize
 
 
 @click.command("rollout")
@@ -38,15 +30,17 @@ def rollout_command(
 ) -> None:
     """Run every task of a file several times and record it.
 
-    TASKS is JSON Lines, a task a line. Rewards are those of each task's own evaluator.
+    TASKS is JSON Lines, one task a line. Each task's own evaluator gives the reward.
     """
-    task_list, harness = load_tasks(tasks), load_harness(preset)
-    require_program(harness.program, harness.install)
-    plan = Plan(harness, sessions, concurrency, timeout)
-    with (
-        Recorder(out, engine=engine, model=model, options=settings) as recorder,
-        RunWriter(out) as writer,
-        progress_bar(Console(stderr=True)) as advance,
-    ):
-        asyncio.run(rollout(task_list, plan, recorder, writer, policy_version="default", advance=advance))
-    print_result(summarize(out), as_json, print_summary)
+    run = rolltap.rollout(
+        tasks,
+        harness=preset,
+        engine=engine,
+        model=model,
+        out=out,
+        sessions=sessions,
+        concurrency=concurrency,
+        timeout=timeout,
+        options=settings,
+    )
+    print_result(run.summary(), as_json)

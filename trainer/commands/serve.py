@@ -1,11 +1,11 @@
-"""`rolltap serve`: the engine."""
+"""`rolltap serve`: starts the engine."""
 
 import sys
 
 import click
 from rich.console import Console
 
-from rolltap.trainer.engine.serve import EngineServer
+import rolltap
 
 
 @click.command("serve")
@@ -21,15 +21,14 @@ from rolltap.trainer.engine.serve import EngineServer
 def serve_command(
     model: str, host: str, port: int, vllm: str, max_model_len: int | None, lora_rank: int, extra: tuple[str, ...]
 ) -> None:
-    """Start vLLM for MODEL, with what recording and publishing need.
+    """Start vLLM for MODEL, with the endpoints and flags that recording and publishing need.
 
-    On GPUs, or on the CPU without.
-    Arguments after `--` go to `vllm serve` as they are. A start-up of more than two hours is given up.
+    It runs on the GPUs, or on the CPU if vLLM is a CPU build. Arguments after `--` are passed on to `vllm serve`. A
+    start-up that takes more than two hours is stopped.
     """
-    server = EngineServer(
+    server = rolltap.EngineServer(
         model, vllm=vllm, host=host, port=port, max_model_len=max_model_len, lora_rank=lora_rank, extra=extra
     )
-    server.start()
     with server:
         Console(stderr=True).print(f"vLLM serves {model} at {server.url}", style="bold")
         sys.exit(server.wait())

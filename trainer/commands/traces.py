@@ -1,8 +1,6 @@
-"""`rolltap traces`: a run as something to train on."""
+"""`rolltap traces`: builds the traces of a run."""
 
 import json
-from collections import deque
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import get_args
@@ -10,15 +8,9 @@ from typing import get_args
 import click
 from rich.console import Console
 
-from rolltap.addons.errors import InputError
-from rolltap.addons.store.records import CallRole
-from rolltap.addons.store.staging import write_atomically
+import rolltap
 from rolltap.trainer.commands.options import FOLDER
-from rolltap.trainer.progress import progress_bar
-from rolltap.trainer.traces.build import TRAINED_ROLES, Strategy
-from rolltap.trainer.traces.reader import count_sessions
-from rolltap.trainer.traces.sessions import Totals, TracedSession, TraceOptions, iter_traces
-from rolltap.trainer.views.report import print_ledger
+from rolltap.types import TRAINED_ROLES, CallRole, Strategy, Totals
 
 
 class _Roles(click.ParamType):
@@ -45,16 +37,17 @@ class _Roles(click.ParamType):
     type=click.Choice(get_args(Strategy)),
     default="prefix_merging",
     show_default=True,
-    help="One trace per call; one per path of the call tree; or the latter, naming what paths share.",
+    help="per_request: one trace for each call. prefix_merging: one for each path of the call tree. tree: the same, "
+    "with the prefix that each shares with an earlier one.",
 )
 @click.option(
     "--roles",
     type=_Roles(),
     default=TRAINED_ROLES,
     metavar="ROLE,...",
-    help=f"What calls to train: {', '.join(get_args(CallRole))}; by default {', '.join(TRAINED_ROLES)}.",
+    help=f"Roles of the calls to train: {', '.join(get_args(CallRole))}; by default {', '.join(TRAINED_ROLES)}.",
 )
-@click.option("--max-tokens", type=click.IntRange(1), help="Cut longer traces off at their end.")
+@click.option("--max-tokens", type=click.IntRange(1), help="Cut off the end of longer traces.")
 @click.option("--out", type=FOLDER, help="Write a dataset into this folder, which must be new or empty.")
 @click.option("--json", "as_json", is_flag=True, help="Print each trace as a line of JSON.")
 @click.option(
@@ -75,36 +68,19 @@ def traces_command(
     """
     if out is None and not as_json and ledger_file is None:
         raise click.UsageError("say where the traces go: --out DIR, --json, or --ledger FILE for their ledger alone")
-    # datasets takes a second to import, and the other commands do not need it
-    from rolltap.trainer.exports.card import traces_card
-    from rolltap.trainer.exports.features import trace_json
-    from rolltap.trainer.exports.trace_dataset import save_traces
-
-    options, totals = TraceOptions(strategy, roles, max_tokens), Totals()
-    console = Console(stderr=True)
-    total = count_sessions(run)
-    with progress_bar(console) as advance:
-
-        def sessions() -> Iterator[TracedSession]:
-            for traced in iter_traces(run, options):
+    traces = rolltap.open_run(run).traces(strategy, roles=roles, max_tokens=max_tokens)
+    totals = Totals() if out is None else traces.save(out)
+    if out is None or as_json:
+        for traced in traces.by_session():
+            if out is None:
                 totals.add(traced)
-                if as_json:
-                    for trace in traced.traces:
-                        click.echo(json.dumps(trace_json(trace)))
-                yield traced
-                advance("sessions", totals.sessions, total)
-
-        if out is None:
-            deque(sessions(), maxlen=0)
-        else:
-            save_traces(sessions(), out, lambda: traces_card(run, options, totals))
+            if as_json:
+                for trace in traced.traces:
+                    click.echo(json.dumps(trace.to_json()))
     totals.ledger.check()
     if ledger_file is not None:
-        text = json.dumps(asdict(totals.ledger), indent=2) + "\n"
-        try:
-            write_atomically(ledger_file, text)
-        except OSError as error:
-            raise InputError(f"the ledger could not be written: {error}") from error
+        ledger_file.write_text(json.dumps(asdict(totals.ledger), indent=2) + "\n")
+    console = Console(stderr=True)
     where = "" if out is None else f" in {out}"
     console.print(f"{totals.traces:,} traces of {totals.sessions:,} sessions{where}", markup=False, soft_wrap=True)
-    print_ledger(totals.ledger, console)
+    console.print(totals.ledger)

@@ -1,37 +1,30 @@
-"""`rolltap verify`: is a run sound?"""
+"""`rolltap verify`: checks a run for damage."""
 
 import json
 import sys
 from pathlib import Path
 
 import click
-from rich.console import Console
 
-from rolltap.addons.errors import InputError
+import rolltap
 from rolltap.trainer.commands.options import RUN, json_option
-from rolltap.trainer.progress import progress_bar
-from rolltap.trainer.runs.verify import verify_run
 
 MOST_FINDINGS = 100
-"""Findings that are printed; `--json` has all."""
+"""Most findings that are printed. `--json` prints all."""
 
 
 @click.command("verify")
 @click.argument("run", type=RUN)
-@click.option("--repair", is_flag=True, help="Remove what a crash left: commits that were not completed, hidden files.")
+@click.option("--repair", is_flag=True, help="Remove what a crash left behind: incomplete commits, hidden files.")
 @json_option
 def verify_command(run: Path, repair: bool, as_json: bool) -> None:
     """Check every file, every row and every invariant of a RUN.
 
-    Ends with status 0 when nothing is damaged, else with 1. A run that is being recorded can be verified. --repair
-    removes nothing that was ever a whole commit, leaves files alone that are being written, and says what it did. For
-    a damaged run, `rolltap merge RUN --out NEW` saves the rows that can be read.
+    Exit status 0: nothing is damaged. Exit status 1: something is. A run that is being recorded can be verified.
+    --repair removes nothing that was a whole commit, leaves files alone that are being written, and prints what it did.
+    For a damaged run, `rolltap merge RUN --out NEW` saves the rows that can be read.
     """
-    try:
-        with progress_bar(Console(stderr=True)) as advance:
-            found = verify_run(run, advance, repair=repair)
-    except OSError as error:
-        raise InputError(f"{run} could not be read: {error}") from error
+    found = rolltap.verify_run(run, repair=repair)
     if as_json:
         click.echo(json.dumps(found.to_json()))
         sys.exit(0 if found.sound else 1)

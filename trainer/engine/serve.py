@@ -126,6 +126,7 @@ class EngineServer:
             raise
 
     def __enter__(self) -> Self:
+        self.start()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -3,7 +3,6 @@
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 from datasets import Features, List, Value
 
@@ -65,9 +64,3 @@ def trace_row(trace: Trace) -> dict[str, Any]:
     row = {name: getattr(trace, name) for name in TRACE_FEATURES}
     row["weight_versions"] = [asdict(span) for span in trace.weight_versions]
     return row
-
-
-def trace_json(trace: Trace) -> dict[str, Any]:
-    """A trace as JSON values. Log-probabilities are the shortest decimals that name their 32 bits: -0.1 is -0.1."""
-    logprobs = [float(str(logprob)) for logprob in np.array(trace.logprobs, np.float32)]
-    return trace_row(trace) | {"logprobs": logprobs}

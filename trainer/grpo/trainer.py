@@ -145,6 +145,11 @@ class TraceGRPOTrainer(GRPOTrainer):
                 f"{self.tokens_in_batch} sampled tokens in {len(traces)} traces, but the loss would see {int(handed)}: "
                 "this batch was not trained on; please report it as a bug of rolltap"
             )
+        if batch.ledger.sampled and batch.ledger.trained != self.tokens_in_batch:
+            raise LedgerError(
+                f"{self.tokens_in_batch} sampled tokens in {len(traces)} traces, but their ledger says "
+                f"{batch.ledger.trained}: this batch was not trained on; were traces added or removed?"
+            )
         for rows in inputs:
             rows["num_items_in_batch"] = handed.clamp(min=1)
         if not self.tokens_in_batch and self.accelerator.is_main_process:

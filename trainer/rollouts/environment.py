@@ -2,42 +2,90 @@
 
 import os
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import certifi
+import httpx
 
 from rolltap.addons.credentials import token
+from rolltap.addons.errors import InputError, RecorderError
+
+SESSION_END = "http://session.rolltap/end"
+"""URL that ends a session, requested through the proxy with the session's credentials (`rolltap.addons.capture`)."""
 
 _INHERITED = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TERM", "TMPDIR", "USER", "LOGNAME", "SHELL")
 _PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy")
 _BUNDLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "GIT_SSL_CAINFO", "CODEX_CA_CERTIFICATE")
+_END_SECONDS = 300.0
+"""Timeout of ending a session: the disk may be slow, and a large file may be compacted."""
 
 
-def proxy_url(address: str, session_id: str, secret: str) -> str:
-    """The recorder at `address` (host:port) with the credentials of a session."""
-    return f"http://{quote(session_id, safe='')}:{token(secret, session_id)}@{address}"
+class Proxy:
+    """A recorder that runs already, as its sessions reach it.
 
+    `url` is `http://HOST:PORT`. `ca` is the recorder's CA certificate, `secret` its `rolltap_secret`. The usual root
+    certificates and the CA are written to the file `bundle`, by default `rolltap-ca-bundle.pem` beside the CA.
+    A container needs both files under the same paths.
 
-def proxy_environment(proxy_url: str, ca: Path, bundle: Path) -> dict[str, str]:
-    """The variables that make a program send its calls through the recorder and trust its certificate.
-
-    `ca` is the recorder's CA alone, for programs that add it to their roots; `bundle` has the usual roots as well,
-    for programs that replace theirs by it. Every known variable is set, as each program reads another one.
+    Raises `InputError` for a malformed URL, a CA that does not exist, and a bundle that cannot be written.
     """
-    return {
-        **dict.fromkeys(_PROXIES, proxy_url),
-        "NO_PROXY": "",
-        "no_proxy": "",
-        "NODE_EXTRA_CA_CERTS": str(ca),
-        **dict.fromkeys(_BUNDLES, str(bundle)),
-    }
 
+    def __init__(
+        self,
+        url: str,
+        *,
+        ca: str | Path = "~/.mitmproxy/mitmproxy-ca-cert.pem",
+        secret: str = "",
+        bundle: str | Path | None = None,
+    ) -> None:
+        address = urlsplit(url)
+        if address.scheme != "http" or not address.hostname or "@" in address.netloc or address.path.strip("/"):
+            raise InputError(f"the proxy {url!r} is not written as http://HOST:PORT")
+        self._address, self._secret = address.netloc, secret
+        self.ca = Path(ca).expanduser().absolute()
+        self.bundle = self.ca.with_name("rolltap-ca-bundle.pem") if bundle is None else Path(bundle).absolute()
+        try:
+            recorder_ca = self.ca.read_text()
+        except OSError as error:
+            raise InputError(
+                f"there is no CA certificate {self.ca} ({error.strerror}): the recorder makes it when it first starts"
+            ) from error
+        try:
+            self.bundle.write_text(Path(certifi.where()).read_text() + "\n" + recorder_ca)
+        except OSError as error:
+            raise InputError(f"cannot write {self.bundle}: {error.strerror}; name another file") from error
 
-def write_bundle(ca: Path, bundle: Path) -> None:
-    """Write the usual root certificates and the recorder's CA into the file `bundle`."""
-    bundle.write_text(Path(certifi.where()).read_text() + "\n" + ca.read_text())
+    def url(self, session_id: str) -> str:
+        """Return the proxy's URL with the credentials of a session."""
+        return f"http://{quote(session_id, safe='')}:{token(self._secret, session_id)}@{self._address}"
+
+    def environment(self, session_id: str) -> dict[str, str]:
+        """Return the variables that make a program send its calls through the recorder and trust its certificate.
+
+        Programs that add certificates to their roots get the CA; programs that replace their roots get the bundle.
+        Each program reads other variables, so all known ones are set.
+        """
+        return {
+            **dict.fromkeys(_PROXIES, self.url(session_id)),
+            "NO_PROXY": "",
+            "no_proxy": "",
+            "NODE_EXTRA_CA_CERTS": str(self.ca),
+            **dict.fromkeys(_BUNDLES, str(self.bundle)),
+        }
+
+    def end(self, session_id: str) -> None:
+        """End a session: the recorder records its running calls, syncs it to the disk and refuses further requests.
+
+        Raises `RecorderError` when the recorder does not answer or cannot do that.
+        """
+        try:
+            answer = httpx.post(SESSION_END, proxy=self.url(session_id), trust_env=False, timeout=_END_SECONDS)
+        except httpx.HTTPError as error:
+            raise RecorderError(f"the recorder does not end session {session_id}: {error!r}") from error
+        if answer.status_code != 200:
+            raise RecorderError(f"the recorder cannot end session {session_id}: {answer.text}")
 
 
 def clean_environment(home: Path) -> dict[str, str]:
-    """The environment a session starts from: nothing of the caller's keys and configuration, its own home."""
+    """Return the environment that a session starts from: its own home, and none of the caller's keys and settings."""
     return {**{name: os.environ[name] for name in _INHERITED if name in os.environ}, "HOME": str(home)}

@@ -15,51 +15,54 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import httpx
-
 from rolltap.addons.errors import MissingPackageError, RecorderError
-from rolltap.trainer.rollouts.environment import proxy_environment, proxy_url, write_bundle
+from rolltap.addons.store.records import Session
+from rolltap.addons.store.tables import RunWriter
+from rolltap.trainer.rollouts.environment import Proxy
 
 _STOP_SECONDS = 20.0
-_END_SECONDS = 300.0
-"""The disk may be slow, and a large file be compacted."""
-
-SESSION_END = "http://session.rolltap/end"
-"""Where a session is ended, through the proxy and with its credentials; see `rolltap.addons.capture`."""
-
-
-def addon_path() -> Path:
-    """The script that `mitmdump -s` loads, wherever rolltap is installed."""
-    import rolltap.addons
-
-    return Path(next(iter(rolltap.addons.__path__))) / "record.py"
 
 
 class Recorder:
-    """mitmdump recording into `run`, on a free loopback port, with a secret of its own. A context manager.
+    """A recorder of one run, as a child process: mitmdump on a free loopback port, with a secret. A context manager.
 
-    `options` are further mitmproxy options. Its log is `recorder.log` in the run folder. Raises `RecorderError` when it
-    does not start.
+    `out` is the run folder. It is created if it does not exist; otherwise new sessions are added to it. `engine` is the
+    URL of the vLLM server, or several separated by commas. `model` is the served model's folder or name, for its
+    tokenizer. `options` are further mitmproxy options, as the README lists them. The recorder's log is `recorder.log`
+    in the run folder.
+
+    Entering raises `RecorderError` when the recorder does not start, and `MissingPackageError` without mitmproxy.
     """
 
-    def __init__(self, run: Path, *, engine: str, model: str, options: Mapping[str, str] | None = None) -> None:
-        self.run = run
+    def __init__(
+        self, out: str | Path, *, engine: str, model: str | Path, options: Mapping[str, str] | None = None
+    ) -> None:
+        self.path = Path(out)
+        """The run folder."""
         self.engine = engine
         self._secret = secrets.token_urlsafe(32)
-        self._options = {"rolltap_out": str(run), "rolltap_engine": engine, "rolltap_model": model, **(options or {})}
+        self._options = {"rolltap_out": str(out), "rolltap_engine": engine, "rolltap_model": str(model)}
+        self._options |= options or {}
+
+    @staticmethod
+    def script() -> Path:
+        """Return the path of the script that `mitmdump -s` loads."""
+        import rolltap.addons
+
+        return Path(next(iter(rolltap.addons.__path__))) / "record.py"
 
     def __enter__(self) -> Self:
         program = Path(sys.executable).with_name("mitmdump")
         mitmdump = str(program) if program.exists() else shutil.which("mitmdump")
         if mitmdump is None:
             raise MissingPackageError("mitmdump is not installed: pip install 'rolltap[record]'")
-        self.run.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(parents=True, exist_ok=True)
         self._folder = tempfile.TemporaryDirectory(prefix="rolltap-")
-        ready, told = os.pipe()  # ends when the recorder does, be it ready or not
-        command = [mitmdump, "-s", str(addon_path()), "--listen-host", "127.0.0.1", "--listen-port", "0"]
+        ready, told = os.pipe()  # end of file when the recorder exits, ready or not
+        command = [mitmdump, "-s", str(self.script()), "--listen-host", "127.0.0.1", "--listen-port", "0"]
         for name, value in {**self._options, "rolltap_ready": f"/dev/fd/{told}"}.items():
             command += ["--set", f"{name}={value}"]
-        # the secret travels by environment: a command line can be read by every process of the machine
+        # by environment: every process of the machine can read a command line
         env = {**os.environ, "ROLLTAP_SECRET": self._secret, "PYTHONUNBUFFERED": "1"}
         self._process = subprocess.Popen(
             command,
@@ -68,7 +71,7 @@ class Recorder:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             pass_fds=[told],
-            start_new_session=True,  # Ctrl-C is for us; the recorder ends when its sessions have
+            start_new_session=True,  # Ctrl-C is for this process, which ends the sessions before the recorder
         )
         os.close(told)
         self._copier = threading.Thread(target=self._copy_log, daemon=True)
@@ -80,11 +83,13 @@ class Recorder:
                 self._copier.join()
                 raise RecorderError(f"the recorder did not start:\n{self._tail()}")
             address = json.loads(line)
-            self._address = f"{address['host']}:{address['port']}"
-            confdir = Path(self._options.get("confdir", "~/.mitmproxy")).expanduser()
-            self._ca = confdir / "mitmproxy-ca-cert.pem"
-            self._bundle = Path(self._folder.name, "ca-bundle.pem")
-            write_bundle(self._ca, self._bundle)
+            self._proxy = Proxy(
+                f"http://{address['host']}:{address['port']}",
+                ca=Path(self._options.get("confdir", "~/.mitmproxy"), "mitmproxy-ca-cert.pem"),
+                secret=self._secret,
+                bundle=Path(self._folder.name, "ca-bundle.pem"),
+            )
+            self._writer = RunWriter(self.path)
         except BaseException:
             self._stop()
             raise
@@ -93,26 +98,27 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._stop()
+        try:
+            self._writer.close()
+        finally:
+            self._stop()
 
     def environment(self, session_id: str) -> dict[str, str]:
-        """The variables of a harness that is recorded as `session_id`."""
-        url = proxy_url(self._address, session_id, self._secret)
-        return proxy_environment(url, self._ca, self._bundle)
+        """Return the variables with which a program is recorded as the session `session_id`."""
+        return self._proxy.environment(session_id)
 
-    def end(self, session_id: str) -> None:
-        """Tell the recorder that a session is over: what still runs of it is recorded, and all is on the disk then.
+    def end(self, session: Session) -> None:
+        """Record how a session ended and end it: its running calls are recorded, and it is synced to the disk.
 
-        Raises `RecorderError` when the recorder cannot do that.
+        Raises `RecorderError` when the recorder has died or cannot do that, and `OSError` when the run folder cannot
+        be written.
         """
-        url = proxy_url(self._address, session_id, self._secret)
+        self._writer.add_session(session)
         try:
-            answer = httpx.post(SESSION_END, proxy=url, trust_env=False, timeout=_END_SECONDS)
-        except httpx.HTTPError as error:
+            self._proxy.end(session.session_id)
+        except RecorderError:
             self.check()
-            raise RecorderError(f"the recorder does not end session {session_id}: {error!r}") from error
-        if answer.status_code != 200:
-            raise RecorderError(f"the recorder cannot end session {session_id}: {answer.text}")
+            raise
 
     def check(self) -> None:
         """Raise `RecorderError` when the recorder has died."""
@@ -121,14 +127,14 @@ class Recorder:
 
     def _copy_log(self) -> None:
         assert self._process.stdout is not None
-        with self._process.stdout as output, (self.run / "recorder.log").open("ab", buffering=0) as log:
+        with self._process.stdout as output, (self.path / "recorder.log").open("ab", buffering=0) as log:
             for line in output:
-                # mitmdump ends when it cannot print, and a full disk must not end it
+                # mitmdump exits when it cannot print; a full disk must not stop it
                 with suppress(OSError):
                     log.write(line)
 
     def _tail(self) -> str:
-        return "\n".join((self.run / "recorder.log").read_text(errors="replace").splitlines()[-8:])
+        return "\n".join((self.path / "recorder.log").read_text(errors="replace").splitlines()[-8:])
 
     def _stop(self) -> None:
         self._process.send_signal(signal.SIGTERM)

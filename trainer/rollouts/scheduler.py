@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rolltap.addons.store.records import Session, utc_now
-from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.progress import Advance
 from rolltap.trainer.rollouts.environment import clean_environment
 from rolltap.trainer.rollouts.evaluate import evaluate
@@ -21,7 +20,7 @@ from rolltap.trainer.rollouts.task import Task
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How sessions are run. `timeout` is in seconds and covers the harness alone."""
+    """Parameters of running sessions. `timeout` is in seconds, for the harness without its evaluator."""
 
     harness: Harness
     sessions_per_group: int
@@ -29,19 +28,18 @@ class Plan:
     timeout: float
 
 
-async def rollout(
+async def run_groups(
     tasks: Sequence[Task],
     plan: Plan,
     recorder: Recorder,
-    writer: RunWriter,
     *,
     policy_version: str,
     advance: Advance,
 ) -> list[Session]:
-    """Run one group of sessions for each task and record every session, failed ones included.
+    """Run one group of sessions for each task and record the outcome of every session, failed ones included.
 
-    Returns the sessions in the order they ended. A session that fails is data. Raises `InputError` when the recorder
-    dies or the engine does not answer, and `OSError` when the run folder cannot be written.
+    Returns the sessions in the order in which they ended. Raises `RecorderError` when the recorder dies, `EngineError`
+    when the engine does not say its context window, and `OSError` when the run folder cannot be written.
     """
     harness_env = await asyncio.to_thread(plan.harness.environment, recorder.engine)
     semaphore = asyncio.Semaphore(plan.concurrency)
@@ -61,8 +59,7 @@ async def rollout(
             )
             await _run_session(session, task, plan, recorder, harness_env)
             session.finished_at = utc_now()
-            writer.add_session(session)
-            await asyncio.to_thread(recorder.end, session.session_id)
+            await asyncio.to_thread(recorder.end, session)
             sessions.append(session)
             what = f"{len(sessions)} of {total} sessions: {session.session_id} {session.status} {session.reward}"
             advance(what, len(sessions), total)
@@ -74,7 +71,7 @@ async def rollout(
                 for index in range(plan.sessions_per_group):
                     group.create_task(one(task, group_id, index))
     except ExceptionGroup as failures:
-        # the sessions that are left fail for the same reason, and the user is told it once
+        # other sessions failed for the same reason
         raise failures.exceptions[0] from failures
     return sessions
 
@@ -82,8 +79,8 @@ async def rollout(
 async def _run_session(
     session: Session, task: Task, plan: Plan, recorder: Recorder, harness_env: dict[str, str]
 ) -> None:
-    """Run the harness and the evaluator; how that went is written into `session`."""
-    logs = recorder.run / "logs"
+    """Run the harness and the evaluator, and set the outcome in `session`."""
+    logs = recorder.path / "logs"
     logs.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="rolltap-", ignore_cleanup_errors=True) as folder:
         workspace, home = Path(folder, "workspace"), Path(folder, "home")

@@ -112,6 +112,20 @@ class ImportSummary:
     """Calls that sampled tokens of unknown probability: kept and not trained on."""
     skipped: int = 0
 
+    def __rich__(self) -> str:
+        lines = [
+            f"{self.calls} calls of {self.sessions} sessions, {self.sampled_tokens} sampled tokens",
+            f"{self.bridged} calls continue another one",
+        ]
+        for count, what in (
+            (self.violations, "calls break an invariant: kept, marked and not trained on"),
+            (self.without_logprobs, "calls have no log-probabilities: kept and not trained on"),
+            (self.skipped, "bad lines were skipped"),
+        ):
+            if count:
+                lines.append(f"{count} {what}")
+        return "\n".join(lines)
+
     def to_json(self) -> dict[str, Any]:
         """The summary as JSON values."""
         return asdict(self)

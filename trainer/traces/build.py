@@ -2,9 +2,11 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
 from urllib.parse import quote
+
+import numpy as np
 
 from rolltap.addons.errors import InputError, LedgerError
 from rolltap.addons.store.records import Call, CallRole, VersionSpan, find_violation
@@ -53,6 +55,13 @@ class Trace:
     harness: str = ""
     reward: float | None = None
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the trace as JSON values. A log-probability is the shortest decimal that rounds to its 32 bits."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["logprobs"] = [float(str(logprob)) for logprob in np.array(self.logprobs, np.float32)]
+        values["weight_versions"] = [asdict(span) for span in self.weight_versions]
+        return values
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReward:
@@ -69,9 +78,11 @@ class TraceBatch:
     A session whose calls were all left out has no trace; its reward still counts in its group's mean.
     """
 
-    traces: list[Trace]
-    rewards: dict[str, GroupReward]
+    traces: list[Trace] = field(default_factory=list)
+    rewards: dict[str, GroupReward] = field(default_factory=dict)
     """Session id -> its group and its reward."""
+    ledger: Ledger = field(default_factory=Ledger)
+    """The account of the sampled tokens of all its sessions; empty when the traces come from elsewhere."""
 
 
 def build_traces(

@@ -4,6 +4,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rich.table import Table
+
 from rolltap.addons.errors import LedgerError
 from rolltap.addons.store.records import CallRole
 
@@ -32,6 +34,17 @@ class Ledger:
     def __str__(self) -> str:
         left_out = ", ".join(f"{tokens:,} {reason}" for reason, tokens in sorted(self.left_out.items()))
         return f"{self.sampled:,}: {self.trained:,} to train, left out: {left_out or 'none'}"
+
+    def lines(self) -> list[tuple[str, int]]:
+        """Return the ledger as names and numbers of tokens."""
+        left_out = [(f"  left out: {reason}", tokens) for reason, tokens in sorted(self.left_out.items())]
+        return [("sampled tokens", self.sampled), ("  to train", self.trained), *left_out]
+
+    def __rich__(self) -> Table:
+        table = Table("", "", show_header=False, title="tokens")
+        for name, tokens in self.lines():
+            table.add_row(name, str(tokens))
+        return table
 
     def check(self) -> None:
         """Raises `LedgerError` unless sampled = trained + left out."""

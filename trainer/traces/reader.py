@@ -1,7 +1,7 @@
-"""Opens a run folder: its calls with full prompts, and its sessions."""
+"""Reading a run folder: its calls with full prompts, and its sessions."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,26 +21,26 @@ from rolltap.trainer.traces.tree import parents_first, start_order
 Row = dict[str, Any]
 
 OPEN_FILES = 64
-"""Segments that are mapped at the same time."""
+"""Segments of a table that are mapped at the same time."""
 _STORED_OTHERWISE = ("prompt_length", "prompt_tail_ids", DIGEST)
 
 
 @dataclass(slots=True, kw_only=True)
 class RecordedSession:
-    """A session as it stands in the run folder."""
+    """A session as it is in the run folder."""
 
     session_id: str
     session: Session | None
-    """None when only its calls were recorded, by a recorder that somebody else started."""
+    """The session's row; None when only its calls were recorded, by a recorder that was started without a rollout."""
     calls: list[Call]
-    """In the order in which they started, each with its full prompt as `Tokens`, which holds only what is new in it."""
+    """Calls in the order of `started_at`, each with its full prompt as `Tokens`, which share their prefixes."""
 
 
 def iter_sessions(run: Path, sessions: Collection[str] | None = None) -> Iterator[RecordedSession]:
-    """Every session of a run, one at a time, in the order in which they were first recorded.
+    """Yield every session of a run, in the order of the first commits; with `sessions`, only those of these ids.
 
-    With `sessions`, only those of these session ids. Holds the calls of one session in memory, and of the others where
-    they lie; a run that grows meanwhile is read as it was at the beginning. Marks and raises as `load_calls`.
+    Holds the calls of one session in memory. Calls that are committed after the first session was yielded are left out.
+    Marks and raises as `rebuild_calls`.
     """
     known = load_sessions(run)
     with SessionIndex(run, "calls") as index:
@@ -51,35 +51,23 @@ def iter_sessions(run: Path, sessions: Collection[str] | None = None) -> Iterato
 
 
 def count_sessions(run: Path) -> int:
-    """How many sessions `iter_sessions` yields, without reading their tokens. Raises `RunError`."""
+    """Return the number of sessions that `iter_sessions` yields, without reading their tokens. Raises `RunError`."""
     found = set(load_sessions(run))
     for batch in read_batches(run, "calls"):
         found.update(batch.column("session_id").unique().to_pylist())
     return len(found)
 
 
-def load_calls(run: Path, sessions: Collection[str] | None = None) -> dict[str, list[Call]]:
-    """Session id -> its calls in the order in which they started, each with its full prompt.
-
-    With `sessions`, only those of these session ids.
-
-    A call whose prompt cannot be rebuilt, because its parent is missing or the lengths disagree, has `violation` set
-    and only the tail that was stored as its prompt. Raises `RunError` when the folder cannot be read and when a call
-    is recorded twice.
-    """
-    return {session.session_id: session.calls for session in iter_sessions(run, sessions) if session.calls}
-
-
 def load_sessions(run: Path) -> dict[str, Session]:
-    """Session id -> session; the row that was written last wins. Raises `RunError` when the folder cannot be read."""
+    """Return session id -> its last row. Raises `RunError` when the folder cannot be read."""
     names = [name for name in SESSION_SCHEMA.names if name != DIGEST]
     return {row["session_id"]: Session(**{name: row[name] for name in names}) for row in read_rows(run, "sessions")}
 
 
 class SessionIndex:
-    """Where the rows of each session lie in the segments of a table, so that one session is read without the others.
+    """An index of a table's segments: session id -> byte offsets of its batches. A context manager.
 
-    A context manager. Raises `RunError` when the folder cannot be read.
+    It holds what was committed when it was built. Raises `RunError` when the folder cannot be read.
     """
 
     def __init__(self, run: Path, table: str) -> None:
@@ -104,11 +92,11 @@ class SessionIndex:
 
     @property
     def session_ids(self) -> list[str | None]:
-        """Sessions that have rows, in the order of their first ones."""
+        """Ids of the sessions that have rows, in the order of their first ones; None for rows without a session."""
         return list(self._places)
 
     def batches(self, session_id: str | None) -> Iterator[pa.RecordBatch]:
-        """The rows of one session in the order of their commits, file by file."""
+        """Yield the rows of one session, file by file, in the order of their commits."""
         for number in sorted(self._places.get(session_id, ())):
             reader = self._reader(number)
             for offset in self._places[session_id][number]:
@@ -127,7 +115,7 @@ class SessionIndex:
             if len(self._open) == OPEN_FILES:
                 self._open.pop(next(iter(self._open))).close()
             while (reader := SegmentReader(self._paths[number], self._schema)).inode != self._inodes[number]:
-                # compacted since: the same rows in other places
+                # compacted since it was scanned: the same rows at other offsets
                 reader.close()
                 for places in self._places.values():
                     places.pop(number, None)
@@ -136,8 +124,36 @@ class SessionIndex:
         return self._open[number]
 
 
+class RecordedCalls(Mapping[str, list[Call]]):
+    """The calls of a run: session id -> its calls, read from the disk at each access.
+
+    It holds the sessions whose calls were committed when it was built, in the order of their first commits. Marks and
+    raises as `rebuild_calls`.
+    """
+
+    def __init__(self, run: Path) -> None:
+        """Raises `RunError` when the folder cannot be read."""
+        self._run = run
+        self._index = SessionIndex(run, "calls")
+
+    def __getitem__(self, session_id: str) -> list[Call]:
+        if session_id not in self._index.session_ids:
+            raise KeyError(session_id)
+        return rebuild_calls(self._run, session_id, self._index.batches(session_id))
+
+    def __iter__(self) -> Iterator[str]:
+        return (session_id for session_id in self._index.session_ids if session_id is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 def rebuild_calls(run: Path, session_id: str, batches: Iterator[pa.RecordBatch]) -> list[Call]:
-    """The calls of one session from its rows, in the order in which they started. Marks and raises as `load_calls`."""
+    """Return the calls of one session from its rows, in the order of `started_at`, each with its full prompt.
+
+    A call whose prompt cannot be rebuilt has `violation` set, and as its prompt only the tail that was stored. Reasons
+    are a parent that is missing and lengths that disagree. Raises `RunError` when a call is recorded twice.
+    """
     rows: dict[str, Row] = {}
     for batch in batches:
         for row in batch_rows(batch):

@@ -1,11 +1,12 @@
-"""Recorded sessions -> labelled traces and their ledger, as somebody selects them."""
+"""Recorded sessions -> labelled traces and their ledger."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import get_args
 
-from rolltap.addons.errors import LedgerError
+from rolltap.addons.errors import InputError, LedgerError
 from rolltap.addons.store.records import CallRole
 from rolltap.trainer.traces.build import TRAINED_ROLES, GroupReward, Strategy, Trace, TraceBatch, build_traces
 from rolltap.trainer.traces.ledger import Ledger
@@ -14,16 +15,25 @@ from rolltap.trainer.traces.reader import RecordedSession, iter_sessions
 
 @dataclass(frozen=True, slots=True)
 class TraceOptions:
-    """Which traces to build: the arguments of `build_traces`."""
+    """Arguments of `build_traces`, checked. Raises `InputError` for a strategy or a role that does not exist."""
 
     strategy: Strategy = "prefix_merging"
     roles: Collection[CallRole] = TRAINED_ROLES
     max_tokens: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.strategy not in get_args(Strategy):
+            raise InputError(f"unknown strategy {self.strategy!r}: choose {', '.join(get_args(Strategy))}")
+        if isinstance(self.roles, str) or (unknown := set(self.roles) - set(get_args(CallRole))):
+            named = self.roles if isinstance(self.roles, str) else ", ".join(sorted(unknown))
+            raise InputError(f"roles={named!r}: give a list of {', '.join(get_args(CallRole))}")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise InputError(f"max_tokens={self.max_tokens}: give a number of at least 1, or None")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedSession:
-    """A session, its traces with their labels, and the ledger of all that was sampled in it."""
+    """A session, its labelled traces, and the ledger of its sampled tokens."""
 
     recorded: RecordedSession
     traces: list[Trace]
@@ -31,11 +41,11 @@ class TracedSession:
 
     @property
     def reward(self) -> float | None:
-        """None when the session has none, or no row."""
+        """Reward of the session; None when it has none, or no row."""
         return self.recorded.session.reward if self.recorded.session else None
 
     def rewarded(self) -> "TracedSession":
-        """The session for a trainer that needs a reward: without one it has no traces, and their tokens are left out as
+        """Return the session as a trainer needs it. Without a reward it has no traces, and its tokens are left out as
         `no_reward`."""
         if self.reward is not None:
             return self
@@ -45,7 +55,7 @@ class TracedSession:
 
 @dataclass(slots=True)
 class Totals:
-    """Counts of sessions and of what they became."""
+    """Counts over sessions: their calls, traces, rewards and sampled tokens."""
 
     sessions: int = 0
     rewarded: int = 0
@@ -58,7 +68,7 @@ class Totals:
     ledger: Ledger = field(default_factory=Ledger)
 
     def add(self, traced: TracedSession) -> None:
-        """Count a session."""
+        """Add a session."""
         self.sessions += 1
         self.calls += len(traced.recorded.calls)
         self.traces += len(traced.traces)
@@ -72,9 +82,9 @@ class Totals:
 
 
 def trace_session(recorded: RecordedSession, options: TraceOptions) -> TracedSession:
-    """Build the traces of a session. Those of a session without a row have no labels.
+    """Build the traces of a session. Traces of a session without a row have no labels.
 
-    Raises `LedgerError` when the ledger does not have every sampled token of the session.
+    Raises `LedgerError` when the ledger does not account for every sampled token of the session.
     """
     calls, session = recorded.calls, recorded.session
     sampled = sum(len(call.completion_ids) for call in calls)
@@ -92,21 +102,22 @@ def trace_session(recorded: RecordedSession, options: TraceOptions) -> TracedSes
 
 
 def iter_traces(run: Path, options: TraceOptions, sessions: Collection[str] | None = None) -> Iterator[TracedSession]:
-    """Every session of a run with its traces, one at a time; with `sessions`, only those of these session ids.
+    """Yield every session of a run with its traces; with `sessions`, only those of these session ids.
 
     Raises `RunError` when the folder cannot be read, and `LedgerError`.
     """
     return (trace_session(recorded, options) for recorded in iter_sessions(run, sessions))
 
 
-def load_batch(run: Path, sessions: Collection[str], options: TraceOptions) -> tuple[TraceBatch, Ledger]:
-    """The batch of these session ids, and the ledger of all their tokens. Raises as `iter_traces`."""
-    batch, ledger = TraceBatch(traces=[], rewards={}), Ledger()
+def load_batch(run: Path, sessions: Collection[str] | None, options: TraceOptions) -> TraceBatch:
+    """Return the batch of a run; with `sessions`, of these session ids. Raises as `iter_traces`."""
+    batch = TraceBatch()
     for traced in iter_traces(run, options, sessions):
         traced = traced.rewarded()
-        ledger += traced.ledger
+        batch.ledger += traced.ledger
         batch.traces += traced.traces
         if (session := traced.recorded.session) is not None and session.reward is not None:
-            batch.rewards[session.session_id] = GroupReward(group_id=session.group_id, reward=session.reward)
-    ledger.check()
-    return batch, ledger
+            group_id = session.group_id or session.session_id
+            batch.rewards[session.session_id] = GroupReward(group_id=group_id, reward=session.reward)
+    batch.ledger.check()
+    return batch

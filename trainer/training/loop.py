@@ -5,7 +5,6 @@ the sessions and reads their calls back from the run folder. Rolling out there, 
 traces on policy: data loaders fetch ahead.
 """
 
-import asyncio
 import json
 import time
 from collections.abc import Sequence
@@ -23,14 +22,14 @@ from trl import GRPOConfig
 
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import Session
-from rolltap.addons.store.tables import RunWriter
+from rolltap.trainer.blocking import run_blocking
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.publish import CheckpointPublisher, LoraPublisher, Publisher
 from rolltap.trainer.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.progress import progress_bar
-from rolltap.trainer.rollouts.harness import load_harness, require_program
+from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.scheduler import Plan, rollout
+from rolltap.trainer.rollouts.scheduler import Plan, run_groups
 from rolltap.trainer.rollouts.task import Task, load_tasks
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.traces.sessions import TraceOptions, load_batch
@@ -45,21 +44,18 @@ def train(recipe: Recipe, *, engine: str, run: Path, seed: int, console: Console
     `engine` is the URL of a vLLM server that serves the recipe's model. Raises `InputError`.
     """
     tasks = load_tasks(recipe.tasks)
-    harness = load_harness(recipe.harness)
-    require_program(harness.program, harness.install)
+    harness = Harness.load(recipe.harness)
+    harness.require_program()
     if "," in engine:
         raise InputError(f"--engine {engine}: weights are published to one engine only, give one URL")
     EngineAdmin(engine).require_endpoints()
     args = training_arguments(recipe, run, seed, tasks)
     plan = Plan(harness, recipe.sessions_per_group, recipe.concurrency, recipe.session_timeout)
     options = {**recipe.recorder, "rolltap_sampling": json.dumps(sampling(recipe))}
-    with (
-        Recorder(run, engine=engine, model=str(recipe.model), options=options) as recorder,
-        RunWriter(run) as writer,
-    ):
+    with Recorder(run, engine=engine, model=recipe.model, options=options) as recorder:
         publisher = _publisher(recipe, engine, run)
         trace_options = TraceOptions(recipe.strategy, recipe.roles, recipe.max_tokens)
-        source = OnlineTraces(plan, recorder, writer, publisher, trace_options, {t.id: t for t in tasks}, console)
+        source = OnlineTraces(plan, recorder, publisher, trace_options, {t.id: t for t in tasks}, console)
         set_seed(seed)
         transformers_logging.disable_progress_bar()  # one for every published checkpoint
         trainer = TraceGRPOTrainer(
@@ -87,7 +83,6 @@ class OnlineTraces:
         self,
         plan: Plan,
         recorder: Recorder,
-        writer: RunWriter,
         publisher: Publisher,
         trace_options: TraceOptions,
         tasks: dict[str, Task],
@@ -100,7 +95,6 @@ class OnlineTraces:
         self._trace_options = trace_options
         self._tasks = tasks
         self._console = console
-        self._writer = writer
 
     def __call__(self, rows: list[dict[str, Any]]) -> TraceBatch:
         """Publish the trainer's weights and record a group of sessions for each row (`task_id`)."""
@@ -109,12 +103,12 @@ class OnlineTraces:
         self._publisher.publish(self.trainer.model, str(step))
         published = time.monotonic()
         sessions = self._rollout([self._tasks[row["task_id"]] for row in rows], str(step))
-        batch, ledger = load_batch(self._recorder.run, {s.session_id for s in sessions}, self._trace_options)
+        batch = load_batch(self._recorder.path, {s.session_id for s in sessions}, self._trace_options)
         mean = f"{fmean(labelled.reward for labelled in batch.rewards.values()):.3f}" if batch.rewards else "none"
         self._console.print(
             f"step {step + 1}/{self.trainer.args.max_steps}  reward [bold]{mean}[/]  "
             f"{len(sessions)} sessions in {time.monotonic() - published:.1f} s  "
-            f"sampled tokens {ledger}  published in {published - started:.1f} s",
+            f"sampled tokens {batch.ledger}  published in {published - started:.1f} s",
             highlight=False,
             soft_wrap=True,
         )
@@ -122,8 +116,7 @@ class OnlineTraces:
 
     def _rollout(self, tasks: Sequence[Task], version: str) -> list[Session]:
         with progress_bar(self._console) as advance:
-            sessions = rollout(tasks, self._plan, self._recorder, self._writer, policy_version=version, advance=advance)
-            return asyncio.run(sessions)
+            return run_blocking(run_groups(tasks, self._plan, self._recorder, policy_version=version, advance=advance))
 
 
 def sampling(recipe: Recipe) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from random import Random
 from statistics import fmean
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -86,8 +86,38 @@ class Report:
         return all(row.within for row in self.rows)
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON values."""
+        """Return the report as JSON values."""
         return {"within": self.within, **asdict(self)}
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns = ("prompt", "weights", "calls", "tokens", "mean", "largest", f"over {self.threshold:g}", "")
+        table = Table(*columns, title="recorded and scored log-probabilities: absolute difference in nats")
+        for row in self.rows:
+            table.add_row(
+                row.kind,
+                Text(row.policy_version),
+                str(row.calls),
+                str(row.tokens),
+                f"{row.mean_difference:.2g}",
+                f"{row.max_difference:.2g}",
+                f"{row.share_over_threshold:.1%}",
+                "within" if row.within else "[red]differs[/]",
+            )
+        yield table
+        scored = sum(row.calls for row in self.rows)
+        yield Text(f"{scored} of {self.comparable} calls that can be compared were scored by {self.served_model}")
+        for reason, count in sorted(self.skipped.items()):
+            yield Text(f"skipped: {count} {reason}")
+        for row in self.rows:
+            if not row.within:
+                worst = row.worst
+                yield Text(
+                    f"{row.kind}, weights {row.policy_version}: differs most at sampled token {worst.position} of "
+                    f"session {worst.session_id}, call {worst.call_id}: recorded {worst.recorded:.4f}, "
+                    f"scored {worst.scored:.4f}"
+                )
+        if not self.within and self.recorded_model != self.served_model:
+            yield Text(f"the run was recorded with {self.recorded_model}: is it the same model?")
 
 
 def check_run(run: Path, engine_url: str, *, sample: int, seed: int, threshold: float, advance: Advance) -> Report:
@@ -193,35 +223,3 @@ def summarize_scores(scores: Sequence[Score], threshold: float) -> list[Row]:
             )
         )
     return rows
-
-
-def print_report(report: Report, console: Console) -> None:
-    """A table of the differences, what was skipped, and where to look when something is not within the threshold."""
-    columns = ("prompt", "weights", "calls", "tokens", "mean", "largest", f"over {report.threshold:g}", "")
-    table = Table(*columns, title="recorded and scored log-probabilities: absolute difference in nats")
-    for row in report.rows:
-        table.add_row(
-            row.kind,
-            Text(row.policy_version),
-            str(row.calls),
-            str(row.tokens),
-            f"{row.mean_difference:.2g}",
-            f"{row.max_difference:.2g}",
-            f"{row.share_over_threshold:.1%}",
-            "within" if row.within else "[red]differs[/]",
-        )
-    console.print(table)
-    scored = sum(row.calls for row in report.rows)
-    lines = [f"{scored} of {report.comparable} calls that can be compared were scored by {report.served_model}"]
-    lines += [f"skipped: {count} {reason}" for reason, count in sorted(report.skipped.items())]
-    for row in report.rows:
-        if not row.within:
-            worst = row.worst
-            lines.append(
-                f"{row.kind}, weights {row.policy_version}: differs most at sampled token {worst.position} of session "
-                f"{worst.session_id}, call {worst.call_id}: recorded {worst.recorded:.4f}, scored {worst.scored:.4f}"
-            )
-    if not report.within and report.recorded_model != report.served_model:
-        lines.append(f"the run was recorded with {report.recorded_model}: is it the same model?")
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""One session and one call as `rolltap inspect` shows them, as data."""
+"""One session and one call of a run, as `rolltap inspect` shows them. `rich` prints them (`views/show.py`)."""
 
 import difflib
 import json
@@ -6,6 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
 
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import Call, Session
@@ -60,8 +62,14 @@ class SessionView:
     ledger: Ledger
 
     def to_json(self) -> dict[str, Any]:
-        """The view as JSON values."""
+        """Return the view as JSON values."""
         return json_values(asdict(self))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rolltap.trainer.views.show import render_session
+
+        # a label that is longer than a line is folded, not cut
+        return console.render(render_session(self), options.update(no_wrap=False, overflow="fold"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +101,16 @@ class CallView:
     """Why its sampled tokens are not trained, None when they are."""
     difference: Divergence | None
     """For a `rendered` call, if an earlier call of its session was completed."""
+    run: Path
+    """Run folder of the call, whose tokenizer decodes it."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rolltap.trainer.views.show import load_decoder, render_call
+
+        return render_call(self, load_decoder(self.run))
 
     def to_json(self) -> dict[str, Any]:
-        """The view as JSON values, with what the row holds as JSON parsed."""
+        """Return the view as JSON values, the columns that hold JSON parsed."""
         call = asdict(self.call) | {"prompt_ids": list(self.call.prompt_ids)}
         for name in ("sampling", "reply"):
             call[name] = json.loads(call[name]) if call[name] is not None else None
@@ -152,7 +167,7 @@ def view_call(run: Path, session: str, prefix: str) -> CallView:
         tools = [str(tool.get("function", tool).get("name")) for tool in json.loads(call.tools)]
     left_out = judge_calls(recorded.calls)[1][recorded.calls.index(call)]
     difference = find_divergence(call, recorded.calls) if call.kind == "rendered" else None
-    return CallView(call, json.loads(call.messages), tools, left_out, difference)
+    return CallView(call, call.parsed_messages, tools, left_out, difference, run)
 
 
 def branches(calls: Sequence[Call]) -> list[Branch]:

@@ -1,4 +1,4 @@
-"""A run in numbers, for people and for programs."""
+"""A run in numbers: counts, rewards by policy version, the ledger. `rich` prints a summary as tables."""
 
 import re
 from collections import Counter, defaultdict
@@ -11,7 +11,7 @@ from typing import Any
 
 from pyarrow import RecordBatch
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -21,12 +21,12 @@ from rolltap.trainer.traces.reader import SessionIndex
 from rolltap.trainer.traces.sessions import TracedSession, TraceOptions, iter_traces
 
 MOST_SESSIONS = 50
-"""Rows of the table of sessions."""
+"""Most rows that the printed table of sessions has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The sessions of one policy version."""
+    """Rewards of the sessions of one policy version."""
 
     policy_version: str
     sessions: int
@@ -36,7 +36,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class SessionRow:
-    """One session in a line. `status` and `harness` are None when only its calls were recorded."""
+    """Counts of one session. `status` and `harness` are None when only its calls were recorded."""
 
     session_id: str
     harness: str | None
@@ -50,37 +50,52 @@ class SessionRow:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Counts over a run. `interrupted` calls were started and never ended, because the recorder was killed."""
+    """Counts over a run."""
 
     sessions: dict[str, int]
     calls: dict[str, int]
     kinds: dict[str, int]
     rendered: dict[str, int]
-    """Why prompts were rendered though their session had calls: reason, with ids and numbers left out -> calls."""
+    """Reason why prompts were rendered in full, with ids and numbers replaced by an ellipsis -> number of calls."""
     roles: dict[str, int]
     violations: dict[str, int]
     refused: dict[str, int]
     uncaptured_calls: int
-    """Requests that look like model calls and were not answered here: any of them is a gap in the record."""
+    """Requests that look like model calls and were not answered by the recorder. Each is a gap in the record."""
     retried: int
-    """Requests that got the reply of an earlier one, which is recorded once."""
+    """Requests that received the reply of an earlier call. That call is recorded once."""
     continued: int
-    """How often an engine failed in the middle of a call and the call went on."""
+    """Failures of an engine during a call after which the call went on."""
     rejected: int
+    """Model calls that were answered with an error before they reached the engine."""
     unauthorised: int
+    """Requests with bad proxy credentials."""
     interrupted: int
+    """Calls that began and were not recorded: they run, or the recorder was killed."""
     ledger: Ledger
     steps: list[Step]
     session_rows: list[SessionRow]
     """In the order in which the sessions started."""
 
     def to_json(self) -> dict[str, Any]:
-        """The summary as JSON values."""
+        """Return the summary as JSON values."""
         return asdict(self)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self.steps:
+            yield _reward_table(self.steps)
+        if self.session_rows:
+            yield _session_table(self.session_rows)
+        yield _count_table(self)
+        if self.rendered:
+            yield _reason_table(self.rendered)
 
 
 def summarize(run: Path) -> Summary:
-    """Count a run, one session at a time. Raises `RunError` when the folder cannot be read, and `LedgerError`."""
+    """Return the summary of a run. Memory is that of one session.
+
+    Raises `RunError` when the folder cannot be read, and `LedgerError`.
+    """
     sessions: list[Session] = []
     rows: list[tuple[datetime, SessionRow]] = []
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -94,7 +109,7 @@ def summarize(run: Path) -> Summary:
             _count_calls(calls, counts)
             begun = _count_events(index.batches(row.session_id), counts)
             interrupted += len(begun - {call.call_id for call in calls})
-        # those of nobody, and of sessions that have nothing else
+        # events without a session, and of sessions that have events only
         for session_id in set(index.session_ids) - {row.session_id for _, row in rows}:
             interrupted += len(_count_events(index.batches(session_id), counts))
     events = counts["events"]
@@ -127,7 +142,7 @@ def _count_calls(calls: Sequence[Call], counts: Mapping[str, Counter[str]]) -> N
 
 
 def _count_events(batches: Iterable[RecordBatch], counts: Mapping[str, Counter[str]]) -> set[str]:
-    """Count the events of a session; returns the ids of the calls that were begun."""
+    """Count the events of a session. Return the ids of the calls that began."""
     events = [event for batch in batches for event in batch.select(["kind", "host", "call_id"]).to_pylist()]
     counts["events"].update(event["kind"] for event in events)
     counts["refused"].update(event["host"] for event in events if event["kind"] == "refused")
@@ -150,7 +165,7 @@ def _session_row(traced: TracedSession) -> SessionRow:
 
 
 def reward_steps(sessions: Iterable[Session]) -> list[Step]:
-    """One entry per policy version, in the order in which they were first used."""
+    """Return one entry per policy version, in the order of first use."""
     versions: defaultdict[str, list[Session]] = defaultdict(list)
     for session in sorted(sessions, key=lambda session: session.started_at):
         versions[session.policy_version or "default"].append(session)
@@ -162,23 +177,22 @@ def reward_steps(sessions: Iterable[Session]) -> list[Step]:
     return steps
 
 
-def print_summary(summary: Summary, console: Console) -> None:
-    """Tables of the rewards and of all that was recorded."""
-    if summary.steps:
-        rewards = Table("policy version", "sessions", "mean reward", "best reward", title="reward")
-        for step in summary.steps:
-            rewards.add_row(
-                Text(step.policy_version), str(step.sessions), _number(step.mean_reward), _number(step.best_reward)
-            )
-        console.print(rewards)
-    if summary.session_rows:
-        console.print(_session_table(summary.session_rows))
+def _reward_table(steps: Sequence[Step]) -> Table:
+    table = Table("policy version", "sessions", "mean reward", "best reward", title="reward")
+    for step in steps:
+        table.add_row(
+            Text(step.policy_version), str(step.sessions), _number(step.mean_reward), _number(step.best_reward)
+        )
+    return table
+
+
+def _count_table(summary: Summary) -> Table:
     table = Table("", "", show_header=False, title="recorded")
     table.add_row("sessions", _counts(summary.sessions))
     table.add_row("calls", _counts(summary.calls))
     table.add_row("roles", _counts(summary.roles))
     table.add_row("prompts", _counts(summary.kinds))
-    for name, tokens in ledger_lines(summary.ledger):
+    for name, tokens in summary.ledger.lines():
         table.add_row(name, str(tokens))
     for violation, count in summary.violations.items():
         table.add_row("[red]broken tokens[/]", Text(f"{count} calls: {violation}"))
@@ -186,42 +200,30 @@ def print_summary(summary: Summary, console: Console) -> None:
         table.add_row("[red]uncaptured model calls[/]", str(summary.uncaptured_calls))
     notes = {
         "retried requests": summary.retried,
-        "continued after a failure of the engine": summary.continued,
+        "continued after an engine failure": summary.continued,
         "rejected requests": summary.rejected,
         "unauthorised requests": summary.unauthorised,
-        "calls cut off": summary.interrupted,
+        "interrupted calls": summary.interrupted,
     }
     for note, count in notes.items():
         if count:
             table.add_row(note, str(count))
     if summary.refused:
         table.add_row("refused hosts", Text(_counts(summary.refused)))
-    console.print(table)
-    if summary.rendered:
-        reasons = Table("why prompts were rendered", "calls")
-        for reason, count in Counter(summary.rendered).most_common():
-            reasons.add_row(Text(reason), str(count))
-        console.print(reasons)
+    return table
 
 
-def print_ledger(ledger: Ledger, console: Console) -> None:
-    """The ledger of sampled tokens as a table."""
-    table = Table("", "", show_header=False, title="tokens")
-    for name, tokens in ledger_lines(ledger):
-        table.add_row(name, str(tokens))
-    console.print(table)
-
-
-def ledger_lines(ledger: Ledger) -> list[tuple[str, int]]:
-    """A ledger as names and numbers of tokens."""
-    left_out = [(f"  left out: {reason}", tokens) for reason, tokens in sorted(ledger.left_out.items())]
-    return [("sampled tokens", ledger.sampled), ("  to train", ledger.trained), *left_out]
+def _reason_table(rendered: Mapping[str, int]) -> Table:
+    table = Table("why prompts were rendered", "calls")
+    for reason, count in Counter(rendered).most_common():
+        table.add_row(Text(reason), str(count))
+    return table
 
 
 def _session_table(rows: Sequence[SessionRow]) -> Table:
     columns = ("session", "harness", "status", "reward", "calls", "bridged/\nrendered", "tokens")
     cut = f"the first {MOST_SESSIONS} of {len(rows)}; --json has all" if len(rows) > MOST_SESSIONS else None
-    # few lines between the columns, so that a row fits a narrow terminal
+    # narrow, so that a row fits a terminal of 80 columns
     table = Table(*columns, title="sessions", caption=cut, box=box.SIMPLE, padding=0, pad_edge=False)
     for row in rows[:MOST_SESSIONS]:
         table.add_row(
@@ -237,7 +239,7 @@ def _session_table(rows: Sequence[SessionRow]) -> Table:
 
 
 def _without_ids(reason: str) -> str:
-    """A reason as it is for many calls: ids, which are hexadecimal, and numbers become three dots."""
+    """Replace hexadecimal ids and numbers by an ellipsis, so that equal reasons count together."""
     return re.sub(r"\b([0-9a-f]{16,}|[0-9]+)\b", "…", reason)
 
 

@@ -1,13 +1,14 @@
-"""How `rolltap inspect` prints a session and a call."""
+"""Rendering of a session and of a call for a terminal."""
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Group, RenderableType
+from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
@@ -15,19 +16,18 @@ from rich.tree import Tree
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call
 from rolltap.trainer.views.inspect import Branch, CallView, Divergence, SessionView
-from rolltap.trainer.views.report import print_ledger
 
 Decoder = Callable[[list[int]], str]
 
 _LIKELY = [(-0.1, "green"), (-1.0, "yellow"), (-3.0, "dark_orange"), (float("-inf"), "red")]
-"""Log-probability from which on a token has the colour."""
+"""Least log-probability of each colour."""
 _SHORT_ID = 8
 CONTEXT_TOKENS = 100
-"""Of a prompt's new tokens, those shown before the completion."""
+"""Most new tokens of the prompt that are shown before the completion."""
 
 
 def load_decoder(run: Path) -> Decoder | None:
-    """Token ids -> text by the tokenizer of the run's model; None when it, or `transformers`, is not on this machine.
+    """Return a function from token ids to text; None when the model's tokenizer or `transformers` is not installed.
 
     Raises `RunError` when the folder cannot be read.
     """
@@ -41,21 +41,19 @@ def load_decoder(run: Path) -> Decoder | None:
     return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def print_session(view: SessionView, console: Console) -> None:
-    """Print a session's outcome, its call tree and its ledger."""
+def render_session(view: SessionView) -> RenderableType:
+    """Return a session's outcome, its call tree and its ledger."""
     title = Text.assemble(("session ", "bold"), view.session_id)
     if (session := view.session) is not None:
         reward = "no reward" if session.reward is None else f"reward {session.reward:g}"
         weights = f"weights {session.policy_version}" if session.policy_version else None
         fields = (session.harness, session.status, weights, reward, session.error)
         title.append(": " + ", ".join(field for field in fields if field))
-    console.print(call_tree(view.calls, title))
-    print_ledger(view.ledger, console)
+    return Group(call_tree(view.calls, title), view.ledger)
 
 
 def call_tree(branches: Sequence[Branch], title: Text) -> Tree:
-    """The call tree. Calls that continue one another stand below the first of them, one level deep; where several
-    continue the same call they are a level deeper."""
+    """Return the call tree. A chain of calls is one level deep, below its first call. Branches are a level deeper."""
     ids = [branch.call_id for branch in branches]
     length = next((n for n in range(_SHORT_ID, 64) if len({i[:n] for i in ids}) == len(ids)), 64)
     children: defaultdict[str | None, list[Branch]] = defaultdict(list)
@@ -90,16 +88,15 @@ def _label(branch: Branch, length: int) -> Text:
     return label
 
 
-def print_call(view: CallView, decode: Decoder | None, console: Console) -> None:
-    """Print all of a call. Without a decoder tokens are shown as ids."""
-    console.print(_facts(view))
+def render_call(view: CallView, decode: Decoder | None) -> Iterator[RenderableType]:
+    """Yield the parts of a call: facts, divergence, messages, tokens. Without a decoder tokens are shown as ids."""
+    yield _facts(view)
     if view.difference is not None:
-        console.print(_difference(view.difference, decode), soft_wrap=True)
-    console.rule("new messages")
-    for message in view.messages:
-        console.print(_message(message), soft_wrap=True)
-    console.rule("tokens")
-    console.print(context(view.call, decode), completion(view.call, decode), sep="", soft_wrap=True)
+        yield _difference(view.difference, decode)
+    yield Rule("new messages")
+    yield from map(_message, view.messages)
+    yield Rule("tokens")
+    yield context(view.call, decode).append(completion(view.call, decode))
     legend = Text("\n")
     if view.left_out:
         legend.append(f"not trained: {view.left_out}  ", "yellow")
@@ -108,11 +105,11 @@ def print_call(view: CallView, decode: Decoder | None, console: Console) -> None
         legend.append(f" {least:g} and more " if least > float("-inf") else " less ", f"reverse {colour}")
     if decode is None:
         legend.append("\ntoken ids, as the tokenizer of the run's model is not on this machine", "dim")
-    console.print(legend)
+    yield legend
 
 
 def context(call: Call, decode: Decoder | None) -> Text:
-    """The end of what the prompt adds to its parent's tokens: the mask is 0 there."""
+    """Return the last tokens of the prompt that follow the parent's tokens. Their mask is 0."""
     ids = call.prompt_ids[call.prefix_length :]
     shown = list(ids[-CONTEXT_TOKENS:])
     text = Text(f"({len(ids) - len(shown)} tokens) … " if len(shown) < len(ids) else "", "dim italic")
@@ -120,7 +117,7 @@ def context(call: Call, decode: Decoder | None) -> Text:
 
 
 def completion(call: Call, decode: Decoder | None) -> Text:
-    """The completion, each token in the colour of its log-probability; without a decoder its ids."""
+    """Return the completion, each token in the colour of its log-probability; without a decoder its ids."""
     text = Text()
     for token, logprob in zip_longest(call.completion_ids, call.logprobs[: len(call.completion_ids)]):
         written = f"{token} " if decode is None else decode([token]) or f"<{token}>"
@@ -158,7 +155,7 @@ def _facts(view: CallView) -> Table:
 
 def _difference(difference: Divergence, decode: Decoder | None) -> Text:
     def written(ids: list[int]) -> str:
-        # quoted, so that white space is seen
+        # quoted, so that white space is visible
         return f"{ids} {json.dumps(decode(ids), ensure_ascii=False) if decode and ids else ''}\n"
 
     text = Text(f"The prompt agrees with call {difference.call_id} up to token {difference.position}.\n", "bold")

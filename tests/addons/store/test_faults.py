@@ -12,7 +12,7 @@ from rolltap.addons.store.digest import row_digest
 from rolltap.addons.store.records import CALL_SCHEMA
 from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.tables import read_rows, run_files
-from rolltap.trainer.traces.reader import load_calls
+from rolltap.trainer.traces.reader import RecordedCalls
 from tests.addons.store.writers import BALLAST, KILLS, STEPPED, make_call, readable
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -49,7 +49,7 @@ def test_no_kill_loses_a_committed_call_or_leaves_a_half_one(tmp_path):
         with SegmentReader(path) as reader:
             list(reader)
             assert reader.damage == {}
-    assert sum(map(len, load_calls(tmp_path).values())) == len(found)
+    assert sum(map(len, RecordedCalls(tmp_path).values())) == len(found)
 
 
 def test_a_kill_at_any_step_of_commits_and_compaction_loses_nothing(tmp_path):

@@ -1,7 +1,7 @@
 import os
 import sys
 
-from rolltap.trainer.traces.reader import load_calls, load_sessions
+from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
 from tests.scripted_engine import Say
 from tests.trainer.commands.program import ASK, rolltap
 
@@ -13,7 +13,7 @@ def test_record_runs_a_command_and_ends_with_its_status(scripted_engine, tokeniz
     assert (ended.returncode, ended.stdout) == (3, "Hi.\n")
     (session,) = load_sessions(tmp_path / "run").values()
     assert (session.status, session.exit_status, session.harness) == ("failed", 3, sys.executable)
-    assert list(load_calls(tmp_path / "run")) == [session.session_id]
+    assert list(RecordedCalls(tmp_path / "run")) == [session.session_id]
 
 
 def test_record_starts_a_harness_by_its_preset_and_the_users_variables_win(scripted_engine, tokenizer_folder, tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rolltap.addons.store.tables import read_rows
-from rolltap.trainer.traces.reader import load_calls, load_sessions
+from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
 from tests.scripted_engine import Say
 from tests.trainer.commands.program import ASK, ROLLTAP, rolltap
 
@@ -60,7 +60,7 @@ def test_rollout_records_every_session_and_prints_the_summary_as_json(
     assert ledger["sampled"] == ledger["trained"] > 0
     sessions = load_sessions(tmp_path / "run").values()
     assert len({session.group_id for session in sessions}) == 1
-    assert {session.session_id for session in sessions} == set(load_calls(tmp_path / "run"))
+    assert {session.session_id for session in sessions} == set(RecordedCalls(tmp_path / "run"))
 
 
 def test_a_harness_that_takes_too_long_is_data(scripted_engine, tokenizer_folder, tmp_path, tasks, preset):

@@ -10,7 +10,7 @@ from rolltap.addons.store.records import CALL_SCHEMA, Event
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.exports.features import trace_row
 from rolltap.trainer.exports.parquet import export
-from rolltap.trainer.traces.reader import load_calls
+from rolltap.trainer.traces.reader import RecordedCalls
 from rolltap.trainer.traces.sessions import TraceOptions, iter_traces
 from tests.trainer.outgoing import START, code_blocks, facts, write_run
 
@@ -61,7 +61,7 @@ def test_the_code_of_the_card_gives_every_call_with_its_full_prompt(run, out, tm
     open_it = open_it.replace("path/to/this/folder", str(out))
     exec(open_it.replace('split="train"', 'split="train", cache_dir=cache_dir') + rebuild, names)
     rebuilt = [(call["session_id"], call["prompt_ids"]) for call in names["full_prompts"](names["calls"])]
-    recorded = load_calls(run)
+    recorded = RecordedCalls(run)
     assert rebuilt == [(session, call.prompt_ids) for session, calls in recorded.items() for call in calls]
 
 

@@ -1,14 +1,14 @@
 import pytest
 
 from rolltap.addons.errors import EngineError, InputError
-from rolltap.trainer.rollouts.harness import Harness, harness_names, load_harness, require_program
+from rolltap.trainer.rollouts.harness import Harness
 
 MINIMAL = 'name = "x"\nversion = "1"\nprogram = "x"\nheadless = ["-p", "{instruction}"]\n'
 
 
-@pytest.mark.parametrize("name", harness_names())
+@pytest.mark.parametrize("name", Harness.names())
 def test_every_preset_loads_and_takes_the_instruction(name):
-    harness = load_harness(name)
+    harness = Harness.load(name)
     assert harness.name == name
     assert harness.command_for("do {this}")[-1].endswith("do {this}")
     assert harness.version in harness.install
@@ -21,22 +21,22 @@ def test_the_command_is_the_program_its_arguments_and_the_instruction():
 
 def test_a_preset_may_be_a_file_of_the_users(tmp_path):
     (tmp_path / "mine.toml").write_text(MINIMAL)
-    assert load_harness(str(tmp_path / "mine.toml")).command_for("go") == ["x", "-p", "go"]
+    assert Harness.load(str(tmp_path / "mine.toml")).command_for("go") == ["x", "-p", "go"]
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones():
     with pytest.raises(
         InputError, match=r"no harness is named 'clod': choose claude-code, codex, .*, or give a \.toml"
     ):
-        load_harness("clod")
+        Harness.load("clod")
 
 
 def test_the_engines_context_window_is_asked_for_only_if_a_variable_holds_it(scripted_engine):
-    harness = load_harness("claude-code")
+    harness = Harness.load("claude-code")
     assert harness.environment(scripted_engine.url + "/")["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "8192"
     with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:9/v1/models: no engine answers"):
         harness.environment("http://127.0.0.1:9")
-    assert load_harness("codex").environment("http://127.0.0.1:9") == load_harness("codex").env
+    assert Harness.load("codex").environment("http://127.0.0.1:9") == Harness.load("codex").env
 
 
 @pytest.mark.parametrize(
@@ -50,14 +50,14 @@ def test_the_engines_context_window_is_asked_for_only_if_a_variable_holds_it(scr
 def test_a_bad_preset_is_named(tmp_path, text, message):
     (tmp_path / "x.toml").write_text(text)
     with pytest.raises(InputError, match=message):
-        load_harness(str(tmp_path / "x.toml"))
+        Harness.load(str(tmp_path / "x.toml"))
 
 
 def test_a_missing_preset_file_is_named(tmp_path):
     with pytest.raises(InputError, match=r"cannot read .*none\.toml"):
-        load_harness(str(tmp_path / "none.toml"))
+        Harness.load(str(tmp_path / "none.toml"))
 
 
 def test_a_program_that_is_not_installed_is_named():
     with pytest.raises(InputError, match=r"'no-such-harness' is not on the PATH: install it \(npm install it\), or"):
-        require_program("no-such-harness", "npm install it")
+        Harness(name="h", program="no-such-harness", install="npm install it", headless=[]).require_program()

@@ -1,10 +1,9 @@
 import pytest
 
 from rolltap.addons.errors import RecorderError
-from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.scheduler import Plan, rollout
+from rolltap.trainer.rollouts.scheduler import Plan, run_groups
 from rolltap.trainer.rollouts.task import Task
 from rolltap.trainer.traces.reader import load_sessions
 
@@ -23,22 +22,20 @@ def plan_for(script):
 async def play(recorder, script):
     task = Task(id="count", instruction="go", evaluate=["true"])
     steps: list[tuple[int, int]] = []
-    with RunWriter(recorder.run) as writer:
-        sessions = await rollout(
-            [task],
-            plan_for(script),
-            recorder,
-            writer,
-            policy_version="7",
-            advance=lambda what, done, total: steps.append((done, total)),
-        )
+    sessions = await run_groups(
+        [task],
+        plan_for(script),
+        recorder,
+        policy_version="7",
+        advance=lambda what, done, total: steps.append((done, total)),
+    )
     return sessions, steps
 
 
 async def test_every_session_is_recorded_with_its_reward_and_its_group(recorder):
     sessions, steps = await play(recorder, "true")
     assert steps == [(1, 2), (2, 2)]
-    recorded = load_sessions(recorder.run)
+    recorded = load_sessions(recorder.path)
     assert [recorded[session.session_id] for session in sessions] == sessions
     assert {(session.status, session.reward, session.policy_version) for session in sessions} == {
         ("completed", 1.0, "7")
@@ -56,4 +53,4 @@ async def test_a_recorder_that_dies_is_an_error_of_its_own(recorder):
 async def test_a_recorder_that_dies_during_a_session_is_an_error_of_its_own(recorder):
     with pytest.raises(RecorderError, match=r"the recorder (died|does not end)"):
         await play(recorder, f"kill -9 {recorder._process.pid}")
-    assert load_sessions(recorder.run)  # with what the evaluator said of them
+    assert load_sessions(recorder.path)  # with what the evaluator said of them

@@ -19,7 +19,7 @@ from rolltap.addons.store.tables import RunWriter, read_rows
 from rolltap.trainer.runs.import_calls import import_calls
 from rolltap.trainer.runs.merge import merge_runs
 from rolltap.trainer.traces.build import build_traces
-from rolltap.trainer.traces.reader import RecordedSession, load_calls, load_sessions
+from rolltap.trainer.traces.reader import RecordedCalls, RecordedSession, load_sessions
 from rolltap.trainer.traces.sessions import TraceOptions, trace_session
 from tests.trainer.runs.recorded_runs import START, import_line, recorded_sessions, traces_of
 
@@ -83,7 +83,7 @@ class TestCalls:
             policy_version="7",
         )
         load(run, write(said))
-        [call] = load_calls(run)["s"]
+        [call] = RecordedCalls(run)["s"]
         assert (call.prompt_ids, call.completion_ids, call.logprobs) == ([1, 2], [3], [-0.5])
         assert (call.kind, call.kind_reason, call.parent_id) == ("root", "imported", None)
         assert (call.role, call.status, call.finish_reason, call.started_at) == ("subagent", "aborted", "stop", START)
@@ -120,19 +120,19 @@ class TestCalls:
         rows = {row["call_id"]: row for row in read_rows(run, "calls")}
         assert (rows["b"]["prompt_tail_ids"], rows["b"]["parent_id"], rows["b"]["kind"]) == ([4], "a", "bridged")
         assert rows["b"]["kind_reason"] is None
-        assert load_calls(run)["s"][1].prompt_ids == [1, 2, 3, 4]
+        assert RecordedCalls(run)["s"][1].prompt_ids == [1, 2, 3, 4]
         assert (summary.calls, summary.bridged, summary.sessions, summary.sampled_tokens) == (2, 1, 1, 2)
 
     def test_a_given_parent_decides_between_calls_with_the_same_tokens(self, run):
         twin, child = line(call_id="b"), line(call_id="c", prompt_ids=[1, 2, 3], parent_id="b")
         load(run, write(line(), twin, child))
-        assert {call.call_id: call.parent_id for call in load_calls(run)["s"]} == {"a": None, "b": None, "c": "b"}
+        assert {call.call_id: call.parent_id for call in RecordedCalls(run)["s"]} == {"a": None, "b": None, "c": "b"}
 
     @pytest.mark.parametrize("parent_id", ["b", "unknown"])
     def test_a_given_parent_that_does_not_begin_the_prompt_is_not_taken(self, run, parent_id):
         other, child = line(call_id="b", prompt_ids=[9]), line(call_id="c", prompt_ids=[1, 2, 3], parent_id=parent_id)
         load(run, write(line(), other, child))
-        assert {call.call_id: call.parent_id for call in load_calls(run)["s"]} == {"a": None, "b": None, "c": "a"}
+        assert {call.call_id: call.parent_id for call in RecordedCalls(run)["s"]} == {"a": None, "b": None, "c": "a"}
 
     def test_a_run_that_is_there_is_refused_and_the_import_can_be_merged_with_it(self, run, tmp_path):
         write_metadata(run, {"tokenizer_sha256": "a", "chat_template_sha256": "b"})
@@ -142,11 +142,11 @@ class TestCalls:
             InputError, match=f"import into a new folder NEW, then `rolltap merge {run} NEW --out MERGED`"
         ):
             load(run, write(line(session_id="t")))
-        assert set(load_calls(run)) == {"s"}
+        assert set(RecordedCalls(run)) == {"s"}
         new, merged = tmp_path / "new", tmp_path / "merged"
         load(new, write(line(session_id="t")))
         merge_runs([new, run], merged, lambda *_: None)
-        assert set(load_calls(merged)) == {"s", "t"}
+        assert set(RecordedCalls(merged)) == {"s", "t"}
         assert read_metadata(merged)["tokenizer_sha256"] == "a"
         assert read_metadata(merged)["merged_from"] == [{"run": "new", "source": "import"}, {"run": "run"}]
 
@@ -180,7 +180,7 @@ class TestUntrainable:
     )
     def test_a_call_whose_log_probabilities_cannot_be_right_is_kept_and_not_trained_on(self, run, fields, reason):
         summary, bad = load(run, write(line(**fields)))
-        [call] = load_calls(run)["s"]
+        [call] = RecordedCalls(run)["s"]
         _, ledger = build_traces([call], "per_request")
         tokens = len(call.completion_ids)
         assert bad == []
@@ -225,7 +225,7 @@ class TestBadLines:
         summary, [(number, fault)] = load(run, write(bad, line()), skip_bad=True)
         assert (summary.calls, summary.skipped, number) == (1, 1, 1)
         assert reason in fault
-        assert list(load_calls(run)) == ["s"]
+        assert list(RecordedCalls(run)) == ["s"]
 
     def test_bytes_that_are_no_text_are_a_bad_line(self, run):
         [(number, _)] = refused(run, b"\xff\xfe\n" + write(line()))
@@ -243,7 +243,7 @@ class TestBadLines:
         again = line(completion_ids=[4])
         assert refused(run, write(line(), again)) == [(2, "call_id 'a' of session 's' is in line 1 too")]
         load(run, write(line(), again), skip_bad=True)
-        assert load_calls(run)["s"][0].completion_ids == [3]
+        assert RecordedCalls(run)["s"][0].completion_ids == [3]
 
     def test_the_same_call_id_in_two_sessions_is_fine(self, run):
         assert load(run, write(line(), line(session_id="t")))[1] == []
@@ -279,7 +279,7 @@ class TestCommand:
             "without_logprobs": 0,
             "skipped": 0,
         }
-        assert len(load_calls(run)["s"]) == 2
+        assert len(RecordedCalls(run)["s"]) == 2
 
     def test_bad_lines_are_printed_up_to_a_number_and_end_with_status_1(self, run, tmp_path):
         (tmp_path / "calls.jsonl").write_bytes(write(*["{"] * 25))
@@ -339,7 +339,7 @@ class TestKilled:
             complete.append(run.exists())
             if not complete[-1]:
                 load(run, content)
-            assert set(load_calls(run)) == set(load_sessions(run)) == {"s", "t"}
+            assert set(RecordedCalls(run)) == set(load_sessions(run)) == {"s", "t"}
             assert not [path for path in run.iterdir() if path.name.startswith(".")]
         assert set(complete) == {False, True}
 

@@ -12,7 +12,7 @@ from rolltap.addons.store.tables import read_rows, run_files
 from rolltap.trainer.cli import rolltap
 from rolltap.trainer.runs.merge import merge_runs
 from rolltap.trainer.runs.verify import verify_run
-from rolltap.trainer.traces.reader import load_calls
+from rolltap.trainer.traces.reader import RecordedCalls
 from tests.trainer.runs.recorded_runs import (
     ignore,
     make_call,
@@ -93,7 +93,7 @@ class TestMerge:
             f"left behind in run/{lost.name}: 0 rows that do not have their digest, 1 places that cannot be read",
             f"2 sessions in {tmp_path / 'new'}",
         ]
-        saved = load_calls(tmp_path / "new")
+        saved = RecordedCalls(tmp_path / "new")
         assert {name: [call.call_id for call in calls] for name, calls in saved.items()} == {
             "s": ["b"],
             "t": ["a", "b"],
@@ -126,7 +126,7 @@ class TestMerge:
         assert found.sound
         notices = [finding.where for finding in found.findings if "rebuilt" in finding.what or "parent" in finding.what]
         assert notices == ["session s, call b", "session s, call c"]
-        assert [call.violation is None for call in load_calls(tmp_path / "new")["s"]] == [False, False]
+        assert [call.violation is None for call in RecordedCalls(tmp_path / "new")["s"]] == [False, False]
 
     def test_a_run_of_which_nothing_can_be_saved_is_not_written(self, tmp_path):
         run = make_run(tmp_path / "run", make_session("s"))

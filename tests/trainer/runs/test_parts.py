@@ -15,7 +15,7 @@ from rolltap.trainer.cli import rolltap
 from rolltap.trainer.runs.merge import merge_runs
 from rolltap.trainer.runs.parts import Filter, filter_run, split_run
 from rolltap.trainer.traces.build import build_traces
-from rolltap.trainer.traces.reader import load_calls, load_sessions
+from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
 from tests.trainer.runs.recorded_runs import (
     ignore,
     make_call,
@@ -122,7 +122,7 @@ class TestFilter:
             writer.add_event(Event(kind="replayed", session_id="s", call_id="side"))
             writer.add_event(Event(kind="replayed", session_id="s", call_id="helper"))
         assert filter_run(run, tmp_path / "out", Filter(roles=["subagent"]), ignore) == 1
-        kept = {call.call_id: call for call in load_calls(tmp_path / "out")["s"]}
+        kept = {call.call_id: call for call in RecordedCalls(tmp_path / "out")["s"]}
         assert {call_id: call.role for call_id, call in kept.items()} == {
             "root": "agent",
             "helper": "subagent",
@@ -192,14 +192,14 @@ class TestProperties:
         with tempfile.TemporaryDirectory() as folder:
             run, out = Path(folder) / "run", Path(folder) / "out"
             record(run, sessions)
-            before = {(s, call.call_id): repr(call) for s, calls in load_calls(run).items() for call in calls}
+            before = {(s, call.call_id): repr(call) for s, calls in RecordedCalls(run).items() for call in calls}
             wanted = {(s.session_id, call.call_id) for s, calls in sessions for call in calls if call.role in roles}
             try:
                 filter_run(run, out, Filter(roles=roles), ignore)
             except InputError:
                 assert wanted == set()
                 return
-            after = {(s, call.call_id): repr(call) for s, calls in load_calls(out).items() for call in calls}
+            after = {(s, call.call_id): repr(call) for s, calls in RecordedCalls(out).items() for call in calls}
             assert wanted <= after.keys()
             assert after.items() <= before.items()
 

@@ -21,7 +21,7 @@ from rolltap.addons.store.tables import TABLES, RunWriter, read_rows, run_files
 from rolltap.trainer.cli import rolltap
 from rolltap.trainer.runs.merge import merge_runs
 from rolltap.trainer.runs.verify import verify_run
-from rolltap.trainer.traces.reader import load_calls
+from rolltap.trainer.traces.reader import RecordedCalls
 from tests.trainer.runs.recorded_runs import START, record, recorded_sessions
 
 DEAD = 2**22 + 1
@@ -271,13 +271,13 @@ class TestRepair:
         path = calls_file(tmp_path)
         os.truncate(path, path.stat().st_size - 9)
         damaged = path.read_bytes()
-        readable = len(load_calls(tmp_path)["s"])
+        readable = len(RecordedCalls(tmp_path)["s"])
         assert readable >= 100
         verification = verify(tmp_path, repair=True)
         assert not verification.sound
         assert verification.repaired == []
         assert path.read_bytes() == damaged
-        assert len(load_calls(tmp_path)["s"]) == readable
+        assert len(RecordedCalls(tmp_path)["s"]) == readable
 
     def test_a_commit_that_was_not_completed_is_no_damage(self, run):
         path = calls_file(run)

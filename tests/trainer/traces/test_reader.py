@@ -12,7 +12,7 @@ from rolltap.addons.store.records import Call, Session, VersionSpan
 from rolltap.addons.store.segment import compact
 from rolltap.addons.store.tables import RunWriter, run_files
 from rolltap.trainer.traces import reader
-from rolltap.trainer.traces.reader import SessionIndex, load_calls, load_sessions
+from rolltap.trainer.traces.reader import RecordedCalls, SessionIndex, load_sessions
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -67,19 +67,19 @@ def chain():
 class TestLoadCalls:
     def test_calls_come_back_equal_with_their_full_prompts(self, run, chain):
         write(run, chain)
-        assert load_calls(run) == {"s": chain}
+        assert RecordedCalls(run) == {"s": chain}
 
     def test_calls_come_back_in_the_order_in_which_they_started(self, run, chain):
         side = make_call(3, [9], [9])
         side.started_at = START - timedelta(seconds=1)
         write(run, [*chain, side])
-        assert [call.call_id for call in load_calls(run)["s"]] == ["3", "0", "1", "2"]
+        assert [call.call_id for call in RecordedCalls(run)["s"]] == ["3", "0", "1", "2"]
 
     def test_calls_are_kept_apart_by_session(self, run):
         mine, theirs = make_call(0, [1], [2]), make_call(0, [3], [4], session_id="t")
         write(run, [mine, follow(1, mine, [], [5])])
         write(run, [theirs, follow(1, theirs, [], [6], session_id="t")])
-        calls = load_calls(run)
+        calls = RecordedCalls(run)
         assert [call.prompt_ids for call in calls["s"]] == [[1], [1, 2]]
         assert [call.prompt_ids for call in calls["t"]] == [[3], [3, 4]]
 
@@ -87,7 +87,7 @@ class TestLoadCalls:
         root, turn, last = chain
         for row in (last, root, turn):
             write(run, [row])
-        assert load_calls(run) == {"s": chain}
+        assert RecordedCalls(run) == {"s": chain}
 
     def test_thousands_of_turns_are_rebuilt_from_any_order(self, run):
         calls = [make_call(0, [1], [2])]
@@ -95,16 +95,16 @@ class TestLoadCalls:
             calls.append(follow(number, calls[-1], [], [number]))
         shuffled = random.Random(0).sample(calls, len(calls))
         write(run, shuffled)
-        assert load_calls(run)["s"][-1].prompt_ids == [1, 2, *range(1, 1499)]
+        assert RecordedCalls(run)["s"][-1].prompt_ids == [1, 2, *range(1, 1499)]
 
     def test_a_rendered_call_needs_nothing_of_its_recorded_parent(self, run, chain):
         rendered = make_call(3, [8, 8], [9], parent_id="0", kind="rendered")
         write(run, [*chain, rendered])
-        assert load_calls(run)["s"][-1] == rendered
+        assert RecordedCalls(run)["s"][-1] == rendered
 
     def test_a_call_whose_parent_is_missing_keeps_its_tail_and_is_marked_with_all_that_follow(self, run, chain):
         write(run, chain[1:])
-        turn, last = load_calls(run)["s"]
+        turn, last = RecordedCalls(run)["s"]
         assert turn.violation == "parent 0 is not in the run"
         assert (turn.prompt_ids, turn.completion_ids, turn.prefix_length) == ([4], [5, 6], 0)
         assert last.violation == "the prompt has 6 tokens, but 3 can be rebuilt"
@@ -114,38 +114,38 @@ class TestLoadCalls:
         root, turn, _ = chain
         turn.prefix_length = 2
         write(run, [root, turn])
-        kept = load_calls(run)["s"][1]
+        kept = RecordedCalls(run)["s"][1]
         assert kept.violation == "the prompt has 4 tokens, but 5 can be rebuilt"
         assert kept.prompt_ids == [3, 4]
 
     def test_a_call_without_a_parent_whose_prompt_is_incomplete_is_marked(self, run):
         write(run, [make_call(0, [1, 2, 3], [4], prefix_length=1)])
-        [kept] = load_calls(run)["s"]
+        [kept] = RecordedCalls(run)["s"]
         assert kept.violation == "the prompt has 3 tokens, but 2 can be rebuilt"
 
     def test_calls_that_are_each_others_parents_are_marked(self, run):
         write(run, [make_call(0, [1], [2], parent_id="1"), make_call(1, [1], [2], parent_id="0")])
-        assert [call.violation for call in load_calls(run)["s"]] == [
+        assert [call.violation for call in RecordedCalls(run)["s"]] == [
             "parent 1 is not in the run",
             "parent 0 is not in the run",
         ]
 
     def test_a_recorded_violation_is_kept(self, run):
         write(run, [make_call(0, [1], [2], parent_id="gone", violation="log-probability 0 is nan")])
-        assert load_calls(run)["s"][0].violation == "log-probability 0 is nan"
+        assert RecordedCalls(run)["s"][0].violation == "log-probability 0 is nan"
 
     def test_a_call_that_is_recorded_twice_is_refused(self, run, chain):
         write(run, chain)
         write(run, chain[:1])
         with pytest.raises(RunError, match="holds call 0 of session s twice"):
-            load_calls(run)
+            RecordedCalls(run)
 
     def test_a_run_without_calls_is_empty(self, run):
-        assert load_calls(run) == {}
+        assert RecordedCalls(run) == {}
 
     def test_a_folder_that_is_no_run_is_refused(self, tmp_path):
         with pytest.raises(RunError, match=r"it has no run\.json"):
-            load_calls(tmp_path)
+            RecordedCalls(tmp_path)
 
 
 class TestLoadSessions:

@@ -13,7 +13,7 @@ from rolltap.addons.errors import InputError
 from rolltap.trainer import cli
 from rolltap.trainer.engine.publish import CheckpointPublisher
 from rolltap.trainer.rollouts.task import load_tasks
-from rolltap.trainer.traces.reader import load_calls, load_sessions
+from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
 from rolltap.trainer.training import loop
 from rolltap.trainer.training.recipe import FINISHED, load_recipe
 
@@ -59,7 +59,7 @@ def test_two_steps_of_recording_training_and_publishing_and_a_resumed_third(engi
 
     sessions = load_sessions(run)
     assert sorted(session.policy_version for session in sessions.values()) == ["0", "0", "1", "1", "2", "2"]
-    for session_id, calls in load_calls(run).items():
+    for session_id, calls in RecordedCalls(run).items():
         for call in calls:
             versions = {span.version for span in call.weight_versions}
             assert versions == {sessions[session_id].policy_version}

@@ -1,0 +1,23 @@
+"""The kinds of `rolltap.RolltapError`. A caller that handles them alike catches the base."""
+
+from rolltap.addons.errors import (
+    EngineError,
+    HubError,
+    InputError,
+    LedgerError,
+    MissingPackageError,
+    RecorderError,
+    RolltapError,
+    RunError,
+)
+
+__all__ = [
+    "EngineError",
+    "HubError",
+    "InputError",
+    "LedgerError",
+    "MissingPackageError",
+    "RecorderError",
+    "RolltapError",
+    "RunError",
+]

@@ -1,0 +1,310 @@
+"""A run folder as an object: its sessions, calls and traces, and what can be made of them."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, BinaryIO, Literal
+
+from rolltap.addons.errors import InputError
+from rolltap.addons.store.metadata import read_metadata
+from rolltap.addons.store.records import CallRole, Session
+from rolltap.addons.store.staging import new_folder
+from rolltap.trainer.progress import progress_bar
+from rolltap.trainer.runs.import_calls import ImportSummary
+from rolltap.trainer.runs.import_calls import import_calls as _import_calls
+from rolltap.trainer.runs.merge import LeftBehind
+from rolltap.trainer.runs.merge import merge_runs as _merge_runs
+from rolltap.trainer.runs.parts import Filter, SplitBy, filter_run, split_run
+from rolltap.trainer.runs.verify import Verification
+from rolltap.trainer.runs.verify import verify_run as _verify_run
+from rolltap.trainer.traces.build import TRAINED_ROLES, Strategy, Trace, TraceBatch
+from rolltap.trainer.traces.ledger import Ledger
+from rolltap.trainer.traces.reader import RecordedCalls, count_sessions, load_sessions
+from rolltap.trainer.traces.sessions import Totals, TracedSession, TraceOptions, iter_traces, load_batch
+from rolltap.trainer.views.check import Report, check_run
+from rolltap.trainer.views.inspect import CallView, SessionView, view_call, view_session
+from rolltap.trainer.views.report import Summary, summarize
+
+ExportFormat = Literal["parquet", "openenv", "atif", "messages"]
+
+
+class Run:
+    """A run folder. Nothing is kept in memory: each access reads what the folder holds at that moment.
+
+    Methods raise `RunError` when the folder cannot be read, and `LedgerError` when sampled tokens are unaccounted for.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Raises `RunError` when `path` is not a run, or is one of another schema version."""
+        self.path = Path(path)
+        read_metadata(self.path)
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The contents of `run.json`: model, tokenizer and template hashes, recorders, engines."""
+        return read_metadata(self.path)
+
+    def sessions(self) -> list[Session]:
+        """Return all sessions in the order of their first commits.
+
+        A session of which only calls were recorded has the status `unknown` and no reward.
+        """
+        rows = load_sessions(self.path)
+        known = dict.fromkeys([*self.calls, *rows])
+        return [rows.get(session_id) or Session(session_id=session_id, status="unknown") for session_id in known]
+
+    @property
+    def calls(self) -> RecordedCalls:
+        """The model calls: a mapping from session id to the session's calls in the order in which they started.
+
+        The mapping reads one session at each access. Keep it to look up several sessions.
+        """
+        return RecordedCalls(self.path)
+
+    def traces(
+        self,
+        strategy: Strategy = "prefix_merging",
+        *,
+        roles: Collection[CallRole] = TRAINED_ROLES,
+        max_tokens: int | None = None,
+    ) -> "RunTraces":
+        """Return the traces of all sessions, built when they are iterated over.
+
+        `strategy` is `per_request` (one trace for each call), `prefix_merging` (one for each path from a root of the
+        call tree to a leaf) or `tree` (the same, with the prefix that each trace shares with an earlier one). Every
+        strategy trains the same sampled tokens. `roles` are the roles of the calls that are trained. `max_tokens` cuts
+        off the end of longer traces.
+
+        Raises `InputError` for arguments that do not exist.
+        """
+        return RunTraces(self.path, TraceOptions(strategy, roles, max_tokens))
+
+    def ledger(self) -> Ledger:
+        """Return the account of all sampled tokens, as a trainer sees them: without a reward they are left out."""
+        ledger = Ledger()
+        for traced in iter_traces(self.path, TraceOptions()):
+            ledger += traced.rewarded().ledger
+        ledger.check()
+        return ledger
+
+    def summary(self) -> Summary:
+        """Return counts of the run, rewards by policy version, and the ledger. `rich.print` shows it as tables."""
+        return summarize(self.path)
+
+    def session(self, session_id: str) -> SessionView:
+        """Return one session with its call tree and its ledger, as `rolltap inspect` shows it.
+
+        Unique prefixes of the id are accepted. Raises `InputError` for an unknown id.
+        """
+        return view_session(self.path, session_id)
+
+    def call(self, session_id: str, call_id: str) -> CallView:
+        """Return one call with its messages, its tools and, for a rendered prompt, where it leaves the recorded tokens.
+
+        Unique prefixes of both ids are accepted. Raises `InputError` for an unknown id.
+        """
+        return view_call(self.path, session_id, call_id)
+
+    def verify(self, *, repair: bool = False, progress: bool = True) -> Verification:
+        """Check the run, as `verify_run`."""
+        return verify_run(self.path, repair=repair, progress=progress)
+
+    def check(
+        self, engine: str, *, sample: int = 100, seed: int = 0, threshold: float = 0.01, progress: bool = True
+    ) -> Report:
+        """Score recorded calls again on a running engine, and compare the log-probabilities.
+
+        At most `sample` calls are scored; `seed` chooses them. A row of the report is within the `threshold` when its
+        mean absolute difference is at most that, in nats. Calls that cannot be compared are skipped and counted.
+
+        Raises `EngineError` when the engine does not answer, and `InputError` when no call can be compared.
+        """
+        with progress_bar(show=progress) as advance:
+            return check_run(self.path, engine, sample=sample, seed=seed, threshold=threshold, advance=advance)
+
+    def export(self, target: ExportFormat, out: str | Path, *, progress: bool = True) -> int:
+        """Write the run in another format to the new folder `out`, and return the number of records.
+
+        `parquet`: a dataset with the configs `traces`, `calls`, `sessions` and `events`. `openenv`: OpenEnv's
+        TrainingTrace. `atif`: Harbor's trajectories. `messages`: chats for supervised fine-tuning.
+
+        Raises `RunError` when `out` is not empty.
+        """
+        # datasets takes a second to import
+        from rolltap.trainer.exports import atif, messages, openenv, parquet
+
+        formats = {"parquet": parquet, "openenv": openenv, "atif": atif, "messages": messages}
+        if target not in formats:
+            raise InputError(f"unknown format {target!r}: choose {', '.join(formats)}")
+        with new_folder(Path(out)) as folder, progress_bar(show=progress) as advance:
+            return formats[target].export(self.path, folder, advance)
+
+    def push_to_hub(self, repo: str, *, public: bool = False, progress: bool = True) -> str:
+        """Push the run as Parquet to the dataset repository `repo` (ORG/NAME) and return its URL.
+
+        The token is that of `hf auth login` or HF_TOKEN. A new repository is private unless `public`. Former Parquet
+        files and the card in it are replaced.
+
+        Raises `InputError` without a token, for a malformed name, and for a repository that is public while `public` is
+        False; `HubError` when the Hub refuses or cannot be reached.
+        """
+        from rolltap.trainer.exports import parquet
+        from rolltap.trainer.exports.hub import Repository
+
+        repository = Repository(repo, public=public)
+        with TemporaryDirectory(prefix="rolltap-") as temporary:
+            folder = Path(temporary) / "data"
+            with new_folder(folder) as unfinished, progress_bar(show=progress) as advance:
+                parquet.export(self.path, unfinished, advance, where=repository.name)
+            return repository.upload(folder, f"{self.path.resolve().name}, exported by rolltap")
+
+    def filter(
+        self,
+        out: str | Path,
+        *,
+        min_reward: float | None = None,
+        max_reward: float | None = None,
+        harnesses: Collection[str] = (),
+        policy_versions: Collection[str] = (),
+        statuses: Collection[str] = (),
+        sessions: Collection[str] = (),
+        roles: Collection[CallRole] = (),
+        progress: bool = True,
+    ) -> "Run":
+        """Write the sessions that meet every given criterion to the new folder `out`, and return it.
+
+        `roles` keeps only the calls of these roles, and the calls that their prompts continue. Events without a session
+        are left out. Raises `InputError` when no session is left, and when one of `sessions` does not exist.
+        """
+        criteria = Filter(min_reward, max_reward, harnesses, policy_versions, statuses, sessions, roles)
+        with progress_bar(show=progress) as advance:
+            filter_run(self.path, Path(out), criteria, advance)
+        return Run(out)
+
+    def split(
+        self, out: str | Path, *, by: SplitBy | None = None, parts: int | None = None, progress: bool = True
+    ) -> dict[str, "Run"]:
+        """Write the sessions to several runs in the new folder `out`, and return them by name.
+
+        One run for each value of the session field `by`, or `parts` runs of about as many sessions each, with groups
+        kept whole. Events without a session go to the first. Raises `InputError` unless exactly one of `by` and
+        `parts` is given, and for more parts than groups.
+        """
+        wanted = by or parts
+        if wanted is None or (by and parts):
+            raise InputError("give either by= or parts=")
+        with progress_bar(show=progress) as advance:
+            return {name: Run(Path(out, name)) for name in split_run(self.path, Path(out), wanted, advance)}
+
+    def plot_rewards(self, path: str | Path, title: str = "") -> None:
+        """Write a PNG of the mean reward of each policy version, with the sessions' rewards as dots.
+
+        Needs the extra `train`.
+        """
+        from rolltap.trainer.views.plot import plot_rewards
+
+        plot_rewards(self.path, Path(path), title)
+
+
+class RunTraces:
+    """The traces of a run, by one strategy. Iterating yields `Trace`s, session by session, in bounded memory."""
+
+    def __init__(self, run: Path, options: TraceOptions) -> None:
+        self._run, self._options = run, options
+
+    def __iter__(self) -> Iterator[Trace]:
+        for traced in self.by_session(progress=False):
+            yield from traced.traces
+
+    def by_session(self, *, progress: bool = True) -> Iterator[TracedSession]:
+        """Yield every session with its traces and its ledger. Sessions without a reward have traces here."""
+        total = count_sessions(self._run)
+        with progress_bar(show=progress) as advance:
+            for done, traced in enumerate(iter_traces(self._run, self._options), 1):
+                yield traced
+                advance("sessions", done, total)
+
+    def batch(self, sessions: Collection[str] | None = None) -> TraceBatch:
+        """Return all traces as one batch for `TraceGRPOTrainer`; with `sessions`, those of these session ids.
+
+        The batch has the reward of every session that has one. Tokens of the others are left out as `no_reward`. The
+        ledger has been checked against the traces.
+        """
+        return load_batch(self._run, sessions, self._options)
+
+    def totals(self, *, progress: bool = True) -> Totals:
+        """Count sessions, calls, traces, rewards and tokens."""
+        totals = Totals()
+        for traced in self.by_session(progress=progress):
+            totals.add(traced)
+        totals.ledger.check()
+        return totals
+
+    def save(self, out: str | Path, *, progress: bool = True) -> Totals:
+        """Write the traces to the new folder `out`, a dataset for `datasets.load_from_disk` with a card.
+
+        Returns the counts. Raises `RunError` when `out` is not empty.
+        """
+        # datasets takes a second to import
+        from rolltap.trainer.exports.card import traces_card
+        from rolltap.trainer.exports.trace_dataset import save_traces
+
+        totals = Totals()
+
+        def counted() -> Iterator[TracedSession]:
+            for traced in self.by_session(progress=progress):
+                totals.add(traced)
+                yield traced
+            totals.ledger.check()
+
+        save_traces(counted(), Path(out), lambda: traces_card(self._run, self._options, totals))
+        return totals
+
+
+def open_run(path: str | Path) -> Run:
+    """Return the run in a folder. Raises `RunError` when it is not a run, or is one of another schema version."""
+    return Run(path)
+
+
+def merge_runs(runs: Sequence[str | Path], out: str | Path, *, progress: bool = True) -> tuple[Run, list[LeftBehind]]:
+    """Write the sessions of several runs, or of one that is damaged, to the new folder `out`.
+
+    Returns the new run, and the rows and places that were left behind because they cannot be read or do not have their
+    digest. Raises `InputError` for runs of different tokenizers or with a session in common, and `RunError`.
+    """
+    with progress_bar(show=progress) as advance:
+        _, left_behind = _merge_runs([Path(run) for run in runs], Path(out), advance)
+    return Run(out), left_behind
+
+
+def import_calls(
+    file: str | Path | BinaryIO,
+    out: str | Path,
+    *,
+    skip_bad: bool = False,
+    report: Callable[[int, str], None] = lambda number, fault: None,
+    progress: bool = True,
+) -> ImportSummary:
+    """Write calls from JSON Lines to the new run `out`. `rolltap import --help` lists the keys of a line.
+
+    `report` is called with the number of each bad line and its fault. With bad lines nothing is imported, unless
+    `skip_bad` leaves them out. Raises `InputError` when nothing is imported, and `RunError` when `out` is not empty.
+    """
+    with progress_bar(show=progress) as advance:
+        if isinstance(file, str | Path):
+            with open(file, "rb") as lines:
+                return _import_calls(lines, Path(out), skip_bad=skip_bad, report=report, advance=advance)
+        return _import_calls(file, Path(out), skip_bad=skip_bad, report=report, advance=advance)
+
+
+def verify_run(path: str | Path, *, repair: bool = False, progress: bool = True) -> Verification:
+    """Check every file, digest and invariant of a run folder. A run that is being recorded can be verified.
+
+    `repair` removes only what a crash left behind: an end that was not a whole commit, and temporary files that no
+    process writes. Raises `RunError` when the folder is not a run, or is one of another schema version.
+    """
+    with progress_bar(show=progress) as advance:
+        return _verify_run(Path(path), advance, repair=repair)

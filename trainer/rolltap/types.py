@@ -1,0 +1,41 @@
+"""Types of the arguments and results of `rolltap`'s functions, for annotations. Callers need not construct them."""
+
+from rolltap.addons.store.records import CallKind, CallRole, CallStatus, SessionStatus, VersionSpan
+from rolltap.runs import ExportFormat, RunTraces
+from rolltap.trainer.runs.findings import Finding
+from rolltap.trainer.runs.import_calls import ImportSummary
+from rolltap.trainer.runs.merge import LeftBehind
+from rolltap.trainer.runs.parts import SplitBy
+from rolltap.trainer.runs.verify import Verification
+from rolltap.trainer.traces.build import TRAINED_ROLES, Strategy
+from rolltap.trainer.traces.ledger import LeftOut
+from rolltap.trainer.traces.reader import RecordedCalls
+from rolltap.trainer.traces.sessions import Totals, TracedSession
+from rolltap.trainer.views.check import Report
+from rolltap.trainer.views.inspect import CallView, SessionView
+from rolltap.trainer.views.report import Summary
+
+__all__ = [
+    "TRAINED_ROLES",
+    "CallKind",
+    "CallRole",
+    "CallStatus",
+    "CallView",
+    "ExportFormat",
+    "Finding",
+    "ImportSummary",
+    "LeftBehind",
+    "LeftOut",
+    "RecordedCalls",
+    "Report",
+    "RunTraces",
+    "SessionStatus",
+    "SessionView",
+    "SplitBy",
+    "Strategy",
+    "Summary",
+    "Totals",
+    "TracedSession",
+    "Verification",
+    "VersionSpan",
+]
