@@ -18,30 +18,33 @@ FLOORS = [
     ["trainer.traces", "trainer.engine"],
     ["trainer.rollouts", "trainer.runs", "trainer.views", "trainer.grpo"],
     ["trainer.exports", "trainer.training"],
+    ["rolltap"],
     ["trainer.commands"],
     ["trainer.cli"],
 ]
-"""From the lowest to the highest: a room imports of lower floors, and nothing of its neighbours. `addons` are the
-addons themselves, `trainer` the modules beside its rooms."""
+"""From the lowest to the highest. A room imports rooms of lower floors and none of its neighbours. `addons` and
+`trainer` are the modules beside their rooms; `rolltap` is the public page, the folder `trainer/rolltap`."""
 FILES = sorted(path for top in ("addons", "trainer") for path in (ROOT / top).rglob("*.py"))
 
 
 def room_of(module: str) -> str:
-    """The room of a module, named without `rolltap.`."""
+    """Return the room of a module, both named without the first `rolltap.`; the page is `rolltap`."""
     top, *rest = module.split(".")
+    if top not in ("addons", "trainer") or rest[:1] == ["rolltap"]:
+        return "rolltap"
     inside = bool(rest) and ((ROOT / top / rest[0]).is_dir() or rest[0] in ("cli", "errors"))
     return f"{top}.{rest[0]}" if inside else top
 
 
 def imports(path: Path) -> set[str]:
-    """Rooms that a file imports, also within functions."""
+    """Return the rooms that a file imports, also within functions."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             found.update(f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
-    return {room_of(name.removeprefix("rolltap.")) for name in found if name.startswith("rolltap.")}
+    return {room_of(name.removeprefix("rolltap.")) for name in found if name.split(".")[0] == "rolltap"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -52,8 +55,14 @@ def test_no_room_imports_a_higher_one_or_a_neighbour(path):
     assert imports(path) <= below | {room}
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "trainer" / "commands").glob("*.py")), ids=lambda path: path.stem)
+def test_the_command_line_is_written_on_the_public_page(path):
+    assert imports(path) <= {"rolltap", "trainer.commands"}
+
+
 def test_the_package_has_every_folder_of_the_tree():
     folders = {path.parent.relative_to(ROOT) for path in FILES} | {Path("recipes", "harnesses")}
     setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     names = {".".join(folder.parts).replace("recipes.", "") for folder in folders}
-    assert sorted(setup["packages"]) == sorted(f"rolltap.{name}" for name in names)
+    expected = {f"rolltap.{name}" for name in names} - {"rolltap.trainer.rolltap"} | {"rolltap"}
+    assert sorted(setup["packages"]) == sorted(expected)

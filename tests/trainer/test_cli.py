@@ -14,12 +14,11 @@ from tests.trainer.commands.program import rolltap
     [
         (["inspect", "/nowhere"], "/nowhere is not a run folder"),
         (["record", "--out", "x", "--model", "m", "--", "no-such-harness"], "'no-such-harness' is not on the PATH"),
-        (["record", "--out", "x", "--model", "m", "--set", "a", "--", "true"], "--set a: write it as NAME=VALUE"),
         (
             ["record", "--out", "x", "--model", "m", "--harness", "clod"],
             "no harness is named 'clod': choose",
         ),
-        (["env", "--proxy", "127.0.0.1:8080"], "--proxy 127.0.0.1:8080: write it as http://HOST:PORT"),
+        (["env", "--proxy", "127.0.0.1:8080"], "the proxy '127.0.0.1:8080' is not written as http://HOST:PORT"),
         (["env", "--proxy", "http://h:1", "--ca", "none.pem"], "the recorder makes it when it first starts"),
         (["serve", "m", "--vllm", "no-such-vllm"], "'no-such-vllm' is not on the PATH"),
     ],
@@ -29,6 +28,12 @@ def test_a_users_mistake_is_a_message_and_status_1(arguments, message, tmp_path)
     assert ended.returncode == 1
     assert message in " ".join(ended.stderr.split())
     assert "Traceback" not in ended.stderr
+
+
+def test_a_wrong_option_is_a_message_and_status_2():
+    ended = rolltap("record", "--out", "x", "--model", "m", "--set", "a", "--", "true")
+    assert ended.returncode == 2
+    assert "Invalid value for '--set': 'a' is not written as NAME=VALUE" in ended.stderr
 
 
 def test_a_file_that_cannot_be_read_is_a_message_and_status_1(tmp_path):

@@ -65,5 +65,5 @@ def recorder_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def _pairs(context: click.Context, option: click.Parameter, settings: tuple[str, ...]) -> dict[str, str]:
     if wrong := [setting for setting in settings if "=" not in setting]:
-        raise click.BadParameter(f"{wrong[0]}: write it as NAME=VALUE")
+        raise click.BadParameter(f"{wrong[0]!r} is not written as NAME=VALUE")
     return {name: value for name, _, value in (setting.partition("=") for setting in settings)}

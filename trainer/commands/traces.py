@@ -3,14 +3,14 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import get_args
+from typing import TextIO, get_args
 
 import click
 from rich.console import Console
 
 import rolltap
 from rolltap.trainer.commands.options import FOLDER
-from rolltap.types import TRAINED_ROLES, CallRole, Strategy, Totals
+from rolltap.types import TRAINED_ROLES, CallRole, Strategy
 
 
 class _Roles(click.ParamType):
@@ -50,9 +50,7 @@ class _Roles(click.ParamType):
 @click.option("--max-tokens", type=click.IntRange(1), help="Cut off the end of longer traces.")
 @click.option("--out", type=FOLDER, help="Write a dataset into this folder, which must be new or empty.")
 @click.option("--json", "as_json", is_flag=True, help="Print each trace as a line of JSON.")
-@click.option(
-    "--ledger", "ledger_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the ledger as JSON."
-)
+@click.option("--ledger", "ledger_file", type=click.File("w", atomic=True), help="Write the ledger as JSON.")
 def traces_command(
     run: Path,
     strategy: Strategy,
@@ -60,7 +58,7 @@ def traces_command(
     max_tokens: int | None,
     out: Path | None,
     as_json: bool,
-    ledger_file: Path | None,
+    ledger_file: TextIO | None,
 ) -> None:
     """Build the traces of a RUN, to train on.
 
@@ -69,18 +67,15 @@ def traces_command(
     if out is None and not as_json and ledger_file is None:
         raise click.UsageError("say where the traces go: --out DIR, --json, or --ledger FILE for their ledger alone")
     traces = rolltap.open_run(run).traces(strategy, roles=roles, max_tokens=max_tokens)
-    totals = Totals() if out is None else traces.save(out)
-    if out is None or as_json:
-        for traced in traces.by_session():
-            if out is None:
-                totals.add(traced)
-            if as_json:
-                for trace in traced.traces:
-                    click.echo(json.dumps(trace.to_json()))
-    totals.ledger.check()
+    each = _print_json if as_json else None
+    totals = traces.totals(each) if out is None else traces.save(out, each)
     if ledger_file is not None:
-        ledger_file.write_text(json.dumps(asdict(totals.ledger), indent=2) + "\n")
+        ledger_file.write(json.dumps(asdict(totals.ledger), indent=2) + "\n")
     console = Console(stderr=True)
     where = "" if out is None else f" in {out}"
     console.print(f"{totals.traces:,} traces of {totals.sessions:,} sessions{where}", markup=False, soft_wrap=True)
     console.print(totals.ledger)
+
+
+def _print_json(trace: rolltap.Trace) -> None:
+    click.echo(json.dumps(trace.to_json()))

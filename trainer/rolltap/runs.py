@@ -1,5 +1,6 @@
 """A run folder as an object: its sessions, calls and traces, and what can be made of them."""
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -235,33 +236,34 @@ class RunTraces:
         """
         return load_batch(self._run, sessions, self._options)
 
-    def totals(self, *, progress: bool = True) -> Totals:
-        """Count sessions, calls, traces, rewards and tokens."""
+    def totals(self, each: Callable[[Trace], None] | None = None, *, progress: bool = True) -> Totals:
+        """Count sessions, calls, traces, rewards and tokens. `each` is called with every trace."""
         totals = Totals()
-        for traced in self.by_session(progress=progress):
-            totals.add(traced)
-        totals.ledger.check()
+        deque(self._counted(totals, each, progress), maxlen=0)
         return totals
 
-    def save(self, out: str | Path, *, progress: bool = True) -> Totals:
+    def save(self, out: str | Path, each: Callable[[Trace], None] | None = None, *, progress: bool = True) -> Totals:
         """Write the traces to the new folder `out`, a dataset for `datasets.load_from_disk` with a card.
 
-        Returns the counts. Raises `RunError` when `out` is not empty.
+        Returns the counts. `each` is called with every trace. Raises `RunError` when `out` is not empty.
         """
         # datasets takes a second to import
         from rolltap.trainer.exports.card import traces_card
         from rolltap.trainer.exports.trace_dataset import save_traces
 
         totals = Totals()
-
-        def counted() -> Iterator[TracedSession]:
-            for traced in self.by_session(progress=progress):
-                totals.add(traced)
-                yield traced
-            totals.ledger.check()
-
-        save_traces(counted(), Path(out), lambda: traces_card(self._run, self._options, totals))
+        sessions = self._counted(totals, each, progress)
+        save_traces(sessions, Path(out), lambda: traces_card(self._run, self._options, totals))
         return totals
+
+    def _counted(self, totals: Totals, each: Callable[[Trace], None] | None, progress: bool) -> Iterator[TracedSession]:
+        for traced in self.by_session(progress=progress):
+            totals.add(traced)
+            if each is not None:
+                for trace in traced.traces:
+                    each(trace)
+            yield traced
+        totals.ledger.check()
 
 
 def open_run(path: str | Path) -> Run:

@@ -6,11 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 from datasets import load_from_disk
 
-from rolltap.addons.errors import InputError, RunError
+from rolltap.addons.errors import RunError
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.commands.traces import traces_command
@@ -154,7 +155,7 @@ def test_a_folder_that_is_no_run_leaves_no_output(tmp_path):
 
 
 def test_a_ledger_that_cannot_be_written_is_an_error_of_the_user(run, tmp_path):
-    with pytest.raises(InputError, match="the ledger could not be written"):
+    with pytest.raises(click.FileError, match="missing/ledger.json.*No such file or directory"):
         traces(run, "--ledger", tmp_path / "missing" / "ledger.json")
 
 

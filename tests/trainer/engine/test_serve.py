@@ -62,7 +62,6 @@ def test_an_engine_is_reached_whatever_proxy_the_caller_has(tmp_path, monkeypatc
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
     vllm = fake_vllm(tmp_path, f'exec {sys.executable} {answering_program.__file__} "$@"')
     server = EngineServer("m", vllm=vllm, port=free_port())
-    server.start()
     with server:
         assert EngineAdmin(server.url).healthy()
     assert not EngineAdmin(server.url).healthy()

@@ -1,27 +1,52 @@
-from pathlib import Path
+import pytest
 
 from rolltap.addons.credentials import token
-from rolltap.trainer.rollouts.environment import clean_environment, proxy_environment, proxy_url, write_bundle
+from rolltap.addons.errors import InputError
+from rolltap.trainer.rollouts.environment import Proxy, clean_environment
 
 
-def test_the_credentials_name_the_session_in_any_spelling():
-    assert proxy_url("h:1", "s/1 @x", "hidden") == f"http://s%2F1%20%40x:{token('hidden', 's/1 @x')}@h:1"
+@pytest.fixture
+def ca(tmp_path):
+    path = tmp_path / "ca.pem"
+    path.write_text("-----BEGIN CERTIFICATE-----\nours\n-----END CERTIFICATE-----\n")
+    return path
 
 
-def test_every_program_is_pointed_at_the_proxy_and_its_certificate():
-    env = proxy_environment("http://s:t@127.0.0.1:1", Path("/ca.pem"), Path("/bundle.pem"))
-    assert env["HTTPS_PROXY"] == env["https_proxy"] == "http://s:t@127.0.0.1:1"
+def test_the_credentials_name_the_session_in_any_spelling(ca):
+    proxy = Proxy("http://h:1", ca=ca, secret="hidden")
+    assert proxy.url("s/1 @x") == f"http://s%2F1%20%40x:{token('hidden', 's/1 @x')}@h:1"
+
+
+def test_every_program_is_pointed_at_the_proxy_and_its_certificate(ca, tmp_path):
+    proxy = Proxy("http://127.0.0.1:1", ca=ca, bundle=tmp_path / "all.pem")
+    env = proxy.environment("s")
+    assert env["HTTPS_PROXY"] == env["https_proxy"] == proxy.url("s")
     assert env["NO_PROXY"] == env["no_proxy"] == ""
-    assert env["NODE_EXTRA_CA_CERTS"] == "/ca.pem"
-    assert env["SSL_CERT_FILE"] == env["REQUESTS_CA_BUNDLE"] == "/bundle.pem"
+    assert env["NODE_EXTRA_CA_CERTS"] == str(ca)
+    assert env["SSL_CERT_FILE"] == env["REQUESTS_CA_BUNDLE"] == str(tmp_path / "all.pem")
 
 
-def test_the_bundle_holds_the_usual_roots_and_the_recorders_ca(tmp_path):
-    (tmp_path / "ca.pem").write_text("-----BEGIN CERTIFICATE-----\nours\n-----END CERTIFICATE-----\n")
-    write_bundle(tmp_path / "ca.pem", tmp_path / "bundle.pem")
-    bundle = (tmp_path / "bundle.pem").read_text()
-    assert "\nours\n" in bundle
-    assert bundle.count("BEGIN CERTIFICATE") > 50
+def test_the_bundle_holds_the_usual_roots_and_the_recorders_ca(ca):
+    bundle = Proxy("http://127.0.0.1:1", ca=ca).bundle
+    assert bundle == ca.with_name("rolltap-ca-bundle.pem")
+    assert "\nours\n" in bundle.read_text()
+    assert bundle.read_text().count("BEGIN CERTIFICATE") > 50
+
+
+@pytest.mark.parametrize("url", ["https://h:1", "http://", "h:1", "http://u@h:1", "http://h:1/path"])
+def test_a_url_that_is_no_proxys_is_named(ca, url):
+    with pytest.raises(InputError, match=f"the proxy '{url}' is not written as http://HOST:PORT"):
+        Proxy(url, ca=ca)
+
+
+def test_a_ca_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"there is no CA certificate .*none\.pem"):
+        Proxy("http://h:1", ca=tmp_path / "none.pem")
+
+
+def test_a_bundle_that_cannot_be_written_is_named(ca, tmp_path):
+    with pytest.raises(InputError, match=r"cannot write .*/none/all\.pem: No such file or directory"):
+        Proxy("http://h:1", ca=ca, bundle=tmp_path / "none" / "all.pem")
 
 
 def test_a_session_starts_without_the_callers_keys(monkeypatch, tmp_path):

@@ -138,7 +138,7 @@ class TestLoadCalls:
         write(run, chain)
         write(run, chain[:1])
         with pytest.raises(RunError, match="holds call 0 of session s twice"):
-            RecordedCalls(run)
+            RecordedCalls(run)["s"]
 
     def test_a_run_without_calls_is_empty(self, run):
         assert RecordedCalls(run) == {}

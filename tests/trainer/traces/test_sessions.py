@@ -102,5 +102,5 @@ def test_a_batch_has_the_selected_traces_and_the_rewards_of_all_its_sessions(tmp
         "idle": GroupReward(group_id="group", reward=0.0),
     }
     assert batch.ledger == Ledger(sampled=8, trained=1, left_out={"subagent": 4, "over_length": 2, "no_reward": 1})
-    assert [trace.shared_tokens for trace in batch_of("tree")[0].traces] == [0, 1]
-    assert [trace.shared_tokens for trace in batch_of()[0].traces] == [0, 0]
+    assert [trace.shared_tokens for trace in batch_of("tree").traces] == [0, 1]
+    assert [trace.shared_tokens for trace in batch_of().traces] == [0, 0]

@@ -19,7 +19,7 @@ from rolltap.trainer.cli import rolltap, run
 from rolltap.trainer.commands.inspect import inspect_command
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.views.inspect import branches, find_divergence, find_id, view_call, view_session
-from rolltap.trainer.views.report import MOST_SESSIONS, print_summary, summarize
+from rolltap.trainer.views.report import MOST_SESSIONS, summarize
 from rolltap.trainer.views.show import CONTEXT_TOKENS, call_tree, completion, context, load_decoder
 from tests.trainer.forests import forget_a_call
 
@@ -144,7 +144,7 @@ class TestRun:
 
     def test_an_empty_run_is_shown(self, tmp_path):
         write_metadata(tmp_path, {})
-        print_summary(summarize(tmp_path), Console(file=io.StringIO()))
+        Console(file=io.StringIO()).print(summarize(tmp_path))
 
 
 class TestSession:

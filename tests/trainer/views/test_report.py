@@ -6,7 +6,7 @@ from rich.console import Console
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call, Event, Session, VersionSpan
 from rolltap.addons.store.tables import RunWriter
-from rolltap.trainer.views.report import Step, print_summary, reward_steps, summarize
+from rolltap.trainer.views.report import Step, reward_steps, summarize
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -111,6 +111,6 @@ def test_names_are_printed_as_they_are_and_not_as_markup(tmp_path):
             )
         )
         writer.add_event(Event(kind="refused", session_id="s1", host="[/host]"))
-    print_summary(summarize(tmp_path), Console(file=(printed := StringIO()), width=200))
+    Console(file=(printed := StringIO()), width=200).print(summarize(tmp_path))
     for name in ("[/version]", "[/violation]", "[/host]"):
         assert name in printed.getvalue()
