@@ -46,7 +46,7 @@ def add_options(loader: Loader) -> None:
     loader.add_option("rolltap_renderer", str, "auto", renderer)
     sampling = (
         'Sampling parameters of all calls, a JSON object such as {"temperature": 0.7}. Keys: '
-        f"{', '.join(sorted(_SAMPLING_KEYS))}. Missing keys are neutral: log-probabilities are then the policy's. "
+        f"{', '.join(sorted(_SAMPLING_KEYS))}. Missing keys are neutral: tokens are sampled from the policy itself. "
         "Of a harness's request only the token limit, stop texts and JSON schema are applied; its sampling parameters "
         "are recorded."
     )
