@@ -67,8 +67,8 @@ def add_options(loader: Loader) -> None:
 def open_run(options: OptManager) -> Endpoint:
     """Open the run folder `rolltap_out`, and return the endpoint that records to it.
 
-    Raises `OptionsError` with a line for each wrong option. The options are checked before anything is written, but
-    `rolltap_out` itself can also fail when it is written.
+    Raises `OptionsError` with a line for each wrong option, before anything is written. Raises it also when the run
+    folder cannot be written or belongs to another tokenizer.
     """
     wrong: list[str] = []
 

@@ -71,7 +71,7 @@ class Generation:
     """A running or finished call. Create it inside the event loop: its task starts immediately.
 
     When it is `done`, either `reply` or `error` is set. `pieces` is the text of the reply so far, as a list of (new
-    reasoning, new content). Text is appended when later tokens can no longer change it.
+    reasoning, new content). Text is appended once later tokens should not change it, and then stays.
     """
 
     def __init__(

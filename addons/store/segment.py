@@ -1,16 +1,16 @@
-"""Segment: one append-only file of a run, an Arrow IPC stream that Arrow readers can read while it grows.
+r"""Segment: one append-only file of a run, an Arrow IPC stream that Arrow readers can read while it grows.
 
-             +------------------------+
-    0        | schema message         |
-             +------------------------+
-             | record batch message   |  commit 1
-             | ...                    |
-             | record batch message   |  commit N
-             +------------------------+
-    size     | 00 00 00 00 00 00 00 00|  prefix of commit N + 1: step 3 writes it
-    size + 8 | metadata, body         |  step 2
-    end - 1  | last byte              |  step 1
-             +------------------------+
+             +-------------------------+
+    0        | schema message          |
+             +-------------------------+
+             | record batch message    |  commit 1
+             | ...                     |
+             | record batch message    |  commit N
+             +-------------------------+
+    size     | 00 00 00 00 00 00 00 00 |  prefix of commit N + 1, until step 3 writes it   \
+    size + 8 | metadata, body          |  step 2                                            > uncommitted tail
+    end - 1  | last byte               |  step 1                                           /
+             +-------------------------+
 
 A commit is one record batch message. Its prefix (8 bytes) is the marker ff ff ff ff and the length of the metadata. It
 is written in three steps:
@@ -204,7 +204,8 @@ class SegmentReader:
     def _is_end(self, offset: int) -> bool:
         """Return True at an end marker or an uncommitted tail, and set `uncommitted` for a tail."""
         rest = self._bytes(offset)
-        # only the last commit can be incomplete: a zero prefix before another marker is damage
+        # only the last commit can be incomplete, so a zero prefix with a marker behind it is damage. The marker may be
+        # data of an uncommitted tail: damage is then reported, but no rows of the tail are returned
         if not any(rest[:_PREFIX]) and self._find_marker(offset) is None:
             self.uncommitted = len(rest)
             return True
