@@ -1,1 +1,1 @@
-"""Everything on the wire: mitmproxy addons that answer model calls from vLLM and record them. Never imports torch."""
+"""The recorder: mitmproxy addons that answer model calls from vLLM and record them. Does not import torch."""

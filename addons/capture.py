@@ -1,4 +1,4 @@
-"""Addon: sends a model call to the endpoint instead of its host."""
+"""Addon: redirects model calls to the endpoint."""
 
 import asyncio
 import logging
@@ -16,19 +16,19 @@ from rolltap.addons.store.records import Event
 logger = logging.getLogger(__name__)
 
 CAPTURED = "rolltap_captured"
-"""Key of `flow.metadata` that marks what the endpoint answers."""
+"""Key of `flow.metadata`: True for a request that was redirected to the endpoint."""
 
 CONTROL_HOST = "session.rolltap"
-"""The host of a session's requests to the recorder itself, which come through the proxy like all others."""
+"""Virtual host of the recorder. A session's requests to it come through the proxy with the session's credentials."""
 END_PATH = "/end"
-"""`POST` here ends the session: running calls are recorded as aborted, its commits are brought to the disk as
-`rolltap_fsync` says, and it can begin no more."""
+"""A `POST` to this path ends the session: running calls are recorded as aborted, commits are synced unless
+`rolltap_fsync` is `never`, and later calls are refused."""
 
 _CREDENTIALS = ("authorization", "x-api-key", "x-goog-api-key", "api-key", "cookie")
 
 
 class Capture:
-    """Recognises model calls, and owns the run folder and the endpoint that answers them."""
+    """Redirects model calls to the endpoint. Owns the endpoint and the writer of the run folder."""
 
     def __init__(self) -> None:
         self.endpoint: Endpoint | None = None
@@ -38,12 +38,15 @@ class Capture:
     def load(self, loader: Loader) -> None:
         """Declare the options."""
         add_options(loader)
-        text = "Serve the Responses API over WebSockets too. Codex falls back to HTTP at once when they are declined."
+        text = (
+            "Accept WebSocket connections of the Responses API. When false they get 426, and Codex falls back to HTTP "
+            "immediately."
+        )
         loader.add_option("rolltap_websocket", bool, False, text)
         # over HTTP/2 mitmproxy opens a connection per call and allows five at a time
         ctx.options.update(http2=False)
         try:
-            # mitmproxy does this next; a refusal there would leave it running without these addons
+            # mitmproxy does this after `load`; an error there would leave it running without these addons
             ctx.options.process_deferred()
         except exceptions.OptionsError as error:
             logger.error("%s", error)
@@ -53,15 +56,17 @@ class Capture:
         if not updated & RUN_OPTIONS:
             return
         if self.endpoint is not None:
-            raise exceptions.OptionsError("the rolltap options cannot change while a run is recorded")
+            raise exceptions.OptionsError(
+                f"{', '.join(sorted(updated & RUN_OPTIONS))} cannot change while a run is recorded: restart mitmdump"
+            )
         try:
             self.endpoint = open_run(ctx.options)
         except exceptions.OptionsError as error:
-            # raised while the script is loaded, it would come with a traceback; a logged error ends mitmdump as well
+            # raised while the script is loaded, the error would get a traceback; a logged error also stops mitmdump
             logger.error("%s", error)
 
     def running(self) -> None:
-        """Start the endpoint. Its socket is open already, so nothing has to wait for it."""
+        """Start the endpoint. Its socket has been listening since `configure`, so that early requests queue."""
         if self.endpoint is not None:
             self._starting = asyncio.get_running_loop().create_task(self.endpoint.start())
 
@@ -87,15 +92,15 @@ class Capture:
         if route is None:
             return
         if route.service == "websocket" and not ctx.options.rolltap_websocket:
-            # 426 makes Codex fall back at once; other refusals cost it seconds
+            # 426 makes Codex fall back immediately; after other statuses it retries for seconds
             flow.response = http.Response.make(426, b"{}", {"content-type": "application/json"})
             return
         try:
             flow.request.decode()  # Codex compresses its bodies with zstd
         except ValueError as error:
-            told = DialectError(f"The request body cannot be decompressed: {error}")
-            body = route.dialect.encode_error(told)
-            flow.response = http.Response.make(told.status, body, {"content-type": "application/json"})
+            refusal = DialectError(f"The request body cannot be decompressed: {error}")
+            body = route.dialect.encode_error(refusal)
+            flow.response = http.Response.make(refusal.status, body, {"content-type": "application/json"})
             path = writable(path.partition("?")[0])
             return self.record(
                 Event(
@@ -104,7 +109,7 @@ class Capture:
                     host=flow.request.host,
                     method="POST",
                     path=path,
-                    detail=str(told),
+                    detail=str(refusal),
                 )
             )
         self._redirect(flow, route)
@@ -119,20 +124,20 @@ class Capture:
         flow.metadata[CAPTURED] = True
 
     def responseheaders(self, flow: http.HTTPFlow) -> None:
-        """Pass the endpoint's bytes on as they come."""
+        """Stream the endpoint's replies: forward each chunk without buffering the body."""
         if flow.metadata.get(CAPTURED) and flow.response is not None:
             flow.response.stream = True
 
     def websocket_message(self, flow: http.HTTPFlow) -> None:
-        """mitmproxy keeps every message of a connection; they are in the run already."""
+        """Drop all but the newest message. mitmproxy would keep every message for the life of the connection."""
         if flow.metadata.get(CAPTURED) and flow.websocket is not None:
             del flow.websocket.messages[:-1]
 
     def record(self, event: Event) -> None:
-        """Write an event to the run, if one is open."""
+        """Write an event to the run, if one is open. Logs an `OSError` instead of raising it."""
         if self.endpoint is not None:
             self.endpoint.writer.note(event)
 
     def is_endpoint(self, host: str, port: int) -> bool:
-        """Whether calls are answered at this address."""
+        """Return True for the endpoint's own address."""
         return self.endpoint is not None and (host, port) == ("127.0.0.1", self.endpoint.port)

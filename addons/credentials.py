@@ -1,6 +1,6 @@
-"""A session's proxy credentials: its id as the user name, an HMAC of it as the password.
+"""Proxy credentials of a session: its id as the user name, an HMAC of the id as the password.
 
-The recorder needs no registry of sessions, and one session cannot write into another.
+They are checked without a registry of sessions. With a secret, a session cannot compute another session's password.
 """
 
 import base64
@@ -9,14 +9,14 @@ import hmac
 
 
 def token(secret: str, session_id: str) -> str:
-    """The proxy password of a session: HMAC-SHA256 of its id under the recorder's secret, in hex."""
+    """Return the proxy password of a session: the hexadecimal HMAC-SHA256 of its id under the recorder's secret."""
     return hmac.new(secret.encode(), session_id.encode(), hashlib.sha256).hexdigest()
 
 
 def valid(secret: str, session_id: str, password: str) -> bool:
-    """Whether `password` is the session's. Without a secret every password is.
+    """Return True when `password` is the session's. With an empty secret every password is accepted.
 
-    An empty session id never is, nor one with control characters: it is going to be the value of a header.
+    Empty and unprintable session ids are refused: the id becomes the value of a header.
     """
     if not session_id or not session_id.isprintable():
         return False
@@ -24,7 +24,7 @@ def valid(secret: str, session_id: str, password: str) -> bool:
 
 
 def parse_basic(header: str) -> tuple[str, str] | None:
-    """User name and password of a `Basic` (Proxy-)Authorization header, or None."""
+    """Return the user name and password of a `Basic` (Proxy-)Authorization header, or None for any other value."""
     scheme, _, encoded = header.partition(" ")
     if scheme.lower() != "basic":
         return None

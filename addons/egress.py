@@ -1,4 +1,4 @@
-"""Addon: what may leave. Closed by default: a connection that nothing here permits is not opened."""
+"""Addon: egress filter. Denies by default: only the endpoint and the hosts of `rolltap_allow` can be reached."""
 
 import fnmatch
 import logging
@@ -20,9 +20,10 @@ Decision = Literal["served", "allowed", "refused"]
 
 
 def decide(host: str, *, served: bool, allow: Sequence[str]) -> Decision:
-    """Whether `host` may be connected to. `served` says that it is the endpoint; `allow` are patterns of host names.
+    """Return `served` when the target is the endpoint, `allowed` when `host` matches a pattern, else `refused`.
 
-    The host is where the bytes go. The Host header is the harness's to choose and decides nothing.
+    `served` is True for the endpoint. `allow` are `fnmatch` patterns, matched without case. `host` must be the host
+    that mitmproxy connects to: the harness can put anything into the Host header.
     """
     if served:
         return "served"
@@ -30,15 +31,17 @@ def decide(host: str, *, served: bool, allow: Sequence[str]) -> Decision:
 
 
 class Egress:
-    """Refuses every request and every connection that is neither for the endpoint nor for an allowed host.
+    """Refuses requests and connections that are neither for the endpoint nor for an allowed host.
 
-    A request is answered with 404, in the words of the model API that it belongs to or else `{}`: every harness accepts
-    that at once for its telemetry, settings and update checks, while a dropped connection costs some of them 20 s of
-    retries. A request that looks like a model call is recorded as `uncaptured`, also when its host is allowed. Before a
-    connection is opened its host is decided on again: a request that no addon answered, because one failed, ends there.
+    A refused request gets 404, with the error body of the model API that it seems to belong to, or `{}`. The tested
+    harnesses accept a 404 to telemetry, settings and update checks; after a dropped connection some retry for 20 s. A
+    request that looks like a model call is recorded as `uncaptured`, also when its host is allowed.
 
-    Must come after `Capture`, which claims the model calls. `record` takes the events of refused requests;
-    `is_endpoint` says whether a host and a port are the endpoint's.
+    `server_connect` checks the host again before a connection is opened. This stops requests that no addon answered
+    because a hook raised.
+
+    Must come after `Capture`, which marks the model calls. `record` writes an event; `is_endpoint` returns True for the
+    endpoint's host and port.
     """
 
     def __init__(self, record: Callable[[Event], None], is_endpoint: Callable[[str, int], bool]) -> None:
@@ -46,16 +49,16 @@ class Egress:
         self._is_endpoint = is_endpoint
 
     def load(self, loader: Loader) -> None:
-        """Declare the option, and have mitmproxy answer a tunnel, and its TLS, without connecting to the host first."""
+        """Declare the option, and make mitmproxy answer CONNECT and TLS without connecting to the host first."""
         text = (
-            "Host that sessions may reach besides the model, for instance `pypi.org` or `*.pythonhosted.org`. "
-            "May be given several times. All other hosts get 404."
+            "Host that sessions may reach besides the model APIs: a name or a pattern, for instance `pypi.org` or "
+            "`*.pythonhosted.org`. Repeat the option for more hosts. Requests to all other hosts get 404."
         )
         loader.add_option("rolltap_allow", Sequence[str], [], text)
         ctx.options.update(connection_strategy="lazy", upstream_cert=False, rawtcp=False)
 
     def request(self, flow: http.HTTPFlow) -> None:
-        """Refuse what is not allowed."""
+        """Answer a refused request with 404, and record it."""
         host = flow.request.host
         decision = decide(host, served=bool(flow.metadata.get(CAPTURED)), allow=ctx.options.rolltap_allow)
         if flow.response is not None or decision == "served":
@@ -67,7 +70,7 @@ class Egress:
         method, path = writable(flow.request.method), writable(flow.request.path.partition("?")[0])
         if looks_like_model_call(method, path):
             answer = "refused" if decision == "refused" else "let through"
-            logger.warning("session %s: %s a model call that is not captured: %s %s", session_id, answer, host, path)
+            logger.warning("session %s: %s an unrecorded model call: %s %s", session_id, answer, host, path)
             self._record(
                 Event(kind="uncaptured", session_id=session_id, host=host, method=method, path=path, detail=answer)
             )
@@ -76,12 +79,12 @@ class Egress:
             self._record(Event(kind="refused", session_id=session_id, host=host, method=method, path=path))
 
     def server_connect(self, data: ServerConnectionHookData) -> None:
-        """Refuse to open a connection that is not permitted, also when this hook fails."""
+        """Refuse a connection that is not allowed. The refusal is set first, so that it stays when this hook raises."""
         error, data.server.error = data.server.error, "the recorder does not let sessions connect to this host"
         assert data.server.address is not None
         host, port, *_ = data.server.address
         if decide(host, served=self._is_endpoint(host, port), allow=ctx.options.rolltap_allow) != "refused":
             data.server.error = error
         else:
-            logger.warning("refused to connect to %s:%d for a request that nothing answered", host, port)
+            logger.warning("refused to connect to %s:%d for a request that no addon answered", host, port)
             self._record(Event(kind="refused", host=host))

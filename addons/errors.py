@@ -1,19 +1,19 @@
-"""Errors of rolltap: one base, and a kind for each case that a caller handles in another way.
+"""Errors of rolltap: one base class, and a subclass for each case that callers handle differently.
 
-Every message says what went wrong, where, and what to do about it.
+A message says what failed and where and, when the user can act on it, what to do.
 """
 
 
 class RolltapError(Exception):
-    """Base of all errors that rolltap raises for a caller to handle."""
+    """Base class of rolltap's public errors. A failed commit raises `OSError` instead."""
 
 
 class InputError(RolltapError, ValueError):
-    """An argument, an option or an input file is wrong. Nothing was started or written."""
+    """An argument, an option or an input file is wrong. The user has to change it."""
 
 
 class MissingPackageError(RolltapError, ImportError):
-    """A part of rolltap is used whose packages are not installed. The message names the extra to install."""
+    """Packages of an optional part of rolltap are not installed. The message names the extra to install."""
 
 
 class RunError(RolltapError):
@@ -21,14 +21,14 @@ class RunError(RolltapError):
 
 
 class RecorderError(RolltapError):
-    """The recorder did not start, died, or does not answer. Calls that it committed are in the run."""
+    """The recorder did not start, died, or does not answer. The run keeps the calls that it committed."""
 
 
 class EngineError(RolltapError):
     """The engine did not start, does not answer, or refused a request.
 
-    `status` is the HTTP status that the recorder answers a harness with. `retryable` is True when the same request may
-    succeed later.
+    `status` is the HTTP status of the recorder's error reply to the harness. `retryable` is True when the same request
+    may succeed later.
     """
 
     def __init__(self, message: str, *, status: int = 503, retryable: bool = False) -> None:
@@ -42,4 +42,4 @@ class HubError(RolltapError):
 
 
 class LedgerError(RolltapError):
-    """The ledger of sampled tokens does not add up. This is a bug of rolltap; the batch must not be trained on."""
+    """The token counts of the ledger are inconsistent. This is a bug in rolltap. Do not train on the batch."""

@@ -1,4 +1,4 @@
-"""Addon: the address the proxy listens on. Loopback, unless sessions have passwords."""
+"""Addon: the address that the proxy listens on. Without `rolltap_secret` it must be loopback."""
 
 import asyncio
 import ipaddress
@@ -16,21 +16,24 @@ logger = logging.getLogger(__name__)
 
 
 class Listen:
-    """Has the proxy listen on loopback by default, refuses any other address without `rolltap_secret`, and tells the
-    address once calls can be taken."""
+    """Sets the default address to loopback, refuses other addresses without `rolltap_secret`, and writes the address
+    to `rolltap_ready` once the proxy listens."""
 
     def __init__(self) -> None:
         self._announcing: asyncio.Task[None] | None = None
 
     def load(self, loader: Loader) -> None:
-        """Declare the option, and listen on loopback unless another address was given."""
-        text = "File, or /dev/fd/NUMBER, that is told `host` and `port` in a line of JSON once calls can be taken."
+        """Declare the option, and set `listen_host` to loopback if it is empty."""
+        text = (
+            "File, or /dev/fd/NUMBER, to write the proxy's address to once it listens: one line of JSON with the keys "
+            "`host` and `port`. Empty for none."
+        )
         loader.add_option("rolltap_ready", str, "", text)
         if not ctx.options.listen_host:
             ctx.options.update(listen_host="127.0.0.1")
 
     def configure(self, updated: set[str]) -> None:
-        """Refuse to be reachable from other machines without a secret."""
+        """Refuse a non-loopback address without a secret."""
         for mode in ctx.options.mode:
             host = ProxyMode.parse(mode).listen_host(ctx.options.listen_host)
             if ctx.options.rolltap_secret or is_loopback(host):
@@ -44,27 +47,27 @@ class Listen:
             logger.error("%s", refusal)  # see `Capture.configure`
 
     def running(self) -> None:
-        """Tell where the proxy listens."""
+        """Announce the address of the proxy."""
         self._announcing = asyncio.get_running_loop().create_task(self._announce())
 
     async def _announce(self) -> None:
         proxyserver = ctx.master.addons.get("proxyserver")
         addresses = proxyserver.listen_addrs()
         if is_loopback(ctx.options.listen_host) and not all(is_loopback(host) for host, *_ in addresses):
-            # mitmproxy 12 chooses its address before it loads scripts: `load` came too late, so listen again
+            # mitmproxy 12 binds its address before it loads scripts, that is before `load` sets it: bind again
             port = addresses[0][1]
             modes = [mode if "@" in mode else f"{mode}@{ctx.options.listen_host}:{port}" for mode in ctx.options.mode]
             ctx.options.update(mode=modes)
             await proxyserver.setup_servers()
             addresses = proxyserver.listen_addrs()
         if not addresses:
-            return  # the port is taken, which mitmproxy says and ends for
+            return  # the port is in use: mitmproxy logs that and stops
         if not ctx.options.rolltap_secret and not all(is_loopback(host) for host, *_ in addresses):
             logger.error("the proxy listens on %s without rolltap_secret: stopping", addresses)
             ctx.master.shutdown()
             return
-        where = " and ".join(f"http://{host}:{port}" for host, port, *_ in addresses)
-        logger.info("recording to %s, proxy at %s", ctx.options.rolltap_out, where)
+        urls = " and ".join(f"http://{host}:{port}" for host, port, *_ in addresses)
+        logger.info("recording to %s, proxy at %s", ctx.options.rolltap_out, urls)
         if ctx.options.rolltap_ready:
             ready = Path(ctx.options.rolltap_ready).expanduser()
             host, port, *_ = addresses[0]
@@ -76,7 +79,7 @@ class Listen:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address that was given to listen on can be reached from this machine only."""
+    """Return True for a loopback address or `localhost`. Names are not resolved."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

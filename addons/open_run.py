@@ -1,4 +1,4 @@
-"""The options that say what is recorded and where to, and the run that they open."""
+"""The mitmproxy options of a run, and the function that opens the run."""
 
 import json
 import logging
@@ -23,42 +23,52 @@ from rolltap.addons.store.tables import RunWriter, Sync
 logger = logging.getLogger(__name__)
 
 RUN_OPTIONS = {f"rolltap_{name}" for name in ("out", "engine", "model", "renderer", "sampling", "patience", "fsync")}
-"""Options that stay as they are while a run is open."""
+"""Options that cannot change while a run is open."""
 _SAMPLING_KEYS = {*NEUTRAL_SAMPLING, "max_tokens", "seed"}
 _PACKAGES = ("rolltap", "mitmproxy", "renderers", "transformers", "pyarrow")
-"""Whose versions `run.json` names."""
+"""Packages whose versions are written to `run.json`."""
 
 
 def add_options(loader: Loader) -> None:
     """Declare the options of a run."""
-    loader.add_option("rolltap_out", str, "", "The run folder that calls are recorded to. Made when missing.")
-    engine = "Base URL of the vLLM server, for instance http://127.0.0.1:8000; several of the same model by commas."
+    loader.add_option("rolltap_out", str, "", "Run folder to record to. Created if it does not exist.")
+    engine = (
+        "Base URL of the vLLM server, for instance http://127.0.0.1:8000. Separate several servers of the same model "
+        "with commas."
+    )
     loader.add_option("rolltap_engine", str, "", engine)
-    loader.add_option("rolltap_model", str, "", "Folder or name of the served model, for its tokenizer.")
-    renderer = "How conversations become tokens: a name of the `renderers` library, for instance `qwen3`, or `auto`."
+    model = "Model whose tokenizer is used: a folder or a Hugging Face name. Must be the model that the engine serves."
+    loader.add_option("rolltap_model", str, "", model)
+    renderer = (
+        "Renderer from conversations to token ids: a name of the `renderers` library, for instance `qwen3`, or `auto` "
+        "to find the one that agrees with the model's chat template."
+    )
     loader.add_option("rolltap_renderer", str, "auto", renderer)
     sampling = (
-        f"JSON object of sampling parameters that differ from neutral ones ({', '.join(sorted(_SAMPLING_KEYS))}). "
-        "Those that a harness asks for are recorded, not applied."
+        'Sampling parameters of all calls, a JSON object such as {"temperature": 0.7}. Keys: '
+        f"{', '.join(sorted(_SAMPLING_KEYS))}. Missing keys are neutral: tokens are sampled from the policy itself. "
+        "Of a harness's request only the token limit, stop texts and JSON schema are applied; its sampling parameters "
+        "are recorded."
     )
     loader.add_option("rolltap_sampling", str, "{}", sampling)
     patience = (
-        "Seconds that a call waits for an engine that fails, counted from its last sampled token. Within it the "
-        "generation goes on from that token; after it the harness gets its API's own error."
+        "Total seconds of pauses between retries when the engine fails, counted anew after each newly sampled token. A "
+        "retry continues after the last sampled token. After that the harness gets an error reply."
     )
     loader.add_option("rolltap_patience", int, 120, patience)
     fsync = (
-        "When calls are brought to the disk itself: `call`, before a reply ends; `session`, when a session ends; "
-        "`never`, when the system does it. A killed recorder loses no committed call in any case; a machine that "
-        "stops does."
+        "When recorded calls are synced to disk: `call`, before a reply ends; `session`, when a session ends; `never`, "
+        "left to the operating system. A killed recorder loses no committed call in any case. A machine crash can lose "
+        "calls that are not synced."
     )
     loader.add_option("rolltap_fsync", str, "session", fsync, choices=get_args(Sync))
 
 
 def open_run(options: OptManager) -> Endpoint:
-    """Open the run folder that the options name, and the endpoint that records to it.
+    """Open the run folder `rolltap_out`, and return the endpoint that records to it.
 
-    Raises `OptionsError` with a line for each option that is wrong; nothing is written then.
+    Raises `OptionsError` with a line for each wrong option, before anything is written. Raises it also when the run
+    folder cannot be written or belongs to another tokenizer.
     """
     wrong: list[str] = []
 
@@ -108,8 +118,8 @@ def _engines(options: OptManager) -> list[str]:
     for url in urls:
         parts = urlsplit(url)
         if parts.username or parts.password:
-            # calls name the engine that answered them, and nothing secret belongs in a run
-            raise OptionsError("rolltap_engine has a user or a password: give the URL without")
+            # the URL is recorded with each call, and a run must not contain secrets
+            raise OptionsError("rolltap_engine contains a user name or password: remove them from the URL")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise OptionsError(f"rolltap_engine is {url!r}: give a URL such as http://127.0.0.1:8000")
     return urls
@@ -139,8 +149,10 @@ def _rendering(options: OptManager) -> Rendering:
     except InputError as error:
         raise OptionsError(f"rolltap_model: {error}") from error
     if rendering.name == "default":
-        advice = "tool calls are not parsed. Set rolltap_renderer if you know the model's family."
-        logger.warning("no renderer knows the chat template of %s: %s", model, advice)
+        advice = "tool calls are not parsed. Set rolltap_renderer if a renderer of the model's family exists."
+        logger.warning("no renderer matches the chat template of %s: %s", model, advice)
     if rendering.refusal:
-        logger.warning("no conversation can be continued token for token: %s", rendering.refusal)
+        logger.warning(
+            "conversations cannot be continued token for token, each call is rendered: %s", rendering.refusal
+        )
     return rendering

@@ -1,4 +1,4 @@
-"""The recorder's script: `mitmdump -s addons/record.py --set rolltap_out=RUN --set rolltap_engine=URL ...`."""
+"""Script of the recorder: `mitmdump -s addons/record.py --set rolltap_out=RUN --set rolltap_engine=URL ...`."""
 
 import sys
 
@@ -8,7 +8,7 @@ from rolltap.addons.listen import Listen
 from rolltap.addons.sessions import Sessions
 from rolltap.addons.startup import Startup
 
-# Transformers imports torch where it finds it: three seconds and 200 MB that a tokenizer does not need.
+# Transformers imports torch when it is installed: three seconds and 200 MB that a tokenizer does not need.
 sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
 
 capture = Capture()

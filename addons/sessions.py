@@ -1,4 +1,4 @@
-"""Addon: whose connection this is. Proxy credentials to session."""
+"""Addon: authenticates connections. Maps proxy credentials to sessions."""
 
 import logging
 import os
@@ -14,19 +14,20 @@ from rolltap.addons.store.records import Event
 logger = logging.getLogger(__name__)
 
 SESSION = "rolltap_session"
-"""Key of `flow.metadata` that holds the session id of an authenticated flow."""
+"""Key of `flow.metadata`: the session id of an authenticated flow."""
 
 _HELP = (
-    "The rolltap recorder wants proxy credentials: HTTPS_PROXY=http://SESSION:TOKEN@HOST:PORT\n"
-    "SESSION names the rollout. TOKEN is the HMAC-SHA256 of SESSION under rolltap_secret, or anything without one.\n"
+    "The rolltap recorder requires proxy credentials: HTTPS_PROXY=http://SESSION:TOKEN@HOST:PORT\n"
+    "SESSION is a session id of your choice. TOKEN is the hexadecimal HMAC-SHA256 of SESSION with the key "
+    "rolltap_secret;\nif rolltap_secret is not set, any TOKEN is accepted.\n"
 )
 
 
 class Sessions:
-    """Answers 407 to connections without valid credentials and names the session of all others.
+    """Answers 407 to requests without valid credentials and sets `flow.metadata[SESSION]` of all others.
 
-    The credentials are a capability for one session: they are checked once a tunnel, stripped from the request, and
-    nothing else identifies a session. `record` takes the events of refused credentials.
+    Credentials are checked once per tunnel, or per request without a tunnel, and removed from the request. Nothing else
+    in a request identifies its session. `record` writes an event for wrong credentials.
     """
 
     def __init__(self, record: Callable[[Event], None]) -> None:
@@ -36,9 +37,9 @@ class Sessions:
     def load(self, loader: Loader) -> None:
         """Declare the option."""
         text = (
-            "Secret behind the sessions' proxy passwords (HMAC-SHA256 of the session id). Required unless the proxy "
-            "listens on loopback, where any password is taken without one. The environment variable ROLLTAP_SECRET "
-            "gives it without showing it to other processes."
+            "Key of the sessions' proxy passwords: a password is the hexadecimal HMAC-SHA256 of the session id. "
+            "Required unless the proxy listens on loopback. If empty, any password is accepted. The default is the "
+            "environment variable ROLLTAP_SECRET, which does not appear in process listings."
         )
         loader.add_option("rolltap_secret", str, os.environ.get("ROLLTAP_SECRET", ""), text)
 
@@ -49,11 +50,11 @@ class Sessions:
             self._authenticated[flow.client_conn] = session_id
 
     def requestheaders(self, flow: http.HTTPFlow) -> None:
-        """Name the session of a request in a tunnel, or authenticate one without a tunnel."""
+        """Set the session of a request from its tunnel, or authenticate a request without a tunnel."""
         session_id = self._authenticated.get(flow.client_conn) or self._authenticate(flow)
         if session_id is not None:
             flow.metadata[SESSION] = session_id
-        # some clients send the credentials again in the tunnel
+        # some clients repeat the credentials inside the tunnel
         flow.request.headers.pop("proxy-authorization", None)
 
     def _authenticate(self, flow: http.HTTPFlow) -> str | None:
@@ -63,7 +64,7 @@ class Sessions:
         flow.response = http.Response.make(
             407, _HELP, {"proxy-authenticate": 'Basic realm="rolltap"', "content-type": "text/plain"}
         )
-        # no credentials at all is how clients ask for the challenge; only wrong ones are worth a line
+        # clients send a first request without credentials to get the challenge: log and record only wrong ones
         if credentials is not None:
             logger.warning("refused the proxy credentials of %r", credentials[0])
             self._record(
@@ -75,5 +76,5 @@ class Sessions:
 
 
 def writable(text: str) -> str:
-    """`text` from the wire with escapes for the bytes that are not UTF-8, which mitmproxy turns into surrogates."""
+    """Return `text` with backslash escapes for surrogates. mitmproxy decodes bytes that are not UTF-8 to them."""
     return text.encode("utf-8", "backslashreplace").decode()

@@ -1,19 +1,20 @@
-"""Addon: keeps the garbage collector from walking long-lived objects in the middle of calls."""
+"""Addon: excludes long-lived objects from garbage collection, to avoid pauses during calls."""
 
 import gc
 
 _ALLOCATIONS = 10_000
-"""How many objects are made between two collections. A call makes some hundreds, most of which live as long as it."""
+"""Threshold of the youngest generation: net allocations of container objects between two collections. A call makes some
+hundreds, and most of them live as long as the call."""
 
 
 class Startup:
-    """Takes what lives as long as the process out of the garbage collector's sight, and has it look less often.
+    """Freezes the objects that exist after start-up, and raises the threshold of collections.
 
-    The libraries make some 370000 objects. Each full collection would walk them all, which stops every call for 0.2 s.
+    The libraries make about 370,000 objects. A full collection that visits them pauses all calls for 0.2 s.
     """
 
     def running(self) -> None:
-        """Everything is loaded."""
+        """Freeze all objects (`gc.freeze`). The libraries are loaded by now."""
         gc.collect()
         gc.freeze()
         gc.set_threshold(_ALLOCATIONS)

@@ -1,1 +1,1 @@
-"""A model API on loopback: answers the calls that the proxy redirects, and records them."""
+"""The endpoint: a model API on loopback that answers redirected calls and records them."""

@@ -1,5 +1,5 @@
-"""One request and its reply: headers at once, text as it is sampled, this API's keep-alives, and the end once the call
-is on disk."""
+"""One HTTP exchange: sends the headers immediately, text while it is sampled, keep-alives, and the last event after the
+call is committed."""
 
 import time
 from collections.abc import Awaitable, Callable
@@ -13,17 +13,21 @@ from rolltap.addons.endpoint.generation import Generation
 Write = Callable[[bytes], Awaitable[None]]
 
 KEEP_ALIVE_SECONDS = 15.0
-"""Harnesses give up after 60 s of silence at the earliest (Gemini CLI)."""
+"""Seconds of silence after which a keep-alive is sent. The shortest idle timeout known is 60 s (Gemini CLI)."""
 COALESCE_SECONDS = 0.1
-"""Deltas leave at most this often: every chunk costs the proxy 30 to 90 microseconds."""
+"""Minimum seconds between two chunks of deltas. A chunk costs the proxy 30 to 90 microseconds."""
 LONGEST_PAUSE_SECONDS = 2.0
-"""Deltas leave at least this often while there are some."""
+"""Maximum seconds that new text waits for the next chunk, parsing not included."""
 
 
 async def respond(
     generation: Generation, dialect: Dialect, context: ReplyContext, request: web.Request
 ) -> web.StreamResponse:
-    """Answer with one body. When it takes long, its white space begins before its contents."""
+    """Answer with one JSON body.
+
+    After `KEEP_ALIVE_SECONDS` the headers are sent with status 200, followed by spaces as keep-alives. A later error
+    then has status 200 as well.
+    """
     response: web.StreamResponse | None = None
     with generation.listening():
         while not await generation.finished(KEEP_ALIVE_SECONDS):
@@ -48,7 +52,7 @@ async def respond(
 async def stream(
     generation: Generation, dialect: Dialect, context: ReplyContext, request: web.Request
 ) -> web.StreamResponse:
-    """Answer with events."""
+    """Answer with a stream of events. Errors are events too: the status is 200."""
     encoder = dialect.stream_encoder(context)
     response = web.StreamResponse(headers=_headers(generation, encoder.content_type))
     with generation.listening():
@@ -59,13 +63,13 @@ async def stream(
 
 
 async def send_events(generation: Generation, encoder: StreamEncoder, write: Write) -> None:
-    """Write the events of a reply as it grows, from its beginning, also when it began before this request."""
+    """Write the events of a growing reply. A request that joins late gets all events from the first one on."""
     await write(encoder.start())
     sent = 0
     while True:
         started = time.thread_time()
         parsed = generation.advance()
-        # a long reply takes longer to parse each time: spend at most a twentieth of the time on it
+        # parsing is O(length of the reply): bound it to about a twentieth of the time
         pause = min(max(COALESCE_SECONDS, 20 * (time.thread_time() - started)), LONGEST_PAUSE_SECONDS)
         pieces = generation.pieces[sent:]
         sent += len(pieces)
@@ -81,7 +85,7 @@ async def send_events(generation: Generation, encoder: StreamEncoder, write: Wri
 
 
 def _headers(generation: Generation, content_type: str) -> dict[str, str]:
-    """The call's id is the request's id, under the names that OpenAI's and Anthropic's SDKs look for."""
+    """Return the reply's headers. The call id is the request id, under the names of OpenAI's and Anthropic's SDKs."""
     call_id = generation.call.call_id
     return {
         "content-type": content_type,
@@ -92,5 +96,5 @@ def _headers(generation: Generation, content_type: str) -> dict[str, str]:
 
 
 def error_response(dialect: Dialect, error: DialectError) -> web.Response:
-    """The error as this API writes it."""
+    """Return the HTTP response for an error, in the format of its API."""
     return web.Response(body=dialect.encode_error(error), status=error.status, content_type="application/json")

@@ -1,7 +1,7 @@
-"""One model call from its prompt to its record, whoever listens to it.
+"""Generation: one model call from its prompt to its record, independent of the requests that listen to it.
 
-It runs in a task of its own, so that a retry can join it, a listener that hangs up can come back, and an engine that
-dies in the middle is continued from the last sampled token.
+It runs in its own task. A retry can therefore join it, a request that lost its connection can be repeated, and after an
+engine failure sampling continues from the last sampled token.
 """
 
 import asyncio
@@ -27,29 +27,29 @@ from rolltap.addons.store.tables import RunWriter
 logger = logging.getLogger(__name__)
 
 LINGER_SECONDS = 10.0
-"""How long a generation that nobody listens to goes on: harnesses repeat a lost call after 0.2 to 5 s."""
+"""Seconds until a generation without listeners is aborted. Harnesses retry a lost call after 0.2 to 5 s."""
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """The engines, the renderer and the run of all calls."""
+    """The objects that all generations of a recorder share."""
 
     engines: EnginePool
     policy: PolicyFile
     rendering: Rendering
     writer: RunWriter
     patience: float
-    """Seconds that a call waits for an engine that is down, counted from the last sampled token."""
+    """Seconds of pauses between retries of a failed engine, in total since the last sampled token: see `sample`."""
 
 
 class State(Enum):
-    """Where a call is. `_NEXT` says which states may follow."""
+    """State of a generation. `_NEXT` lists the transitions."""
 
     SAMPLING = auto()
     SAMPLED = auto()
-    """The completion is whole. It is not recorded as completed before somebody listens."""
+    """The completion has a finish reason. It is committed once a request listens or has had the whole reply."""
     COMMITTED = auto()
-    """Recorded as completed: later calls may continue it. The harness is told when the disk has it."""
+    """Recorded as completed: later calls can continue it. With `rolltap_fsync=call` the sync is outstanding."""
     COMPLETED = auto()
     FAILED = auto()
     ABORTED = auto()
@@ -60,17 +60,18 @@ _NEXT = {
     State.SAMPLED: {State.COMMITTED, State.FAILED, State.ABORTED},
     State.COMMITTED: {State.COMPLETED, State.FAILED},
 }
-"""Every other state is an end."""
+"""Transitions. The other states are final."""
 _UNRECORDED = {State.SAMPLING, State.SAMPLED}
 _STATUS: dict[State, CallStatus] = {State.COMMITTED: "completed", State.FAILED: "failed", State.ABORTED: "aborted"}
-"""The recorded status of a call that leaves the unrecorded states for another."""
+"""Recorded status of a call, by the state that follows the unrecorded ones. A call whose sync fails stays `completed`:
+its harness gets an error."""
 
 
 class Generation:
-    """A call that is being sampled, or was. Create it inside the event loop; it starts at once.
+    """A running or finished call. Create it inside the event loop: its task starts immediately.
 
-    Either `reply` or `error` is set when it is `done`. `pieces` is the text of the reply so far, in the order in which
-    it became certain, each a pair of new reasoning and new content.
+    When it is `done`, either `reply` or `error` is set. `pieces` is the text of the reply so far, as a list of (new
+    reasoning, new content). Text is appended once later tokens should not change it, and then stays.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Generation:
         self.reply: Reply | None = None
         self.error: DialectError | None = None
         self.delivered = False
-        """Whether a listener has had the whole reply."""
+        """True when a listener has received the whole reply."""
         self._state = State.SAMPLING
         self._deltas = TextDeltas()
         self._parsed_tokens = 0
@@ -106,24 +107,24 @@ class Generation:
 
     @property
     def done(self) -> bool:
-        """Whether the call has ended. It is recorded then, unless the disk refused it."""
+        """True when the call is in a final state. It is recorded by then, unless its commit failed."""
         return self._state not in _NEXT
 
     @property
     def unheard(self) -> bool:
-        """Whether nobody listens and nobody has had the whole reply."""
+        """True without listeners, if the whole reply has not been delivered either."""
         return not self._listeners and not self.delivered
 
     @property
     def usage(self) -> Usage:
-        """Token counts so far."""
+        """Token counts so far: prompt, completion, and prompt tokens from the engine's prefix cache."""
         return Usage(len(self.call.prompt_ids), len(self.call.completion_ids), self.call.cached_tokens or 0)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Keep the generation going inside the block. It is aborted when nobody listens for `LINGER_SECONDS`.
+        """Listen for the duration of the block. Without listeners the generation is aborted after `LINGER_SECONDS`.
 
-        The listener has had the whole reply when it leaves the block without an exception after the call is done.
+        The reply counts as delivered when the block ends without an exception after the call is done.
         """
         self._linger.cancel()
         self._listeners += 1
@@ -138,31 +139,34 @@ class Generation:
                 self._linger = self._abort_later()
 
     async def changed(self, timeout: float) -> bool:
-        """Wait until tokens were sampled or the call is done; False when `timeout` seconds passed before."""
+        """Wait for new tokens since the last `advance`, or for the end. Returns False after `timeout` seconds."""
         return await _happens(self._changed, timeout)
 
     async def finished(self, timeout: float) -> bool:
-        """Wait until the call is done; False when `timeout` seconds passed before."""
+        """Wait until the call is done. Returns False after `timeout` seconds."""
         return await _happens(self._done, timeout)
 
     def advance(self) -> bool:
-        """Parse what was sampled since the last time into `pieces`; False when that was nothing."""
+        """Parse the completion so far and append its new text to `pieces`. Returns False without new tokens.
+
+        Parses all tokens of the completion each time: O(C).
+        """
         if self.done:
             return False
         self._changed.clear()
-        # a call that is committed has all its pieces, and may only wait for the disk
+        # a committed call has all its pieces: at most its sync is outstanding
         if self._state not in _UNRECORDED or self._parsed_tokens == len(self.call.completion_ids):
             return False
         self._parsed_tokens = len(self.call.completion_ids)
         try:
             self._add_piece(self._deltas.feed(self._parse(partial=True)))
-        except Exception as error:  # a renderer's bug must not cut a stream
+        except Exception as error:  # a bug in a renderer ends the stream with an error event instead of cutting it
             self._task.cancel()
             self._enter(State.FAILED, error)
         return True
 
     def abort(self, why: str) -> None:
-        """End the call now and record what was sampled. Does nothing when it is recorded."""
+        """Stop sampling and record the tokens so far. Does nothing when the call is already recorded."""
         if self._state in _UNRECORDED:
             self._task.cancel()
             self._enter(State.ABORTED, DialectError(why, status=503, code="aborted"))
@@ -189,15 +193,16 @@ class Generation:
             if services.writer.sync_policy == "call":
                 await asyncio.to_thread(services.writer.sync)
             self._enter(State.COMPLETED, reply)
-        except Exception as error:  # whatever it is, the call is recorded and the harness is told
+        except Exception as error:  # any error is recorded with the call and sent to the harness
             if not self.done:
                 self._enter(State.FAILED, error)
 
     def _enter(self, state: State, outcome: Reply | Exception | None = None) -> None:
-        """Change the state, with the reply or with what went wrong. This is where the call is recorded, once.
+        """Change the state, with the reply or the error. The call is recorded here, when it leaves `_UNRECORDED`.
 
-        Raises `RuntimeError` for a state that may not follow. A reply that cannot be recorded is not given: whatever
-        its record raises is raised and the state stays. Without a reply the call ends all the same, for others wait.
+        Raises `RuntimeError` for a transition that `_NEXT` does not list. When the commit of a completed call fails,
+        its error is raised and the state stays, so that an unrecorded reply is not delivered. When the commit of a
+        failed or aborted call fails, the error is logged and the state changes, so that its listeners end.
         """
         if state not in _NEXT.get(self._state, ()):
             raise RuntimeError(f"call {self.call.call_id} is {self._state.name} and cannot become {state.name}")
@@ -221,7 +226,7 @@ class Generation:
             self._changed.set()
 
     def _record(self, status: CallStatus, outcome: Reply | Exception | None) -> None:
-        """Write the call. From here on it is in the dataset. Raises `OSError`."""
+        """Commit the call to the run. Raises `OSError`."""
         call, hosted = self.call, self.model_call.hosted_tools
         call.status, call.finished_at = status, utc_now()
         asked = self.model_call.requested_sampling | ({"hosted_tools": hosted} if hosted else {})
@@ -233,14 +238,14 @@ class Generation:
         else:
             call.error = str(outcome) or repr(outcome)
         if call.violation:
-            logger.warning("call %s will not be trained on: %s", call.call_id, call.violation)
+            logger.warning("call %s is excluded from training: %s", call.call_id, call.violation)
         self._services.writer.add_call(call)
 
     def _parse(self, *, partial: bool = False) -> Reply:
         call, model_call = self.call, self.model_call
         reply = self._services.rendering.parse(call.prompt_ids, call.completion_ids, model_call.tools, partial=partial)
         if model_call.schema is not None and not reply.content:
-            # the engine let the model write JSON alone, where its template may have opened its reasoning
+            # structured output is JSON from the first token, but the template may have opened the reasoning before it
             reply.content, reply.reasoning = reply.reasoning, ""
         cut_at_stop(reply, model_call.stop, partial=partial)
         reply.stop = reply.stop or self._stop
@@ -256,7 +261,7 @@ class Generation:
 
 
 def as_dialect_error(error: Exception) -> DialectError:
-    """A failure as the harness is told of it."""
+    """Return an error as the harness receives it. Logs the traceback of an unexpected one."""
     if isinstance(error, DialectError):
         return error
     if isinstance(error, EngineError):

@@ -1,4 +1,4 @@
-"""Whether a request repeats an earlier one whose reply was lost, so that it must not be sampled twice."""
+"""Retries: finds the generation that a request repeats, so that the call is not sampled twice."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,14 +7,14 @@ from rolltap.addons.dialects.types import ModelCall
 from rolltap.addons.endpoint.generation import Generation
 
 _RETRY_COUNT = "x-stainless-retry-count"
-"""How often the client has sent this request before: the OpenAI and Anthropic SDKs."""
+"""Header of the OpenAI and Anthropic SDKs: the number of times that the client has already sent this request."""
 
 _REMEMBERED = 8
-"""Calls of a session that are done and may still be asked for again."""
+"""Number of finished calls of a session that a retry can still get."""
 
 
 def worth_remembering(generations: list[Generation]) -> list[Generation]:
-    """The generations that a retry can be of: those that run, and the newest that are done."""
+    """Return the running generations and the newest `_REMEMBERED` finished ones, in the same order."""
     done = [generation for generation in generations if generation.done]
     forgotten = set(done[:-_REMEMBERED])
     return [generation for generation in generations if generation not in forgotten]
@@ -27,20 +27,22 @@ def find_retried(
     prompt_ids: list[int],
     headers: Mapping[str, str],
 ) -> Generation | None:
-    """The newest generation that the request repeats, or None when it asks for a new sample.
+    """Return the newest generation that the request repeats, or None for a request of its own.
 
-    A request that is the same in everything is a retry when nobody has had that generation's reply: its listener hung
-    up. Otherwise two sub-agents may ask the same, or a script may draw twice, and only the client's own word makes it
-    a retry. A generation that failed is never repeated.
+    A repeated request has the same API, prompt ids, model name, token limit, stop texts, schema and sampling
+    parameters. It is a retry when the generation has no listener and its reply was not delivered, or when the client
+    marks it as a retry (`_RETRY_COUNT`). Other equal requests are new samples: two sub-agents can send the same prompt.
+    Failed and aborted generations are not reused.
     """
     marked = headers.get(_RETRY_COUNT, "0") != "0"
     for generation in reversed(generations):
         if generation.error is None and (marked or generation.unheard):
-            same_api = generation.call.dialect == dialect and _wishes(generation.model_call) == _wishes(model_call)
-            if same_api and generation.call.prompt_ids == prompt_ids:
+            same_api = generation.call.dialect == dialect
+            same_settings = _settings(generation.model_call) == _settings(model_call)
+            if same_api and same_settings and generation.call.prompt_ids == prompt_ids:
                 return generation
     return None
 
 
-def _wishes(model_call: ModelCall) -> tuple[Any, ...]:
+def _settings(model_call: ModelCall) -> tuple[Any, ...]:
     return (model_call.model, model_call.max_tokens, model_call.stop, model_call.schema, model_call.requested_sampling)

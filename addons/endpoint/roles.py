@@ -1,6 +1,6 @@
-"""The role of a call, by the request's structure and the harness's own headers.
+"""Role of a call, from the harness's headers and the structure of the request.
 
-Every rule is a fact about a harness that was seen on the wire; a call that none of them matches is the agent's.
+The rules were observed in the traffic of the harnesses that they name. A call that matches none has the role `agent`.
 """
 
 import json
@@ -22,7 +22,7 @@ _HEADERS: list[tuple[str, str, CallRole]] = [
     # OpenCode
     ("x-parent-session-id", "", "subagent"),
 ]
-"""Header, its value (empty for any), and what it says. The first that is there decides."""
+"""(header, its value or "" for any non-empty value, role). The first match decides."""
 
 _SYSTEM_PROMPTS: list[tuple[str, CallRole]] = [
     ("You are the component that summarizes", "compaction"),  # Qwen Code
@@ -32,20 +32,20 @@ _SYSTEM_PROMPTS: list[tuple[str, CallRole]] = [
     ("You are a title generator", "auxiliary"),  # OpenCode
     ("You are an expert software engineer that generates concise, one-line Git commit messages", "auxiliary"),  # aider
 ]
-"""How a system prompt begins that is not the agent's."""
+"""(prefix of the system prompt, role)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A role and what says so."""
+    """A role, and the evidence for it: a header, field or structure of the request. Empty for the default."""
 
     role: CallRole
     evidence: str = ""
 
 
 def find_role(model_call: ModelCall, headers: Mapping[str, str], *, tools_before: bool) -> Role:
-    """The role of a call. `headers` are looked up in lower case; `tools_before` says whether an earlier call of the
-    session had tools."""
+    """Return the role of a call. `headers` needs lower-case keys, or lookups that ignore case. `tools_before` is True
+    when an earlier call of the session had tools."""
     metadata = {**model_call.client_metadata, **_codex_metadata(headers)}
     if "compaction" in metadata or metadata.get("request_kind") == "compaction":
         return Role("compaction", "the request asks for a compaction")
@@ -57,9 +57,9 @@ def find_role(model_call: ModelCall, headers: Mapping[str, str], *, tools_before
     if "#" in prompt_id and "########" not in prompt_id:
         return Role("subagent", f"metadata.promptId: {prompt_id}")  # Qwen Code
     system = next((m["content"] for m in model_call.messages if m["role"] == "system"), "")
-    for beginning, role in _SYSTEM_PROMPTS:
-        if system.startswith(beginning):
-            return Role(role, f"system prompt: {beginning}")
+    for prefix, role in _SYSTEM_PROMPTS:
+        if system.startswith(prefix):
+            return Role(role, f"system prompt: {prefix}")
     if model_call.schema is not None:
         return Role("auxiliary", "the reply must match a JSON schema")
     if tools_before and not model_call.tools:

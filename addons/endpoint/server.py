@@ -1,7 +1,8 @@
-"""The model APIs, served on loopback inside mitmdump's own event loop.
+"""HTTP server of the model APIs, on loopback, in the event loop of mitmdump.
 
-mitmproxy can only stream what an upstream sends, so `capture` redirects model calls here. The server takes what
-`capture` found out in headers that only it can set, reads the body, and answers; a session's state does the rest.
+mitmproxy can stream only what an upstream sends, so `Capture` redirects model calls here. It passes the session id, the
+host and the route in headers, together with a per-process secret that authenticates them. The server decodes the body,
+starts or joins a generation through `SessionState`, and sends the reply.
 """
 
 import asyncio
@@ -39,15 +40,15 @@ SESSION_HEADER = "x-rolltap-session"
 HOST_HEADER = "x-rolltap-host"
 ROUTE_HEADER = "x-rolltap-route"
 END = "end"
-"""The route of a request that ends its session."""
+"""Value of `ROUTE_HEADER` for a request that ends its session."""
 
 BODY_LIMIT = 256 * 1024 * 1024
 
 
 class Endpoint:
-    """An aiohttp application that answers model calls. `start` serves; `close` ends it with all its calls.
+    """An aiohttp application that answers model calls. `start` begins to serve, `close` stops and aborts running calls.
 
-    `sampling` is what differs from neutral sampling; `patience` is in seconds, see `Services`.
+    `sampling` overrides entries of `NEUTRAL_SAMPLING`. `patience` is in seconds, see `Services`.
     """
 
     def __init__(
@@ -63,18 +64,18 @@ class Endpoint:
         self.writer = writer
         self.sampling = {**NEUTRAL_SAMPLING, **sampling}
         self.sessions: dict[str, SessionState] = {}
-        """All sessions so far; one that has ended takes no more calls."""
+        """Session id -> state, for all sessions so far. Ended ones stay, to refuse later calls."""
         self._secret = secrets.token_urlsafe(32)
         self._engine_urls = engine_urls
         self._patience = patience
         self._described: dict[str, asyncio.Task[None]] = {}
-        # bound at once, so that requests queue here even before the server runs
+        # bound and listening from here on, so that requests queue before `start`
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.port: int = self._socket.getsockname()[1]
         self.engines: EnginePool
 
     async def start(self) -> None:
-        """Serve until `close`."""
+        """Start to serve; returns when requests are accepted."""
         self.engines = EnginePool(self._engine_urls)
         policy = PolicyFile(self.writer.run)
         self._services = Services(self.engines, policy, self.rendering, self.writer, self._patience)
@@ -95,13 +96,13 @@ class Endpoint:
         await self.engines.close()
 
     def headers(self, session_id: str, host: str, route: Route | None) -> dict[str, str]:
-        """Headers of a request that is answered: whose it is, its host and its route. No route ends the session."""
+        """Return the headers of a redirected request: secret, session, host and route. None ends the session."""
         service = END if route is None else str(route)
         return {SECRET_HEADER: self._secret, SESSION_HEADER: session_id, HOST_HEADER: host, ROUTE_HEADER: service}
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         if not hmac.compare_digest(request.headers.get(SECRET_HEADER, ""), self._secret):
-            return web.Response(status=403, text="this port belongs to the rolltap recorder in front of it")
+            return web.Response(status=403, text="this port takes requests only from the rolltap recorder's proxy")
         if request.headers[ROUTE_HEADER] == END:
             return await self._end_session(request)
         route = ROUTES[request.headers[ROUTE_HEADER]]
@@ -134,43 +135,44 @@ class Endpoint:
         return self.sessions[session_id]
 
     async def _begin(self, dialect: Dialect, model_call: ModelCall, request: web.Request) -> Generation:
-        """The generation that answers a request. Raises `EngineError`, and what `SessionState.begin` raises."""
-        _, context = await self._engine(request)
+        """Start or join the generation of a request. Raises `EngineError`, and the errors of `SessionState.begin`."""
+        _, window = await self._engine(request)
         host = request.headers[HOST_HEADER]
         session = self._session(request)
-        return session.begin(dialect, model_call, context, host=host, path=request.path, headers=request.headers)
+        return session.begin(dialect, model_call, window, host=host, path=request.path, headers=request.headers)
 
     async def _engine(self, request: web.Request) -> tuple[Engine, int]:
-        """The engine of a session and its context window in tokens. The first time, `run.json` learns of it."""
+        """Return the engine of the session and its context window in tokens. Raises `EngineError`.
+
+        The first use of an engine starts a task that writes its description to `run.json`.
+        """
         engine = self.engines.of(request.headers[SESSION_HEADER])
-        context = await engine.max_model_len()
+        window = await engine.max_model_len()
         if engine.url not in self._described:
             self._described[engine.url] = asyncio.create_task(self._describe(engine))
-        return engine, context
+        return engine, window
 
     async def _describe(self, engine: Engine) -> None:
         try:
             await asyncio.to_thread(add_engine, self.writer.run, engine.url, await engine.describe())
         except (EngineError, RunError, OSError) as error:
-            logger.warning("%s does not say what %s is: %s", RUN_FILE, engine.url, error)
+            logger.warning("the description of the engine at %s is not in %s: %s", engine.url, RUN_FILE, error)
 
     async def _end_session(self, request: web.Request) -> web.Response:
-        """End the session that asks: nothing of it runs or begins afterwards, and it is where `rolltap_fsync` wants."""
+        """End the session of the request: abort its calls, refuse later ones, sync as `rolltap_fsync` says."""
         self._session(request).end()
         try:
             await asyncio.to_thread(self.writer.end_session)
         except OSError as error:
             logger.error("cannot write to %s: %s", self.writer.run, error)
-            return web.Response(status=500, text=f"the session is not on the disk: {error}")
+            return web.Response(status=500, text=f"the session has ended, but its calls may not be on disk: {error}")
         return web.Response()
 
-    def _reject(self, request: web.Request, why: str) -> None:
-        session_id, host = request.headers[SESSION_HEADER], request.headers[HOST_HEADER]
-        logger.warning("session %s: %s%s: %s", session_id, host, request.path, why)
+    def _reject(self, request: web.Request, detail: str) -> None:
+        session_id, host, path = request.headers[SESSION_HEADER], request.headers[HOST_HEADER], request.path
+        logger.warning("session %s: %s%s: %s", session_id, host, path, detail)
         self.writer.note(
-            Event(
-                kind="rejected", session_id=session_id, host=host, method=request.method, path=request.path, detail=why
-            )
+            Event(kind="rejected", session_id=session_id, host=host, method=request.method, path=path, detail=detail)
         )
 
 

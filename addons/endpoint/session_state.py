@@ -1,4 +1,4 @@
-"""One session as the endpoint remembers it."""
+"""State of one session in the endpoint: its conversations and its generations."""
 
 import json
 import uuid
@@ -15,33 +15,34 @@ from rolltap.addons.store.records import Call, Event, EventKind
 
 
 class SessionState:
-    """The conversations of a session, its generations, whether it had tools, and whether it has ended.
+    """The conversations and generations of one session.
 
-    A session ends once. A request that comes later is refused: its call would join a session that is judged already,
-    and may be read. `sampling` are vLLM's parameters for every call.
+    After `end`, `begin` and `count_tokens` refuse: the session may already be evaluated and read. `sampling` are vLLM's
+    sampling parameters of each call. Not thread-safe: use it in the event loop.
     """
 
     def __init__(self, session_id: str, services: Services, sampling: Mapping[str, Any]) -> None:
         self.generations: list[Generation] = []
-        """Generations that run, and the newest that are done."""
+        """Running generations and the newest finished ones, oldest first."""
         self._session_id = session_id
         self._services = services
         self._sampling = sampling
         self._conversations: Conversations | None = Conversations(services.rendering)
-        """None once the session has ended."""
+        """None after `end`."""
         self._tools_seen = False
 
     def begin(
         self, dialect: Dialect, model_call: ModelCall, context: int, *, host: str, path: str, headers: Mapping[str, str]
     ) -> Generation:
-        """The generation that answers a request: a new one, its intent on disk before the engine is asked, or the one
-        that the request repeats. `context` is the engine's window in tokens; `headers` are the request's.
+        """Return the generation that the request repeats, or start a new one.
 
-        Raises `DialectError` for what is refused, and `OSError` when nothing can be written.
+        A new one's `call_started` event is committed before the engine is asked. `context` is the engine's context
+        window in tokens; `headers` are the request's. Raises `DialectError` when the session has ended or the prompt
+        fills the window, and `OSError` when an event cannot be committed or the disk is nearly full.
         """
         conversations, prompt = self._prompt(model_call)
-        room = context - len(prompt.ids)
-        if room < 1:
+        max_new_tokens = context - len(prompt.ids)
+        if max_new_tokens < 1:
             raise ContextOverflow(len(prompt.ids), context)
         writer = self._services.writer
         generation = find_retried(self.generations, dialect.NAME, model_call, prompt.ids, headers)
@@ -89,28 +90,28 @@ class SessionState:
                 call_id=call.call_id,
             )
         )
-        sampling = self._sampling_for(model_call, room)
+        sampling = self._sampling_for(model_call, max_new_tokens)
         generation = Generation(self._services, conversations, call, prompt, model_call, sampling)
         self.generations = [*worth_remembering(self.generations), generation]
         return generation
 
     def count_tokens(self, model_call: ModelCall) -> int:
-        """How many tokens a call's prompt would have. Raises `DialectError` when the session has ended."""
+        """Return the number of prompt tokens of a call. Raises `DialectError` when the session has ended."""
         return len(self._prompt(model_call)[1].ids)
 
     def abort(self, why: str) -> None:
-        """Record all that runs as aborted."""
+        """Abort the running generations and record them."""
         for generation in self.generations:
             generation.abort(why)
 
     def end(self) -> None:
-        """Record all that runs as aborted and forget everything, but that the session has ended."""
+        """Abort the running generations, free the conversations, and refuse later calls. Idempotent."""
         self.abort("the session ended")
         self.generations, self._conversations = [], None
 
     def _prompt(self, model_call: ModelCall) -> tuple[Conversations, Prompt]:
         if self._conversations is None:
-            # not 409: the OpenAI and Anthropic SDKs would ask again
+            # not 409: the OpenAI and Anthropic SDKs retry it
             raise DialectError(
                 "This session has ended and takes no more calls: use another session id.",
                 status=410,
@@ -118,11 +119,12 @@ class SessionState:
             )
         return self._conversations, self._conversations.prompt(model_call)
 
-    def _sampling_for(self, model_call: ModelCall, room: int) -> dict[str, Any]:
-        """vLLM's sampling parameters: ours, and of the harness's wishes those that shape the reply."""
+    def _sampling_for(self, model_call: ModelCall, max_new_tokens: int) -> dict[str, Any]:
+        """Return vLLM's sampling parameters: the run's, and the harness's token limit, stop texts and JSON schema."""
+        own_limit = self._sampling.get("max_tokens", max_new_tokens)
         sampling = {
             **self._sampling,
-            "max_tokens": min(model_call.max_tokens or room, room, self._sampling.get("max_tokens", room)),
+            "max_tokens": min(model_call.max_tokens or max_new_tokens, max_new_tokens, own_limit),
             "stop_token_ids": self._services.rendering.stop_token_ids(),
         }
         if model_call.stop:

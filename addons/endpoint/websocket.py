@@ -1,8 +1,8 @@
 """The Responses API over a WebSocket, as Codex speaks it.
 
-A message `response.create` asks for a response; the answer is the events of a stream, each a message. A request may
-name the response before it (`previous_response_id`) and bring only what is new, so a connection remembers the
-conversations of its last responses. `generate: false` prepares a response without asking the model.
+A message of type `response.create` asks for a response. The answer is the events of a stream, one message each. A
+request may name an earlier response (`previous_response_id`) and send only the new items. A connection therefore keeps
+the conversations of its last responses. `generate: false` creates a response without asking the model.
 """
 
 import json
@@ -25,16 +25,17 @@ from rolltap.addons.endpoint.generation import Generation, as_dialect_error
 Begin = Callable[[Dialect, ModelCall, web.Request], Awaitable[Generation]]
 
 _REMEMBERED = 8
-"""Responses that a connection can be continued from; clients go on from the last one, or retry the one before."""
+"""Number of responses of a connection that can be named as `previous_response_id`. Clients name the last or, for a
+retry, the one before."""
 _ENDS = (b"event: response.completed", b"event: response.incomplete")
 
 
 async def serve_socket(
     request: web.Request, begin: Begin, reject: Callable[[web.Request, str], None]
 ) -> web.WebSocketResponse:
-    """Answer the messages of one connection until it is closed.
+    """Answer the messages of one connection, one after another, until it is closed.
 
-    `begin` starts or joins the call of a request; `reject` records why a message was refused.
+    `begin` starts or joins the generation of a request. `reject` records the reason why a message was refused.
     """
     socket = web.WebSocketResponse(max_msg_size=request.client_max_size)
     await socket.prepare(request)
@@ -58,20 +59,20 @@ class _Connection:
         self._request = request
         self._begin = begin
         self._bodies: OrderedDict[str, dict[str, Any]] = OrderedDict()
-        """Response id -> the request that a next one would have to send to go on from it."""
+        """Response id -> the request body whose `input` is the conversation up to and with that response."""
         self._ended: dict[str, Any] = {}
 
     async def answer(self, data: bytes) -> None:
         """Answer one message. Raises `DialectError` and whatever `begin` raises."""
         body = self._whole_request(parse_object(data))
         if body.pop("generate", True) is False:
-            prepared = f"resp_{uuid.uuid4().hex}"
+            response_id = f"resp_{uuid.uuid4().hex}"
             model_call = ModelCall(str(body.get("model") or ""), [], [])
-            context = self._reply_context(prepared.removeprefix("resp_"), model_call)
-            shown = response(context, status="completed", output=[])
+            context = self._reply_context(response_id.removeprefix("resp_"), model_call)
+            empty = response(context, status="completed", output=[])
             for event in ("response.created", "response.completed"):
-                await self._send(dump_json({"type": event, "response": shown}))
-            return self._remember(prepared, body, [])
+                await self._send(dump_json({"type": event, "response": empty}))
+            return self._remember(response_id, body, [])
         model_call = openai_responses.decode(dump_json({**body, "stream": True}), self._request.raw_path)
         generation = await self._begin(openai_responses, model_call, self._request)
         encoder = openai_responses.stream_encoder(self._reply_context(generation.call.call_id, model_call))
@@ -81,9 +82,9 @@ class _Connection:
             self._remember(self._ended["id"], body, self._ended["output"])
 
     async def refuse(self, error: DialectError) -> None:
-        """Say why a message cannot be answered."""
-        told = json.loads(openai_responses.encode_error(error))
-        await self._send(dump_json({"type": "error", "status": error.status, **told}))
+        """Send an error message."""
+        fields = json.loads(openai_responses.encode_error(error))
+        await self._send(dump_json({"type": "error", "status": error.status, **fields}))
 
     def _whole_request(self, message: dict[str, Any]) -> dict[str, Any]:
         if message.pop("type", None) != "response.create":
@@ -105,7 +106,7 @@ class _Connection:
         return ReplyContext(call_id, int(time.time()), self._request.raw_path, model_call)
 
     async def _send_events(self, events: bytes) -> None:
-        """Server-sent events, each as a message of its own."""
+        """Send each of the server-sent events as a message. Keeps the response of the final one in `_ended`."""
         for event in events.split(b"\n\n"):
             name, _, data = event.partition(b"\ndata: ")
             if name in _ENDS:
@@ -118,7 +119,7 @@ class _Connection:
 
 
 def _items(given: Any) -> list[Any]:
-    """The items of an `input`, which may be a text."""
+    """Return an `input` as a list of items. A text becomes a user message."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     return given if isinstance(given, list) else []

@@ -1,6 +1,6 @@
-"""vLLM client: token ids in; token ids, log-probabilities and weight versions out.
+"""vLLM client: sends token ids, receives token ids, log-probabilities and weight versions.
 
-Speaks vLLM's `POST /inference/v1/generate` (vLLM 0.32 and newer, started with `--enable-scale-out`), streaming.
+Uses vLLM's streaming `POST /inference/v1/generate` (vLLM 0.32 and newer, started with `--enable-scale-out`).
 """
 
 import json
@@ -19,15 +19,20 @@ GENERATE = "/inference/v1/generate"
 
 @dataclass(slots=True)
 class Chunk:
-    """Newly sampled tokens; the last chunk names the finish reason and the weights of the whole completion."""
+    """Newly sampled tokens. The chunk with the finish reason has the weight versions of the request's whole completion.
+
+    A chunk may have no tokens: vLLM sends the usage in one of its own.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
+    """Natural-log probability of each of `token_ids`, or empty when the engine sent those of other tokens."""
     finish_reason: str | None = None
     stop: str | None = None
     """The stop text that ended the completion."""
     weight_versions: list[VersionSpan] | None = None
     cached_tokens: int | None = None
+    """Number of prompt tokens that came from the engine's prefix cache."""
 
 
 class Engine:
@@ -35,20 +40,20 @@ class Engine:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        # no total timeout: a generation may take as long as it takes, and may queue behind a weight update
+        # no total timeout: a generation may be long, or queue behind a weight update
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
         self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
         self._max_model_len: int | None = None
         self.model = ""
 
     async def close(self) -> None:
-        """Close the connections; running generations end with `EngineError`."""
+        """Close the connections. Running generations raise `EngineError`."""
         await self._session.close()
 
     async def max_model_len(self) -> int:
-        """The engine's context window in tokens. Asked once; also learns the served model's name.
+        """Return the engine's context window in tokens. Sets `model` to the served model's name. Cached.
 
-        Raises `EngineError` when the engine cannot be reached or does not say.
+        Raises `EngineError` when the engine cannot be reached or its answer is not vLLM's.
         """
         if self._max_model_len is None:
             models = await self._get("/v1/models")
@@ -60,22 +65,23 @@ class Engine:
         return self._max_model_len
 
     async def describe(self) -> dict[str, Any]:
-        """The engine's own description: served model, context window in tokens, vLLM's version and configuration.
+        """Return the served model, the context window in tokens, and vLLM's version and configuration.
 
-        The last two are None when it does not tell; the configuration needs VLLM_SERVER_DEV_MODE=1. Raises
-        `EngineError`.
+        The version and the configuration are None when the engine does not serve them. The configuration needs
+        VLLM_SERVER_DEV_MODE=1. Raises `EngineError`.
         """
-        context = await self.max_model_len()
+        max_model_len = await self.max_model_len()
         version, information = await self._get("/version"), await self._get("/server_info")
         return {
             "model": self.model,
-            "max_model_len": context,
+            "max_model_len": max_model_len,
             "vllm": version.get("version"),
             "configuration": information.get("vllm_config"),
         }
 
     async def _get(self, path: str) -> dict[str, Any]:
-        """An object that the engine serves; an empty one when it does not. Raises `EngineError` when it is down."""
+        """Return a JSON object of the engine, or an empty one for any other answer. Raises `EngineError` when it cannot
+        be reached."""
         try:
             async with self._session.get(self.url + path) as response:
                 answer = json.loads(await response.read()) if response.status == 200 else {}
@@ -86,11 +92,11 @@ class Engine:
         return answer if isinstance(answer, dict) else {}
 
     async def generate(self, token_ids: list[int], sampling: dict[str, Any], model: str | None) -> AsyncIterator[Chunk]:
-        """Sample a completion of `token_ids`, as it comes.
+        """Sample a completion of `token_ids`. Yields chunks as they arrive.
 
-        `model` names a LoRA adapter, or is None for the base model. Closing the iterator stops the generation. Raises
-        `EngineError` when the engine is down, refuses, answers something else than the protocol, or ends before the
-        completion does.
+        `model` names a LoRA adapter, or is None for the base model. Closing the iterator cancels the generation. Raises
+        `EngineError` when the engine cannot be reached, refuses the request, violates the protocol, or closes the
+        stream without a finish reason.
         """
         body: dict[str, Any] = {"token_ids": token_ids, "stream": True, "sampling_params": {**sampling, "logprobs": 0}}
         body["stream_options"] = {"include_usage": True}
@@ -109,34 +115,34 @@ class Engine:
                     yield chunk
         except (aiohttp.ClientError, TimeoutError) as error:
             if finished:
-                return  # only its last words were lost
-            why = f"the engine at {self.url} failed: {error or type(error).__name__}"
-            raise EngineError(why, retryable=True) from error
+                return  # all tokens have arrived: at most the usage is lost
+            message = f"the engine at {self.url} failed: {error or type(error).__name__}"
+            raise EngineError(message, retryable=True) from error
         if not finished:
-            why = f"the engine at {self.url} ended the generation without a finish reason"
-            raise EngineError(why, status=502, retryable=True)
+            message = f"the engine at {self.url} ended the generation without a finish reason"
+            raise EngineError(message, status=502, retryable=True)
 
     async def _post(self, body: dict[str, Any]) -> aiohttp.ClientResponse:
         data, headers = _encode(body), {"content-type": "application/json"}
         try:
             return await self._session.post(self.url + GENERATE, data=data, headers=headers)
         except aiohttp.ServerDisconnectedError:
-            # uvicorn closes a kept connection after an internal error; nothing was sampled yet, so ask once more
+            # uvicorn closes a keep-alive connection after an internal error; no token has arrived, so retry once
             return await self._session.post(self.url + GENERATE, data=data, headers=headers)
 
 
 def _encode(body: dict[str, Any]) -> bytes:
     try:
-        return orjson.dumps(body)  # a tenth of json's time for a long list of token ids
+        return orjson.dumps(body)  # ten times faster than json for a long list of token ids
     except TypeError:
-        return json.dumps(body).encode()  # a harness's schema may hold integers of more than 64 bits
+        return json.dumps(body).encode()  # a harness's schema may have integers of more than 64 bits
 
 
 async def _events(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """The data of each server-sent event. A line may be longer than aiohttp's own line reader allows."""
+    """Yield the data of each server-sent event. Lines have no length limit, unlike with aiohttp's `readline`."""
     buffer = b""
-    async for piece in stream.iter_any():
-        buffer += piece
+    async for received in stream.iter_any():
+        buffer += received
         *lines, buffer = buffer.split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
@@ -148,8 +154,8 @@ def _chunk(data: bytes) -> Chunk:
         event = orjson.loads(data)
         if "error" in event:
             status = int(event["error"].get("code") or 500)
-            why = f"the engine refused: {event['error'].get('message')}"
-            raise EngineError(why, status=max(status, 400), retryable=status >= 500)
+            message = f"the engine refused: {event['error'].get('message')}"
+            raise EngineError(message, status=max(status, 400), retryable=status >= 500)
         usage = event.get("usage") or {}
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         if not event["choices"]:
@@ -157,7 +163,7 @@ def _chunk(data: bytes) -> Chunk:
         choice = event["choices"][0]
         token_ids = [int(i) for i in choice["token_ids"]]
         content = (choice.get("logprobs") or {}).get("content") or []
-        # log-probabilities of other tokens are worse than none: the call is then marked for their number
+        # drop log-probabilities of other tokens: `find_violation` then marks the call for their wrong number
         matching = [entry["token_id"] for entry in content] == token_ids
         versions = choice.get("weight_versions")
         return Chunk(
@@ -170,12 +176,12 @@ def _chunk(data: bytes) -> Chunk:
             cached_tokens=cached,
         )
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise EngineError(f"the engine answered garbage ({error!r}): {data[:200]!r}", status=502) from error
+        raise EngineError(f"the engine sent an invalid event ({error!r}): {data[:200]!r}", status=502) from error
 
 
 async def _refusal(response: aiohttp.ClientResponse) -> EngineError:
     text = (await response.read()).decode("utf-8", "replace")[:500]
     hint = f"; {GENERATE} needs vLLM 0.32 or newer with --enable-scale-out" if response.status in (403, 404) else ""
     status = response.status if response.status in (400, 413, 503) else 502
-    why = f"the engine answered {response.status}: {text}{hint}"
-    return EngineError(why, status=status, retryable=response.status >= 500)
+    message = f"the engine answered {response.status}: {text}{hint}"
+    return EngineError(message, status=status, retryable=response.status >= 500)

@@ -1,6 +1,6 @@
 """The completion of one call, sampled across failures of the engines.
 
-Each request to an engine samples a piece. The next piece goes on from the last token of the one before.
+A retry sends the prompt and the tokens sampled so far, and samples the rest.
 """
 
 import asyncio
@@ -19,38 +19,41 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 10.0
-"""Between attempts to go on with an engine that failed; each pause is twice the last one."""
+"""Bounds in seconds of the pauses between retries at the same engine. Each pause is twice the one before."""
 
 
 async def sample(
     call: Call, sampling: dict[str, Any], engines: EnginePool, policies: PolicyFile, writer: RunWriter, patience: float
 ) -> AsyncIterator[Chunk]:
-    """Sample into `call` until it has a finish reason; yields each chunk when its tokens are in `call`.
+    """Sample into `call` until it has a finish reason. Yields each chunk after its tokens were appended to `call`.
 
-    After a failure the completion goes on at another engine, or at the same one for up to `patience` seconds after the
-    last sampled token, and `writer` records it. A schema that the engine does not support is taken out of `sampling`.
-    Raises `EngineError`.
+    After a retryable failure the rest is sampled at once by another engine of the pool or, if all have just failed,
+    after a pause. `patience` bounds the sum of the pauses since the last sampled token, in seconds. Time inside
+    requests does not count. `writer` records each retry as an event `continued`.
+
+    If the engine answers 400 before the first token, `structured_outputs` is removed from `sampling` and the request is
+    repeated. Raises `EngineError` when it is not retryable or `patience` is used up.
     """
-    pause, waited, sampled = FIRST_PAUSE_SECONDS, 0.0, 0
+    pause, waited, num_sampled = FIRST_PAUSE_SECONDS, 0.0, 0
     while call.finish_reason is None:
         policy, start, engine = policies.read(), len(call.completion_ids), engines.of(call.session_id)
         try:
-            async for chunk in _sample_piece(call, sampling, engine, policy):
+            async for chunk in _sample_rest(call, sampling, engine, policy):
                 yield chunk
         except EngineError as error:
             if error.status == 400 and not call.completion_ids and sampling.pop("structured_outputs", None):
                 continue
             if not error.retryable:
                 raise
-            moves = engines.failed(engine)
-            _restore_last_words(call, sampling, start, policy, policies)
+            other_engine = engines.failed(engine)
+            _infer_lost_fields(call, sampling, start, policy, policies)
             if call.finish_reason is not None:
                 return
-            if len(call.completion_ids) > sampled:
-                pause, waited, sampled = FIRST_PAUSE_SECONDS, 0.0, len(call.completion_ids)
-            if not moves and waited + pause > patience:
+            if len(call.completion_ids) > num_sampled:
+                pause, waited, num_sampled = FIRST_PAUSE_SECONDS, 0.0, len(call.completion_ids)
+            if not other_engine and waited + pause > patience:
                 raise
-            logger.warning("call %s goes on after %d tokens: %s", call.call_id, sampled, error)
+            logger.warning("call %s: retrying after %d sampled tokens: %s", call.call_id, num_sampled, error)
             writer.note(
                 Event(
                     kind="continued",
@@ -61,18 +64,18 @@ async def sample(
                     call_id=call.call_id,
                 )
             )
-            if not moves:
+            if not other_engine:
                 await asyncio.sleep(pause)
                 waited, pause = waited + pause, min(2 * pause, LONGEST_PAUSE_SECONDS)
 
 
-async def _sample_piece(call: Call, sampling: dict[str, Any], engine: Engine, policy: Policy) -> AsyncIterator[Chunk]:
-    """Ask an engine once for the rest of the completion. Raises `EngineError`."""
+async def _sample_rest(call: Call, sampling: dict[str, Any], engine: Engine, policy: Policy) -> AsyncIterator[Chunk]:
+    """Request the rest of the completion once. Raises `EngineError`."""
     call.engine = engine.url
     start = len(call.completion_ids)
-    rest = {**sampling, "max_tokens": sampling["max_tokens"] - start}
+    request_sampling = {**sampling, "max_tokens": sampling["max_tokens"] - start}
     finish_reason = None
-    async for chunk in engine.generate([*call.prompt_ids, *call.completion_ids], rest, policy.model):
+    async for chunk in engine.generate([*call.prompt_ids, *call.completion_ids], request_sampling, policy.model):
         if chunk.token_ids and call.first_token_at is None:
             call.first_token_at = utc_now()
         call.completion_ids += chunk.token_ids
@@ -86,7 +89,7 @@ async def _sample_piece(call: Call, sampling: dict[str, Any], engine: Engine, po
             )
         yield chunk
     if policy.model is not None:
-        # vLLM counts weight versions of the base model only: an adapter's version is the name it was asked by
+        # vLLM reports weight versions of the base model only: use the version that belongs to the requested adapter
         call.weight_versions = [span for span in call.weight_versions if span.start < start]
         call.weight_versions.append(VersionSpan(version=policy.version, start=start, end=len(call.completion_ids)))
     if finish_reason == "abort":
@@ -96,9 +99,13 @@ async def _sample_piece(call: Call, sampling: dict[str, Any], engine: Engine, po
     call.finish_reason = finish_reason
 
 
-def _restore_last_words(call: Call, sampling: dict[str, Any], start: int, policy: Policy, policies: PolicyFile) -> None:
-    """Fill in what the lost end of a piece would have said: its weights, if the policy was the same before and after
-    it (the call keeps a gap otherwise, and is not trained on), and the finish reason, if nothing is left to sample."""
+def _infer_lost_fields(call: Call, sampling: dict[str, Any], start: int, policy: Policy, policies: PolicyFile) -> None:
+    """Infer what the last chunk of a failed request would have said.
+
+    Weights: `policy`, if it is still the published policy. Otherwise the spans keep a gap, which `find_violation`
+    reports, and the call is not trained on. Finish reason: `stop` after a stop token, `length` at the token limit, else
+    None.
+    """
     covered = call.weight_versions[-1].end if call.weight_versions else 0
     end = len(call.completion_ids)
     if covered == start < end and policies.read() == policy:

@@ -1,4 +1,4 @@
-"""Which weights are the policy now: `policy.json` in the run folder, written by the publisher, read for every call."""
+"""The published policy: `policy.json` in the run folder, written by the trainer and read for each engine request."""
 
 import json
 from dataclasses import dataclass
@@ -9,14 +9,15 @@ POLICY_FILE = "policy.json"
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The published weights. `model` is the LoRA adapter's name in the engine, or None for the base model."""
+    """Published weights. `model` is the LoRA adapter's name in the engine, or None for the base model."""
 
     version: str
     model: str | None = None
 
 
 class PolicyFile:
-    """The newest `policy.json` of a run. It is replaced atomically, so a changed time stamp means new contents."""
+    """Reader of a run's `policy.json`. The file is replaced atomically, and parsed again when its modification time or
+    inode changes."""
 
     def __init__(self, run: Path) -> None:
         self._path = run / POLICY_FILE
@@ -24,7 +25,10 @@ class PolicyFile:
         self._policy = Policy("default")
 
     def read(self) -> Policy:
-        """The current policy; the engine's own weights (`default`) before anything was published."""
+        """Return the current policy, or the version `default` (the engine's own weights) before the first publication.
+
+        Raises `OSError`, and `ValueError` or `KeyError` for a malformed file.
+        """
         try:
             stat = self._path.stat()
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Several vLLM servers of the same model: which of them answers a session."""
+"""Pool of vLLM servers with the same model: assigns an engine to each session."""
 
 import asyncio
 import hashlib
@@ -7,23 +7,26 @@ from collections.abc import Sequence
 from rolltap.addons.engine.client import Engine
 
 DOWN_SECONDS = 30.0
-"""How long an engine that failed is left out while another one answers."""
+"""Seconds for which a failed engine is not chosen, unless all have failed."""
 
 
 class EnginePool:
-    """Rendezvous hashing: a session stays with one engine, so that its calls meet their own prefix cache there, and the
-    sessions of an engine that fails move to the others and back. Must be created inside the event loop that uses it."""
+    """Assigns sessions to engines by rendezvous hashing.
+
+    The calls of a session go to one engine, which has their prefix cached. When an engine fails, only its sessions move
+    to others, and they return when `DOWN_SECONDS` are over. Create it inside the event loop that uses it.
+    """
 
     def __init__(self, urls: Sequence[str]) -> None:
         self._engines = [Engine(url) for url in urls]
         self._down_until: dict[Engine, float] = {}
 
     def of(self, session_id: str) -> Engine:
-        """The engine of a session, among those that did not just fail; among all when all did."""
+        """Return the engine of a session: among those that did not fail lately, or among all if all did."""
         return max(self._up() or self._engines, key=lambda engine: _weight(engine.url, session_id))
 
     def failed(self, engine: Engine) -> bool:
-        """Leave an engine out for a while; says whether another one is left."""
+        """Exclude an engine for `DOWN_SECONDS`. Returns True when another one is available."""
         self._down_until[engine] = asyncio.get_running_loop().time() + DOWN_SECONDS
         return bool(self._up())
 

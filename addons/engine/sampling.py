@@ -1,4 +1,4 @@
-"""Sampling parameters where nobody asks for others."""
+"""Default sampling parameters."""
 
 from typing import Any
 
@@ -11,5 +11,5 @@ NEUTRAL_SAMPLING: dict[str, Any] = {
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
 }
-"""Samples from the policy itself, so that log-probabilities are the policy's. All of it is sent with every call,
-because vLLM otherwise takes defaults from the model's generation_config.json."""
+"""Samples from the unmodified policy, so that sampled tokens follow the recorded log-probabilities. Each call sends all
+of them, because vLLM takes missing ones from the model's generation_config.json."""

@@ -1,6 +1,6 @@
-"""The digest of a row: what `rolltap verify` compares to find a changed bit.
+"""Digest of a row. `rolltap verify` recomputes it to find changed bits.
 
-It belongs to the row and not to its place, so that rows keep it when files are compacted, merged or split.
+It depends on the row's values alone, so that rows keep it when files are compacted, merged or split.
 """
 
 import json
@@ -14,17 +14,20 @@ import numpy as np
 import pyarrow as pa
 
 DIGEST = "digest"
-"""The column that holds it."""
+"""Name of the digest column."""
 
 _NUMBERS = {pa.int32(): "<i4", pa.float32(): "<f4"}
 
 
 def row_digest(row: Mapping[str, Any], schema: pa.Schema) -> str:
-    """Hexadecimal BLAKE2b-128 of a row of `schema`.
+    """Return the hexadecimal BLAKE2b-128 digest of a row of `schema`.
 
-    The values enter in the schema's order, without the digest itself: lists of numbers as their length and their
-    little-endian bytes in the column's type, so that a float counts as it is stored; all else as one JSON list at the
-    end, times as ISO 8601 in UTC.
+    The input is, without the digest column:
+
+    1. The values of each list of numbers, in column order, as little-endian bytes of the column's type. A float is
+       therefore digested as it is stored.
+    2. A JSON list with an entry for each column: the length of a list of numbers, or the value itself. Times are ISO
+       8601 in UTC.
     """
     digest = blake2b(digest_size=16)
     values: list[Any] = []
@@ -43,7 +46,7 @@ def row_digest(row: Mapping[str, Any], schema: pa.Schema) -> str:
 
 @cache
 def _columns(schema: pa.Schema) -> list[tuple[str, str | None, bool]]:
-    """Of each column: its name, the type of its numbers when it holds lists of them, whether it holds floats."""
+    """Return for each column: its name, the NumPy type of its lists' numbers or None, True for a float column."""
     return [
         (
             field.name,

@@ -1,4 +1,4 @@
-"""`run.json`: what a run was recorded with, for whoever reads it and for whoever records more of it."""
+"""`run.json`: the schema version, tokenizer, recorders and engines of a run."""
 
 import json
 from pathlib import Path
@@ -12,9 +12,9 @@ RUN_FILE = "run.json"
 
 
 def read_metadata(run: Path) -> dict[str, Any]:
-    """The contents of `run.json`.
+    """Return the contents of `run.json`.
 
-    Raises `RunError` when there is none, when it is damaged, and when another schema wrote it.
+    Raises `RunError` when the file is missing, is damaged, or has another schema version.
     """
     path = run / RUN_FILE
     try:
@@ -25,7 +25,7 @@ def read_metadata(run: Path) -> dict[str, Any]:
         raise RunError(f"{path} cannot be read: {error}") from error
     version = metadata.get("schema_version") if isinstance(metadata, dict) else None
     if not isinstance(version, int):
-        raise RunError(f"{path} names no schema_version")
+        raise RunError(f"{path} has no schema_version, or one that is not an integer")
     if version != SCHEMA_VERSION:
         other = "a newer" if version > SCHEMA_VERSION else "an older"
         raise RunError(f"{run} has schema {version}, this rolltap reads {SCHEMA_VERSION}: read it with {other} rolltap")
@@ -33,9 +33,10 @@ def read_metadata(run: Path) -> dict[str, Any]:
 
 
 def write_metadata(run: Path, metadata: dict[str, Any]) -> None:
-    """Create the run folder and its `run.json`, or check that the folder belongs to the same model.
+    """Create the run folder and its `run.json`, or check that an existing `run.json` has the same tokenizer.
 
-    A run holds token ids of one tokenizer: raises `RunError` when `run.json` names another tokenizer or template.
+    All token ids of a run belong to one tokenizer. Raises `RunError` when `run.json` has another tokenizer or chat
+    template, and `OSError`.
     """
     run.mkdir(parents=True, exist_ok=True)
     with locked(run, wait=True):
@@ -49,7 +50,10 @@ def write_metadata(run: Path, metadata: dict[str, Any]) -> None:
 
 
 def add_recorder(run: Path, recorder: dict[str, Any]) -> None:
-    """Note in `run.json`, under `recorders`, what one recorder samples with; once for those that are alike."""
+    """Append `recorder` to the list `recorders` of `run.json`, unless it has an equal entry.
+
+    Raises `RunError` and `OSError`.
+    """
     with locked(run, wait=True):
         metadata = read_metadata(run)
         recorders = metadata.setdefault("recorders", [])
@@ -59,7 +63,7 @@ def add_recorder(run: Path, recorder: dict[str, Any]) -> None:
 
 
 def add_engine(run: Path, url: str, engine: dict[str, Any]) -> None:
-    """Note in `run.json`, under `engines`, what an engine says of itself; the last word stands."""
+    """Set `engines[url]` of `run.json` to an engine's description. Raises `RunError` and `OSError`."""
     with locked(run, wait=True):
         metadata = read_metadata(run)
         engines = metadata.setdefault("engines", {})

@@ -1,9 +1,27 @@
-"""One append-only file of a run: an Arrow IPC stream that any Arrow reader may read while it grows.
+r"""Segment: one append-only file of a run, an Arrow IPC stream that Arrow readers can read while it grows.
 
-A commit is one record batch, written in three steps: its last byte, all but its first eight bytes, those eight. Until
-the third they are zero, which Arrow's readers take for the end of the stream: a process that is killed at any
-instruction leaves no half of a batch that somebody could read. The first makes the file as long as it will be, so that
-whoever maps a file maps a commit whole or not at all.
+             +-------------------------+
+    0        | schema message          |
+             +-------------------------+
+             | record batch message    |  commit 1
+             | ...                     |
+             | record batch message    |  commit N
+             +-------------------------+
+    size     | 00 00 00 00 00 00 00 00 |  prefix of commit N + 1, until step 3 writes it   \
+    size + 8 | metadata, body          |  step 2                                            > uncommitted tail
+    end - 1  | last byte               |  step 1                                           /
+             +-------------------------+
+
+A commit is one record batch message. Its prefix (8 bytes) is the marker ff ff ff ff and the length of the metadata. It
+is written in three steps:
+
+1. Write the last byte. The file then has its final length, so that a reader maps all bytes of the commit or none.
+2. Write all other bytes after the prefix.
+3. Write the prefix. This publishes the commit.
+
+Before step 3 the prefix is zero, which Arrow readers take for the end of the stream (a length of 0 in the IPC format
+before 0.15). A process that is killed before step 3 leaves an uncommitted tail from `size` on, which readers ignore. A
+machine that stops before `fdatasync` may lose any page of a commit. `rolltap verify` finds that by the rows' digests.
 """
 
 import errno
@@ -25,37 +43,36 @@ logger = logging.getLogger(__name__)
 
 BATCH_ROWS = 32
 BATCH_BYTES = 256 * 1024
-"""The most that a compacted batch holds, unless one commit is larger: what one damaged place costs. The 31 columns of a
-call take 2.4 KB a batch."""
+"""Limits of a compacted batch, unless one commit is larger. They bound the rows that one damaged byte can cost. Smaller
+batches would take more space: the metadata of the 31 call columns is 2.4 KB a batch."""
 _PREFIX = 8
-"""Bytes of a message that say where it ends: continuation marker and length (Arrow columnar format, IPC)."""
+"""Size of a message's prefix in bytes: continuation marker and metadata length (Arrow columnar format, IPC)."""
 _MARKER = b"\xff\xff\xff\xff"
 _MARKED = re.compile(rb"(?=\xff{4})")
-"""Every place of the marker; other bytes before it may be 0xff too."""
+"""All offsets of the marker, overlapping ones too: the bytes before a marker may also be 0xff."""
 _END = _MARKER + bytes(4)
-"""A message of no length: the end of a stream that is not appended to."""
+"""End-of-stream marker. Compacted files have one, files that grow do not."""
 
 
 class Segment:
-    """A file that this process alone appends to. It appears with its first commit and is locked (`flock`) until it is
-    closed.
+    """A file with one writer. It gets its name with the first commit and is locked (`flock`) until `close`.
 
-    Raises `OSError` when a commit could not be written, in which case nothing of it can be read. A file that has
-    commits takes no more then: a reader may have mapped it at the length of the one that failed.
+    Appends are not thread-safe. A commit that fails raises `OSError` and cannot be read. If the file has earlier
+    commits, do not append to it again: a reader may have mapped it at the length of the failed commit.
     """
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         self.path = path
         self.size = 0
-        """Bytes of all commits."""
+        """Size in bytes of the schema and all commits, 0 before the first commit."""
         self._schema = schema
         self._descriptor: int | None = None
         self._unsynced = False
         self._named = False
-        """Its name is on the disk too."""
+        """True after the folder was fsynced, and with it the file's name."""
 
     def append(self, batch: pa.RecordBatch) -> None:
-        """Commit the rows of a batch together."""
+        """Commit the rows of a batch together. Raises `OSError`."""
         message = memoryview(batch.serialize())
         if self._descriptor is None:
             self._create(message)
@@ -67,17 +84,17 @@ class Segment:
             _write(self._descriptor, message[:_PREFIX], self.size)
         except OSError:
             with suppress(OSError):
-                # all but a prefix of zeros, where a reader may look
+                # keep a zero prefix: a reader may have mapped these bytes
                 os.ftruncate(self._descriptor, self.size + _PREFIX)
             raise
         self.size = end
         self._unsynced = True
 
     def sync(self) -> None:
-        """Bring all commits so far to the disk. May run in another thread than `append`. Raises `OSError`."""
+        """Fsync all commits so far. May run in another thread than `append`. Raises `OSError`."""
         if not self._unsynced or self._descriptor is None:
             return
-        # before the call: what is committed while it runs is synced by the next one
+        # cleared first: a commit during fdatasync sets it again
         self._unsynced = False
         os.fdatasync(self._descriptor)
         if not self._named:
@@ -85,13 +102,13 @@ class Segment:
             self._named = True
 
     def close(self) -> None:
-        """Let go of the file. It needs no end marker: a stream ends where its bytes end."""
+        """Close and unlock the file. No end marker is written: readers take the end of the file for one."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     def _create(self, message: memoryview) -> None:
-        """A file without a schema would stop its readers: the name appears when the first commit is complete."""
+        """Create the file under a hidden name and rename it after the first commit: readers fail without a schema."""
         hidden = hidden_name(self.path)
         descriptor = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         try:
@@ -109,12 +126,11 @@ class Segment:
 
 
 class SegmentReader:
-    """The commits of a segment, in order; a context manager. Nothing is read of a file that has another schema than
-    `expected`.
+    """The commits of a segment, in file order; a context manager.
 
-    Iterating yields the byte offset of each batch and the batch, and goes on at the next commit behind damage.
-    Afterwards `damage` says what could not be read, by the byte where it begins, and `uncommitted` is the size of an
-    end that was never a whole commit.
+    Iterating yields (byte offset, batch) and skips damaged commits. A file whose schema differs from `expected` is
+    damaged and yields no batch. After iterating, `damage` maps the byte offset of each unreadable range to its reason,
+    and `uncommitted` is the size in bytes of the uncommitted tail.
     """
 
     def __init__(self, path: Path, expected: pa.Schema | None = None) -> None:
@@ -127,7 +143,7 @@ class SegmentReader:
             self._source = pa.memory_map(str(path))
             if path.stat().st_ino == self.inode:
                 break
-            self._source.close()  # compacted in between
+            self._source.close()  # replaced by `compact` between stat and open
         try:
             schema = pa.ipc.read_schema(self._next("schema"))
         except (pa.ArrowException, OSError, EOFError) as error:
@@ -139,7 +155,7 @@ class SegmentReader:
                 self.damage[0] = "it does not have the columns of its table"
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._source.close()
 
     def __enter__(self) -> Self:
@@ -150,54 +166,58 @@ class SegmentReader:
 
     def __iter__(self) -> Iterator[tuple[int, pa.RecordBatch]]:
         offset = None if self.schema is None else self._source.tell()
-        lost = False
-        # before it is read: what is committed meanwhile is no damage
+        in_damage = False
+        # the end is checked before the read: a commit published in between is then not taken for damage
         while offset is not None and not self._is_end(offset):
             try:
                 batch = self.read(offset)
-                # a flipped bit in an offset would have a reader look outside of the file
+                # a flipped bit in an Arrow offset would make later reads leave the buffer
                 batch.validate(full=True)
             except (pa.ArrowException, OSError, EOFError) as error:
-                if not lost:
+                if not in_damage:
                     self.damage[offset] = f"a commit cannot be read ({error})"
-                lost = True
+                in_damage = True
                 offset = self._find_marker(offset)
             else:
-                following = self._source.tell()
-                lost = False
+                next_offset = self._source.tell()
+                in_damage = False
                 yield offset, batch
-                offset = following
+                offset = next_offset
 
     def warn_of_damage(self) -> None:
-        """Log a warning when iterating found damage."""
-        for offset, what in self.damage.items():
-            logger.warning("%s, byte %d: %s; see `rolltap verify`", self.path, offset, what)
+        """Log a warning for each entry of `damage`."""
+        for offset, reason in self.damage.items():
+            logger.warning("%s, byte %d: %s; see `rolltap verify`", self.path, offset, reason)
 
     def _next(self, kind: str) -> pa.Message:
-        """The next message; pyarrow takes it for what it is asked for, and crashes if it is not."""
+        """Read the next message. Raises `pa.ArrowInvalid` for another type: pyarrow does not check it and crashes."""
         message = pa.ipc.read_message(self._source)
         if message.type != kind:
-            raise pa.ArrowInvalid(f"a message of type {message.type} where a {kind} belongs")
+            raise pa.ArrowInvalid(f"expected a message of type {kind}, found {message.type}")
         return message
 
     def read(self, offset: int) -> pa.RecordBatch:
-        """The batch at an offset that iterating yielded."""
+        """Return the batch at an offset that iterating yielded. Raises `pa.ArrowException`, `OSError` or `EOFError`."""
         self._source.seek(offset)
         return pa.ipc.read_record_batch(self._next("record batch"), self.schema)
 
     def _is_end(self, offset: int) -> bool:
-        """Whether the stream ends here: properly, or with a commit that was not completed and has none behind it."""
+        """Return True at an end marker or an uncommitted tail, and set `uncommitted` for a tail."""
         rest = self._bytes(offset)
-        # only one commit at a time can be incomplete: zeros before another message are damage, also when in doubt
+        # only the last commit can be incomplete, so a zero prefix with a marker behind it is damage. The marker may be
+        # data of an uncommitted tail: damage is then reported, but no rows of the tail are returned
         if not any(rest[:_PREFIX]) and self._find_marker(offset) is None:
             self.uncommitted = len(rest)
             return True
         return rest == _END
 
     def _find_marker(self, offset: int) -> int | None:
-        """Where the next message behind an offset may begin: messages lie at multiples of 8."""
-        places = (offset + found.start() for found in _MARKED.finditer(self._bytes(offset)))
-        return next((place for place in places if place > offset and place % 8 == 0), None)
+        """Return the offset of the next marker after `offset`, or None. Messages are aligned to 8 bytes. O(file size).
+
+        The marker may also be data of a damaged message.
+        """
+        markers = (offset + found.start() for found in _MARKED.finditer(self._bytes(offset)))
+        return next((marker for marker in markers if marker > offset and marker % 8 == 0), None)
 
     def _bytes(self, offset: int) -> memoryview:
         self._source.seek(offset)
@@ -205,33 +225,33 @@ class SegmentReader:
 
 
 def compact(path: Path) -> None:
-    """Rewrite a segment that nobody appends to: rows of a session together, in batches of bounded size.
+    """Rewrite a closed segment with the rows of a session together, in batches of bounded size.
 
-    The new file takes the place of the old one in one step, so that a reader sees one of them and a crash leaves one
-    of them. Rows stay in the order of their commits within a session. Does nothing when there is nothing to gain.
-    Raises `OSError`.
+    The new file replaces the old one atomically. Within a session, rows stay in commit order. An uncommitted tail is
+    dropped. Does nothing for fewer than two batches, or when the file is damaged. Raises `OSError` and
+    `pa.ArrowException`.
     """
     with SegmentReader(path) as reader:
         sessions: defaultdict[str | None, list[int]] = defaultdict(list)
-        offsets, rows = 0, 0
+        num_batches, num_rows = 0, 0
         for offset, batch in reader:
-            offsets, rows = offsets + 1, rows + batch.num_rows
+            num_batches, num_rows = num_batches + 1, num_rows + batch.num_rows
             for session_id in batch.column("session_id").unique().to_pylist():
                 sessions[session_id].append(offset)
-        if offsets < 2 or reader.damage:
+        if num_batches < 2 or reader.damage:
             return
-        written = 0
+        num_written = 0
         with new_file(path, "xb") as file:
             with pa.ipc.new_stream(file, reader.schema) as writer:
                 for batch in _regrouped(reader, sessions):
                     writer.write_batch(batch)
-                    written += batch.num_rows
-            if written != rows:
-                raise OSError(errno.EIO, f"{written} of {rows} rows were copied", str(path))
+                    num_written += batch.num_rows
+            if num_written != num_rows:
+                raise OSError(errno.EIO, f"{num_written} of {num_rows} rows were copied", str(path))
 
 
 def rows_of_session(batch: pa.RecordBatch, session_id: str | None) -> pa.RecordBatch:
-    """The rows of one session, of a batch that holds some."""
+    """Return the rows of one session. The batch must have at least one: a batch of one row is returned unchecked."""
     if batch.num_rows == 1:
         return batch
     ids = batch.column("session_id")
@@ -240,16 +260,16 @@ def rows_of_session(batch: pa.RecordBatch, session_id: str | None) -> pa.RecordB
 
 def _regrouped(reader: SegmentReader, sessions: dict[str | None, list[int]]) -> Iterator[pa.RecordBatch]:
     pending: list[pa.RecordBatch] = []
-    rows = size = 0
+    num_rows = num_bytes = 0
     for session_id, offsets in sessions.items():
         for offset in offsets:
             batch = rows_of_session(reader.read(offset), session_id)
-            more = batch.get_total_buffer_size()
-            if pending and (rows + batch.num_rows > BATCH_ROWS or size + more > BATCH_BYTES):
+            batch_bytes = batch.get_total_buffer_size()
+            if pending and (num_rows + batch.num_rows > BATCH_ROWS or num_bytes + batch_bytes > BATCH_BYTES):
                 yield _joined(pending)
-                pending, rows, size = [], 0, 0
+                pending, num_rows, num_bytes = [], 0, 0
             pending.append(batch)
-            rows, size = rows + batch.num_rows, size + more
+            num_rows, num_bytes = num_rows + batch.num_rows, num_bytes + batch_bytes
     if pending:
         yield _joined(pending)
 

@@ -1,4 +1,4 @@
-"""Files and folders that appear all at once: written under a hidden name, moved into place when they are complete."""
+"""Atomic files and folders: written under a hidden name and renamed when they are complete."""
 
 import errno
 import fcntl
@@ -13,12 +13,12 @@ from rolltap.addons.errors import RunError
 
 
 def hidden_name(path: Path) -> Path:
-    """The name of a file that is not complete yet."""
+    """Return the name of `path` while it is incomplete. Each process has its own."""
     return path.with_name(f".{path.name}.{os.getpid()}")
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
+    """Fsync a folder, and with it the names of its files. Raises `OSError`."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -28,9 +28,10 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def locked(path: Path, mode: int = os.O_RDONLY, *, wait: bool = False) -> Iterator[int | None]:
-    """Hold the lock (`flock`) of a file or folder: its descriptor, or None when another process holds it.
+    """Lock a file or folder (`flock`) for the block. Yields its descriptor, or None when it is not locked.
 
-    Also None when the lock belongs to what had this name before, which with `wait` is an error. Raises `OSError`.
+    It is not locked when another process holds the lock, or when `path` was replaced or removed meanwhile. With `wait`,
+    block until the lock is free. Raises `OSError`, with `wait` also for a replaced `path`.
     """
     descriptor = os.open(path, mode)
     try:
@@ -48,9 +49,9 @@ def locked(path: Path, mode: int = os.O_RDONLY, *, wait: bool = False) -> Iterat
 
 @contextmanager
 def new_file(path: Path, mode: str) -> Iterator[IO[Any]]:
-    """A locked file that takes the place of `path` when the block ends, and is removed when the block raises.
+    """Yield a locked file that replaces `path` when the block ends, and is removed when the block raises.
 
-    A reader sees the old contents or the new, never a part, and so does one who comes after the machine stopped.
+    Readers see either the old or the new contents, also after a machine crash: the file is fsynced before the rename.
     Raises `OSError`.
     """
     hidden = hidden_name(path)
@@ -68,7 +69,7 @@ def new_file(path: Path, mode: str) -> Iterator[IO[Any]]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` as `new_file` does; to a pipe or a device, which nothing may replace, as it is.
+    """Write `text` to `path` atomically. A pipe or device cannot be replaced and is written to directly.
 
     Raises `OSError`.
     """
@@ -81,13 +82,13 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder that becomes `out` when the block ends, and is removed when the block raises.
+    """Yield a folder that becomes `out` when the block ends, and is removed when the block raises.
 
-    The hidden folder is locked, so that what a killed command left behind is told from what is being written. The files
-    lie in a folder within it, as writers lock the folder that they write to.
+    The hidden folder is locked while it is written. An unlocked one was left by a killed command and is written anew.
+    The yielded folder lies inside it, because writers lock the folder that they write to.
 
     Raises `RunError` when `out` exists and is not an empty folder, when another command is writing it, and for an
-    `OSError`: a full disk, a missing permission.
+    `OSError` such as a full disk or a missing permission. `BrokenPipeError` passes through.
     """
     out = out.resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -111,6 +112,6 @@ def new_folder(out: Path) -> Iterator[Path]:
             finally:
                 shutil.rmtree(hidden)
     except BrokenPipeError:
-        raise  # of stdout: its reader has enough
+        raise  # from stdout, whose reader has closed it: not an error of `out`
     except OSError as error:
         raise RunError(f"{out} could not be written: {error}") from error

@@ -1,7 +1,7 @@
-"""The tables of a run folder: the writer of their segments, and reading them back.
+"""The tables of a run folder: the writer of their segments, and functions that read them.
 
-Every writer process has segments of its own, so several may record into one run. Rows never move from one file to
-another: a closed segment is compacted in its place.
+Each writer has its own segments, so that several processes can record into one run. Rows stay in their file: a closed
+segment is compacted in place.
 """
 
 import errno
@@ -26,24 +26,27 @@ logger = logging.getLogger(__name__)
 
 TABLES = {"calls": CALL_SCHEMA, "sessions": SESSION_SCHEMA, "events": EVENT_SCHEMA}
 _ROWS = {table: pa.struct(list(schema)) for table, schema in TABLES.items()}
-"""A row as one value, which pyarrow makes in half the time that it takes for a list of columns."""
+"""Struct type of each table's rows. Building one struct takes pyarrow half the time of a list of columns."""
 _TOKEN_COLUMNS = ("prompt_tail_ids", "completion_ids", "logprobs")
 
 Sync = Literal["never", "session", "call"]
-"""When commits are brought to the disk itself (`fdatasync`). Killing a process loses none in any case; `never` may lose
-those of the last seconds when the machine stops, `session` those of sessions that have not ended, `call` none."""
+"""When commits are synced (`fdatasync`): `call`, before a reply ends; `session`, when a session ends; `never`.
+
+A killed process loses no commit in any case. A machine crash may lose with `call` the events and the failed or aborted
+calls of sessions that have not ended, with `session` all commits of such sessions, with `never` every commit that the
+system has not written back."""
 
 SEGMENT_BYTES = 64 * 1024 * 1024
-"""A segment that is larger when a session ends is closed and compacted."""
+"""A segment of at least this size is closed and compacted when a session ends."""
 ROOM_BYTES = 4 * 1024 * 1024
-"""Free space without which no new call is begun: what the record of a long one takes."""
+"""Free space in bytes that a new call requires: the record of a long call."""
 
 
 class RunWriter:
-    """Appends calls, sessions and events to a run folder; one instance per process, and a context manager.
+    """Appends calls, sessions and events to a run folder; a context manager.
 
-    Files appear with their first row. Raises `OSError` when a commit could not be written, in which case nothing
-    of it is readable either. `sync` and `end_session` may run in other threads than the commits.
+    Files appear with their first row. A commit that fails raises `OSError` and cannot be read. Thread-safe: `sync`,
+    `end_session` and `close` may run in other threads than the commits.
     """
 
     def __init__(self, run: Path, sync: Sync = "session") -> None:
@@ -52,14 +55,15 @@ class RunWriter:
         self._suffix = f"{time.time_ns():x}-{os.getpid()}"
         self._segments: dict[str, Segment] = {}
         self._full: list[Segment] = []
-        """Segments that take no more commits."""
+        """Segments whose last commit failed. They are not appended to again."""
         self._count = 0
         self._commits = threading.Lock()
-        """Held for a commit, and whenever the segments change."""
+        """Guards `_segments`, `_full` and `_count`, and serialises commits."""
         self._syncs = threading.Lock()
-        """Held until the disk has answered: who waits for it finds his commits there too."""
-        self._lost: OSError | None = None
-        pa.array([0])  # the first one takes pyarrow a second, for it imports pandas: not in the middle of a call
+        """Serialises fdatasync. A thread that waited skips segments without commits newer than the last sync."""
+        self._sync_error: OSError | None = None
+        """The first error of fdatasync. All later commits and syncs raise."""
+        pa.array([0])  # pyarrow imports pandas on the first call, which takes a second: not during a model call
 
     def __enter__(self) -> Self:
         return self
@@ -68,23 +72,23 @@ class RunWriter:
         self.close()
 
     def require_room(self) -> None:
-        """Raise `OSError` unless the folder can be written and the record of another call has room on the disk."""
+        """Raise `OSError` unless the folder is writable and has `ROOM_BYTES` of free space."""
         if not os.access(self.run, os.W_OK):
-            raise PermissionError(errno.EACCES, "the run folder cannot be written", str(self.run))
+            raise PermissionError(errno.EACCES, "the run folder is not writable", str(self.run))
         disk = os.statvfs(self.run)
         if disk.f_bavail * disk.f_frsize < ROOM_BYTES:
             raise OSError(errno.ENOSPC, f"less than {ROOM_BYTES >> 20} MiB are free", str(self.run))
 
     def add_call(self, call: Call) -> None:
-        """Commit one call. With the policy `call`, `sync` has to follow."""
+        """Commit one call. Does not sync: with the policy `call` the caller does."""
         row = call.to_row()
         for name in _TOKEN_COLUMNS:
-            # pyarrow reads an array faster than a list, and so does the digest
+            # pyarrow and the digest take an array faster than a list
             row[name] = np.array(row[name], dtype=np.float32 if name == "logprobs" else np.int32)
         self._add_row("calls", row)
 
     def add_session(self, session: Session) -> None:
-        """Commit one session."""
+        """Commit one session, and sync unless the policy is `never`."""
         self._add_row("sessions", session.to_row())
         if self.sync_policy != "never":
             self.sync()
@@ -94,14 +98,14 @@ class RunWriter:
         self._add_row("events", event.to_row())
 
     def note(self, event: Event) -> None:
-        """Commit one event, or log that it could not be: a full disk must not keep anybody from an answer."""
+        """Commit one event. Logs an `OSError` instead of raising it, so that a full disk does not prevent the reply."""
         try:
             self.add_event(event)
         except OSError as error:
             logger.error("cannot write to %s: %s", self.run, error)
 
     def add_batch(self, table: str, batch: pa.RecordBatch) -> None:
-        """Commit rows of the table that have their digests already, together."""
+        """Commit a batch of rows, digest column included."""
         with self._commits:
             self._check()
             if table not in self._segments:
@@ -116,10 +120,10 @@ class RunWriter:
                 raise
 
     def sync(self) -> None:
-        """Bring all commits so far to the disk; of calls at the same time, one does it for all that wait.
+        """Sync all commits so far. Concurrent calls share an fdatasync.
 
-        Raises `OSError`, and then for every further commit: what the system could not write it forgets, and says so
-        once.
+        Raises `OSError`. After that every commit and sync raises: the kernel reports a failed write-back once and may
+        drop its pages, so that a later fdatasync would succeed without them.
         """
         with self._syncs:
             with self._commits:
@@ -127,27 +131,26 @@ class RunWriter:
             self._sync(segments)
 
     def end_session(self) -> None:
-        """A session of this writer ended: bring it to the disk, and compact segments that have grown large.
+        """Sync unless the policy is `never`; close and compact segments of at least `SEGMENT_BYTES`.
 
-        Raises `OSError` as `sync`.
+        Raises `OSError` as `sync` does.
         """
         self._close(SEGMENT_BYTES)
 
     def close(self) -> None:
-        """Bring all to the disk, close and compact the segments. A process that cannot do this loses nothing.
+        """Sync unless the policy is `never`; close and compact all segments. Commits are readable without `close`.
 
-        Raises `OSError` as `sync`.
+        Raises `OSError` as `sync` does.
         """
         self._close(0)
 
-    def _close(self, size: int) -> None:
-        """Bring all to the disk, and close and compact the segments of at least this size."""
+    def _close(self, min_bytes: int) -> None:
         closed: list[Segment] = []
         try:
             with self._syncs:
                 with self._commits:
                     segments = [*self._full, *self._segments.values()]
-                    closed += [segment for segment in segments if segment in self._full or segment.size >= size]
+                    closed += [segment for segment in segments if segment in self._full or segment.size >= min_bytes]
                     self._segments = {table: s for table, s in self._segments.items() if s not in closed}
                     self._full = []
                 if self.sync_policy != "never":
@@ -161,13 +164,16 @@ class RunWriter:
             try:
                 segment.sync()
             except OSError as error:
-                self._lost = error
+                self._sync_error = error
                 self._check()
 
     def _check(self) -> None:
-        if self._lost is not None:
-            why = f"earlier commits may not be on the disk ({self._lost}): stop the recorder and look"
-            raise OSError(errno.EIO, why, str(self.run))
+        if self._sync_error is not None:
+            message = (
+                f"fdatasync failed, so that earlier commits may not be on the disk ({self._sync_error}): stop the "
+                "recorder, check the disk, and run `rolltap verify`"
+            )
+            raise OSError(errno.EIO, message, str(self.run))
 
     def _add_row(self, table: str, row: dict[str, Any]) -> None:
         row[DIGEST] = row_digest(row, TABLES[table])
@@ -180,21 +186,21 @@ def _compact(segments: list[Segment]) -> None:
             if segment.size:
                 compact(segment.path)
         except (OSError, pa.ArrowException) as error:
-            logger.warning("%s stays as it is, in small batches: %s", segment.path, error)
+            logger.warning("%s was not compacted and stays readable as it is: %s", segment.path, error)
         finally:
             segment.close()
 
 
 def run_files(run: Path, table: str) -> list[Path]:
-    """The segments of one table (`calls`, `sessions` or `events`), by the time when their writers started."""
+    """Return the segments of one table (`calls`, `sessions` or `events`), ordered by the start of their writers."""
     return sorted(run.glob(f"{table}-*.arrow"))
 
 
 def read_batches(run: Path, table: str, sessions: Collection[str] | None = None) -> Iterator[pa.RecordBatch]:
-    """The rows of one table, file by file; those of a session in the order in which a writer committed them.
+    """Yield the rows of one table, file by file. Rows of a session that one writer committed are in commit order.
 
-    With `sessions`, only the rows of these session ids. What a crash left behind the last commit of a file is skipped;
-    damage is skipped and warned of.
+    With `sessions`, only the rows of these session ids. Uncommitted tails are skipped. Damage is skipped with a
+    warning. Raises `RunError` when `run` is not a run folder.
     """
     read_metadata(run)
     wanted = None if sessions is None else pa.array(list(sessions), pa.string())
@@ -209,16 +215,16 @@ def read_batches(run: Path, table: str, sessions: Collection[str] | None = None)
 
 
 def read_rows(run: Path, table: str, sessions: Collection[str] | None = None) -> Iterator[dict[str, Any]]:
-    """The rows of `read_batches`, one by one."""
+    """Yield the rows of `read_batches` one by one."""
     for batch in read_batches(run, table, sessions):
         yield from batch_rows(batch)
 
 
 def batch_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    """The rows of a batch, with lists of tokens made the quick way."""
-    tokens = {name: batch.column(name) for name in _TOKEN_COLUMNS if name in batch.schema.names}
-    rows: list[dict[str, Any]] = batch.drop_columns(list(tokens)).to_pylist()
-    for name, column in tokens.items():
+    """Return the rows of a batch. Token columns are converted through NumPy, which is faster than `to_pylist`."""
+    token_columns = {name: batch.column(name) for name in _TOKEN_COLUMNS if name in batch.schema.names}
+    rows: list[dict[str, Any]] = batch.drop_columns(list(token_columns)).to_pylist()
+    for name, column in token_columns.items():
         for row, values in zip(rows, column, strict=True):
             row[name] = values.values.to_numpy().tolist() if values.is_valid else None
     return rows

@@ -386,7 +386,7 @@ class TestEndOfSession:
             raise OSError("the disk is gone")
 
         monkeypatch.setattr(harness.endpoint.writer, "end_session", fail)
-        assert await harness.end() == (500, "the session is not on the disk: the disk is gone")
+        assert await harness.end() == (500, "the session has ended, but its calls may not be on disk: the disk is gone")
 
 
 async def test_a_call_is_not_begun_when_the_disk_is_almost_full(harness, scripted_engine, monkeypatch):

@@ -25,7 +25,7 @@ class TestMetadata:
 
     @pytest.mark.parametrize(
         ("text", "words"),
-        [("{", "cannot be read"), ("[]", "names no schema_version"), ("{}", "names no schema_version")],
+        [("{", "cannot be read"), ("[]", "has no schema_version"), ("{}", "has no schema_version")],
     )
     def test_damaged_metadata_is_refused(self, run, text, words):
         (run / "run.json").write_text(text)

@@ -328,7 +328,7 @@ class TestEndSession:
         for number in range(2):
             writer.add_call(make_call(number))
         writer.end_session()
-        assert "stays as it is, in small batches: [Errno 28] No space left on device" in caplog.text
+        assert "was not compacted and stays readable as it is: [Errno 28] No space left on device" in caplog.text
         assert call_ids(run) == ["0", "1"]
 
     def test_a_writer_whose_first_commit_failed_closes_quietly(self, run, monkeypatch, caplog):
