@@ -21,6 +21,7 @@ FLOORS = [
     ["rolltap"],
     ["trainer.commands"],
     ["trainer.cli"],
+    ["__main__"],
 ]
 """From the lowest to the highest. A room imports rooms of lower floors and none of its neighbours. `addons` and
 `trainer` are the modules beside their rooms; `rolltap` is the public page, the folder `trainer/rolltap`."""
@@ -30,6 +31,8 @@ FILES = sorted(path for top in ("addons", "trainer") for path in (ROOT / top).rg
 def room_of(module: str) -> str:
     """Return the room of a module, both named without the first `rolltap.`; the page is `rolltap`."""
     top, *rest = module.split(".")
+    if module == "trainer.rolltap.__main__":
+        return "__main__"
     if top not in ("addons", "trainer") or rest[:1] == ["rolltap"]:
         return "rolltap"
     inside = bool(rest) and ((ROOT / top / rest[0]).is_dir() or rest[0] in ("cli", "errors"))

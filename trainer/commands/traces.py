@@ -50,7 +50,7 @@ class _Roles(click.ParamType):
 @click.option("--max-tokens", type=click.IntRange(1), help="Cut off the end of longer traces.")
 @click.option("--out", type=FOLDER, help="Write a dataset into this folder, which must be new or empty.")
 @click.option("--json", "as_json", is_flag=True, help="Print each trace as a line of JSON.")
-@click.option("--ledger", "ledger_file", type=click.File("w", atomic=True), help="Write the ledger as JSON.")
+@click.option("--ledger", "ledger_file", type=click.File("w", lazy=True), help="Write the ledger as JSON.")
 def traces_command(
     run: Path,
     strategy: Strategy,
