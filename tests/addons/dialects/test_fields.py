@@ -18,8 +18,8 @@ FIELDS = Fields(BODY, Wording("At {place}: {what}.", index="<{}>", name=str.uppe
         (Fields.texts, "texts", ["x", "y"]),
         (Fields.texts, "gone", []),
         (Fields.elements, "gone", []),
-        (Fields.client_metadata, "a", {"A": "x"}),
-        (Fields.client_metadata, "n", {}),
+        (Fields.texts_by_place, "a", {"A": "x"}),
+        (Fields.texts_by_place, "n", {}),
     ],
 )
 def test_a_field_is_read_as_what_it_must_be(read, key, value):
