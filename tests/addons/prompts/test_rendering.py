@@ -33,7 +33,7 @@ class TestChoice:
 
     @pytest.mark.parametrize(
         ("renderer", "words"),
-        [("qwen4", "the renderer 'qwen4' does not fit"), ("gpt-oss", "the renderer 'gpt-oss' does not fit")],
+        [("qwen4", "cannot use the renderer 'qwen4' with"), ("gpt-oss", "cannot use the renderer 'gpt-oss' with")],
         ids=["unknown", "of another family"],
     )
     def test_a_wrong_name_is_refused(self, tokenizer_folder, renderer, words):

@@ -1,6 +1,7 @@
 """Templates that no renderer knows: continued when they write each message by itself, refused with a reason if not."""
 
 import pytest
+from transformers import AutoTokenizer
 
 from rolltap.addons.prompts.rendering import Rendering
 
@@ -72,6 +73,16 @@ def test_a_template_that_rewrites_the_past_is_refused(tmp_path, encode, template
     rendering = Rendering(str(tmp_path), "default")
     assert reason in rendering.refusal
     assert rendering.bridge(rendering.render(NEW, []), encode("Hi.<|im_end|>"), NEW, []) is None
+
+
+def test_a_tokenizer_without_a_stop_token_is_refused(tmp_path, save_tokenizer):
+    save_tokenizer(tmp_path, PLAIN)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    rendering = Rendering(str(tmp_path), "default")
+    assert rendering.stop_token_ids() == []
+    assert "does not end an assistant's turn with a stop token" in rendering.refusal
 
 
 def test_a_renderer_that_knows_its_model_has_no_refusal(tokenizer_folder):
