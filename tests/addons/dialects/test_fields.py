@@ -5,7 +5,7 @@ from rolltap.addons.dialects.fields import Fields, Wording
 from rolltap.addons.dialects.types import DialectError
 
 BODY = {"a": "x", "no": "", "n": 3, "yes": True, "list": [{"b": {"c": 1}}], "texts": ["x", "", "y"], "mixed": ["x", 5]}
-FIELDS = Fields(BODY, Wording("At {place}: {what}.", index="<{}>", name=str.upper))
+FIELDS = Fields(BODY, Wording("At {place}: {expected}.", index="<{}>", name=str.upper))
 
 
 @pytest.mark.parametrize(
