@@ -41,7 +41,7 @@ def test_a_schema_becomes_a_json_schema(schema, converted):
     assert json_schema(schema) == converted
 
 
-def test_properties_keep_their_names_and_get_the_order_that_is_wished():
+def test_properties_keep_their_names_and_follow_the_property_ordering():
     schema = {
         "type": "OBJECT",
         "properties": {"type": {"type": "STRING"}, "max_items": {"type": "NUMBER"}, "nullable": {"type": "BOOLEAN"}},
@@ -56,7 +56,7 @@ def test_properties_keep_their_names_and_get_the_order_that_is_wished():
     assert converted.keys() == {"type", "properties"}
 
 
-def test_the_fields_of_a_message_are_camel_case_and_set():
+def test_the_fields_of_a_message_are_in_camel_case_without_nulls():
     fields = camel_case_fields({"top_k": 1, "topP": 2, "seed": None, "_x": 3, "p_95_b": {"a_b": 4}})
     assert fields == {"topK": 1, "topP": 2, "_x": 3, "p95B": {"a_b": 4}}
 
@@ -69,7 +69,7 @@ def test_a_message_is_an_object_or_absent():
 
 
 @pytest.mark.parametrize("value", [{"a_b": 1}, [{"a_b": 1}], [{"aB": 1, "c": None}]])
-def test_a_message_alone_is_a_list_of_one(value):
+def test_a_single_message_is_a_list_of_one(value):
     assert [fields.values for fields in repeated_field(Fields({"parts": value}, WORDING), "parts")] == [{"aB": 1}]
 
 

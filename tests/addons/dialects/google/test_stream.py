@@ -20,7 +20,7 @@ def in_pieces(text, cuts):
 
 
 def stream(context, reply, cuts=(), error=None):
-    """The bytes of a streamed reply, cut into deltas, with a keep-alive before every piece."""
+    """Return the bytes of a streamed reply, cut into deltas, with a keep-alive before each piece."""
     encoder = google.stream_encoder(context)
     pieces = [encoder.delta(piece, "") for piece in in_pieces(reply.reasoning, cuts)]
     pieces += [encoder.delta("", piece) for piece in in_pieces(reply.content, cuts)]
@@ -29,7 +29,7 @@ def stream(context, reply, cuts=(), error=None):
 
 
 def chunks_of(body):
-    """The chunks of a stream, in either of its forms."""
+    """Return the chunks of a stream of server-sent events or of a JSON array."""
     if body.startswith(b"["):
         return json.loads(body)
     lines = [line for line in body.decode("ascii").splitlines() if line]
