@@ -118,7 +118,7 @@ class ContextOverflow(DialectError):
 def assistant_message(
     content: str, reasoning: str, tool_calls: list[dict[str, Any]], call_id: str | None = None
 ) -> Message:
-    """Return an assistant message. Of the fields but `role` and `content`, empty ones are left out."""
+    """Return an assistant message. Empty fields other than `content` are left out."""
     message: Message = {"role": "assistant", "content": content}
     if reasoning:
         message["reasoning_content"] = reasoning
@@ -208,7 +208,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class ReplyContext:
-    """The data besides the sampled message that a reply is encoded from."""
+    """Data for encoding a reply, besides the `Reply` and its `Usage`."""
 
     call_id: str
     created: int
