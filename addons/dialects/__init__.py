@@ -1,1 +1,1 @@
-"""One module per model API: pure functions between bytes on the wire and `ModelCall`, no I/O."""
+"""One package per model API: bytes on the wire to `ModelCall`, and `Reply` to bytes. No I/O."""

@@ -1,4 +1,4 @@
-"""The interface of a model API's package."""
+"""The interface that each model API's package implements."""
 
 from typing import Literal, Protocol
 
@@ -8,51 +8,57 @@ Operation = Literal["generate", "count_tokens", "models"]
 
 
 class StreamEncoder(Protocol):
-    """Bytes of one streamed reply, in the order `start`, any of `delta` and `keep_alive`, then `finish` or `error`."""
+    """Stateful encoder of one streamed reply.
+
+    Call `start` once, then `delta` and `keep_alive` any number of times, then `finish` or `error` once.
+    """
 
     content_type: str
 
     def start(self) -> bytes:
-        """The beginning, before anything is sampled."""
+        """Return the first bytes of the stream, before anything is sampled."""
 
     def delta(self, reasoning: str, content: str) -> bytes:
-        """New text, reasoning before content. Either may be empty, not both."""
+        """Return the events of new text, reasoning before content. At least one of the two is not empty."""
 
     def keep_alive(self) -> bytes:
-        """Bytes that change nothing and keep this API's clients from giving up."""
+        """Return bytes that reset the idle timers of this API's clients and add nothing to the reply."""
 
     def finish(self, reply: Reply, usage: Usage) -> bytes:
-        """The tool calls and every event that ends the stream. The reply's text has gone out as deltas."""
+        """Return the events of the tool calls and of the end. The reply's text was sent by `delta` before."""
 
     def error(self, error: DialectError) -> bytes:
-        """The event for a failure after the stream began; nothing follows it."""
+        """Return the last event of a stream that failed after `start`."""
 
 
 class Dialect(Protocol):
-    """A module of this package. Each is pure: bytes and records in, bytes and records out."""
+    """A model API's package. Its functions do no I/O and keep no state; only stream encoders have state."""
 
     NAME: str
 
     def operation(self, method: str, path: str) -> Operation | None:
-        """The operation of a request, by its method and exact path without the query; None when it is not served."""
+        """Return the operation of a request, or None when it is not served. `path` is exact and has no query."""
 
     def decode(self, body: bytes, target: str) -> ModelCall:
-        """The request to `target` (path and query), for generation or for counting.
+        """Decode a request to `target` (path and query) that asks for a reply or for a token count.
 
-        Raises `DialectError` for what the API itself would refuse.
+        Raises `DialectError` for an invalid or unsupported request.
         """
 
     def encode_reply(self, context: ReplyContext, reply: Reply, usage: Usage) -> bytes:
-        """The body of a reply to a request that did not ask for a stream."""
+        """Return the body of a reply that is not streamed."""
 
     def stream_encoder(self, context: ReplyContext) -> StreamEncoder:
-        """The encoder of a streamed reply."""
+        """Return a new encoder for one streamed reply."""
 
     def encode_error(self, error: DialectError) -> bytes:
-        """The body of an error reply."""
+        """Return the body of an error reply."""
 
-    def encode_token_count(self, tokens: int) -> bytes:
-        """The body of a reply to a request to count tokens. Not called for APIs without one."""
+    def encode_token_count(self, num_tokens: int) -> bytes:
+        """Return the body of a reply to a `count_tokens` request. APIs without that operation raise."""
 
     def encode_models(self, target: str, models: list[ServedModel], created: int) -> bytes:
-        """The body of a reply to a request for the models, or for the one that `target` names."""
+        """Return the body of a reply that lists `models`, or that describes the one model which `target` names.
+
+        `created` is in seconds since the epoch.
+        """

@@ -1,4 +1,4 @@
-"""Which model API a request speaks, by its method and exact path."""
+"""Routing: method, path and headers of a request to a model API and its operation."""
 
 import re
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ DIALECTS: list[Dialect] = [openai_chat, google, anthropic, openai_responses]
 _SAMPLES = re.compile(
     r"[/:](complete|completions|responses|messages|converse|invoke|predict|(stream)?generate)[a-z-]*$", re.I
 )
-"""How the paths of the known model APIs end, those that are served and those that are not."""
+"""Path endings of model APIs, including APIs that are not served here."""
 
 Service = Literal[Operation, "websocket"]
 """A request's operation; `websocket` opens a connection that speaks the Responses API."""
@@ -22,7 +22,7 @@ Service = Literal[Operation, "websocket"]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A request that is served."""
+    """An API and the service that a request asks of it."""
 
     dialect: Dialect
     service: Service
@@ -32,13 +32,14 @@ class Route:
 
 
 ROUTES = {str(route): route for dialect in DIALECTS for route in (Route(dialect, s) for s in get_args(Service))}
-"""Every pair of an API and a service by its text, for who is told of a route in a header."""
+"""Route by its text, which the endpoint receives in a header. Holds every pair of an API and a service."""
 
 
 def find_route(method: str, target: str, headers: Mapping[str, str]) -> Route | None:
-    """The API and the operation of a request to `target` (path and query), or None when it is not served.
+    """Return the route of a request to `target` (path and query), or None when it is not served.
 
-    Several APIs list their models under one path. Clients of Anthropic's are known by a header that it demands.
+    `headers` are looked up in lower case. OpenAI and Anthropic list models under the same path: the header
+    `anthropic-version`, which Anthropic's API requires, selects Anthropic.
     """
     path = target.partition("?")[0]
     if headers.get("upgrade", "").lower() == "websocket" and openai_responses.operation("POST", path) == "generate":
@@ -51,12 +52,15 @@ def find_route(method: str, target: str, headers: Mapping[str, str]) -> Route | 
 
 
 def looks_like_model_call(method: str, target: str) -> bool:
-    """Whether a request that is not served probably asks a model for a reply, in an API or version unknown here."""
+    """Return True when a request that is not served is probably a model call of another API or version.
+
+    A heuristic: a POST whose path ends like those of known model APIs.
+    """
     return method == "POST" and _SAMPLES.search(target.partition("?")[0]) is not None
 
 
 def not_served(method: str, target: str, headers: Mapping[str, str]) -> bytes:
-    """The body of a 404 in the words of the API that the request seems to be of, or an empty JSON object."""
+    """Return the body of a 404 in the format of the API that the request resembles, else an empty JSON object."""
     path = target.partition("?")[0]
     if "anthropic-version" in headers:
         dialect: Dialect = anthropic

@@ -1,4 +1,4 @@
-"""The common language of all dialects, between the wire and the engine."""
+"""Types that all dialects decode to and encode from, and functions on JSON and text that they share."""
 
 import base64
 import binascii
@@ -11,34 +11,35 @@ from typing import Any, Literal
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 Message = dict[str, Any]
-"""A message as `renderers` takes it: `role` (system, user, assistant or tool), `content` (text), and where they apply
+"""A message in the form of `renderers`: `role` (system, user, assistant or tool), `content` (text), and optionally
 `reasoning_content`, `tool_calls` (`{"id", "type": "function", "function": {"name", "arguments"}}`, arguments parsed)
-and `tool_call_id`. An assistant message may carry `call_id`: the call that its opaque fields say issued it."""
+and `tool_call_id`. An assistant message may have `call_id`: the id of the model call that issued it, as found in the
+opaque fields of the message."""
 
 Tool = dict[str, Any]
 """A tool in the OpenAI form, `{"type": "function", "function": {"name", "description", "parameters"}}`."""
 
 EchoRule = Callable[[dict[str, Any], Tool | None], dict[str, Any]]
-"""(arguments of a tool call, the tool if the request has it) -> a form of the arguments that is the same for those that
-the model sampled and for what a harness makes of them when it sends them back."""
+"""(arguments of a tool call, the tool if the request has it) -> a normal form of the arguments. Sampled arguments and
+their echo by a harness that rewrites them have the same normal form."""
 
 FREEFORM_ARGUMENT = "input"
-"""The one argument, a string, of the function that stands for a freeform tool."""
+"""The name of the only argument, a string, of the function that represents a freeform tool."""
 
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 _SIGNATURE = "rolltap:"
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text, its strings `well_formed`. Raises `ValueError` and `RecursionError`."""
+    """Return the value of a JSON text, with all strings `well_formed`. Raises `ValueError` and `RecursionError`."""
     value = json.loads(text)
-    if _SURROGATE_ESCAPE.search(text):  # pairs are fine, and rare enough to look twice
+    if _SURROGATE_ESCAPE.search(text):  # also true for valid pairs, which are kept; they are rare
         value = json.loads(well_formed(json.dumps(value, ensure_ascii=False)))
     return value
 
 
 def parse_arguments(text: str) -> Any:
-    """The arguments of an echoed tool call; what is not JSON stays the text that the model sampled."""
+    """Return the value of arguments in JSON, or `text` unchanged when it is not JSON."""
     try:
         return parse_json(text)
     except (ValueError, RecursionError):
@@ -46,7 +47,10 @@ def parse_arguments(text: str) -> Any:
 
 
 def javascript_number(value: float) -> float:
-    """`value` as a program in JavaScript reads and writes it: it has one kind of number, and 1.0 is 1."""
+    """Return `value` rounded to a double, JavaScript's only number type, and as an int when it is integral.
+
+    An int outside the range of doubles is returned unchanged.
+    """
     try:
         value = float(value)
         return int(value) if value.is_integer() else value
@@ -55,28 +59,30 @@ def javascript_number(value: float) -> float:
 
 
 def well_formed(text: str) -> str:
-    """`text` with U+FFFD for each lone surrogate.
+    """Return `text` with each lone surrogate replaced by U+FFFD.
 
-    Harnesses in JavaScript send them when they cut a text inside a character; no tokenizer and no Arrow string takes
-    them.
+    JavaScript harnesses send lone surrogates when they cut a text inside a character. They cannot be encoded as UTF-8,
+    which tokenizers and Arrow strings require.
     """
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def dump_json(value: Any) -> bytes:
-    """Compact JSON as every dialect writes it."""
+    """Return `value` as compact JSON in UTF-8, with `?` for each lone surrogate."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 def sign(call_id: str) -> str:
-    """The opaque field that is issued with a call's reasoning (a signature, encrypted content). It names the call and
-    proves nothing: it is only ever looked up among the calls of the session that sends it. Base64, as Google's SDK
-    decodes it."""
+    """Return the opaque field (signature, encrypted content) that is issued with the reply of a call.
+
+    It contains the call's id and is not authenticated: `Conversations` looks the id up among the calls of the sending
+    session. It is base64, because Google's SDK decodes it.
+    """
     return base64.b64encode((_SIGNATURE + call_id).encode()).decode()
 
 
 def signed_call(signature: str | None) -> str | None:
-    """The call that an opaque field was issued with, or None when it is not ours."""
+    """Return the id of the call that an opaque field was issued with, or None when `sign` did not write the field."""
     try:
         text = base64.b64decode(signature or "", validate=True).decode()
     except (binascii.Error, ValueError):
@@ -85,7 +91,7 @@ def signed_call(signature: str | None) -> str | None:
 
 
 class DialectError(Exception):
-    """A request that this API would answer with an error; `status` is its HTTP status, `code` its short name."""
+    """An error that is sent to the harness. `status` is the HTTP status, `code` the short name of the error."""
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request_error") -> None:
         super().__init__(message)
@@ -94,8 +100,10 @@ class DialectError(Exception):
 
 
 class ContextOverflow(DialectError):
-    """A prompt of `prompt_tokens` that leaves no room in a context window of `limit` tokens. Each API says it in its
-    own words, which harnesses look for before they compact their history."""
+    """A prompt of `prompt_tokens` tokens that leaves no room for a reply in a context window of `limit` tokens.
+
+    Each dialect uses the wording of its API: harnesses search for it to decide whether to compact their history.
+    """
 
     def __init__(self, prompt_tokens: int, limit: int) -> None:
         super().__init__(
@@ -107,31 +115,33 @@ class ContextOverflow(DialectError):
         self.limit = limit
 
 
-def assistant_message(content: str, reasoning: str, calls: list[dict[str, Any]], call_id: str | None = None) -> Message:
-    """A message of the assistant, without those of its fields that are empty."""
+def assistant_message(
+    content: str, reasoning: str, tool_calls: list[dict[str, Any]], call_id: str | None = None
+) -> Message:
+    """Return an assistant message. Empty fields other than `content` are left out."""
     message: Message = {"role": "assistant", "content": content}
     if reasoning:
         message["reasoning_content"] = reasoning
-    if calls:
-        message["tool_calls"] = calls
+    if tool_calls:
+        message["tool_calls"] = tool_calls
     if call_id:
         message["call_id"] = call_id
     return message
 
 
-def message_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """A tool call of an assistant message."""
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+def message_tool_call(tool_call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """Return a tool call of an assistant message."""
+    return {"id": tool_call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 @dataclass(frozen=True, slots=True)
 class WireTool:
-    """How the harness knows a tool that the model sees as a function of another name or form."""
+    """A tool's name and form on the wire, where they differ from the function that the model sees."""
 
     name: str
     namespace: str | None = None
     freeform: bool = False
-    """Its input is a text (`FREEFORM_ARGUMENT`), not JSON arguments."""
+    """True when the input is a text (`FREEFORM_ARGUMENT`) instead of JSON arguments."""
 
 
 @dataclass(slots=True)
@@ -143,27 +153,27 @@ class ModelCall:
     tools: list[Tool]
     stream: bool = False
     include_usage: bool = False
-    """Whether a stream ends with the token usage (Chat Completions only; the others always say it)."""
+    """True when a stream is to end with the token usage. Chat Completions only: other dialects always send it."""
     max_tokens: int | None = None
     stop: list[str] = field(default_factory=list)
-    """Texts that end the reply and are not part of it."""
+    """Stop texts. A stop text ends the reply and is not part of it."""
     schema: dict[str, Any] | None = None
-    """JSON schema that the reply must match; `{}` for any JSON object."""
+    """The JSON schema that the reply must match; `{}` for any JSON object."""
     requested_sampling: dict[str, Any] = field(default_factory=dict)
-    """Sampling and decoding wishes of the harness, as it wrote them. They are recorded, not obeyed."""
+    """Sampling and decoding options of the request, unchanged. They are recorded and not sent to the engine."""
     hosted_tools: list[Any] = field(default_factory=list)
-    """Tools that the provider would run itself, as the harness wrote them. The model is not shown them."""
+    """Tools that the provider would run itself, unchanged. The model does not see them."""
     wire_tools: dict[str, WireTool] = field(default_factory=dict)
-    """By the name that the model sees; only tools whose form on the wire differs."""
+    """Name that the model sees -> tool on the wire. Holds only tools whose name or form differs."""
     client_metadata: dict[str, str] = field(default_factory=dict)
-    """Signs of the call's purpose in the body, for its role: field -> value."""
+    """Place of a field in the body -> its text, for fields that hint at the role of the call."""
     echo_rule: EchoRule | None = None
-    """The harness's rewriting of tool calls' arguments in its echoes; None if it sends them as they are."""
+    """The rule for a harness that rewrites the arguments of tool calls in its echoes; None for other harnesses."""
 
 
 @dataclass(slots=True)
 class ToolCall:
-    """A tool call that the model made. `arguments` is JSON text, as the harness receives it."""
+    """A sampled tool call. `arguments` is a text, which is usually but not always valid JSON."""
 
     id: str
     name: str
@@ -179,17 +189,17 @@ class Reply:
     tool_calls: list[ToolCall] = field(default_factory=list)
     finish_reason: FinishReason = "stop"
     stop: str | None = None
-    """Which of the call's stop texts ended it."""
+    """The stop text that ended the reply, if any."""
 
     def to_message(self) -> Message:
-        """The message as a harness that echoes it verbatim would send it back."""
-        calls = [message_call(call.id, call.name, call.arguments) for call in self.tool_calls]
-        return assistant_message(self.content, self.reasoning, calls)
+        """Return the reply as a message, with the arguments of tool calls as text."""
+        tool_calls = [message_tool_call(call.id, call.name, call.arguments) for call in self.tool_calls]
+        return assistant_message(self.content, self.reasoning, tool_calls)
 
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts of one call. `cached` of the `prompt` tokens came from the engine's prefix cache."""
+    """Token counts of one call. `cached` is the part of `prompt` that came from the engine's prefix cache."""
 
     prompt: int
     completion: int
@@ -198,7 +208,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class ReplyContext:
-    """The fields of a reply besides the sampled message."""
+    """Data for encoding a reply, besides the `Reply` and its `Usage`."""
 
     call_id: str
     created: int
@@ -210,7 +220,7 @@ class ReplyContext:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model as a models list shows it; `context` is its window in tokens."""
+    """A model in a list of models. `context` is its context window in tokens."""
 
     name: str
     context: int

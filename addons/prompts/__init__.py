@@ -1,1 +1,1 @@
-"""Conversation to prompt token ids and back."""
+"""Conversation to prompt token ids, and sampled token ids to a reply."""

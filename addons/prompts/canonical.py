@@ -1,12 +1,12 @@
-"""A message as a string that is equal for equal messages, however a harness wrote them.
+"""The canonical form of a message, for comparing an issued reply with the harness's echo of it.
 
-Both the reply that was issued and its echo are brought to this form, so it may lose what harnesses change in an echo.
-A tool call's id is ours and in the string: two calls are never taken for one. What is lost:
+Both are brought to this form, so that changes which harnesses make in an echo do not matter. Tool call ids are part of
+the form: calls with different ids compare as different. The form ignores:
 
-- the order of keys and how a number is written (1.0, 1e0, more digits than JavaScript keeps);
-- whether arguments that are a JSON text were parsed once or twice;
-- blank text of the assistant, which APIs refuse and harnesses drop;
-- what the request's own `echo_rule` says that its harness does to arguments.
+- the order of keys, and how a number is written (1.0, 1e0, more digits than JavaScript keeps);
+- how many times arguments were encoded as JSON text;
+- empty fields, and blank text of the assistant, which APIs refuse and harnesses drop;
+- what the request's `echo_rule` says that its harness does to arguments.
 """
 
 import json
@@ -18,39 +18,42 @@ _SORTED = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
 
 
 def canonical(message: Message, model_call: ModelCall) -> str:
-    """A message of a request or of the reply to it as a string; its reasoning and opaque fields have no part in it."""
+    """Return the canonical form of a message of a request, or of the reply to it.
+
+    Reasoning and the issuing call (`call_id`) are left out.
+    """
     kept = {key: value for key, value in message.items() if value and key not in ("reasoning_content", "call_id")}
     if message["role"] == "assistant" and not message["content"].strip():
         kept.pop("content", None)
     if "tool_calls" in kept:
-        kept["tool_calls"] = [_call(call, model_call) for call in kept["tool_calls"]]
+        kept["tool_calls"] = [_canonical_tool_call(tool_call, model_call) for tool_call in kept["tool_calls"]]
     return _SORTED.encode(kept)
 
 
-def _call(call: dict[str, Any], model_call: ModelCall) -> dict[str, Any]:
-    name, arguments = call["function"]["name"], call["function"]["arguments"]
+def _canonical_tool_call(tool_call: dict[str, Any], model_call: ModelCall) -> dict[str, Any]:
+    name, arguments = tool_call["function"]["name"], tool_call["function"]["arguments"]
     parsed = arguments
     try:
-        while isinstance(parsed, str):  # an echo may have been parsed once already
+        while isinstance(parsed, str):  # the arguments of an echo may be parsed already
             parsed = json.loads(parsed)
         if model_call.echo_rule is not None and isinstance(parsed, dict):
             tool = next((tool for tool in model_call.tools if tool["function"]["name"] == name), None)
             parsed = model_call.echo_rule(parsed, tool)
-        normal = _numbers(parsed)
+        compared = _canonical_numbers(parsed)
     except (ValueError, RecursionError):
-        normal = parsed  # what is not JSON stays the text that it is
-    return {"id": call["id"], "name": name, "arguments": normal}
+        compared = parsed  # text that is not JSON, and values nested too deeply, are compared as they are
+    return {"id": tool_call["id"], "name": name, "arguments": compared}
 
 
-def _numbers(value: Any) -> Any:
-    """A value with its numbers as JavaScript writes them."""
+def _canonical_numbers(value: Any) -> Any:
+    """Return `value` with each number replaced by its `javascript_number`."""
     match value:
         case bool():
             return value
         case int() | float():
             return javascript_number(value)
         case dict():
-            return {key: _numbers(inner) for key, inner in value.items()}
+            return {key: _canonical_numbers(inner) for key, inner in value.items()}
         case list():
-            return [_numbers(inner) for inner in value]
+            return [_canonical_numbers(inner) for inner in value]
     return value

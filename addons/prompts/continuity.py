@@ -1,8 +1,8 @@
-"""Conversation to prompt token ids: continue a recorded call token for token, or render in full and say why.
+"""Conversation to prompt token ids: continue a recorded call token for token, or render in full and record why.
 
-A recorded turn is found by what the harness sends back, compared as canonical messages (`canonical.py`). Its text is
-never tokenised again. Reasoning does not take part in the comparison, as harnesses drop or keep it; like the opaque
-field issued with it (`call_id`), it only decides between turns that are otherwise equal.
+A recorded call is found by comparing canonical messages (`canonical.py`). Its text is not tokenised again. Reasoning is
+not compared, because some harnesses drop it. Reasoning, and the opaque field issued with it (`call_id`), only decide
+between calls that are otherwise equal.
 """
 
 import hashlib
@@ -16,12 +16,16 @@ from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.records import CallKind
 
 _BEFORE, _AFTER = 30, 50
-"""Characters shown on both sides of a difference."""
+"""Characters shown before and after the start of a difference."""
 
 
 @dataclass(slots=True)
 class Turn:
-    """A finished call. Its own tokens only: those before are its parent's, so T turns hold O(T) tokens."""
+    """A recorded call of a conversation.
+
+    It holds only the prompt token ids that follow its parent's completion, so that memory grows linearly with a
+    conversation.
+    """
 
     call_id: str
     parent: "Turn | None"
@@ -30,7 +34,7 @@ class Turn:
     reasoning: str
 
     def prompt_ids(self) -> list[int]:
-        """The full prompt of the call."""
+        """Return the full prompt of the call, in O(length of the prompt)."""
         pieces, turn = [self.tail_ids], self.parent
         while turn is not None:
             pieces += [turn.completion_ids, turn.tail_ids]
@@ -40,135 +44,142 @@ class Turn:
 
 @dataclass(slots=True)
 class Prompt:
-    """The prompt of a call, and how it came about."""
+    """The prompt of a call, and how it was made."""
 
     model_call: ModelCall = field(repr=False)
     ids: list[int]
     kind: CallKind
     reason: str | None
-    """Why the call is not `bridged`, and where it first differs from an earlier one; None when it is."""
+    """Why the call is not `bridged`; None when it is."""
     parent: Turn | None
     prefix_length: int
-    """How many of `ids` are the parent's prompt and completion."""
+    """The number of leading `ids` that are the parent's prompt and completion."""
     new_messages: list[Message]
-    """The messages after the parent's conversation and reply; all of them without a parent."""
-    states: list[str] = field(repr=False, default_factory=list)
-    """A digest of each prefix of the conversation."""
+    """The messages after the parent's conversation and reply. Without a parent, all messages."""
+    digests: list[str] = field(repr=False, default_factory=list)
+    """The digest of each prefix of the conversation: `digests[n]` covers `messages[:n]`."""
 
 
 class Conversations:
-    """The turns of one session, by the conversation that each of them completed."""
+    """The recorded calls of one session, indexed by the digest of each call's conversation and reply.
+
+    Not thread-safe.
+    """
 
     def __init__(self, rendering: Rendering) -> None:
         self._rendering = rendering
         self._turns: dict[str, list[Turn]] = {}
         self._by_call: dict[str, Turn] = {}
         self._next: dict[str, dict[str, str]] = {}
-        """State -> the messages that came next, and the call of each."""
+        """Digest of a prefix -> each canonical message that followed it -> the first call that had this message."""
         self._newest: tuple[list[Message], list[str]] = ([], [])
-        """The messages of the newest request and their states: most of the next one's, as a rule."""
+        """Cache: the messages of the newest request and the digests of their prefixes."""
         self._newest_turn: tuple[Turn | None, list[int]] = (None, [])
-        """The newest turn and its full prompt: the next call continues it, as a rule."""
+        """Cache: the newest turn and its full prompt, which the next call usually continues."""
 
     def prompt(self, model_call: ModelCall) -> Prompt:
-        """The prompt of a new call: the recorded conversation that ends with this one's last assistant message,
-        bridged, or all of it rendered.
+        """Return the prompt of a new call.
 
-        An earlier one would leave an assistant message among the new ones, and its tokens are those of another call.
+        It bridges the recorded call whose conversation and reply are the messages up to the last assistant message.
+        Without such a call, all messages are rendered. A call that ends earlier is not continued, because the new
+        messages would include an assistant message, whose sampled token ids belong to another call.
         """
         messages, tools = model_call.messages, model_call.tools
-        states = _states(model_call, *self._newest)
-        self._newest = messages, states
-        length = next((n for n in range(len(messages), 0, -1) if messages[n - 1]["role"] == "assistant"), 0)
-        turns = self._turns.get(states[length], []) if length else []
-        turn = _pick(turns, messages[length - 1]) if turns else None
+        digests = _prefix_digests(model_call, *self._newest)
+        self._newest = messages, digests
+        reply_end = next((n for n in range(len(messages), 0, -1) if messages[n - 1]["role"] == "assistant"), 0)
+        turns = self._turns.get(digests[reply_end], []) if reply_end else []
+        turn = _pick(turns, messages[reply_end - 1]) if turns else None
         if turn is not None:
             newest, newest_prompt_ids = self._newest_turn
             prompt_ids = newest_prompt_ids if turn is newest else turn.prompt_ids()
-            ids = self._rendering.bridge(prompt_ids, turn.completion_ids, messages[length:], tools)
+            ids = self._rendering.bridge(prompt_ids, turn.completion_ids, messages[reply_end:], tools)
             if ids is not None:
-                prefix = len(prompt_ids) + len(turn.completion_ids)
-                return Prompt(model_call, ids, "bridged", None, turn, prefix, messages[length:], states)
+                prefix_length = len(prompt_ids) + len(turn.completion_ids)
+                return Prompt(model_call, ids, "bridged", None, turn, prefix_length, messages[reply_end:], digests)
             reason = self._rendering.refusal or f"the renderer cannot continue call {turn.call_id}"
         elif turns:
-            reason = f"{len(turns)} earlier calls fit equally well up to message {length}"
+            reason = f"{len(turns)} earlier calls fit equally well up to message {reply_end}"
         else:
-            reason = self._difference(model_call, states) if self._turns else "no earlier call"
+            reason = self._difference(model_call, digests) if self._turns else "no earlier call"
         ids = self._rendering.render([self._with_reasoning(message) for message in messages], tools)
-        return Prompt(model_call, ids, "rendered" if length else "root", reason, None, 0, messages, states)
+        return Prompt(model_call, ids, "rendered" if reply_end else "root", reason, None, 0, messages, digests)
 
     def add(self, call_id: str, prompt: Prompt, completion_ids: list[int], reply: Message) -> None:
-        """Remember a completed call, so that the next one can continue it. `reply` is what the harness saw."""
-        tail = prompt.ids[prompt.prefix_length :]
-        turn = Turn(call_id, prompt.parent, tail, completion_ids, reply.get("reasoning_content") or "")
-        self._turns.setdefault(_next_state(prompt.states[-1], reply, prompt.model_call), []).append(turn)
+        """Record a completed call for later calls to continue. `reply` is the message that the harness receives."""
+        tail_ids = prompt.ids[prompt.prefix_length :]
+        turn = Turn(call_id, prompt.parent, tail_ids, completion_ids, reply.get("reasoning_content") or "")
+        self._turns.setdefault(_extend_digest(prompt.digests[-1], reply, prompt.model_call), []).append(turn)
         self._by_call[call_id] = turn
         self._newest_turn = turn, prompt.ids
-        first = len(prompt.states) - 1 - len(prompt.new_messages)
-        for state, message in zip(prompt.states[first:], [*prompt.new_messages, reply], strict=True):
-            self._next.setdefault(state, {}).setdefault(canonical(message, prompt.model_call), call_id)
+        first_new = len(prompt.digests) - 1 - len(prompt.new_messages)
+        for digest, message in zip(prompt.digests[first_new:], [*prompt.new_messages, reply], strict=True):
+            self._next.setdefault(digest, {}).setdefault(canonical(message, prompt.model_call), call_id)
 
     def _with_reasoning(self, message: Message) -> Message:
-        """The reasoning belongs to the context when the harness sends only the opaque field issued with it."""
+        """Return the message with its recorded reasoning when the harness sent only the opaque field issued with it."""
         turn = self._by_call.get(message.get("call_id", ""))
         if turn is None or not turn.reasoning or message.get("reasoning_content"):
             return message
         return {**message, "reasoning_content": turn.reasoning}
 
-    def _difference(self, model_call: ModelCall, states: list[str]) -> str:
-        """Where the conversation leaves those that were recorded, in words."""
+    def _difference(self, model_call: ModelCall, digests: list[str]) -> str:
+        """Describe where the conversation first differs from the recorded ones."""
         messages = model_call.messages
-        known = [i for i, state in enumerate(states) if state in self._next or state in self._turns]
-        if not known:
+        recorded = [n for n, digest in enumerate(digests) if digest in self._next or digest in self._turns]
+        if not recorded:
             return "its tools are not those of any earlier call"
-        length = known[-1]
-        if turns := self._turns.get(states[length]):
+        shared = recorded[-1]  # the number of messages in the longest recorded prefix
+        if turns := self._turns.get(digests[shared]):
             return f"after call {turns[-1].call_id} it has an assistant message that no call sampled"
-        theirs, call_id = next(reversed(self._next[states[length]].items()))
-        if length == len(messages):
+        theirs, call_id = next(reversed(self._next[digests[shared]].items()))
+        if shared == len(messages):
             return f"it ends within the conversation of call {call_id}"
-        ours = canonical(messages[length], model_call)
-        return f"message {length} is not that of call {call_id}: {describe_difference(ours, theirs)}"
+        ours = canonical(messages[shared], model_call)
+        return f"message {shared} is not that of call {call_id}: {describe_difference(ours, theirs)}"
 
 
 def describe_difference(ours: str, theirs: str) -> str:
-    """Two texts around the first character in which they differ."""
+    """Return an excerpt of both texts around the first character in which they differ."""
     at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
     start = max(0, at - _BEFORE)
     return f"{ours[start : at + _AFTER]!r} where it had {theirs[start : at + _AFTER]!r}"
 
 
-def _states(model_call: ModelCall, known: list[Message], known_states: list[str]) -> list[str]:
-    """A digest of each prefix of the conversation, the tools and the echo rule included; `states[n]` covers
-    `messages[:n]`.
+def _prefix_digests(model_call: ModelCall, known: list[Message], known_digests: list[str]) -> list[str]:
+    """Return the N + 1 digests of the prefixes of N messages. Each covers the tools and the echo rule too.
 
-    `known` is a conversation whose states are known, so that what it shares with this one is not digested again.
+    `known_digests` are those of the messages `known`: the digests of a shared prefix are copied instead of computed.
     """
     rule = model_call.echo_rule and model_call.echo_rule.__name__
     first = json.dumps([model_call.tools, rule], sort_keys=True)
-    states = [hashlib.blake2b(first.encode(), digest_size=16).hexdigest()]
+    digests = [hashlib.blake2b(first.encode(), digest_size=16).hexdigest()]
     for i, message in enumerate(model_call.messages):
-        if i < len(known) and states[i] == known_states[i] and _identical(message, known[i]):
-            states.append(known_states[i + 1])
+        if i < len(known) and digests[i] == known_digests[i] and _identical(message, known[i]):
+            digests.append(known_digests[i + 1])
         else:
-            states.append(_next_state(states[i], message, model_call))
-    return states
+            digests.append(_extend_digest(digests[i], message, model_call))
+    return digests
 
 
 def _identical(message: Message, other: Message) -> bool:
-    """Whether two messages are equal, and also in their types: Python calls True and 1 equal."""
+    """Return True when two messages are equal and their tool calls have the same types: in Python, True == 1 == 1.0."""
     if message != other:
         return False
     return "tool_calls" not in message or repr(message["tool_calls"]) == repr(other["tool_calls"])
 
 
-def _next_state(state: str, message: Message, model_call: ModelCall) -> str:
-    text = state + canonical(message, model_call)
+def _extend_digest(digest: str, message: Message, model_call: ModelCall) -> str:
+    """Return the digest of a prefix and the message after it."""
+    text = digest + canonical(message, model_call)
     return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16).hexdigest()
 
 
 def _pick(turns: list[Turn], echoed: Message) -> Turn | None:
-    """The turn that the echoed reply belongs to, or None in doubt. Turns of equal tokens are the same turn."""
+    """Return the turn that issued the echoed reply, or None when that is ambiguous.
+
+    `turns` have the same canonical conversation and reply. Turns with equal token ids count as the same turn.
+    """
     if len(turns) > 1 and (issued := [turn for turn in turns if turn.call_id == echoed.get("call_id")]):
         return issued[0]
     if len(turns) > 1:

@@ -1,4 +1,4 @@
-"""Text of a growing reply as it becomes certain, for streaming."""
+"""Text deltas of a growing reply, for streaming."""
 
 import re
 from collections.abc import Sequence
@@ -6,44 +6,47 @@ from collections.abc import Sequence
 from rolltap.addons.dialects.types import Reply
 
 _LONGEST_TAG = 33
+"""Characters. A `<` further than this from the end of the text is not taken for the beginning of a tag."""
 _OPEN_TAG = re.compile(r"<[^<>\n]*\Z")
 
 
 class TextDeltas:
-    """Chooses the text to send next of a reply that is parsed again and again while it grows.
+    """Text deltas of a reply that is parsed again and again while it grows.
 
-    What was sent stays sent: `finish` makes the reply's text what the harness has seen, should the last parse have
-    read the tokens differently (a `</think>` without an opening tag turns text into reasoning, for instance).
+    Sent text cannot be taken back. A later parse may contradict it: a `</think>` without an opening tag, for instance,
+    turns text into reasoning. `finish` then replaces the reply's text by the text that was sent.
     """
 
     def __init__(self) -> None:
-        self._reasoning = ""
-        self._content = ""
+        self._sent_reasoning = ""
+        self._sent_content = ""
 
     def feed(self, reply: Reply) -> tuple[str, str]:
-        """New reasoning and new content of a partial reply."""
+        """Return the new reasoning and the new content of a partial reply, without text that may still change."""
         return self._send(_settled(reply.reasoning), _settled(reply.content))
 
     def finish(self, reply: Reply) -> tuple[str, str]:
-        """The rest of the text of the complete reply."""
+        """Return the rest of the complete reply's text, and set the reply's text to all that was sent."""
         sent = self._send(reply.reasoning, reply.content)
-        reply.reasoning, reply.content = self._reasoning, self._content
+        reply.reasoning, reply.content = self._sent_reasoning, self._sent_content
         return sent
 
     def _send(self, reasoning: str, content: str) -> tuple[str, str]:
-        new_reasoning = reasoning[len(self._reasoning) :] if reasoning.startswith(self._reasoning) else ""
-        new_content = content[len(self._content) :] if content.startswith(self._content) else ""
-        self._reasoning += new_reasoning
-        self._content += new_content
+        new_reasoning = reasoning[len(self._sent_reasoning) :] if reasoning.startswith(self._sent_reasoning) else ""
+        new_content = content[len(self._sent_content) :] if content.startswith(self._sent_content) else ""
+        self._sent_reasoning += new_reasoning
+        self._sent_content += new_content
         return new_reasoning, new_content
 
 
-def cut_at_stop(reply: Reply, stops: Sequence[str], *, partial: bool) -> None:
-    """End a reply before the first of the `stops` in its text. Of a `partial` reply, what may become one is left out
-    as well."""
+def cut_at_stop(reply: Reply, stop_texts: Sequence[str], *, partial: bool) -> None:
+    """Truncate the text of `reply` before the first stop text in it, in place.
+
+    With `partial`, a suffix that is a proper prefix of a stop text is removed too: the next tokens may complete it.
+    """
     for field in ("reasoning", "content"):
         text: str = getattr(reply, field)
-        found = min(((text.index(stop), stop) for stop in stops if stop in text), default=None)
+        found = min(((text.index(stop), stop) for stop in stop_texts if stop in text), default=None)
         if found:
             setattr(reply, field, text[: found[0]])
             reply.stop, reply.tool_calls = found[1], []
@@ -51,18 +54,21 @@ def cut_at_stop(reply: Reply, stops: Sequence[str], *, partial: bool) -> None:
                 reply.content = ""
             return
         if partial:
-            setattr(reply, field, text[: len(text) - _overlap(text, stops)])
+            setattr(reply, field, text[: len(text) - _overlap(text, stop_texts)])
 
 
-def _overlap(text: str, stops: Sequence[str]) -> int:
-    """How many characters at the end of `text` begin one of the `stops`."""
-    lengths = (n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+def _overlap(text: str, stop_texts: Sequence[str]) -> int:
+    """Return the length of the longest suffix of `text` that is a proper prefix of a stop text."""
+    lengths = (n for stop in stop_texts for n in range(1, len(stop)) if text.endswith(stop[:n]))
     return max(lengths, default=0)
 
 
 def _settled(text: str) -> str:
-    """`text` without what the next token may still change at its end: white space, which parsers strip before a tool
-    call; a character whose bytes are not all there (decoded as U+FFFD); and what may become a tag."""
+    """Return `text` without the suffix that the next token may change.
+
+    The suffix is made of white space, which parsers strip before a tool call; U+FFFD, which stands for a character
+    whose bytes are incomplete; and the beginning of a tag.
+    """
     end = len(text)
     while end:
         if text[end - 1].isspace() or text[end - 1] == "\ufffd":

@@ -1,4 +1,4 @@
-"""Conversation to token ids and back, by the `renderers` library; and which renderer a model needs."""
+"""Conversation to token ids and back with the `renderers` library, and the choice of a model's renderer."""
 
 import hashlib
 import json
@@ -38,17 +38,26 @@ _PROBES: list[tuple[list[Message], list[Tool] | None]] = [
 _READS_ONE_TURN = frozenset(
     ["nemotron-3", "nemotron-3-ultra", "prime-qwen3", "qwen3", "qwen3-vl", "qwen3.5", "qwen3.6", "qwen3.8"]
 )
-"""Renderers that continue a conversation without a look at the prompt before its last stop token."""
+"""Renderers whose `bridge_to_next_turn` does not depend on the prompt before its last stop token.
+
+They are given only the suffix from that token on, so that their work does not grow with the conversation.
+"""
 
 _SYSTEM_LATER: list[Message] = [{"role": "user", "content": "Hello"}, {"role": "system", "content": "Be brief."}]
+"""A probe that fails for templates which take a system message only at the beginning."""
 
 
 class Rendering:
     """A model's tokenizer and renderer.
 
-    `model` is a folder or a name that `transformers` can load a tokenizer from. `renderer` is a name of the
-    `renderers` library or `auto`: the one registered for the model's name, else the one whose token ids agree with
-    the model's own chat template on a set of probe conversations, else the template itself. Raises `InputError`.
+    `model` is a folder or a name from which `transformers` can load a tokenizer. `renderer` is a name of the
+    `renderers` library, or `auto`. `auto` tries in this order:
+
+    1. the renderer registered for the model's name;
+    2. the first renderer that gives the token ids of the model's own chat template on all probe conversations;
+    3. the chat template itself (`default`).
+
+    Raises `InputError` when the tokenizer cannot be loaded or the renderer cannot be created.
     """
 
     def __init__(self, model: str, renderer: str = "auto") -> None:
@@ -56,12 +65,12 @@ class Rendering:
             self._tokenizer = CachingTokenizer(load_tokenizer(model))
         except Exception as error:
             raise InputError(f"cannot load a tokenizer from {model!r}: {str(error).splitlines()[0]}") from error
-        self.name = self._choose(model) if renderer == "auto" else renderer
+        self.name = self._choose_renderer(model) if renderer == "auto" else renderer
         try:
             self._renderer = _create(self._tokenizer, self.name)
         except Exception as error:
-            raise InputError(f"the renderer {self.name!r} does not fit {model!r}: {error}") from error
-        self._system_anywhere = self._takes(_SYSTEM_LATER)
+            raise InputError(f"cannot use the renderer {self.name!r} with {model!r}: {error}") from error
+        self._system_anywhere = self._renders(_SYSTEM_LATER)
         self._template_bridge = (
             TemplateBridge(self._tokenizer, self.stop_token_ids()) if self.name == "default" else None
         )
@@ -72,19 +81,22 @@ class Rendering:
 
     @property
     def refusal(self) -> str | None:
-        """Why no conversation can be continued token for token, or None when they can."""
+        """The reason for which this model's conversations are never bridged, or None.
+
+        A single `bridge` may still return None.
+        """
         return self._template_bridge.refusal if self._template_bridge is not None else None
 
-    def _choose(self, model: str) -> str:
+    def _choose_renderer(self, model: str) -> str:
         if model in MODEL_RENDERER_MAP:
             return str(MODEL_RENDERER_MAP[model])
-        create_renderer(self._tokenizer, config_from_name("default"))  # fills the registry
+        create_renderer(self._tokenizer, config_from_name("default"))  # fills RENDERER_REGISTRY
         for name in RENDERER_REGISTRY:
-            if name != "default" and self._agrees(name):
+            if name != "default" and self._matches_template(name):
                 return str(name)
         return "default"
 
-    def _agrees(self, name: str) -> bool:
+    def _matches_template(self, name: str) -> bool:
         try:
             renderer = _create(self._tokenizer, name)
             if isinstance(renderer, MultimodalRenderer):
@@ -97,91 +109,96 @@ class Rendering:
                 for messages, tools in _PROBES
             )
         except Exception:
-            # most renderers ask for special tokens of their own model family: this one is not for this model
+            # most renderers require special tokens of their own model family
             return False
 
-    def _takes(self, messages: list[Message]) -> bool:
+    def _renders(self, messages: list[Message]) -> bool:
         try:
             self._renderer.render_ids(messages, tools=None, add_generation_prompt=True)
         except Exception:
-            return False  # the template raises for what it does not know
+            return False  # templates raise for messages that they do not support
         return True
 
     def render(self, messages: list[Message], tools: list[Tool]) -> list[int]:
-        """Prompt token ids of a whole conversation, the generation prompt included."""
-        fitting = self._fit(messages)
-        ids: list[int] = self._renderer.render_ids(fitting, tools=tools or None, add_generation_prompt=True)
+        """Return the prompt token ids of a whole conversation, including the generation prompt."""
+        adapted = self._adapt(messages)
+        ids: list[int] = self._renderer.render_ids(adapted, tools=tools or None, add_generation_prompt=True)
         return ids
 
     def bridge(
         self, prompt_ids: list[int], completion_ids: list[int], messages: list[Message], tools: list[Tool]
     ) -> list[int] | None:
-        """`prompt_ids + completion_ids` followed by the tokens of the new `messages` and the generation prompt.
+        """Return `prompt_ids + completion_ids` and the token ids of the new `messages` and the generation prompt.
 
-        None when the renderer cannot continue this conversation without changing its tokens.
+        Returns None when the renderer cannot continue the conversation, or would change its tokens.
         """
-        new = self._fit(messages, later=True)
+        new_messages = self._adapt(messages, later=True)
         if self._template_bridge is not None:
-            extension = None if self.refusal else self._template_bridge.extension(completion_ids, new)
+            extension = None if self.refusal else self._template_bridge.extension(completion_ids, new_messages)
             return None if extension is None else prompt_ids + completion_ids + extension
         start = self._last_stop(prompt_ids) if self.name in _READS_ONE_TURN else 0
-        tail = prompt_ids[start:]
-        bridged = self._renderer.bridge_to_next_turn(tail, completion_ids, new, tools=tools or None)
+        suffix = prompt_ids[start:]
+        bridged = self._renderer.bridge_to_next_turn(suffix, completion_ids, new_messages, tools=tools or None)
         if bridged is None:
             return None
         ids: list[int] = bridged.token_ids
-        sampled = len(tail) + len(completion_ids)
-        if ids[: len(tail)] != tail or ids[len(tail) : sampled] != completion_ids:
+        completion_end = len(suffix) + len(completion_ids)
+        if ids[: len(suffix)] != suffix or ids[len(suffix) : completion_end] != completion_ids:
             return None
-        return prompt_ids + ids[len(tail) :]
+        return prompt_ids + ids[len(suffix) :]
 
     def _last_stop(self, prompt_ids: list[int]) -> int:
-        """The position of the last stop token, or 0."""
-        stops = set(self.stop_token_ids())
-        return next((i for i in range(len(prompt_ids) - 1, 0, -1) if prompt_ids[i] in stops), 0)
+        """Return the index of the last stop token, or 0."""
+        stop_ids = set(self.stop_token_ids())
+        return next((i for i in range(len(prompt_ids) - 1, 0, -1) if prompt_ids[i] in stop_ids), 0)
 
-    def _fit(self, messages: list[Message], *, later: bool = False) -> list[Message]:
-        """The messages without our own keys and, for templates that take a system message only at the beginning, with
-        those at the beginning joined and the others as the user's. `later` says that they are not the beginning."""
-        fitting: list[Message] = []
+    def _adapt(self, messages: list[Message], *, later: bool = False) -> list[Message]:
+        """Return the messages as the template takes them.
+
+        `call_id` is removed. For a template that takes a system message only at the beginning, leading system messages
+        are joined and later ones become user messages. With `later`, `messages` do not begin the conversation.
+        """
+        adapted: list[Message] = []
         for message in messages:
             if "call_id" in message:
                 message = {key: value for key, value in message.items() if key != "call_id"}
             if message["role"] == "system" and not self._system_anywhere:
-                if fitting and all(earlier["role"] == "system" for earlier in fitting):
-                    fitting[0] = {**fitting[0], "content": f"{fitting[0]['content']}\n\n{message['content']}"}
+                if adapted and all(earlier["role"] == "system" for earlier in adapted):
+                    adapted[0] = {**adapted[0], "content": f"{adapted[0]['content']}\n\n{message['content']}"}
                     continue
-                if fitting or later:
+                if adapted or later:
                     message = {**message, "role": "user"}
-            fitting.append(message)
-        return fitting
+            adapted.append(message)
+        return adapted
 
     def parse(
         self, prompt_ids: Sequence[int], completion_ids: list[int], tools: list[Tool], *, partial: bool = False
     ) -> Reply:
-        """The message in the sampled tokens. A tool call that is not well formed becomes text, unless the completion
-        is `partial` and the call may still become one."""
+        """Return the reply in the sampled tokens. Tool calls get new random ids each time.
+
+        A malformed tool call becomes text. With `partial` it is left out, because later tokens may complete it.
+        """
         try:
             parsed = self._renderer.parse_response(completion_ids, tools=tools or None, prompt_ids=prompt_ids)
         except (ValueError, RecursionError):
-            # JSON that Python does not read: an integer of thousands of digits, or as many brackets
+            # JSON that Python refuses to parse: an integer of thousands of digits, or as many nested brackets
             return Reply(content=self._tokenizer.decode(completion_ids, skip_special_tokens=True))
         content = parsed.content or ""
-        calls = []
+        tool_calls = []
         for call in parsed.tool_calls:
             if call.status is ToolCallParseStatus.OK and call.name and isinstance(call.name, str):
                 arguments = call.arguments
                 text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-                call_id = f"call_{uuid.uuid4().hex[:24]}"
-                calls.append(ToolCall(id=call_id, name=well_formed(call.name), arguments=well_formed(text)))
+                tool_call_id = f"call_{uuid.uuid4().hex[:24]}"
+                tool_calls.append(ToolCall(id=tool_call_id, name=well_formed(call.name), arguments=well_formed(text)))
             elif not partial:
                 content += call.raw
-        # renderers strip reasoning once it is complete and not before; a stream needs the same text both times
+        # renderers strip only complete reasoning; a stream needs the same text from partial and complete parses
         reasoning = (parsed.reasoning_content or "").strip()
-        return Reply(content=content, reasoning=reasoning, tool_calls=calls)
+        return Reply(content=content, reasoning=reasoning, tool_calls=tool_calls)
 
     def stop_token_ids(self) -> list[int]:
-        """Ids that end the model's turn."""
+        """Return the ids of the tokens that end the model's turn."""
         ids: list[int] = self._renderer.get_stop_token_ids()
         return ids
 
@@ -189,12 +206,12 @@ class Rendering:
 def _create(tokenizer: Any, name: str) -> Renderer:
     config = config_from_name(name)
     if name != "default":
-        # keep earlier reasoning in the context when the user speaks again: it was sampled, so it stays
+        # keep earlier reasoning in later prompts: removing sampled tokens would break continuity
         config = config.model_copy(update={"thinking_retention": "all"})
     return create_renderer(tokenizer, config)
 
 
 def model_folder(model: str) -> str:
-    """`model` as an absolute path when it is a folder here, else the name as it is."""
+    """Return `model` as an absolute path when it is a local folder, else unchanged."""
     path = Path(model).expanduser()
     return str(path.resolve()) if path.is_dir() else model

@@ -219,7 +219,7 @@ class TestOptions:
             ("rolltap_engine", "localhost:8000", r"rolltap_engine is 'localhost:8000': give a URL such as http://"),
             ("rolltap_engine", "http://", r"rolltap_engine is 'http://': give a URL such as http://"),
             ("rolltap_model", "{tmp}", r"rolltap_model: cannot load a tokenizer from '.*'"),
-            ("rolltap_renderer", "gpt-oss", r"rolltap_model: the renderer 'gpt-oss' does not fit"),
+            ("rolltap_renderer", "gpt-oss", r"rolltap_model: cannot use the renderer 'gpt-oss' with"),
             ("rolltap_sampling", "{", r"rolltap_sampling is not JSON"),
             ("rolltap_sampling", "[1]", r"rolltap_sampling is '\[1\]': give a JSON object"),
             ("rolltap_sampling", '{"temp": 1}', r"unknown key 'temp': use .*temperature"),

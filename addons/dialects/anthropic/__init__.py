@@ -1,4 +1,4 @@
-"""The Anthropic Messages API, as the Anthropic SDKs and Claude Code speak it.
+"""The Anthropic Messages API, which the Anthropic SDKs and Claude Code use.
 
 Field names follow Anthropic's API reference.
 """
@@ -16,7 +16,7 @@ stream_encoder = StreamEncoder
 
 
 def operation(method: str, path: str) -> Operation | None:
-    """The operation of a request. The list of models is on the same path in other APIs, which `routes` tells apart."""
+    """Return the operation of a request. OpenAI has the same path for its models: see `routes.find_route`."""
     if method == "POST" and path == "/v1/messages":
         return "generate"
     if method == "POST" and path == "/v1/messages/count_tokens":

@@ -1,7 +1,7 @@
-"""Claude Code's rewriting of a tool call's arguments, between the reply that it is given and its echo of that reply.
+"""A normal form for tool call arguments that Claude Code rewrites between a reply and its echo of the reply.
 
-All of it was seen on the wire (2.1.329). Other programs may speak the Messages API without it, so a request must show
-that it is Claude Code's.
+The rewriting was observed on the wire with Claude Code 2.1.329. Other clients of the Messages API may not rewrite
+arguments, so the rule is used only for requests that are identified as Claude Code's.
 """
 
 import re
@@ -15,7 +15,7 @@ _ESCAPED_SEMICOLON = re.compile(r"\\+;")
 
 
 def is_claude_code(user_id: str | None) -> bool:
-    """Whether a request's `metadata.user_id` is Claude Code's: JSON that names a device and a session."""
+    """Return True when a request's `metadata.user_id` is Claude Code's: JSON with a device id and a session id."""
     match parse_arguments(user_id or ""):
         case {"device_id": str(), "session_id": str()}:
             return True
@@ -23,21 +23,21 @@ def is_claude_code(user_id: str | None) -> bool:
 
 
 def normal_arguments(arguments: dict[str, Any], tool: Tool | None) -> dict[str, Any]:
-    """The arguments in a form that is the same before and after Claude Code's rewriting. An `EchoRule`."""
+    """Return the normal form of `arguments`: an `EchoRule` for Claude Code."""
     if isinstance(command := arguments.get("command"), str):
-        arguments = {**arguments, "command": _one_backslash(_without_change_of_folder(command))}
+        arguments = {**arguments, "command": _collapse_backslashes(_without_cd(command))}
     return _without_defaults({key: _plain_text(value) for key, value in arguments.items()}, tool)
 
 
 def _plain_text(value: Any) -> Any:
-    """Claude Code takes the quotes from numbers, true and false: here, all of them are texts."""
+    """Return `value` with numbers and booleans as strings: Claude Code turns "1" and "true" into 1 and true."""
     match value:
         case bool():
             return "true" if value else "false"
         case int() | float():
             return str(javascript_number(value))
         case str():
-            return str(javascript_number(float(value))) if _NUMBER.fullmatch(value) else _without_blanks(value)
+            return str(javascript_number(float(value))) if _NUMBER.fullmatch(value) else _without_trailing_space(value)
         case dict():
             return {key: _plain_text(inner) for key, inner in value.items()}
         case list():
@@ -45,23 +45,23 @@ def _plain_text(value: Any) -> Any:
     return value
 
 
-def _without_blanks(text: str) -> str:
-    """Claude Code strips the blanks at line ends from what it writes to files."""
-    return "\n".join(line.rstrip() for line in text.split("\n"))  # strips \r too
+def _without_trailing_space(text: str) -> str:
+    """Return `text` without white space at line ends, `\\r` included: Claude Code strips it from file contents."""
+    return "\n".join(line.rstrip() for line in text.split("\n"))
 
 
-def _without_change_of_folder(command: str) -> str:
-    """Claude Code drops `cd FOLDER && ` where it is in that folder."""
+def _without_cd(command: str) -> str:
+    """Return `command` without any `cd FOLDER && `: Claude Code removes it when it is in that folder already."""
     return _CHANGE_FOLDER.sub("", command)
 
 
-def _one_backslash(command: str) -> str:
-    """Claude Code drops a backslash of two before a semicolon."""
+def _collapse_backslashes(command: str) -> str:
+    """Return `command` with one backslash for each run of them before `;`: Claude Code removes one of two."""
     return _ESCAPED_SEMICOLON.sub(r"\\;", command)
 
 
 def _without_defaults(arguments: dict[str, Any], tool: Tool | None) -> dict[str, Any]:
-    """Claude Code adds the arguments that have a default in the tool's schema."""
+    """Return the arguments that differ from the defaults in the tool's schema: Claude Code adds missing defaults."""
     match tool:
         case {"function": {"parameters": {"properties": dict(properties)}}}:
             defaults = {

@@ -1,4 +1,4 @@
-"""A reply of the Messages API, its errors, and the models that it can come from."""
+"""Replies and errors of the Messages API, and its list of models."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -31,7 +31,7 @@ _ERROR_TYPES = {
 
 
 def encode_reply(context: ReplyContext, reply: Reply, usage: Usage) -> bytes:
-    """The body of a reply to a request that did not ask for a stream."""
+    """Return the body of a reply that is not streamed."""
     content: list[dict[str, Any]] = []
     if reply.reasoning:
         content.append({"type": "thinking", "thinking": reply.reasoning, "signature": sign(context.call_id)})
@@ -43,7 +43,7 @@ def encode_reply(context: ReplyContext, reply: Reply, usage: Usage) -> bytes:
 
 
 def encode_error(error: DialectError) -> bytes:
-    """The body of an error reply."""
+    """Return the body of an error reply."""
     message = str(error)
     if isinstance(error, ContextOverflow):
         message = f"prompt is too long: {error.prompt_tokens} tokens > {error.limit} maximum"
@@ -51,13 +51,13 @@ def encode_error(error: DialectError) -> bytes:
     return dump_json({"type": "error", "error": {"type": kind, "message": message}})
 
 
-def encode_token_count(tokens: int) -> bytes:
-    """The body of a reply to `POST /v1/messages/count_tokens`."""
-    return dump_json({"input_tokens": tokens})
+def encode_token_count(num_tokens: int) -> bytes:
+    """Return the body of a reply to `POST /v1/messages/count_tokens`."""
+    return dump_json({"input_tokens": num_tokens})
 
 
 def encode_models(target: str, models: list[ServedModel], created: int) -> bytes:
-    """The body of a reply to `GET /v1/models`, or to `GET /v1/models/NAME`: every name is answered by the engine."""
+    """Return the body of a reply to `GET /v1/models`, or to `GET /v1/models/NAME` with any name."""
     name = unquote(target.partition("?")[0].partition("/v1/models/")[2])
     if name:
         return dump_json(_model(name, models[0].context, created))
@@ -77,7 +77,7 @@ def _model(name: str, context: int, created: int) -> dict[str, Any]:
 
 
 def first_fields(context: ReplyContext) -> dict[str, Any]:
-    """The fields that a message begins with."""
+    """Return the first fields of a message."""
     return {
         "id": f"msg_{context.call_id}",
         "type": "message",
@@ -87,7 +87,7 @@ def first_fields(context: ReplyContext) -> dict[str, Any]:
 
 
 def stop_fields(reply: Reply) -> dict[str, Any]:
-    """Why a message ends."""
+    """Return the fields that say why the message ends."""
     reason = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[reply.finish_reason]
     if reply.finish_reason == "stop" and reply.stop is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": reply.stop}
@@ -95,7 +95,7 @@ def stop_fields(reply: Reply) -> dict[str, Any]:
 
 
 def usage_counts(usage: Usage) -> dict[str, Any]:
-    """The counts; a prompt's tokens are those read from the cache and, apart from them, the rest."""
+    """Return the `usage` object. In this API `input_tokens` does not include tokens read from the cache."""
     return {
         "input_tokens": usage.prompt - usage.cached,
         "cache_creation_input_tokens": 0,

@@ -1,4 +1,4 @@
-"""A request of the Messages API as a `ModelCall`."""
+"""Requests of the Messages API."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ from rolltap.addons.dialects.fields import Fields, Wording, parse_object
 from rolltap.addons.dialects.tools import function_tool
 from rolltap.addons.dialects.types import DialectError, ModelCall, Tool
 
-_WORDING = Wording("{place}: Input should be {what}.", index=".{}")
-_WISHES = [
+_WORDING = Wording("{place}: Input should be {expected}.", index=".{}")
+_SAMPLING_FIELDS = [
     "temperature",
     "top_p",
     "top_k",
@@ -22,18 +22,18 @@ _WISHES = [
 
 
 def decode(body: bytes, target: str) -> ModelCall:
-    """The request in `body`. Raises `DialectError` for what the API itself would refuse."""
+    """Decode the request in `body`. Raises `DialectError` for an invalid or unsupported request."""
     request = Fields(parse_object(body), _WORDING)
     counting = target.partition("?")[0].endswith("/count_tokens")
-    known, shown, hosted = _read_tools(request)
-    messages = system_message(request, known) + conversation(request, known)
+    callable_tools, shown, hosted = _read_tools(request)
+    messages = system_message(request, callable_tools) + conversation(request, callable_tools)
     if messages[-1]["role"] == "assistant" and not counting:
         raise DialectError(
             "This model does not support assistant message prefill. The conversation must end with a user message."
         )
     form = request.inner("output_config").inner("format")
     if not form.values:
-        form = request.inner("output_format")  # its older name
+        form = request.inner("output_format")  # the older name
     metadata, diagnostics = request.inner("metadata"), request.inner("diagnostics")
     return ModelCall(
         model=request.optional("model", Fields.text) or "",
@@ -43,7 +43,7 @@ def decode(body: bytes, target: str) -> ModelCall:
         max_tokens=None if counting else request.positive_integer("max_tokens"),
         stop=request.texts("stop_sequences"),
         schema=form.maybe("schema", dict) if form["type"] == "json_schema" else None,
-        requested_sampling=request.chosen(_WISHES),
+        requested_sampling=request.chosen(_SAMPLING_FIELDS),
         hosted_tools=hosted,
         client_metadata=metadata.texts_by_place("user_id") | diagnostics.texts_by_place("previous_message_id"),
         echo_rule=normal_arguments if is_claude_code(metadata.maybe("user_id", str)) else None,
@@ -51,12 +51,12 @@ def decode(body: bytes, target: str) -> ModelCall:
 
 
 def _read_tools(request: Fields) -> tuple[dict[str, Tool], list[Tool], list[Any]]:
-    """All tools that can be called, by name; those that are shown from the start; and the hosted ones.
+    """Return the callable tools by name, those of them that the model sees from the start, and the hosted tools.
 
-    A tool with a type of its own (web search, but also bash or the text editor) comes without a schema: only the
-    provider's models know what it takes.
+    A tool with a type of its own counts as hosted. That includes bash and the text editor, which the harness runs: they
+    come without a schema, which only the provider's models know.
     """
-    known: dict[str, Tool] = {}
+    callable_tools: dict[str, Tool] = {}
     shown: list[Tool] = []
     hosted: list[Any] = []
     for tool in request.objects("tools"):
@@ -64,7 +64,7 @@ def _read_tools(request: Fields) -> tuple[dict[str, Tool], list[Tool], list[Any]
             hosted.append(tool.values)
             continue
         name = tool.name("name")
-        known[name] = function_tool(name, tool.maybe("description", str), tool.maybe("input_schema", dict))
+        callable_tools[name] = function_tool(name, tool.maybe("description", str), tool.maybe("input_schema", dict))
         if tool["defer_loading"] is not True:
-            shown.append(known[name])
-    return known, shown, hosted
+            shown.append(callable_tools[name])
+    return callable_tools, shown, hosted

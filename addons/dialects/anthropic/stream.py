@@ -1,4 +1,4 @@
-"""A streamed reply of the Messages API."""
+"""Streamed replies of the Messages API."""
 
 from typing import Any, Literal
 
@@ -8,22 +8,22 @@ from rolltap.addons.dialects.types import DialectError, Reply, ReplyContext, Usa
 
 
 class StreamEncoder:
-    """Server-sent events of one streamed reply: one content block after the other."""
+    """Encoder of one streamed reply as server-sent events. Content blocks do not overlap."""
 
     content_type = "text/event-stream"
 
     def __init__(self, context: ReplyContext) -> None:
         self._context = context
-        self._index = 0  # of the open block, else of the next
+        self._index = 0  # of the open block or, when none is open, of the next one
         self._open: Literal["thinking", "text"] | None = None
 
     def start(self) -> bytes:
-        """The message without content. Its usage is not known yet; the last counts are those that clients keep."""
+        """Return the message without content. Its usage is 0, because `finish` sends the counts that clients keep."""
         fields = {**first_fields(self._context), "content": [], "stop_reason": None, "stop_sequence": None}
         return _event("message_start", message={**fields, "usage": usage_counts(Usage(0, 0))})
 
     def delta(self, reasoning: str, content: str) -> bytes:
-        """New text, reasoning before content."""
+        """Return the events of new text, reasoning before content."""
         events = b""
         if reasoning:
             events += self._text("thinking", reasoning)
@@ -32,11 +32,11 @@ class StreamEncoder:
         return events
 
     def keep_alive(self) -> bytes:
-        """The event that this API itself sends to keep a connection open."""
+        """Return a `ping`, the event with which this API keeps connections open."""
         return _event("ping")
 
     def finish(self, reply: Reply, usage: Usage) -> bytes:
-        """The tool calls and the events that end the stream."""
+        """Return the events of the tool calls and of the end."""
         events = self._close()
         for call in reply.tool_calls:
             events += self._block_start({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
@@ -47,7 +47,7 @@ class StreamEncoder:
         return events + _event("message_stop")
 
     def error(self, error: DialectError) -> bytes:
-        """The event for a failure after the stream began."""
+        """Return the event of a failure after `start`."""
         return b"event: error\ndata: " + encode_error(error) + b"\n\n"
 
     def _text(self, kind: Literal["thinking", "text"], text: str) -> bytes:

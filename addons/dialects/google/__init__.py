@@ -1,5 +1,6 @@
-"""The Gemini API, as the Google Gen AI SDKs, Gemini CLI and Vertex AI's clients speak it: generateContent,
-streamGenerateContent and countTokens.
+"""The Gemini API, which the Google Gen AI SDKs, Gemini CLI and clients of Vertex AI use.
+
+It serves generateContent, streamGenerateContent, countTokens and the list of models.
 
 Field names follow the Gemini API reference.
 """
@@ -17,11 +18,11 @@ from rolltap.addons.dialects.google.stream import stream_encoder as stream_encod
 
 NAME = "google-generate-content"
 
-_MODELS = re.compile(r"/v1beta/models(/[^:]+)?")  # /v1/models is OpenAI's as well, and goes to it
+_MODELS = re.compile(r"/v1beta/models(/[^:]+)?")  # /v1/models is routed to OpenAI, which has it too
 
 
 def operation(method: str, path: str) -> Operation | None:
-    """The operation of a request. Any host counts."""
+    """Return the operation of a request. The host is not checked."""
     if method == "GET" and _MODELS.fullmatch(path):
         return "models"
     match = METHOD.fullmatch(path) if method == "POST" else None

@@ -1,61 +1,62 @@
-"""`contents` of the Gemini API as messages."""
+"""Decoding of the Gemini API's `contents` to messages."""
 
 import json
 from typing import Any
 
 from rolltap.addons.dialects.fields import Fields
-from rolltap.addons.dialects.google.protobuf import message, repeated
+from rolltap.addons.dialects.google.protobuf import message_field, repeated_field
 from rolltap.addons.dialects.tools import from_object
-from rolltap.addons.dialects.types import DialectError, Message, message_call, signed_call
+from rolltap.addons.dialects.types import DialectError, Message, message_tool_call, signed_call
 
-_DATA = ("functionCall", "functionResponse", "text")
-_BESIDE_DATA = frozenset({"thought", "thoughtSignature", "partMetadata", "mediaResolution", "videoMetadata"})
+_DATA_FIELDS = ("functionCall", "functionResponse", "text")
+_OTHER_FIELDS = frozenset({"thought", "thoughtSignature", "partMetadata", "mediaResolution", "videoMetadata"})
 
 
 def system_message(request: Fields) -> list[Message]:
-    """The system message of `systemInstruction`; none when it holds no text. Raises `DialectError`."""
+    """Return the `systemInstruction` as a list of at most one message. Raises `DialectError`."""
     text = request.maybe("systemInstruction", str)
     if text is None:
-        texts = [_text(part) for part in repeated(message(request, "systemInstruction"), "parts")]
-        # each part is a text of its own ("You are a cat.", "Your name is Neko."), no piece of a streamed one
+        texts = [_text(part) for part in repeated_field(message_field(request, "systemInstruction"), "parts")]
+        # each part is a separate text ("You are a cat.", "Your name is Neko."), not a piece of one text
         text = "\n\n".join(text for text in texts if text)
     return [{"role": "system", "content": text}] if text else []
 
 
 def conversation(request: Fields) -> list[Message]:
-    """The messages in `contents`. Raises `DialectError`.
+    """Decode the messages in `contents`. Raises `DialectError`.
 
-    Calls without an id are numbered, and responses without one answer the calls of the last model turn by name, in
-    order.
+    A function call without an id gets a numbered id. A function response answers an open call of the last model turn:
+    the call with its id, else the first call with its name.
     """
-    said = _Conversation()
-    for content in repeated(request, "contents"):
+    decoded = _Conversation()
+    for content in repeated_field(request, "contents"):
         if content["role"] and content.choice("role", ("user", "model", "function")) == "model":
-            said.add_model(content)
+            decoded.add_model(content)
         else:
-            said.add_user(content)
-    if not said.messages:
+            decoded.add_user(content)
+    if not decoded.messages:
         raise DialectError("* GenerateContentRequest.contents: contents is not specified")
-    return said.messages
+    return decoded.messages
 
 
 class _Conversation:
-    """The messages so far and the calls that nothing has answered."""
+    """The messages decoded so far, and the function calls without a response."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
-        self._calls = 0
-        self._open: list[tuple[str, str]] = []  # id and name of each unanswered call of the last model turn
+        self._num_calls = 0
+        self._open_calls: list[tuple[str, str]] = []
+        """Id and name of each function call of the last model turn that has no response yet."""
 
     def add_model(self, content: Fields) -> None:
-        """Consecutive contents of the model are one turn."""
+        """Add a content of the model. Consecutive contents of the model are one message."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             self.messages.append({"role": "assistant", "content": ""})
-            self._open = []
+            self._open_calls = []
         turn = self.messages[-1]
-        for part in repeated(content, "parts"):
+        for part in repeated_field(content, "parts"):
             if _kind(part) == "functionCall":
-                turn.setdefault("tool_calls", []).append(self._call(message(part, "functionCall")))
+                turn.setdefault("tool_calls", []).append(self._tool_call(message_field(part, "functionCall")))
             elif part["thought"] is not True:
                 turn["content"] += _text(part)
             elif text := _text(part):
@@ -65,11 +66,11 @@ class _Conversation:
                 turn.setdefault("call_id", call_id)
 
     def add_user(self, content: Fields) -> None:
-        """Function responses become tool messages, before the user's text."""
+        """Add a content of the user: tool messages for its function responses, then its text."""
         texts, responses = [], []
-        for part in repeated(content, "parts"):
+        for part in repeated_field(content, "parts"):
             if _kind(part) == "functionResponse":
-                responses.append(self._response(message(part, "functionResponse")))
+                responses.append(self._response(message_field(part, "functionResponse")))
             else:
                 texts.append(_text(part))
         self.messages += responses
@@ -77,30 +78,30 @@ class _Conversation:
         if text or not responses:
             self.messages.append({"role": "user", "content": text})
 
-    def _call(self, call: Fields) -> dict[str, Any]:
+    def _tool_call(self, call: Fields) -> dict[str, Any]:
         name, arguments = call.name("name"), call.optional("args", Fields.object) or {}
-        self._calls += 1
-        call_id = call.optional("id", Fields.text) or f"call_{self._calls}"
-        self._open.append((call_id, name))
-        return message_call(call_id, name, from_object(arguments))
+        self._num_calls += 1
+        tool_call_id = call.optional("id", Fields.text) or f"call_{self._num_calls}"
+        self._open_calls.append((tool_call_id, name))
+        return message_tool_call(tool_call_id, name, from_object(arguments))
 
     def _response(self, response: Fields) -> Message:
-        name, call_id = response.name("name"), response.optional("id", Fields.text) or ""
+        name, tool_call_id = response.name("name"), response.optional("id", Fields.text) or ""
         if response["parts"]:
             raise DialectError(f"'{response.place('parts')}' is not supported: this model takes text only.")
-        answered = [call for call in self._open if call[0] == call_id]
-        answered = answered or [call for call in self._open if call[1] == name]
-        if answered:
-            self._open.remove(answered[0])
-            call_id = answered[0][0]
-        return {"role": "tool", "content": _response_text(response), "tool_call_id": call_id}
+        candidates = [call for call in self._open_calls if call[0] == tool_call_id]
+        candidates = candidates or [call for call in self._open_calls if call[1] == name]
+        if candidates:
+            self._open_calls.remove(candidates[0])
+            tool_call_id = candidates[0][0]
+        return {"role": "tool", "content": _response_text(response), "tool_call_id": tool_call_id}
 
 
 def _kind(part: Fields) -> str:
-    """Which of `_DATA` a part holds; a signature alone, or nothing, is an empty text."""
+    """Return the data field of a part. A part without data, for instance with a signature only, is an empty text."""
     fields = part.values
-    kind = next((kind for kind in _DATA if kind in fields), "text")
-    unknown = [] if kind in fields else [field for field in fields if field not in _BESIDE_DATA]
+    kind = next((kind for kind in _DATA_FIELDS if kind in fields), "text")
+    unknown = [] if kind in fields else [field for field in fields if field not in _OTHER_FIELDS]
     if unknown:
         raise DialectError(f"'{part.place(unknown[0])}' is not supported: this model takes text only.")
     return kind
@@ -114,10 +115,11 @@ def _text(part: Fields) -> str:
 
 
 def _response_text(response: Fields) -> str:
-    """A function's response as the model sees it: a lone text as it is, else JSON with sorted keys.
+    """Return a function's response as the model sees it.
 
-    The API gives `output` its meaning, Google's SDKs write `result`; an `error` stays an object, to be seen as one.
-    A protobuf struct has no order, and clients that hold it in a hash map write it in a new one each time.
+    An object becomes its only field when that is the string `output`, as in the API reference, or `result`, as in
+    Google's SDKs. Another object, such as an `error`, becomes JSON with sorted keys: the fields of a protobuf struct
+    have no order, and clients may send them in another order each time.
     """
     fields = response.optional("response", Fields.object) or {}
     match fields:

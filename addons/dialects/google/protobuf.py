@@ -1,4 +1,4 @@
-"""Google's JSON: protobuf messages written as JSON, and schemas in the manner of OpenAPI."""
+"""Google's JSON: protobuf messages in their JSON encoding, and schemas in the style of OpenAPI."""
 
 import re
 from collections.abc import Iterable
@@ -12,28 +12,28 @@ _TYPES = frozenset({"string", "number", "integer", "boolean", "array", "object",
 _COUNTS = frozenset({"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"})
 
 
-def named(values: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a message by their camelCase names, those that are null left out.
+def camel_case_fields(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a protobuf message by their camelCase names, without null fields.
 
-    Protobuf's JSON takes each field in camelCase and in snake_case.
+    Protobuf's JSON encoding accepts each field name in camelCase and in snake_case.
     """
     return {_camel(name): value for name, value in values.items() if value is not None}
 
 
-def message(fields: Fields, key: str) -> Fields:
-    """The fields of a message by their camelCase names; none of a message that is not there. Raises `DialectError`."""
-    return fields.at(key, named(fields.optional(key, Fields.object) or {}))
+def message_field(fields: Fields, key: str) -> Fields:
+    """Return the fields of a protobuf message. An absent message has no fields. Raises `DialectError`."""
+    return fields.at(key, camel_case_fields(fields.optional(key, Fields.object) or {}))
 
 
-def repeated(fields: Fields, key: str) -> Iterable[Fields]:
-    """The messages of a repeated field; Google takes a single one without its list. Raises `DialectError`."""
+def repeated_field(fields: Fields, key: str) -> Iterable[Fields]:
+    """Return the messages of a repeated field, which may be a single message without a list. Raises `DialectError`."""
     if fields.maybe(key, dict) is not None:
-        return [message(fields, key)]
-    return (element.replaced(named(element.values)) for element in fields.objects(key))
+        return [message_field(fields, key)]
+    return (element.replaced(camel_case_fields(element.values)) for element in fields.objects(key))
 
 
 def nests_deeper(value: Any, levels: int) -> bool:
-    """Whether `value` has objects and lists within each other more than `levels` deep."""
+    """Return True when objects and lists in `value` are nested more than `levels` deep."""
     if not isinstance(value, dict | list):
         return False
     inner = value.values() if isinstance(value, dict) else value
@@ -41,10 +41,10 @@ def nests_deeper(value: Any, levels: int) -> bool:
 
 
 def json_schema(schema: Any) -> Any:
-    """A `Schema` of the Gemini API as a JSON schema.
+    """Convert a `Schema` of the Gemini API to a JSON schema.
 
-    It differs in the type names (upper case), `nullable`, `propertyOrdering`, and counts that may be written as text,
-    as protobuf's JSON writes 64-bit integers. What is not an object, and keywords that mean the same, stay.
+    A `Schema` has upper-case type names, `nullable` and `propertyOrdering`. Its counts may be strings, because
+    protobuf's JSON encoding writes 64-bit integers so. Other keywords, and values that are not objects, are kept.
     """
     if not isinstance(schema, dict):
         return schema
@@ -57,7 +57,7 @@ def json_schema(schema: Any) -> Any:
             case "type", list():
                 converted["type"] = [kind.lower() for kind in value if isinstance(kind, str)]
             case "type", _:
-                if (kind := str(value).lower()) in _TYPES:  # TYPE_UNSPECIFIED is no type
+                if (kind := str(value).lower()) in _TYPES:  # leaves out TYPE_UNSPECIFIED
                     converted["type"] = kind
             case "properties", dict():
                 converted["properties"] = _ordered(
@@ -68,7 +68,7 @@ def json_schema(schema: Any) -> Any:
             case "anyOf", list():
                 converted["anyOf"] = [json_schema(inner) for inner in value]
             case "format", "enum":
-                pass  # says only that `enum` is there
+                pass  # redundant: `enum` is present
             case _, str() if keyword in _COUNTS and value.isdecimal():
                 converted[keyword] = int(value)
             case _:
@@ -100,5 +100,5 @@ def _snake(name: str) -> str:
     return _CAMEL.sub(r"_\1", name).lower()
 
 
-WORDING = Wording("Invalid value at '{place}': it must be {what}.", name=_snake)
-"""The places of Google's errors have protobuf's own names."""
+WORDING = Wording("Invalid value at '{place}': it must be {expected}.", name=_snake)
+"""Google's errors name fields in snake_case, as protobuf does."""

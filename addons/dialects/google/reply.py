@@ -1,4 +1,4 @@
-"""A reply of the Gemini API, its errors, and the models that it can come from."""
+"""Replies and errors of the Gemini API, and its list of models."""
 
 from typing import Any
 from urllib.parse import unquote
@@ -17,7 +17,7 @@ from rolltap.addons.dialects.types import (
 )
 
 _ARGUMENT_LEVELS = 80
-"""Protobuf's parsers stop at 100; arguments stand about 10 levels below the top of a body."""
+"""Protobuf's parsers accept 100 levels. Arguments are about 10 levels below the top of a body."""
 _STATUS = {
     400: "INVALID_ARGUMENT",
     401: "UNAUTHENTICATED",
@@ -33,7 +33,7 @@ _STATUS = {
 
 
 def encode_reply(context: ReplyContext, reply: Reply, usage: Usage) -> bytes:
-    """The body of a reply to a request that did not ask for a stream."""
+    """Return the body of a reply that is not streamed."""
     parts = text_parts(reply.reasoning, reply.content)
     if reply.content and not reply.tool_calls:
         parts[-1]["thoughtSignature"] = sign(context.call_id)
@@ -43,7 +43,7 @@ def encode_reply(context: ReplyContext, reply: Reply, usage: Usage) -> bytes:
 
 
 def encode_error(error: DialectError) -> bytes:
-    """The body of an error reply, and the last chunk of a stream that failed."""
+    """Return the body of an error reply. It is also the last chunk of a stream that failed."""
     text = str(error)
     if isinstance(error, ContextOverflow):
         text = (
@@ -54,13 +54,13 @@ def encode_error(error: DialectError) -> bytes:
     return dump_json({"error": {"code": error.status, "message": text, "status": status}})
 
 
-def encode_token_count(tokens: int) -> bytes:
-    """The body of a reply to countTokens."""
-    return dump_json({"totalTokens": tokens})
+def encode_token_count(num_tokens: int) -> bytes:
+    """Return the body of a reply to countTokens."""
+    return dump_json({"totalTokens": num_tokens})
 
 
 def encode_models(target: str, models: list[ServedModel], created: int) -> bytes:
-    """The body of a reply to `GET /v1beta/models`, or to that of one model: every name is answered by the engine."""
+    """Return the body of a reply to `GET /v1beta/models`, or to `GET /v1beta/models/NAME` with any name."""
     name = unquote(target.partition("?")[0].partition("/models/")[2])
     if name:
         return dump_json(_model(name, models[0].context))
@@ -81,7 +81,7 @@ def _model(name: str, context: int) -> dict[str, Any]:
 def response(
     context: ReplyContext, parts: list[dict[str, Any]], reply: Reply | None = None, usage: Usage | None = None
 ) -> dict[str, Any]:
-    """A `GenerateContentResponse`: a whole reply or the last chunk with `reply` and `usage`, else a chunk."""
+    """Return a `GenerateContentResponse`. A whole reply and the last chunk of a stream have `reply` and `usage`."""
     candidate: dict[str, Any] = {"content": {"role": "model", "parts": parts}}
     chunk: dict[str, Any] = {"candidates": [candidate]}
     if reply is not None:
@@ -98,13 +98,13 @@ def response(
 
 
 def text_parts(reasoning: str, content: str) -> list[dict[str, Any]]:
-    """Reasoning and content, as many of them as there are."""
+    """Return one part each for reasoning and content, unless empty."""
     thought = [{"text": reasoning, "thought": True}] if reasoning else []
     return thought + ([{"text": content}] if content else [])
 
 
 def last_parts(context: ReplyContext, reply: Reply) -> list[dict[str, Any]]:
-    """The parts after the reply's text: the calls, or an empty text; the first of them carries the signature."""
+    """Return the parts after the reply's text: the function calls, or an empty text. The first has the signature."""
     parts: list[dict[str, Any]] = [
         {"functionCall": {"id": call.id, "name": call.name, "args": _args(call.arguments)}} for call in reply.tool_calls
     ]

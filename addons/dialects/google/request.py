@@ -1,4 +1,4 @@
-"""A request of the Gemini API as a `ModelCall`."""
+"""Requests of the Gemini API."""
 
 import re
 from typing import Any
@@ -6,7 +6,14 @@ from urllib.parse import unquote
 
 from rolltap.addons.dialects.fields import Fields, parse_object
 from rolltap.addons.dialects.google.contents import conversation, system_message
-from rolltap.addons.dialects.google.protobuf import WORDING, json_schema, message, named, nests_deeper, repeated
+from rolltap.addons.dialects.google.protobuf import (
+    WORDING,
+    camel_case_fields,
+    json_schema,
+    message_field,
+    nests_deeper,
+    repeated_field,
+)
 from rolltap.addons.dialects.tools import function_tool
 from rolltap.addons.dialects.types import DialectError, ModelCall
 
@@ -17,14 +24,14 @@ METHOD = re.compile(
 """The paths of the methods that are served."""
 
 _BODY_LEVELS = 100
-"""At which protobuf's parsers stop."""
-_READ = frozenset({"maxOutputTokens", "stopSequences", "candidateCount"})
+"""The nesting that protobuf's parsers accept."""
+_DECODED = frozenset({"maxOutputTokens", "stopSequences", "candidateCount"})
 
 
 def decode(body: bytes, target: str) -> ModelCall:
-    """The request in `body`; `target` names the model and says whether the reply is a stream.
+    """Decode the request in `body`. The path in `target` contains the model and the method.
 
-    Raises `DialectError` for what the API itself would refuse.
+    Raises `DialectError` for an invalid or unsupported request.
     """
     match = METHOD.fullmatch(target.partition("?")[0])
     if match is None:
@@ -32,12 +39,12 @@ def decode(body: bytes, target: str) -> ModelCall:
     parsed = parse_object(body)
     if nests_deeper(parsed, _BODY_LEVELS):
         raise DialectError(f"The request body nests deeper than {_BODY_LEVELS} levels.")
-    request = Fields(named(parsed), WORDING)
-    if request["generateContentRequest"] is not None:  # how countTokens wraps more than the contents
-        request = message(request, "generateContentRequest")
+    request = Fields(camel_case_fields(parsed), WORDING)
+    if request["generateContentRequest"] is not None:  # countTokens has the whole request here
+        request = message_field(request, "generateContentRequest")
     if request["cachedContent"]:
         raise DialectError("'cached_content' is not supported: this server stores no content.")
-    config = message(request, "generationConfig")
+    config = message_field(request, "generationConfig")
     if config["candidateCount"] not in (None, 1):
         raise config.refusal("candidateCount", "1")
     model_call = ModelCall(
@@ -47,27 +54,27 @@ def decode(body: bytes, target: str) -> ModelCall:
         stream=match["method"] == "streamGenerateContent",
         max_tokens=config.optional("maxOutputTokens", Fields.positive_integer),
         stop=config.texts("stopSequences"),
-        requested_sampling={field: value for field, value in config.values.items() if field not in _READ}
+        requested_sampling={field: value for field, value in config.values.items() if field not in _DECODED}
         | request.chosen(("toolConfig", "safetySettings")),
     )
     if config["responseMimeType"] == "application/json":
         model_call.schema = _schema(config, "responseJsonSchema", "responseSchema") or {}
-    for tool in repeated(request, "tools"):
+    for tool in repeated_field(request, "tools"):
         _read_tool(tool, model_call)
-    if message(message(request, "toolConfig"), "functionCallingConfig")["mode"] == "NONE":
+    if message_field(message_field(request, "toolConfig"), "functionCallingConfig")["mode"] == "NONE":
         model_call.tools = []
     return model_call
 
 
 def _read_tool(tool: Fields, model_call: ModelCall) -> None:
-    for function in repeated(tool, "functionDeclarations"):
+    for function in repeated_field(tool, "functionDeclarations"):
         parameters = _schema(function, "parametersJsonSchema", "parameters")
         model_call.tools.append(function_tool(function.name("name"), function.maybe("description", str), parameters))
-    model_call.hosted_tools += [{kind: given} for kind, given in tool.values.items() if kind != "functionDeclarations"]
+    model_call.hosted_tools += [{kind: value} for kind, value in tool.values.items() if kind != "functionDeclarations"]
 
 
 def _schema(fields: Fields, as_json: str, as_openapi: str) -> dict[str, Any] | None:
-    """A schema, which may be given in two manners."""
+    """Return the schema in the field `as_json`, or in the field `as_openapi` converted to a JSON schema, or None."""
     if fields[as_json] is not None:
         return fields.maybe(as_json, dict)
     schema = fields.maybe(as_openapi, dict)

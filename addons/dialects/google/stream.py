@@ -1,4 +1,4 @@
-"""A streamed reply of the Gemini API: server-sent events, or a JSON array."""
+"""Streamed replies of the Gemini API: server-sent events, or a JSON array."""
 
 import json
 from typing import Any
@@ -9,14 +9,14 @@ from rolltap.addons.dialects.types import DialectError, Reply, ReplyContext, Usa
 
 
 def stream_encoder(context: ReplyContext) -> "EventStreamEncoder":
-    """The encoder of a streamed reply: server-sent events if the query asks for them, else a JSON array."""
+    """Return an encoder of server-sent events if the query has `alt=sse`, else of a JSON array."""
     query = parse_qs(context.target.partition("?")[2])
-    wanted = query.get("alt", query.get("$alt"))
-    return EventStreamEncoder(context) if wanted == ["sse"] else ArrayStreamEncoder(context)
+    alt = query.get("alt", query.get("$alt"))
+    return EventStreamEncoder(context) if alt == ["sse"] else ArrayStreamEncoder(context)
 
 
 class EventStreamEncoder:
-    """Server-sent events of one streamed reply."""
+    """Encoder of one streamed reply as server-sent events, each of which contains one chunk."""
 
     content_type = "text/event-stream"
 
@@ -24,48 +24,48 @@ class EventStreamEncoder:
         self._context = context
 
     def start(self) -> bytes:
-        """Nothing: clients take each event for a chunk of the reply."""
+        """Return no bytes, because clients parse each event as a chunk of the reply."""
         return b""
 
     def delta(self, reasoning: str, content: str) -> bytes:
-        """New text, reasoning before content."""
+        """Return a chunk of new text, reasoning before content."""
         return self._chunk(response(self._context, text_parts(reasoning, content)))
 
     def keep_alive(self) -> bytes:
-        """A blank line, because Gemini CLI's parser takes no comments."""
+        """Return a blank line, because Gemini CLI's parser does not accept SSE comments."""
         return b"\n"
 
     def finish(self, reply: Reply, usage: Usage) -> bytes:
-        """The chunk that ends the stream."""
+        """Return the last chunk, with the function calls and the usage."""
         return self._chunk(response(self._context, last_parts(self._context, reply), reply, usage))
 
     def error(self, error: DialectError) -> bytes:
-        """The chunk for a failure after the stream began."""
+        """Return the chunk of a failure after `start`."""
         return self._chunk(json.loads(encode_error(error)))
 
     def _chunk(self, value: dict[str, Any]) -> bytes:
-        # in ASCII, because Google's Python SDK splits lines at U+0085, U+2028 and U+2029 too
+        # ASCII, because Google's Python SDK also splits lines at U+0085, U+2028 and U+2029
         return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\r\n\r\n"
 
 
 class ArrayStreamEncoder(EventStreamEncoder):
-    """The same chunks in a JSON array."""
+    """Encoder of one streamed reply as a JSON array of chunks."""
 
     content_type = "application/json"
-    _before = b""
+    _separator = b""
 
     def start(self) -> bytes:
-        """The array's begin."""
+        """Return the beginning of the array."""
         return b"["
 
     def finish(self, reply: Reply, usage: Usage) -> bytes:
-        """The chunk that ends the stream, and the array's end."""
+        """Return the last chunk and the end of the array."""
         return super().finish(reply, usage) + b"]"
 
     def error(self, error: DialectError) -> bytes:
-        """The chunk for a failure after the stream began, and the array's end."""
+        """Return the chunk of a failure and the end of the array."""
         return super().error(error) + b"]"
 
     def _chunk(self, value: dict[str, Any]) -> bytes:
-        before, self._before = self._before, b",\r\n"
-        return before + dump_json(value)
+        separator, self._separator = self._separator, b",\r\n"
+        return separator + dump_json(value)

@@ -1,7 +1,7 @@
-"""OpenAI Chat Completions, as the OpenAI SDKs, LiteLLM and most harnesses speak it.
+"""OpenAI Chat Completions, which the OpenAI SDKs, LiteLLM and most harnesses use.
 
-Field names follow the OpenAI API reference; `reasoning_content` is the extension that reasoning models' servers and
-clients share.
+Field names follow the OpenAI API reference. `reasoning_content` is an extension that servers of reasoning models and
+their clients share.
 """
 
 from rolltap.addons.dialects.dialect import Operation
@@ -27,7 +27,7 @@ _PATHS = frozenset(
 
 
 def operation(method: str, path: str) -> Operation | None:
-    """The operation of a request. Providers serve this API under several paths, and any host counts."""
+    """Return the operation of a request. The paths are those of several providers; the host is not checked."""
     if method == "POST" and path in _PATHS:
         return "generate"
     if method == "GET" and (path == "/v1/models" or path.startswith("/v1/models/")):

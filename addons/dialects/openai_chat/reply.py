@@ -1,4 +1,4 @@
-"""A reply of Chat Completions, and the models that it can come from."""
+"""Replies of Chat Completions, and its list of models."""
 
 from typing import Any
 from urllib.parse import unquote
@@ -8,10 +8,10 @@ from rolltap.addons.dialects.types import Reply, ReplyContext, ServedModel, Usag
 
 
 def encode_reply(context: ReplyContext, reply: Reply, usage: Usage) -> bytes:
-    """The body of a reply to a request that did not ask for a stream."""
+    """Return the body of a reply that is not streamed."""
     message = reply.to_message()
     if reply.tool_calls:
-        message["tool_calls"] = wire_calls(context, reply)
+        message["tool_calls"] = wire_tool_calls(context, reply)
         message["content"] = message["content"] or None
     return dump_json(
         {
@@ -22,13 +22,13 @@ def encode_reply(context: ReplyContext, reply: Reply, usage: Usage) -> bytes:
     )
 
 
-def encode_token_count(tokens: int) -> bytes:
-    """This API has no request to count tokens."""
+def encode_token_count(num_tokens: int) -> bytes:
+    """Raise `NotImplementedError`: Chat Completions has no operation to count tokens."""
     raise NotImplementedError
 
 
 def encode_models(target: str, models: list[ServedModel], created: int) -> bytes:
-    """The body of a reply to `GET /v1/models`, or to `GET /v1/models/NAME`: every name is answered by the engine."""
+    """Return the body of a reply to `GET /v1/models`, or to `GET /v1/models/NAME` with any name."""
     name = unquote(target.partition("?")[0].partition("/v1/models/")[2])
     if name:
         return dump_json(_model(name, models[0].context, created))
@@ -41,7 +41,7 @@ def _model(name: str, context: int, created: int) -> dict[str, Any]:
 
 
 def first_fields(context: ReplyContext, kind: str) -> dict[str, Any]:
-    """The fields that a reply and each chunk of a stream begin with."""
+    """Return the first fields of a reply and of each chunk of a stream."""
     return {
         "id": f"chatcmpl-{context.call_id}",
         "object": kind,
@@ -50,8 +50,8 @@ def first_fields(context: ReplyContext, kind: str) -> dict[str, Any]:
     }
 
 
-def wire_calls(context: ReplyContext, reply: Reply) -> list[dict[str, Any]]:
-    """The reply's tool calls in the forms of the request's tools."""
+def wire_tool_calls(context: ReplyContext, reply: Reply) -> list[dict[str, Any]]:
+    """Return the reply's tool calls, each as a function call or a custom call according to the request's tool."""
     calls: list[dict[str, Any]] = []
     for call in reply.tool_calls:
         if call.name in context.model_call.wire_tools:
@@ -64,7 +64,7 @@ def wire_calls(context: ReplyContext, reply: Reply) -> list[dict[str, Any]]:
 
 
 def usage_counts(usage: Usage) -> dict[str, Any]:
-    """The token counts."""
+    """Return the `usage` object."""
     return {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.completion,

@@ -1,4 +1,4 @@
-"""A request of Chat Completions as a `ModelCall`."""
+"""Requests of Chat Completions."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ from rolltap.addons.dialects.types import (
     ModelCall,
     WireTool,
     assistant_message,
-    message_call,
+    message_tool_call,
     parse_arguments,
 )
 
-_WISHES = [
+_SAMPLING_FIELDS = [
     "temperature",
     "top_p",
     "top_k",
@@ -34,11 +34,11 @@ _WISHES = [
     "reasoning_effort",
 ]
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_TEXTS = {"text": "text", "refusal": "refusal"}
+_TEXT_KEYS = {"text": "text", "refusal": "refusal"}
 
 
 def decode(body: bytes, target: str) -> ModelCall:
-    """The request in `body`. Raises `DialectError` for what the API itself would refuse."""
+    """Decode the request in `body`. Raises `DialectError` for an invalid or unsupported request."""
     request = Fields(parse_object(body), WORDING)
     messages = [_message(message) for message in request.objects("messages", "a non-empty list")]
     if not messages:
@@ -56,7 +56,7 @@ def decode(body: bytes, target: str) -> ModelCall:
         max_tokens=request.optional(limit, Fields.positive_integer),
         stop=request.texts("stop"),
         schema=wanted_schema(form, form.inner("json_schema")),
-        requested_sampling=request.chosen(_WISHES),
+        requested_sampling=request.chosen(_SAMPLING_FIELDS),
         client_metadata=metadata.texts_by_place(*metadata.values),
     )
     for tool in request.objects("tools"):
@@ -74,8 +74,8 @@ def _read_tool(tool: Fields, model_call: ModelCall) -> None:
     elif kind == "custom":
         custom = tool.inner("custom")
         name, grammar = custom.name("name"), custom.inner("format").inner("grammar")
-        shown = freeform_tool(name, custom.maybe("description", str), grammar.maybe("definition", str))
-        model_call.tools.append(shown)
+        function = freeform_tool(name, custom.maybe("description", str), grammar.maybe("definition", str))
+        model_call.tools.append(function)
         model_call.wire_tools[name] = WireTool(name, freeform=True)
     else:
         model_call.hosted_tools.append(tool.values)
@@ -83,7 +83,7 @@ def _read_tool(tool: Fields, model_call: ModelCall) -> None:
 
 def _message(message: Fields) -> Message:
     role = message.choice("role", _ROLES)
-    content = content_text(message, "content", _TEXTS)
+    content = content_text(message, "content", _TEXT_KEYS)
     if role == "assistant":
         reasoning = message.maybe("reasoning_content", str) or message.maybe("reasoning", str)
         return assistant_message(content, reasoning or "", [_tool_call(call) for call in message.objects("tool_calls")])
@@ -93,12 +93,12 @@ def _message(message: Fields) -> Message:
 
 
 def _tool_call(call: Fields) -> dict[str, Any]:
-    call_id = call.optional("id", Fields.text) or ""
+    tool_call_id = call.optional("id", Fields.text) or ""
     function = call.inner("function")
     if not function.values and call["custom"]:
         custom = call.inner("custom")
-        given = custom.optional("input", Fields.text) or ""
-        return message_call(call_id, custom.name("name"), {FREEFORM_ARGUMENT: given})
-    name, text = function.name("name"), function.maybe("arguments", str)
-    arguments = function["arguments"] if text is None else parse_arguments(text)
-    return message_call(call_id, name, {} if arguments is None else arguments)
+        text = custom.optional("input", Fields.text) or ""
+        return message_tool_call(tool_call_id, custom.name("name"), {FREEFORM_ARGUMENT: text})
+    name, json_text = function.name("name"), function.maybe("arguments", str)
+    arguments = function["arguments"] if json_text is None else parse_arguments(json_text)
+    return message_tool_call(tool_call_id, name, {} if arguments is None else arguments)

@@ -1,15 +1,15 @@
-"""A streamed reply of Chat Completions."""
+"""Streamed replies of Chat Completions."""
 
 import json
 from typing import Any
 
 from rolltap.addons.dialects.openai import encode_error
-from rolltap.addons.dialects.openai_chat.reply import first_fields, usage_counts, wire_calls
+from rolltap.addons.dialects.openai_chat.reply import first_fields, usage_counts, wire_tool_calls
 from rolltap.addons.dialects.types import DialectError, Reply, ReplyContext, Usage, dump_json
 
 
 class StreamEncoder:
-    """Server-sent events of one streamed reply."""
+    """Encoder of one streamed reply as server-sent events."""
 
     content_type = "text/event-stream"
 
@@ -18,11 +18,11 @@ class StreamEncoder:
         self._fields = first_fields(context, "chat.completion.chunk")
 
     def start(self) -> bytes:
-        """The first event."""
+        """Return the first event."""
         return self._chunk({"role": "assistant", "content": ""})
 
     def delta(self, reasoning: str, content: str) -> bytes:
-        """New text, reasoning before content."""
+        """Return the events of new text, reasoning before content."""
         events = b""
         if reasoning:
             events += self._chunk({"reasoning_content": reasoning})
@@ -31,13 +31,13 @@ class StreamEncoder:
         return events
 
     def keep_alive(self) -> bytes:
-        """An empty delta, because Qwen Code's idle timer ignores SSE comments."""
+        """Return an empty delta, because Qwen Code's idle timer ignores SSE comments."""
         return self._chunk({})
 
     def finish(self, reply: Reply, usage: Usage) -> bytes:
-        """The tool calls and the events that end the stream."""
+        """Return the events of the tool calls and of the end."""
         events = b""
-        for i, call in enumerate(wire_calls(self._context, reply)):
+        for i, call in enumerate(wire_tool_calls(self._context, reply)):
             events += self._chunk({"tool_calls": [{"index": i, **call}]})
         events += self._chunk({}, reply.finish_reason)
         if self._context.model_call.include_usage:
@@ -45,14 +45,14 @@ class StreamEncoder:
         return events + b"data: [DONE]\n\n"
 
     def error(self, error: DialectError) -> bytes:
-        """The event for a failure after the stream began.
+        """Return the event of a failure after `start`.
 
-        Its `code` is the status that the headers can no longer tell, as vLLM writes it. Qwen Code asks again for 5xx,
-        and gives up without one.
+        As in vLLM, `code` is the HTTP status, because the headers are already sent. Qwen Code retries on a 5xx `code`
+        and does not retry without one.
         """
-        told = json.loads(encode_error(error))
-        told["error"]["code"] = error.status
-        return _event(told)
+        body = json.loads(encode_error(error))
+        body["error"]["code"] = error.status
+        return _event(body)
 
     def _chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
         choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}

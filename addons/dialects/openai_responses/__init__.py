@@ -1,6 +1,6 @@
-"""The OpenAI Responses API over HTTP, as Codex, Pi, opencode and the OpenAI SDKs speak it.
+"""The OpenAI Responses API over HTTP, which Codex, Pi, opencode and the OpenAI SDKs use.
 
-Field names follow the OpenAI API reference. Nothing is stored: a request brings its whole conversation.
+Field names follow the OpenAI API reference. Responses are not stored: a request must contain its whole conversation.
 """
 
 from rolltap.addons.dialects.dialect import Operation
@@ -15,15 +15,15 @@ NAME = "openai-responses"
 stream_encoder = StreamEncoder
 
 _PATHS = frozenset({"/v1/responses", "/responses", "/backend-api/codex/responses", "/openai/v1/responses"})
-_COUNTS = frozenset(f"{path}/input_tokens" for path in _PATHS)
+_COUNT_PATHS = frozenset(f"{path}/input_tokens" for path in _PATHS)
 _CATALOGUE = "/backend-api/codex/models"
 
 
 def operation(method: str, path: str) -> Operation | None:
-    """The operation of a request. The list of models at `/v1/models` is Chat Completions'; Codex asks for its own."""
+    """Return the operation of a request. `/v1/models` belongs to Chat Completions; Codex has its own catalogue path."""
     if method == "POST" and path in _PATHS:
         return "generate"
-    if method == "POST" and path in _COUNTS:
+    if method == "POST" and path in _COUNT_PATHS:
         return "count_tokens"
     if method == "GET" and path == _CATALOGUE:
         return "models"

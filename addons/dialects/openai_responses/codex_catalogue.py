@@ -1,7 +1,7 @@
-"""The catalogue of models that Codex asks chatgpt.com for when it has an API key.
+"""The catalogue of models that Codex requests from chatgpt.com when it has an API key.
 
-Codex takes its default model, its tools and its idea of the context window from there. OpenAI does not document the
-format; the fields below are those without which Codex 0.169 refuses the catalogue, and those that choose its tools.
+Codex takes its default model, its tools and the size of the context window from it. OpenAI does not document the
+format. The fields below are those that Codex 0.169 requires, and those that choose its tools.
 """
 
 from typing import Any
@@ -9,18 +9,17 @@ from typing import Any
 from rolltap.addons.dialects.types import ServedModel
 
 _LONGEST_TOOL_OUTPUT = 10_000
-"""Tokens; what Codex's own catalogue says."""
+"""Tokens, as in Codex's own catalogue."""
 _INSTRUCTIONS = (
     "You are Codex, a coding agent in the user's terminal. Work in the current directory with the tools that you have. "
     "Look before you change anything, edit files with shell commands, check what you did, and go on until the task is "
     "done. End with a short account of what you changed."
 )
-"""Codex keeps the system prompt of a model in its catalogue; what it says about its skills and the environment comes
-after it."""
+"""The system prompt. Codex takes it from the catalogue and adds its own text about skills and the environment."""
 
 
 def catalogue(models: list[ServedModel]) -> dict[str, Any]:
-    """The catalogue with `models`, the first of them Codex's default."""
+    """Return the catalogue of `models`. Codex uses the first as its default."""
     return {"models": [_entry(model, priority) for priority, model in enumerate(models)]}
 
 
@@ -32,13 +31,13 @@ def _entry(model: ServedModel, priority: int) -> dict[str, Any]:
         "visibility": "list",
         "supported_in_api": True,
         "context_window": model.context,
-        # Codex would wait until the window is almost full; a model that reasons before its summary needs more room.
+        # Codex's own limit is close to the full window; a model that reasons before its summary needs more room.
         "auto_compact_token_limit": model.context * 3 // 4,
-        # Codex takes four bytes for a token, and a digit may be one: the share is small, so that one output still fits.
+        # Codex counts four bytes as one token, but one byte can be a token: an eighth may really be half the window.
         "truncation_policy": {"mode": "tokens", "limit": min(_LONGEST_TOOL_OUTPUT, model.context // 8)},
         "input_modalities": ["text"],
         "base_instructions": _INSTRUCTIONS,
-        # Functions only: a shell, no freeform apply_patch (there is none without `apply_patch_tool_type`), no
+        # Function tools only: a shell; no freeform apply_patch, which would need `apply_patch_tool_type`; no
         # namespaces of sub-agents.
         "shell_type": "unified_exec",
         "experimental_supported_tools": [],

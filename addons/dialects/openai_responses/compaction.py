@@ -1,8 +1,10 @@
-"""Codex's compaction over the Responses API: the model's summary of a conversation, as an item that stands for it.
+"""Codex's compaction over the Responses API: a summary by the model replaces the history of a conversation.
 
-Codex asks with a `compaction_trigger` item at the end of the input, takes a reply of exactly one `compaction` item, and
-from then on sends that item in place of the history. Its `encrypted_content` is opaque to Codex; here it holds the
-summary, since nothing is stored. It is only text: who forges it has written a user message.
+1. Codex appends a `compaction_trigger` item to the input.
+2. The reply is exactly one `compaction` item. Its `encrypted_content`, opaque to Codex, contains the summary.
+3. In later requests Codex sends that item in place of the history. It is decoded to a user message.
+
+`encrypted_content` is neither encrypted nor authenticated. A forged one has the effect of a user message.
 """
 
 import base64
@@ -21,23 +23,23 @@ _HEADING = "Summary of the conversation so far:\n\n"
 
 
 def ask_for_summary(model_call: ModelCall) -> None:
-    """Adds what the trigger item says to the model."""
+    """Append the request for a summary to the messages, and mark the call as a compaction."""
     model_call.messages.append({"role": "user", "content": _REQUEST})
     model_call.client_metadata[_HINT] = _TRIGGER
 
 
 def is_compaction(context: ReplyContext) -> bool:
-    """Whether the reply is to be a compaction item."""
+    """Return True when the reply must be a compaction item."""
     return context.model_call.client_metadata.get(_HINT) == _TRIGGER
 
 
 def seal(summary: str) -> str:
-    """The `encrypted_content` of a compaction item."""
+    """Return the `encrypted_content` of a compaction item."""
     return base64.b64encode(f"{_MARK}{well_formed(summary)}".encode()).decode()
 
 
 def unseal(sealed: str | None) -> str | None:
-    """The model's text in place of the history, or None when `sealed` was not issued here."""
+    """Return the text that replaces the history, or None when `sealed` does not have the form that `seal` writes."""
     try:
         text = base64.b64decode(sealed or "", validate=True).decode()
     except (binascii.Error, ValueError):

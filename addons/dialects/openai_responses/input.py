@@ -1,7 +1,7 @@
-"""The input items of the Responses API as messages.
+"""Decoding of the input items of the Responses API to messages.
 
-What one reply issues as several items (reasoning, message, tool calls) comes back as the same items in a row, and is
-one assistant message again.
+One reply is several items: reasoning, message, tool calls. Harnesses send them back as consecutive items, which are
+decoded to one assistant message.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from rolltap.addons.dialects.types import (
     Message,
     ModelCall,
     assistant_message,
-    message_call,
+    message_tool_call,
     parse_arguments,
     signed_call,
 )
@@ -28,13 +28,19 @@ _Item = tuple[str, Fields]
 
 _INPUT = "a non-empty string or list of items"
 _ROLES = ("system", "developer", "user", "assistant")
-_TEXTS = {"input_text": "text", "output_text": "text", "summary_text": "text", "text": "text", "refusal": "refusal"}
+_TEXT_KEYS = {
+    "input_text": "text",
+    "output_text": "text",
+    "summary_text": "text",
+    "text": "text",
+    "refusal": "refusal",
+}
 
 
 def decode_input(request: Fields, model_call: ModelCall, names: ToolNames) -> None:
-    """Adds the messages of `instructions` and `input` to `model_call`, and the tools that stand among the items.
+    """Append the messages of `instructions` and `input` to `model_call`, and add the tools among the items.
 
-    Raises `DialectError` for an item that is unknown or holds more than text.
+    Raises `DialectError` for an unknown item and for content other than text.
     """
     instructions = request.optional("instructions", Fields.text)
     if instructions is not None:
@@ -64,8 +70,8 @@ def decode_input(request: Fields, model_call: ModelCall, names: ToolNames) -> No
         raise DialectError("'input' must hold at least one message.")
 
 
-def _by_assistant(typed: _Item) -> bool:
-    kind, item = typed
+def _by_assistant(kind_and_item: _Item) -> bool:
+    kind, item = kind_and_item
     if kind == "message":
         return bool(item["role"] == "assistant")
     return kind in ("reasoning", "function_call", "custom_tool_call")
@@ -74,18 +80,18 @@ def _by_assistant(typed: _Item) -> bool:
 def _assistant_message(run: Iterable[_Item], names: ToolNames) -> Message:
     texts: list[str] = []
     reasoning: list[str] = []
-    calls: list[dict[str, Any]] = []
+    tool_calls: list[dict[str, Any]] = []
     call_id = None
     for kind, item in run:
         if kind == "message":
-            texts.append(content_text(item, "content", _TEXTS))
+            texts.append(content_text(item, "content", _TEXT_KEYS))
         elif kind == "reasoning":
-            reasoning += part_texts(item, "summary", _TEXTS)
+            reasoning += part_texts(item, "summary", _TEXT_KEYS)
             call_id = signed_call(item.maybe("encrypted_content", str)) or call_id
         else:
-            calls.append(_tool_call(kind, item, names))
-    # A reply has one text and one summary. Where there are more, they are paragraphs.
-    return assistant_message("\n\n".join(texts), "\n\n".join(filter(None, reasoning)), calls, call_id)
+            tool_calls.append(_tool_call(kind, item, names))
+    # replies encoded here have one text and one summary; several are joined as paragraphs
+    return assistant_message("\n\n".join(texts), "\n\n".join(filter(None, reasoning)), tool_calls, call_id)
 
 
 def _tool_call(kind: str, item: Fields, names: ToolNames) -> dict[str, Any]:
@@ -94,17 +100,17 @@ def _tool_call(kind: str, item: Fields, names: ToolNames) -> dict[str, Any]:
         arguments = parse_arguments(item.text("arguments"))
     else:
         arguments = {FREEFORM_ARGUMENT: item.text("input")}
-    return message_call(item.text("call_id"), name, arguments)
+    return message_tool_call(item.text("call_id"), name, arguments)
 
 
 def _other_message(kind: str, item: Fields) -> Message:
     match kind:
         case "message":
             role = item.choice("role", _ROLES)
-            content = content_text(item, "content", _TEXTS)
+            content = content_text(item, "content", _TEXT_KEYS)
             return {"role": "user" if role == "user" else "system", "content": content}
         case "function_call_output" | "custom_tool_call_output":
-            content = content_text(item, "output", _TEXTS)
+            content = content_text(item, "output", _TEXT_KEYS)
             return {"role": "tool", "content": content, "tool_call_id": item.text("call_id")}
         case "compaction":
             summary = unseal(item.maybe("encrypted_content", str))

@@ -1,4 +1,4 @@
-"""A reply as the Responses API's objects: the response and its output items."""
+"""Replies of the Responses API: the response object and its output items."""
 
 from typing import Any
 
@@ -9,17 +9,17 @@ from rolltap.addons.dialects.types import Reply, ReplyContext, ServedModel, Tool
 
 
 def encode_reply(context: ReplyContext, reply: Reply, usage: Usage) -> bytes:
-    """The body of a reply to a request that did not ask for a stream."""
+    """Return the body of a reply that is not streamed."""
     return dump_json(response(context, **ending(reply, usage), output=output_items(context, reply)))
 
 
-def encode_token_count(tokens: int) -> bytes:
-    """The body of a reply to `POST /v1/responses/input_tokens`."""
-    return dump_json({"object": "response.input_tokens", "input_tokens": tokens})
+def encode_token_count(num_tokens: int) -> bytes:
+    """Return the body of a reply to `POST /v1/responses/input_tokens`."""
+    return dump_json({"object": "response.input_tokens", "input_tokens": num_tokens})
 
 
 def encode_models(target: str, models: list[ServedModel], created: int) -> bytes:
-    """The body of a reply to Codex's request for its catalogue of models."""
+    """Return the body of a reply to Codex's request for its catalogue of models."""
     return dump_json(catalogue(models))
 
 
@@ -32,8 +32,11 @@ def response(
     incomplete_details: dict[str, str] | None = None,
     usage: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The response object. It repeats what was asked for, but for `instructions` and `tools`: they are long, every
-    response event of a stream would carry them, and no client reads them there."""
+    """Return the response object.
+
+    It repeats parameters of the request, except `instructions` and `tools`: they are long, and each response event of a
+    stream would contain them.
+    """
     model_call = context.model_call
     return {
         "id": f"resp_{context.call_id}",
@@ -59,23 +62,23 @@ def response(
 
 
 def ending(reply: Reply, usage: Usage) -> dict[str, Any]:
-    """The fields of a response that are known when its reply is complete."""
-    cut = reply.finish_reason == "length"
+    """Return the fields of a response that are known only when its reply is complete."""
+    truncated = reply.finish_reason == "length"
     return {
-        "status": "incomplete" if cut else "completed",
-        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "status": "incomplete" if truncated else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if truncated else None,
         "usage": {
             "input_tokens": usage.prompt,
             "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
             "output_tokens": usage.completion,
-            "output_tokens_details": {"reasoning_tokens": 0},  # they are not counted apart
+            "output_tokens_details": {"reasoning_tokens": 0},  # not counted separately
             "total_tokens": usage.prompt + usage.completion,
         },
     }
 
 
 def output_items(context: ReplyContext, reply: Reply) -> list[dict[str, Any]]:
-    """The items of a reply in the order in which it was sampled: reasoning, text, tool calls."""
+    """Return the output items of a reply: reasoning, text, tool calls."""
     if is_compaction(context):
         return [{"id": item_id(context, "cmp", 0), "type": "compaction", "encrypted_content": seal(reply.content)}]
     items: list[dict[str, Any]] = []
@@ -90,7 +93,7 @@ def output_items(context: ReplyContext, reply: Reply) -> list[dict[str, Any]]:
 
 
 def reasoning_item(context: ReplyContext, text: str) -> dict[str, Any]:
-    """The reasoning, which is always the first item."""
+    """Return the item of the reasoning. It is always the first item."""
     return {
         "id": item_id(context, "rs", 0),
         "type": "reasoning",
@@ -100,7 +103,7 @@ def reasoning_item(context: ReplyContext, text: str) -> dict[str, Any]:
 
 
 def message_item(context: ReplyContext, index: int, text: str, status: str) -> dict[str, Any]:
-    """The reply's text."""
+    """Return the item of the reply's text."""
     return {
         "id": item_id(context, "msg", index),
         "type": "message",
@@ -111,22 +114,22 @@ def message_item(context: ReplyContext, index: int, text: str, status: str) -> d
 
 
 def item_id(context: ReplyContext, prefix: str, index: int) -> str:
-    """The id of the item at `index` of the output."""
+    """Return the id of the item at `index` of the output."""
     return f"{prefix}_{context.call_id}_{index}"
 
 
 def _call_item(context: ReplyContext, index: int, call: ToolCall) -> dict[str, Any]:
     wire = context.model_call.wire_tools.get(call.name, WireTool(call.name))
-    named = {"call_id": call.id, "name": wire.name}
+    common = {"call_id": call.id, "name": wire.name}
     if wire.namespace is not None:
-        named["namespace"] = wire.namespace
+        common["namespace"] = wire.namespace
     if wire.freeform:
         text = freeform_input(call.arguments)
-        return {"id": item_id(context, "ctc", index), "type": "custom_tool_call", **named, "input": text}
+        return {"id": item_id(context, "ctc", index), "type": "custom_tool_call", **common, "input": text}
     return {
         "id": item_id(context, "fc", index),
         "type": "function_call",
-        **named,
+        **common,
         "arguments": call.arguments,
         "status": "completed",
     }

@@ -1,4 +1,4 @@
-"""A request of the Responses API as a `ModelCall`."""
+"""Requests of the Responses API."""
 
 from rolltap.addons.dialects.fields import Fields, parse_object
 from rolltap.addons.dialects.openai import WORDING, wanted_schema
@@ -6,7 +6,7 @@ from rolltap.addons.dialects.openai_responses.input import decode_input
 from rolltap.addons.dialects.openai_responses.tools import ToolNames, read_tools
 from rolltap.addons.dialects.types import DialectError, ModelCall
 
-_WISHES = [
+_SAMPLING_FIELDS = [
     "temperature",
     "top_p",
     "reasoning",
@@ -19,7 +19,7 @@ _WISHES = [
 
 
 def decode(body: bytes, target: str) -> ModelCall:
-    """The request in `body`. Raises `DialectError` for what the API itself would refuse."""
+    """Decode the request in `body`. Raises `DialectError` for an invalid or unsupported request."""
     request = Fields(parse_object(body), WORDING)
     _refuse_stored(request)
     form, metadata = request.inner("text").inner("format"), request.inner("client_metadata")
@@ -30,7 +30,7 @@ def decode(body: bytes, target: str) -> ModelCall:
         stream=request["stream"] is True,
         max_tokens=request.optional("max_output_tokens", Fields.positive_integer),
         schema=wanted_schema(form, form),
-        requested_sampling=request.chosen(_WISHES),
+        requested_sampling=request.chosen(_SAMPLING_FIELDS),
         client_metadata=metadata.texts_by_place(*metadata.values) | request.texts_by_place("prompt_cache_key"),
     )
     names = ToolNames()
@@ -50,4 +50,4 @@ def _refuse_stored(request: Fields) -> None:
         )
     for name in ("conversation", "prompt", "background"):
         if request[name]:
-            raise DialectError(f"'{name}' is not supported: nothing is stored here.")
+            raise DialectError(f"'{name}' is not supported: this server stores nothing.")

@@ -1,6 +1,7 @@
-"""A streamed reply of the Responses API.
+"""Streamed replies of the Responses API.
 
-Every event's data is one line of JSON that says its own `type`, so that a WebSocket can carry it without the framing.
+The data of each event is one line of JSON that includes the event's `type`. A WebSocket sends it without the SSE
+framing.
 """
 
 import copy
@@ -16,18 +17,18 @@ _Item = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """How the text of a kind of item is streamed."""
+    """The events and fields that carry the text of one type of item."""
 
     event: str
-    """Its events, without `.delta` and `.done`."""
+    """Name of the text's events, without `.delta` and `.done`."""
     key: str
-    """The field that holds it, in the item or in its part."""
-    part: str = ""
-    """The events around those, without `.added` and `.done`, when the item holds the text in a part."""
-    parts: str = ""
-    """The item's list of parts; there is one part."""
-    place: dict[str, int] = field(default_factory=dict)
-    """Which part it is, as the events say it."""
+    """Name of the text's field, in the item or in its part."""
+    part_event: str = ""
+    """Name of the part's events, without `.added` and `.done`. Empty when the text is a field of the item."""
+    parts_key: str = ""
+    """Name of the item's list of parts, which has one element."""
+    part_index: dict[str, int] = field(default_factory=dict)
+    """Fields of the events that contain the index of the part."""
     extra: dict[str, list[Any]] = field(default_factory=dict)
     """Further fields of the text's events."""
 
@@ -49,22 +50,25 @@ _TEXTS = {
 
 
 class StreamEncoder:
-    """Server-sent events of one streamed reply. Each item is complete before the next one begins."""
+    """Encoder of one streamed reply as server-sent events. Each item is complete before the next one begins."""
 
     content_type = "text/event-stream"
 
     def __init__(self, context: ReplyContext) -> None:
         self._context = context
-        self._events = 0
+        self._num_events = 0
         self._done: list[_Item] = []
         self._open: _Item | None = None
 
     def start(self) -> bytes:
-        """The events that announce the response."""
+        """Return the first events of the response."""
         return self._response("response.created", status="in_progress") + self.keep_alive()
 
     def delta(self, reasoning: str, content: str) -> bytes:
-        """New text, reasoning before content. A summary for compaction goes out whole, at the end."""
+        """Return the events of new text, reasoning before content.
+
+        Reasoning after the first content is not sent. The summary of a compaction is sent by `finish`.
+        """
         if is_compaction(self._context):
             return b""
         events = b""
@@ -77,11 +81,11 @@ class StreamEncoder:
         return events
 
     def keep_alive(self) -> bytes:
-        """An event that Codex parses, because its idle timer ignores SSE comments."""
+        """Return an event that Codex parses, because its idle timer ignores SSE comments."""
         return self._response("response.in_progress", status="in_progress")
 
     def finish(self, reply: Reply, usage: Usage) -> bytes:
-        """The rest of the items and the event that ends the stream."""
+        """Return the events of the remaining items and of the end."""
         events = b""
         for item in output_items(self._context, reply)[len(self._done) :]:
             if self._open is None:
@@ -92,7 +96,7 @@ class StreamEncoder:
         return events + self._response(f"response.{fields['status']}", **fields, output=self._done)
 
     def error(self, error: DialectError) -> bytes:
-        """The event for a failure after the stream began."""
+        """Return the event of a failure after `start`."""
         failure = {"code": _failure_code(error), "message": str(error)}
         return self._response("response.failed", status="failed", output=self._done, error=failure)
 
@@ -100,34 +104,34 @@ class StreamEncoder:
         return self._open is not None and self._open["type"] == kind
 
     def _grow(self, item: _Item) -> bytes:
-        """`item` holds new text of the open item, or begins a new one."""
+        """Return the events that add the text of `item` to the open item. Without one, `item` becomes the open item."""
         text = _TEXTS.get(item["type"])
         events = b""
         if self._open is None:
             self._open = copy.deepcopy(item)
             events += self._event("response.output_item.added", item=_emptied(item))
-            if text and text.part:
+            if text and text.part_event:
                 part = {**_holder(item, text), text.key: ""}
-                events += self._item_event(f"{text.part}.added", **text.place, part=part)
+                events += self._item_event(f"{text.part_event}.added", **text.part_index, part=part)
         elif text:
             _holder(self._open, text)[text.key] += _holder(item, text)[text.key]
         if text and (new := _holder(item, text)[text.key]):
-            events += self._item_event(f"{text.event}.delta", **text.place, **text.extra, delta=new)
+            events += self._item_event(f"{text.event}.delta", **text.part_index, **text.extra, delta=new)
         return events
 
     def _close(self) -> bytes:
-        """The end of the open item."""
+        """Return the events that complete the open item."""
         item = self._open
         assert item is not None
         text = _TEXTS.get(item["type"])
         events = b""
         if text:
-            fields = {**text.place, **text.extra, text.key: _holder(item, text)[text.key]}
+            fields = {**text.part_index, **text.extra, text.key: _holder(item, text)[text.key]}
             if item["type"] == "function_call":
                 fields["name"] = item["name"]
             events += self._item_event(f"{text.event}.done", **fields)
-            if text.part:
-                events += self._item_event(f"{text.part}.done", **text.place, part=_holder(item, text))
+            if text.part_event:
+                events += self._item_event(f"{text.part_event}.done", **text.part_index, part=_holder(item, text))
         events += self._event("response.output_item.done", item=item)
         self._done.append(item)
         self._open = None
@@ -137,35 +141,35 @@ class StreamEncoder:
         return self._event(kind, response=response(self._context, status=status, output=output or [], **fields))
 
     def _item_event(self, kind: str, **fields: Any) -> bytes:
-        """An event of the open item."""
+        """Return an event of the open item."""
         assert self._open is not None
         return self._event(kind, item_id=self._open["id"], **fields)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         if "response" not in fields:
             fields["output_index"] = len(self._done)
-        data = {"type": kind, "sequence_number": self._events, **fields}
-        self._events += 1
+        data = {"type": kind, "sequence_number": self._num_events, **fields}
+        self._num_events += 1
         return f"event: {kind}\n".encode() + b"data: " + dump_json(data) + b"\n\n"
 
 
 def _holder(item: _Item, text: _Text) -> dict[str, Any]:
-    """The holder of an item's text: the item, or its one part."""
-    holder: dict[str, Any] = item[text.parts][0] if text.parts else item
+    """Return the object with an item's text: the item itself or its only part."""
+    holder: dict[str, Any] = item[text.parts_key][0] if text.parts_key else item
     return holder
 
 
 def _emptied(item: _Item) -> _Item:
-    """An item as it is announced."""
+    """Return an item without its text, as its first event contains it."""
     text = _TEXTS.get(item["type"])
     if text is None:
         return item
-    begun = {**item, text.parts: []} if text.parts else {**item, text.key: ""}
-    return {**begun, "status": "in_progress"} if "status" in item else begun
+    started = {**item, text.parts_key: []} if text.parts_key else {**item, text.key: ""}
+    return {**started, "status": "in_progress"} if "status" in item else started
 
 
 def _failure_code(error: DialectError) -> str:
-    # Codex ends its run at context_length_exceeded and invalid_prompt, and tries again after any other code
+    # Codex ends its run on context_length_exceeded and invalid_prompt, and retries on server_error
     if isinstance(error, ContextOverflow):
         return error.code
     return "invalid_prompt" if error.status < 500 else "server_error"

@@ -1,4 +1,4 @@
-"""The tools of the Responses API: functions, freeform tools and namespaces of both."""
+"""Tools of the Responses API: functions, freeform tools and namespaces of both."""
 
 from dataclasses import dataclass, field
 
@@ -9,27 +9,30 @@ from rolltap.addons.dialects.types import ModelCall, WireTool
 
 @dataclass(slots=True)
 class ToolNames:
-    """The names by which the model sees a request's tools: a namespace goes in front, because the model has none."""
+    """Map from the tools of a request to the names that the model sees.
 
-    _seen: dict[tuple[str | None, str], str] = field(default_factory=dict)
+    The model has no namespaces: a namespace becomes a prefix of the name.
+    """
+
+    _shown: dict[tuple[str | None, str], str] = field(default_factory=dict)
 
     def add(self, namespace: str | None, name: str) -> str:
-        """The name for a tool of the request; no two tools get the same."""
-        seen = self.of(namespace, name)
-        while seen in self._seen.values() and self._seen.get((namespace, name)) != seen:
-            seen += "_"
-        self._seen[namespace, name] = seen
-        return seen
+        """Return a unique name for a tool of the request. A tool that is added again keeps its name."""
+        shown = self.of(namespace, name)
+        while shown in self._shown.values() and self._shown.get((namespace, name)) != shown:
+            shown += "_"
+        self._shown[namespace, name] = shown
+        return shown
 
     def of(self, namespace: str | None, name: str) -> str:
-        """The name for a tool of an earlier call, which the request need not have any more."""
-        return self._seen.get((namespace, name), f"{namespace}__{name}" if namespace else name)
+        """Return the name for the tool of an earlier call, which the request may lack."""
+        return self._shown.get((namespace, name), f"{namespace}__{name}" if namespace else name)
 
 
 def read_tools(fields: Fields, model_call: ModelCall, names: ToolNames) -> None:
-    """Adds the list `tools` of a request or an item to `model_call`, and their names to `names`. Raises `DialectError`.
+    """Add the list `tools` of a request or an item to `model_call`, and the tools' names to `names`.
 
-    Of two tools with the same name and namespace the later counts.
+    A tool replaces an earlier one with the same name and namespace. Raises `DialectError`.
     """
     for tool in fields.objects("tools"):
         kind = tool.text("type")
@@ -46,14 +49,14 @@ def read_tools(fields: Fields, model_call: ModelCall, names: ToolNames) -> None:
 def _add_tool(tool: Fields, namespace: str | None, model_call: ModelCall, names: ToolNames) -> None:
     freeform = tool.choice("type", ("function", "custom")) == "custom"
     name, description = tool.name("name"), tool.maybe("description", str)
-    seen = names.add(namespace, name)
+    shown = names.add(namespace, name)
     if freeform:
-        shown = freeform_tool(seen, description, tool.inner("format").maybe("definition", str))
+        function = freeform_tool(shown, description, tool.inner("format").maybe("definition", str))
     else:
-        shown = function_tool(seen, description, tool.maybe("parameters", dict))
-    places = {other["function"]["name"]: place for place, other in enumerate(model_call.tools)}
-    place = places.get(seen, len(places))
-    model_call.tools[place : place + 1] = [shown]
-    model_call.wire_tools.pop(seen, None)
-    if freeform or seen != name:
-        model_call.wire_tools[seen] = WireTool(name, namespace, freeform)
+        function = function_tool(shown, description, tool.maybe("parameters", dict))
+    indices = {other["function"]["name"]: i for i, other in enumerate(model_call.tools)}
+    index = indices.get(shown, len(indices))
+    model_call.tools[index : index + 1] = [function]
+    model_call.wire_tools.pop(shown, None)
+    if freeform or shown != name:
+        model_call.wire_tools[shown] = WireTool(name, namespace, freeform)

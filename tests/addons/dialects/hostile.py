@@ -1,4 +1,4 @@
-"""Request bodies that no client sends on purpose."""
+"""Strategies for malformed and unusual request bodies."""
 
 import copy
 import json
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 
 def values(words, names):
-    """Any JSON value, often of `words` and of objects with the keys `names`; texts may hold half a character."""
+    """Return a strategy for JSON values: often `words` and objects with keys `names`. Texts may hold surrogates."""
     return st.recursive(
         st.none()
         | st.booleans()
@@ -23,7 +23,7 @@ def values(words, names):
 
 @st.composite
 def mutated(draw, request, anything):
-    """`request` with other values in up to three places."""
+    """Return `request` with other values in up to three places."""
     body = copy.deepcopy(request)
     for path in draw(st.lists(st.sampled_from([p for p in _places(request) if p]), min_size=1, max_size=3)):
         parent = body
@@ -32,18 +32,18 @@ def mutated(draw, request, anything):
                 parent = parent[key]
             parent[path[-1]] = draw(anything)
         except (KeyError, IndexError, TypeError):
-            pass  # an earlier mutation took the place away
+            pass  # an earlier mutation removed the place
     return body
 
 
 def bodies(requests, anything):
-    """Mutated requests, any JSON, any bytes."""
+    """Return a strategy for mutated requests, any JSON and any bytes."""
     json_values = st.one_of(*(mutated(request, anything) for request in requests), anything)
     return json_values.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=40)
 
 
 def _places(value, path=()):
-    """The path of every value within `value`."""
+    """Yield the path of each value within `value`."""
     yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:

@@ -5,7 +5,7 @@ from rolltap.addons.dialects.fields import Fields, Wording
 from rolltap.addons.dialects.types import DialectError
 
 BODY = {"a": "x", "no": "", "n": 3, "yes": True, "list": [{"b": {"c": 1}}], "texts": ["x", "", "y"], "mixed": ["x", 5]}
-FIELDS = Fields(BODY, Wording("At {place}: {what}.", index="<{}>", name=str.upper))
+FIELDS = Fields(BODY, Wording("At {place}: {expected}.", index="<{}>", name=str.upper))
 
 
 @pytest.mark.parametrize(
@@ -18,11 +18,11 @@ FIELDS = Fields(BODY, Wording("At {place}: {what}.", index="<{}>", name=str.uppe
         (Fields.texts, "texts", ["x", "y"]),
         (Fields.texts, "gone", []),
         (Fields.elements, "gone", []),
-        (Fields.client_metadata, "a", {"A": "x"}),
-        (Fields.client_metadata, "n", {}),
+        (Fields.texts_by_place, "a", {"A": "x"}),
+        (Fields.texts_by_place, "n", {}),
     ],
 )
-def test_a_field_is_read_as_what_it_must_be(read, key, value):
+def test_a_valid_field_is_returned(read, key, value):
     assert read(FIELDS, key) == value
     assert FIELDS.optional(key, read) == (None if key == "gone" else value)
 
@@ -43,7 +43,7 @@ def test_a_field_is_read_as_what_it_must_be(read, key, value):
         (lambda fields, key: fields.inner("gone").inner("b").text(key), "c", "At GONE.B.C: a string."),
     ],
 )
-def test_a_refusal_names_the_place_and_what_should_be_there(read, key, sentence):
+def test_a_refusal_names_the_place_and_the_expected_value(read, key, sentence):
     with pytest.raises(DialectError) as refusal:
         read(FIELDS, key)
     assert str(refusal.value) == sentence
@@ -73,7 +73,7 @@ def test_a_refusal_names_the_place_and_what_should_be_there(read, key, sentence)
         ),
     ],
 )
-def test_each_api_has_its_own_words(dialect, target, body, sentence):
+def test_each_api_has_its_own_wording(dialect, target, body, sentence):
     with pytest.raises(DialectError) as refusal:
         dialect.decode(body, target)
     assert str(refusal.value).startswith(sentence)

@@ -35,7 +35,7 @@ def form(arguments, name="edit", call=EXACT):
     ],
     ids=["key order", "numbers", "digits that JavaScript drops", "a list"],
 )
-def test_arguments_that_json_clients_write_anew_are_equal(issued, echoed):
+def test_arguments_that_json_clients_reformat_are_equal(issued, echoed):
     assert form(issued) == form(echoed) == form(json.dumps(echoed))
 
 
@@ -50,7 +50,7 @@ def test_arguments_that_json_clients_write_anew_are_equal(issued, echoed):
         ("[1]", [2]),
     ],
 )
-def test_other_arguments_are_not(issued, echoed):
+def test_different_arguments_are_not_equal(issued, echoed):
     assert form(issued) != form(echoed)
 
 
@@ -66,18 +66,18 @@ def test_defaults_are_those_of_the_tool_that_is_called():
     assert form({"all": False}, "other", CLAUDE_CODE) != form({}, "other", CLAUDE_CODE)
 
 
-def test_an_id_and_a_name_count():
+def test_ids_and_names_are_compared():
     message = called("{}")
     other = {**message["tool_calls"][0], "id": "c2"}
     assert canonical(message, EXACT) != canonical({**message, "tool_calls": [other]}, EXACT)
     assert form("{}") != form("{}", "look")
 
 
-def test_what_is_empty_is_as_good_as_absent():
+def test_an_empty_field_equals_an_absent_one():
     assert canonical({"role": "tool", "content": "", "tool_call_id": ""}, EXACT) == canonical({"role": "tool"}, EXACT)
 
 
-def test_blank_text_before_a_call_is_no_text():
+def test_blank_text_equals_no_text():
     blank, none, some = (canonical(called("{}", text=text), EXACT) for text in (" \n", "", "."))
     assert blank == none != some
 

@@ -15,7 +15,7 @@ THINKING = f'<think>\nI look.\n</think>\n\nSo:\n<tool_call>\n{{"name": "look", "
 
 
 class Session:
-    """A harness that asks, answered with the tokens that a test gives it."""
+    """A session whose calls are answered with completions that the test provides."""
 
     def __init__(self, rendering, encode, tools=(TOOL,)):
         self.rendering = rendering
@@ -23,10 +23,10 @@ class Session:
         self.tools = list(tools)
         self.conversations = Conversations(rendering)
         self.calls = []
-        """(prompt, completion ids) of each call; a call's id is its index."""
+        """(prompt, completion ids) of each call. A call's id is its index."""
 
     def decode(self, messages):
-        """The messages as they come out of the harness's request."""
+        """Return the decoded request with these messages."""
         body = json.dumps({"messages": messages, "tools": self.tools})
         return openai_chat.decode(body.encode(), "/")
 
@@ -34,7 +34,7 @@ class Session:
         return self.conversations.prompt(self.decode(messages))
 
     def ask(self, messages, completion):
-        """The reply, as the harness sees it, when the model samples `completion`: text or token ids."""
+        """Record a call with `completion`, a text or token ids, and return the reply that the harness sees."""
         prompt = self.prompt(messages)
         completion_ids = self.encode(completion) if isinstance(completion, str) else completion
         reply = self.rendering.parse(prompt.ids, completion_ids, self.tools).to_message()
@@ -42,8 +42,8 @@ class Session:
         self.calls.append((prompt, completion_ids))
         return reply
 
-    def tokens(self, number):
-        """The prompt and completion of a call."""
+    def token_ids(self, number):
+        """Return the prompt and completion ids of a call."""
         prompt, completion_ids = self.calls[int(number)]
         return prompt.ids + completion_ids
 
@@ -105,11 +105,11 @@ class TestKind:
             "numbers as JavaScript writes them",
         ],
     )
-    def test_a_reply_that_comes_back_is_continued(self, session, echo):
+    def test_an_echoed_reply_is_continued(self, session, echo):
         reply = session.ask([user("Hi")], THINKING + "<|im_end|>")
         prompt = session.prompt([user("Hi"), echo(reply), result(reply)])
         assert (prompt.kind, prompt.reason, prompt.parent.call_id) == ("bridged", None, "0")
-        assert prompt.ids[: prompt.prefix_length] == session.tokens(0)
+        assert prompt.ids[: prompt.prefix_length] == session.token_ids(0)
         assert prompt.new_messages == [result(reply)]
 
     @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ class TestKind:
             "no arguments",
         ],
     )
-    def test_a_reply_that_was_altered_is_not(self, session, echo):
+    def test_an_altered_reply_is_not_continued(self, session, echo):
         reply = session.ask([user("Hi")], THINKING + "<|im_end|>")
         assert session.prompt([user("Hi"), reply, result(reply)]).kind == "bridged"
         messages = [user("Hi"), echo(reply), result(reply)]
@@ -144,7 +144,7 @@ class TestKind:
         assert prompt.reason.startswith("message 1 is not that of call 0: ")
         assert prompt.ids == session.rendering.render(session.decode(messages).messages, [TOOL])
 
-    def test_a_message_of_the_user_that_was_altered_is_not(self, session):
+    def test_an_altered_user_message_is_not_continued(self, session):
         reply = session.ask([user("Hi")], "Hello.<|im_end|>")
         assert session.prompt([user("Hi"), reply, user("Go on")]).kind == "bridged"
         prompt = session.prompt([user("Hi!"), reply, user("Go on")])
@@ -154,14 +154,14 @@ class TestKind:
             'where it had \'{"content": "Hi", "role": "user"}\''
         )
 
-    def test_an_assistant_message_that_nobody_sampled_is_not_continued(self, session):
+    def test_an_assistant_message_that_no_call_sampled_is_not_continued(self, session):
         reply = session.ask([user("Hi")], "Hello.<|im_end|>")
         forged = {"role": "assistant", "content": "I am another."}
         prompt = session.prompt([user("Hi"), reply, user("Go on"), forged, user("Go on")])
         assert (prompt.kind, prompt.parent) == ("rendered", None)
         assert prompt.reason == "after call 0 it has an assistant message that no call sampled"
 
-    def test_a_conversation_that_is_asked_again_is_another_root(self, session):
+    def test_a_repeated_conversation_is_another_root(self, session):
         session.ask([user("Hi")], "Hello.<|im_end|>")
         prompt = session.prompt([user("Hi")])
         assert (prompt.kind, prompt.reason) == ("root", "it ends within the conversation of call 0")
@@ -170,7 +170,7 @@ class TestKind:
         reply = session.ask([user("Hi")], THINKING.replace("So:", " ") + "<|im_end|>")
         assert session.prompt([user("Hi"), {**reply, "content": ""}, result(reply)]).kind == "bridged"
 
-    def test_reasoning_comes_back_by_the_opaque_field_issued_with_it(self, session):
+    def test_reasoning_is_restored_from_the_call_that_the_opaque_field_names(self, session):
         reply = session.ask([user("Hi")], "<think>\nI look.\n</think>\n\nHello.<|im_end|>")
         echo = {"role": "assistant", "content": reply["content"], "call_id": "0"}
         altered = [user("Hello"), echo, user("Go on")]
@@ -184,12 +184,12 @@ class TestKind:
         prompt = session.prompt([user("Hi"), reply, user("Go on")])
         assert (prompt.kind, prompt.reason) == ("rendered", "its tools are not those of any earlier call")
 
-    def test_what_the_renderer_cannot_continue_is_rendered_and_says_so(self, session):
+    def test_a_call_that_the_renderer_cannot_continue_is_rendered_with_the_reason(self, session):
         reply = session.ask([user("Hi")], "Hello.<|im_end|>And more")
         prompt = session.prompt([user("Hi"), reply, user("Go on")])
         assert (prompt.kind, prompt.reason) == ("rendered", "the renderer cannot continue call 0")
 
-    def test_the_call_it_cannot_continue_is_the_last_of_several(self, session):
+    def test_the_reason_names_the_last_of_several_calls(self, session):
         messages = [user("Hi")]
         for completion in ("One.<|im_end|>", "Two.<|im_end|>And more"):
             messages += [session.ask(messages, completion), user("Go on")]
@@ -197,7 +197,7 @@ class TestKind:
 
 
 class TestEchoRule:
-    """A command that comes back without the folder that it changed to, as Claude Code sends it."""
+    """A command whose echo lacks its `cd FOLDER && `, as Claude Code sends it."""
 
     COMMAND = '<tool_call>\n{"name": "look", "arguments": {"command": "cd a && ls"}}\n</tool_call><|im_end|>'
 
@@ -212,7 +212,7 @@ class TestEchoRule:
         [('{"device_id": "d", "session_id": "s"}', "bridged"), ("me", "rendered")],
         ids=["Claude Code", "another program"],
     )
-    def test_claude_code_may_leave_the_folder_out(self, session, monkeypatch, user_id, kind):
+    def test_only_claude_code_may_leave_the_folder_out(self, session, monkeypatch, user_id, kind):
         def decode(messages):
             tool = {"name": "look", "input_schema": {"type": "object"}}
             request = {"max_tokens": 9, "tools": [tool], "messages": messages, "metadata": {"user_id": user_id}}
@@ -225,7 +225,7 @@ class TestEchoRule:
         echo = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [answer]}]
         assert session.prompt([user("Hi"), *echo]).kind == kind
 
-    def test_calls_under_another_rule_are_no_part_of_the_conversation(self, session):
+    def test_calls_under_another_rule_are_not_continued(self, session):
         call = session.decode([user("Hi")])
         session.conversations.add("0", session.conversations.prompt(call), [], {"role": "assistant", "content": "A"})
         again = session.decode([user("Hi"), {"role": "assistant", "content": "A"}, user("Go on")])
@@ -243,22 +243,22 @@ class TestEqualReplies:
             session.ask([user("Hi")], f"<think>\n{thought}\n</think>\n\nHello.<|im_end|>") for thought in ("One", "Two")
         ]
 
-    def test_their_reasoning_tells_them_apart(self, session, replies):
+    def test_their_reasoning_selects_the_call(self, session, replies):
         for number, reply in enumerate(replies):
             prompt = session.prompt([user("Hi"), reply, user("Go on")])
             assert (prompt.kind, prompt.parent.call_id) == ("bridged", str(number))
-            assert prompt.ids[: prompt.prefix_length] == session.tokens(number)
+            assert prompt.ids[: prompt.prefix_length] == session.token_ids(number)
 
     @pytest.mark.parametrize("reasoning", ["", "Three"], ids=["none", "of neither"])
-    def test_in_doubt_all_is_rendered(self, session, replies, reasoning):
+    def test_without_matching_reasoning_they_are_ambiguous(self, session, replies, reasoning):
         prompt = session.prompt([user("Hi"), {**replies[0], "reasoning_content": reasoning}, user("Go on")])
         assert (prompt.kind, prompt.reason) == ("rendered", "2 earlier calls fit equally well up to message 2")
 
-    def test_equal_tokens_leave_no_doubt(self, session):
+    def test_calls_with_equal_tokens_are_not_ambiguous(self, session):
         replies = [session.ask([user("Hi")], "Hello.<|im_end|>") for _ in range(2)]
         assert session.prompt([user("Hi"), replies[1], user("Go on")]).kind == "bridged"
 
-    def test_other_tokens_of_the_same_text_are_a_doubt(self, session, encode):
+    def test_calls_with_equal_text_and_different_tokens_are_ambiguous(self, session, encode):
         whole, letters = encode("tool<|im_end|>"), [i for letter in "tool" for i in encode(letter)]
         assert whole[:-1] != letters
         replies = [session.ask([user("Hi")], ids) for ids in (whole, letters + whole[-1:])]
@@ -280,7 +280,7 @@ def test_branches_continue_their_own_calls(session):
     for messages, parent in ((main, "2"), (agent, "3"), (retry, "4")):
         prompt = session.prompt(messages)
         assert prompt.parent.call_id == parent
-        assert prompt.ids[: prompt.prefix_length] == session.tokens(parent)
+        assert prompt.ids[: prompt.prefix_length] == session.token_ids(parent)
 
 
 MARKUP = ["<think>", "</think>", "<tool_call>", "</tool_call>", THINKING, "Hi", "😀", "  \n", "<|im_start|>"]
@@ -290,7 +290,7 @@ said = st.text(max_size=5) | st.sampled_from(MARKUP)
 
 @given(st.data())
 @settings(max_examples=200, deadline=None)
-def test_whatever_was_sampled_prompts_begin_with_it_or_say_why_not(rendering, encode, data):
+def test_a_prompt_begins_with_the_sampled_tokens_or_has_a_reason(rendering, encode, data):
     session = Session(rendering, encode)
     branches = [[user("Hi")]]
     for _ in range(data.draw(st.integers(1, 6))):
@@ -301,7 +301,7 @@ def test_whatever_was_sampled_prompts_begin_with_it_or_say_why_not(rendering, en
         prompt, _ = session.calls[-1]
         if prompt.kind == "bridged":
             assert prompt.reason is None
-            assert prompt.ids[: prompt.prefix_length] == session.tokens(prompt.parent.call_id)
+            assert prompt.ids[: prompt.prefix_length] == session.token_ids(prompt.parent.call_id)
             assert len(prompt.ids) > prompt.prefix_length
         else:
             assert prompt.reason
@@ -320,7 +320,7 @@ def test_a_conversation_of_whole_turns_is_bridged_to_its_end(rendering, encode, 
         reply = session.ask(messages, completion)
         prompt, _ = session.calls[number]
         assert prompt.kind == ("bridged" if number else "root")
-        assert prompt.parent is None or prompt.ids[: prompt.prefix_length] == session.tokens(number - 1)
+        assert prompt.parent is None or prompt.ids[: prompt.prefix_length] == session.token_ids(number - 1)
         messages = [*messages, reply, result(reply, text) if reply.get("tool_calls") else user(text)]
 
 
@@ -337,7 +337,7 @@ def test_every_request_that_decodes_has_a_prompt(rendering, body):
     conversations.add("0", prompt, rendering.stop_token_ids(), {"role": "assistant", "content": ""})
 
 
-def test_a_long_chain_of_turns_knows_its_whole_prompt():
+def test_a_long_chain_of_turns_returns_its_full_prompt():
     turn = None
     for number in range(0, 20_000, 2):
         turn = Turn(str(number), turn, [number], [number + 1], "")

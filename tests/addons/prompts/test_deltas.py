@@ -30,7 +30,7 @@ texts = st.lists(
 
 
 def stream(rendering, token_ids, cuts):
-    """What is sent of a completion that is parsed at each of `cuts`, and what `finish` leaves of its reply."""
+    """Return the text sent for a completion that is parsed at each of `cuts`, and its reply after `finish`."""
     deltas = TextDeltas()
     parts = [deltas.feed(rendering.parse([], token_ids[:cut], [], partial=True)) for cut in cuts]
     reply = rendering.parse([], token_ids, [])
@@ -40,14 +40,14 @@ def stream(rendering, token_ids, cuts):
 
 @st.composite
 def completions(draw, encode):
-    """Token ids of any kind: markup, text, parts of characters."""
+    """Draw token ids of markup, text and parts of characters."""
     pieces = draw(st.lists(st.sampled_from([*PIECES, CALL]) | st.integers(0, 399), max_size=25))
     return [i for piece in pieces for i in ([piece] if isinstance(piece, int) else encode(piece))]
 
 
 @given(st.data())
 @settings(max_examples=300, deadline=None)
-def test_what_was_sent_is_the_reply(rendering, encode, data):
+def test_the_sent_text_is_the_text_of_the_reply(rendering, encode, data):
     token_ids = data.draw(completions(encode))
     reasoning, content, reply = stream(rendering, token_ids, range(len(token_ids) + 1))
     assert (reasoning, content) == (reply.reasoning, reply.content)
@@ -82,11 +82,11 @@ class TestFeed:
             ("<think", ""),
         ],
     )
-    def test_the_end_waits_while_the_next_token_may_change_it(self, text, certain):
+    def test_a_suffix_that_the_next_token_may_change_is_held_back(self, text, certain):
         assert TextDeltas().feed(Reply(content=text, reasoning=text)) == (certain, certain)
 
     @pytest.mark.parametrize("text", ["<< a " * 1000 + "x" * 40, "\n" * 100_000 + "x"], ids=["C++", "empty lines"])
-    def test_it_takes_no_time_to_see_where_the_certain_text_ends(self, text):
+    def test_long_texts_of_open_tags_or_white_space_are_sent_whole(self, text):
         assert TextDeltas().feed(Reply(content=text)) == ("", text)
 
     def test_each_part_is_sent_once(self):
@@ -96,12 +96,12 @@ class TestFeed:
 
 
 class TestFinish:
-    def test_held_back_text_is_sent_at_last(self):
+    def test_held_back_text_is_sent_at_the_end(self):
         deltas = TextDeltas()
         deltas.feed(Reply(content="a <"))
         assert deltas.finish(Reply(content="a <")) == ("", " <")
 
-    def test_a_reply_that_is_read_differently_in_the_end_becomes_what_was_sent(self):
+    def test_a_reply_whose_last_parse_differs_is_set_to_the_sent_text(self):
         deltas = TextDeltas()
         deltas.feed(Reply(content="I think"))
         reply = Reply(reasoning="I think", content="Hi")
@@ -135,13 +135,13 @@ def test_a_reply_ends_before_the_first_stop_text(text, stops, cut, stop):
 @pytest.mark.parametrize(
     ("text", "sent"), [("one STO", "one "), ("one S", "one "), ("one", "one"), ("one STOP two", "one ")]
 )
-def test_what_may_become_a_stop_text_waits(text, sent):
+def test_a_prefix_of_a_stop_text_is_held_back(text, sent):
     reply = Reply(text)
     cut_at_stop(reply, ["STOP"], partial=True)
     assert reply.content == sent
 
 
-def test_a_stop_text_in_the_reasoning_ends_all():
+def test_a_stop_text_in_the_reasoning_removes_the_content():
     reply = Reply("text", "I think STOP")
     cut_at_stop(reply, ["STOP"], partial=False)
     assert (reply.reasoning, reply.content, reply.stop) == ("I think ", "", "STOP")

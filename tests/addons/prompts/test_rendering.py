@@ -33,7 +33,7 @@ class TestChoice:
 
     @pytest.mark.parametrize(
         ("renderer", "words"),
-        [("qwen4", "the renderer 'qwen4' does not fit"), ("gpt-oss", "the renderer 'gpt-oss' does not fit")],
+        [("qwen4", "cannot use the renderer 'qwen4' with"), ("gpt-oss", "cannot use the renderer 'gpt-oss' with")],
         ids=["unknown", "of another family"],
     )
     def test_a_wrong_name_is_refused(self, tokenizer_folder, renderer, words):
@@ -67,7 +67,7 @@ STRICT = TEMPLATE.read_text().replace(
 
 
 class TestSystemMessages:
-    """They stand wherever the harness put them, and some templates take only the first."""
+    """System messages can be anywhere in a conversation. Some templates take them only at the beginning."""
 
     CONVERSATION = (
         {"role": "system", "content": "Be brief."},
@@ -81,7 +81,7 @@ class TestSystemMessages:
         text = "<|im_start|>system\nIt is late.<|im_end|>"
         assert contains(rendering.render(list(self.CONVERSATION), []), encode(text))
 
-    def test_for_one_that_does_not_the_first_are_joined_and_the_others_are_the_users(
+    def test_a_template_that_takes_only_the_first_gets_joined_leading_ones_and_later_ones_as_users(
         self, tmp_path, encode, save_tokenizer
     ):
         assert TEMPLATE.read_text() != STRICT
@@ -91,7 +91,7 @@ class TestSystemMessages:
         assert contains(ids, encode("<|im_start|>system\nBe brief.\n\nBe kind.<|im_end|>"))
         assert contains(ids, encode("<|im_start|>user\nIt is late.<|im_end|>"))
 
-    def test_what_only_the_recorder_knows_is_not_rendered(self, rendering):
+    def test_the_call_id_is_not_rendered(self, rendering):
         reply = {"role": "assistant", "content": "Hi."}
         assert rendering.render([USER, {**reply, "call_id": "c"}], []) == rendering.render([USER, reply], [])
 
@@ -111,7 +111,7 @@ class TestBridge:
         )
 
     @pytest.mark.parametrize("completion", ["Hi.<|im_end|>Hi", "<think>\nI<|im_end|>"], ids=["after the end", "open"])
-    def test_it_declines_what_it_would_have_to_change(self, rendering, encode, completion):
+    def test_it_returns_none_when_it_would_change_tokens(self, rendering, encode, completion):
         assert rendering.bridge(rendering.render([USER], []), encode(completion), [USER], []) is None
 
     def test_earlier_reasoning_stays_when_the_user_speaks_again(self, rendering, encode):
@@ -130,7 +130,7 @@ new_messages = st.lists(
 
 
 class TestBridgeOfOneTurn:
-    """Most of a long prompt is not shown to renderers that do not look at it."""
+    """Renderers in `_READS_ONE_TURN` are given only a suffix of the prompt."""
 
     @pytest.fixture(scope="class", params=sorted(module._READS_ONE_TURN))
     @classmethod
@@ -157,7 +157,7 @@ class TestParse:
     def parse(self, rendering, encode, text, **options):
         return rendering.parse(rendering.render([USER], []), encode(text), [], **options)
 
-    def test_reasoning_text_and_calls_are_told_apart(self, rendering, encode):
+    def test_reasoning_text_and_tool_calls_are_separated(self, rendering, encode):
         look = call('{"name": "look", "arguments": {"at": "é"}}')
         reply = self.parse(rendering, encode, f"<think>\nHm.\n</think>\n\nI look.\n{look}<|im_end|>")
         assert (reply.reasoning, reply.content) == ("Hm.", "I look.")
@@ -165,7 +165,7 @@ class TestParse:
         assert (made.name, json.loads(made.arguments)) == ("look", {"at": "é"})
         assert made.id.startswith("call_")
 
-    def test_every_call_has_an_id_of_its_own(self, rendering, encode):
+    def test_every_tool_call_has_a_unique_id(self, rendering, encode):
         reply = self.parse(rendering, encode, call('{"name": "look", "arguments": {}}') * 3)
         assert len({made.id for made in reply.tool_calls}) == 3
 
@@ -174,18 +174,18 @@ class TestParse:
         ['{"name": "look", "argum', "not JSON", '{"arguments": {}}', '{"name": 5, "arguments": {}}', "[]"],
         ids=["cut", "not JSON", "no name", "a number as name", "no object"],
     )
-    def test_a_call_that_is_not_well_formed_is_text(self, rendering, encode, inside):
+    def test_a_malformed_tool_call_is_text(self, rendering, encode, inside):
         assert self.parse(rendering, encode, call(inside)) == Reply(content=inside)
         assert self.parse(rendering, encode, f"<tool_call>\n{inside}", partial=True) == Reply()
 
     @pytest.mark.parametrize(
         "value", ["1" * 5000, "[" * 100_000], ids=["an integer of thousands of digits", "brackets without end"]
     )
-    def test_json_that_python_does_not_read_is_text(self, rendering, encode, value):
+    def test_json_that_python_refuses_to_parse_is_text(self, rendering, encode, value):
         text = call(f'{{"name": "look", "arguments": {value}}}')
         assert self.parse(rendering, encode, text + "<|im_end|>") == Reply(content=text)
 
-    def test_half_a_character_is_replaced(self, rendering, encode):
+    def test_a_lone_surrogate_is_replaced(self, rendering, encode):
         (made,) = self.parse(rendering, encode, call(r'{"name": "look", "arguments": {"at": "\ud83d"}}')).tool_calls
         assert made.arguments == '{"at": "\ufffd"}'
 

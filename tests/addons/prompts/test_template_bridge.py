@@ -1,6 +1,7 @@
-"""Templates that no renderer knows: continued when they write each message by itself, refused with a reason if not."""
+"""Templates that no renderer knows are bridged when they render each message independently, else refused."""
 
 import pytest
+from transformers import AutoTokenizer
 
 from rolltap.addons.prompts.rendering import Rendering
 
@@ -39,13 +40,13 @@ def test_the_bridge_is_what_the_template_writes_after_a_turn(rendering, encode, 
     assert bridged[: len(prompt) + len(completion)] == prompt + completion
 
 
-def test_a_turn_that_was_cut_is_ended_first(rendering, encode):
+def test_a_truncated_turn_gets_its_stop_token(rendering, encode):
     prompt = rendering.render(CONVERSATION, [])
     bridged = rendering.bridge(prompt, encode("Hi.\n"), NEW, [])
     assert bridged == rendering.render([*CONVERSATION, assistant("Hi."), *NEW], [])
 
 
-def test_a_message_that_the_template_does_not_take_is_not_bridged(tmp_path, encode, save_tokenizer):
+def test_a_message_that_the_template_refuses_is_not_bridged(tmp_path, encode, save_tokenizer):
     picky = "{% for message in messages %}{% if message.content == 'No' %}{{ raise_exception('no') }}{% endif %}"
     save_tokenizer(tmp_path, PLAIN.replace("{% for message in messages %}", picky))
     rendering = Rendering(str(tmp_path), "default")
@@ -67,11 +68,21 @@ def test_a_message_that_the_template_does_not_take_is_not_bridged(tmp_path, enco
     ],
     ids=["no stop token", "counts the messages", "marks past turns", "no tools"],
 )
-def test_a_template_that_rewrites_the_past_is_refused(tmp_path, encode, template, reason, save_tokenizer):
+def test_a_template_that_changes_earlier_messages_is_refused(tmp_path, encode, template, reason, save_tokenizer):
     save_tokenizer(tmp_path, template)
     rendering = Rendering(str(tmp_path), "default")
     assert reason in rendering.refusal
     assert rendering.bridge(rendering.render(NEW, []), encode("Hi.<|im_end|>"), NEW, []) is None
+
+
+def test_a_tokenizer_without_a_stop_token_is_refused(tmp_path, save_tokenizer):
+    save_tokenizer(tmp_path, PLAIN)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    rendering = Rendering(str(tmp_path), "default")
+    assert rendering.stop_token_ids() == []
+    assert "does not end an assistant's turn with a stop token" in rendering.refusal
 
 
 def test_a_renderer_that_knows_its_model_has_no_refusal(tokenizer_folder):

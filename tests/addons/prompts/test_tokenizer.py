@@ -24,13 +24,13 @@ def test_a_text_is_tokenised_once(text):
     assert inner.texts == [text]
 
 
-def test_who_changes_the_ids_changes_his_own():
+def test_the_returned_ids_are_a_copy():
     tokenizer = CachingTokenizer(Counting())
     tokenizer.encode(LONG).append(5)
     assert tokenizer.encode(LONG) == [len(LONG)]
 
 
-def test_it_says_the_same_as_the_tokenizer_in_it(tokenizer_folder):
+def test_its_ids_are_those_of_the_wrapped_tokenizer(tokenizer_folder):
     inner = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
     tokenizer = CachingTokenizer(inner)
     for text in ("Hi", LONG, "é" * 300):

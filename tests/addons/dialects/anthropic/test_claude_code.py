@@ -25,7 +25,7 @@ REWRITTEN = {
     "the folder that it is in": ({"command": "cd /a b/c && ls && cd d && ls"}, {"command": "ls && cd d && ls"}),
     "backslashes before a semicolon": ({"command": r"find . -exec ls {} \\;"}, {"command": r"find . -exec ls {} \;"}),
 }
-"""Arguments as the model sampled them, and as Claude Code sent them back."""
+"""Arguments as sampled, and as Claude Code sent them back."""
 
 
 @pytest.mark.parametrize(("issued", "echoed"), REWRITTEN.values(), ids=REWRITTEN)
@@ -50,7 +50,7 @@ def test_arguments_that_claude_code_rewrites_are_equal(issued, echoed):
         ({"command": "cd a; ls"}, {"command": "ls"}),
     ],
 )
-def test_other_arguments_are_not(issued, echoed):
+def test_different_arguments_are_not_equal(issued, echoed):
     assert normal_arguments(issued, EDIT) != normal_arguments(echoed, EDIT)
 
 
@@ -81,5 +81,5 @@ def test_schemas_of_any_kind_are_read(properties, parameters):
         (None, False),
     ],
 )
-def test_claude_code_is_known_by_the_user_that_it_names(user_id, known):
+def test_claude_code_is_identified_by_its_user_id(user_id, known):
     assert is_claude_code(user_id) is known

@@ -66,12 +66,12 @@ class TestEncodeReply:
     def test_no_content_is_an_empty_list(self):
         assert json.loads(anthropic.encode_reply(HEAD, Reply(), USAGE))["content"] == []
 
-    def test_half_a_character_is_no_broken_body(self):
+    def test_a_lone_surrogate_does_not_break_the_body(self):
         body = anthropic.encode_reply(HEAD, Reply("half \ud83d"), USAGE)
         assert json.loads(body)["content"][0]["text"] == "half ?"
 
 
-def test_an_overflow_is_said_in_the_apis_words():
+def test_an_overflow_has_the_wording_of_the_api():
     error = json.loads(anthropic.encode_error(ContextOverflow(5000, 4096)))["error"]
     assert error == {"type": "invalid_request_error", "message": "prompt is too long: 5000 tokens > 4096 maximum"}
 

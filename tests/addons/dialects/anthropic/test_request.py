@@ -68,7 +68,7 @@ def decode(target="/v1/messages?beta=true", **changes):
 
 
 def decode_content(role, content, **changes):
-    """The decoded messages of one message, which a user's message follows."""
+    """Decode one message that a user message follows, and return the messages that it becomes."""
     last = {"role": "user", "content": "Well?"}
     return decode(system=None, messages=[{"role": role, "content": content}, last], **changes).messages[:-1]
 
@@ -171,7 +171,7 @@ class TestDecode:
         assert decode(messages=[*REQUEST["messages"][:2], *split, REQUEST["messages"][3]]).messages == decode().messages
 
     @pytest.mark.parametrize("data", [sign("c7"), "EmwKAhgBEgy3va3pzix"], ids=["ours", "another's"])
-    def test_hidden_thinking_names_its_call_only_when_it_is_ours(self, data):
+    def test_redacted_thinking_names_a_call_only_when_it_was_issued_here(self, data):
         message = decode_assistant({"type": "redacted_thinking", "data": data})
         ours = {"call_id": "c7"} if data == sign("c7") else {}
         assert message == {"role": "assistant", "content": "", **ours}
@@ -181,7 +181,7 @@ class TestDecode:
         (message,) = decode_content("user", [{"type": "tool_result", "tool_use_id": "t1", "content": parts}])
         assert message["content"] == 'a.py\n{"name": "gone"}'
 
-    def test_what_a_hosted_tool_said_to_another_model_is_json_text(self):
+    def test_blocks_of_hosted_tools_are_json_text(self):
         use = {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "é"}}
         result = {"type": "web_search_tool_result", "tool_use_id": "s1", "content": []}
         message = decode_assistant(use, {**result, "cache_control": {"type": "ephemeral"}})
@@ -205,7 +205,7 @@ class TestDecode:
     def test_effort_alone_asks_for_no_schema(self):
         assert decode(output_config={"effort": "low"}).schema is None
 
-    def test_counting_needs_no_token_limit_and_takes_any_end(self):
+    def test_counting_needs_no_max_tokens_and_takes_any_last_message(self):
         target = "/v1/messages/count_tokens?beta=true"
         whole = REQUEST["messages"]
         call = decode(target, max_tokens=None, stream=None, messages=whole[:3])
@@ -251,20 +251,20 @@ class TestDecode:
     @pytest.mark.parametrize(
         "changes", [{"id": None}, {"name": ""}, {"input": "{}"}, {"input": None}], ids=["id", "name", "text", "null"]
     )
-    def test_a_tool_use_is_refused_unless_it_is_whole(self, changes):
+    def test_an_incomplete_tool_use_is_refused(self, changes):
         use = {"type": "tool_use", "id": "t1", "name": "look", "input": {}, **changes}
         with pytest.raises(DialectError, match=rf"messages\.0\.content\.0\.{next(iter(changes))}: "):
             decode_assistant(use)
 
     @pytest.mark.parametrize("kind", ["image", "document"])
-    def test_a_picture_is_refused_where_it_stands(self, kind):
+    def test_images_and_documents_are_refused_by_their_place(self, kind):
         picture = {"type": kind, "source": {"type": "base64", "media_type": "image/png", "data": ""}}
         result = {"type": "tool_result", "tool_use_id": "t1", "content": [picture]}
         for block, place in ((picture, "messages.0.content.0"), (result, "messages.0.content.0.content.0")):
             with pytest.raises(DialectError, match=rf"^{place}\.type: .*'{kind}'; this model takes text only"):
                 decode_content("user", [block])
 
-    def test_the_beginning_of_a_reply_is_refused(self):
+    def test_assistant_prefill_is_refused(self):
         prefill = [*REQUEST["messages"], {"role": "assistant", "content": "{"}]
         with pytest.raises(DialectError, match="does not support assistant message prefill"):
             decode(messages=prefill)
@@ -329,5 +329,5 @@ def test_an_operation_is_known_by_method_and_exact_path(method, path, operation)
         ("POST", "/v1/chat/completions", {"anthropic-version": "2023-06-01"}, openai_chat),
     ],
 )
-def test_the_models_are_anthropics_for_its_clients_only(method, target, headers, dialect):
+def test_the_list_of_models_is_anthropics_only_for_its_clients(method, target, headers, dialect):
     assert find_route(method, target, headers).dialect is dialect

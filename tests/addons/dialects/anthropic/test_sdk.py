@@ -1,4 +1,4 @@
-"""What Anthropic's own SDK makes of the replies."""
+"""Replies of this dialect, parsed by Anthropic's own SDK."""
 
 import json
 
@@ -40,7 +40,7 @@ ASKED = {"model": "claude-x", "max_tokens": 100, "messages": [{"role": "user", "
 
 
 def client_of(reply):
-    """A client whose requests are answered by the dialect with a `Reply`, or a `DialectError`."""
+    """An SDK client whose requests are answered with a `Reply` or a `DialectError`."""
 
     def answer(request):
         target = request.url.raw_path.decode()
@@ -65,7 +65,7 @@ def client_of(reply):
 
 
 def stream_of(context, reply):
-    """The reply as chunks, one character each with a keep-alive after it."""
+    """Yield the reply as chunks of one character, each followed by a keep-alive."""
     encoder = dialect.stream_encoder(context)
     yield encoder.start()
     if isinstance(reply, DialectError):

@@ -10,7 +10,7 @@ from tests.addons.dialects.anthropic.test_request import decode_assistant
 
 
 def streamed(reply, *, keep_alive=False, piece=3):
-    """The reply as events, its text cut in pieces."""
+    """Return the events of a reply whose text is sent in pieces."""
     encoder = anthropic.stream_encoder(HEAD)
     events = encoder.start()
     for text, name in ((reply.reasoning, "reasoning"), (reply.content, "content")):
@@ -31,7 +31,7 @@ def events_of(stream):
 
 
 def assembled(stream):
-    """The message that a stream's events add up to."""
+    """Return the message that a client accumulates from the events of a stream."""
     message = None
     for event in events_of(stream):
         match event["type"]:
@@ -70,7 +70,7 @@ def test_an_echoed_reply_is_the_reply(reply):
     issued = reply.to_message()
     for call in issued.get("tool_calls", []):
         call["function"]["arguments"] = parse_arguments(call["function"]["arguments"])
-    assert repr(echoed) == repr(issued)  # NaN equals itself in writing only
+    assert repr(echoed) == repr(issued)  # NaN equals itself only as text
 
 
 class TestStreamEncoder:

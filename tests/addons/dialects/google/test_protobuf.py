@@ -1,7 +1,14 @@
 import pytest
 
 from rolltap.addons.dialects.fields import Fields
-from rolltap.addons.dialects.google.protobuf import WORDING, json_schema, message, named, nests_deeper, repeated
+from rolltap.addons.dialects.google.protobuf import (
+    WORDING,
+    camel_case_fields,
+    json_schema,
+    message_field,
+    nests_deeper,
+    repeated_field,
+)
 from rolltap.addons.dialects.types import DialectError
 
 
@@ -34,7 +41,7 @@ def test_a_schema_becomes_a_json_schema(schema, converted):
     assert json_schema(schema) == converted
 
 
-def test_properties_keep_their_names_and_get_the_order_that_is_wished():
+def test_properties_keep_their_names_and_follow_the_property_ordering():
     schema = {
         "type": "OBJECT",
         "properties": {"type": {"type": "STRING"}, "max_items": {"type": "NUMBER"}, "nullable": {"type": "BOOLEAN"}},
@@ -49,21 +56,21 @@ def test_properties_keep_their_names_and_get_the_order_that_is_wished():
     assert converted.keys() == {"type", "properties"}
 
 
-def test_the_fields_of_a_message_are_camel_case_and_set():
-    fields = named({"top_k": 1, "topP": 2, "seed": None, "_x": 3, "p_95_b": {"a_b": 4}})
+def test_the_fields_of_a_message_are_in_camel_case_without_nulls():
+    fields = camel_case_fields({"top_k": 1, "topP": 2, "seed": None, "_x": 3, "p_95_b": {"a_b": 4}})
     assert fields == {"topK": 1, "topP": 2, "_x": 3, "p95B": {"a_b": 4}}
 
 
 def test_a_message_is_an_object_or_absent():
     fields = Fields({"thePlace": [], "other": None}, WORDING)
     with pytest.raises(DialectError, match="'the_place'"):
-        message(fields, "thePlace")
-    assert message(fields, "other").values == {}
+        message_field(fields, "thePlace")
+    assert message_field(fields, "other").values == {}
 
 
 @pytest.mark.parametrize("value", [{"a_b": 1}, [{"a_b": 1}], [{"aB": 1, "c": None}]])
-def test_a_message_alone_is_a_list_of_one(value):
-    assert [fields.values for fields in repeated(Fields({"parts": value}, WORDING), "parts")] == [{"aB": 1}]
+def test_a_single_message_is_a_list_of_one(value):
+    assert [fields.values for fields in repeated_field(Fields({"parts": value}, WORDING), "parts")] == [{"aB": 1}]
 
 
 @pytest.mark.parametrize(("value", "depth"), [(1, 0), ({}, 1), ([1], 1), ({"a": [1, {"b": 1}], "c": 1}, 3)])

@@ -48,7 +48,7 @@ REPLIES = st.builds(
 
 
 def echo(*responses):
-    """The message that a harness's echo of a reply's candidates decodes to."""
+    """Return the message that a harness's echo of a reply's candidates decodes to."""
     contents = [response["candidates"][0]["content"] for response in responses]
     (message,) = decode_contents(*contents)
     return message
@@ -115,7 +115,7 @@ def test_without_a_call_the_text_carries_the_signature(reply, parts):
 
 
 @pytest.mark.parametrize(("reason", "said"), [("stop", "STOP"), ("tool_calls", "STOP"), ("length", "MAX_TOKENS")])
-def test_the_finish_reason_is_said(reason, said):
+def test_the_finish_reason_is_translated(reason, said):
     encoded = json.loads(google.encode_reply(HEAD, Reply("Hi.", finish_reason=reason), USAGE))
     assert encoded["candidates"][0]["finishReason"] == said
 
@@ -146,13 +146,13 @@ def test_an_error_has_the_name_of_its_status(status, name):
     assert error == {"error": {"code": status, "message": "No.", "status": name}}
 
 
-def test_an_overflow_is_said_in_the_words_of_this_api():
+def test_an_overflow_has_the_wording_of_the_api():
     error = json.loads(google.encode_error(ContextOverflow(40_000, 32_768)))["error"]
     assert error["code"] == 400
     assert error["message"] == ("The input token count (40000) exceeds the maximum number of tokens allowed (32768).")
 
 
-def test_tokens_are_counted():
+def test_a_token_count_is_encoded():
     assert json.loads(google.encode_token_count(12)) == {"totalTokens": 12}
 
 

@@ -174,7 +174,7 @@ class TestOperation:
             ("GET", "/v1beta/models/"),
         ],
     )
-    def test_nothing_else_is(self, method, path):
+    def test_other_requests_are_not_served(self, method, path):
         assert google.operation(method, path) is None
 
     def test_a_request_is_routed_here_whatever_its_query(self):
@@ -195,7 +195,7 @@ class TestDecode:
         assert call.model == "Qwen/Qwen3:8b"
 
     @pytest.mark.parametrize("wrapper", ["generateContentRequest", "generate_content_request"])
-    def test_tokens_are_counted_of_contents_or_of_a_whole_request(self, wrapper):
+    def test_count_tokens_takes_contents_or_a_whole_request(self, wrapper):
         target = "/v1beta/models/gemini-x:countTokens"
         body = json.dumps({wrapper: {"model": "models/gemini-x", **REQUEST}}).encode()
         assert google.decode(body, target) == decode(target) == CALL
@@ -204,14 +204,14 @@ class TestDecode:
         "instruction",
         ["One.\n\nTwo.", {"parts": [{"text": "One."}, {"text": "Two."}]}, {"parts": {"text": "One.\n\nTwo."}}],
     )
-    def test_the_parts_of_the_system_instruction_are_texts_of_their_own(self, instruction):
+    def test_the_parts_of_the_system_instruction_are_separate_texts(self, instruction):
         assert decode(systemInstruction=instruction).messages[0] == {"role": "system", "content": "One.\n\nTwo."}
 
     @pytest.mark.parametrize("instruction", [None, "", {}, {"parts": []}, {"parts": [{"text": ""}]}])
     def test_an_empty_system_instruction_is_none(self, instruction):
         assert decode(systemInstruction=instruction).messages[0]["role"] == "user"
 
-    def test_a_signature_of_others_is_nothing(self):
+    def test_a_signature_that_was_not_issued_here_is_ignored(self):
         part = {"text": "Hi.", "thoughtSignature": "c29tZXRoaW5nIGVsc2U="}
         assert decode_contents({"role": "model", "parts": [part]}) == [{"role": "assistant", "content": "Hi."}]
 
@@ -219,7 +219,7 @@ class TestDecode:
         message = {"role": "assistant", "content": "", "call_id": "call-7"}
         assert decode_contents({"role": "model", "parts": [{"thoughtSignature": sign("call-7")}]}) == [message]
 
-    def test_user_contents_stay_messages_of_their_own(self):
+    def test_consecutive_user_contents_are_separate_messages(self):
         messages = decode_contents({"parts": [{"text": "a"}]}, {"role": "user", "parts": [{"text": "b"}]})
         assert messages == [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
 
@@ -279,7 +279,7 @@ class TestDecode:
     def test_json_is_asked_for_by_its_mime_type(self, config, schema):
         assert decode(generationConfig=config).schema == schema
 
-    def test_wishes_are_recorded(self):
+    def test_sampling_options_are_recorded(self):
         config = {"topK": 64, "thinkingConfig": {"includeThoughts": True}, "seed": None}
         asked = decode(generationConfig=config, toolConfig=None, safetySettings=None).requested_sampling
         assert asked == {"topK": 64, "thinkingConfig": {"includeThoughts": True}}
@@ -289,7 +289,7 @@ class TestDecode:
         assert call.tools == []
         assert call.hosted_tools == [{"googleSearch": {}}]
 
-    def test_the_parameters_of_a_function_may_be_in_the_manner_of_openapi(self):
+    def test_the_parameters_of_a_function_may_be_in_the_style_of_openapi(self):
         parameters = {"type": "OBJECT", "properties": {"at": {"type": "STRING", "nullable": True}}}
         call = decode(tools=[{"functionDeclarations": [{"name": "look", "parameters": parameters}]}])
         converted = {"type": "object", "properties": {"at": {"type": ["string", "null"]}}}
@@ -332,7 +332,7 @@ class TestDecode:
             ({"toolConfig": "AUTO"}, "'tool_config'"),
         ],
     )
-    def test_what_cannot_be_read_is_refused_by_its_place(self, changes, said):
+    def test_an_invalid_field_is_refused_by_its_place(self, changes, said):
         with pytest.raises(DialectError) as refused:
             decode(**changes)
         assert said in str(refused.value)

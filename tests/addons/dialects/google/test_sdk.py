@@ -1,4 +1,4 @@
-"""What Google's own SDK reads from this dialect's replies, and what the dialect reads from the SDK's requests."""
+"""Replies of this dialect, parsed by Google's own SDK, and requests of the SDK, decoded by this dialect."""
 
 import json
 
@@ -39,7 +39,7 @@ ECHOED = {name: reply for name, reply in REPLIES.items() if name != "nothing"}  
 
 
 class Server:
-    """The endpoint's part, for the SDK's HTTP client: routes a request, decodes it, encodes the reply or the error."""
+    """A server for the SDK's HTTP client: routes a request, decodes it, encodes the reply or the error."""
 
     def __init__(self, reply=None, error=None, late_error=None):
         self.reply = reply or Reply()
@@ -81,7 +81,7 @@ class Server:
 
 @pytest.fixture
 def sdk():
-    """The SDK's client in front of a `Server`."""
+    """An SDK client whose requests are answered by a `Server`."""
     clients = []
 
     def connect(server, **options):
@@ -103,7 +103,7 @@ def generate_stream(client, **request):
 
 
 def read(responses):
-    """The reply as the SDK's objects hold it: text, reasoning, calls, and the signatures."""
+    """Return what the SDK parsed: text, reasoning, tool calls and signatures."""
     parts = [part for response in responses for part in response.candidates[0].content.parts]
     text = "".join(part.text for part in parts if part.text and not part.thought)
     reasoning = "".join(part.text for part in parts if part.text and part.thought)

@@ -20,7 +20,7 @@ def in_pieces(text, cuts):
 
 
 def stream(context, reply, cuts=(), error=None):
-    """The bytes of a streamed reply, cut into deltas, with a keep-alive before every piece."""
+    """Return the bytes of a streamed reply, cut into deltas, with a keep-alive before each piece."""
     encoder = google.stream_encoder(context)
     pieces = [encoder.delta(piece, "") for piece in in_pieces(reply.reasoning, cuts)]
     pieces += [encoder.delta("", piece) for piece in in_pieces(reply.content, cuts)]
@@ -29,7 +29,7 @@ def stream(context, reply, cuts=(), error=None):
 
 
 def chunks_of(body):
-    """The chunks of a stream, in either of its forms."""
+    """Return the chunks of a stream of server-sent events or of a JSON array."""
     if body.startswith(b"["):
         return json.loads(body)
     lines = [line for line in body.decode("ascii").splitlines() if line]
@@ -43,7 +43,9 @@ def test_an_echoed_stream_is_the_message_that_was_issued_however_it_was_cut(repl
     assert same(echo(*chunks_of(stream(context, reply, cuts))), issued(reply))
 
 
-@pytest.mark.parametrize(("head", "content_type"), [(SSE_HEAD, "text/event-stream"), (ARRAY_HEAD, "application/json")])
+@pytest.mark.parametrize(
+    ("context", "content_type"), [(SSE_HEAD, "text/event-stream"), (ARRAY_HEAD, "application/json")]
+)
 def test_the_last_chunk_has_calls_finish_reason_and_usage(context, content_type):
     reply = Reply("Wait.", tool_calls=[ToolCall("c1", "look", "{}")], finish_reason="tool_calls")
     text, last = chunks_of(stream(context, reply))
@@ -62,7 +64,7 @@ def test_a_delta_has_reasoning_before_content():
     assert parts == [{"text": "Hm.", "thought": True}, {"text": "Hi."}]
 
 
-@pytest.mark.parametrize("head", [SSE_HEAD, ARRAY_HEAD], ids=["events", "array"])
+@pytest.mark.parametrize("context", [SSE_HEAD, ARRAY_HEAD], ids=["events", "array"])
 def test_a_failed_stream_ends_with_the_error(context):
     error = DialectError("The engine is gone.", status=503)
     *_, last = chunks_of(stream(context, Reply("Hi."), error=error))

@@ -101,7 +101,7 @@ class TestDecode:
         assert arguments_of(written) == parsed
 
     @pytest.mark.parametrize("cut", [r"\ud83d", r"\udc00", r"\\ud83d"], ids=["high", "low", "within arguments"])
-    def test_half_a_character_becomes_a_replacement_character(self, cut):
+    def test_a_lone_surrogate_becomes_a_replacement_character(self, cut):
         whole = json.dumps(REQUEST).replace(r"\\u00e9", cut).replace("Nothing.", r"\ud83d\ude00 " + cut)
         call = openai_chat.decode(whole.encode(), TARGET)
         assert call.messages[2]["tool_calls"][0]["function"]["arguments"]["at"] == "\ufffd"
@@ -152,7 +152,7 @@ class TestDecode:
     def test_a_schema_is_read_from_the_response_format(self, wanted, schema):
         assert decode(response_format=wanted).schema == schema
 
-    def test_metadata_hints_at_the_purpose(self):
+    def test_text_in_metadata_is_client_metadata(self):
         assert decode(metadata={"promptId": "s########0", "n": 1}).client_metadata == {
             "metadata.promptId": "s########0"
         }

@@ -10,7 +10,7 @@ from tests.addons.dialects.openai_chat.test_reply import REPLIES, USAGE, reply_c
 
 
 def streamed(reply, *, include_usage=True, keep_alive=False, piece=3):
-    """The reply as events, its text cut in pieces."""
+    """Return the events of a reply whose text is sent in pieces."""
     encoder = openai_chat.StreamEncoder(reply_context(include_usage=include_usage))
     events = encoder.start()
     for text, name in ((reply.reasoning, "reasoning"), (reply.content, "content")):

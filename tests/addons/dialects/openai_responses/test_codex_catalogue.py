@@ -16,7 +16,7 @@ NEEDED = {
     "supported_reasoning_levels",
     "support_verbosity",
 }
-"""Without any of these Codex 0.169 throws the whole catalogue away."""
+"""Required fields: Codex 0.169 rejects the whole catalogue when one is missing."""
 
 
 def entries(*models):

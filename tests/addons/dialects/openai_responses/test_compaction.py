@@ -37,7 +37,7 @@ def test_the_reply_is_one_item_that_holds_the_summary(reply):
 
 
 @pytest.mark.parametrize("theirs", ["gAAAAABo", "eHg=", "", None, 5, sign("c7")])
-def test_a_summary_of_others_cannot_be_read(theirs):
+def test_a_summary_that_was_not_issued_here_is_refused(theirs):
     with pytest.raises(DialectError, match=r"'input\[0\].encrypted_content'") as refusal:
         decode_items({"type": "compaction", "encrypted_content": theirs})
     assert refusal.value.code == "invalid_encrypted_content"

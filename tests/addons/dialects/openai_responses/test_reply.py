@@ -37,7 +37,7 @@ replies = st.builds(
 
 
 def message_of(reply):
-    """What the harness's echo of a reply must decode to."""
+    """Return the message that the harness's echo of a reply must decode to."""
     message = reply.to_message()
     for call in message.get("tool_calls", []):
         call["function"]["arguments"] = parse_arguments(call["function"]["arguments"])

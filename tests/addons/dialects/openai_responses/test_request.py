@@ -171,7 +171,7 @@ class TestDecode:
         assert message == {"role": "assistant", "content": "a\n\na", "reasoning_content": "x\n\ny"}
 
     @pytest.mark.parametrize("theirs", ["gAAAAABo", "eHg=", "", None, 5, sign("c7")[:-3]])
-    def test_opaque_content_of_others_names_no_call(self, theirs):
+    def test_opaque_content_that_was_not_issued_here_names_no_call(self, theirs):
         (message,) = decode_items({"type": "reasoning", "summary": [], "encrypted_content": theirs})
         assert message == {"role": "assistant", "content": ""}
 
@@ -185,7 +185,7 @@ class TestDecode:
         assert [t["function"]["name"] for t in call.tools] == ["look", "agents__spawn", "agents__exec", "wait"]
         assert call.messages == [{"role": "user", "content": "Hi"}]
 
-    def test_of_two_tools_with_one_name_the_later_counts_in_the_place_of_the_earlier(self):
+    def test_a_tool_replaces_an_earlier_one_with_the_same_name_in_its_place(self):
         call = decode(tools=[{**PATCH, "name": "look"}, LOOK])
         assert call.tools == [function("look", "Looks.", {"type": "object"})]
         again = decode(tools=[LOOK, {**LOOK, "name": "wait"}, {**LOOK, "description": "Looks again."}])
@@ -220,7 +220,7 @@ class TestDecode:
             (None, None),
         ],
     )
-    def test_a_wanted_format_is_a_schema(self, form, schema):
+    def test_a_json_format_is_decoded_to_a_schema(self, form, schema):
         assert decode(text={"format": form, "verbosity": "low"}).schema == schema
 
     @pytest.mark.parametrize("stream", [None, False, "yes"])
@@ -273,7 +273,7 @@ class TestDecode:
         ("place", "item"),
         [("content", {"role": "user"}), ("output", {"type": "function_call_output", "call_id": "t"})],
     )
-    def test_what_is_not_text_is_refused_by_its_type(self, kind, place, item):
+    def test_content_other_than_text_is_refused_by_its_type(self, kind, place, item):
         parts = [{"type": "input_text", "text": "See"}, {"type": kind, "image_url": "data:image/png;base64,"}]
         with pytest.raises(DialectError, match=rf"'input\[0\].{place}\[1\]' has type '{kind}'.*text only"):
             decode_items({**item, place: parts})

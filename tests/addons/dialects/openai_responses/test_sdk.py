@@ -1,4 +1,4 @@
-"""What this dialect says, as OpenAI's own SDK reads it."""
+"""Replies of this dialect, parsed by OpenAI's own SDK."""
 
 import json
 
@@ -46,7 +46,7 @@ USAGE = Usage(prompt=7, completion=3, cached=4)
 
 
 def sdk(reply):
-    """The SDK's client of a server that answers every request with `reply`, or refuses it when that is an error."""
+    """Return an SDK client whose requests are answered with `reply`, a `Reply` or a `DialectError`."""
 
     def answer(request):
         target = request.url.raw_path.decode()
@@ -71,7 +71,7 @@ def sdk(reply):
 
 
 def said(response):
-    """What the SDK understood: text, reasoning, tool calls, and whether the reply is whole."""
+    """Return what the SDK parsed: text, reasoning, tool calls, status."""
     reasoning = "".join(part.text for item in response.output if item.type == "reasoning" for part in item.summary)
     calls = {
         item.call_id: (
@@ -92,7 +92,7 @@ def expected(reply):
 
 
 def assert_valid(response):
-    """Every field has the type that the SDK declares, which its lenient parsing does not ask for."""
+    """Assert that each field has the type that the SDK declares. The SDK's own parsing does not validate types."""
     Response.model_validate_json(json.dumps(response.to_dict(mode="json", warnings=False)))
 
 
@@ -164,7 +164,7 @@ def test_a_failure_in_a_stream_is_a_failed_response():
     assert_valid(last.response)
 
 
-def test_a_count_of_tokens_is_the_sdks():
+def test_the_sdk_reads_a_token_count():
     def answer(request):
         assert openai_responses.operation(request.method, request.url.path) == "count_tokens"
         assert openai_responses.decode(request.content, request.url.path).messages == [

@@ -11,7 +11,7 @@ from tests.addons.dialects.openai_responses.test_request import decode, decode_i
 
 
 def streamed(context, reply, *, pieces=3, keep_alive=False):
-    """The events of a reply whose text comes in pieces of `pieces` characters."""
+    """Return the events of a reply whose text is sent in pieces of `pieces` characters."""
     encoder = openai_responses.stream_encoder(context)
     events = encoder.start()
     for i in range(0, len(reply.reasoning), pieces):
@@ -24,7 +24,7 @@ def streamed(context, reply, *, pieces=3, keep_alive=False):
 
 
 def events_of(data):
-    """The JSON of every event, which says the same type as the `event:` line and is one line."""
+    """Return the data of each event. Asserts that it is one line and has the type of the `event:` line."""
     *blocks, rest = data.decode().split("\n\n")
     assert rest == ""
     events = []
@@ -94,7 +94,7 @@ class TestStreamEncoder:
     def test_no_new_text_is_no_event(self):
         assert openai_responses.stream_encoder(context_of(decode())).delta("", "") == b""
 
-    def test_a_reply_that_was_cut_is_incomplete(self):
+    def test_a_truncated_reply_is_incomplete(self):
         *_, last = streamed(context_of(decode()), Reply("Hal", finish_reason="length"))
         assert last["type"] == "response.incomplete"
         assert last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
