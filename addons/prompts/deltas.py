@@ -22,8 +22,12 @@ class TextDeltas:
         self._sent_content = ""
 
     def feed(self, reply: Reply) -> tuple[str, str]:
-        """Return the new reasoning and the new content of a partial reply, without text that may still change."""
-        return self._send(_settled(reply.reasoning), _settled(reply.content))
+        """Return the new reasoning and the new content of a partial reply, without text that may still change.
+
+        Content ends the reasoning: all of it is returned with the first content, and none afterwards.
+        """
+        reasoning = reply.reasoning if reply.content else _settled(reply.reasoning)
+        return self._send(reasoning, _settled(reply.content))
 
     def finish(self, reply: Reply) -> tuple[str, str]:
         """Return the rest of the complete reply's text, and set the reply's text to all that was sent."""
@@ -32,7 +36,8 @@ class TextDeltas:
         return sent
 
     def _send(self, reasoning: str, content: str) -> tuple[str, str]:
-        new_reasoning = reasoning[len(self._sent_reasoning) :] if reasoning.startswith(self._sent_reasoning) else ""
+        grown = reasoning.startswith(self._sent_reasoning) and not self._sent_content
+        new_reasoning = reasoning[len(self._sent_reasoning) :] if grown else ""
         new_content = content[len(self._sent_content) :] if content.startswith(self._sent_content) else ""
         self._sent_reasoning += new_reasoning
         self._sent_content += new_content

@@ -35,6 +35,8 @@ def stream(rendering, token_ids, cuts):
     parts = [deltas.feed(rendering.parse([], token_ids[:cut], [], partial=True)) for cut in cuts]
     reply = rendering.parse([], token_ids, [])
     parts.append(deltas.finish(reply))
+    content_begins = next((i for i, (_, content) in enumerate(parts) if content), len(parts))
+    assert not any(reasoning for reasoning, _ in parts[content_begins + 1 :])
     return "".join(part[0] for part in parts), "".join(part[1] for part in parts), reply
 
 
