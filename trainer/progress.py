@@ -1,4 +1,4 @@
-"""How far a long command is."""
+"""Progress of a long command."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,12 +7,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 Advance = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done and of how much."""
+"""Progress callback. Arguments: a description with the unit, the amount done, the total amount."""
 
 
 @contextmanager
 def progress_bar(console: Console) -> Iterator[Advance]:
-    """A bar that disappears when the block ends; none where nobody would see it move."""
+    """Show a progress bar until the block ends, if `console` is a terminal."""
     columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("", total=None)
