@@ -21,7 +21,7 @@ from rolltap.trainer.engine.admin import EngineAdmin
 
 
 class Publisher(Protocol):
-    """Interface: publishes a model's weights to the engine."""
+    """Interface of the classes that publish a model's weights to the engine."""
 
     def publish(self, model: PreTrainedModel | PeftModel, version: str) -> None:
         """Publish the weights of `model` as `version`. Calls that start after the return are sampled by them.

@@ -18,7 +18,7 @@ Not expressible:
 
 - Sessions without calls: a trajectory has at least one step. A warning counts them.
 - The position of tool results among user messages: they belong to an earlier step.
-- Log-probabilities that are not finite. All of the call are then `metrics.extra.logprobs`, NaN and infinity as text.
+- Log-probabilities that are not finite: all of that call are in `metrics.extra.logprobs`, NaN and infinity as text.
 - The harness's version is not recorded: `unknown`.
 """
 

@@ -16,7 +16,7 @@ EPSILON = 1e-4
 
 
 def session_advantages(rewards: Mapping[str, GroupReward], scale: Scale) -> dict[str, float]:
-    """Return session id -> advantage. `rewards` must hold the reward of every session of a group that has one.
+    """Return session id -> advantage. `rewards` must hold every session of a group that has a reward.
 
     The advantage is `(reward - mean) / (std + 1e-4)`, with the mean of the session's group. The standard deviation has
     Bessel's correction, and is that of the group (`group`) or of all of `rewards` (`batch`). With `none` the divisor is

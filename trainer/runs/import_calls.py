@@ -121,7 +121,7 @@ class ImportSummary:
 
 @dataclass(slots=True)
 class _Session:
-    """What the first pass notes about a session."""
+    """Notes of the first pass about a session."""
 
     offsets: list[int] = field(default_factory=list)
     """Byte offsets of its lines."""

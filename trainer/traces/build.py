@@ -32,7 +32,7 @@ from rolltap.trainer.traces.shared_prefixes import shared_prefixes
 from rolltap.trainer.traces.tree import find_ends, link_calls, path_to, start_order
 
 Strategy = Literal["per_request", "prefix_merging", "tree"]
-"""How calls become traces; each trains the same sampled tokens, and each token in exactly one trace.
+"""How calls become traces. All strategies train the same sampled tokens, each token in exactly one trace.
 
 - `per_request`: one trace per trained call.
 - `prefix_merging`: one trace per root-to-leaf path of the call tree. A leaf is a trained call without trained
@@ -88,7 +88,7 @@ class GroupReward:
 
 @dataclass(slots=True, kw_only=True)
 class TraceBatch:
-    """Traces of one optimizer step, and the reward of every session that has one.
+    """Traces of one generation batch, and the reward of every session that has one.
 
     A session whose calls were all left out has no trace. Its reward still counts in its group's mean.
     """
