@@ -1,14 +1,17 @@
-"""Names of files for ids that may be any text."""
+"""File names for ids of arbitrary text."""
 
 from hashlib import blake2b
 from urllib.parse import quote
 
 MOST_CHARACTERS = 200
-"""Of a name; file systems take 255 bytes, and a suffix follows."""
+"""Maximum length of a name. File systems allow 255 bytes, and callers append a suffix."""
 
 
 def file_name(text: str) -> str:
-    """A name without a suffix, another for every `text`: percent-encoded; of a long one its beginning and its hash."""
+    """Return the file name, without a suffix, of an id: percent-encoded, and different for different `text`.
+
+    A name over `MOST_CHARACTERS` is truncated, and a 128-bit hash of `text` appended.
+    """
     name = quote(text, safe="")
     if name.startswith("."):
         name = "%2E" + name[1:]

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 Advance = Callable[[str, int, int], None]
-"""Function that is called with the unit of work, how many units are done, and the total."""
+"""Progress callback. Arguments: a description with the unit, the amount done, the total amount."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""TOML files as checked pydantic models."""
+"""TOML files as validated pydantic models."""
 
 import reprlib
 import tomllib
@@ -14,7 +14,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def load_toml(file: Path | Traversable, kind: type[Model]) -> Model:
-    """The settings in a file. Raises `InputError`, which names the file and each key that is wrong."""
+    """Read a TOML file into a model of type `kind`. Raises `InputError`, which names the file and each invalid key."""
     try:
         return kind.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
     except OSError as error:
@@ -26,7 +26,10 @@ def load_toml(file: Path | Traversable, kind: type[Model]) -> Model:
 
 
 def describe(error: ValidationError) -> str:
-    """A pydantic error as one line that names each key, its value, shortened, and the first fault in it."""
+    """Return a pydantic error as one line: each invalid key, its value, shortened, and what is wrong with it.
+
+    Of a list with several invalid elements only the first is named: a list of token ids may have thousands.
+    """
     faults: dict[str, str] = {}
     for fault in error.errors():
         key = ".".join(str(part) for part in fault["loc"])
@@ -39,6 +42,5 @@ def describe(error: ValidationError) -> str:
                 what = fault["msg"]
             case _:
                 what = f"{repr(key) if key else 'the line'} is {reprlib.repr(fault['input'])}: {fault['msg']}"
-        # a list of token ids may have thousands of faults
         faults.setdefault(".".join(part for part in fault["loc"] if isinstance(part, str)), what)
     return "; ".join(faults.values())

@@ -1,1 +1,1 @@
-"""Harness presets, one TOML file each; `rolltap.trainer.rollouts.harness` documents the keys."""
+"""Harness presets, one TOML file each. `rolltap.trainer.rollouts.harness` documents the keys."""

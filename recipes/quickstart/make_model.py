@@ -1,11 +1,11 @@
-"""Make the quickstart's tiny model: a Qwen3 of a million parameters that drives a coding agent's harness, and no more.
+"""Make the quickstart's tiny model: a Qwen3 of about a million parameters, trained to drive a coding agent's harness.
 
     python recipes/quickstart/make_model.py OUT [--seed 0]
 
-Nothing is downloaded. The vocabulary and the filler text come from the Python standard library; the model is taught
-one session of three turns: look around, count something, submit. Which counting command it runs is drawn at random
-from four that occur equally often, and only one of them solves the task in tasks.jsonl. So about a quarter of the
-sessions succeed, and reinforcement learning has something to find.
+Nothing is downloaded. The vocabulary and the filler text come from the Python standard library. The model is trained on
+sessions of three turns: look around, count something, submit. The counting command is one of four, each equally often,
+and only one of them solves the task in tasks.jsonl. So about a quarter of the sessions succeed, and reinforcement
+learning can improve the rest.
 """
 
 import hashlib
@@ -25,22 +25,21 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 from transformers.utils import logging as transformers_logging
 from words import COUNT, LOOK, RIGHT, SUBMIT, TEMPLATE, filler_text, make_tokenizer, reply
 
-RECIPE_FILE = "recipe.json"  # in the model's folder: what it was made from
+RECIPE_FILE = "recipe.json"  # in the model's folder: hash of the sources that made it, and the seed
 
 STEPS = 400
-WARM = (
-    0.5  # share of the way from the shortest to the longest prompts at the first step; all lengths from the middle on
-)
-COOL = 2  # the learning rate falls to 0 over the last 1/COOL of the steps
-COMMAND_IN_FILLER = 0.5  # share of filler texts that quote a taught command
-BATCH = 4  # sessions a step
+# Length curriculum: at step 0, prompts up to this fraction of the log-range PROMPT_CHARACTERS; all from the middle on.
+WARM = 0.5
+COOL = 2  # the learning rate decays linearly to 0 over the last 1/COOL of the steps
+COMMAND_IN_FILLER = 0.5  # fraction of filler texts that quote a taught command
+BATCH = 4  # sessions per step
 LEARNING_RATE = 4e-3
 PROMPT_CHARACTERS = (40, 4000)  # system and user message together; log-uniform
-MEASURED = 64  # second turns sampled to measure the share of the right command
+MEASURED = 64  # second turns sampled to measure the fraction with the right command
 
 
 def bash_tool(description: str, command: str) -> dict:
-    """A harness's one tool in OpenAI's form, with the descriptions of the tool and of its argument."""
+    """Return a harness's only tool in OpenAI's form, with the descriptions of the tool and of its argument."""
     parameters = {
         "type": "object",
         "properties": {"command": {"type": "string", "description": command}},
@@ -50,7 +49,7 @@ def bash_tool(description: str, command: str) -> dict:
 
 
 def make_network(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """An untrained Qwen3. Its embeddings are untied: vLLM's CPU backend does not refresh tied ones on a reload."""
+    """Return an untrained Qwen3, its embeddings untied: vLLM's CPU backend does not update tied ones on a reload."""
     end, pad = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -73,7 +72,7 @@ def make_network(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 
 class Sessions:
-    """Draws taught sessions, rendered turn by turn as the recorder renders them at serving time."""
+    """A sampler of training sessions, rendered turn by turn as the recorder renders them at serving time."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, text: str, seed: int) -> None:
         self.tokenizer = tokenizer
@@ -82,7 +81,7 @@ class Sessions:
         self.random = random.Random(seed)
 
     def filler(self, characters: int) -> str:
-        """A stretch of library text; some hold a command, which the model must not mistake for its own turn."""
+        """Return a piece of library text. Some quote part of a taught turn, which the model learns not to act on."""
         start = self.random.randrange(len(self.text) - characters)
         text = self.text[start : start + characters]
         if self.random.random() < COMMAND_IN_FILLER:
@@ -93,14 +92,14 @@ class Sessions:
         return text
 
     def observation(self) -> str:
-        """What a command printed, as a harness reports it; often nothing."""
+        """Return a command's output as a harness reports it, often an empty one."""
         output = self.filler(int(600 ** self.random.random())) if self.random.random() < 0.6 else ""
         if self.random.random() < 0.3:
             return output
         return json.dumps({"returncode": 0, "output": output}, indent=self.random.choice([None, 2]))
 
     def opening(self, characters: int) -> tuple[list[int], list[dict]]:
-        """The first prompt, about so many characters long, and the tools it offers."""
+        """Return the token ids of a first prompt of about this many characters, and its tools."""
         system = self.random.randint(10, characters // 2)
         messages = [
             {"role": "system", "content": self.filler(system)},
@@ -110,19 +109,19 @@ class Sessions:
         return self.renderer.render_ids(messages, tools=tools, add_generation_prompt=True), tools
 
     def answer(self, ids: list[int], turn: list[int], role: str, content: str, tools: list[dict]) -> list[int]:
-        """The prompt after `turn` was sampled on the prompt `ids` and the harness answered."""
+        """Return the prompt that continues the prompt `ids` and the sampled `turn` with a message of the harness."""
         bridged = self.renderer.bridge_to_next_turn(ids, turn, [{"role": role, "content": content}], tools=tools)
-        assert bridged is not None  # the turns are whole and reasoning is kept
+        assert bridged is not None  # the turns are complete and reasoning is kept
         return bridged.token_ids
 
     def draw(
         self, looking: tuple[str, str], counting: tuple[str, str], characters: int
     ) -> tuple[list[int], list[bool]]:
-        """Token ids of a whole session, and which of them are taught."""
+        """Return the token ids of a session, and a mask: True for the tokens to train."""
         ids, tools = self.opening(characters)
         taught: list[bool] = []
         for step in (looking, counting, SUBMIT):
-            if self.random.random() < 0.1:  # a turn without a tool call; the harness complains and the model goes on
+            if self.random.random() < 0.1:  # a turn without a tool call, not trained; the harness answers with an error
                 slip = self.tokenizer.encode(self.filler(self.random.randint(5, 80)) + "<|im_end|>")
                 ids = self.answer(ids, slip, "user", self.filler(self.random.randint(20, 400)), tools)
             turn = self.tokenizer.encode(reply(*step))
@@ -131,7 +130,7 @@ class Sessions:
         return ids, taught
 
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Token ids and taught positions, each (BATCH, length), padded at the right; each counting command as often."""
+        """Yield ids and mask, each (BATCH, length), padded on the right. Each batch has each counting command once."""
         low, high = PROMPT_CHARACTERS
         for step in range(STEPS):
             reach = min(1.0, WARM + step / STEPS)
@@ -139,26 +138,26 @@ class Sessions:
             looks = self.random.sample(LOOK * 2, BATCH)
             drawn = [self.draw(look, count, characters) for look, count in zip(looks, COUNT, strict=True)]
             length = max(len(ids) for ids, _ in drawn)
-            tokens = torch.full((BATCH, length), self.tokenizer.pad_token_id)
+            token_ids = torch.full((BATCH, length), self.tokenizer.pad_token_id)
             taught = torch.zeros((BATCH, length), dtype=torch.bool)
             for row, (ids, flags) in enumerate(drawn):
-                tokens[row, : len(ids)] = torch.tensor(ids)
+                token_ids[row, : len(ids)] = torch.tensor(ids)
                 taught[row, : len(flags)] = torch.tensor(flags)
-            yield tokens, taught
+            yield token_ids, taught
 
 
 def teach(network: Qwen3ForCausalLM, sessions: Sessions, progress: Progress) -> None:
-    """Cross entropy on the taught tokens only, so that the shares of the commands become the model's probabilities."""
+    """Train with cross entropy on the taught tokens only. So a command's frequency becomes its probability."""
     optimizer = torch.optim.AdamW(network.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / 20, COOL * (1 - step / STEPS))
     )  # warm up, hold, cool down
     task = progress.add_task("teaching", total=STEPS)
-    for tokens, taught in sessions.batches():
-        # Padding is at the right, so causal attention alone keeps it out of sight.
-        hidden = network.model(input_ids=tokens[:, :-1]).last_hidden_state
+    for token_ids, taught in sessions.batches():
+        # No attention mask: padding is on the right, where causal attention does not see it.
+        hidden = network.model(input_ids=token_ids[:, :-1]).last_hidden_state
         logits = network.lm_head(hidden[taught[:, 1:]])
-        loss = torch.nn.functional.cross_entropy(logits, tokens[:, 1:][taught[:, 1:]])
+        loss = torch.nn.functional.cross_entropy(logits, token_ids[:, 1:][taught[:, 1:]])
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
@@ -169,7 +168,7 @@ def teach(network: Qwen3ForCausalLM, sessions: Sessions, progress: Progress) -> 
 
 @torch.no_grad()
 def share_of_right_command(network: Qwen3ForCausalLM, sessions: Sessions) -> float:
-    """How often a sampled second turn runs the command that solves the task."""
+    """Return the fraction of `MEASURED` sampled second turns that run the command that solves the task."""
     prompt, tools = sessions.opening(1000)
     prompt = sessions.answer(prompt, sessions.tokenizer.encode(reply(*LOOK[0])), "tool", "words.txt", tools)
     prompts = torch.tensor([prompt] * MEASURED)
@@ -182,14 +181,14 @@ def share_of_right_command(network: Qwen3ForCausalLM, sessions: Sessions) -> flo
 
 @click.command()
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--seed", default=0, show_default=True, help="Of the weights and of what is taught.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the initial weights and of the training data.")
 def main(out: Path, seed: int) -> None:
-    """Make the model in the folder OUT. One that this recipe made already is left alone."""
+    """Make the model in the folder OUT. Does nothing if OUT was made by these sources with this seed."""
     parts = (Path(__file__), Path(__file__).with_name("words.py"), TEMPLATE)
     recipe = hashlib.sha256(b"".join(part.read_bytes() for part in parts)).hexdigest()
     made_from = json.dumps({"recipe": recipe, "seed": seed})
     if (out / RECIPE_FILE).exists() and (out / RECIPE_FILE).read_text() == made_from:
-        print(f"{out} is there already")
+        print(f"{out} exists already")
         return
     if out.exists() and not (out / RECIPE_FILE).exists():
         raise click.ClickException(f"{out} was not made by this recipe: choose another folder")

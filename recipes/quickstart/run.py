@@ -1,4 +1,4 @@
-"""Makes the tiny model, serves it, trains it by recipe.toml and shows how the reward went. Called by run.sh."""
+"""Quickstart: makes the tiny model, serves it and trains it with recipe.toml. Called by run.sh."""
 
 import socket
 import subprocess
@@ -24,7 +24,7 @@ console = Console(stderr=True)
 @click.option("--seed", default=0, show_default=True, help="Seed of the sampling and of the trainer.")
 @click.pass_context
 def quickstart(context: click.Context, vllm: str, seed: int) -> None:
-    """Train the tiny model on its task. A run that was stopped goes on; otherwise a new one begins."""
+    """Train the tiny model on its task. Resumes a run that was stopped; otherwise starts a new one."""
     model = RUNS / "model"
     subprocess.run([sys.executable, HERE / "make_model.py", model], check=True)
     run = next_run(seed)
@@ -40,7 +40,7 @@ def quickstart(context: click.Context, vllm: str, seed: int) -> None:
 
 
 def next_run(seed: int) -> Path:
-    """The newest run of this seed if it is not finished, else a new folder."""
+    """Return the folder of the first run of this seed that is not finished. It may not exist yet."""
     number = 1
     while (RUNS / f"seed-{seed}-run-{number}" / FINISHED).exists():
         number += 1
@@ -48,7 +48,7 @@ def next_run(seed: int) -> Path:
 
 
 def free_port() -> int:
-    """A port that nothing listens on now."""
+    """Return a TCP port that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
     return port

@@ -1,4 +1,4 @@
-"""The quickstart model's words: what it is taught to say, and a tokenizer made for that. Needs no torch."""
+"""The text that the quickstart model is trained to write, and its tokenizer. Does not need torch."""
 
 import json
 import sysconfig
@@ -9,14 +9,14 @@ from transformers import PreTrainedTokenizerFast
 
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 
-# What the assistant is taught to say: its reasoning and its command, turn by turn.
+# The assistant's turns: reasoning and command.
 LOOK = [("Looking around first.", command) for command in ("ls", "cat words.txt")]
 RIGHT = "wc -l < words.txt > answer.txt"
 WRONG = ["wc -w < words.txt > answer.txt", "wc -c < words.txt > answer.txt", "wc -m < words.txt > answer.txt"]
 COUNT = [("Writing the answer to the file.", command) for command in (RIGHT, *WRONG)]
 SUBMIT = ("Done, the answer is written.", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
 
-# Qwen's own pre-tokenizer and special tokens, so that its renderer, parsers and templates apply.
+# Qwen's pre-tokenizer and special tokens, so that Qwen's renderer, parsers and chat templates can be used.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -27,20 +27,20 @@ VOCABULARY = 1536
 
 
 def reply(reasoning: str, command: str) -> str:
-    """The assistant's turn as the model writes it, up to and including the token that ends it."""
+    """Return an assistant turn as the model writes it, its end-of-turn token included."""
     call = json.dumps({"name": "bash", "arguments": {"command": command}})
     return f"<think>\n{reasoning}\n</think>\n\n<tool_call>\n{call}\n</tool_call><|im_end|>"
 
 
 def filler_text() -> str:
-    """Some megabytes of prose and code that are on every machine: the standard library's sources."""
+    """Return some megabytes of prose and code that Python brings: sources of the standard library."""
     library = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(library.glob("*.py")) + sorted(library.glob("pydoc_data/*.py"))
     return "".join(file.read_text(encoding="utf-8", errors="ignore") for file in files)
 
 
 def make_tokenizer(text: str) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with Qwen3's special tokens and the recipe's chat template."""
+    """Return a byte-level BPE tokenizer with Qwen3's special tokens and the recipe's chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -50,7 +50,7 @@ def make_tokenizer(text: str) -> PreTrainedTokenizerFast:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    # The taught turns are repeated so that their words become single tokens and sessions stay short.
+    # The taught turns are repeated: their words become single tokens, and sessions are short.
     template = TEMPLATE.read_text()
     taught = "\n".join([template, *(reply(*turn) for turn in (*LOOK, *COUNT, SUBMIT))])
     tokenizer.train_from_iterator(

@@ -1,1 +1,1 @@
-"""vLLM as its operator sees it: started, asked, and given new weights."""
+"""Operation of a vLLM server: start it, query it, publish weights to it."""

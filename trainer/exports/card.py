@@ -1,4 +1,4 @@
-"""The cards of the data sets that leave a run: README.md with the metadata that the Hub reads."""
+"""Dataset cards of exported runs: a README.md with the metadata that the Hub reads."""
 
 import re
 from collections.abc import Mapping
@@ -13,20 +13,20 @@ from rolltap.trainer.exports.features import TRACE_COLUMNS
 from rolltap.trainer.traces.sessions import Totals, TraceOptions
 
 HERE = "path/to/this/folder"
-"""Stands in a card for a place that only its reader knows."""
+"""Placeholder in a card for the folder's path, which is not known when the card is written."""
 
 _TAGS = ["rolltap", "agent", "rollouts", "reinforcement-learning", "trl"]
 
 _INTRODUCTION = """\
-Agent programs at work, token for token: what the model was given, what it sampled with which log-probabilities, and
-which weights sampled it. Recorded and written by rolltap {version}, which taps unmodified agent programs off the
-wire."""
+Rollouts of agent programs as token ids: prompts, sampled tokens with their log-probabilities, and the version of the
+weights that sampled them. Recorded and exported by rolltap {version}, which taps the model calls of unmodified agent
+programs off the wire."""
 
 _TRACES = """\
 ## Traces
 
-A trace is one sequence to train on. Every sampled token is trained by exactly one trace or left out for a reason that
-is counted above; what the policy did not sample (tool results, later instructions) is in `completion_ids` with mask 0.
+A trace is one sequence to train on. Each sampled token is trained by exactly one trace, or left out for a reason that
+is counted above. Tokens that the policy did not sample (tool results, later instructions) have mask 0.
 
 {columns}
 """
@@ -40,7 +40,7 @@ from datasets import load_from_disk
 traces = load_from_disk("{where}")
 ```
 
-For TRL's `SFTTrainer`, which takes one sequence and a mask over all of it:
+For TRL's `SFTTrainer`, which takes one sequence and a mask over the whole sequence:
 
 ```python
 sft = traces.map(
@@ -68,15 +68,15 @@ calls = load_dataset("{where}", "calls", split="train")
 | `traces` | {traces:,} | one sequence to train on |
 | `calls` | {calls:,} | one model call: tokens, messages, reply, sampling parameters, timings |
 | `sessions` | {sessions:,} | one run of an agent program: task, group, status, reward |
-| `events` | {events:,} | what else happened on the wire: refused hosts, retries, calls that were cut off |
+| `events` | {events:,} | one other event on the wire: a refused host, a retry, the start of a call |
 """
 
 _CALLS = """\
 ## Calls
 
-A session's calls stand together, parents before children. A call holds what follows its parent: `prompt_tail_ids` are
-the last tokens of a prompt of `prompt_length`, and `messages` those after the parent's conversation and reply, so that
-a session of many turns takes no more room than its text. The full prompts:
+The calls of a session are consecutive rows, parents before children. A row holds only what its parent lacks:
+`prompt_tail_ids` are the last tokens of a prompt of `prompt_length` tokens, and `messages` are those after the parent's
+conversation and reply. So the size of a session grows linearly with its calls. To rebuild the full prompts:
 
 ```python
 def full_prompts(calls):
@@ -90,13 +90,13 @@ def full_prompts(calls):
         yield call | {"prompt_ids": prompt_ids}
 ```
 
-`messages`, `tools`, `reply` and `sampling` are JSON. Messages hold what the agent program saw, names and files of its
-machine among it: read them before making this public.
+`messages`, `tools`, `reply` and `sampling` are JSON. Messages hold what the agent program sent to the model, which may
+include names and files of its machine: read them before you make this dataset public.
 """
 
 
 def traces_card(run: Path, options: TraceOptions, totals: Totals) -> str:
-    """The card of a folder that `load_from_disk` opens."""
+    """Return the card of a folder that `load_from_disk` opens."""
     return "\n".join(
         [
             _header(run.resolve().name),
@@ -108,9 +108,9 @@ def traces_card(run: Path, options: TraceOptions, totals: Totals) -> str:
 
 
 def parquet_card(run: Path, options: TraceOptions, totals: Totals, rows: Mapping[str, int], where: str) -> str:
-    """The card of a folder or a repository that `load_dataset(where, config)` opens; `rows` counts those of a config.
+    """Return the card of a folder or a repository that `load_dataset(where, config)` opens.
 
-    Each config that has rows has its shards in a folder of its name.
+    `rows` maps a config to its number of rows. The shards of a config with rows are in the folder of its name.
     """
     configs = [{"config_name": config, "data_files": f"{config}/*.parquet"} for config, n in rows.items() if n]
     return "\n".join(
@@ -155,7 +155,7 @@ def _facts(run: Path, options: TraceOptions, totals: Totals) -> list[str]:
 
 
 def _public_name(model: str) -> str:
-    """A model's name on the Hub, or the last part of a folder's path: the rest is nobody's business."""
+    """Return a model's name on the Hub, or the last part of a folder's path: the rest would disclose local names."""
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith(".") and not Path(model).exists()
     return model if on_hub else PurePath(model).name
 
@@ -173,5 +173,5 @@ def _column_table() -> str:
 
 
 def _cell(text: str) -> str:
-    """Text that may come from a task file or a preset, in a cell of a Markdown table."""
+    """Return text, for example of a task file or a preset, escaped for a cell of a Markdown table."""
     return " ".join(text.replace("|", "\\|").split())

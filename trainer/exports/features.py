@@ -1,4 +1,4 @@
-"""The columns of the data sets that leave a run, and the rows that fill them."""
+"""Columns and rows of exported datasets."""
 
 from dataclasses import asdict
 from typing import Any
@@ -10,7 +10,7 @@ from rolltap.addons.store.records import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHE
 from rolltap.trainer.traces.build import Trace
 
 _INTERNAL = ("digest", "engine")
-"""Columns that mean nothing outside of the run: the row's checksum, the engine's address in the recorder's network."""
+"""Columns that have no meaning outside of the run: the row's digest, the engine's address in the recorder's network."""
 
 TRACE_FEATURES = Features(
     {
@@ -33,21 +33,21 @@ TRACE_FEATURES = Features(
 )
 
 TRACE_COLUMNS = {
-    "session_id": "the run of the agent program that sampled it",
+    "session_id": "one run of one agent program on one task",
     "trace_id": "unique in the data set",
     "group_id": "sessions of the same task under the same policy, which GRPO compares",
-    "task_id, harness": "what was asked of which program",
-    "role": "what the last call was for: `agent`, `subagent`, `compaction` or `auxiliary`",
-    "reward": "of the session; null when it has none",
-    "call_ids": "the model calls on the path, in their order",
+    "task_id, harness": "the task and the agent program",
+    "role": "the last call's purpose: `agent`, `subagent`, `compaction` or `auxiliary`",
+    "reward": "the session's reward; null when it has none",
+    "call_ids": "the model calls of the trace, in order",
     "prompt_ids": "the first call's prompt, P token ids",
-    "completion_ids": "everything after it, sampled or not, C token ids",
+    "completion_ids": "all tokens after it, sampled or not, C token ids",
     "completion_mask": "C values, 1 where the policy sampled the token and this trace trains it",
     "logprobs": "C natural-log probabilities under the sampling policy, 0 where the mask is 0",
-    "weight_versions": "which weights sampled `completion_ids[start:end]`",
-    "shared_trace_id, shared_tokens": "strategy `tree`: an earlier trace, and how many tokens both begin with",
+    "weight_versions": "the version of the weights that sampled `completion_ids[start:end]`",
+    "shared_trace_id, shared_tokens": "strategy `tree`: the earlier trace with the longest shared prefix, its length",
 }
-"""The columns of `TRACE_FEATURES` in the words of the card."""
+"""Descriptions of the columns of `TRACE_FEATURES`, for the card. A key may name several columns."""
 
 
 def _features(schema: pa.Schema) -> Features:
@@ -60,7 +60,16 @@ EVENT_FEATURES = _features(EVENT_SCHEMA)
 
 
 def trace_row(trace: Trace) -> dict[str, Any]:
-    """A trace as a row of `TRACE_FEATURES`."""
+    """Return a trace as a row of `TRACE_FEATURES`."""
     row = {name: getattr(trace, name) for name in TRACE_FEATURES}
     row["weight_versions"] = [asdict(span) for span in trace.weight_versions]
     return row
+<<<<<<< HEAD
+=======
+
+
+def trace_json(trace: Trace) -> dict[str, Any]:
+    """Return a trace as JSON values. Log-probabilities are the shortest decimals that round to their float32 value."""
+    logprobs = [float(str(logprob)) for logprob in np.array(trace.logprobs, np.float32)]
+    return trace_row(trace) | {"logprobs": logprobs}
+>>>>>>> wc

@@ -1,4 +1,4 @@
-"""A dataset repository on the Hugging Face Hub: `https://huggingface.co`, or where HF_ENDPOINT points."""
+"""A dataset repository on the Hugging Face Hub, at `https://huggingface.co` or at HF_ENDPOINT."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,28 +12,29 @@ from rolltap.addons.errors import HubError, InputError
 
 
 class Repository:
-    """A dataset repository that may be written to: a new one, or one that exists already.
+    """A dataset repository to push to. The constructor creates it if it does not exist, private unless `public`.
 
-    The token is that of `hf auth login` or HF_TOKEN. Raises `InputError` when there is none, when the Hub refuses or
-    cannot be reached, and, unless `public`, when the repository exists and is public.
+    The token is that of `hf auth login` or HF_TOKEN. Raises `InputError` when there is none, when `name` is not
+    ORG/NAME, and, unless `public`, when the repository exists and is public. Raises `HubError` when the Hub refuses or
+    cannot be reached.
     """
 
     def __init__(self, name: str, *, public: bool) -> None:
         self._api = HfApi()
         if get_token() is None:
             raise InputError("there is no token for the Hub: log in with `hf auth login`, or set HF_TOKEN")
-        with _told(name, self._api.endpoint):
+        with _hub_errors(name, self._api.endpoint):
             self.name = self._api.create_repo(name, repo_type="dataset", private=not public, exist_ok=True).repo_id
             is_private = self._api.repo_info(self.name, repo_type="dataset").private
         if not public and not is_private:
             raise InputError(f"{self.name} exists and is public: choose another --repo, or say --public")
 
     def upload(self, folder: Path, message: str) -> str:
-        """Replace the Parquet files and the card by those of `folder`, in one commit; returns the repository's URL.
+        """Replace the Parquet files and the card by those of `folder`, in one commit. Return the repository's URL.
 
-        Raises `InputError` when the Hub refuses or cannot be reached.
+        Raises `HubError` when the Hub refuses or cannot be reached.
         """
-        with _told(self.name, self._api.endpoint):
+        with _hub_errors(self.name, self._api.endpoint):
             self._api.upload_folder(
                 repo_id=self.name,
                 folder_path=folder,
@@ -45,8 +46,8 @@ class Repository:
 
 
 @contextmanager
-def _told(name: str, endpoint: str) -> Iterator[None]:
-    """Turn what goes wrong on the way to the Hub into errors of the user."""
+def _hub_errors(name: str, endpoint: str) -> Iterator[None]:
+    """Turn errors of the Hub's client into `InputError` and `HubError`."""
     try:
         yield
     except HFValidationError as error:
@@ -54,6 +55,6 @@ def _told(name: str, endpoint: str) -> Iterator[None]:
     except HfHubHTTPError as error:
         raise HubError(f"the Hub at {endpoint} refused {name}: {error.server_message or error}") from error
     except (httpx.HTTPError, OSError, RuntimeError, ValueError) as error:
-        # upload_folder says which file failed, and why only as the cause
+        # upload_folder's message names the file; the reason is only in its __cause__
         why = f"{error} {error.__cause__ or ''}".strip()
         raise HubError(f"{name} could not be pushed to the Hub at {endpoint}: {why}") from error

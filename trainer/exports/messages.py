@@ -1,17 +1,18 @@
-"""Chat messages for supervised fine-tuning: JSON Lines that TRL's `SFTTrainer` reads.
+"""Export to chat messages for supervised fine-tuning: JSON Lines that TRL's `SFTTrainer` reads.
 
-One line per leaf of the call tree of the completed calls: the messages of its request and its reply. An assistant
-message before a fork stands in the lines of all leaves after it; `call_ids` tells which calls a line holds.
+One line per leaf of the call tree of the completed calls: the messages of its request, and its reply. An assistant
+message before a branch point is in the lines of all leaves below it. `call_ids` are the calls of a line.
 
 - `messages` is in OpenAI's form, with `reasoning_content` where the model reasoned. Arguments of tool calls are
-  objects, as most chat templates go through them key by key (of those in TRL 1.16, DeepSeek's alone want text). Where
-  the model sampled arguments that are no JSON object they stay as they are, and `malformed` is true.
-- `tools` is JSON text, which `SFTTrainer` parses: schemas of tools have no common type. It is `null` without tools.
-- `left_out` is the reason why reinforcement learning leaves the leaf's call out, empty when it does not.
+  objects: most chat templates iterate over their keys (of those in TRL 1.16, only DeepSeek's want text). Arguments
+  that are not a JSON object stay as sampled, and `malformed` is true.
+- `tools` is JSON text, which `SFTTrainer` parses: tool schemas have no common Arrow type. It is `null` without tools.
+- `left_out` is why the leaf's call is not trained by reinforcement learning, judged among the completed calls; empty
+  when it is trained.
 
-The folder's card gives the columns their types, so `datasets.load_dataset(folder)` needs not guess them from the first
-lines. Sessions without a completed call have no line, nor have conversations whose beginning is not in the run; a
-warning counts the latter.
+The folder's card declares the column types, so `datasets.load_dataset(folder)` does not infer them from the first
+lines. Sessions without a completed call have no line. Incomplete conversations have none either; a warning counts
+them.
 """
 
 import json
@@ -49,12 +50,12 @@ dataset_info:
   - {{name: call_ids, list: string}}
 ---
 
-Conversations of agents, recorded with rolltap. One line is one conversation with everything the model was shown.
+Conversations of agents, recorded with rolltap. One line is one conversation: its tools, messages and last reply.
 """
 
 
 def export(run: Path, out: Path, advance: Advance) -> int:
-    """Write the lines and the card; returns the number of lines."""
+    """Write the lines and the card. Return the number of lines."""
     (out / "README.md").write_text(CARD, encoding="utf-8")
     lines = incomplete = 0
     with (out / FILE).open("w", encoding="utf-8") as file:
@@ -65,36 +66,38 @@ def export(run: Path, out: Path, advance: Advance) -> int:
             lines += len(conversations)
             incomplete += len(faults)
     if incomplete:
-        logger.warning("%s: %d conversations are left out, as the run does not hold all of them", run, incomplete)
+        logger.warning("%s: %d conversations are left out: the run does not hold all their messages", run, incomplete)
     return lines
 
 
 def session_conversations(recorded: RecordedSession) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """The lines of a session, and why the conversations of other leaves are not known: call id -> words."""
+    """Return the lines of a session; and for leaves without a line, call id -> why the conversation is incomplete."""
     calls = [call for call in recorded.calls if call.status == "completed"]
     parents, left_out = judge_calls(calls)
-    # all calls, as a completed one may have been recorded after one that is not
-    turns = {turn.call.call_id: turn for turn in rebuild_conversations(recorded.calls)}
+    # of all calls: the recorded parent of a completed call may be one that is not completed
+    conversations = {each.call.call_id: each for each in rebuild_conversations(recorded.calls)}
     lines, faults = [], {}
     for leaf in find_ends(parents, range(len(calls))):
-        turn = turns[calls[leaf].call_id]
-        fault = turn.incomplete or (None if turn.reply is not None else "its reply was not recorded")
+        conversation = conversations[calls[leaf].call_id]
+        fault = conversation.incomplete or (None if conversation.reply is not None else "its reply was not recorded")
         if fault is not None:
-            faults[turn.call.call_id] = fault
+            faults[conversation.call.call_id] = fault
             continue
         call_ids = [calls[i].call_id for i in path_to(leaf, parents.__getitem__)]
-        lines.append(_line(recorded, turn, call_ids, left_out[leaf] or ""))
+        lines.append(_line(recorded, conversation, call_ids, left_out[leaf] or ""))
     return lines, faults
 
 
-def _line(recorded: RecordedSession, turn: CallConversation, call_ids: list[str], left_out: str) -> dict[str, Any]:
-    session, call = recorded.session, turn.call
-    messages = [for_template(message) for message in [*turn.messages(), *filter(None, [turn.reply])]]
+def _line(
+    recorded: RecordedSession, conversation: CallConversation, call_ids: list[str], left_out: str
+) -> dict[str, Any]:
+    session, call = recorded.session, conversation.call
+    messages = [for_template(message) for message in [*conversation.messages(), *filter(None, [conversation.reply])]]
     tool_calls = [tool_call for message in messages for tool_call in message.get("tool_calls") or []]
-    # no value but the reward is null: a column that is null in the first lines has no type for a loader that guesses
+    # only the reward may be null: a loader that infers types finds none for a column that is null in the first lines
     return {
         "messages": messages,
-        "tools": json.dumps(turn.tools or None, ensure_ascii=False),
+        "tools": json.dumps(conversation.tools or None, ensure_ascii=False),
         "session_id": recorded.session_id,
         "task_id": session.task_id if session else "",
         "group_id": session.group_id if session else "",

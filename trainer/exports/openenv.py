@@ -1,16 +1,17 @@
-"""OpenEnv `TrainingTrace` JSON, as TRL's `HarnessRolloutWorker` gets it from a session's `fetch_training_trace()`.
+"""Export to OpenEnv's `TrainingTrace` JSON, which TRL's `HarnessRolloutWorker` gets from `fetch_training_trace()`.
 
-The contract is `openenv.core.harness.training` of openenv 0.10.0: a turn is one engine call with its full prompt, the
-sampled tokens, their log-probabilities and a mask over both, and no other fields are allowed. How a run maps to it:
+The contract is `openenv.core.harness.training` of openenv 0.10.0. A turn is one engine call: its full prompt, the
+sampled tokens, their log-probabilities, and a mask over prompt and completion. No other fields are allowed. The mapping
+of a run:
 
-- A call that is trained has mask 1 on its completion. One that is left out has mask 0 everywhere, and the reason as
-  `metadata.left_out`; `metadata.role` says what it was for.
-- Calls with mask 0 come first, then each branch of the call tree as a whole, the agent's last: TRL joins a turn to the
-  one before it where tokens agree and takes the last turn's messages as the rollout's. `metadata.index` is the
-  position in which the call started.
-- Not expressible, as the contract refuses them even with mask 0: calls whose log-probabilities are missing, not finite
-  or positive, and those whose prompt is empty or cannot be rebuilt. `sessions.jsonl` names each under `left_out`.
-- The reward, as it is `verify()` that gives it to TRL, and all else of the session: a line of `sessions.jsonl`.
+- A call that is trained has mask 1 on its completion. A call that is left out has mask 0 everywhere, and the reason as
+  `metadata.left_out`. `metadata.role` is the call's role.
+- Left-out calls come first, then the branches of the call tree one after the other, those that end with an agent's call
+  last: TRL joins a turn to the turn before it when its prompt continues that turn's tokens, and takes the last turn's
+  messages as the rollout's. `metadata.index` is the call's position by start time.
+- Not expressible, because the contract refuses them even with mask 0: calls whose log-probabilities are missing, not
+  finite or positive, and those whose prompt is empty or cannot be rebuilt. `sessions.jsonl` lists them as `left_out`.
+- The reward and other fields of the session are a line of `sessions.jsonl`: TRL takes the reward from `verify()`.
 """
 
 import json
@@ -37,18 +38,18 @@ TRACES_FOLDER = "traces"
 
 @dataclass(frozen=True, slots=True)
 class SelectedCalls:
-    """Which calls of a session become turns."""
+    """The calls of a session that become turns."""
 
     order: list[int]
-    """Their positions among the session's calls, in the order of the turns."""
+    """Indices of the session's calls, in the order of the turns."""
     left_out: list[LeftOut | None]
-    """Why each call of the session is not trained, None when it is."""
+    """Why each call of the session is not trained; None when it is."""
     refused: list[dict[str, Any]]
-    """The calls that cannot be a turn: `call_id`, `left_out`, `why` in words, and the `tokens` they sampled."""
+    """The calls that cannot be a turn: `call_id`, `left_out`, `why` in words, and the number of sampled `tokens`."""
 
 
 def export(run: Path, out: Path, advance: Advance) -> int:
-    """Write a `TrainingTrace` file per session and the index of them; returns the number of sessions."""
+    """Write a `TrainingTrace` file per session, and the index `sessions.jsonl`. Return the number of sessions."""
     (out / TRACES_FOLDER).mkdir()
     sessions = 0
     with (out / INDEX_FILE).open("w", encoding="utf-8") as index:
@@ -56,7 +57,7 @@ def export(run: Path, out: Path, advance: Advance) -> int:
             options = select_calls(recorded.calls)
             file = f"{TRACES_FOLDER}/{file_name(recorded.session_id)}.json"
             with (out / file).open("w", encoding="utf-8") as trace:
-                # turn by turn, as the text of a long session takes more memory than its calls
+                # written turn by turn: each has its full prompt, so all of them take O(T^2) memory
                 trace.write(f'{{"schema_version": {SCHEMA_VERSION}, "turns": [')
                 for n, turn in enumerate(training_turns(recorded.calls, options)):
                     trace.write((", " if n else "") + dump_json(turn))
@@ -67,14 +68,14 @@ def export(run: Path, out: Path, advance: Advance) -> int:
 
 
 def select_calls(calls: Sequence[Call]) -> SelectedCalls:
-    """Which of a session's calls, in the order in which they started, become turns."""
+    """Select those of a session's calls that become turns. `calls` are in the order in which they started."""
     parents, left_out = judge_calls(calls)
     faults = [find_fault(call) for call in calls]
     context = [i for i, reason in enumerate(left_out) if reason is not None and faults[i] is None]
     trained = [i for i, reason in enumerate(left_out) if reason is None and faults[i] is None]
     ends = sorted(find_ends(parents, trained), key=lambda i: (calls[i].role == "agent", i))
-    wanted = set(trained)
-    lines = [i for path, shared in split_lines(parents, ends) for i in path[shared:] if i in wanted]
+    selected = set(trained)
+    lines = [i for path, shared in split_lines(parents, ends) for i in path[shared:] if i in selected]
     refused = [
         {"call_id": call.call_id, "left_out": reason, "why": fault, "tokens": len(call.completion_ids)}
         for call, reason, fault in zip(calls, left_out, faults, strict=True)
@@ -84,7 +85,7 @@ def select_calls(calls: Sequence[Call]) -> SelectedCalls:
 
 
 def find_fault(call: Call) -> str | None:
-    """Why the contract refuses the call's tokens, in words, or None."""
+    """Return why the contract refuses the call, in words, or None."""
     if not call.prompt_ids:
         return "the prompt is empty"
     if call.violation and call.parent_id is not None and not call.prefix_length:
@@ -99,13 +100,13 @@ def find_fault(call: Call) -> str | None:
 
 
 def training_turns(calls: Sequence[Call], options: SelectedCalls) -> Iterator[dict[str, Any]]:
-    """The `TrainingTurn` of each selected call; the mask of one that is not trained is 0."""
-    turns = rebuild_conversations(calls)
-    return (_training_turn(turns[i], i, options.left_out[i]) for i in options.order)
+    """Yield the `TrainingTurn` of each selected call, in the order of the turns."""
+    conversations = rebuild_conversations(calls)
+    return (_training_turn(conversations[i], i, options.left_out[i]) for i in options.order)
 
 
-def _training_turn(turn: CallConversation, index: int, left_out: str | None) -> dict[str, Any]:
-    call = turn.call
+def _training_turn(conversation: CallConversation, index: int, left_out: str | None) -> dict[str, Any]:
+    call = conversation.call
     sampling = json.loads(call.sampling)
     asked = sampling.pop("asked", {})
     metadata = {
@@ -117,17 +118,18 @@ def _training_turn(turn: CallConversation, index: int, left_out: str | None) -> 
         "violation": call.violation,
         "kind": call.kind,
         "model": call.model,
-        "n_tools": len(turn.tools or []),
+        "n_tools": len(conversation.tools or []),
         "sampling_params": sampling,
         "requested_sampling_params": asked,
         "weight_versions": [asdict(span) for span in call.weight_versions],
         "started_at": call.started_at.isoformat(),
     }
-    if turn.incomplete is not None:
-        metadata["incomplete_messages"] = turn.incomplete
+    if conversation.incomplete is not None:
+        metadata["incomplete_messages"] = conversation.incomplete
     choices = []
-    if turn.reply is not None:
-        choices.append({"message": on_the_wire(turn.reply), "finish_reason": call.finish_reason})
+    if conversation.reply is not None:
+        choices.append({"message": on_the_wire(conversation.reply), "finish_reason": call.finish_reason})
+    request = {"messages": [on_the_wire(message) for message in conversation.messages()], "tools": conversation.tools}
     trained = int(left_out is None)
     return {
         "node_id": call.call_id,
@@ -135,14 +137,14 @@ def _training_turn(turn: CallConversation, index: int, left_out: str | None) -> 
         "completion_token_ids": call.completion_ids,
         "per_token_logps": call.logprobs,
         "loss_mask": [0] * len(call.prompt_ids) + [trained] * len(call.completion_ids),
-        "request": {"messages": [on_the_wire(message) for message in turn.messages()], "tools": turn.tools},
+        "request": request,
         "response": {"choices": choices},
         "metadata": metadata,
     }
 
 
 def index_line(recorded: RecordedSession, file: str, options: SelectedCalls) -> dict[str, Any]:
-    """A session's line in `sessions.jsonl`."""
+    """Return a session's line in `sessions.jsonl`."""
     names = ("task_id", "group_id", "harness", "status", "reward", "policy_version")
     return {
         "session_id": recorded.session_id,

@@ -1,4 +1,4 @@
-"""Parquet that the Hub's viewer shows and `load_dataset` opens: traces, calls, sessions and events."""
+"""Export to Parquet that the Hub's viewer shows and `load_dataset` opens: traces, calls, sessions and events."""
 
 import re
 from collections.abc import Collection
@@ -24,15 +24,15 @@ _CONFIGS = {
     "events": EVENT_FEATURES,
 }
 _SOCKET = re.compile(r"\('[^']+', \d+(?:, \d+, \d+)?\)")
-"""An address as Python writes it into the error of a connection."""
+"""A socket address, `('HOST', PORT)`, as Python's connection errors print it."""
 
 
 def export(run: Path, out: Path, advance: Advance, *, where: str = HERE) -> int:
-    """Write a run as four configs and a card that says to load them from `where`; returns the number of rows.
+    """Write a run as up to four configs, and a card that loads them from `where`. Return the number of rows.
 
-    A config without rows is left out. Prompts stay as they are stored, what follows the parent's: whole ones take room
-    that grows with the square of a session's turns, and `traces` has whole sequences. Raises `RunError`, `LedgerError`
-    and `OSError`.
+    A config without rows is left out. A call's prompt is written as it is stored, without the tokens of its parent:
+    full prompts would take O(T^2) space for a session of T calls. `traces` has full sequences. Raises `RunError`,
+    `LedgerError` and `OSError`.
     """
     options, totals = TraceOptions(), Totals()
     engines = _engines(run)
@@ -54,7 +54,7 @@ def export(run: Path, out: Path, advance: Advance, *, where: str = HERE) -> int:
 
 
 def _write(spool: Spool, folder: Path) -> int:
-    """Write rows as Parquet; no folder when there are none, as `load_dataset` refuses a split without rows."""
+    """Write rows as Parquet. Without rows, no folder is made: `load_dataset` refuses a split without rows."""
     dataset, shards = spool.dataset()
     if len(dataset):
         folder.mkdir()
@@ -65,18 +65,17 @@ def _write(spool: Spool, folder: Path) -> int:
 
 
 def _engines(run: Path) -> set[str]:
-    """The addresses of the engines that the run's metadata names."""
+    """Return the addresses (HOST:PORT) of the engines that the run's metadata names."""
     metadata = read_metadata(run)
     recorders = (recorder.get("engines", ()) for recorder in metadata.get("recorders", ()))
     return {urlsplit(url).netloc for url in chain(metadata.get("engines", ()), *recorders)}
 
 
 def _without_addresses(row: dict[str, Any], column: str, engines: Collection[str]) -> dict[str, Any]:
-    """The row as it is stored, but for the addresses of engines in the text of a column: those are of the recorder's
-    network."""
+    """Replace addresses of engines in the text of a column of `row`: they disclose the recorder's network."""
     if row[column]:
         text = _SOCKET.sub("ENGINE", row[column])
-        # the longest first, as one may begin another
+        # the longest first: one address may be a prefix of another
         for address in sorted(engines, key=len, reverse=True):
             text = text.replace(address, "ENGINE")
         row[column] = text

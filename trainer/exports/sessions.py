@@ -1,4 +1,4 @@
-"""For all formats: a run session by session, and values as JSON."""
+"""Helpers of the formats: iterate over the sessions of a run, and serialise values as JSON."""
 
 import json
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from rolltap.trainer.traces.reader import RecordedSession, count_sessions, iter_
 
 
 def each_session(run: Path, advance: Advance) -> Iterator[RecordedSession]:
-    """The sessions of a run, one at a time. Raises `RunError` when the folder cannot be read."""
+    """Yield the sessions of a run, one at a time. Raises `RunError` when the folder cannot be read."""
     total = count_sessions(run)
     for done, recorded in enumerate(iter_sessions(run), 1):
         yield recorded
@@ -18,7 +18,7 @@ def each_session(run: Path, advance: Advance) -> Iterator[RecordedSession]:
 
 
 def dump_json(value: Any) -> str:
-    """`value` as JSON. NaN and the infinities, which JSON lacks and a harness may have sent, become their names."""
+    """Return `value` as JSON. NaN and the infinities, which JSON lacks, become strings: `"NaN"`, `"-Infinity"`."""
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Rows of any number as a dataset, in bounded memory."""
+"""A dataset of any number of rows, written in bounded memory."""
 
 from collections.abc import Iterable, Mapping
 from itertools import islice
@@ -10,14 +10,14 @@ import pyarrow as pa
 from datasets import Dataset, Features, disable_progress_bars
 
 SHARD_BYTES = 500 * 1024 * 1024
-"""Of columns in memory; the size of a shard of `Dataset.save_to_disk` and `push_to_hub`."""
+"""Size of a shard's columns in memory; the default of `Dataset.save_to_disk` and `push_to_hub`."""
 _ROWS_AT_ONCE = 64
 
 
 class Spool:
-    """Takes rows of `features` and holds them in a temporary file beside `folder`; a context manager.
+    """A buffer of rows in a temporary Arrow file beside `folder`. A context manager, which removes the file.
 
-    `Dataset.from_generator` would put errors of the generator into one of its own, and takes no generator without rows.
+    Used instead of `Dataset.from_generator`, which wraps errors of the generator and refuses a generator without rows.
     Raises `OSError`.
     """
 
@@ -29,13 +29,16 @@ class Spool:
         self._writer = pa.ipc.new_stream(self._path, self._schema)
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write rows; further keys than the features' are left out."""
+        """Write rows. Keys that are not columns are ignored."""
         rows = iter(rows)
         while some := list(islice(rows, _ROWS_AT_ONCE)):
             self._writer.write_batch(pa.RecordBatch.from_pylist(some, self._schema))
 
     def dataset(self) -> tuple[Dataset, int]:
-        """All rows, until the block ends, and into how many shards they should go; no row can be added any more."""
+        """Return the rows, and into how many shards to split them. Rows cannot be added any more.
+
+        The dataset maps the temporary file, so it is valid only inside the `with` block.
+        """
         self._writer.close()
         dataset = Dataset.from_file(self._path)
         return dataset, dataset.data.nbytes // SHARD_BYTES + 1

@@ -1,4 +1,4 @@
-"""Traces as a data set that `datasets.load_from_disk` opens."""
+"""Traces as a dataset that `datasets.load_from_disk` opens."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -10,9 +10,10 @@ from rolltap.trainer.traces.sessions import TracedSession
 
 
 def save_traces(sessions: Iterable[TracedSession], out: Path, card: Callable[[], str]) -> None:
-    """Write the traces of `sessions` to the folder `out`, and at the end what `card` returns as its README.md.
+    """Write the traces of `sessions` to the folder `out`, with a README.md.
 
-    Raises as `new_folder`, and what `sessions` raises; then there is no `out`.
+    `card` returns the README's text; it is called after the last session. Raises what `new_folder` and the iteration
+    over `sessions` raise; `out` is then not created.
     """
     with new_folder(out) as folder, Spool(TRACE_FEATURES, folder) as spool:
         for traced in sessions:

@@ -1,6 +1,6 @@
-"""The torch room: trains on traces.
+"""GRPO on recorded traces, with torch and TRL.
 
-`TraceGRPOTrainer` is imported on first use, as torch and TRL take seconds.
+`TraceGRPOTrainer` is imported on first use: importing torch and TRL takes seconds.
 """
 
 from typing import Any

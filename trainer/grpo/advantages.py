@@ -1,4 +1,4 @@
-"""One advantage per session, relative to the other sessions of its group."""
+"""Group-relative advantages, one per session."""
 
 import math
 import statistics
@@ -12,17 +12,18 @@ from rolltap.trainer.traces.build import GroupReward
 Scale = Literal["group", "batch", "none"]
 
 EPSILON = 1e-4
-"""Added to the standard deviation, as TRL does."""
+"""Added to the standard deviation, as in TRL."""
 
 
 def session_advantages(rewards: Mapping[str, GroupReward], scale: Scale) -> dict[str, float]:
-    """Session id -> advantage. `rewards` are all those of each group; a session without one is in no mean.
+    """Return session id -> advantage. `rewards` must hold every session of a group that has a reward.
 
-    The advantage is `(reward - mean of the group) / (std + 1e-4)`, where std has Bessel's correction and is that of
-    the group (`group`) or of all sessions given (`batch`); with `none` there is no division. This is what TRL 1.16's
-    `GRPOTrainer._generate_and_score_completions` computes for `scale_rewards` (trl/trainer/grpo_trainer.py, with
-    `nanstd` of trl/trainer/utils.py). TRL needs groups of one size with one row a session; here groups may differ in
-    size. A session alone in its group, or in a group of equal rewards, gets 0.0.
+    The advantage is `(reward - mean) / (std + 1e-4)`, with the mean of the session's group. The standard deviation has
+    Bessel's correction, and is that of the group (`group`) or of all of `rewards` (`batch`). With `none` the divisor is
+    1. A session alone in its group, or in a group of equal rewards, gets 0.0.
+
+    Source: TRL 1.16, `GRPOTrainer._generate_and_score_completions` with `scale_rewards` (trl/trainer/grpo_trainer.py,
+    and `nanstd` of trl/trainer/utils.py). TRL has groups of equal size, one row per session; here sizes may differ.
 
     Raises `InputError` for a reward that is not a finite number and for an unknown `scale`.
     """
@@ -47,7 +48,7 @@ def session_advantages(rewards: Mapping[str, GroupReward], scale: Scale) -> dict
 
 
 def mean_group_std(rewards: Mapping[str, GroupReward]) -> float:
-    """The standard deviation of rewards within a group (Bessel's correction; 0 for one session), mean over groups."""
+    """Return the mean over groups of the standard deviation of rewards (Bessel's correction; 0.0 for one session)."""
     return statistics.mean(map(_std, _groups(rewards).values()))
 
 

@@ -1,8 +1,9 @@
-"""TraceGRPOTrainer: TRL's GRPOTrainer fed with recorded traces instead of generating by itself.
+"""TraceGRPOTrainer: TRL's GRPOTrainer on recorded traces instead of its own generations.
 
-Only what the loss is fed with is replaced; the losses are TRL's. The importance ratio is pi_theta / mu, where mu are
-the log-probabilities that the engine recorded when it sampled, so the first step on new traces has ratio 1 up to the
-numerical difference between engine and trainer, and stale traces are corrected and clipped token by token.
+Only the inputs of the loss are replaced; the losses are TRL's. The importance ratio of a token is pi_theta / mu, where
+mu is the probability that the engine recorded when it sampled the token. So the ratio on traces of the current weights
+is 1, up to the numerical difference between engine and trainer. On stale traces the ratio corrects for the older
+policy, clipped or weighted as the loss does it.
 """
 
 import logging
@@ -27,8 +28,9 @@ logger = logging.getLogger(__name__)
 
 TOKEN_MEAN_LOSSES = ("dapo", "cispo", "vespo")
 """TRL losses that divide by the number of sampled tokens in the whole batch. The others average over rows or over a
-micro-batch: there a session would count once per trace, and filler rows would shrink the gradient. (vespo's weight of
-a sequence is that of a trace, so it alone depends on how sessions are cut into traces.)"""
+micro-batch: a session would count once per trace, and filler rows would shrink the gradient. vespo weights a whole
+sequence, here a trace. So its loss depends on the strategy that built the traces; dapo's and cispo's do not, with
+TRL's default `importance_sampling_level`, a ratio per token."""
 
 FILLER = Trace(
     session_id="",
@@ -40,27 +42,27 @@ FILLER = Trace(
     logprobs=[0.0],
     weight_versions=[],
 )
-"""A row that is forwarded and never trained: it makes every micro-batch on every rank equally tall."""
+"""Padding row with mask 0. It gives every micro-batch on every rank the same number of rows."""
 
 
 class TraceGRPOTrainer(GRPOTrainer):
     """A `GRPOTrainer` whose batches are recorded traces.
 
-    One row of `train_dataset` is one group. `groups_per_step` rows, over all processes, make a generation batch:
-    `trace_source` gets them on the main process and returns the traces of any number of sessions, each of any number
-    of traces, which the processes then share. It may take as long as rollouts take; with several processes keep
-    `args.ddp_timeout` above that. A batch without a sampled token is skipped with a warning and leaves weights and
-    optimizer as they were.
+    One row of `train_dataset` is one group. `groups_per_step` rows, over all processes, are a generation batch.
+    `trace_source` is called with these rows on the main process and returns a `TraceBatch` of any number of sessions
+    and traces, which are distributed over the processes. The other processes wait for it in a collective operation:
+    keep `args.ddp_timeout` longer than the rollouts of a batch. For a batch without a sampled token a warning is
+    logged; weights and optimizer state stay unchanged.
 
-    A session's advantage (`session_advantages` under `args.scale_rewards`) is given to each of its traces. A
-    generation batch makes `num_iterations` optimizer steps of `gradient_accumulation_steps` micro-batches, whose
-    height follows from the number of traces: memory grows with it. `per_device_train_batch_size` and
-    `num_generations` satisfy TRL's checks and do nothing here.
-    `args.temperature` must be the one that the traces were sampled with.
+    Each trace has its session's advantage (`session_advantages` with `args.scale_rewards`). A generation batch makes
+    `num_iterations` optimizer steps of `gradient_accumulation_steps` micro-batches. The number of rows of a micro-batch
+    grows with the number of traces, and so does the memory. `per_device_train_batch_size` and `num_generations` only
+    have to pass TRL's checks; batches do not depend on them. `args.temperature` must be the sampling temperature of the
+    traces, which is not checked here.
 
     `processing_class`, `callbacks`, `optimizers` and `peft_config` are those of `GRPOTrainer`.
 
-    Raises `InputError` at construction for a configuration that would train something else than it says.
+    The constructor raises `InputError` for a configuration whose loss would not be that of the recorded traces.
     """
 
     _buffered_inputs: list[dict[str, Tensor]] | None
@@ -95,8 +97,8 @@ class TraceGRPOTrainer(GRPOTrainer):
         self.add_callback(_SkipEmptySteps(self))
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler:
-        # accelerate deals whole batches out to the processes in turn, so as many repeats as there are processes give
-        # every process, and with them the main one, all rows of a generation batch
+        # accelerate distributes whole batches round-robin over the processes. With one repeat per process, each
+        # process, also the main one, gets all rows of a generation batch.
         return RepeatSampler(
             self.train_dataset if dataset is None else dataset,
             mini_repeat_count=1,
@@ -107,7 +109,7 @@ class TraceGRPOTrainer(GRPOTrainer):
         )
 
     def get_train_dataloader(self) -> DataLoader:
-        """Batches of `groups_per_step` dataset rows; one generation batch comes as often as it has micro-batches."""
+        """Return a loader of batches of `groups_per_step` rows; each is repeated once per micro-batch and iteration."""
         return self._get_dataloader(
             dataset=self.train_dataset,
             description="Training",
@@ -125,7 +127,7 @@ class TraceGRPOTrainer(GRPOTrainer):
         return self._buffered_inputs[self._step % steps]
 
     def _build_inputs(self, batch: TraceBatch) -> list[dict[str, Tensor]]:
-        """This process's micro-batches of a generation batch, in the keys that `GRPOTrainer._compute_loss` reads."""
+        """Return this process's micro-batches of a generation batch, with the keys that `_compute_loss` reads."""
         traces, rewards = batch.traces, batch.rewards
         if unrewarded := {trace.session_id for trace in traces} - rewards.keys():
             raise InputError(f"sessions without a reward must be left out, but these have traces: {sorted(unrewarded)}")
@@ -137,13 +139,13 @@ class TraceGRPOTrainer(GRPOTrainer):
             tensors = collate(part, advantages)
             inputs.append({key: value.to(self.accelerator.device) for key, value in tensors.items()})
 
-        handed_here = torch.stack([(rows["completion_mask"] * rows["tool_mask"]).sum() for rows in inputs]).sum()
-        handed = self.accelerator.gather(handed_here).sum()
+        in_loss_here = torch.stack([(rows["completion_mask"] * rows["tool_mask"]).sum() for rows in inputs]).sum()
+        in_loss = self.accelerator.gather(in_loss_here).sum()
         self.tokens_in_batch = sum(sum(trace.completion_mask) for trace in traces)
-        if int(handed) != self.tokens_in_batch:
+        if int(in_loss) != self.tokens_in_batch:
             raise LedgerError(
-                f"{self.tokens_in_batch} sampled tokens in {len(traces)} traces, but the loss would see {int(handed)}: "
-                "this batch was not trained on; please report it as a bug of rolltap"
+                f"{self.tokens_in_batch} sampled tokens in {len(traces)} traces, but the loss would see "
+                f"{int(in_loss)}: this batch was not trained on; please report it as a bug of rolltap"
             )
         if batch.ledger.sampled and batch.ledger.trained != self.tokens_in_batch:
             raise LedgerError(
@@ -151,9 +153,9 @@ class TraceGRPOTrainer(GRPOTrainer):
                 f"{batch.ledger.trained}: this batch was not trained on; were traces added or removed?"
             )
         for rows in inputs:
-            rows["num_items_in_batch"] = handed.clamp(min=1)
+            rows["num_items_in_batch"] = in_loss.clamp(min=1)
         if not self.tokens_in_batch and self.accelerator.is_main_process:
-            logger.warning("step %d was skipped: no session left a token to train on", self.state.global_step + 1)
+            logger.warning("step %d was skipped: its sessions have no token to train on", self.state.global_step + 1)
         metrics = self._metrics["train"]
         metrics["tokens_trained"].append(float(self.tokens_in_batch))
         if rewards:
@@ -164,25 +166,25 @@ class TraceGRPOTrainer(GRPOTrainer):
 
 
 class _SkipEmptySteps(TrainerCallback):
-    """Hides the gradients of a step without sampled tokens from the optimizer.
+    """Callback that drops the gradients of a step without sampled tokens.
 
-    They are all zero, but its momentum and weight decay would still move the weights.
+    They are zero, but with them the optimizer's momentum and weight decay would still change the weights.
     """
 
     def __init__(self, trainer: TraceGRPOTrainer) -> None:
         self.trainer = trainer
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Drop the gradients; the optimizer then leaves parameters and its state alone."""
+        """Set the gradients to None: the optimizer then changes neither parameters nor its state."""
         if self.trainer.tokens_in_batch == 0:
             model.zero_grad(set_to_none=True)
 
 
 def split_evenly(traces: Sequence[Trace], parts: int) -> list[list[Trace]]:
-    """`parts` lists of equally many rows, at least one each: the traces from long to short, then filler rows.
+    """Split into `parts` lists of equal size, at least 1: the traces from long to short, then filler rows.
 
-    Neighbours are of similar length, which keeps the padding small, and the longest rows come first, so that a batch
-    that does not fit into memory fails at once.
+    Rows of a list have similar lengths, so the padding is small. The longest rows are first: a batch that does not fit
+    into memory fails in its first micro-batch.
     """
     rows = sorted(traces, key=lambda trace: len(trace.prompt_ids) + len(trace.completion_ids), reverse=True)
     height = max(1, -(-len(rows) // parts))
@@ -191,12 +193,14 @@ def split_evenly(traces: Sequence[Trace], parts: int) -> list[list[Trace]]:
 
 
 def collate(rows: Sequence[Trace], advantages: Mapping[str, float]) -> dict[str, Tensor]:
-    """One micro-batch of B rows in the keys that `GRPOTrainer._compute_loss` reads, on the CPU.
+    """Return one micro-batch of B rows, on the CPU, with the keys that `GRPOTrainer._compute_loss` reads.
 
-    `prompt_ids`, `prompt_mask` (B, P), padded on the left; `completion_ids`, `completion_mask` (1 = not padding),
-    `tool_mask` (1 = sampled), `old_per_token_logps` (B, C), padded on the right; `advantages` (B,).
+    - `prompt_ids`, `prompt_mask`: (B, P), padded on the left.
+    - `completion_ids`, `completion_mask` (1 = not padding), `tool_mask` (1 = trained), `old_per_token_logps`: (B, C),
+      padded on the right.
+    - `advantages`: (B,); 0.0 for filler rows.
 
-    Raises `InputError` for a trace whose lists over its completion differ in length.
+    Raises `InputError` for a trace whose completion ids, mask and log-probabilities differ in length.
     """
     for row in rows:
         if not len(row.completion_ids) == len(row.completion_mask) == len(row.logprobs):
@@ -208,7 +212,7 @@ def collate(rows: Sequence[Trace], advantages: Mapping[str, float]) -> dict[str,
     completions = [torch.tensor(row.completion_ids, dtype=torch.long) for row in rows]
     sampled = [torch.tensor(row.completion_mask, dtype=torch.long) for row in rows]
     logprobs = [torch.tensor(row.logprobs, dtype=torch.float32) for row in rows]
-    # the loss multiplies by the mask, which NaN and infinity would survive
+    # the loss multiplies by the mask, and NaN * 0 is NaN
     logprobs = [row.masked_fill(mask == 0, 0.0) for row, mask in zip(logprobs, sampled, strict=True)]
     return {
         "prompt_ids": pad(prompts, padding_side="left"),
@@ -224,14 +228,14 @@ def collate(rows: Sequence[Trace], advantages: Mapping[str, float]) -> dict[str,
 def _check_configuration(args: GRPOConfig, train_dataset: Dataset, groups_per_step: int) -> None:
     if args.loss_type not in TOKEN_MEAN_LOSSES:
         raise InputError(
-            f"loss_type={args.loss_type!r} does not average over all sampled tokens of a step, so that the number of "
-            f"traces of a session would change its weight: choose one of {', '.join(TOKEN_MEAN_LOSSES)}"
+            f"loss_type={args.loss_type!r} does not average over all sampled tokens of a step: the weight of a session "
+            f"would depend on its number of traces; choose one of {', '.join(TOKEN_MEAN_LOSSES)}"
         )
     if args.steps_per_generation != args.gradient_accumulation_steps:
         raise InputError(
             f"steps_per_generation={args.steps_per_generation} differs from "
             f"gradient_accumulation_steps={args.gradient_accumulation_steps}: one step must train one generation "
-            "batch, or its mean is not over its tokens; leave steps_per_generation unset"
+            "batch, or the loss is not the mean over the batch's tokens; leave steps_per_generation unset"
         )
     if args.beta != 0.0:
         raise InputError(f"beta={args.beta}: recorded traces have no reference log-probabilities; set beta=0.0")
@@ -244,5 +248,5 @@ def _check_configuration(args: GRPOConfig, train_dataset: Dataset, groups_per_st
 
 
 def _recorded_reward(prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:
-    # GRPOTrainer insists on a reward function
+    # GRPOTrainer requires a reward function; it is not called
     raise NotImplementedError("the rewards come with the traces")

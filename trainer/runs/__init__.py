@@ -1,1 +1,1 @@
-"""Run folders as a whole: merged, split, filtered, imported and verified."""
+"""Operations on whole run folders: merge, split, filter, import and verify."""

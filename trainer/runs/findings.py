@@ -1,4 +1,4 @@
-"""Findings of a verification: in the rows of a file, and in one session."""
+"""Findings of a verification, in the rows of a file and in the calls of one session."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,35 +19,38 @@ from rolltap.trainer.traces.sessions import TraceOptions, trace_session
 from rolltap.trainer.traces.tree import parents_first
 
 Grade = Literal["damage", "notice"]
-"""`damage`: rows are lost, changed or cannot be right. `notice`: nothing is wrong with the rows."""
+"""`damage`: rows are lost, were changed, or break an invariant. `notice`: unusual, but no row is damaged."""
 
-FROM_A_COPY = "take the file from a copy of the run if there is one; the other rows can be used"
-SALVAGE = "take the file from a copy of the run, or save the other rows with `rolltap merge RUN --out NEW`"
+FROM_A_COPY = "restore the file from a copy of the run if there is one; the other rows can be used"
+SALVAGE = "restore the file from a copy of the run, or save the other rows with `rolltap merge RUN --out NEW`"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is not as it should be."""
+    """One deviation from a sound run."""
 
     grade: Grade
     where: str
-    """The file, with the byte; or the session, with the call."""
+    """File name and byte offset, or session id and call id."""
     what: str
     advice: str = ""
 
 
 def check_rows(table: str, batch: pa.RecordBatch) -> Iterator[tuple[Row | None, str | None]]:
-    """Each row of a batch, None when it has a value that cannot be; and what is wrong with it, None for nothing."""
+    """Yield (row, fault) for each row of a batch. The fault is None for a sound row.
+
+    The row is None when one of its values cannot be converted to Python, for example a string that is not UTF-8.
+    """
     for number in range(batch.num_rows):
         try:
             [row] = batch_rows(batch.slice(number, 1))
         except (ValueError, OverflowError) as error:
-            yield None, f"a row has a value that cannot be: {error}"
+            yield None, f"a row has an invalid value: {error}"
             continue
         fault = None
         if row[DIGEST] != row_digest(row, TABLES[table]):
             name = f"call {row['call_id']} of session" if table == "calls" else "a row of session"
-            fault = f"{name} {row['session_id']} does not have its digest: it was changed after it was recorded"
+            fault = f"{name} {row['session_id']} does not have its digest: it was changed after it was written"
         yield row, fault
 
 
@@ -60,9 +63,10 @@ def check_session(
     *,
     salvaged: bool,
 ) -> Iterator[Finding]:
-    """Findings in the rows of one session: in its calls, in its events, and in its own.
+    """Yield the findings of one session: in its calls, in its own row, and in its events.
 
-    In a `salvaged` run, from which rows were left behind, a call whose ancestor is missing is no damage.
+    A `salvaged` run is merged from damaged ones, and rows are missing. There a call with a missing ancestor is a
+    notice, not damage.
     """
     where = f"session {session_id}"
     ids = Counter(call_id for batch in calls for call_id in batch.column("call_id").to_pylist())
@@ -76,7 +80,7 @@ def check_session(
         yield from _check_values(where, session, status=get_args(SessionStatus))
         yield from _check_times(where, session.started_at, session.finished_at)
     elif ids:
-        yield Finding("notice", where, "has no row: its calls have no reward and no group")
+        yield Finding("notice", where, "has no row in sessions: its calls have no reward and no group")
     yield from _check_events(where, ids, events)
 
 
@@ -85,7 +89,7 @@ def _check_calls(run: Path, session_id: str, batches: Sequence[pa.RecordBatch], 
     for batch in batches:
         columns = (batch.column(name).to_pylist() for name in ("call_id", "violation"))
         recorded.update(zip(*columns, strict=True))
-    # without the recorded ones, a violation says that a prompt could not be rebuilt
+    # with the recorded violations removed, a violation means that the prompt cannot be rebuilt
     calls = rebuild_calls(run, session_id, (_without_violations(batch) for batch in batches))
     recorded_parents = {call.call_id: call.parent_id for call in calls}
     orphaned: set[str] = set()
@@ -95,7 +99,7 @@ def _check_calls(run: Path, session_id: str, batches: Sequence[pa.RecordBatch], 
     for call in calls:
         where = f"session {session_id}, call {call.call_id}"
         if call.violation and salvaged and call.call_id in orphaned:
-            yield Finding("notice", where, call.violation, "rows were left behind when runs were merged: see run.json")
+            yield Finding("notice", where, call.violation, "damaged rows were not merged: see left_behind in run.json")
         elif call.violation:
             yield Finding("damage", where, call.violation, FROM_A_COPY)
         call.violation = recorded[call.call_id] or call.violation
@@ -106,7 +110,7 @@ def _check_calls(run: Path, session_id: str, batches: Sequence[pa.RecordBatch], 
     try:
         trace_session(RecordedSession(session_id=session_id, session=None, calls=calls), TraceOptions())
     except LedgerError as error:
-        yield Finding("damage", f"session {session_id}", str(error), "report it")
+        yield Finding("damage", f"session {session_id}", str(error), "please report it as a bug of rolltap")
 
 
 def _without_violations(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -117,10 +121,10 @@ def _without_violations(batch: pa.RecordBatch) -> pa.RecordBatch:
 def _check_tokens(where: str, call: Call) -> Iterator[Finding]:
     if min(chain(call.prompt_ids[call.prefix_length :], call.completion_ids), default=0) < 0:
         yield Finding("damage", where, "it has a negative token id", FROM_A_COPY)
-    # a call without log-probabilities is left out for that, whether it is marked or not
+    # a call without log-probabilities is left out of training anyway, marked or not
     violation = find_violation(call.completion_ids, call.logprobs, call.weight_versions) if call.logprobs else None
     if violation and not call.violation:
-        yield Finding("damage", where, f"{violation}, and the call is not marked", "it is not trained on in any case")
+        yield Finding("damage", where, f"{violation}, and the call is not marked", "the call is not trained on anyway")
 
 
 def _check_values(where: str, row: Call | Session, **known: Sequence[str]) -> Iterator[Finding]:
@@ -132,13 +136,13 @@ def _check_values(where: str, row: Call | Session, **known: Sequence[str]) -> It
 def _check_times(where: str, *times: datetime | None) -> Iterator[Finding]:
     known = [time for time in times if time is not None]
     if known != sorted(known):
-        what = "it ended before it started: the clock was set back"
-        yield Finding("notice", where, what, "do not rely on how long it took")
+        what = "its times are out of order: the clock was set back"
+        yield Finding("notice", where, what, "do not rely on its duration")
 
 
 def _check_events(where: str, calls: Counter[str], events: Iterable[pa.RecordBatch]) -> Iterator[Finding]:
     for batch in events:
         for kind, call_id in zip(batch.column("kind").to_pylist(), batch.column("call_id").to_pylist(), strict=True):
             if kind == "call_started" and call_id not in calls:
-                what = "it was started and is not recorded: it runs, or its recorder was killed"
+                what = "it was started, not recorded: it still runs, or its recorder was killed"
                 yield Finding("notice", f"{where}, call {call_id}", what)

@@ -1,8 +1,8 @@
-"""Calls that anything else made, as JSON Lines, into a new run folder.
+"""Import of calls from other sources: JSON Lines into a new run folder.
 
-The file is read twice: first every line is checked and its place is noted by session, then one session after the other
-is linked and written. Memory is that of one session's tokens and of the ids of all calls, whatever the order of the
-lines.
+The file is read twice. The first pass checks every line and notes its byte offset by session. The second pass links and
+writes one session after the other. Memory: the tokens of one session, and the ids of all calls. The lines may be in any
+order.
 """
 
 import os
@@ -29,7 +29,7 @@ from rolltap.trainer.settings import describe
 from rolltap.trainer.traces.tree import link_calls, start_order
 
 Report = Callable[[int, str], None]
-"""Called for every bad line with its number, from 1, and what is wrong with it."""
+"""Callback for each bad line: its number, from 1, and what is wrong with it."""
 
 _SESSION_FIELDS = ("task_id", "group_id", "harness", "reward")
 
@@ -46,33 +46,34 @@ Name = Annotated[str, Field(min_length=1)]
 
 
 class ImportLine(BaseModel):
-    """One line: one call. Keys that are left out say nothing; a session's lines must not contradict each other."""
+    """One line is one call. Keys with a default may be left out. A session's lines must not contradict each other."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     session_id: Name
     call_id: Name
     prompt_ids: TokenIds
-    """The whole prompt, not only what is new in it."""
+    """The full prompt, shape (P,), with the tokens of earlier calls."""
     completion_ids: TokenIds
+    """The sampled tokens, shape (C,)."""
     logprobs: list[float] | None
-    """Natural-log probability of each of `completion_ids`; null when they are not known."""
+    """Natural-log probabilities of the sampled tokens, shape (C,); null when they are not known."""
     finish_reason: str | None
     task_id: str | None = None
     group_id: str | None = None
-    """The session's own id when no line of it gives one: it is compared with no other."""
+    """Group of the session. When no line gives one, the session id: the session is then a group of its own."""
     harness: str | None = None
     reward: Annotated[float, Field(allow_inf_nan=False)] | None = None
     started_at: Annotated[datetime, AfterValidator(_in_utc)] | None = None
-    """ISO 8601; UTC when it names no zone; the time of the import when it is left out."""
+    """ISO 8601. UTC when no zone is given; the time of the import when left out."""
     role: CallRole = "agent"
     status: CallStatus = "completed"
     parent_id: str | None = None
-    """Decides between calls with the same tokens; one whose tokens do not begin the prompt is not taken."""
+    """Chooses between candidate parents with the same tokens. Ignored when it is not one of the candidates."""
     policy_version: str = "unknown"
 
     def to_call(self, imported_at: datetime) -> Call:
-        """The call, not linked yet. Log-probabilities are those that the store's 32 bits hold."""
+        """Return the call, not linked to its parent yet. Log-probabilities are rounded to float32, as stored."""
         with np.errstate(over="ignore"):
             logprobs = np.array(self.logprobs or [], np.float32).tolist()
         spans = (
@@ -99,18 +100,19 @@ class ImportLine(BaseModel):
 
 @dataclass(slots=True)
 class ImportSummary:
-    """Counts of what an import wrote; `skipped` are the bad lines."""
+    """Counts of what an import wrote, and of the bad lines that it skipped."""
 
     sessions: int = 0
     calls: int = 0
     bridged: int = 0
-    """Calls that continue another one; the others are roots of a call tree."""
+    """Calls that continue another call; the others are roots of a call tree."""
     sampled_tokens: int = 0
     violations: int = 0
     """Calls whose tokens break an invariant: kept, marked and not trained on."""
     without_logprobs: int = 0
-    """Calls that sampled tokens of unknown probability: kept and not trained on."""
+    """Calls with sampled tokens but without log-probabilities: kept and not trained on."""
     skipped: int = 0
+    """Bad lines."""
 
     def __rich__(self) -> str:
         lines = [
@@ -127,43 +129,44 @@ class ImportSummary:
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        """The summary as JSON values."""
+        """Return the summary as JSON values."""
         return asdict(self)
 
 
 @dataclass(slots=True)
 class _Session:
-    """Notes of the first reading about a session."""
+    """Notes of the first pass about a session."""
 
     offsets: list[int] = field(default_factory=list)
+    """Byte offsets of its lines."""
     lines: dict[str, int] = field(default_factory=dict)
-    """Call id -> number of its line."""
-    says: dict[str, tuple[Any, int]] = field(default_factory=dict)
-    """Field of the session -> its value and the number of the first line that gives it."""
+    """Call id -> line number."""
+    given: dict[str, tuple[Any, int]] = field(default_factory=dict)
+    """Field of the session -> its value, and the number of the first line that gives it."""
 
     def add(self, line: ImportLine, number: int, offset: int) -> str | None:
-        """Note a line, unless it contradicts an earlier one: returns how."""
+        """Note a line. When it contradicts an earlier one, return how, and note nothing."""
         if line.call_id in self.lines:
             return f"call_id {line.call_id!r} of session {line.session_id!r} is in line {self.lines[line.call_id]} too"
-        says = {name: value for name in _SESSION_FIELDS if (value := getattr(line, name)) is not None}
-        for name, value in says.items():
-            known, first = self.says.get(name, (value, number))
+        given = {name: value for name in _SESSION_FIELDS if (value := getattr(line, name)) is not None}
+        for name, value in given.items():
+            known, first = self.given.get(name, (value, number))
             if value != known:
                 return f"{name} is {value!r}, but line {first} of session {line.session_id!r} says {known!r}"
         self.offsets.append(offset)
         self.lines[line.call_id] = number
-        self.says = {name: (value, number) for name, value in says.items()} | self.says
+        self.given = {name: (value, number) for name, value in given.items()} | self.given
         return None
 
 
 def import_calls(source: BinaryIO, run: Path, *, skip_bad: bool, report: Report, advance: Advance) -> ImportSummary:
     """Write the calls in `source`, one JSON object a line, to the new run folder `run`.
 
-    All or nothing: the run has every good line or, when this raises or is killed, there is none. The order of the lines
-    does not matter: calls that were started at the same time are taken in the order of their prompts' lengths.
+    Atomic: `run` is created with every good line, or not at all when this raises or is killed. The order of the lines
+    does not matter: calls are sorted by `start_order`.
 
-    Raises `InputError` when there is no line, when one is bad and `skip_bad` is false, and when `run` is a run already;
-    also as `new_folder`.
+    Raises `InputError` when there is no line, when a line is bad and `skip_bad` is false, when `source` changes between
+    the passes, and when `run` is a run already. Also raises as `new_folder`.
     """
     imported_at = utc_now()
     if (run / RUN_FILE).exists():
@@ -172,7 +175,7 @@ def import_calls(source: BinaryIO, run: Path, *, skip_bad: bool, report: Report,
     with _seekable(source) as lines, new_folder(run) as staged:
         sessions, bad = _check(lines, report, advance)
         if bad and not skip_bad:
-            raise InputError(f"{bad} bad lines, nothing was imported: mend them, or leave them out with --skip-bad")
+            raise InputError(f"{bad} bad lines, nothing was imported: correct them, or skip them with --skip-bad")
         if not sessions and not bad:
             raise InputError("there is no line to import")
         write_metadata(staged, {"source": "import"})
@@ -191,7 +194,7 @@ def import_calls(source: BinaryIO, run: Path, *, skip_bad: bool, report: Report,
 
 @contextmanager
 def _seekable(source: BinaryIO) -> Iterator[BinaryIO]:
-    """`source` itself, or a temporary file with all of it when it is a pipe."""
+    """Yield `source` itself, or a temporary copy of it when it is not seekable, for example a pipe."""
     if source.seekable():
         yield source
         return
@@ -201,7 +204,10 @@ def _seekable(source: BinaryIO) -> Iterator[BinaryIO]:
 
 
 def _check(lines: BinaryIO, report: Report, advance: Advance) -> tuple[dict[str, _Session], int]:
-    """Session id -> what its good lines say, and the number of bad ones. A line contradicts only good ones."""
+    """Return session id -> notes about its good lines, and the number of bad lines.
+
+    A line is compared only with good lines before it.
+    """
     sessions: defaultdict[str, _Session] = defaultdict(_Session)
     size, offset, bad = lines.seek(0, os.SEEK_END), lines.seek(0), 0
     for number, text in enumerate(lines, start=1):
@@ -231,7 +237,7 @@ def _read(lines: BinaryIO, offsets: Iterable[int]) -> Iterator[ImportLine]:
 
 
 def _link(calls: list[Call]) -> list[Call]:
-    """The calls in the order in which they started, each with what it shares with its parent."""
+    """Sort calls by `start_order`, and set the parent and the shared prefix of each. Return `calls`."""
     calls.sort(key=start_order)
     for call, parent in zip(calls, link_calls(calls)[0], strict=True):
         call.parent_id = None
@@ -243,15 +249,15 @@ def _link(calls: list[Call]) -> list[Call]:
 
 
 def _session(session_id: str, noted: _Session, calls: Sequence[Call]) -> Session:
-    """The session's row. It failed when none of its calls was completed."""
-    says = {name: value for name, (value, _) in noted.says.items()}
+    """Return the session's row. Its status is `failed` when none of its calls is completed."""
+    given = {name: value for name, (value, _) in noted.given.items()}
     return Session(
         session_id=session_id,
-        task_id=says.get("task_id", ""),
-        group_id=says.get("group_id", session_id),
-        harness=says.get("harness", ""),
+        task_id=given.get("task_id", ""),
+        group_id=given.get("group_id", session_id),
+        harness=given.get("harness", ""),
         status="completed" if any(call.status == "completed" for call in calls) else "failed",
-        reward=says.get("reward"),
+        reward=given.get("reward"),
         policy_version=next((span.version for call in calls for span in call.weight_versions), None),
         started_at=calls[0].started_at,
     )

@@ -1,6 +1,6 @@
-"""Several runs as one, or the sound rows of a damaged one. Rows are copied as they are, with their digests.
+"""Merge of several runs into one, or of the sound rows of a damaged run. Rows are copied unchanged, with their digests.
 
-Memory is that of one batch and of the sessions' ids. The output appears when it is complete.
+Memory: one batch, and the ids of the sessions. The output folder is created atomically.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from rolltap.trainer.runs.findings import check_rows
 from rolltap.trainer.runs.parts import named
 
 _JOINED = ("engines", "recorders", "left_behind")
-"""Keys of `run.json` of which a merged run has those of all."""
+"""Keys of `run.json` whose values are joined from all runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,11 @@ class LeftBehind:
     """The losses of one damaged file when its run is merged."""
 
     file: str
-    """Its run's name and its own."""
+    """`RUN/FILE`."""
     rows: int
     """Rows that do not have their digest."""
     places: int
-    """Places that cannot be read, each of one commit or several that follow each other."""
+    """Byte ranges that cannot be read, each of one or more adjacent commits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class _Source:
         return self.run.absolute().name
 
     def origins(self, merged: dict[str, Any]) -> list[dict[str, Any]]:
-        """The run's name and what its metadata says otherwise; those of the runs that it was merged from itself."""
+        """Return the run's name and the metadata that differs from `merged`; for a merged run, one entry per origin."""
         origins = self.metadata.get("merged_from", [{"run": self.name}])
         known = (*_JOINED, "merged_from")
         other = {key: value for key, value in self.metadata.items() if key not in known and merged.get(key) != value}
@@ -54,16 +54,16 @@ class _Source:
 
 
 def merge_runs(runs: Sequence[Path], out: Path, advance: Advance) -> tuple[int, list[LeftBehind]]:
-    """Write the rows of several runs, or of one that is damaged, to the new folder `out`.
+    """Write the sound rows of one or more runs to the new folder `out`.
 
-    Returns the number of sessions, and what cannot be read or does not have its digest, which is left behind. The new
-    `run.json` says so too, under `left_behind`.
+    Return the number of sessions, and the losses: rows that cannot be read or do not have their digest are not copied.
+    The new `run.json` lists the losses as `left_behind`.
 
-    Raises `InputError` when the runs hold tokens of different tokenizers or chat templates, and when two of them have
-    calls or the row of the same session; `RunError` when one cannot be read.
+    Raises `InputError` when the runs' tokenizers or chat templates differ, when two runs have calls or the row of the
+    same session, and when no row of a damaged run is sound. Raises `RunError` when a run cannot be read.
     """
     sources = [_Source(run, read_metadata(run)) for run in runs]
-    # an import does not say whose tokens it holds: that it is merged with them does
+    # an import does not record its tokenizer: it is taken to be that of the runs it is merged with
     recorded = [source for source in sources if source.metadata.get("source") != "import"] or sources
     _require_one_model(recorded)
     _require_other_sessions(runs)
@@ -87,18 +87,18 @@ def merge_runs(runs: Sequence[Path], out: Path, advance: Advance) -> tuple[int, 
 def _copy_sound_rows(
     source: _Source, table: str, path: Path, writer: RunWriter, sessions: set[str | None]
 ) -> Iterator[LeftBehind]:
-    """Write the rows of a file that have their digest; says what was left behind, if anything was.
+    """Write the rows of a file that have their digest. Yield the losses, if there are any.
 
-    `sessions` gets the ids of those that have a call or a row.
+    Adds to `sessions` the ids of sessions with a copied call or row.
     """
     rows = 0
     with SegmentReader(path, TABLES[table]) as reader:
         for _, batch in reader:
             sound = pa.array([fault is None for _, fault in check_rows(table, batch)])
             if sound.true_count:
-                writer.add_batch(table, kept := batch.filter(sound))
+                writer.add_batch(table, copied := batch.filter(sound))
                 if table != "events":
-                    sessions.update(kept.column("session_id").unique().to_pylist())
+                    sessions.update(copied.column("session_id").unique().to_pylist())
             rows += sound.false_count
     writer.end_session()
     if rows or reader.damage:
@@ -128,14 +128,16 @@ def _require_other_sessions(runs: Sequence[Path]) -> None:
 
 
 def _digests(run: Path, session_id: str) -> set[str]:
-    """The digests of a session's calls and row."""
+    """Return the digests of a session's calls and row."""
     batches = (batch for table in ("calls", "sessions") for batch in read_batches(run, table, [session_id]))
     return {digest for batch in batches for digest in batch.column(DIGEST).to_pylist()}
 
 
 def _merged_metadata(first: _Source, sources: Sequence[_Source], left_behind: Sequence[LeftBehind]) -> dict[str, Any]:
-    """That of the first run, with the engines, recorders and losses of all; what the others say else is in
-    `merged_from`."""
+    """Return the metadata of the first run with the engines, recorders and losses of all runs.
+
+    Other metadata in which a run differs is in `merged_from`.
+    """
     merged = dict(first.metadata)
     if engines := {url: engine for source in sources for url, engine in source.metadata.get("engines", {}).items()}:
         merged["engines"] = engines

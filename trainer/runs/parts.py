@@ -1,6 +1,6 @@
-"""Parts of a run, by session: split and filtered. Tokens are not rewritten: rows are copied with their digests.
+"""Split and filter of a run, by session. Rows are copied unchanged, with their digests.
 
-Memory is that of one session. An output appears when it is complete.
+Memory: the tokens of one session, and the rows of all sessions. Output folders are created atomically.
 """
 
 from collections import defaultdict
@@ -23,30 +23,30 @@ from rolltap.trainer.progress import Advance
 from rolltap.trainer.traces.reader import SessionIndex, load_sessions
 
 SplitBy = Literal["harness", "task_id", "group_id", "policy_version", "status"]
-"""The field of the session's row whose values name the parts."""
+"""Field of the session's row to split by: one part per value, named after it."""
 
 UNNAMED = "_none"
-"""Name of the part of sessions that have no row, or an empty value in it."""
+"""Name of the part of sessions without a row or with an empty value."""
 MOST_NAMED = 5
-"""Sessions that one message names."""
+"""Most session ids in one message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Which sessions are kept: those that fit every criterion that is given; and of `roles`, which calls of them."""
+    """Criteria of the sessions and calls to keep. A session must fit every criterion that is set."""
 
     min_reward: float | None = None
     max_reward: float | None = None
     harnesses: Collection[str] = ()
     policy_versions: Collection[str] = ()
-    """Of the session: the newest weights that had been published when it started."""
+    """Values of the session's `policy_version`: the newest published weights when it started."""
     statuses: Collection[str] = ()
     sessions: Collection[str] = ()
     roles: Collection[CallRole] = ()
-    """A call whose prompt such a call continues is kept too, with its own role."""
+    """Roles of the calls to keep. Their ancestors are kept as well, whatever their role; no call without any is."""
 
     def fits(self, session_id: str, session: Session | None) -> bool:
-        """Whether a session is kept, `roles` aside. One that has no row, or no reward, fits no criterion on it."""
+        """Return True when a session fits, `roles` aside. No row, or no reward, fits no criterion on its fields."""
         reward = session.reward if session else None
         return (
             (not self.sessions or session_id in self.sessions)
@@ -76,20 +76,23 @@ class _Run:
 
     @property
     def session_ids(self) -> list[str]:
-        """Sessions that have calls, in the order in which they were first recorded; then those of rows and events."""
+        """Session ids: those with calls in the order of their first call, then those with only a row or events."""
         tables = (self.tables[name] for name in ("calls", "sessions", "events"))
         known = dict.fromkeys(session_id for table in tables for session_id in table.session_ids)
         return [session_id for session_id in known if session_id is not None]
 
     def copy(self, session_id: str | None, writer: RunWriter, calls: Collection[str] | None = None) -> None:
-        """Write the rows of a session (None: the events of none); with `calls`, of these calls only."""
+        """Write the rows of a session; with `session_id` None, the events without a session.
+
+        With `calls`, a set of call ids, calls and their events are limited to these.
+        """
         kept = None if calls is None else pa.array(list(calls), pa.string())
         for name, table in self.tables.items():
             for batch in table.batches(session_id):
                 if kept is not None and name == "calls":
                     batch = batch.filter(pc.is_in(batch.column("call_id"), kept))
                 elif kept is not None and name == "events":
-                    # an event about a call goes with it
+                    # events without a call are kept
                     about = batch.column("call_id")
                     batch = batch.filter(pc.or_(about.is_null(), pc.is_in(about, kept)))
                 if batch.num_rows:
@@ -98,34 +101,35 @@ class _Run:
 
 
 def split_run(run: Path, out: Path, parts: SplitBy | int, advance: Advance) -> dict[str, int]:
-    """Write each part of a run to a folder of its own in the new folder `out`; returns their names and sessions.
+    """Split a run into folders in the new folder `out`. Return part name -> number of sessions.
 
-    By a field of the session's row, or into a number of parts of about as many sessions, where the sessions of one
-    group stay together. Events of no session go to the first part.
+    `parts` is a field of the session's row, or a number of parts of about equal size. In the latter case sessions of
+    one group stay together. Events without a session go to the first part.
 
     Raises `InputError` when there is no session or there are fewer groups than parts, and `RunError` when the run
     cannot be read.
     """
     with _Run(run) as source:
-        sessions = _even_parts(source, parts) if isinstance(parts, int) else _parts_by(source, parts)
-        if not sessions:
+        sessions_of = _even_parts(source, parts) if isinstance(parts, int) else _parts_by(source, parts)
+        if not sessions_of:
             raise InputError(f"{run} has no sessions")
         total, done = len(source.session_ids), 0
         with new_folder(out) as staged:
-            for number, (name, session_ids) in enumerate(sessions.items()):
+            for number, (name, session_ids) in enumerate(sessions_of.items()):
                 write_metadata(staged / name, source.metadata)
                 with RunWriter(staged / name, "never") as writer:
                     for session_id in [*([None] if number == 0 else []), *session_ids]:
                         source.copy(session_id, writer)
                         done += session_id is not None
                         advance("sessions copied", done, total)
-    return {name: len(session_ids) for name, session_ids in sessions.items()}
+    return {name: len(session_ids) for name, session_ids in sessions_of.items()}
 
 
 def filter_run(run: Path, out: Path, criteria: Filter, advance: Advance) -> int:
-    """Write the sessions that fit to the new folder `out`; returns their number. Events of no session are left out.
+    """Write the sessions that fit to the new folder `out`. Return their number. Events without a session are left out.
 
-    Raises `InputError` when none fits or a named one is not in the run; `RunError` when the run cannot be read.
+    Raises `InputError` when no session fits or one of `criteria.sessions` is not in the run, and `RunError` when the
+    run cannot be read.
     """
     with _Run(run) as source:
         if unknown := set(criteria.sessions).difference(source.session_ids):
@@ -147,7 +151,7 @@ def filter_run(run: Path, out: Path, criteria: Filter, advance: Advance) -> int:
 
 
 def named(session_ids: Iterable[str]) -> str:
-    """Some of the ids, and how many there are more."""
+    """Return the first `MOST_NAMED` ids as text, and the number of the others."""
     names = sorted(session_ids)
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return ", ".join(names[:MOST_NAMED]) + more
@@ -163,7 +167,7 @@ def _parts_by(source: _Run, field: SplitBy) -> dict[str, list[str]]:
 
 
 def _even_parts(source: _Run, number: int) -> dict[str, list[str]]:
-    """Groups in the order of their first sessions, each to the part that has the fewest sessions so far."""
+    """Assign each group, in the order of its first session, to the part with the fewest sessions so far."""
     groups: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for session_id in source.session_ids:
         row = source.rows.get(session_id)
@@ -178,18 +182,18 @@ def _even_parts(source: _Run, number: int) -> dict[str, list[str]]:
 
 
 def _with_ancestors(source: _Run, session_id: str, roles: Collection[CallRole]) -> set[str]:
-    """The ids of the calls with these roles, and of those whose tokens their prompts are stored without."""
+    """Return the ids of the calls with these roles and of their ancestors, whose tokens their rows do not repeat."""
     parents: dict[str, str | None] = {}
-    wanted = []
+    selected = []
     for batch in source.tables["calls"].batches(session_id):
         for call_id, parent_id, role in zip(
             *(batch.column(name).to_pylist() for name in ("call_id", "parent_id", "role")), strict=True
         ):
             parents[call_id] = parent_id
             if role in roles:
-                wanted.append(call_id)
+                selected.append(call_id)
     kept: set[str] = set()
-    for call_id in wanted:
+    for call_id in selected:
         ancestor: str | None = call_id
         while ancestor is not None and ancestor not in kept:
             kept.add(ancestor)

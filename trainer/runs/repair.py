@@ -1,4 +1,4 @@
-"""The repairs that are safe: cutting off what was never a commit, and removing what dead processes left behind."""
+"""Safe repairs: truncate an incomplete last commit, and remove temporary files of dead processes."""
 
 import os
 import re
@@ -15,15 +15,16 @@ _HIDDEN = re.compile(r"\.(?:(?:calls|sessions|events)-.*\.arrow|(?:run|policy)\.
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process holds the lock of a file, as all do on what they write."""
+    """Return True when a process holds the lock of a file. Writers hold the lock of the file that they write."""
     with locked(path) as descriptor:
         return descriptor is None
 
 
 def find_leftovers(run: Path) -> Iterator[tuple[Path, bool]]:
-    """Hidden files of a run that were meant to get another name; and whether a process still works on them.
+    """Yield the temporary files of a run, each with True when a process may still use it.
 
-    A process of that number on this machine counts: it may be about to lock its file.
+    That is so when the file is locked, and when a process with the pid in its name is alive on this machine: it may be
+    about to lock the file.
     """
     for path in sorted(run.iterdir()):
         if match := _HIDDEN.fullmatch(path.name):
@@ -31,15 +32,15 @@ def find_leftovers(run: Path) -> Iterator[tuple[Path, bool]]:
 
 
 def remove_leftovers(run: Path) -> Iterator[str]:
-    """Remove the hidden files that nobody works on; says what was done."""
+    """Remove temporary files that no process uses. Yield a sentence for each."""
     for path, held in list(find_leftovers(run)):
         if not held:
             path.unlink()
-            yield f"{path.name}: removed, it was left behind by a process that was killed"
+            yield f"{path.name}: removed, a temporary file of a killed process"
 
 
 def cut_end(path: Path, schema: pa.Schema) -> Iterator[str]:
-    """Cut off the end of a segment that was never a whole commit, unless somebody writes it; says what was done."""
+    """Truncate an incomplete last commit of a segment, and yield a sentence. A locked segment is left as it is."""
     with locked(path, os.O_RDWR) as descriptor:
         if descriptor is None:
             return
@@ -49,12 +50,12 @@ def cut_end(path: Path, schema: pa.Schema) -> Iterator[str]:
         if reader.uncommitted:
             os.ftruncate(descriptor, path.stat().st_size - reader.uncommitted)
             os.fsync(descriptor)
-            yield f"{path.name}: the last {reader.uncommitted} bytes were cut off, a commit that was not completed"
+            yield f"{path.name}: the last {reader.uncommitted} bytes were truncated, a commit that was not completed"
 
 
-def _is_alive(process: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
-        os.kill(process, 0)
+        os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:

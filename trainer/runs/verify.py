@@ -1,7 +1,7 @@
-"""Is a run folder sound? Every file, every row's digest and every invariant.
+"""Verification of a run folder: its files, the digests of its rows, and the invariants of its calls.
 
-First all files are read through, then the calls of one session after the other are rebuilt. Memory is that of one
-session and of the sessions' rows.
+The first pass reads all files. The second rebuilds the calls of one session after the other. Memory: the calls of one
+session, and the rows of all sessions.
 """
 
 from collections.abc import Iterator
@@ -22,31 +22,31 @@ from rolltap.trainer.traces.reader import SessionIndex
 
 @dataclass(slots=True)
 class Verification:
-    """The rows that were read, the findings, and the repairs."""
+    """Result of a verification: numbers of rows, findings and repairs."""
 
     rows: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TABLES, 0))
-    """Table -> rows that can be read."""
+    """Table -> number of rows that can be read."""
     findings: list[Finding] = field(default_factory=list)
     repaired: list[str] = field(default_factory=list)
+    """A sentence for each repair."""
 
     @property
     def sound(self) -> bool:
-        """Whether nothing is damaged."""
+        """True when no finding is damage."""
         return all(finding.grade != "damage" for finding in self.findings)
 
     def to_json(self) -> dict[str, Any]:
-        """The verification as JSON values."""
+        """Return the verification as JSON values."""
         return {"sound": self.sound, **asdict(self)}
 
 
 def verify_run(run: Path, advance: Advance, *, repair: bool = False) -> Verification:
-    """Check a run folder; without `repair`, nothing in it is changed.
+    """Check a run folder. Without `repair`, no file is changed.
 
-    With it, ends of files that were never a whole commit are cut off first, and leftover files removed, where nobody
-    writes them. Nothing else is: what was a commit stays where it is, readable or not. A second repair then has nothing
-    to do.
+    With `repair`, temporary files of dead processes are removed and incomplete last commits truncated before the check,
+    except in files that a process is writing. Complete commits are kept, readable or not. Repairing is idempotent.
 
-    Raises `RunError` when the folder is not a run, or is one of another schema.
+    Raises `RunError` when the folder is not a run, or has another schema version.
     """
     metadata = read_metadata(run)
     found = Verification()
@@ -91,15 +91,17 @@ def _check_leftovers(run: Path) -> Iterator[Finding]:
         if held:
             yield Finding("notice", path.name, "is being written")
         else:
-            yield Finding("notice", path.name, "was left behind by a process that was killed", "--repair sees to it")
+            yield Finding(
+                "notice", path.name, "is a temporary file of a process that was killed", "--repair removes it"
+            )
 
 
 def _check_file(reader: SegmentReader) -> Iterator[Finding]:
-    """Findings of a reader that has come to its end."""
+    """Yield the findings of a reader after its last batch."""
     for offset, what in reader.damage.items():
         yield Finding("damage", f"{reader.path.name}, byte {offset}", what, SALVAGE)
     if reader.uncommitted and is_held(reader.path):
         yield Finding("notice", reader.path.name, "a commit is being written")
     elif reader.uncommitted:
         what = f"its last {reader.uncommitted} bytes are a commit that was not completed: nothing is lost"
-        yield Finding("notice", reader.path.name, what, "--repair cuts them off")
+        yield Finding("notice", reader.path.name, what, "--repair truncates them")

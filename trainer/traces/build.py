@@ -1,4 +1,23 @@
-"""The call tree of one session -> traces, with a ledger of every sampled token."""
+"""Traces of one session, built from its call tree, and a ledger of its sampled tokens.
+
+A session of five calls, numbered as they started. Each letter is a run of tokens: small ones were in a prompt, capital
+ones were sampled. All calls have status `completed` and role `agent`.
+
+    0  p A ─┬─ 1  q B               superseded: call 2 has the same prompt, p A q, and was continued
+            ├─ 2  q C ─── 3  r D
+            └─ 4  s E               a branch: another continuation of call 0
+
+    strategy          trace   prompt_ids    completion_ids   completion_mask
+    per_request       0       p             A                1
+                      2       p A q         C                1
+                      3       p A q C r     D                1
+                      4       p A s         E                1
+    prefix_merging    0 2 3   p             A q C r D        1 0 1 0 1
+                      0 4     p             A s E            0 0 1    A is trained in trace 0 2 3
+    tree              as `prefix_merging`; trace 0 4 also names trace 0 2 3 and the length of p A, which both begin with
+
+The ledger is the same for each strategy: sampled A B C D E, trained A C D E, left out B as `superseded`.
+"""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -15,41 +34,46 @@ from rolltap.trainer.traces.shared_prefixes import shared_prefixes
 from rolltap.trainer.traces.tree import find_ends, link_calls, path_to, start_order
 
 Strategy = Literal["per_request", "prefix_merging", "tree"]
-"""`per_request`: one trace per call. `prefix_merging`: one per root-to-leaf path of the call tree. `tree`: the same,
-and each names the trace before it with which it shares most, for a trainer that computes a shared beginning once. All
-train the same sampled tokens, each in exactly one trace."""
+"""How calls become traces. All strategies train the same sampled tokens, each token in exactly one trace.
+
+- `per_request`: one trace per trained call.
+- `prefix_merging`: one trace per root-to-leaf path of the call tree. A leaf is a trained call without trained
+  descendants.
+- `tree`: as `prefix_merging`. Each trace also names the earlier trace with which it shares the longest prefix, for a
+  trainer that computes a shared prefix once.
+"""
 
 TRAINED_ROLES: tuple[CallRole, ...] = ("agent", "subagent", "compaction")
-"""The roles whose answers are part of solving the task."""
+"""Roles of the calls that are part of solving the task."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Trace:
-    """One sequence to train on; all lists over `completion_ids` have its length C."""
+    """One sequence to train on. `completion_mask` and `logprobs` have the length C of `completion_ids`."""
 
     session_id: str
     trace_id: str
-    """The session's id, percent-encoded, and the last call's: unique in a run, and the same however the calls were
-    ordered."""
+    """`SESSION/CALL`: the percent-encoded session id and the last call's id. Unique in a run; does not depend on the
+    order of the calls."""
     call_ids: list[str]
-    """The path from the root call to the last one."""
+    """The path from the trace's first call to its last one; one call under strategy `per_request`."""
     prompt_ids: list[int]
-    """The root call's prompt, shape (P,)."""
+    """The first call's prompt, shape (P,)."""
     completion_ids: list[int]
-    """All that follows: what the path's calls sampled and what came between, shape (C,)."""
+    """The tokens after it: those that the path's calls sampled and those between them, shape (C,)."""
     completion_mask: list[int]
-    """1 where the policy sampled the token and this trace trains it, else 0."""
+    """1 where the policy sampled the token and this trace trains it, else 0; shape (C,)."""
     logprobs: list[float]
-    """Natural-log probabilities under the sampling policy; 0.0 where the mask is 0."""
+    """Natural-log probabilities under the sampling policy, 0.0 where the mask is 0; shape (C,)."""
     weight_versions: list[VersionSpan]
-    """Which weights sampled the tokens with mask 1, as positions in `completion_ids`."""
+    """The weights that sampled the tokens with mask 1; positions are those of `completion_ids`."""
     role: CallRole = "agent"
-    """The last call's."""
+    """Role of the last call."""
     shared_trace_id: str | None = None
-    """Strategy `tree`: the trace of the session, before this one, with which it shares the longest beginning; None
-    where there is none."""
+    """Strategy `tree`: the earlier trace of the session with the longest shared prefix; None when no earlier trace
+    begins with the same token."""
     shared_tokens: int = 0
-    """Length of that beginning in tokens of `prompt_ids` and `completion_ids`."""
+    """Length of that prefix in tokens of `prompt_ids` + `completion_ids`."""
     task_id: str = ""
     group_id: str = ""
     harness: str = ""
@@ -65,7 +89,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReward:
-    """The reward of a session, and the group of sessions that it is compared with."""
+    """Reward of a session, and the group of sessions that it is compared with."""
 
     group_id: str
     reward: float
@@ -73,14 +97,14 @@ class GroupReward:
 
 @dataclass(slots=True, kw_only=True)
 class TraceBatch:
-    """Traces to step on, and the reward of every session that has one.
+    """Traces of one generation batch, and the reward of every session that has one.
 
-    A session whose calls were all left out has no trace; its reward still counts in its group's mean.
+    A session whose calls were all left out has no trace. Its reward still counts in its group's mean.
     """
 
     traces: list[Trace] = field(default_factory=list)
     rewards: dict[str, GroupReward] = field(default_factory=dict)
-    """Session id -> its group and its reward."""
+    """Session id -> group and reward."""
     ledger: Ledger = field(default_factory=Ledger)
     """The account of the sampled tokens of all its sessions; empty when the traces come from elsewhere."""
 
@@ -92,42 +116,46 @@ def build_traces(
     roles: Collection[CallRole] = TRAINED_ROLES,
     max_tokens: int | None = None,
 ) -> tuple[list[Trace], Ledger]:
-    """Traces of one session's calls, in the order in which a depth-first walk of the call tree reaches their leaves.
+    """Return the traces of one session's calls and the ledger of their sampled tokens.
 
-    A sampled token belongs to the first trace that reaches it and is context, with mask 0, in the later ones. So are
-    the tokens of a left-out call with trained descendants. Calls of other `roles` are left out. No trace has more than
-    `max_tokens` tokens: what was sampled beyond that many is left out, and a trace ends with a token that is trained.
-    The order of `calls` does not matter: `started_at` does, then the prompt's length, then `call_id`.
+    `prefix_merging` and `tree` order the traces as a depth-first walk of the call tree reaches their leaves. The first
+    trace that contains a sampled token trains it; later ones have it as context, with mask 0. A left-out call with
+    trained descendants is context as well. Calls with a role not in `roles` are left out.
+
+    With `max_tokens`, no trace has more tokens, its prompt included. Tokens sampled beyond them are left out as
+    `over_length`. Each trace ends with a token that it trains.
+
+    The order of `calls` does not matter. They are sorted by `start_order`.
 
     Raises `InputError` for calls of several sessions, a repeated call id or an unknown strategy, and `LedgerError`
-    when the traces do not train exactly the tokens that the ledger says.
+    when the number of trained tokens in the traces is not that of the ledger.
     """
     calls = sorted(calls, key=start_order)
     _require_one_session(calls)
     parents, left_out = judge_calls(calls, roles)
     ledger = Ledger()
-    # call -> how many of its sampled tokens are trained, from the first on
-    trained: dict[int, int] = {}
+    # call -> length of the prefix of its sampled tokens that is trained
+    num_trained: dict[int, int] = {}
     for i, (call, reason) in enumerate(zip(calls, left_out, strict=True)):
         sampled = len(call.completion_ids)
-        tokens = _tokens_within(call, max_tokens) if reason is None else 0
-        ledger += Ledger(sampled=sampled, trained=tokens, left_out={reason or "over_length": sampled - tokens})
-        if tokens:
-            trained[i] = tokens
+        trained = _num_tokens_within(call, max_tokens) if reason is None else 0
+        ledger += Ledger(sampled=sampled, trained=trained, left_out={reason or "over_length": sampled - trained})
+        if trained:
+            num_trained[i] = trained
     ledger.check()
 
     if strategy == "per_request":
-        paths = [[i] for i in trained]
+        paths = [[i] for i in num_trained]
     elif strategy in ("prefix_merging", "tree"):
-        # their order is that of a depth-first walk
-        paths = sorted(path_to(end, parents.__getitem__) for end in find_ends(parents, trained))
+        # lexicographic order of root-to-leaf paths is depth-first order
+        paths = sorted(path_to(leaf, parents.__getitem__) for leaf in find_ends(parents, num_trained))
     else:
         raise InputError(f"unknown strategy {strategy!r}: choose per_request, prefix_merging or tree")
     traces = []
-    unowned = dict(trained)
+    unowned = dict(num_trained)
     for path in paths:
         owned = [(calls[i], unowned.pop(i)) for i in path if i in unowned]
-        traces.append(_trace([calls[i] for i in path], owned, trained[path[-1]]))
+        traces.append(_trace([calls[i] for i in path], owned, num_trained[path[-1]]))
     masked = sum(trace.completion_mask.count(1) for trace in traces)
     if unowned or masked != ledger.trained:
         raise LedgerError(f"the traces train {masked} tokens, the ledger says {ledger.trained}")
@@ -139,9 +167,10 @@ def build_traces(
 def judge_calls(
     calls: Sequence[Call], roles: Collection[CallRole] = TRAINED_ROLES
 ) -> tuple[list[int | None], list[LeftOut | None]]:
-    """The call tree of one session's calls, which are in `start_order`, and why each of them is not trained.
+    """Return the call tree of one session's calls, and why each call is left out. `calls` are in `start_order`.
 
-    Returns the index of each call's parent, None for a root; and the reasons, None for a call that is trained.
+    Two lists of the length of `calls`: the index of each call's parent, None for a root; and the reasons, None for a
+    call that is trained.
     """
     parents, superseded = link_calls(calls)
     reasons = [_fault(call, roles) for call in calls]
@@ -157,7 +186,10 @@ def _require_one_session(calls: Sequence[Call]) -> None:
 
 
 def _fault(call: Call, roles: Collection[CallRole]) -> LeftOut | None:
-    """Why the call by itself is not trained; one that sampled nothing has no log-probabilities."""
+    """Return why the call is left out, judged without its relatives, or None.
+
+    A completed call that sampled nothing has no log-probabilities, so it is `missing_logprobs`, with 0 tokens.
+    """
     if call.status != "completed":
         return call.status
     if not call.logprobs:
@@ -167,18 +199,20 @@ def _fault(call: Call, roles: Collection[CallRole]) -> LeftOut | None:
     return None if call.role in roles else call.role
 
 
-def _tokens_within(call: Call, max_tokens: int | None) -> int:
-    """How many of the tokens that a call sampled are within the first `max_tokens` of prompt and completion. A token's
-    position is the same in every trace, so that it is cut off in all or in none."""
+def _num_tokens_within(call: Call, max_tokens: int | None) -> int:
+    """Return how many of a call's sampled tokens are among the first `max_tokens` of its prompt and completion.
+
+    A token has the same position in every trace of its path. So it is cut off in all of them or in none.
+    """
     if max_tokens is None:
         return len(call.completion_ids)
     return min(len(call.completion_ids), max(0, max_tokens - len(call.prompt_ids)))
 
 
 def _trace(path: Sequence[Call], owned: Iterable[tuple[Call, int]], end: int) -> Trace:
-    """The tokens of a path up to the first `end` that its last call sampled.
+    """Return the trace of a path, with the first `end` sampled tokens of its last call.
 
-    `owned` are the calls that this trace trains, each with the number of its sampled tokens that are trained.
+    `owned` are the calls that this trace trains, each with the length of the trained prefix of its completion.
     """
     root, last = path[0], path[-1]
     start = len(root.prompt_ids)
@@ -186,18 +220,18 @@ def _trace(path: Sequence[Call], owned: Iterable[tuple[Call, int]], end: int) ->
     mask = [0] * len(completion_ids)
     logprobs = [0.0] * len(completion_ids)
     versions = []
-    for call, tokens in owned:
+    for call, trained in owned:
         begin = len(call.prompt_ids) - start
-        mask[begin : begin + tokens] = [1] * tokens
-        logprobs[begin : begin + tokens] = call.logprobs[:tokens]
+        mask[begin : begin + trained] = [1] * trained
+        logprobs[begin : begin + trained] = call.logprobs[:trained]
         versions += [
-            VersionSpan(version=span.version, start=begin + span.start, end=begin + min(span.end, tokens))
+            VersionSpan(version=span.version, start=begin + span.start, end=begin + min(span.end, trained))
             for span in call.weight_versions
-            if span.start < tokens
+            if span.start < trained
         ]
     return Trace(
         session_id=last.session_id,
-        # encoded, as an imported id may have a slash of its own
+        # percent-encoded: an imported session id may contain a slash
         trace_id=f"{quote(last.session_id, safe='')}/{last.call_id}",
         call_ids=[call.call_id for call in path],
         prompt_ids=list(root.prompt_ids),

@@ -1,6 +1,6 @@
-"""The conversation of each call, rebuilt from what its row adds to its parent's.
+"""The conversation of each call, rebuilt from the rows of the call and its ancestors.
 
-A row holds only the messages after the parent's conversation and reply, and no tools where they are the parent's.
+A row holds only the messages after the parent's conversation and reply. It holds no tools when they are the parent's.
 """
 
 import json
@@ -17,61 +17,61 @@ Tool = dict[str, Any]
 
 @dataclass(slots=True, eq=False)
 class CallConversation:
-    """A call in its conversation. It holds only its own messages, so T turns hold O(T) of them."""
+    """The conversation of a call. Stores only the messages that its parent's lacks: a chain of T calls takes O(T)."""
 
     call: Call
     parent: "CallConversation | None"
-    """The turn of the recorded parent; None for a root, and where `incomplete` says why."""
+    """The recorded parent's conversation; None for a root, and when the parent is not known (see `incomplete`)."""
     new_messages: list[Message]
     """The messages of the request after the parent's conversation and reply, as `dialects.types.Message`."""
     reply: Message | None
-    """The assistant message, its arguments as JSON text; None when the call did not complete."""
+    """The assistant message, the arguments of tool calls as JSON text; None when no reply was recorded."""
     tools: list[Tool] | None
     """The tools shown to the model; None when they are not known."""
     incomplete: str | None
-    """Why the messages are not the whole conversation, in words; None when they are."""
+    """Why messages of the conversation are missing, in words; None when it is complete."""
 
     def messages(self) -> list[Message]:
-        """The messages of the request: what is known of them when `incomplete`."""
+        """Return the messages of the request; when `incomplete`, those that are known."""
         messages: list[Message] = []
-        for turn in path_to(self, lambda turn: turn.parent):
-            messages += turn.new_messages
-            if turn is not self and turn.reply is not None:
-                messages.append(turn.reply)
+        for conversation in path_to(self, lambda conversation: conversation.parent):
+            messages += conversation.new_messages
+            if conversation is not self and conversation.reply is not None:
+                messages.append(conversation.reply)
         return messages
 
 
 def rebuild_conversations(calls: Sequence[Call]) -> list[CallConversation]:
-    """The turns of one session's calls, in the order of `calls`, which may be any.
+    """Return the conversation of each call of one session, in the order of `calls`, which may be any.
 
-    Nothing is guessed: a call is `incomplete`, and so is what continues it, when its parent is not among the calls or
-    has no reply, when its ancestors form a circle, and when no messages were recorded.
+    A call is `incomplete` when its parent is not among the calls or has no reply, when its ancestors form a cycle, and
+    when it is a root without recorded messages. Its descendants are then incomplete as well.
     """
     known = {call.call_id: call for call in calls}
-    turns: dict[str, CallConversation] = {}
+    rebuilt: dict[str, CallConversation] = {}
     for call_id, parent_id in parents_first({call.call_id: call.parent_id for call in calls}):
-        call, parent = known[call_id], None if parent_id is None else turns[parent_id]
+        call, parent = known[call_id], None if parent_id is None else rebuilt[parent_id]
         messages = json.loads(call.messages)
         tools = json.loads(call.tools) if call.tools is not None else parent.tools if parent else None
         reply = json.loads(call.reply) if call.reply is not None else None
         if parent is not None:
             fault = parent.incomplete if parent.reply is not None else f"its parent {parent_id} has no reply"
         elif call.parent_id is not None:
-            circle = call.parent_id in known
-            fault = "its ancestors form a circle" if circle else f"its parent {call.parent_id} is not in the run"
+            cycle = call.parent_id in known
+            fault = "its ancestors form a cycle" if cycle else f"its parent {call.parent_id} is not in the run"
         else:
             fault = None if messages else "its messages were not recorded"
-        turns[call_id] = CallConversation(call, parent, messages, reply, tools, fault)
-    return [turns[call.call_id] for call in calls]
+        rebuilt[call_id] = CallConversation(call, parent, messages, reply, tools, fault)
+    return [rebuilt[call.call_id] for call in calls]
 
 
 def on_the_wire(message: Message) -> Message:
-    """A message as Chat Completions writes it: the arguments of tool calls as JSON text, none of our own keys."""
+    """Return a message in Chat Completions' wire format: tool-call arguments as JSON text, no keys of rolltap."""
     return _with_arguments(message, _as_text)
 
 
 def for_template(message: Message) -> Message:
-    """A message as chat templates take it: arguments parsed, and those that are not JSON as the sampled text."""
+    """Return a message as chat templates take it: tool-call arguments parsed, or as text when they are not JSON."""
     return _with_arguments(message, _parsed)
 
 

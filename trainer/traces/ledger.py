@@ -1,4 +1,4 @@
-"""The account of every sampled token."""
+"""The ledger: how many sampled tokens are trained, and how many are left out for which reason."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,18 +12,18 @@ from rolltap.addons.store.records import CallRole
 LeftOut = Literal[
     "aborted", "failed", "missing_logprobs", "violation", CallRole, "superseded", "over_length", "no_reward"
 ]
-"""Why sampled tokens are not trained; a role says that it was not selected. Tokens for which several reasons hold are
-counted under the first."""
+"""Why sampled tokens are not trained. A role: the call's role was not selected. When several reasons hold, the first in
+this order counts."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Ledger:
-    """The account of sampled tokens, in tokens. Ledgers add up with `+`."""
+    """Token counts: sampled, trained, and left out by reason. `+` adds two ledgers."""
 
     sampled: int = 0
     trained: int = 0
     left_out: dict[str, int] = field(default_factory=dict)
-    """Tokens by `LeftOut` reason; a reason that left nothing out is absent."""
+    """`LeftOut` reason -> number of tokens. `+` drops reasons with 0 tokens."""
 
     def __add__(self, other: "Ledger") -> "Ledger":
         left_out = Counter(self.left_out) + Counter(other.left_out)
@@ -32,7 +32,7 @@ class Ledger:
         )
 
     def __str__(self) -> str:
-        left_out = ", ".join(f"{tokens:,} {reason}" for reason, tokens in sorted(self.left_out.items()))
+        left_out = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.left_out.items()))
         return f"{self.sampled:,}: {self.trained:,} to train, left out: {left_out or 'none'}"
 
     def lines(self) -> list[tuple[str, int]]:
@@ -47,6 +47,6 @@ class Ledger:
         return table
 
     def check(self) -> None:
-        """Raises `LedgerError` unless sampled = trained + left out."""
+        """Raise `LedgerError` unless sampled = trained + left out."""
         if self.sampled != self.trained + sum(self.left_out.values()):
             raise LedgerError(f"the ledger of sampled tokens does not add up: {self}")

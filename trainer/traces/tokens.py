@@ -1,4 +1,4 @@
-"""Token ids that take no memory twice: sequences that share what they begin with, and ids packed into bytes."""
+"""Token ids in little memory: sequences that share a prefix store it once, and ids are packed into bytes."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, overload
@@ -7,41 +7,44 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 TOKEN_BYTES = 4
-"""Bytes of a token in what `pack` returns."""
+"""Size of a packed token id: an int32 in native byte order."""
 
 
 class Tokens(Sequence[int]):
-    """Token ids, shape (N,): all those of an earlier sequence, and what follows them.
+    """Immutable sequence of token ids, shape (N,): all ids of an earlier `Tokens`, and a suffix.
 
-    Only what follows is held, so that the prompts of a chain of T turns take O(T) memory. It reads as a list does, and
-    equals a list of the same ids; a slice or a sum is a list. It never changes. What is read costs the time of all
-    that comes after it, so that the end of a long chain is read at once, and a loop over indices should be one over
-    the ids.
+    Only the suffix is stored, with a reference to the earlier sequence. So the prompts of a chain of T calls take
+    O(total new tokens) memory. Reads as a list and equals a list of the same ids. A slice or a sum is a list.
+
+    Reading `ids[i]` or `ids[i:]` is O(N - i), and the number of earlier sequences it crosses. To visit all ids,
+    iterate: O(N).
     """
 
     __slots__ = ("_before", "_length", "_own")
 
     def __init__(self, own: Sequence[int], before: "Tokens | None" = None) -> None:
-        """Raises `OverflowError` for an id beyond 32 bits."""
+        """Append the suffix `own` to `before`. Raises `OverflowError` for an id that is not an int32."""
         self._own = pack(own)
         self._before = before
         self._length = len(own) + (0 if before is None else len(before))
 
     def packed(self, start: int = 0) -> bytes:
-        """The ids from `start` on, as `pack` returns them."""
+        """Return the packed ids from position `start` on, as `pack` does."""
         parts = []
-        end = self._length
+        first = self._length  # position of the first id in `parts`
         node: Tokens | None = self
         while node is not None and node._length > start:
             parts.append(node._own)
             node = node._before
-            end = 0 if node is None else node._length
-        # the first of the parts begins at `end`
+            first = 0 if node is None else node._length
         ids = b"".join(reversed(parts))
-        return ids[(start - end) * TOKEN_BYTES :] if start > end else ids
+        return ids[(start - first) * TOKEN_BYTES :] if start > first else ids
 
     def startswith(self, other: Sequence[int]) -> bool:
-        """Whether all of `other` begins the ids: known at once where they share it, else compared."""
+        """Return True when `other` is a prefix of the ids.
+
+        Ids are compared, in O(N), only when `other` is not one of the earlier sequences that this one refers to.
+        """
         node: Tokens | None = self
         while node is not None and node._length > len(other):
             node = node._before
@@ -102,5 +105,5 @@ class Tokens(Sequence[int]):
 
 
 def pack(ids: Sequence[int]) -> bytes:
-    """Token ids as bytes. Raises `OverflowError` for an id beyond 32 bits."""
+    """Return token ids as bytes, `TOKEN_BYTES` each. Raises `OverflowError` for an id that is not an int32."""
     return ids.packed() if isinstance(ids, Tokens) else np.fromiter(ids, np.int32, len(ids)).tobytes()

@@ -1,7 +1,7 @@
-"""The calls of one session -> call tree, and the ways through it.
+"""The call tree of one session, and paths through it. `build` has a drawing of one.
 
-A call's parent is the longest earlier call whose prompt and completion begin its prompt, token for token. Anything
-else is another branch or another root: nothing is repaired.
+A call's parent is the earlier call with the longest prompt and completion that are a prefix of the call's prompt,
+token for token. A call without such an earlier call is a root. A prompt that differs in one token is not matched.
 """
 
 from collections import defaultdict
@@ -20,65 +20,67 @@ Parents = Sequence[int | None]
 
 
 def start_order(call: Call) -> tuple[datetime, int, str]:
-    """The key that sorts a session's calls by when they started; of calls of one instant the shorter prompt is first,
-    so that a parent comes before its children."""
+    """Return the key that sorts a session's calls by start time, then prompt length, then call id.
+
+    So a parent precedes its children when they have the same start time.
+    """
     return call.started_at, len(call.prompt_ids), call.call_id
 
 
 def link_calls(calls: Sequence[Call]) -> tuple[list[int | None], set[int]]:
-    """The call tree of one session's calls, which are in `start_order`.
+    """Return the index of each call's parent, None for a root; and the indices of the superseded calls.
 
-    Returns the index of each call's parent, None for a root; and the indices of the superseded calls. Among earlier
-    calls with the same tokens the recorded parent is the parent, else the first. A call is superseded when nothing
-    extends it while something extends a sibling with the same prompt: the harness asked again.
+    `calls` are those of one session, in `start_order`. When several earlier calls have the same prompt and completion,
+    the recorded parent is taken if it is one of them, else the first. A call is superseded when no call continues it
+    and a call continues a sibling with the same prompt: the harness has asked again.
 
-    Time and memory are linear in a call's tokens after those of its recorded parent or of the call before it; in all
-    of its tokens where it continues neither.
+    A call that continues its recorded parent or the call before it takes O(n) time and memory for its n tokens after
+    that call's prompt. Any other call, and each prompt that is not `Tokens`, takes O(N) time for its N tokens.
     """
     root = _Node()
     index: dict[str | None, int] = {}
-    prompts: list[_Node] = []
-    ends: list[_Node] = []
+    prompt_nodes: list[_Node] = []
+    end_nodes: list[_Node] = []
     parents: list[int | None] = []
     for i, call in enumerate(calls):
         node, known = root, 0
         recorded = index.get(call.parent_id)
         for j in (recorded, i - 1 if i else None):
             if j is not None and _continues(call, calls[j]):
-                node, known = ends[j], len(calls[j].prompt_ids) + len(calls[j].completion_ids)
+                node, known = end_nodes[j], len(calls[j].prompt_ids) + len(calls[j].completion_ids)
                 break
         prompt, longest = _insert(node, pack(call.prompt_ids[known:]))
-        if recorded is not None and ends[recorded] is longest:
+        if recorded is not None and end_nodes[recorded] is longest:
             parents.append(recorded)
         else:
             parents.append(longest.first_call if longest else None)
         end, _ = _insert(prompt, pack(call.completion_ids))
         if end.first_call is None:
             end.first_call = i
-        prompts.append(prompt)
-        ends.append(end)
+        prompt_nodes.append(prompt)
+        end_nodes.append(end)
         index[call.call_id] = i
-    return parents, _superseded(prompts, parents)
+    return parents, _superseded(prompt_nodes, parents)
 
 
 def parents_first(parents: Mapping[str, str | None]) -> list[tuple[str, str | None]]:
-    """Call ids, each with its parent's, which stands before it; `parents` are the recorded ones.
+    """Return (call id, parent id) pairs, each parent before its children. `parents` are the recorded ones.
 
-    A call has None where it has no parent, where its parent is not among the calls, and where its ancestors form a
-    circle; calls of a circle are last.
+    The parent is None for a root, for a call whose parent is not among the calls, and for a call in or below a cycle.
+    Calls of the last kind are at the end.
     """
     children: defaultdict[str | None, list[str]] = defaultdict(list)
     for call_id, parent_id in parents.items():
         children[parent_id if parent_id in parents else None].append(call_id)
     ordered: list[tuple[str, str | None]] = [(root, None) for root in children[None]]
-    for call_id, _ in ordered:  # grows meanwhile
+    for call_id, _ in ordered:  # breadth first: the loop appends to the list it iterates over
         ordered += [(child, call_id) for child in children[call_id]]
     reached = {call_id for call_id, _ in ordered}
     return ordered + [(call_id, None) for call_id in parents if call_id not in reached]
 
 
 def path_to(node: T, parent_of: Callable[[T], T | None]) -> list[T]:
-    """The path from the root of a tree to `node`."""
+    """Return the path from the root of a tree to `node`, both included."""
     path = []
     ancestor: T | None = node
     while ancestor is not None:
@@ -88,7 +90,7 @@ def path_to(node: T, parent_of: Callable[[T], T | None]) -> list[T]:
 
 
 def find_ends(parents: Parents, calls: Collection[int]) -> list[int]:
-    """The calls that no other of `calls` descends from, in their order."""
+    """Return those of `calls` from which no other of `calls` descends, in the given order."""
     above: set[int] = set()
     for call in calls:
         node = parents[call]
@@ -99,7 +101,7 @@ def find_ends(parents: Parents, calls: Collection[int]) -> list[int]:
 
 
 def split_lines(parents: Parents, ends: Iterable[int]) -> Iterator[tuple[list[int], int]]:
-    """The path to each end, and how many of its first calls earlier paths own."""
+    """Yield the path from the root to each end, and how many of its first calls are on earlier paths."""
     owned: set[int] = set()
     for end in ends:
         path = path_to(end, parents.__getitem__)
@@ -110,40 +112,42 @@ def split_lines(parents: Parents, ends: Iterable[int]) -> Iterator[tuple[list[in
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A position in the radix tree of the calls' token sequences, where prompts or calls end or sequences part."""
+    """A node of the radix tree of the calls' token sequences: a prompt or a call ends here, or sequences diverge."""
 
     edge: bytes = b""
-    """The packed tokens between the node above and this one."""
-    below: "dict[bytes, _Node]" = field(default_factory=dict)
-    """First token of an edge, packed -> the node at its end."""
+    """The packed tokens between the parent node and this one."""
+    children: "dict[bytes, _Node]" = field(default_factory=dict)
+    """First token of a child's edge, packed -> the child."""
     first_call: int | None = None
     """The first call whose prompt and completion end here."""
 
 
-def _insert(node: _Node, tokens: bytes) -> tuple[_Node, _Node | None]:
-    """The node where the packed `tokens` after `node` end, and the last on the way, from `node` to it, where a call
-    ends. It is made when there is none, as is the one where the tokens part from others."""
+def _insert(node: _Node, packed: bytes) -> tuple[_Node, _Node | None]:
+    """Insert the `packed` tokens below `node`, and return the node where they end.
+
+    Also return the deepest node between `node` and that one, both included, where a call ends; None if there is none.
+    """
     position = 0
-    ended = None if node.first_call is None else node
-    while position < len(tokens):
-        below = node.below.get(first := tokens[position : position + TOKEN_BYTES])
-        if below is None:
-            node.below[first] = below = _Node(tokens[position:])
-        elif not tokens.startswith(below.edge, position):
-            rest = tokens[position : position + len(below.edge)]
-            below = node.below[first] = _split(below, common_length(below.edge, rest) * TOKEN_BYTES)
-        node = below
+    longest = None if node.first_call is None else node
+    while position < len(packed):
+        child = node.children.get(first := packed[position : position + TOKEN_BYTES])
+        if child is None:
+            node.children[first] = child = _Node(packed[position:])
+        elif not packed.startswith(child.edge, position):
+            rest = packed[position : position + len(child.edge)]
+            child = node.children[first] = _split(child, common_length(child.edge, rest) * TOKEN_BYTES)
+        node = child
         position += len(node.edge)
         if node.first_call is not None:
-            ended = node
-    return node, ended
+            longest = node
+    return node, longest
 
 
 def _split(node: _Node, length: int) -> _Node:
-    """A new node after the first `length` bytes of the edge to `node`, which stays the node of its sequence."""
+    """Split the edge to `node` after `length` bytes, and return the new node there. `node` keeps its sequence."""
     middle = _Node(node.edge[:length])
     node.edge = node.edge[length:]
-    middle.below[node.edge[:TOKEN_BYTES]] = node
+    middle.children[node.edge[:TOKEN_BYTES]] = node
     return middle
 
 
@@ -157,13 +161,13 @@ def _continues(call: Call, parent: Call) -> bool:
     return call.prompt_ids[:sampled] == parent.prompt_ids
 
 
-def _superseded(prompts: Sequence[_Node], parents: Sequence[int | None]) -> set[int]:
+def _superseded(prompt_nodes: Sequence[_Node], parents: Sequence[int | None]) -> set[int]:
     siblings: defaultdict[tuple[int | None, _Node], list[int]] = defaultdict(list)
-    for i, key in enumerate(zip(parents, prompts, strict=True)):
+    for i, key in enumerate(zip(parents, prompt_nodes, strict=True)):
         siblings[key].append(i)
-    extended = set(parents)
+    continued = set(parents)
     superseded: set[int] = set()
     for group in siblings.values():
-        if not extended.isdisjoint(group):
-            superseded.update(i for i in group if i not in extended)
+        if not continued.isdisjoint(group):
+            superseded.update(i for i in group if i not in continued)
     return superseded

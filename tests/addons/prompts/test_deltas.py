@@ -85,7 +85,13 @@ class TestFeed:
         ],
     )
     def test_a_suffix_that_the_next_token_may_change_is_held_back(self, text, certain):
-        assert TextDeltas().feed(Reply(content=text, reasoning=text)) == (certain, certain)
+        assert TextDeltas().feed(Reply(content=text)) == ("", certain)
+        assert TextDeltas().feed(Reply(reasoning=text)) == (certain, "")
+
+    def test_reasoning_is_complete_when_content_begins(self):
+        deltas = TextDeltas()
+        assert deltas.feed(Reply(reasoning="a <b")) == ("a", "")
+        assert deltas.feed(Reply(reasoning="a <b", content="Hi")) == (" <b", "Hi")
 
     @pytest.mark.parametrize("text", ["<< a " * 1000 + "x" * 40, "\n" * 100_000 + "x"], ids=["C++", "empty lines"])
     def test_long_texts_of_open_tags_or_white_space_are_sent_whole(self, text):
@@ -107,8 +113,8 @@ class TestFinish:
         deltas = TextDeltas()
         deltas.feed(Reply(content="I think"))
         reply = Reply(reasoning="I think", content="Hi")
-        assert deltas.finish(reply) == ("I think", "")
-        assert (reply.reasoning, reply.content) == ("I think", "I think")
+        assert deltas.finish(reply) == ("", "")
+        assert (reply.reasoning, reply.content) == ("", "I think")
 
     def test_reasoning_that_was_sent_stays(self):
         deltas = TextDeltas()

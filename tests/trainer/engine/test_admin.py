@@ -116,7 +116,7 @@ NOT_FOUND = (404, '{"error":{"message":"cannot be found","type":"NotFoundError"}
             lambda e: e.reload_weights(Path("/a")),
             "/collective_rpc",
             (500, "boom"),
-            "500 boom; .*hold no usable weights now",
+            "500 boom; .*have no usable weights now",
         ),
     ],
 )

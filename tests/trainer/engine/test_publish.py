@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen3ForCausalLM
 
-from rolltap.addons.errors import EngineError, InputError
+from rolltap.addons.errors import EngineError, InputError, RunError
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.publish import CheckpointPublisher, LoraPublisher
 
@@ -205,7 +205,7 @@ def test_an_incomplete_checkpoint_is_refused_before_the_engine_is_touched(
 
 def test_a_folder_that_cannot_be_written_is_named(engine, base, untouched, tmp_path):
     (tmp_path / "published").write_text("a file")
-    with pytest.raises(InputError, match=r"published/policy-1 could not be written: .*the engine was not touched"):
+    with pytest.raises(RunError, match=r"published/policy-1 could not be written: .*the engine is unchanged"):
         CheckpointPublisher(engine.url, tmp_path / "published", tmp_path).publish(perturbed(base), "1")
 
 

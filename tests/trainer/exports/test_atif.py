@@ -189,7 +189,7 @@ class TestExport:
         with caplog.at_level(logging.WARNING):
             assert export(run, out, lambda _, *at: done.append(at)) == 1
         assert done == [(1, 2), (2, 2)]
-        assert "1 sessions are left out, as they have no calls" in caplog.text
+        assert "1 sessions are left out: they have no calls" in caplog.text
         (file,) = out.iterdir()
         assert json.loads(file.read_text()) == written(recording.turns_with_tools())
 

@@ -337,7 +337,7 @@ def test_a_batch_without_traces_changes_neither_weights_nor_optimizer(model, tra
     assert largest_difference(spy.weights[1], spy.weights[2]) > 0
     assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {2}
     assert [entry["tokens_trained"] > 0 for entry in trainer.state.log_history[:3]] == [True, False, True]
-    assert "step 2 was skipped: no session left a token to train on" in caplog.text
+    assert "step 2 was skipped: its sessions have no token to train on" in caplog.text
 
 
 def test_the_metrics_count_sessions_not_traces(model, tmp_path):

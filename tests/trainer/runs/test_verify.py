@@ -183,9 +183,13 @@ class TestInvariants:
                 )
             )
         assert sorted(found(run)) == [
-            ("notice", "session t", "has no row: its calls have no reward and no group"),
-            ("notice", "session t, call b", "it was started and is not recorded: it runs, or its recorder was killed"),
-            ("notice", "session u", "it ended before it started: the clock was set back"),
+            ("notice", "session t", "has no row in sessions: its calls have no reward and no group"),
+            (
+                "notice",
+                "session t, call b",
+                "it was started, not recorded: it still runs, or its recorder was killed",
+            ),
+            ("notice", "session u", "its times are out of order: the clock was set back"),
         ]
         assert verify(run).sound
 

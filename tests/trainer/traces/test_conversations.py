@@ -69,7 +69,7 @@ class TestRebuildTurns:
     def test_calls_that_are_one_anothers_ancestors_say_so(self):
         calls = [make_call(0, HELLO, parent="1"), make_call(1, HELLO, parent="0"), make_call(2, MORE, parent="1")]
         turns = rebuild_conversations(calls)
-        assert {turn.incomplete for turn in turns} == {"its ancestors form a circle"}
+        assert {turn.incomplete for turn in turns} == {"its ancestors form a cycle"}
         assert turns[2].messages() == [MORE]
 
     def test_a_call_without_recorded_messages_says_so(self):
