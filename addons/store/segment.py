@@ -204,20 +204,25 @@ class SegmentReader:
     def _is_end(self, offset: int) -> bool:
         """Return True at an end marker or an uncommitted tail, and set `uncommitted` for a tail."""
         rest = self._bytes(offset)
-        # only the last commit can be incomplete, so a zero prefix with a marker behind it is damage. The marker may be
-        # data of an uncommitted tail: damage is then reported, but no rows of the tail are returned
+        # only the last commit can be incomplete, so a zero prefix with a message behind it is damage. Data of a tail may
+        # look like the start of a message: damage is then reported, but no rows of the tail are returned
         if not any(rest[:_PREFIX]) and self._find_marker(offset) is None:
             self.uncommitted = len(rest)
             return True
         return rest == _END
 
     def _find_marker(self, offset: int) -> int | None:
-        """Return the offset of the next marker after `offset`, or None. Messages are aligned to 8 bytes. O(file size).
+        """Return the offset of the next marker after `offset`, or None. O(file size).
 
-        The marker may also be data of a damaged message.
+        Messages are aligned to 8 bytes, and a positive length follows the marker. Data may look like that too.
         """
-        markers = (offset + found.start() for found in _MARKED.finditer(self._bytes(offset)))
-        return next((marker for marker in markers if marker > offset and marker % 8 == 0), None)
+        rest = self._bytes(offset)
+        for found in _MARKED.finditer(rest):
+            start = found.start()
+            length = int.from_bytes(rest[start + len(_MARKER) : start + _PREFIX], "little", signed=True)
+            if start and (offset + start) % 8 == 0 and length > 0:
+                return offset + start
+        return None
 
     def _bytes(self, offset: int) -> memoryview:
         self._source.seek(offset)

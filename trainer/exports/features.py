@@ -64,12 +64,3 @@ def trace_row(trace: Trace) -> dict[str, Any]:
     row = {name: getattr(trace, name) for name in TRACE_FEATURES}
     row["weight_versions"] = [asdict(span) for span in trace.weight_versions]
     return row
-<<<<<<< HEAD
-=======
-
-
-def trace_json(trace: Trace) -> dict[str, Any]:
-    """Return a trace as JSON values. Log-probabilities are the shortest decimals that round to their float32 value."""
-    logprobs = [float(str(logprob)) for logprob in np.array(trace.logprobs, np.float32)]
-    return trace_row(trace) | {"logprobs": logprobs}
->>>>>>> wc

@@ -7,8 +7,7 @@ message before a branch point is in the lines of all leaves below it. `call_ids`
   objects: most chat templates iterate over their keys (of those in TRL 1.16, only DeepSeek's want text). Arguments
   that are not a JSON object stay as sampled, and `malformed` is true.
 - `tools` is JSON text, which `SFTTrainer` parses: tool schemas have no common Arrow type. It is `null` without tools.
-- `left_out` is why the leaf's call is not trained by reinforcement learning, judged among the completed calls; empty
-  when it is trained.
+- `left_out` is why the ledger leaves the leaf's call out of training; empty when it is trained.
 
 The folder's card declares the column types, so `datasets.load_dataset(folder)` does not infer them from the first
 lines. Sessions without a completed call have no line. Incomplete conversations have none either; a warning counts
@@ -25,7 +24,7 @@ from rolltap.trainer.progress import Advance
 from rolltap.trainer.traces.build import judge_calls
 from rolltap.trainer.traces.conversations import CallConversation, for_template, rebuild_conversations
 from rolltap.trainer.traces.reader import RecordedSession
-from rolltap.trainer.traces.tree import find_ends, path_to
+from rolltap.trainer.traces.tree import find_ends, link_calls, path_to
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +72,9 @@ def export(run: Path, out: Path, advance: Advance) -> int:
 def session_conversations(recorded: RecordedSession) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Return the lines of a session; and for leaves without a line, call id -> why the conversation is incomplete."""
     calls = [call for call in recorded.calls if call.status == "completed"]
-    parents, left_out = judge_calls(calls)
+    parents, _ = link_calls(calls)
+    reasons = judge_calls(recorded.calls)[1]
+    left_out = {call.call_id: reason for call, reason in zip(recorded.calls, reasons, strict=True)}
     # of all calls: the recorded parent of a completed call may be one that is not completed
     conversations = {each.call.call_id: each for each in rebuild_conversations(recorded.calls)}
     lines, faults = [], {}
@@ -84,7 +85,7 @@ def session_conversations(recorded: RecordedSession) -> tuple[list[dict[str, Any
             faults[conversation.call.call_id] = fault
             continue
         call_ids = [calls[i].call_id for i in path_to(leaf, parents.__getitem__)]
-        lines.append(_line(recorded, conversation, call_ids, left_out[leaf] or ""))
+        lines.append(_line(recorded, conversation, call_ids, left_out[conversation.call.call_id] or ""))
     return lines, faults
 
 

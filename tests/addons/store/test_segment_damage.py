@@ -100,6 +100,12 @@ class TestEnd:
         rows, reader = read(path)
         assert (len(rows), reader.damage, reader.uncommitted) == (3, {}, 8 + size)
 
+    def test_a_tail_that_holds_minus_one_was_never_committed(self, path):
+        whole = path.read_bytes()
+        path.write_bytes(whole + bytes(16) + b"\xff\xff\xff\xff" + bytes(20))
+        rows, reader = read(path)
+        assert (len(rows), reader.damage, reader.uncommitted) == (3, {}, 40)
+
     def test_bytes_behind_the_end_of_a_stream_are_damage(self, path):
         whole = path.read_bytes()
         end = b"\xff\xff\xff\xff\0\0\0\0"

@@ -177,6 +177,16 @@ def aborted():
     return recording
 
 
+def superseded_by_an_aborted_line():
+    """The second request was repeated. The other reply was continued by a call that was aborted."""
+    recording = Recording()
+    first = recording.ask(SYSTEM, user("Go."))
+    lost = recording.ask(user("More."), after=first)
+    again = recording.ask(user("More."), after=first, prompt_ids=lost.prompt_ids)
+    recording.ask(user("On."), after=again, status="aborted")
+    return recording
+
+
 def broken_logprobs():
     """The engine gave a log-probability that is none, and the conversation went on."""
     recording = Recording()

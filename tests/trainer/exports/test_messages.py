@@ -61,6 +61,7 @@ class TestSessionConversations:
             (recording.subagent, {"c2": "", "c3": ""}),
             (recording.compaction, {"c2": "", "c4": ""}),
             (recording.superseded_retry, {"c1": "superseded", "c3": ""}),
+            (recording.superseded_by_an_aborted_line, {"c1": "superseded", "c2": ""}),
             (recording.aborted, {"c0": ""}),
             (recording.without_logprobs, {"c0": "missing_logprobs"}),
         ],
