@@ -204,7 +204,7 @@ class SegmentReader:
     def _is_end(self, offset: int) -> bool:
         """Return True at an end marker or an uncommitted tail, and set `uncommitted` for a tail."""
         rest = self._bytes(offset)
-        # only the last commit can be incomplete, so a zero prefix with a message behind it is damage. Data of a tail may
+        # only the last commit can be incomplete: a zero prefix with a message behind it is damage. Data of a tail may
         # look like the start of a message: damage is then reported, but no rows of the tail are returned
         if not any(rest[:_PREFIX]) and self._find_marker(offset) is None:
             self.uncommitted = len(rest)

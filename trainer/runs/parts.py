@@ -46,15 +46,16 @@ class Filter:
     """Roles of the calls to keep. Their ancestors are kept as well, whatever their role; no call without any is."""
 
     def fits(self, session_id: str, session: Session | None) -> bool:
-        """Return True when a session fits, `roles` aside. No row, or no reward, fits no criterion on its fields."""
-        reward = session.reward if session else None
+        """Return True when a session fits, `roles` aside. A session without a row has the status `unknown`, no harness
+        and no policy version. A session without a reward fits no criterion on it."""
+        session = session or Session(session_id=session_id, status="unknown")
         return (
             (not self.sessions or session_id in self.sessions)
-            and (not self.harnesses or (session is not None and session.harness in self.harnesses))
-            and (not self.policy_versions or (session is not None and session.policy_version in self.policy_versions))
-            and (not self.statuses or (session is not None and session.status in self.statuses))
-            and (self.min_reward is None or (reward is not None and reward >= self.min_reward))
-            and (self.max_reward is None or (reward is not None and reward <= self.max_reward))
+            and (not self.harnesses or session.harness in self.harnesses)
+            and (not self.policy_versions or session.policy_version in self.policy_versions)
+            and (not self.statuses or session.status in self.statuses)
+            and (self.min_reward is None or (session.reward is not None and session.reward >= self.min_reward))
+            and (self.max_reward is None or (session.reward is not None and session.reward <= self.max_reward))
         )
 
 

@@ -1,0 +1,109 @@
+import asyncio
+import os
+import subprocess
+import sys
+
+import pytest
+
+import rolltap
+from rolltap.errors import InputError, RecorderError
+from tests.scripted_engine import Say
+from tests.trainer.commands.program import ASK
+
+TASK = rolltap.Task(id="t", instruction="Say it.", evaluate=["sh", "-c", "cat answer.txt"])
+ANSWER = ASK.replace("print(", "open('answer.txt', 'w').write(").replace("sys.exit(3)", "")
+HARNESS = rolltap.Harness(name="x", program=sys.executable, headless=["-c", ANSWER])
+
+
+@pytest.fixture
+def arguments(scripted_engine, tokenizer_folder, tmp_path):
+    scripted_engine.otherwise = lambda request: Say("0.5")
+    out = tmp_path / "run"
+    return {"harness": HARNESS, "engine": scripted_engine.url, "model": tokenizer_folder, "out": out, "sessions": 2}
+
+
+def check(run):
+    assert [(session.status, session.reward, session.harness) for session in run.sessions()] == [
+        ("completed", 0.5, "x")
+    ] * 2
+    batch = run.traces(strategy="prefix_merging").batch()
+    assert {labelled.reward for labelled in batch.rewards.values()} == {0.5}
+    assert batch.ledger.trained == batch.ledger.sampled > 0
+
+
+def test_a_rollout_returns_a_run_whose_batch_is_labelled(arguments):
+    check(rolltap.rollout([TASK], **arguments))
+
+
+async def test_a_rollout_runs_where_an_event_loop_runs_as_in_a_notebook(arguments):
+    check(rolltap.rollout([TASK], **arguments))
+
+
+async def test_the_async_twin_lets_the_event_loop_go_on(arguments):
+    turns = 0
+
+    async def count():
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    check(await rolltap.rollout_async([TASK], **arguments))
+    counting.cancel()
+    assert turns > 100
+
+
+async def test_cancelling_the_async_twin_stops_the_harness_and_the_recorder(arguments, tmp_path):
+    started = tmp_path / "started"
+    harness = rolltap.Harness(name="x", program="sh", headless=["-c", f"echo $$ > {started}; exec sleep 600"])
+    rolling = asyncio.create_task(rolltap.rollout_async([TASK], **{**arguments, "harness": harness, "sessions": 1}))
+    while not (started.exists() and started.read_text().endswith("\n")):
+        assert not rolling.done(), rolling.result()
+        await asyncio.sleep(0.01)
+    rolling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await rolling
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)
+    assert list(rolltap.open_run(arguments["out"]).calls) == []
+
+
+def test_a_task_file_and_more_sessions_in_the_same_run(arguments, tmp_path):
+    (tmp_path / "tasks.jsonl").write_text(TASK.model_dump_json(exclude_none=True))
+    for expected in (1, 2):
+        run = rolltap.rollout(tmp_path / "tasks.jsonl", **{**arguments, "sessions": 1})
+        assert len(run.sessions()) == expected
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"harness": "clod"}, "no harness is named 'clod': choose"),
+        ({"harness": rolltap.Harness(name="x", program="no-such", headless=[])}, "'no-such' is not on the PATH"),
+        ({"sessions": 0}, "rollout needs at least one of sessions"),
+        ({"concurrency": 0}, "rollout needs at least one of concurrency"),
+        ({"tasks": []}, "rollout needs at least one of tasks"),
+        ({"tasks": [TASK, TASK]}, "several tasks have the id 't'"),
+    ],
+)
+def test_a_wrong_argument_is_refused_before_anything_is_started(arguments, changed, message):
+    with pytest.raises(InputError, match=message):
+        rolltap.rollout(**{"tasks": [TASK], **arguments, **changed})
+    assert not arguments["out"].exists()
+
+
+def test_a_recorder_that_does_not_start_is_an_error_of_its_own(arguments):
+    with pytest.raises(RecorderError, match=r"(?s)did not start:.*rolltap_engine is 'nowhere'"):
+        rolltap.rollout([TASK], **{**arguments, "engine": "nowhere"})
+
+
+def test_a_program_of_ones_own_is_recorded_with_a_reward(arguments, tmp_path):
+    del arguments["harness"], arguments["sessions"]
+    with rolltap.Recorder(arguments.pop("out"), **arguments) as recorder:
+        environment = {"PATH": "/usr/bin", **recorder.environment("mine")}
+        subprocess.run([sys.executable, "-c", ANSWER], env=environment, cwd=tmp_path, check=True)
+        recorder.end(rolltap.Session(session_id="mine", group_id="g", status="completed", reward=1.0))
+    batch = rolltap.open_run(tmp_path / "run").traces().batch()
+    assert batch.rewards == {"mine": rolltap.GroupReward(group_id="g", reward=1.0)}
+    assert len(batch.traces) == 1

@@ -1,0 +1,157 @@
+import io
+import json
+
+import pytest
+from datasets import load_dataset, load_from_disk
+from rich.console import Console
+
+import rolltap
+from rolltap.errors import InputError, LedgerError, RunError
+from rolltap.types import Totals
+from tests.trainer.forests import forget_a_call
+from tests.trainer.outgoing import METADATA, write_run
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """The calls of a run in `tmp_path / "run"`."""
+    return write_run(tmp_path / "run")
+
+
+@pytest.fixture
+def run(recorded, tmp_path):
+    return rolltap.open_run(tmp_path / "run")
+
+
+class TestRun:
+    def test_a_folder_that_is_no_run_is_refused_when_it_is_opened(self, tmp_path):
+        with pytest.raises(RunError, match=r"it has no run\.json"):
+            rolltap.open_run(tmp_path)
+
+    def test_a_run_names_its_folder_and_its_metadata(self, run, tmp_path):
+        assert rolltap.open_run(str(tmp_path / "run")).path == run.path == tmp_path / "run"
+        assert run.metadata["model"] == METADATA["model"]
+        assert repr(run) == f"Run('{tmp_path}/run')"
+
+    def test_sessions_without_a_row_are_there_with_the_status_unknown(self, run):
+        sessions = {session.session_id: (session.status, session.reward) for session in run.sessions()}
+        assert sessions == {"t": ("timeout", None), "s": ("completed", 0.25), "u": ("unknown", None)}
+
+    def test_calls_are_a_mapping_from_session_to_its_calls(self, run, recorded):
+        assert run.calls == recorded
+        assert list(run.calls) == ["t", "s", "u"]
+        assert len(run.calls) == 3
+        with pytest.raises(KeyError):
+            run.calls["nobody"]
+
+    def test_json_columns_are_parsed(self, run):
+        call = run.calls["s"][0]
+        assert call.parsed_messages == json.loads(call.messages) == [{"role": "user", "content": "Go"}]
+        assert call.parsed_reply == {"content": "x"}
+        assert (call.parsed_tools, call.parsed_sampling) == (None, {})
+        assert run.calls["t"][0].parsed_reply is None
+
+    def test_the_ledger_leaves_sessions_without_a_reward_out(self, run):
+        assert run.ledger() == run.summary().ledger == run.traces().batch().ledger
+        assert run.ledger().left_out == {"aborted": 1, "auxiliary": 1, "no_reward": 5}
+
+    def test_a_session_and_a_call_are_found_by_unique_prefixes(self, run):
+        assert run.session("s").session_id == "s"
+        assert run.call("s", "s-1").call.call_id == "s-1"
+        with pytest.raises(InputError, match="begin with 's-'"):
+            run.call("s", "s-")
+
+    @pytest.mark.parametrize(
+        "view", [lambda run: run.summary(), lambda run: run.session("s"), lambda run: run.ledger()]
+    )
+    def test_rich_prints_what_a_person_looks_at(self, run, view):
+        Console(file=(printed := io.StringIO()), width=100).print(view(run))
+        assert "sampled tokens" in printed.getvalue()
+
+    def test_an_export_is_a_folder_with_a_number_of_records(self, run, tmp_path):
+        assert run.export("parquet", tmp_path / "parquet", progress=False) == 5 + 7 + 2 + 1
+        assert len(load_dataset(str(tmp_path / "parquet"), "calls", split="train")) == 7
+        with pytest.raises(InputError, match="unknown format 'csv': choose parquet, openenv, atif, messages"):
+            run.export("csv", tmp_path / "other")
+
+    def test_filter_and_split_return_the_new_runs(self, run, tmp_path):
+        assert [s.session_id for s in run.filter(tmp_path / "a", min_reward=0.1).sessions()] == ["s"]
+        assert [s.session_id for s in run.filter(tmp_path / "b", statuses=["unknown"]).sessions()] == ["u"]
+        parts = run.split(tmp_path / "c", by="harness")
+        assert {name: [s.session_id for s in part.sessions()] for name, part in parts.items()} == {
+            "codex": ["t"],
+            "pi": ["s"],
+            "_none": ["u"],
+        }
+        with pytest.raises(InputError, match="give either by= or parts="):
+            run.split(tmp_path / "d")
+
+    def test_merged_runs_are_a_run(self, run, tmp_path):
+        parts = run.split(tmp_path / "parts", parts=2)
+        merged, left_behind = rolltap.merge_runs([part.path for part in parts.values()], tmp_path / "merged")
+        assert (merged.calls, left_behind) == (run.calls, [])
+
+    def test_a_run_verifies_itself(self, run):
+        assert run.verify().sound
+        assert rolltap.verify_run(run.path, progress=False).rows["calls"] == 7
+
+    def test_calls_of_others_are_imported_from_a_path_or_a_stream(self, tmp_path):
+        line = {"session_id": "s", "call_id": "c", "prompt_ids": [1], "completion_ids": [2], "logprobs": [-1.0]}
+        text = json.dumps({**line, "finish_reason": "stop"}).encode()
+        (tmp_path / "calls.jsonl").write_bytes(text)
+        assert rolltap.import_calls(tmp_path / "calls.jsonl", tmp_path / "a").calls == 1
+        assert rolltap.import_calls(io.BytesIO(text), tmp_path / "b").calls == 1
+        assert rolltap.open_run(tmp_path / "a").calls["s"][0].completion_ids == [2]
+
+
+class TestRunTraces:
+    def test_iterating_yields_the_labelled_traces(self, run):
+        labels = [(trace.trace_id, trace.reward, trace.group_id) for trace in run.traces(roles=["agent"])]
+        assert labels == [("t/t-0", None, "g"), ("s/s-1", 0.25, "g"), ("u/u-0", None, "")]
+
+    def test_a_batch_has_traces_rewards_and_a_checked_ledger(self, run):
+        batch = run.traces("per_request").batch()
+        assert [trace.call_ids for trace in batch.traces] == [["s-0"], ["s-1"], ["s-3"]]
+        assert batch.rewards == {"s": rolltap.GroupReward(group_id="g", reward=0.25)}
+        assert batch.ledger.trained == sum(sum(trace.completion_mask) for trace in batch.traces) == 7
+        assert run.traces().batch(sessions=["t"]).ledger.left_out == {"no_reward": 2}
+
+    def test_traces_that_lose_tokens_are_an_error(self, run, monkeypatch):
+        forget_a_call(monkeypatch)
+        with pytest.raises(LedgerError, match="the calls hold 2 sampled tokens"):
+            run.traces().batch()
+
+    def test_a_session_without_a_group_is_compared_with_no_other(self, tmp_path, tokenizer_folder):
+        calls = [
+            {"session_id": name, "call_id": name, "prompt_ids": [1], "completion_ids": [2], "logprobs": [-1.0]}
+            | {"finish_reason": "stop", "reward": reward}
+            for name, reward in (("a", 1.0), ("b", 0.0))
+        ]
+        rolltap.import_calls(io.BytesIO("\n".join(map(json.dumps, calls)).encode()), tmp_path / "run")
+        rewards = rolltap.open_run(tmp_path / "run").traces().batch().rewards
+        assert len({labelled.group_id for labelled in rewards.values()}) == 2
+
+    def test_saved_traces_are_a_dataset_and_counts(self, run, tmp_path):
+        seen = []
+        totals = run.traces().save(tmp_path / "traces", seen.append, progress=False)
+        assert load_from_disk(tmp_path / "traces")["trace_id"][:] == [trace.trace_id for trace in seen]
+        assert totals == run.traces().totals(progress=False)
+        assert isinstance(totals, Totals)
+        assert (totals.sessions, totals.traces, totals.ledger.trained) == (3, len(seen), 12)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"strategy": "all"}, "unknown strategy 'all': choose per_request, prefix_merging, tree"),
+            ({"roles": ["boss"]}, "roles='boss': give a list of agent, subagent, compaction, auxiliary"),
+            ({"roles": "agent"}, "roles='agent': give a list of"),
+            ({"max_tokens": 0}, "max_tokens=0: give a number of at least 1"),
+        ],
+    )
+    def test_arguments_that_do_not_exist_are_refused_before_anything_is_read(self, run, arguments, message):
+        with pytest.raises(InputError, match=message):
+            run.traces(**arguments)
+
+    def test_a_trace_as_json_has_the_log_probabilities_that_were_recorded(self, run):
+        trace = next(iter(run.traces()))
+        assert json.loads(json.dumps(trace.to_json()))["logprobs"] == trace.logprobs

@@ -1,0 +1,48 @@
+import asyncio
+import signal
+import threading
+
+import pytest
+
+from rolltap.trainer.blocking import run_blocking
+
+
+async def thread_name():
+    await asyncio.sleep(0)
+    return threading.current_thread().name
+
+
+def test_a_script_runs_it_in_its_own_thread():
+    assert run_blocking(thread_name()) == threading.main_thread().name
+
+
+async def test_where_an_event_loop_runs_another_thread_runs_it():
+    assert run_blocking(thread_name()) != threading.current_thread().name
+
+
+async def test_an_error_is_the_callers():
+    async def fail():
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        run_blocking(fail())
+
+
+async def test_ctrl_c_cancels_it_and_waits_for_its_cleanup():
+    cleaned = []
+
+    async def wait():
+        try:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            cleaned.append(True)
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_blocking(wait())
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert cleaned == [True]
