@@ -23,7 +23,10 @@ question = {"model": "any", "messages": [{"role": "user", "content": "Hello"}]}
 reply = httpx.post("https://api.openai.com/v1/chat/completions", json=question, timeout=60)
 reply.raise_for_status()
 """
-CALLS = [{"session_id": "s", "call_id": "c", "prompt_ids": [1], "completion_ids": [2], "logprobs": [-0.5]}]
+CALL = (
+    '{"session_id": "s", "call_id": "c", "prompt_ids": [1], "completion_ids": [2], "logprobs": [-0.5], '
+    '"finish_reason": "stop"}'
+)
 RUNNABLE = [block for block in BLOCKS if block.language in ("sh", "python") and block.first_line not in SKIPPED]
 
 
@@ -54,7 +57,7 @@ class Workshop:
         }
         (folder / "home").mkdir()
         (folder / "my_agent.py").write_text(AGENT)
-        (folder / "calls.jsonl").write_text("".join(json.dumps(call) + "\n" for call in CALLS))
+        (folder / "calls.jsonl").write_text(CALL)
         shutil.copytree(QUICKSTART / "workspace", folder / "start")
         for block in BLOCKS:
             if (name := file_name(block)) is not None:
@@ -62,12 +65,12 @@ class Workshop:
 
     @property
     def session(self) -> str:
-        """The first session of the run that the block has."""
+        """A session of the run that `rolltap record` made."""
         return min(load_calls(self.folder / "runs" / "try"))
 
     @property
     def call(self) -> str:
-        """The first call of that session."""
+        """A call of that session."""
         return load_calls(self.folder / "runs" / "try")[self.session][0].call_id
 
     def substitute(self, text: str) -> str:
