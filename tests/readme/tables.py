@@ -28,14 +28,14 @@ SUBSTITUTIONS = {
     r"\bSESSION\b": "{session}",
     r"\bCALL\b": "{call}",
     r"ORG/NAME": "org/rollouts",
-    # less of the same: two sessions of a group, one step, the adapters that the engine of the tests accepts
-    r"-n 8\b": "-n 2",
-    r"sessions=8": "sessions=2",
+    # fewer sessions, one step, and adapters of the rank that the fixture `engine` accepts
+    r"-n 8\b": "-n 1",
+    r"sessions=8": "sessions=1",
     r"\bsteps = 100": "steps = 1",
     r"groups_per_step = 4": "groups_per_step = 1",
     r"sessions_per_group = 8": "sessions_per_group = 2",
     r"\br = 16": "r = 8",
-    # a quarter of the sessions succeed, so perhaps none of two
+    # a quarter of the sessions succeed
     r"--min-reward 1\b": "--min-reward 0",
     # TRL's defaults are for a GPU
     r"GRPOConfig\(": "GRPOConfig(use_cpu=True, bf16=False, ",

@@ -8,6 +8,8 @@ import pytest
 
 from rolltap.trainer.cli import rolltap
 from rolltap.trainer.rollouts.task import load_tasks
+from rolltap.trainer.runs.verify import verify_run
+from rolltap.trainer.traces.reader import load_calls
 from rolltap.trainer.training.recipe import load_recipe
 from tests.conftest import ROOT
 from tests.readme.blocks import BLOCKS, DOCUMENTS, prose_of
@@ -26,8 +28,10 @@ def workshop(engine, tmp_path_factory):
         pytest.skip(f"not installed: {', '.join(missing)}; tests/run.sh installs mini-swe-agent")
     with loopback_hub() as hub:
         workshop = Workshop(tmp_path_factory.mktemp("readme"), engine.url, engine.model_dir, hub)
-        yield workshop
-        workshop.close()
+        try:
+            yield workshop
+        finally:
+            workshop.close()
 
 
 def parameters():
@@ -43,6 +47,17 @@ def parameters():
 @pytest.mark.parametrize("block", list(parameters()))
 def test_a_block_ends_with_status_0(workshop, block):
     workshop.run_through(block)
+
+
+@pytest.mark.engine
+@pytest.mark.harness
+def test_the_runs_of_the_blocks_are_sound_and_hold_calls(workshop):
+    workshop.run_through(RUNNABLE[-1])
+    runs = {path.parent.name: path.parent for path in (workshop.folder / "runs").glob("*/run.json")}
+    assert runs.keys() == {"try", "first", "grpo", "a", "b", "wire", "imported", "both", "best"}
+    for name, run in runs.items():
+        assert verify_run(run, lambda *_: None).sound, name
+        assert load_calls(run), name
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)

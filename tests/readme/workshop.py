@@ -10,6 +10,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.traces.reader import load_calls
 from tests.conftest import QUICKSTART
 from tests.readme.blocks import BLOCKS, Block
@@ -131,8 +132,12 @@ class Workshop:
             )
 
     def close(self) -> None:
+        """Stop the servers, and unload the adapters that the blocks have loaded into the engine."""
         for server in self._servers:
             stop(server)
+        engine = EngineAdmin(self.engine)
+        for adapter in engine.models().adapters:
+            engine.unload_adapter(adapter)
 
 
 def stop(process: subprocess.Popen[str]) -> None:
