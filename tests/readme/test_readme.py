@@ -6,7 +6,8 @@ import shutil
 
 import pytest
 
-from rolltap.trainer.cli import rolltap
+import rolltap
+from rolltap.trainer.cli import rolltap as command_line
 from rolltap.trainer.rollouts.task import load_tasks
 from rolltap.trainer.runs.verify import verify_run
 from rolltap.trainer.traces.reader import load_calls
@@ -95,4 +96,14 @@ def test_a_command_that_is_not_run_has_options_that_exist():
     commands = [command for block in BLOCKS if block.first_line in SKIPPED for command in COMMAND.findall(block.text)]
     for command in commands:
         name, *arguments = shlex.split(command, comments=True)
-        rolltap.commands[name].make_context(name, arguments)
+        command_line.commands[name].make_context(name, arguments)
+
+
+def test_the_names_in_the_section_from_python_are_public():
+    section = (ROOT / "README.md").read_text().partition("\n## From Python\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?) \| (.*) \|$", section, re.MULTILINE)
+    named = {name for names, _ in rows for name in re.findall(r"`(\w+)", names)}
+    assert len(named) > 5
+    assert named <= set(rolltap.__all__)
+    methods = dict(rows)["`Run`"]
+    assert [name for name in re.findall(r"`(\w+)\(", methods) if not hasattr(rolltap.Run, name)] == []
