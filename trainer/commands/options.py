@@ -19,7 +19,14 @@ new_folder_option = click.option(
     "--out", type=FOLDER, required=True, help="The folder to write. It must be new or empty."
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
-engine_option = partial(click.option, "--engine", default="http://127.0.0.1:8000", show_default=True)
+engine_option = partial(
+    click.option,
+    "--engine",
+    envvar="ROLLTAP_ENGINE",
+    show_envvar=True,
+    default="http://127.0.0.1:8000",
+    show_default=True,
+)
 harness_option = partial(
     click.option,
     "--harness",

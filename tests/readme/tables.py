@@ -1,0 +1,44 @@
+"""The differences between the README's blocks and the tests: blocks that are not run, files, and substitutions."""
+
+SKIPPED = {
+    "recipes/quickstart/run.sh": "these commands are the quickstart and the test suite itself",
+    "python3 -m venv engine && engine/bin/pip install '.[vllm]'": "downloads gigabytes of CUDA libraries",
+    "tap/bin/rolltap serve Qwen/Qwen3-4B --vllm engine/bin/vllm -- --tensor-parallel-size 2": (
+        "needs two GPUs; the fixture `engine` starts the server of this command on the CPU"
+    ),
+}
+"""First line of a block, without its comment -> why it is not run. The options of `rolltap` in it are checked."""
+
+FILES = {'{"id": "count"': "tasks.jsonl", 'model = "/models/Qwen3-4B"': "recipe.toml"}
+"""Start of a block that shows a file -> the file's name. The shell blocks use these files."""
+
+SERVERS = ('mitmdump -s "$(rolltap addon)"',)
+"""Starts of the blocks that run until they are stopped. The blocks after them run beside them."""
+
+SUBSTITUTIONS = {
+    # the engine and the proxy of the tests, and a model that the quickstart has taught
+    r"http://127\.0\.0\.1:8000": "{engine}",
+    r"http://127\.0\.0\.1:8080": "{proxy}",
+    r"try-1:x@127\.0\.0\.1:8080": "try-1:x@{proxy_address}",
+    r"Qwen/Qwen3-4B|/models/Qwen3-4B": "{model}",
+    # the tiny model can drive mini-swe-agent alone
+    r"--harness claude-code -- -p": "--harness mini-swe-agent -- --yolo --exit-immediately --task",
+    r"\bcodex\b": "mini-swe-agent",
+    # names that the reader fills in
+    r"\bSESSION\b": "{session}",
+    r"\bCALL\b": "{call}",
+    r"ORG/NAME": "org/rollouts",
+    # fewer sessions, one step, and adapters of the rank that the fixture `engine` accepts
+    r"-n 8\b": "-n 1",
+    r"sessions=8": "sessions=1",
+    r"\bsteps = 100": "steps = 1",
+    r"groups_per_step = 4": "groups_per_step = 1",
+    r"sessions_per_group = 8": "sessions_per_group = 2",
+    r"\br = 16": "r = 8",
+    # a quarter of the sessions succeed
+    r"--min-reward 1\b": "--min-reward 0",
+    # TRL's defaults are for a GPU
+    r"GRPOConfig\(": "GRPOConfig(use_cpu=True, bf16=False, ",
+}
+"""Pattern -> replacement, applied in this order to blocks that are run and to `FILES`. `{name}` is an attribute of the
+`Workshop`."""
