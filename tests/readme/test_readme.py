@@ -10,7 +10,7 @@ import rolltap
 from rolltap.trainer.cli import rolltap as command_line
 from rolltap.trainer.rollouts.task import load_tasks
 from rolltap.trainer.runs.verify import verify_run
-from rolltap.trainer.traces.reader import load_calls
+from rolltap.trainer.traces.reader import RecordedCalls
 from rolltap.trainer.training.recipe import load_recipe
 from tests.conftest import ROOT
 from tests.readme.blocks import BLOCKS, DOCUMENTS, prose_of
@@ -58,7 +58,7 @@ def test_the_runs_of_the_blocks_are_sound_and_hold_calls(workshop):
     assert runs.keys() == {"try", "first", "grpo", "a", "b", "wire", "imported", "both", "best"}
     for name, run in runs.items():
         assert verify_run(run, lambda *_: None).sound, name
-        assert load_calls(run), name
+        assert RecordedCalls(run), name
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rolltap.trainer.engine.admin import EngineAdmin
-from rolltap.trainer.traces.reader import load_calls
+from rolltap.trainer.traces.reader import RecordedCalls
 from tests.conftest import QUICKSTART
 from tests.readme.blocks import BLOCKS, Block
 from tests.readme.tables import FILES, SERVERS, SKIPPED, SUBSTITUTIONS
@@ -67,12 +67,12 @@ class Workshop:
     @property
     def session(self) -> str:
         """A session of the run that `rolltap record` made."""
-        return min(load_calls(self.folder / "runs" / "try"))
+        return min(RecordedCalls(self.folder / "runs" / "try"))
 
     @property
     def call(self) -> str:
         """A call of that session."""
-        return load_calls(self.folder / "runs" / "try")[self.session][0].call_id
+        return RecordedCalls(self.folder / "runs" / "try")[self.session][0].call_id
 
     def substitute(self, text: str) -> str:
         for pattern, replacement in SUBSTITUTIONS.items():

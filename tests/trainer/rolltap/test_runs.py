@@ -61,15 +61,13 @@ class TestRun:
         with pytest.raises(InputError, match="begin with 's-'"):
             run.call("s", "s-")
 
-    @pytest.mark.parametrize(
-        "view", [lambda run: run.summary(), lambda run: run.session("s"), lambda run: run.ledger()]
-    )
+    @pytest.mark.parametrize("view", [lambda run: run.summary(), lambda run: run.session("s"), rolltap.Run.ledger])
     def test_rich_prints_what_a_person_looks_at(self, run, view):
         Console(file=(printed := io.StringIO()), width=100).print(view(run))
         assert "sampled tokens" in printed.getvalue()
 
     def test_an_export_is_a_folder_with_a_number_of_records(self, run, tmp_path):
-        assert run.export("parquet", tmp_path / "parquet", progress=False) == 5 + 7 + 2 + 1
+        assert run.export("parquet", tmp_path / "parquet", progress=False) == 4 + 7 + 2 + 1
         assert len(load_dataset(str(tmp_path / "parquet"), "calls", split="train")) == 7
         with pytest.raises(InputError, match="unknown format 'csv': choose parquet, openenv, atif, messages"):
             run.export("csv", tmp_path / "other")
