@@ -70,9 +70,15 @@ def engine_environment(*, cpu: bool, lora_rank: int) -> dict[str, str]:
 
 
 class EngineServer:
-    """A vLLM server as a child process. A context manager, which stops it.
+    """A vLLM server for recording and publishing, as a child process. A context manager: starts it, and stops it.
 
-    The constructor raises `InputError` when the `vllm` program is not found, and as `is_cpu_build`.
+    `model` is a folder or a name. `vllm` is the program, in an environment of its own. `max_model_len` is the context
+    window in tokens, by default the model's. LoRA adapters up to `lora_rank` are accepted. The output goes to `log`, by
+    default to this process's. `extra` are further arguments of `vllm serve`.
+
+    The constructor raises `InputError` when the `vllm` program is not found, and as `is_cpu_build`. Entering waits
+    until the server is healthy. It raises `EngineError` when the server exits before, is not healthy within
+    `START_SECONDS`, or lacks a required endpoint, and when another engine answers at its address.
     """
 
     def __init__(
@@ -99,12 +105,7 @@ class EngineServer:
         self._command += extra
         self._env = engine_environment(cpu=cpu, lora_rank=lora_rank)
 
-    def start(self) -> None:
-        """Start the server, and wait until it is healthy.
-
-        Raises `EngineError` when it exits before, is not healthy within `START_SECONDS`, or lacks a required endpoint,
-        and when another engine answers at its address. The server is then stopped.
-        """
+    def __enter__(self) -> Self:
         admin = EngineAdmin(self.url)
         if admin.healthy():
             raise EngineError(f"something answers at {self.url} already: stop it, or choose another --port")
@@ -129,9 +130,6 @@ class EngineServer:
         except BaseException:
             self.stop()
             raise
-
-    def __enter__(self) -> Self:
-        self.start()
         return self
 
     def __exit__(self, *_: object) -> None:

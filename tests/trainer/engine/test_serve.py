@@ -49,7 +49,7 @@ def test_an_engine_that_ends_before_it_answers_shows_its_log(tmp_path):
     vllm = fake_vllm(tmp_path, "echo out of memory; exit 7")
     server = EngineServer("m", vllm=vllm, port=9, log=tmp_path / "vllm.log")
     with pytest.raises(EngineError, match=r"ended with status 7; the end of (.|\n)*out of memory"):
-        server.start()
+        server.__enter__()
 
 
 def free_port():
@@ -74,14 +74,14 @@ def test_an_engine_that_does_not_answer_in_time_is_stopped_and_shows_its_log(tmp
     with pytest.raises(
         EngineError, match=r"vLLM did not answer at http://127\.0\.0\.1:9 in 0 s; the end of .*vllm\.log"
     ):
-        server.start()
+        server.__enter__()
     assert server.wait() == -signal.SIGTERM
 
 
 def test_a_port_that_is_taken_is_named(answering, tmp_path):
     port = answering.server_address[1]
     with pytest.raises(EngineError, match=rf"something answers at http://127\.0\.0\.1:{port} already"):
-        EngineServer("m", vllm=fake_vllm(tmp_path, "exit 0"), port=port).start()
+        EngineServer("m", vllm=fake_vllm(tmp_path, "exit 0"), port=port).__enter__()
 
 
 def test_an_address_of_ip_version_6_is_a_url(tmp_path):
