@@ -1,4 +1,4 @@
-"""The `rolltap` command: its group, and how a command ends."""
+"""The `rolltap` command: its subcommands, and its exit status."""
 
 import signal
 import sys
@@ -48,7 +48,7 @@ from rolltap.trainer.commands import (
 )
 @click.version_option(package_name="rolltap")
 def rolltap() -> None:
-    """Taps agent rollouts off the wire, and trains on them."""
+    """Record agent rollouts off the wire, and train on them."""
 
 
 def main() -> None:
@@ -57,8 +57,8 @@ def main() -> None:
 
 
 def run(command: click.Command) -> None:
-    """Run a command as a program: a user's error, a full disk and the like end it with status 1 and a message, Ctrl-C
-    or SIGTERM with 130."""
+    """Run a command as a program. Exit status: 1 after an error that the user can mend, with a message; 2 after a wrong
+    option; 130 after Ctrl-C or SIGTERM."""
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         command.main(standalone_mode=False)
@@ -74,7 +74,7 @@ def run(command: click.Command) -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Stop as Ctrl-C does: while an event loop runs its own handler cancels the tasks in order."""
+    """Do what Ctrl-C does: an event loop's own handler cancels its main task."""
     handler = signal.getsignal(signal.SIGINT)
     if callable(handler):
         handler(number, frame)

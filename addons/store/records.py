@@ -142,7 +142,7 @@ class Call:
     prefix_length: int = 0
     """Length of that prefix in tokens."""
     kind: CallKind = "root"
-    """How the prompt was made. `bridged`: the parent's tokens and the tokens of the new messages. `root`: rendered, as
+    """Origin of the prompt. `bridged`: the parent's tokens and the tokens of the new messages. `root`: rendered, as
     the conversation has no earlier reply. `rendered`: rendered, although it has one."""
     kind_reason: str | None = None
     """Reason why this call is not `bridged`; None when it is."""

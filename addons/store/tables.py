@@ -30,7 +30,7 @@ _ROWS = {table: pa.struct(list(schema)) for table, schema in TABLES.items()}
 _TOKEN_COLUMNS = ("prompt_tail_ids", "completion_ids", "logprobs")
 
 Sync = Literal["never", "session", "call"]
-"""When commits are synced (`fdatasync`): `call`, before a reply ends; `session`, when a session ends; `never`.
+"""Time when commits are synced (`fdatasync`): `call`, before a reply ends; `session`, when a session ends; `never`.
 
 A killed process loses no commit in any case. A machine crash may lose with `call` the events and the failed or aborted
 calls of sessions that have not ended, with `session` all commits of such sessions, with `never` every commit that the

@@ -1,1 +1,1 @@
-"""Running harnesses on tasks: each session in its own workspace copy, under its own proxy credentials."""
+"""Running harnesses on tasks: every session has a copy of the workspace, and proxy credentials of its own."""

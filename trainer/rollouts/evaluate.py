@@ -1,4 +1,4 @@
-"""The reward of a session: what the task's own command says about the workspace."""
+"""The reward of a session, from the task's own evaluator."""
 
 import math
 from pathlib import Path
@@ -10,11 +10,11 @@ EVALUATE_SECONDS = 600.0
 
 
 async def evaluate(task: Task, workspace: Path, env: dict[str, str], log: Path) -> tuple[float | None, str | None]:
-    """The reward, or None and why there is none.
+    """Run the evaluator in the workspace. Return the reward and None, or None and why there is no reward.
 
-    The last line of the evaluator's output when it is a finite number, else 1.0 for exit status 0 and 0.0 for any
-    other. An evaluator that cannot be run (126 and 127 are the shell's statuses for that), is killed or takes too long
-    gives no reward: that says nothing about the session.
+    The reward is the last line of the evaluator's output if that is a finite number. Otherwise it is 1.0 for exit
+    status 0 and 0.0 for other statuses. There is no reward when the evaluator cannot be run (126 and 127 are the shell's
+    statuses for that), is killed by a signal, or runs longer than `EVALUATE_SECONDS`.
     """
     try:
         status = await run(task.evaluate, cwd=workspace, env=env, timeout=EVALUATE_SECONDS, log=log)

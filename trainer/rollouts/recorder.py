@@ -1,4 +1,4 @@
-"""The recorder as a child process: mitmdump with the addons, from start-up to shutdown."""
+"""The recorder as a child process: mitmdump with the addons."""
 
 import json
 import os
@@ -121,7 +121,7 @@ class Recorder:
             raise
 
     def check(self) -> None:
-        """Raise `RecorderError` when the recorder has died."""
+        """Raise `RecorderError` if the recorder has died."""
         if self._process.poll() is not None:
             raise RecorderError(f"the recorder died with status {self._process.returncode}:\n{self._tail()}")
 

@@ -1,4 +1,4 @@
-"""Runs a command on this machine so that nothing of it is left behind."""
+"""Running a command on this machine in a process group of its own."""
 
 import asyncio
 import contextlib
@@ -7,14 +7,15 @@ import signal
 from pathlib import Path
 
 _GRACE_SECONDS = 5.0
-"""Between the request to end and the kill."""
+"""Time between SIGTERM and SIGKILL."""
 
 
 async def run(command: list[str], *, cwd: Path, env: dict[str, str], timeout: float, log: Path) -> int | None:
-    """Run a command without a terminal, its output going to `log`; its exit status, None when it took too long.
+    """Run a command with its output in `log` and an empty stdin. Return its exit status, None after `timeout` seconds.
 
-    It leads a process group of its own: at the time limit (seconds), when it has ended, and when the caller is
-    cancelled, all that is left of the group is killed. Raises `OSError` when it cannot be started.
+    The command leads a process group. The rest of the group is killed when the command exits, at the timeout, and when
+    the caller is cancelled. A child that starts a session of its own (`setsid`) leaves the group and is not killed.
+    Raises `OSError` when the command cannot be started.
     """
     with log.open("wb") as output:
         starting = asyncio.create_task(
@@ -37,7 +38,7 @@ async def run(command: list[str], *, cwd: Path, env: dict[str, str], timeout: fl
                 await asyncio.wait_for(starting.result().wait(), _GRACE_SECONDS)
             return None
         finally:
-            process = await starting  # which goes on when the caller is cancelled meanwhile
+            process = await starting  # it goes on when the caller is cancelled meanwhile
             _signal(process.pid, signal.SIGKILL)
             await process.wait()
 

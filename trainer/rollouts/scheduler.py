@@ -1,4 +1,4 @@
-"""Sessions of tasks, several at a time, each in its own copy of the workspace under its own credentials."""
+"""Scheduling of sessions: several at a time, each in a copy of the workspace, with credentials of its own."""
 
 import asyncio
 import shutil

@@ -1,4 +1,4 @@
-"""A task: an instruction, the workspace it starts from, and the command that judges the result."""
+"""A task: an instruction, the workspace to start from, and the evaluator of the result."""
 
 from pathlib import Path
 
@@ -9,23 +9,26 @@ from rolltap.trainer.settings import describe
 
 
 class Task(BaseModel):
-    """One line of a task file (JSON Lines). Paths are relative to that file."""
+    """An instruction, the workspace to start from, and the evaluator of the result.
+
+    A task file is JSON Lines with these fields as keys. Paths in it are relative to the file.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     id: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$")
-    """Names the task in the dataset; letters, digits, dot, dash and underscore."""
+    """Name of the task in the dataset: letters, digits, dot, dash and underscore."""
     instruction: str = Field(min_length=1)
-    """The prompt that the harness is given."""
+    """Prompt for the harness."""
     workspace: Path | None = None
-    """Folder that every session gets its own copy of; an empty one when not given."""
+    """Folder of which every session gets a copy. None: an empty folder."""
     evaluate: list[str] = Field(min_length=1)
-    """Command run in the workspace after the harness. Its last line of output is the reward when it is a number;
-    otherwise the reward is 1 for exit status 0 and 0 for any other."""
+    """Command that runs in the session's workspace after the harness. The last line of its output is the reward if it
+    is a number. Otherwise the reward is 1 for exit status 0, and 0 for other statuses."""
 
 
 def load_tasks(path: Path) -> list[Task]:
-    """The tasks of a file. Raises `InputError` with the line of what is wrong."""
+    """Return the tasks of a file. Raises `InputError`, which names the line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

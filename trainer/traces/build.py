@@ -34,7 +34,7 @@ from rolltap.trainer.traces.shared_prefixes import shared_prefixes
 from rolltap.trainer.traces.tree import find_ends, link_calls, path_to, start_order
 
 Strategy = Literal["per_request", "prefix_merging", "tree"]
-"""How calls become traces. All strategies train the same sampled tokens, each token in exactly one trace.
+"""Ways from calls to traces. All strategies train the same sampled tokens, each token in exactly one trace.
 
 - `per_request`: one trace per trained call.
 - `prefix_merging`: one trace per root-to-leaf path of the call tree. A leaf is a trained call without trained

@@ -1,1 +1,1 @@
-"""The online loop: roll out, train, publish, again."""
+"""The online loop: roll out, train, publish, and again."""

@@ -1,8 +1,8 @@
-"""The online loop: publish the weights, roll out, train on what was recorded, again.
+"""The online loop: publish the weights, roll out, train on the recorded traces, and again.
 
-TRL's trainer drives it. Each time it wants a batch it calls `OnlineTraces`, which publishes the current weights, runs
-the sessions and reads their calls back from the run folder. Rolling out there, and not in a data loader, keeps the
-traces on policy: data loaders fetch ahead.
+TRL's trainer drives it. For each batch it calls `OnlineTraces`, which publishes the current weights, runs the sessions
+and reads their calls from the run folder. Sessions are not run in a data loader, because data loaders fetch ahead: the
+traces would be off policy.
 """
 
 import json
@@ -39,7 +39,7 @@ CHECKPOINTS = "checkpoints"
 
 
 def train(recipe: Recipe, *, engine: str, run: Path, seed: int, console: Console) -> None:
-    """Run a recipe from start to end, or from the last checkpoint in `run`.
+    """Run a recipe from its start, or from the last checkpoint in `run`, to its end.
 
     `engine` is the URL of a vLLM server that serves the recipe's model. Raises `InputError`.
     """
@@ -57,7 +57,7 @@ def train(recipe: Recipe, *, engine: str, run: Path, seed: int, console: Console
         trace_options = TraceOptions(recipe.strategy, recipe.roles, recipe.max_tokens)
         source = OnlineTraces(plan, recorder, publisher, trace_options, {t.id: t for t in tasks}, console)
         set_seed(seed)
-        transformers_logging.disable_progress_bar()  # one for every published checkpoint
+        transformers_logging.disable_progress_bar()  # it would show one for every published checkpoint
         trainer = TraceGRPOTrainer(
             model=str(recipe.model),
             args=args,
@@ -66,7 +66,7 @@ def train(recipe: Recipe, *, engine: str, run: Path, seed: int, console: Console
             groups_per_step=recipe.groups_per_step,
             peft_config=LoraConfig(**recipe.lora) if recipe.lora else None,
         )
-        trainer.remove_callback(PrinterCallback)  # one line a step, and that is `OnlineTraces`'s
+        trainer.remove_callback(PrinterCallback)  # `OnlineTraces` prints the line of a step
         source.trainer = trainer
         checkpoint = last_checkpoint(run / CHECKPOINTS)
         if checkpoint is not None:
@@ -77,7 +77,7 @@ def train(recipe: Recipe, *, engine: str, run: Path, seed: int, console: Console
 
 
 class OnlineTraces:
-    """The trace source of an online run. `trainer` must be set before the first batch."""
+    """Trace source of an online run. Set `trainer` before the first batch."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class OnlineTraces:
         self._console = console
 
     def __call__(self, rows: list[dict[str, Any]]) -> TraceBatch:
-        """Publish the trainer's weights and record a group of sessions for each row (`task_id`)."""
+        """Publish the weights, record one group of sessions for each row (`task_id`), and return their batch."""
         started = time.monotonic()
         step = self.trainer.state.global_step
         self._publisher.publish(self.trainer.model, str(step))
@@ -120,9 +120,9 @@ class OnlineTraces:
 
 
 def sampling(recipe: Recipe) -> dict[str, Any]:
-    """The recorder's sampling parameters: the recipe's own, and the temperature that the trainer divides logits by.
+    """Return the recorder's sampling parameters: the recipe's own, and the temperature by which the trainer divides.
 
-    Raises `InputError` when the two disagree.
+    Raises `InputError` when the two temperatures differ.
     """
     try:
         own: dict[str, Any] = json.loads(recipe.recorder.get("rolltap_sampling", "{}"))
@@ -141,7 +141,7 @@ _OURS = ("output_dir", "max_steps", "seed", "num_generations", "save_strategy", 
 
 
 def training_arguments(recipe: Recipe, run: Path, seed: int, tasks: Sequence[Task]) -> GRPOConfig:
-    """TRL's arguments: the recipe's, with what the loop decides. Raises `InputError` for what TRL refuses."""
+    """Return TRL's arguments: the recipe's, and those that the loop sets. Raises `InputError` for what TRL refuses."""
     for key in _OURS:
         if key in recipe.grpo:
             raise InputError(f"grpo.{key} follows from the recipe's own keys: remove it")
@@ -174,7 +174,7 @@ def training_arguments(recipe: Recipe, run: Path, seed: int, tasks: Sequence[Tas
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint. One that was cut off while it was written lacks a readable trainer state."""
+    """Return the newest checkpoint with a readable trainer state, or None."""
     checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     for checkpoint in reversed(checkpoints):
         try:

@@ -36,14 +36,14 @@ class Recipe(BaseModel):
     session_timeout: float = Field(default=1800.0, gt=0)
     """Seconds after which a harness is stopped."""
     strategy: Strategy = "prefix_merging"
-    """How calls become traces: see `Strategy`."""
+    """Way from calls to traces: see `Strategy`."""
     roles: tuple[CallRole, ...] = Field(default=TRAINED_ROLES, min_length=1)
     """Roles of the calls to train. Tokens of other calls are context, with mask 0, where a trained call continues
     them."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Maximum length of a trace in tokens, prompt included. Longer ones are truncated at the end."""
     publish: Literal["checkpoint", "lora"] = "checkpoint"
-    """How new weights reach the engine: a full checkpoint that it reloads, or a LoRA adapter that it loads."""
+    """Way of new weights to the engine: a full checkpoint that it reloads, or a LoRA adapter that it loads."""
     save_steps: int = Field(default=1, ge=1)
     """Steps between the checkpoints from which a stopped training resumes."""
     recorder: dict[str, str] = {}

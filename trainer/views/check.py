@@ -30,17 +30,17 @@ from rolltap.trainer.traces.reader import iter_sessions
 
 KINDS: tuple[CallKind, ...] = ("root", "bridged", "rendered")
 HARMLESS_SAMPLING = {"max_tokens", "seed", "stop", "stop_token_ids", "asked"}
-"""Sampling parameters that leave the distribution as it is."""
+"""Sampling parameters that do not change the distribution of a sampled token."""
 
 CallName = tuple[CallKind, str, str]
-"""A call by its kind, its session's id and its own."""
+"""Kind, session id and call id."""
 Score = tuple[Call, list[float]]
-"""A call, and the log-probabilities of its completion as the engine computes them."""
+"""A call, and the engine's log-probability of each token of its completion."""
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A sampled token and its log-probabilities, as they were recorded and as the engine computes them."""
+    """A sampled token with its recorded log-probability and the engine's score, both in nats."""
 
     session_id: str
     call_id: str
@@ -51,7 +51,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The calls of one kind and one policy version; differences in nats, over all of their sampled tokens."""
+    """Differences over all sampled tokens of the calls of one kind and one policy version, in nats."""
 
     kind: CallKind
     policy_version: str
@@ -60,29 +60,29 @@ class Row:
     mean_difference: float
     max_difference: float
     share_over_threshold: float
-    """Of the tokens."""
+    """Share of the tokens whose difference exceeds the threshold."""
     worst: Token
-    """The one whose log-probabilities differ most."""
+    """The token with the largest difference."""
     within: bool
-    """Whether the mean difference is within the threshold."""
+    """True when the mean difference is at most the threshold."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The outcome of a check."""
+    """Result of a check."""
 
     recorded_model: str
     served_model: str
     threshold: float
     rows: list[Row]
     comparable: int
-    """Calls that could have been scored; the sample is taken from these."""
+    """Number of calls that can be compared. The sample is taken from these."""
     skipped: dict[str, int]
     """Calls that cannot be compared, by reason."""
 
     @property
     def within(self) -> bool:
-        """Whether every row is within the threshold."""
+        """True when every row is within the threshold."""
         return all(row.within for row in self.rows)
 
     def to_json(self) -> dict[str, Any]:
@@ -121,10 +121,10 @@ class Report:
 
 
 def check_run(run: Path, engine_url: str, *, sample: int, seed: int, threshold: float, advance: Advance) -> Report:
-    """Score up to `sample` calls of a run again.
+    """Score up to `sample` calls of a run on a running engine, and compare.
 
-    Raises `RunError` when the folder cannot be read, and `InputError` when the engine does not answer as it should or
-    no call of the run can be compared.
+    Raises `RunError` when the folder cannot be read, `EngineError` when the engine does not answer as it should, and
+    `InputError` when no call of the run can be compared.
     """
     recorded_model = str(read_metadata(run).get("model", ""))
     engine = EngineAdmin(engine_url)
@@ -155,8 +155,10 @@ def check_run(run: Path, engine_url: str, *, sample: int, seed: int, threshold: 
 
 
 def weight_names(engine: EngineAdmin, models: Models, run: Path) -> dict[str, str]:
-    """Weight version -> the model name by which the engine serves these weights: its base model's, and those of the
-    adapter that the run's `policy.json` names if it is loaded. Raises `InputError`."""
+    """Return weight version -> the model name under which the engine serves these weights.
+
+    These are the base model, and the adapter that the run's `policy.json` names if it is loaded. Raises `EngineError`.
+    """
     names = {engine.weight_version(): models.base}
     policy = PolicyFile(run).read()
     if policy.model is not None and policy.model in models.adapters:
@@ -185,8 +187,10 @@ def incomparable(call: Call, names: Collection[str], max_model_len: int) -> str 
 
 
 def choose(calls: Collection[CallName], count: int, seed: int) -> set[CallName]:
-    """Up to `count` calls, as evenly over the kinds as there are calls; the same for the same seed, in whatever order
-    they come."""
+    """Choose up to `count` calls, evenly over the kinds as far as there are calls.
+
+    The choice depends on the seed and on the set of calls, not on their order.
+    """
     shuffled = sorted(calls)
     Random(seed).shuffle(shuffled)
     of_kind = [[call for call in shuffled if call[0] == kind] for kind in KINDS]
@@ -195,7 +199,7 @@ def choose(calls: Collection[CallName], count: int, seed: int) -> set[CallName]:
 
 
 def summarize_scores(scores: Sequence[Score], threshold: float) -> list[Row]:
-    """One row for each kind and policy version, kinds in the order of `KINDS`."""
+    """Return one row for each kind and policy version, in the order of `KINDS`."""
     groups: defaultdict[tuple[CallKind, str], list[Score]] = defaultdict(list)
     for call, logprobs in scores:
         groups[call.kind, call.weight_versions[0].version].append((call, logprobs))

@@ -21,20 +21,20 @@ from rolltap.trainer.traces.tokens import pack
 from rolltap.trainer.traces.tree import start_order
 
 FIRST_WORDS = 60
-"""Characters of a reply in the call tree."""
+"""Most characters of a reply in the call tree."""
 BEFORE, AFTER = 12, 12
-"""Tokens shown around the first difference of two prompts."""
+"""Tokens shown before and after the first difference of two prompts."""
 NEAR = 5
-"""Ids named when one is not found."""
+"""Most ids that an error names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A call in the call tree of its session."""
+    """One call in the call tree of a session."""
 
     call_id: str
     parent_id: str | None
-    """By the tokens, as for the traces: the call whose prompt and completion begin this one's prompt."""
+    """Parent by the tokens, as for traces: the call whose prompt and completion are a prefix of this prompt."""
     role: str
     kind: str
     kind_reason: str | None
@@ -42,22 +42,22 @@ class Branch:
     finish_reason: str | None
     violation: str | None
     left_out: str | None
-    """Why its sampled tokens are not trained, None when they are."""
+    """Reason why its sampled tokens are not trained; None when they are."""
     prompt_tokens: int
     new_tokens: int
-    """Tokens of the prompt that are not its parent's prompt and completion."""
+    """Tokens of the prompt after the parent's prompt and completion."""
     completion_tokens: int
     reply: str
-    """The first words of it."""
+    """First words of the reply."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionView:
-    """A session, its calls in the order in which they started, and the ledger of its tokens."""
+    """A session, its calls in the order in which they started, and its ledger."""
 
     session_id: str
     session: Session | None
-    """None when only calls were recorded, by a recorder that somebody else started."""
+    """The session's row; None when only calls were recorded."""
     calls: list[Branch]
     ledger: Ledger
 
@@ -74,31 +74,31 @@ class SessionView:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The place where a prompt stops to agree with what was recorded of its session before."""
+    """The first token at which a prompt differs from the tokens that its session recorded before."""
 
     call_id: str
-    """The earlier call whose prompt and completion have the longest common beginning with the prompt."""
+    """The earlier call whose prompt and completion share the longest prefix with the prompt."""
     position: int
-    """Length of that beginning in tokens."""
+    """Length of that prefix in tokens."""
     common: list[int]
-    """Its last tokens."""
+    """Last tokens of the prefix."""
     recorded: list[int]
-    """The earlier call's tokens from the position on; empty when all of them are common."""
+    """The earlier call's tokens from `position` on; empty when all of them are shared."""
     rendered: list[int]
-    """The prompt's tokens from the position on."""
+    """The prompt's tokens from `position` on."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallView:
-    """One call with all that is known of it."""
+    """One call, its parsed messages, and why it is not trained or not continued."""
 
     call: Call
     messages: list[dict[str, Any]]
-    """The messages that are new in it."""
+    """New messages of the call."""
     tools: list[str] | None
     """Names of the tools shown to the model; None when they are the parent's."""
     left_out: str | None
-    """Why its sampled tokens are not trained, None when they are."""
+    """Reason why its sampled tokens are not trained; None when they are."""
     difference: Divergence | None
     """For a `rendered` call, if an earlier call of its session was completed."""
     run: Path
@@ -121,12 +121,13 @@ class CallView:
 
 
 def json_values(value: Any) -> Any:
-    """`value` with its time stamps as ISO 8601, and NaN and the infinities, which JSON lacks, as their names."""
+    """Return JSON values: timestamps as ISO 8601; NaN and the infinities, which JSON lacks, as their names."""
     return json.loads(json.dumps(value, default=lambda time: time.isoformat()), parse_constant=str)
 
 
 def find_id(prefix: str, ids: Collection[str], what: str, where: str) -> str:
-    """The id that is `prefix` or the only one that begins with it. Raises `InputError` naming those that are near."""
+    """Return the id that equals `prefix`, or the only one that starts with it. Raises `InputError`, which names similar
+    ids."""
     if prefix in ids:
         return prefix
     found = sorted(known for known in ids if known.startswith(prefix))
@@ -139,7 +140,7 @@ def find_id(prefix: str, ids: Collection[str], what: str, where: str) -> str:
 
 
 def find_session(run: Path, prefix: str) -> RecordedSession:
-    """A session of a run, recorded or with calls alone, by its id or the beginning of it. Raises `InputError`."""
+    """Return the session with this id or unique prefix of it. Raises `InputError`."""
     ids = set()
     for table in ("sessions", "calls"):
         for batch in read_batches(run, table):
@@ -148,7 +149,7 @@ def find_session(run: Path, prefix: str) -> RecordedSession:
 
 
 def view_session(run: Path, prefix: str) -> SessionView:
-    """A session of a run by its id or the beginning of it.
+    """Return the view of the session with this id or unique prefix of it.
 
     Raises `InputError` for an unknown id, `RunError` when the folder cannot be read and `LedgerError`.
     """
@@ -158,7 +159,7 @@ def view_session(run: Path, prefix: str) -> SessionView:
 
 
 def view_call(run: Path, session: str, prefix: str) -> CallView:
-    """A call of a run by the ids of its session and itself, or the beginnings of them. Raises as `view_session`."""
+    """Return the view of a call, by unique prefixes of its session's id and of its own. Raises as `view_session`."""
     recorded = find_session(run, session)
     calls = {call.call_id: call for call in recorded.calls}
     call = calls[find_id(prefix, calls, "call", f"session {recorded.session_id}")]
@@ -171,7 +172,7 @@ def view_call(run: Path, session: str, prefix: str) -> CallView:
 
 
 def branches(calls: Sequence[Call]) -> list[Branch]:
-    """The call tree of one session's calls, which are in the order in which they started."""
+    """Return the call tree of one session's calls, which are in `start_order`."""
     tree = []
     for call, parent, reason in zip(calls, *judge_calls(calls), strict=True):
         above = calls[parent] if parent is not None else None
@@ -197,7 +198,7 @@ def branches(calls: Sequence[Call]) -> list[Branch]:
 
 
 def first_words(call: Call) -> str:
-    """The beginning of a call's reply in one line: its text, else its tool calls, else its reasoning."""
+    """Return the start of a call's reply in one line: its text, else its tool calls, else its reasoning."""
     message = json.loads(call.reply) if call.reply else {}
     tools = [tool["function"] for tool in message.get("tool_calls") or []]
     written = ", ".join(f"{tool['name']}({tool['arguments']})" for tool in tools)
@@ -207,9 +208,9 @@ def first_words(call: Call) -> str:
 
 
 def find_divergence(call: Call, calls: Sequence[Call]) -> Divergence | None:
-    """The place where the prompt of `call` leaves the tokens of the completed calls that started before it, or None.
+    """Return where the prompt of `call` differs from the completed calls that started before it, or None without any.
 
-    Among calls with equally long common beginnings it is the last one.
+    Of calls that share equally long prefixes with it, the last one is compared.
     """
     earlier = [e for e in calls if e.status == "completed" and start_order(e) < start_order(call)]
     if not earlier:

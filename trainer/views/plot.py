@@ -1,4 +1,4 @@
-"""How the reward of a run went, as a picture."""
+"""The rewards of a run as a picture."""
 
 from pathlib import Path
 
