@@ -125,55 +125,59 @@ class Call:
     `prompt_ids` is the full prompt. `to_row` stores only the tokens after the parent's prompt and completion
     (`prefix_length` tokens), so that a conversation of T turns takes O(T) tokens on disk. `messages` holds only the
     messages after the parent's conversation and reply. The `parsed_` properties parse the columns that hold JSON.
+
+    Attributes:
+        prompt_ids: Token ids that the engine was given, shape (P,).
+        completion_ids: Sampled token ids, the end-of-turn token included when it was sampled, shape (C,).
+        logprobs: Natural-log probability of each sampled token under the sampling policy, shape (C,).
+        weight_versions: Spans that cover `completion_ids` without gap or overlap.
+        parent_id: The earlier call whose prompt and completion are a prefix of this prompt; None for a root or
+            a rendered call.
+        prefix_length: Length of that prefix in tokens.
+        kind: Origin of the prompt. `bridged`: the parent's tokens and the tokens of the new messages. `root`:
+            rendered, as the conversation has no earlier reply. `rendered`: rendered, although it has one.
+        kind_reason: Reason why this call is not `bridged`; None when it is.
+        violation: The invariant that the tokens break (`find_violation`). Such a call is kept and left out of
+            traces.
+        role_evidence: Header, field or structure of the request that determined `role`; empty for the default.
+        dialect: Name of the API: `openai_chat`, `openai_responses`, `anthropic` or `google`.
+        model: Model name in the harness's request.
+        sampling: JSON of the sampling parameters sent to the engine. Key `asked`: further parameters that the
+            harness requested; they were not applied.
+        messages: JSON list of the new messages.
+        tools: JSON list of the tools shown to the model; None when they equal the parent's.
+        reply: JSON of the assistant message as the harness received it; None when there is none.
+        cached_tokens: Prompt tokens that the engine took from its prefix cache; None when it does not say.
+        engine: URL of the engine that sampled the last token.
     """
 
     session_id: str
     call_id: str
     prompt_ids: Sequence[int]
-    """Token ids that the engine was given, shape (P,)."""
     completion_ids: list[int] = field(default_factory=list)
-    """Sampled token ids, the end-of-turn token included when it was sampled, shape (C,)."""
     logprobs: list[float] = field(default_factory=list)
-    """Natural-log probability of each sampled token under the sampling policy, shape (C,)."""
     weight_versions: list[VersionSpan] = field(default_factory=list)
-    """Spans that cover `completion_ids` without gap or overlap."""
     parent_id: str | None = None
-    """The earlier call whose prompt and completion are a prefix of this prompt; None for a root or a rendered call."""
     prefix_length: int = 0
-    """Length of that prefix in tokens."""
     kind: CallKind = "root"
-    """Origin of the prompt. `bridged`: the parent's tokens and the tokens of the new messages. `root`: rendered, as
-    the conversation has no earlier reply. `rendered`: rendered, although it has one."""
     kind_reason: str | None = None
-    """Reason why this call is not `bridged`; None when it is."""
     status: CallStatus = "completed"
     error: str | None = None
     violation: str | None = None
-    """The invariant that the tokens break (`find_violation`). Such a call is kept and left out of traces."""
     role: CallRole = "agent"
     role_evidence: str = ""
-    """Header, field or structure of the request that determined `role`; empty for the default."""
     dialect: str = ""
-    """Name of the API: `openai_chat`, `openai_responses`, `anthropic` or `google`."""
     host: str = ""
     path: str = ""
     model: str = ""
-    """Model name in the harness's request."""
     stream: bool = False
     finish_reason: str | None = None
     sampling: str = "{}"
-    """JSON of the sampling parameters sent to the engine. Key `asked`: further parameters that the harness requested;
-    they were not applied."""
     messages: str = "[]"
-    """JSON list of the new messages."""
     tools: str | None = None
-    """JSON list of the tools shown to the model; None when they equal the parent's."""
     reply: str | None = None
-    """JSON of the assistant message as the harness received it; None when there is none."""
     cached_tokens: int | None = None
-    """Prompt tokens that the engine took from its prefix cache; None when it does not say."""
     engine: str | None = None
-    """URL of the engine that sampled the last token."""
     started_at: datetime = field(default_factory=utc_now)
     first_token_at: datetime | None = None
     finished_at: datetime | None = None
@@ -213,21 +217,25 @@ class Call:
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """One run of one harness on one task; a row of `SESSION_SCHEMA`."""
+    """One run of one harness on one task; a row of `SESSION_SCHEMA`.
+
+    Attributes:
+        group_id: Sessions with the same `group_id` are compared with each other. An empty one makes a group of
+            its own.
+        exit_status: Exit status of the harness; None when it was stopped or not started.
+        reward: None when there is none. Such a session is not trained on.
+        policy_version: The newest weights that had been published when the session started.
+    """
 
     session_id: str
     status: SessionStatus
     task_id: str = ""
     group_id: str = ""
-    """Sessions with the same `group_id` are compared with each other. An empty one makes a group of its own."""
     harness: str = ""
     exit_status: int | None = None
-    """Exit status of the harness; None when it was stopped or not started."""
     reward: float | None = None
-    """None when there is none. Such a session is not trained on."""
     error: str | None = None
     policy_version: str | None = None
-    """The newest weights that had been published when the session started."""
     started_at: datetime = field(default_factory=utc_now)
     finished_at: datetime | None = None
 
@@ -250,17 +258,19 @@ class Event:
     | `joined` | retry of a call that was still running |
     | `replayed` | retry that received the finished reply again |
     | `continued` | engine failure during a call, which went on from the last sampled token |
+
+    Attributes:
+        session_id: None when the credentials did not name one.
+        call_id: The call that the event is about; None when it is about none.
     """
 
     kind: EventKind
     session_id: str | None = None
-    """None when the credentials did not name one."""
     host: str = ""
     method: str = ""
     path: str = ""
     detail: str = ""
     call_id: str | None = None
-    """The call that the event is about; None when it is about none."""
     at: datetime = field(default_factory=utc_now)
 
     def to_row(self) -> dict[str, Any]:

@@ -13,8 +13,8 @@ async def evaluate(task: Task, workspace: Path, env: dict[str, str], log: Path) 
     """Run the evaluator in the workspace. Return the reward and None, or None and why there is no reward.
 
     The reward is the last line of the evaluator's output if that is a finite number. Otherwise it is 1.0 for exit
-    status 0 and 0.0 for other statuses. There is no reward when the evaluator cannot be run (126 and 127 are the shell's
-    statuses for that), is killed by a signal, or runs longer than `EVALUATE_SECONDS`.
+    status 0 and 0.0 for other statuses. There is no reward when the evaluator cannot be run (the shell's statuses for
+    that are 126 and 127), is killed by a signal, or runs longer than `EVALUATE_SECONDS`.
     """
     try:
         status = await run(task.evaluate, cwd=workspace, env=env, timeout=EVALUATE_SECONDS, log=log)

@@ -16,28 +16,31 @@ _WINDOW = "{max_model_len}"
 
 
 class Harness(BaseModel):
-    """An agent program and how to start it. A preset (`recipes/harnesses`) is a TOML file with these fields as keys."""
+    """An agent program and how to start it. A preset (`recipes/harnesses`) is a TOML file with these fields as keys.
+
+    Attributes:
+        name: Names the harness in the dataset.
+        version: Version of the program that the preset was tested with.
+        install: The command that installs this version.
+        program: The program to start.
+        arguments: Arguments of every session, before all others.
+        headless: Arguments for one headless session: the program works on one instruction, uses its tools
+            without asking, also as root, and exits. `{instruction}` is replaced by the instruction.
+        env: Variables that it needs: a placeholder key if it refuses to start without one, telemetry and update
+            checks off. `{max_model_len}` is replaced by the engine's context window in tokens.
+        quirks: Facts that a person who runs the program should know.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(min_length=1)
-    """Names the harness in the dataset."""
     version: str = ""
-    """Version of the program that the preset was tested with."""
     install: str = ""
-    """The command that installs this version."""
     program: str = Field(min_length=1)
-    """The program to start."""
     arguments: list[str] = []
-    """Arguments of every session, before all others."""
     headless: list[str]
-    """Arguments for one headless session: the program works on one instruction, uses its tools without asking, also as
-    root, and exits. `{instruction}` is replaced by the instruction."""
     env: dict[str, str] = {}
-    """Variables that it needs: a placeholder key if it refuses to start without one, telemetry and update checks off.
-    `{max_model_len}` is replaced by the engine's context window in tokens."""
     quirks: list[str] = []
-    """Facts that a person who runs the program should know."""
 
     @classmethod
     def load(cls, name: str) -> Self:

@@ -12,19 +12,21 @@ class Task(BaseModel):
     """An instruction, the workspace to start from, and the evaluator of the result.
 
     A task file is JSON Lines with these fields as keys. Paths in it are relative to the file.
+
+    Attributes:
+        id: Name of the task in the dataset: letters, digits, dot, dash and underscore.
+        instruction: Prompt for the harness.
+        workspace: Folder of which every session gets a copy. None: an empty folder.
+        evaluate: Command that runs in the session's workspace after the harness. The last line of its output is
+            the reward if it is a number. Otherwise the reward is 1 for exit status 0, and 0 for other statuses.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     id: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$")
-    """Name of the task in the dataset: letters, digits, dot, dash and underscore."""
     instruction: str = Field(min_length=1)
-    """Prompt for the harness."""
     workspace: Path | None = None
-    """Folder of which every session gets a copy. None: an empty folder."""
     evaluate: list[str] = Field(min_length=1)
-    """Command that runs in the session's workspace after the harness. The last line of its output is the reward if it
-    is a number. Otherwise the reward is 1 for exit status 0, and 0 for other statuses."""
 
 
 def load_tasks(path: Path) -> list[Task]:

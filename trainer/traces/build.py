@@ -49,31 +49,36 @@ TRAINED_ROLES: tuple[CallRole, ...] = ("agent", "subagent", "compaction")
 
 @dataclass(slots=True, kw_only=True)
 class Trace:
-    """One sequence to train on. `completion_mask` and `logprobs` have the length C of `completion_ids`."""
+    """One sequence to train on. `completion_mask` and `logprobs` have the length C of `completion_ids`.
+
+    Attributes:
+        trace_id: `SESSION/CALL`: the percent-encoded session id and the last call's id. Unique in a run; does
+            not depend on the order of the calls.
+        call_ids: The path from the trace's first call to its last one; one call under strategy `per_request`.
+        prompt_ids: The first call's prompt, shape (P,).
+        completion_ids: The tokens after it: those that the path's calls sampled and those between them, shape
+            (C,).
+        completion_mask: 1 where the policy sampled the token and this trace trains it, else 0; shape (C,).
+        logprobs: Natural-log probabilities under the sampling policy, 0.0 where the mask is 0; shape (C,).
+        weight_versions: The weights that sampled the tokens with mask 1; positions are those of
+            `completion_ids`.
+        role: Role of the last call.
+        shared_trace_id: Strategy `tree`: the earlier trace of the session with the longest shared prefix; None
+            when no earlier trace begins with the same token.
+        shared_tokens: Length of that prefix in tokens of `prompt_ids` + `completion_ids`.
+    """
 
     session_id: str
     trace_id: str
-    """`SESSION/CALL`: the percent-encoded session id and the last call's id. Unique in a run; does not depend on the
-    order of the calls."""
     call_ids: list[str]
-    """The path from the trace's first call to its last one; one call under strategy `per_request`."""
     prompt_ids: list[int]
-    """The first call's prompt, shape (P,)."""
     completion_ids: list[int]
-    """The tokens after it: those that the path's calls sampled and those between them, shape (C,)."""
     completion_mask: list[int]
-    """1 where the policy sampled the token and this trace trains it, else 0; shape (C,)."""
     logprobs: list[float]
-    """Natural-log probabilities under the sampling policy, 0.0 where the mask is 0; shape (C,)."""
     weight_versions: list[VersionSpan]
-    """The weights that sampled the tokens with mask 1; positions are those of `completion_ids`."""
     role: CallRole = "agent"
-    """Role of the last call."""
     shared_trace_id: str | None = None
-    """Strategy `tree`: the earlier trace of the session with the longest shared prefix; None when no earlier trace
-    begins with the same token."""
     shared_tokens: int = 0
-    """Length of that prefix in tokens of `prompt_ids` + `completion_ids`."""
     task_id: str = ""
     group_id: str = ""
     harness: str = ""
@@ -100,13 +105,16 @@ class TraceBatch:
     """Traces of one generation batch, and the reward of every session that has one.
 
     A session whose calls were all left out has no trace. Its reward still counts in its group's mean.
+
+    Attributes:
+        rewards: Session id -> group and reward.
+        ledger: The account of the sampled tokens of all its sessions; empty when the traces come from
+            elsewhere.
     """
 
     traces: list[Trace] = field(default_factory=list)
     rewards: dict[str, GroupReward] = field(default_factory=dict)
-    """Session id -> group and reward."""
     ledger: Ledger = field(default_factory=Ledger)
-    """The account of the sampled tokens of all its sessions; empty when the traces come from elsewhere."""
 
 
 def build_traces(

@@ -18,12 +18,15 @@ this order counts."""
 
 @dataclass(slots=True, kw_only=True)
 class Ledger:
-    """Token counts: sampled, trained, and left out by reason. `+` adds two ledgers."""
+    """Token counts: sampled, trained, and left out by reason. `+` adds two ledgers.
+
+    Attributes:
+        left_out: `LeftOut` reason -> number of tokens. `+` drops reasons with 0 tokens.
+    """
 
     sampled: int = 0
     trained: int = 0
     left_out: dict[str, int] = field(default_factory=dict)
-    """`LeftOut` reason -> number of tokens. `+` drops reasons with 0 tokens."""
 
     def __add__(self, other: "Ledger") -> "Ledger":
         left_out = Counter(self.left_out) + Counter(other.left_out)

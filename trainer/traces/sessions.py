@@ -55,13 +55,16 @@ class TracedSession:
 
 @dataclass(slots=True)
 class Totals:
-    """Counts over sessions: their calls, traces, rewards and sampled tokens."""
+    """Counts over sessions: their calls, traces, rewards and sampled tokens.
+
+    Attributes:
+        harnesses: Sessions of each.
+    """
 
     sessions: int = 0
     rewarded: int = 0
     reward_sum: float = 0.0
     harnesses: Counter[str] = field(default_factory=Counter)
-    """Sessions of each."""
     tasks: set[str] = field(default_factory=set)
     calls: int = 0
     traces: int = 0

@@ -50,32 +50,37 @@ class SessionRow:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Counts over a run."""
+    """Counts over a run.
+
+    Attributes:
+        rendered: Reason why prompts were rendered in full, with ids and numbers replaced by an ellipsis ->
+            number of calls.
+        uncaptured_calls: Requests that look like model calls and were not answered by the recorder. Each is a
+            gap in the record.
+        retried: Requests that received the reply of an earlier call. That call is recorded once.
+        continued: Failures of an engine during a call after which the call went on.
+        rejected: Model calls that were answered with an error before they reached the engine.
+        unauthorised: Requests with bad proxy credentials.
+        interrupted: Calls that began and were not recorded: they run, or the recorder was killed.
+        session_rows: In the order in which the sessions started.
+    """
 
     sessions: dict[str, int]
     calls: dict[str, int]
     kinds: dict[str, int]
     rendered: dict[str, int]
-    """Reason why prompts were rendered in full, with ids and numbers replaced by an ellipsis -> number of calls."""
     roles: dict[str, int]
     violations: dict[str, int]
     refused: dict[str, int]
     uncaptured_calls: int
-    """Requests that look like model calls and were not answered by the recorder. Each is a gap in the record."""
     retried: int
-    """Requests that received the reply of an earlier call. That call is recorded once."""
     continued: int
-    """Failures of an engine during a call after which the call went on."""
     rejected: int
-    """Model calls that were answered with an error before they reached the engine."""
     unauthorised: int
-    """Requests with bad proxy credentials."""
     interrupted: int
-    """Calls that began and were not recorded: they run, or the recorder was killed."""
     ledger: Ledger
     steps: list[Step]
     session_rows: list[SessionRow]
-    """In the order in which the sessions started."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary as JSON values."""
