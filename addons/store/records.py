@@ -140,7 +140,8 @@ class Call:
         violation: The invariant that the tokens break (`find_violation`). Such a call is kept and left out of
             traces.
         role_evidence: Header, field or structure of the request that determined `role`; empty for the default.
-        dialect: Name of the API: `openai_chat`, `openai_responses`, `anthropic` or `google`.
+        dialect: Name of the API: `openai-chat`, `openai-responses`, `anthropic-messages` or
+            `google-generate-content`; empty for an imported call.
         model: Model name in the harness's request.
         sampling: JSON of the sampling parameters sent to the engine. Key `asked`: further parameters that the
             harness requested; they were not applied.

@@ -22,6 +22,6 @@ def inspect_command(run: Path, session: str | None, call: str | None, as_json: b
     if session is None:
         print_result(opened.summary(), as_json)
     elif call is None:
-        print_result(opened.session(session), as_json)
+        print_result(opened.inspect_session(session), as_json)
     else:
-        print_result(opened.call(session, call), as_json)
+        print_result(opened.inspect_call(session, call), as_json)

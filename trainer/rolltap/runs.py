@@ -95,14 +95,14 @@ class Run:
         """Return counts of the run, rewards by policy version, and the ledger. `rich.print` shows it as tables."""
         return summarize(self.path)
 
-    def session(self, session_id: str) -> SessionView:
+    def inspect_session(self, session_id: str) -> SessionView:
         """Return one session with its call tree and its ledger, as `rolltap inspect` shows it.
 
         Unique prefixes of the id are accepted. Raises `InputError` for an unknown id.
         """
         return view_session(self.path, session_id)
 
-    def call(self, session_id: str, call_id: str) -> CallView:
+    def inspect_call(self, session_id: str, call_id: str) -> CallView:
         """Return one call with its messages, its tools and, for a rendered prompt, where it leaves the recorded tokens.
 
         Unique prefixes of both ids are accepted. Raises `InputError` for an unknown id.

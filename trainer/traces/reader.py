@@ -90,6 +90,9 @@ class SessionIndex:
         for reader in self._open.values():
             reader.close()
 
+    def __contains__(self, session_id: object) -> bool:
+        return session_id in self._places
+
     @property
     def session_ids(self) -> list[str | None]:
         """Ids of the sessions that have rows, in the order of their first ones; None for rows without a session."""
@@ -137,7 +140,7 @@ class RecordedCalls(Mapping[str, list[Call]]):
         self._index = SessionIndex(run, "calls")
 
     def __getitem__(self, session_id: str) -> list[Call]:
-        if session_id not in self._index.session_ids:
+        if session_id not in self._index:
             raise KeyError(session_id)
         return rebuild_calls(self._run, session_id, self._index.batches(session_id))
 

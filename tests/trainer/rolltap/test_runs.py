@@ -56,12 +56,14 @@ class TestRun:
         assert run.ledger().left_out == {"aborted": 1, "auxiliary": 1, "no_reward": 5}
 
     def test_a_session_and_a_call_are_found_by_unique_prefixes(self, run):
-        assert run.session("s").session_id == "s"
-        assert run.call("s", "s-1").call.call_id == "s-1"
+        assert run.inspect_session("s").session_id == "s"
+        assert run.inspect_call("s", "s-1").call.call_id == "s-1"
         with pytest.raises(InputError, match="begin with 's-'"):
-            run.call("s", "s-")
+            run.inspect_call("s", "s-")
 
-    @pytest.mark.parametrize("view", [lambda run: run.summary(), lambda run: run.session("s"), rolltap.Run.ledger])
+    @pytest.mark.parametrize(
+        "view", [lambda run: run.summary(), lambda run: run.inspect_session("s"), rolltap.Run.ledger]
+    )
     def test_rich_prints_what_a_person_looks_at(self, run, view):
         Console(file=(printed := io.StringIO()), width=100).print(view(run))
         assert "sampled tokens" in printed.getvalue()
