@@ -64,7 +64,6 @@ def engine(tiny_model, tmp_path_factory) -> Iterator[RunningEngine]:
         port = free.getsockname()[1]
     log = tmp_path_factory.mktemp("vllm") / "vllm.log"
     server = EngineServer(str(tiny_model), vllm=vllm, port=port, max_model_len=CONTEXT, lora_rank=8, log=log)
-    server.start()
     with server:
         yield RunningEngine(server.url, tiny_model)
 
