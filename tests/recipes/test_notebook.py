@@ -1,0 +1,105 @@
+"""The notebook from a task to a gradient: its committed form, and its execution on the real engine and harness."""
+
+import ast
+import json
+import math
+import shutil
+import subprocess
+import sys
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbformat.v4 import new_code_cell
+
+import rolltap
+from tests.conftest import ROOT
+
+NOTEBOOK = ROOT / "recipes" / "notebook" / "first_gradient.ipynb"
+
+READ_BACK = """
+print(json.dumps({
+    "run": str(run.path),
+    "sampled": batch.ledger.sampled,
+    "trained": batch.ledger.trained,
+    "left_out": batch.ledger.left_out,
+    "masked": sum(sum(trace.completion_mask) for trace in batch.traces),
+    "tokens_trained": logged["tokens_trained"],
+    "gradient_norm": logged["grad_norm"],
+    "largest_change": max(float((after[name] - before[name]).abs().max()) for name in before),
+}))
+"""
+"""A cell that the test appends, for the numbers that the notebook rounds when it prints them."""
+
+
+@pytest.fixture(scope="module")
+def notebook():
+    return nbformat.read(NOTEBOOK, as_version=4)
+
+
+@pytest.fixture(scope="module")
+def code(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def test_it_is_committed_without_outputs(code):
+    assert all(cell.outputs == [] and cell.execution_count is None for cell in code)
+
+
+def test_it_is_a_valid_notebook_for_any_python_3(notebook):
+    nbformat.validate(notebook)
+    assert notebook.metadata.kernelspec.name == "python3"
+
+
+def test_ruff_finds_nothing_in_its_cells():
+    for arguments in (["check", "--no-cache"], ["format", "--no-cache", "--check"]):
+        ended = subprocess.run([sys.executable, "-m", "ruff", *arguments, NOTEBOOK], capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_it_imports_the_public_page_torch_trl_datasets_and_the_standard_library(code):
+    imported, names = set(), set()
+    for node in ast.walk(ast.parse("\n".join(cell.source for cell in code))):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(node.module.partition(".")[0])
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "rolltap":
+            names.add(node.attr)
+    assert imported - sys.stdlib_module_names == {"rolltap", "torch", "trl", "datasets"}
+    assert {"Task", "rollout", "TraceGRPOTrainer"} <= names <= set(rolltap.__all__)
+
+
+@pytest.fixture
+def executed(engine, tmp_path, monkeypatch):
+    """What `READ_BACK` printed in the executed notebook."""
+    if shutil.which("mini") is None:
+        pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
+    monkeypatch.setenv("ROLLTAP_ENGINE", engine.url)
+    monkeypatch.setenv("MODEL", str(engine.model_dir))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    # nothing of the user's own Jupyter: neither its kernels nor its settings
+    for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
+        monkeypatch.setenv(name, str(tmp_path / "jupyter"))
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    notebook.cells.append(new_code_cell(READ_BACK))
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": tmp_path}}).execute()
+    return json.loads(notebook.cells[-1].outputs[0].text)
+
+
+@pytest.mark.engine
+@pytest.mark.harness
+def test_it_goes_from_a_task_to_a_gradient(executed):
+    run = rolltap.open_run(executed["run"])
+    sessions, calls = run.sessions(), run.calls
+    assert {session.status for session in sessions} == {"completed"}
+    assert {session.reward for session in sessions} == {0.0, 1.0}
+    assert all(len(calls[session.session_id]) >= 3 for session in sessions)
+
+    assert executed["sampled"] == sum(len(call.completion_ids) for recorded in calls.values() for call in recorded) > 0
+    assert executed["sampled"] == executed["trained"] + sum(executed["left_out"].values())
+    assert executed["trained"] == executed["masked"] == executed["tokens_trained"] > 0
+
+    assert math.isfinite(executed["gradient_norm"])
+    assert executed["gradient_norm"] > 0
+    assert executed["largest_change"] > 0
