@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -12,10 +13,13 @@ Advance = Callable[[str, int, int], None]
 
 @contextmanager
 def progress_bar(console: Console | None = None, *, show: bool = True) -> Iterator[Advance]:
-    """Show a progress bar on `console` (default: stderr) until the block ends. Without a terminal nothing is shown."""
+    """Show a progress bar on `console` (default: stderr) until the block ends.
+
+    It is shown on a terminal, and in a notebook that has ipywidgets, which rich needs there.
+    """
     console = console or Console(stderr=True)
+    visible = console.is_terminal or (console.is_jupyter and find_spec("ipywidgets") is not None)
     columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    disable = not (show and console.is_terminal)
-    with Progress(*columns, console=console, transient=True, disable=disable) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not (show and visible)) as progress:
         bar = progress.add_task("", total=None)
         yield lambda what, done, total: progress.update(bar, description=what, completed=done, total=total)

@@ -90,7 +90,7 @@ class EngineServer:
         port: int = 8000,
         max_model_len: int | None = None,
         lora_rank: int = 0,
-        log: Path | None = None,
+        log: str | Path | None = None,
         extra: Sequence[str] = (),
     ) -> None:
         found = shutil.which(vllm)
@@ -98,7 +98,7 @@ class EngineServer:
             raise InputError(f"{vllm!r} is not on the PATH: install vLLM in an environment of its own, see --vllm")
         cpu = is_cpu_build(found)
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        self._log = log
+        self._log = None if log is None else Path(log)
         self._command = engine_command(
             found, model, host=host, port=port, max_model_len=max_model_len, lora_rank=lora_rank, cpu=cpu
         )

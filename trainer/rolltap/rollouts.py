@@ -8,6 +8,7 @@ from pathlib import Path
 from rolltap.addons.errors import InputError
 from rolltap.runs import Run, open_run
 from rolltap.trainer.blocking import run_blocking
+from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.progress import progress_bar
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
@@ -40,8 +41,7 @@ def rollout(
     rollout. Its status says what happened. KeyboardInterrupt stops the harnesses; what was recorded stays in the run.
 
     Raises `InputError` for wrong arguments, before anything is started; `RecorderError` when the recorder does not
-    start or dies; `EngineError` when a harness needs the engine's context window and the engine does not answer;
-    `OSError` when the run folder cannot be written.
+    start or dies; `EngineError` when an engine does not answer at the start; `OSError` when the run folder cannot be written.
     """
     return run_blocking(
         rollout_async(
@@ -82,6 +82,8 @@ async def rollout_async(
     if isinstance(harness, str):
         harness = Harness.load(harness)
     harness.require_program()
+    for url in engine.split(","):
+        await asyncio.to_thread(EngineAdmin(url.strip()).models)
     plan = Plan(harness, sessions, concurrency, timeout)
     async with _started(Recorder(out, engine=engine, model=model, options=options)) as recorder:
         with progress_bar(show=progress) as advance:

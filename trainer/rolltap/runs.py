@@ -231,8 +231,8 @@ class RunTraces:
     def batch(self, sessions: Collection[str] | None = None) -> TraceBatch:
         """Return all traces as one batch for `TraceGRPOTrainer`; with `sessions`, those of these session ids.
 
-        The batch has the reward of every session that has one. Tokens of the others are left out as `no_reward`. The
-        ledger has been checked against the traces.
+        The batch has the reward of every session that has one. Tokens of the others are left out as `no_reward`. Groups
+        of equal rewards are in the batch; their advantages are 0. The ledger has been checked against the traces.
         """
         return load_batch(self._run, sessions, self._options)
 

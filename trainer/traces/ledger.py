@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rich.jupyter import JupyterMixin
 from rich.table import Table
 
 from rolltap.addons.errors import LedgerError
@@ -17,7 +18,7 @@ this order counts."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Ledger:
+class Ledger(JupyterMixin):
     """Token counts: sampled, trained, and left out by reason. `+` adds two ledgers.
 
     Attributes:

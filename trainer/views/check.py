@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.jupyter import JupyterMixin
 from rich.table import Table
 from rich.text import Text
 
@@ -68,7 +69,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Report(JupyterMixin):
     """Result of a check."""
 
     recorded_model: str

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.jupyter import JupyterMixin
 
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import Call, Session
@@ -52,7 +53,7 @@ class Branch:
 
 
 @dataclass(frozen=True, slots=True)
-class SessionView:
+class SessionView(JupyterMixin):
     """A session, its calls in the order in which they started, and its ledger."""
 
     session_id: str
@@ -89,7 +90,7 @@ class Divergence:
 
 
 @dataclass(frozen=True, slots=True)
-class CallView:
+class CallView(JupyterMixin):
     """One call, its parsed messages, and why it is not trained or not continued."""
 
     call: Call

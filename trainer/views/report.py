@@ -12,6 +12,7 @@ from typing import Any
 from pyarrow import RecordBatch
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.jupyter import JupyterMixin
 from rich.table import Table
 from rich.text import Text
 
@@ -49,7 +50,7 @@ class SessionRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class Summary(JupyterMixin):
     """Counts over a run.
 
     Attributes:
