@@ -34,6 +34,13 @@ if environment_312; then
     say "pytest: the addons on Python 3.12 with mitmproxy 12"
     "$VENVS/rolltap-3.12/bin/pytest" -q -n 2 -m "not engine" tests/addons || failed=1
 fi
+environments_wheel
+for name in wheel wheel-3.12; do
+    if [ -x "$VENVS/$name/bin/python" ]; then
+        say "pytest: the environment $name"
+        "$VENVS/$name/bin/python" -P -m pytest -q tests/wheel || failed=1
+    fi
+done
 wait "$engines" || failed=1
 say "pytest: engines and harnesses"
 cat "$log"
