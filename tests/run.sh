@@ -34,6 +34,14 @@ if environment_312; then
     say "pytest: the addons on Python 3.12 with mitmproxy 12"
     "$VENVS/rolltap-3.12/bin/pytest" -q -n 2 -m "not engine" tests/addons || failed=1
 fi
+environments_wheel
+say "pytest: the wheel"
+"$VENVS/wheel/bin/python" -P -m pytest -q tests/wheel > "$VENVS/wheel.log" 2>&1 & wheel=$!
+if [ -x "$VENVS/wheel-3.12/bin/python" ]; then
+    "$VENVS/wheel-3.12/bin/python" -P -m pytest -q tests/wheel || failed=1
+fi
+wait "$wheel" || failed=1
+cat "$VENVS/wheel.log"
 wait "$engines" || failed=1
 say "pytest: engines and harnesses"
 cat "$log"

@@ -46,7 +46,7 @@ from rolltap.trainer.commands import (
         verify.verify_command,
     ]
 )
-@click.version_option(package_name="rolltap")
+@click.version_option(package_name="rolltap", prog_name="rolltap")
 def rolltap() -> None:
     """Record agent rollouts off the wire, and train on them."""
 

@@ -13,21 +13,15 @@ from rolltap.trainer.commands.options import FOLDER
 from rolltap.types import TRAINED_ROLES, CallRole, Strategy
 
 
-class _Roles(click.ParamType):
-    """Roles of calls, separated by commas."""
-
-    name = "roles"
-
-    def convert(
-        self, value: str | tuple[CallRole, ...], param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[CallRole, ...]:
-        """The roles as a tuple, each once, in their usual order."""
-        if isinstance(value, tuple):
-            return value
-        asked = {role.strip() for role in value.split(",")}
-        if unknown := asked - set(get_args(CallRole)):
-            self.fail(f"{', '.join(map(repr, sorted(unknown)))}: choose among {', '.join(get_args(CallRole))}")
-        return tuple(role for role in get_args(CallRole) if role in asked)
+def _roles(value: str | tuple[CallRole, ...]) -> tuple[CallRole, ...]:
+    """Return roles that are separated by commas as a tuple, each once, in their usual order."""
+    if isinstance(value, tuple):
+        return value
+    asked = {role.strip() for role in value.split(",")}
+    known = get_args(CallRole)
+    if unknown := asked - set(known):
+        raise click.BadParameter(f"{', '.join(map(repr, sorted(unknown)))}: choose among {', '.join(known)}")
+    return tuple(role for role in known if role in asked)
 
 
 @click.command("traces")
@@ -42,7 +36,7 @@ class _Roles(click.ParamType):
 )
 @click.option(
     "--roles",
-    type=_Roles(),
+    type=_roles,
     default=TRAINED_ROLES,
     metavar="ROLE,...",
     help=f"Roles of the calls to train: {', '.join(get_args(CallRole))}; by default {', '.join(TRAINED_ROLES)}.",

@@ -65,6 +65,7 @@ class TraceGRPOTrainer(GRPOTrainer):
     The constructor raises `InputError` for a configuration whose loss would not be that of the recorded traces.
     """
 
+    _step: int
     _buffered_inputs: list[dict[str, Tensor]] | None
 
     def __init__(
@@ -96,10 +97,10 @@ class TraceGRPOTrainer(GRPOTrainer):
         )
         self.add_callback(_SkipEmptySteps(self))
 
-    def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler:
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler[int]:
         # accelerate distributes whole batches round-robin over the processes. With one repeat per process, each
         # process, also the main one, gets all rows of a generation batch.
-        return RepeatSampler(
+        sampler: Sampler[int] = RepeatSampler(
             self.train_dataset if dataset is None else dataset,
             mini_repeat_count=1,
             batch_size=self.groups_per_step,
@@ -107,19 +108,21 @@ class TraceGRPOTrainer(GRPOTrainer):
             shuffle=self.shuffle_dataset,
             seed=self.args.seed,
         )
+        return sampler
 
-    def get_train_dataloader(self) -> DataLoader:
+    def get_train_dataloader(self) -> DataLoader[dict[str, Any]]:
         """Return a loader of batches of `groups_per_step` rows; each is repeated once per micro-batch and iteration."""
-        return self._get_dataloader(
+        loader: DataLoader[dict[str, Any]] = self._get_dataloader(
             dataset=self.train_dataset,
             description="Training",
             batch_size=self.groups_per_step,
             sampler_fn=self._get_train_sampler,
             is_training=True,
         )
+        return loader
 
     def _prepare_inputs(self, generation_batch: list[dict[str, Any]]) -> dict[str, Tensor]:
-        steps = self.args.steps_per_generation
+        steps: int = self.args.steps_per_generation
         if self._step % (steps * self.num_iterations) == 0 or self._buffered_inputs is None:
             batch = self.trace_source(generation_batch) if self.accelerator.is_main_process else None
             (batch,) = broadcast_object_list([batch])

@@ -41,6 +41,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rolltap import errors as errors
+    from rolltap import types as types
     from rolltap.addons.errors import RolltapError
     from rolltap.addons.store.records import Call, Session
     from rolltap.rollouts import rollout, rollout_async
@@ -54,6 +56,8 @@ if TYPE_CHECKING:
     from rolltap.trainer.traces.build import GroupReward, Trace, TraceBatch, build_traces
     from rolltap.trainer.traces.ledger import Ledger
     from rolltap.training import train
+
+    __version__: str
 
 __all__ = [
     "Call",
@@ -100,7 +104,7 @@ _SUBMODULES = ("errors", "types")
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}
 
 
-def __getattr__(name: str) -> Any:
+def _load(name: str) -> Any:
     if name == "__version__":
         return version("rolltap")
     if name in _SUBMODULES:
@@ -115,6 +119,10 @@ def __getattr__(name: str) -> Any:
         extra = "train" if name == "TraceGRPOTrainer" else "record"
         message = f"rolltap.{name} needs packages that are not installed ({error}): pip install 'rolltap[{extra}]'"
         raise MissingPackageError(message) from error
+
+
+if not TYPE_CHECKING:  # a type checker would believe that the module has every name
+    __getattr__ = _load
 
 
 def __dir__() -> list[str]:

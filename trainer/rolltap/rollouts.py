@@ -41,7 +41,8 @@ def rollout(
     rollout. Its status says what happened. KeyboardInterrupt stops the harnesses; what was recorded stays in the run.
 
     Raises `InputError` for wrong arguments, before anything is started; `RecorderError` when the recorder does not
-    start or dies; `EngineError` when an engine does not answer at the start; `OSError` when the run folder cannot be written.
+    start or dies; `EngineError` when an engine does not answer at the start; `OSError` when the run folder cannot be
+    written.
     """
     return run_blocking(
         rollout_async(

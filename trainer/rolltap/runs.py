@@ -10,7 +10,7 @@ from rolltap.addons.errors import InputError
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import CallRole, Session
 from rolltap.addons.store.staging import new_folder
-from rolltap.trainer.progress import progress_bar
+from rolltap.trainer.progress import Advance, progress_bar
 from rolltap.trainer.runs.import_calls import ImportSummary
 from rolltap.trainer.runs.import_calls import import_calls as _import_calls
 from rolltap.trainer.runs.merge import LeftBehind
@@ -137,11 +137,16 @@ class Run:
         # datasets takes a second to import
         from rolltap.trainer.exports import atif, messages, openenv, parquet
 
-        formats = {"parquet": parquet, "openenv": openenv, "atif": atif, "messages": messages}
+        formats: dict[str, Callable[[Path, Path, Advance], int]] = {
+            "parquet": parquet.export,
+            "openenv": openenv.export,
+            "atif": atif.export,
+            "messages": messages.export,
+        }
         if target not in formats:
             raise InputError(f"unknown format {target!r}: choose {', '.join(formats)}")
         with new_folder(Path(out)) as folder, progress_bar(show=progress) as advance:
-            return formats[target].export(self.path, folder, advance)
+            return formats[target](self.path, folder, advance)
 
     def push_to_hub(self, repo: str, *, public: bool = False, progress: bool = True) -> str:
         """Push the run as Parquet to the dataset repository `repo` (ORG/NAME) and return its URL.

@@ -121,9 +121,10 @@ class CallView(JupyterMixin):
         return json_values({"call": call, "left_out": self.left_out, "difference": difference})
 
 
-def json_values(value: Any) -> Any:
+def json_values(value: dict[str, Any]) -> dict[str, Any]:
     """Return JSON values: timestamps as ISO 8601; NaN and the infinities, which JSON lacks, as their names."""
-    return json.loads(json.dumps(value, default=lambda time: time.isoformat()), parse_constant=str)
+    values: dict[str, Any] = json.loads(json.dumps(value, default=lambda time: time.isoformat()), parse_constant=str)
+    return values
 
 
 def find_id(prefix: str, ids: Collection[str], what: str, where: str) -> str:
