@@ -78,7 +78,7 @@ def open_run(options: OptManager) -> Endpoint:
         except OptionsError as error:
             return wrong.append(str(error))
 
-    run, engines, sampling, rendering = map(read, (_run, _engines, _sampling, _rendering))
+    run, engines, sampling, sync, rendering = map(read, (_run, _engines, _sampling, _sync, _rendering))
     if wrong:
         raise OptionsError("\n".join(wrong))
     metadata = {
@@ -98,7 +98,7 @@ def open_run(options: OptManager) -> Endpoint:
         add_recorder(run, recorder)
     except (RunError, OSError) as error:
         raise OptionsError(f"rolltap_out: {error}") from error
-    writer = RunWriter(run, options.rolltap_fsync)
+    writer = RunWriter(run, sync)
     return Endpoint(rendering, engines, writer, sampling, patience=options.rolltap_patience)
 
 
@@ -140,6 +140,14 @@ def _sampling(options: OptManager) -> dict[str, Any]:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise OptionsError(f"rolltap_sampling[{key!r}] is {value!r}: give a number")
     return sampling
+
+
+def _sync(options: OptManager) -> Sync:
+    # mitmproxy checks `choices` in its user interfaces only
+    sync: Sync = options.rolltap_fsync
+    if sync not in get_args(Sync):
+        raise OptionsError(f"rolltap_fsync is {sync!r}: choose {', '.join(get_args(Sync))}")
+    return sync
 
 
 def _rendering(options: OptManager) -> Rendering:

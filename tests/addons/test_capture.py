@@ -225,6 +225,7 @@ class TestOptions:
             ("rolltap_sampling", '{"temp": 1}', r"unknown key 'temp': use .*temperature"),
             ("rolltap_sampling", '{"top_p": "1"}', r"rolltap_sampling\['top_p'\] is '1': give a number"),
             ("rolltap_sampling", '{"top_k": true}', r"rolltap_sampling\['top_k'\] is True: give a number"),
+            ("rolltap_fsync", "sometimes", r"rolltap_fsync is 'sometimes': choose never, session, call"),
             ("rolltap_out", "{tmp}/file", r"rolltap_out: .*file"),
         ],
     )

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import rolltap
-from rolltap.errors import InputError, RecorderError
+from rolltap.errors import EngineError, InputError, RecorderError
 from tests.scripted_engine import Say
 from tests.trainer.commands.program import ASK
 
@@ -94,8 +94,14 @@ def test_a_wrong_argument_is_refused_before_anything_is_started(arguments, chang
 
 
 def test_a_recorder_that_does_not_start_is_an_error_of_its_own(arguments):
-    with pytest.raises(RecorderError, match=r"(?s)did not start:.*rolltap_engine is 'nowhere'"):
-        rolltap.rollout([TASK], **{**arguments, "engine": "nowhere"})
+    with pytest.raises(RecorderError, match=r"(?s)did not start:.*rolltap_fsync"):
+        rolltap.rollout([TASK], **arguments, options={"rolltap_fsync": "sometimes"})
+
+
+def test_an_engine_that_does_not_answer_is_an_error_before_anything_is_started(arguments):
+    with pytest.raises(EngineError, match=r"127\.0\.0\.1:9/v1/models: no engine answers"):
+        rolltap.rollout([TASK], **{**arguments, "engine": f"{arguments['engine']},http://127.0.0.1:9"})
+    assert not arguments["out"].exists()
 
 
 def test_a_program_of_ones_own_is_recorded_with_a_reward(arguments, tmp_path):
