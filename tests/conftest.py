@@ -1,4 +1,4 @@
-"""The real parts that tests share. What is not installed is skipped by name; tests/run.sh installs all of it."""
+"""The real parts that tests share. A part that is not installed skips its tests by name; tests/run.sh installs them."""
 
 import os
 import shutil
@@ -15,14 +15,14 @@ from rolltap.trainer.engine.serve import EngineServer
 from tests.scripted_engine import ScriptedEngine
 
 CONTEXT = 65536
-"""Tokens; the first prompt of some harnesses has 30,000."""
+"""Context window in tokens. The first prompt of some harnesses has 30,000."""
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "recipes" / "quickstart"
 
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory) -> Path:
-    """A folder with the tokenizer of the quickstart's model and nothing else: all that a recorder needs."""
+    """Return a folder with only the tokenizer of the quickstart's model. A recorder needs no more."""
     sys.path.insert(0, str(QUICKSTART))
     try:
         import words
@@ -40,14 +40,14 @@ def tokenizer(tokenizer_folder):
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Path:
-    """Folder of the quickstart's model, which takes a minute to teach on first use."""
+    """Return the folder of the quickstart's model. Training it on first use takes a minute."""
     folder = ROOT / "runs" / "quickstart" / "model"
     subprocess.run([sys.executable, QUICKSTART / "make_model.py", folder], check=True)
     return folder
 
 
 class RunningEngine:
-    """A real vLLM server and the model that it serves."""
+    """A running vLLM server and the model that it serves."""
 
     def __init__(self, url: str, model_dir: Path) -> None:
         self.url = url
@@ -56,7 +56,7 @@ class RunningEngine:
 
 @pytest.fixture(scope="session")
 def engine(tiny_model, tmp_path_factory) -> Iterator[RunningEngine]:
-    """A real vLLM server with the tiny model, LoRA loading on. Tests that publish must restore its weights."""
+    """Yield a vLLM server with the tiny model and LoRA loading. Tests that publish must restore its weights."""
     vllm = os.environ.get("ROLLTAP_VLLM", "vllm")
     if shutil.which(vllm) is None:
         pytest.skip(f"vLLM is not installed ({vllm}): tests/run.sh installs it, or set ROLLTAP_VLLM")

@@ -5,7 +5,7 @@ source "$(dirname "$0")/../recipes/environments.sh"
 environment_rolltap
 export PATH="$VENVS/rolltap/bin:$PATH"
 trap 'kill $(jobs -p) 2>/dev/null || :' EXIT
-# a minute of work, while the others are downloaded
+# takes a minute, in parallel with the downloads
 python recipes/quickstart/make_model.py runs/quickstart/model & model=$!
 environment_vllm
 environment_harnesses
@@ -24,7 +24,7 @@ if [ $# -gt 0 ]; then
     pytest "$@"
     exit
 fi
-# what starts engines and harnesses, one after the other, and beside it all the rest
+# the tests with engines and harnesses run sequentially, in parallel with the others
 log="$VENVS/pytest.log"
 pytest -m "engine or harness" > "$log" 2>&1 & engines=$!
 failed=0

@@ -1,7 +1,7 @@
-"""An engine that says what a test tells it to, in vLLM's token-in/token-out protocol.
+"""An engine with scripted replies that serves vLLM's token-in/token-out protocol.
 
-It leads a harness through a given conversation and misbehaves on request. `addons/engine/test_client.py` holds its
-protocol against a real vLLM.
+It leads a harness through a given conversation and can fail on request. `addons/engine/test_client.py` compares its
+protocol with that of a real vLLM.
 """
 
 import asyncio
@@ -17,20 +17,20 @@ from aiohttp import web
 
 @dataclass
 class Say:
-    """A reply: the tokens of `text`, ended as the model ends its turn unless the finish reason is another."""
+    """A reply of the tokens of `text`, and of the model's end-of-turn token if the finish reason is "stop"."""
 
     text: str
     finish_reason: str = "stop"
     hold_after: int | None = None
-    """Wait for `release()` after this many tokens."""
+    """Number of tokens after which to wait for `release()`."""
     break_after: int | None = None
-    """Close the connection after this many tokens."""
+    """Number of tokens after which to close the connection."""
     weight_version: str = "default"
 
 
 @dataclass
 class Answer:
-    """A reply that is not a stream of tokens: a status and a body, or an event in a stream when the status is 200."""
+    """A reply of a status and a body instead of tokens. With status 200 the body is an event of a stream."""
 
     status: int
     body: str
@@ -40,7 +40,7 @@ Reply = Say | Answer
 
 
 class ScriptedEngine:
-    """A context manager: an HTTP server in a thread of its own. `replies` are given in order, then `otherwise`."""
+    """A context manager of an HTTP server in its own thread. It gives `replies` in order, then those of `otherwise`."""
 
     def __init__(self, tokenizer: Any, *, max_model_len: int = 8192) -> None:
         self.tokenizer = tokenizer
@@ -49,7 +49,7 @@ class ScriptedEngine:
         self.otherwise: Callable[[dict[str, Any]], Reply] | None = None
         self.requests: list[dict[str, Any]] = []
         self.disconnected = threading.Event()
-        """Set when a client hung up during a generation."""
+        """Set when a client disconnects during a generation."""
         self.holding = threading.Event()
         """Set while a generation waits for `release()`."""
         self.url = ""
@@ -66,11 +66,11 @@ class ScriptedEngine:
         self._thread.join()
 
     def release(self) -> None:
-        """Let held generations go on."""
+        """Let held generations continue."""
         self._loop.call_soon_threadsafe(self._released.set)
 
     def ids(self, text: str) -> list[int]:
-        """Token ids of `text`."""
+        """Return the token ids of `text`."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     async def _serve(self) -> None:
@@ -118,7 +118,7 @@ class ScriptedEngine:
         for i, token_id in enumerate(ids):
             if i == reply.break_after:
                 assert response._req.transport is not None
-                response._req.transport.close()  # what was written still arrives
+                response._req.transport.close()  # already written data is still delivered
                 return
             if i == reply.hold_after:
                 self.holding.set()

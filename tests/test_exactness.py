@@ -1,4 +1,4 @@
-"""The promise, on real parts: what vLLM sampled is what the store holds and what the trainer sees."""
+"""Exactness on real parts: the store holds the tokens that vLLM sampled, and the trainer sees the same ones."""
 
 import asyncio
 import itertools
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.harness]
 
 @pytest.fixture(scope="module")
 def recorded(engine, tmp_path_factory):
-    """A run folder, and the sessions of mini-swe-agent that were recorded into it."""
+    """Record sessions of mini-swe-agent. Return the run folder and the sessions."""
     if shutil.which("mini") is None:
         pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
     run = tmp_path_factory.mktemp("run")
@@ -59,7 +59,7 @@ def test_prompts_of_later_turns_begin_with_the_earlier_turns_tokens(recorded):
     run, _ = recorded
     for calls in RecordedCalls(run).values():
         for earlier, later in itertools.pairwise(calls):
-            # mini-swe-agent drops a reply without a tool call from its history, which makes another branch
+            # mini-swe-agent drops a reply without a tool call from its history: the next call is on another branch
             if json.loads(earlier.reply).get("tool_calls"):
                 assert (later.kind, later.parent_id) == ("bridged", earlier.call_id)
                 prefix = earlier.prompt_ids + earlier.completion_ids
@@ -77,7 +77,7 @@ def test_vllm_used_the_recorded_prompts_and_found_their_prefix_in_its_cache(reco
             assert used["prompt_token_ids"] == call.prompt_ids
             if call.kind == "bridged":
                 bridged += 1
-                # all but the block of 16 tokens or more (128 on CPU) that was not full yet
+                # vLLM caches full blocks only: the last, partly filled one (128 tokens on CPU) is not cached
                 assert call.cached_tokens > call.prefix_length - 256
     assert bridged
 

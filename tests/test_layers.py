@@ -1,4 +1,4 @@
-"""The rooms of the house: no room imports a higher one, and none is left out of the package."""
+"""The layers: no room imports a higher one, and no room is missing from the package."""
 
 import ast
 import tomllib
@@ -23,13 +23,13 @@ FLOORS = [
     ["trainer.cli"],
     ["__main__"],
 ]
-"""From the lowest to the highest. A room imports rooms of lower floors and none of its neighbours. `addons` and
-`trainer` are the modules beside their rooms; `rolltap` is the public page, the folder `trainer/rolltap`."""
+"""Floors from the lowest to the highest. A room imports rooms of lower floors and none of its own floor. `addons` and
+`trainer` are the modules beside their rooms. `rolltap` is the public page, the folder `trainer/rolltap`."""
 FILES = sorted(path for top in ("addons", "trainer") for path in (ROOT / top).rglob("*.py"))
 
 
 def room_of(module: str) -> str:
-    """Return the room of a module, both named without the first `rolltap.`; the page is `rolltap`."""
+    """Return the room of a module. Both names lack the first `rolltap.`, except for the public page `rolltap`."""
     top, *rest = module.split(".")
     if module == "trainer.rolltap.__main__":
         return "__main__"
@@ -40,7 +40,7 @@ def room_of(module: str) -> str:
 
 
 def imports(path: Path) -> set[str]:
-    """Return the rooms that a file imports, also within functions."""
+    """Return the rooms that a file imports, including imports within functions."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):

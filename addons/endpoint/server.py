@@ -142,12 +142,18 @@ class Endpoint:
         return session.begin(dialect, model_call, window, host=host, path=request.path, headers=request.headers)
 
     async def _engine(self, request: web.Request) -> tuple[Engine, int]:
-        """Return the engine of the session and its context window in tokens. Raises `EngineError`.
+        """Return the engine of the session and its context window in tokens.
 
-        The first use of an engine starts a task that writes its description to `run.json`.
+        An engine that does not answer is replaced by another one. Raises `EngineError` when none answers. The first use
+        of an engine starts a task that writes its description to `run.json`.
         """
         engine = self.engines.of(request.headers[SESSION_HEADER])
-        window = await engine.max_model_len()
+        try:
+            window = await engine.max_model_len()
+        except EngineError:
+            if self.engines.failed(engine):
+                return await self._engine(request)
+            raise
         if engine.url not in self._described:
             self._described[engine.url] = asyncio.create_task(self._describe(engine))
         return engine, window

@@ -13,8 +13,8 @@ DOWN_SECONDS = 30.0
 class EnginePool:
     """Assigns sessions to engines by rendezvous hashing.
 
-    The calls of a session go to one engine, which has their prefix cached. When an engine fails, only its sessions move
-    to others, and they return when `DOWN_SECONDS` are over. Create it inside the event loop that uses it.
+    The calls of a session go to one engine, which has their prefix cached. After `failed`, the sessions of that engine
+    move to others, and they return when `DOWN_SECONDS` are over. Create it inside the event loop that uses it.
     """
 
     def __init__(self, urls: Sequence[str]) -> None:

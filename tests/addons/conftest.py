@@ -14,7 +14,7 @@ from rolltap.addons.store.tables import RunWriter
 from tests.addons.harness import Harness
 
 with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-    import mitmproxy.addons  # noqa: F401 - what it imports uses what others deprecate; tests take warnings as errors
+    import mitmproxy.addons  # noqa: F401 - its dependencies use deprecated names, and tests turn warnings into errors
 
 TEMPLATE = Path(__file__).resolve().parents[2] / "recipes/quickstart/chat_template.jinja"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -23,7 +23,7 @@ MARKUP = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>
 
 @pytest.fixture(scope="session")
 def save_tokenizer(tokenizer_folder):
-    """A function that saves the tokenizer in a folder, with another chat template and `more` special tokens."""
+    """Return a function that saves the tokenizer in a folder, with another chat template and `more` special tokens."""
 
     def save(folder, template, more=()):
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
@@ -41,13 +41,13 @@ def rendering(tokenizer_folder):
 
 @pytest.fixture(scope="session")
 def encode(tokenizer):
-    """Text to token ids."""
+    """Return a function from text to token ids."""
     return lambda text: tokenizer.encode(text, add_special_tokens=False)
 
 
 @pytest.fixture
 async def harness(rendering, scripted_engine, tmp_path):
-    """A client of an endpoint behind the scripted engine, with no patience for an engine that fails."""
+    """Yield a client of an endpoint behind the scripted engine. The endpoint does not wait for an engine that fails."""
     write_metadata(tmp_path, {})
     writer = RunWriter(tmp_path)
     endpoint = Endpoint(rendering, [scripted_engine.url], writer, {}, patience=0)
@@ -60,7 +60,10 @@ async def harness(rendering, scripted_engine, tmp_path):
 
 @pytest.fixture(scope="session")
 def small_disk():
-    """A function of a size and a folder: the head of a command whose process alone sees a disk of that size there."""
+    """Return a function of a size and a folder. It returns the prefix of a command line.
+
+    The command sees a tmpfs of that size at the folder. Other processes do not see it.
+    """
 
     def command(size, folder):
         mount = 'mount -t tmpfs -o "size=$0" none "$1" && shift && exec "$@"'

@@ -1,4 +1,4 @@
-"""A client of the endpoint that talks to it as `capture` lets a harness talk to it."""
+"""A client of the endpoint that sends the headers which `Capture` adds to a harness's requests."""
 
 import json
 from contextlib import asynccontextmanager
@@ -17,14 +17,14 @@ def user(text="Hello"):
 
 
 def content(events):
-    """The text of the whole events in a stream of Chat Completions, however it was cut."""
+    """Return the text of a Chat Completions stream. An incomplete last event is ignored."""
     data = [event.removeprefix("data: ") for event in events.split("\n\n")[:-1]]
     chunks = [json.loads(text) for text in data if text != "[DONE]"]
     return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks if chunk.get("choices"))
 
 
 class Harness:
-    """Asks as one session."""
+    """A client that asks as session `s1` unless told otherwise."""
 
     def __init__(self, endpoint: Endpoint, client: aiohttp.ClientSession) -> None:
         self.endpoint = endpoint
@@ -46,7 +46,7 @@ class Harness:
         return self.client.post(self.url(PATH), data=data, headers=headers)
 
     async def ask(self, *messages, **fields):
-        """The reply to a request that does not ask for a stream."""
+        """Return the status and the body of a reply that is not streamed."""
         async with self.post({"model": "m", "messages": list(messages), **fields}) as response:
             return response.status, await response.json()
 
@@ -55,7 +55,7 @@ class Harness:
             return response.status, await response.text()
 
     async def stream(self, *messages, **fields):
-        """Status and events of a streamed reply."""
+        """Return the status and the events of a streamed reply."""
         async with self.post({"model": "m", "messages": list(messages), "stream": True, **fields}) as response:
             lines = (await response.text()).split("\n\n")
             return response.status, [line.removeprefix("data: ") for line in lines if line]

@@ -23,7 +23,7 @@ COMPLETIONS = "https://api.openai.com/v1/chat/completions"
 
 @pytest.fixture
 def options(tokenizer_folder, tmp_path):
-    """What a recorder needs to be told. Nothing listens where its engine should be."""
+    """Return the options of a recorder. No server listens at its engine's address."""
     return {
         "rolltap_out": str(tmp_path / "run"),
         "rolltap_engine": "http://127.0.0.1:1",
@@ -34,7 +34,7 @@ def options(tokenizer_folder, tmp_path):
 
 @pytest.fixture
 async def capture(options):
-    """The addon of a running recorder."""
+    """Yield the addon of a running recorder."""
     addon = Capture()
     with taddons.context(Proxyserver(), addon) as context:
         context.configure(addon, **options)
@@ -162,14 +162,14 @@ class TestModelCalls:
             capture.request(flow)
         assert CAPTURED not in flow.metadata
 
-    def test_the_harnesss_keys_go_no_further(self, capture):
+    def test_the_harnesss_keys_are_removed(self, capture):
         keys = dict.fromkeys(("Authorization", "X-Api-Key", "x-goog-api-key", "Api-Key", "Cookie"), "secret")
         flow = request(headers={**keys, "user-agent": "harness"})
         capture.request(flow)
         assert "secret" not in flow.request.headers.values()
         assert flow.request.headers["user-agent"] == "harness"
 
-    def test_a_harness_cannot_speak_for_another_session(self, capture):
+    def test_a_harness_cannot_forge_the_headers_of_another_session(self, capture):
         forged = {"X-Rolltap-Session": "s2", "x-rolltap-host": "x", "X-ROLLTAP-SECRET": "x", "x-rolltap-route": "end"}
         flow = request(headers=forged)
         flow.request.headers.add("x-rolltap-session", "s3")
@@ -189,7 +189,7 @@ class TestModelCalls:
                 assert response.status == 403
         assert [event["kind"] for event in read_rows(capture.endpoint.writer.run, "events")] == ["rejected"]
 
-    def test_their_replies_are_passed_on_as_they_come(self, capture):
+    def test_their_replies_are_streamed(self, capture):
         flow, other = request(), request("GET", "https://example.com/")
         for each in (flow, other):
             capture.request(each)
@@ -200,7 +200,7 @@ class TestModelCalls:
 
 
 class TestOptions:
-    """At start-up mitmdump ends with what is logged as an error."""
+    """Options are checked at start-up. mitmdump exits when an error is logged then."""
 
     @pytest.fixture
     async def configure(self, options):
@@ -246,7 +246,7 @@ class TestOptions:
             ctx.options.update(rolltap_sampling='{"temperature": 0.5}')
         assert ctx.options.rolltap_sampling == "{}"
 
-    def test_other_options_can(self, capture, caplog):
+    def test_other_options_can_change(self, capture, caplog):
         ctx.options.update(stream_large_bodies="1m")
         assert caplog.text == ""
 
@@ -257,7 +257,7 @@ class TestOptions:
 
 
 class TestRun:
-    def test_it_says_how_it_was_recorded(self, capture, options, rendering):
+    def test_its_metadata_says_how_it_was_recorded(self, capture, options, rendering):
         metadata = read_metadata(capture.endpoint.writer.run)
         assert metadata["model"] == options["rolltap_model"]
         assert metadata["renderer"] == "qwen3"

@@ -51,7 +51,7 @@ def test_refusals_are_recorded_without_the_query(egress, events):
 
 
 def connect(egress, host, port=443, error=None):
-    """The error with which a connection is kept from being opened, or None."""
+    """Return the error that keeps a connection from being opened, or None."""
     server = Server(address=(host, port))
     server.error = error
     egress.server_connect(ServerConnectionHookData(server, tflow.tflow().client_conn))
@@ -137,7 +137,7 @@ def test_an_answer_that_is_there_stays(egress, events):
     assert events == []
 
 
-def test_what_is_not_utf8_can_be_recorded(egress, events):
+def test_a_request_that_is_not_utf8_can_be_recorded(egress, events):
     flow = request()
     flow.request.data.path, flow.request.data.method = b"/\xff", b"G\xff"
     egress.request(flow)
@@ -167,7 +167,7 @@ def test_a_request_is_refused_even_when_that_cannot_be_recorded(egress, monkeypa
         "https://pypi.org/v9/messages?beta=true",
     ],
 )
-def test_what_looks_like_a_model_call_is_recorded_as_uncaptured_even_when_it_is_let_through(egress, events, url):
+def test_a_request_that_looks_like_a_model_call_is_recorded_as_uncaptured_even_when_it_is_allowed(egress, events, url):
     egress.request(request(url, "POST"))
     (event,) = events
     assert event.kind == "uncaptured"
@@ -182,7 +182,7 @@ def test_what_looks_like_a_model_call_is_recorded_as_uncaptured_even_when_it_is_
         ("https://google.com/v1beta/files", {}, {"error": {"status": "NOT_FOUND"}}),
     ],
 )
-def test_what_a_model_api_does_not_serve_is_that_apis_404(egress, url, headers, error):
+def test_an_unknown_path_of_a_model_api_gets_that_apis_404(egress, url, headers, error):
     flow = request(url)
     flow.request.headers.update(headers)
     egress.request(flow)

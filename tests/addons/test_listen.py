@@ -74,7 +74,7 @@ class TestReady:
         await announce(tmp_path / "ready.json")
         assert json.loads((tmp_path / "ready.json").read_text()) == {"host": "127.0.0.1", "port": 8080}
 
-    async def test_from_then_on_an_open_address_is_refused_and_changes_nothing(self, context, announce):
+    async def test_a_later_change_to_an_open_address_is_refused(self, context, announce):
         listen = await announce("")
         with pytest.raises(exceptions.OptionsError, match="other machines can reach: set rolltap_secret, or"):
             context.configure(listen, listen_host="0.0.0.0")

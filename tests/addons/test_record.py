@@ -1,4 +1,4 @@
-"""The recorder as people start it: a real mitmdump with TLS, a real client, a scripted engine."""
+"""The recorder as users start it: a real mitmdump with TLS, a real client, a scripted engine."""
 
 import json
 import os
@@ -121,15 +121,15 @@ def test_only_an_allowed_host_is_connected_to_even_when_no_addon_answers_a_reque
                 refused = client.get(url)
                 assert refused.status_code == 502
                 assert "does not let sessions connect" in refused.text
-            # nothing listens there: only who tries can say so
+            # no server listens there, so this error comes from a connection attempt
             assert "Connect call failed" in client.get("http://127.0.0.1:9/x").text
         other.setblocking(False)
         with pytest.raises(BlockingIOError):
             other.accept()
     recorder.stop()
-    # each request, and each connection for it
+    # the two requests, and the two connections for them
     events = [(event["kind"], event["session_id"]) for event in recorder.rows("events")]
-    assert events == [("refused", "s1")] * 2 + [("refused", None)] * 2  # by session, as they are compacted
+    assert events == [("refused", "s1")] * 2 + [("refused", None)] * 2  # compaction sorts them by session
 
 
 def test_with_a_secret_only_the_sessions_own_token_opens_the_proxy(start, scripted_engine):
@@ -153,7 +153,7 @@ def test_a_session_ends_itself_and_no_other(start, scripted_engine):
         assert other.post(CHAT, json=HELLO).status_code == 200
         with client.stream("POST", CHAT, json={**HELLO, "stream": True}):
             scripted_engine.holding.wait()
-        # the harness hung up and is gone: the call need not wait for it to come back
+        # the call still runs: its harness hung up less than LINGER_SECONDS ago
         assert client.post(SESSION_END).status_code == 200
         assert client.post(CHAT, json=HELLO).json()["error"]["code"] == "session_ended"
         assert [(call["session_id"], call["status"]) for call in recorder.rows("calls")] == [
@@ -191,7 +191,7 @@ def test_kill_9_in_the_middle_of_a_rollout_loses_no_committed_call(start, script
 def test_a_recorder_whose_disk_is_full_refuses_calls_until_there_is_room(start, scripted_engine, small_disk, tmp_path):
     (tmp_path / "run").mkdir()
     recorder = start(command=small_disk("8m", tmp_path / "run"))
-    # the disk is there for that process alone
+    # only that process sees the disk
     recorder.run = Path(f"/proc/{recorder.process.pid}/root{recorder.run}")
     scripted_engine.replies += [Say("Hi."), Say("one " * 3000, hold_after=2), Say("Ho.")]
     with recorder.client() as client:

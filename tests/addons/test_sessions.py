@@ -46,7 +46,7 @@ class TestTunnel:
             sessions.requestheaders(inside)
             assert (inside.metadata[SESSION], inside.response) == ("s1", None)
 
-    def test_credentials_that_are_repeated_within_it_go_no_further(self, sessions):
+    def test_credentials_that_are_repeated_within_it_are_removed(self, sessions):
         connect = request("CONNECT", "https://example.com/", credentials("s1"))
         sessions.http_connect(connect)
         inside = request(headers=credentials("s2"), client=connect.client_conn)
@@ -63,12 +63,12 @@ class TestTunnel:
 
 @pytest.fixture(params=["http_connect", "requestheaders"])
 def authenticate(request, sessions):
-    """The hook for a tunnel and the one for a request without."""
+    """Return the hook of a tunnel or of a request without a tunnel."""
     return getattr(sessions, request.param)
 
 
 class TestCredentials:
-    def test_a_request_without_a_tunnel_brings_its_own(self, sessions):
+    def test_a_request_without_a_tunnel_has_its_own_credentials(self, sessions):
         flow = request(headers=credentials("s1"))
         sessions.requestheaders(flow)
         assert (flow.metadata[SESSION], flow.response) == ("s1", None)
@@ -97,7 +97,7 @@ class TestCredentials:
         assert "HTTPS_PROXY=http://SESSION:TOKEN@HOST:PORT" in flow.response.text
         assert events == []
 
-    def test_what_is_not_utf8_can_be_recorded(self, sessions, events):
+    def test_a_request_that_is_not_utf8_can_be_recorded(self, sessions, events):
         flow = request(headers=credentials("s1", "wrong"))
         flow.request.data.method = b"G\xff"
         sessions.requestheaders(flow)
@@ -122,7 +122,7 @@ class TestOptions:
         with taddons.context() as context:
             yield context
 
-    def test_any_password_is_taken_without_a_secret(self, context):
+    def test_any_password_is_accepted_without_a_secret(self, context):
         sessions = Sessions([].append)
         context.master.addons.add(sessions)
         flow = request(headers=credentials("s1", "anything"))

@@ -3,7 +3,7 @@ import gc
 from rolltap.addons.startup import Startup
 
 
-def test_what_was_loaded_is_not_collected_again():
+def test_objects_of_start_up_are_not_garbage_collected_again():
     loaded, thresholds = [[]], gc.get_threshold()
     Startup().running()
     try:

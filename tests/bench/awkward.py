@@ -1,4 +1,4 @@
-"""Replies that a model may well sample and that no serialiser would write: odd JSON, odd spacing, odd reasoning."""
+"""Replies with JSON, spacing and reasoning that a model may sample but a serialiser would not write."""
 
 import json
 import random
@@ -51,7 +51,7 @@ _WORDS = [
 
 
 def replies(vocabulary: Vocabulary, rng: random.Random, cwd: str) -> list[str]:
-    """What the model says in the turns of one session: four to eight replies, the last of which ends it."""
+    """Return the model's replies in one session: four to eight, of which the last ends the session."""
     turns = [_reply(_calls(vocabulary, rng, n, cwd), rng) for n in range(1, rng.randint(4, 8))]
     if vocabulary.end is not None:
         return [*turns, _reply([vocabulary.end], rng)]
@@ -59,8 +59,8 @@ def replies(vocabulary: Vocabulary, rng: random.Random, cwd: str) -> list[str]:
 
 
 def _calls(vocabulary: Vocabulary, rng: random.Random, n: int, cwd: str) -> list[tuple[str, dict[str, Any]]]:
-    """One call or two, their arguments filled in."""
-    number = 10 * n + rng.randint(1, 9)  # no two turns are equal: some harnesses look for loops
+    """Return one or two tool calls with their arguments filled in."""
+    number = 10 * n + rng.randint(1, 9)  # all turns differ: some harnesses detect loops
     chosen = rng.choices(vocabulary.actions, k=rng.choice([1, 1, 2]))
     return [(name, _filled(arguments, rng, n=number + 100 * i, cwd=cwd)) for i, (name, arguments) in enumerate(chosen)]
 
@@ -91,7 +91,7 @@ def _reply(calls: Sequence[tuple[str, dict[str, Any]]], rng: random.Random) -> s
 
 
 def _thinking(rng: random.Random) -> str:
-    """None, empty, short or some hundreds of tokens."""
+    """Return reasoning: none, empty, short, or some hundreds of tokens."""
     kind = rng.choice(["none", "empty", "short", "long"])
     if kind == "none":
         return ""
@@ -100,7 +100,7 @@ def _thinking(rng: random.Random) -> str:
 
 
 def odd_json(value: Any, rng: random.Random) -> str:
-    """Valid JSON of `value`, its keys in any order, with odd spacing, escapes and numbers."""
+    """Return JSON of `value` with its keys in random order and with unusual spacing, escapes and numbers."""
 
     def gap() -> str:
         return rng.choice(_GAPS)

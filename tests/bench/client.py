@@ -1,4 +1,4 @@
-"""The load: connections that each play a session of growing turns, as harnesses do."""
+"""The load: concurrent connections. Each plays one session whose conversation grows, as a harness does."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ _numbers = itertools.count(FIRST_PACED)
 
 @dataclass(frozen=True)
 class Target:
-    """Where requests go: to the engine itself, or through a proxy process whose CPU time is read."""
+    """The destination of requests: the engine itself, or a proxy process whose CPU time is measured."""
 
     name: str
     url: str
@@ -29,25 +29,25 @@ class Target:
     pid: int | None = None
 
     def cpu_seconds(self) -> float:
-        """CPU time of the proxy so far, all threads."""
-        # Linux's clock of another process: `man clock_getcpuclockid`
+        """Return the CPU seconds that the proxy has used, summed over its threads; 0 without a proxy."""
+        # the id of another process's CPU clock on Linux: `man clock_getcpuclockid`
         return time.clock_gettime((~self.pid << 3) | 2) if self.pid is not None else 0.0
 
 
 @dataclass
 class Timings:
-    """What the clients saw, in seconds."""
+    """Times as the clients measured them, in seconds."""
 
     wall: float = 0.0
     cpu: float = 0.0
     requests: list[float] = field(default_factory=list)
     headers: list[float] = field(default_factory=list)
     first_deltas: dict[int, float] = field(default_factory=dict)
-    """Request number -> when the client had its first text, by the clock of the engine's `/times`."""
+    """Request number -> time of the first text, by the clock of the engine's `/times`."""
 
 
 class Client:
-    """One connection, which is one session. `opening` is the body of its first request."""
+    """One connection and session. `opening` is the body of its first request."""
 
     def __init__(self, target: Target, session_id: str, opening: dict, timings: Timings) -> None:
         self._target, self._timings = target, timings
@@ -75,7 +75,7 @@ class Client:
         self._body["messages"] += [json.loads(answer)["choices"][0]["message"], {"role": "user", "content": "Go on."}]
 
     async def streamed(self) -> None:
-        """Send the conversation and read the reply as it comes. The conversation stays as it is."""
+        """Send the conversation and read the streamed reply. The conversation is not changed."""
         number = next(_numbers)
         started = time.perf_counter()
         async with self._post({**self._body, "stream": True, "max_tokens": number}) as response:
@@ -98,8 +98,9 @@ _sessions = itertools.count()
 
 
 async def play(target: Target, opening: dict, *, connections: int, turns: int, paced_seconds: float = 0.0) -> Timings:
-    """Open `connections` sessions and play `turns` requests on each, all at once. Their first requests, which no
-    proxy can know, are not measured. With `paced_seconds` the replies are streamed; the starts are spread over it."""
+    """Open `connections` sessions and play `turns` requests on each, concurrently. The first request of each session is
+    not measured: no proxy knows its prefix. With `paced_seconds` the replies are streamed and the starts are spread
+    over that time."""
     timings = Timings()
     clients = [Client(target, f"s{next(_sessions)}", opening, timings) for _ in range(connections)]
     async with contextlib.AsyncExitStack() as stack:

@@ -1,9 +1,9 @@
-"""How many calls of the real harnesses are continued token for token, and why the others are not.
+"""Measure how many calls of the real harnesses are continued token for token, and why the others are not.
 
     python -m tests.bench.continuity
 
-Each session is the unmodified program under the recorder, led by an engine whose model samples awkward replies
-(`tests/bench/awkward.py`), the same ones in every run. A program that is not installed is left out.
+Each session runs the unmodified program under the recorder. The engine's replies are those of `tests/bench/awkward.py`
+and the same in every run. A program that is not installed is left out.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ def _task(number: int) -> Task:
 
 
 def _model(harness: str, tokenizer: Any) -> Callable[[dict[str, Any]], Reply]:
-    """A model that goes through the replies of each session in turn; the instruction says which session it is."""
+    """Return a model that gives the replies of each session in order. The instruction names the session."""
     vocabulary = VOCABULARIES[harness]
     left: dict[str, list[str]] = {}
 
@@ -76,7 +76,7 @@ def play(harness: Harness, sessions: int, run: Path, model: Path) -> None:
 
 
 def count(harness: str, run: Path) -> dict[str, Any]:
-    """A row of the table."""
+    """Return a row of the table."""
     calls = [call for session in RecordedCalls(run).values() for call in session]
     kinds = Counter(call.kind for call in calls)
     return {
@@ -91,7 +91,7 @@ def count(harness: str, run: Path) -> dict[str, Any]:
 
 
 def _first_words(call: Call) -> str:
-    """A reason without the numbers and names of its session."""
+    """Return a reason without the numbers and names of its session."""
     return re.sub(r"call \S+|\d+", "…", (call.kind_reason or "").split(": ")[0])
 
 

@@ -1,7 +1,7 @@
-"""An engine that costs next to nothing: whatever it is asked, its reply was encoded before.
+"""An engine that costs little CPU: its replies are encoded before the first request.
 
-It speaks vLLM's token-in/token-out protocol (`addons/engine/client.py` is the client) and, for clients without the
-recorder and behind a bare redirect, Chat Completions with the same text.
+It serves vLLM's token-in/token-out protocol (`addons/engine/client.py` is the client). It serves Chat Completions with
+the same text to clients that do not use the recorder.
 
     python -m tests.bench.engine REPLIES.json      prints its port
 """
@@ -14,9 +14,10 @@ import time
 from pathlib import Path
 
 FIRST_PACED = 1_000_000
-"""A request's `max_tokens` reaches the engine through every proxy, so it names the request. From this number on the
-reply comes token by token, and `GET /times` says when its first token was written (`time.monotonic`, in seconds, which
-all processes share)."""
+"""The smallest `max_tokens` of a paced request. Its reply is sent token by token.
+
+`max_tokens` identifies a paced request, since every proxy forwards it. `GET /times` returns when the first token of
+each was written: `time.monotonic` in seconds, a clock that all processes share."""
 FIRST_TOKEN_SECONDS = 0.05
 CONTEXT = 1 << 30
 
@@ -26,8 +27,8 @@ _STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-
 
 
 class Replies:
-    """The encoded replies. `words` and `token_ids` are those of the paced reply, one token a word; the reply at once
-    is the first `short` of them. `pace` is the seconds between two tokens."""
+    """The encoded replies. The paced reply has all `words` and `token_ids`, one token a word. The immediate reply has
+    the first `short` of them. `pace` is the time between two tokens in seconds."""
 
     def __init__(self, *, words: list[str], token_ids: list[int], stop_id: int, short: int, pace: float) -> None:
         self.pace = pace

@@ -1,11 +1,11 @@
-"""What a call's prompt costs as its conversation grows: rendered in full, and continued.
+"""Measure the cost of a call's prompt as its conversation grows: rendered in full, and continued.
 
     python -m tests.bench.prompts
 
-One process, no engine: a coding session of tool calls and their results, in Chat Completions bodies. CPU milliseconds,
-medians of the last turns before each length; decoding is the same for both. Rendered in full: with a tokenizer that
-has seen none of the texts, and with one that has just rendered the same conversation and kept its long texts;
-the ratio is of the latter to continuing.
+One process without an engine plays a coding session of tool calls and their results, in Chat Completions bodies. Times
+are CPU milliseconds: medians of the last turns before each length. Decoding the body is the same for both. Prompts are
+rendered in full twice: with an empty cache of texts ("rendered"), and after the same conversation was rendered ("texts
+kept"). The ratio is "texts kept" over "continued".
 """
 
 import json
@@ -29,7 +29,7 @@ from rolltap.addons.prompts.rendering import Rendering
 from tests.bench.recorder import ROOT
 
 TURNS = 9
-"""How many turns before a length are measured."""
+"""Number of turns that are measured before each length."""
 RENDERINGS = 5
 _WORDS = (ROOT / "tests/scripted_engine.py").read_text().split(" ")
 _COLUMNS = {
@@ -53,7 +53,7 @@ class Turn:
 
 
 def session(rendering: Rendering, encode: Callable[[str], list[int]]) -> Iterator[Turn]:
-    """The calls of one session, each longer than the one before."""
+    """Yield the calls of one session, each longer than the one before."""
     rng = random.Random(0)
     tools = [_tool(rng, name) for name in ("bash", "read", "write", "edit", "search")]
     conversations = Conversations(rendering)
@@ -90,14 +90,14 @@ def _sampled(rng: random.Random, number: int) -> str:
 
 
 def _render(rendering: Rendering, call: ModelCall) -> float:
-    """CPU milliseconds."""
+    """Render a prompt in full and return the CPU milliseconds."""
     started = time.process_time()
     rendering.render(call.messages, call.tools)
     return 1e3 * (time.process_time() - started)
 
 
 def measure(lengths: list[int], model: Path) -> list[dict[str, Any]]:
-    """A row for each length in tokens."""
+    """Return a row for each length in tokens."""
 
     def rendering() -> Rendering:
         return Rendering(str(model), "qwen3")

@@ -1,11 +1,11 @@
-"""What the recorder costs, beside a bare mitmdump redirect and a direct call to the same engine.
+"""Measure the recorder's cost against a bare mitmdump redirect and a direct call to the same engine.
 
     python -m tests.bench.recorder
 
-Every part is a process of its own. A connection is a session whose conversation grows by a short message a turn, so
-the recorder knows the prefix of every request that is measured. CPU is the proxy process's, all threads: of a request,
-or of a streamed request over the number of tokens that the engine sent. Headers and first delta are medians; the first
-delta is counted from the moment when the engine wrote its first token.
+Every part runs in its own process. A connection is a session whose conversation grows by a short message a turn. So the
+recorder knows the prefix of every measured request. CPU is that of the proxy process, summed over its threads: per
+request, and for streamed replies per token that the engine sent. Headers and first delta are medians. The first delta
+is measured from the engine's write of the first token.
 """
 
 import asyncio
@@ -35,14 +35,14 @@ CHAT = "/v1/chat/completions"
 
 REQUEST_BYTES = 50_000
 SHORT_REPLY = 32
-"""Tokens of a reply that comes at once."""
+"""Token count of an immediate reply."""
 TURNS = 20
-"""Measured turns of a session."""
+"""Number of measured turns of a session."""
 
 
 @contextmanager
 def _engine(folder: Path, words: dict[str, int], stop_id: int, *, chunks: int, pace: float) -> Iterator[str]:
-    """The engine's URL. Its replies are of the `words`, word -> token id."""
+    """Run an engine and yield its URL. Its replies consist of `words`, a map of words to token ids."""
     spoken = list(words) * (max(chunks, SHORT_REPLY) // len(words) + 1)
     settings = {"words": spoken[:chunks], "token_ids": [words[word] for word in spoken[:chunks]]}
     replies = folder / "replies.json"
@@ -58,7 +58,7 @@ def _engine(folder: Path, words: dict[str, int], stop_id: int, *, chunks: int, p
 
 @contextmanager
 def _proxy(name: str, folder: Path, script: Path, settings: dict[str, object]) -> Iterator[Target]:
-    """A running mitmdump with `script`, which tells its address as the recorder does."""
+    """Run mitmdump with `script` and yield it as a target. The script announces its address as the recorder does."""
     confdir, log = folder / f"{name}-conf", folder / f"{name}.log"
     command: list[object] = [MITMDUMP, "-s", script, "--listen-host", "127.0.0.1", "--listen-port", "0"]
     ready, told = os.pipe()
@@ -82,7 +82,7 @@ def _proxy(name: str, folder: Path, script: Path, settings: dict[str, object]) -
 
 
 def _opening(words: dict[str, int]) -> dict:
-    """The body of a session's first request: a conversation of `REQUEST_BYTES`, most of it tool results."""
+    """Return the body of a session's first request: a conversation of `REQUEST_BYTES`, most of it tool results."""
     parameters = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
     function = {"name": "bash", "description": _text(words, 2_000), "parameters": parameters}
     body: dict = {"model": "bench", "max_tokens": 4_096, "tools": [{"type": "function", "function": function}]}
@@ -108,7 +108,7 @@ async def _first_token_times(engine: str) -> dict[int, float]:
 
 
 def _plain(target: Target, opening: dict, connections: int, requests: int) -> dict:
-    """A row of the table: replies in one body."""
+    """Return a row of the table for replies in one body."""
     rounds = max(1, round(requests / (connections * TURNS)))
     turns = min(TURNS, max(1, requests // connections))
     played = [asyncio.run(play(target, opening, connections=connections, turns=turns)) for _ in range(rounds)]
@@ -124,7 +124,7 @@ def _plain(target: Target, opening: dict, connections: int, requests: int) -> di
 
 
 def _streamed(target: Target, engine: str, opening: dict, connections: int, chunks: int, pace: float) -> dict:
-    """A row of the table: streamed replies."""
+    """Return a row of the table for streamed replies."""
     turns = 3 if connections == 1 else 1
     timings: Timings = asyncio.run(
         play(target, opening, connections=connections, turns=turns, paced_seconds=chunks * pace)
@@ -159,7 +159,7 @@ _COLUMNS = {
     "first_delta_p50_ms": "first delta ms",
 }
 _HIDDEN = {"at once": set(), "streamed": {"requests_per_s", "p50_ms", "cpu_ms"}}
-"""In streamed replies these follow from the engine's pace."""
+"""Columns to hide. Those of streamed replies are determined by the engine's pace."""
 
 
 def _add_ratios(rows: list[dict]) -> None:
@@ -191,7 +191,7 @@ def main(connections: tuple[int, ...], requests: int, chunks: int, pace: float, 
     if not model.is_dir():
         raise click.ClickException(f"{model} is missing: make it with recipes/quickstart/make_model.py {model}")
     tokenizer = AutoTokenizer.from_pretrained(model)
-    # whole words of one token each: as many bytes a token as a large vocabulary has
+    # words of one token each give as many bytes per token as a large vocabulary
     words = {" " + t[1:]: i for t, i in tokenizer.get_vocab().items() if re.fullmatch("Ġ[a-z]{3,}", t)}
     opening = _opening(words)
     rows = []

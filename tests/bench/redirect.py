@@ -1,4 +1,4 @@
-"""The least that a redirecting proxy does: what the recorder's cost is compared with."""
+"""A minimal redirecting proxy, the baseline of the recorder's cost."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from mitmproxy import ctx
 
 
 class Redirect:
-    """Sends every request to `bench_engine`, with the mitmproxy options of the recorder."""
+    """An addon that sends every request to `bench_engine`, with the mitmproxy options of the recorder."""
 
     def load(self, loader):
         loader.add_option("bench_engine", str, "", "Base URL of the engine.")

@@ -1,11 +1,11 @@
-"""What recording costs on the disk.
+"""Measure the cost of recording on the disk: commits per second and bytes per token.
 
     python -m tests.bench.store
 
-Commits are of calls such as a recorder makes: 666 new tokens, of which 200 sampled, and 3 KB of messages. Those of the
-policy `call` wait for the disk as the recorder's do, a number of calls at a time. The disk alone is a loop of appending
-as many bytes and waiting for them. A session of the second table grows to 40,000 tokens in 60 calls; its bytes are
-divided by those. JSON Lines hold the same values, and the whole prompt in every call.
+A commit is a call such as a recorder makes: 666 new tokens, of which 200 sampled, and 3 KB of messages. With the policy
+`call` a number of concurrent calls wait for fsync, as in the recorder. "disk alone" is a loop of appending as many
+bytes and calling fdatasync. The session of the second table grows to 40,000 tokens in 60 calls. Bytes per token are the
+file's bytes over those tokens. JSON Lines hold the same values and the whole prompt in every call.
 """
 
 import asyncio
@@ -29,12 +29,12 @@ from rolltap.addons.store.tables import RunWriter, Sync, read_batches, run_files
 
 TURNS = 60
 NEW_TOKENS, SAMPLED = 466, 200
-"""Tokens of a turn: what follows the parent's, and the reply."""
+"""Token counts of a turn: new prompt tokens after the parent's, and the reply."""
 _WORDS = ["the", "file", "has", "a", "test", "that", "fails", "when", "it", "is", "run", "with", "an", "empty", "list"]
 
 
 def make_session(number: int) -> Iterator[Call]:
-    """The calls of a session that grows."""
+    """Yield the calls of a session that grows."""
     some = np.random.default_rng(number)
     conversation: list[int] = []
     for turn in range(TURNS):
@@ -76,7 +76,7 @@ async def _commit(writer: RunWriter, calls: list[Call], at_once: int) -> None:
 
 
 def _commits(folder: Path, calls: list[Call], sync: Sync, at_once: int) -> dict:
-    """A row of the first table."""
+    """Return a row of the first table."""
     write_metadata(folder, {})
     writer = RunWriter(folder, sync)
     start = time.perf_counter()
@@ -87,7 +87,7 @@ def _commits(folder: Path, calls: list[Call], sync: Sync, at_once: int) -> dict:
 
 
 def _disk(folder: Path, size: int, times: int) -> dict:
-    """The row of the disk alone."""
+    """Return the row of the disk alone."""
     data = bytes(size)
     with (folder / "disk").open("xb", buffering=0) as file:
         start = time.perf_counter()
@@ -99,7 +99,7 @@ def _disk(folder: Path, size: int, times: int) -> dict:
 
 
 def _sizes(folder: Path) -> list[dict]:
-    """The rows of the second table."""
+    """Return the rows of the second table."""
     write_metadata(folder, {})
     calls = list(make_session(0))
     writer = RunWriter(folder, "never")

@@ -32,7 +32,7 @@ def test_prompts_are_measured_at_every_length(tokenizer_folder):
     assert all(value > 0 for row in rows for value in row.values())
 
 
-def test_traces_are_built_of_a_run_and_of_one_four_times_as_large():
+def test_traces_are_measured_for_a_run_and_for_one_four_times_as_large():
     small, large = measured("traces", "--sessions", 2, "--turns", 3, "--tokens", 300)
     assert (small["sessions"], small["traces"], small["tokens"]) == (2, 2, 600)
     assert (large["sessions"], large["traces"], large["tokens"]) == (8, 8, 2400)

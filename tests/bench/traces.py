@@ -1,11 +1,11 @@
-"""What it takes to read a run and build its traces, and how that grows with the number of sessions.
+"""Measure time and memory of reading a run and building its traces, as the number of sessions grows.
 
     python -m tests.bench.traces
 
-A generated run and one of four times as many sessions, each read by a process of its own, session by session. A
-session is one conversation: every call continues the one before, a few of its tokens are sampled, the rest is tool
-results. Tokens are those of the traces; peak memory is the process's own, without the pages of the run's files that it
-has mapped, which the system takes back when it needs them.
+A generated run and one with four times as many sessions are each read by a process of their own, session by session. A
+session is one conversation. Every call continues the one before. A few of its tokens are sampled, the rest are tool
+results. Tokens are those of the traces. Peak memory is the anonymous memory of the process: mapped pages of the run's
+files are not counted, since the system can reclaim them.
 """
 
 import json
@@ -31,7 +31,7 @@ from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import iter_sessions
 
 FACTOR = 4
-"""By how much the second run is larger."""
+"""Number of sessions of the second run per session of the first."""
 SAMPLED = 0.15
 """Share of a session's tokens that were sampled."""
 VOCABULARY = 150_000
@@ -48,7 +48,7 @@ _COLUMNS = {
 
 
 def write_run(run: Path, sessions: int, turns: int, tokens: int) -> None:
-    """A run whose sessions have `turns` calls each and `tokens` tokens in all."""
+    """Write a run whose sessions have `turns` calls each and `tokens` tokens in all."""
     rng = np.random.default_rng(0)
     write_metadata(run, {"model": "bench"})
     with closing(RunWriter(run)) as writer:
@@ -93,7 +93,7 @@ def _conversation(rng: np.random.Generator, session_id: str, turns: int, turn_to
 
 
 def measure(run: Path) -> dict[str, Any]:
-    """A row of the table, for this process."""
+    """Read a run in this process and return its row of the table."""
     ledger = Ledger()
     sessions = traces = tokens = 0
     build_s = peak_mb = 0.0

@@ -1,22 +1,22 @@
-"""The tools of each harness, as the benchmark of continuity uses them."""
+"""The tools of each harness for the benchmark of continuity."""
 
 from dataclasses import dataclass
 from typing import Any
 
 Action = tuple[str, dict[str, Any]]
-"""A tool's name and arguments. `COMMAND` and `CONTENT` stand for something awkward, `{n}` for a number of the turn's
-own, and a key with a question mark is left out at times."""
+"""A tool's name and arguments. `COMMAND` and `CONTENT` are replaced by awkward texts and `{n}` by a number of the turn.
+A key that ends in a question mark is optional and randomly left out."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a model can do in a harness."""
+    """The tool calls that a model can make in a harness."""
 
     actions: list[Action]
     end: Action | None = None
-    """The call that ends a session; without one, a reply without calls does."""
+    """The call that ends a session. Where None, a reply without calls ends it."""
     aside: str = "A title"
-    """The answer to side questions, which have no tools."""
+    """The answer to side questions. They are recognised by having no tools."""
 
 
 VOCABULARIES = {

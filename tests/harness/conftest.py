@@ -1,4 +1,4 @@
-"""The engine that leads the programs, with a window in which the longest first prompt fits."""
+"""The engine that leads the programs. Its context window fits the longest first prompt."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""One session of a real program, and what is left of it."""
+"""One session of a real program, and its records."""
 
 import json
 import shutil
@@ -20,28 +20,28 @@ from rolltap.trainer.views.report import Summary, summarize
 
 @dataclass(frozen=True)
 class Played:
-    """A session that has ended."""
+    """The records of a session that has ended."""
 
     session: Session
     calls: list[Call]
     events: list[dict]
     summary: Summary
     log: str
-    """What the program printed."""
+    """Output of the program."""
     recorder_log: str
 
     @property
     def main(self) -> list[Call]:
-        """The calls of the program's main line."""
+        """Return the calls with the role `agent`."""
         return [call for call in self.calls if call.role == "agent"]
 
     def of(self, kind: str) -> list[dict]:
-        """The events of one kind."""
+        """Return the events of one kind."""
         return [event for event in self.events if event["kind"] == kind]
 
 
 def installed(name: str) -> Harness:
-    """The preset of a program, or a skipped test."""
+    """Return the preset of a program. Skips the test when the program is not installed."""
     harness = Harness.load(name)
     if shutil.which(harness.program) is None:
         pytest.skip(f"{name} is not installed: tests/run.sh installs it")
@@ -51,7 +51,7 @@ def installed(name: str) -> Harness:
 async def play(
     harness: Harness, task: Task, engine, model: Path, folder: Path, options: Mapping[str, str] | None = None
 ) -> Played:
-    """Run one session in a run of its own within `folder`, under a recorder with `options`."""
+    """Record one session into its own run under `folder`, with the recorder's `options`."""
     run = folder / "run"
     options = {"confdir": str(folder / "mitmproxy"), **(options or {})}
     with Recorder(run, engine=engine.url, model=str(model), options=options) as recorder:
@@ -68,7 +68,7 @@ async def play(
 
 
 def shell(harness: Harness, command: str) -> str:
-    """A turn that runs `command` with the program's own shell tool."""
+    """Return a turn that runs `command` with the program's own shell tool."""
     name, arguments = {
         "claude-code": ("Bash", {"command": command, "description": "Work"}),
         "codex": ("exec_command", {"cmd": command}),
@@ -78,13 +78,13 @@ def shell(harness: Harness, command: str) -> str:
 
 
 def tool_call(name: str, arguments: dict) -> str:
-    """A turn with JSON that no serialiser would write: a harness that echoes it in its own words changes it."""
+    """Return a turn with unusual JSON: a harness that parses and serialises it again sends other text back."""
     pairs = ",".join(f'  "{key}" :  {_odd(value)}' for key, value in arguments.items())
     call = f'{{"arguments":{{{pairs} }}, "name": "{name}"}}'
     return f"<think>\nI call {name}.\n</think>\n\n<tool_call>\n{call}\n</tool_call>"
 
 
 def _odd(value: object) -> str:
-    """JSON with the letter e as an escape."""
+    """Return JSON of a value. In a string every letter e is an escape."""
     text = json.dumps(value, ensure_ascii=False)
     return text.replace("e", "\\u0065") if isinstance(value, str) else text

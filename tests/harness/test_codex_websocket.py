@@ -1,4 +1,4 @@
-"""Codex over one WebSocket for its whole session, as it speaks with its own service."""
+"""Codex over one WebSocket for its whole session, as with OpenAI's service."""
 
 import re
 
@@ -15,7 +15,7 @@ TASK = Task(
 )
 
 
-async def test_every_turn_goes_over_the_socket_and_brings_only_what_is_new(scripted_engine, tokenizer_folder, tmp_path):
+async def test_every_turn_goes_over_the_socket_with_only_its_new_items(scripted_engine, tokenizer_folder, tmp_path):
     codex = installed("codex")
 
     def reply(request):
@@ -34,7 +34,7 @@ async def test_every_turn_goes_over_the_socket_and_brings_only_what_is_new(scrip
     assert {event["kind"] for event in played.events} == {"call_started"}
     assert played.summary.uncaptured_calls == 0
     assert "101 Switching Protocols" in played.recorder_log
-    # the scheduler ends the session; nothing else is posted
+    # the only POST is the scheduler's, which ends the session
     assert set(re.findall(r"POST http://[^/]+(\S*)", played.recorder_log)) == {"/end"}
-    assert played.recorder_log.count("-> WebSocket text message") == 1 + 4  # the first prepares the session
+    assert played.recorder_log.count("-> WebSocket text message") == 1 + 4  # the first one prepares the session
     assert played.recorder_log.count(TASK.instruction) == 1

@@ -1,4 +1,4 @@
-"""A history that no longer fits, which the program sums up by itself: before it is too long, or when it was refused."""
+"""Compaction by the program: before the history exceeds the context window, or after a call was refused for that."""
 
 import pytest
 
@@ -17,11 +17,11 @@ SUMMARY = "I was looking at numbers."
     [
         pytest.param("codex", {}, 12_000, 2_000, 0, id="codex-in-time"),
         pytest.param("claude-code", {}, 45_000, 8_000, 1, id="claude-code-when-refused"),
-        # it counts with the window that it was told only for a model that it does not know
+        # it uses the configured context window only for a model that it does not know
         pytest.param("claude-code", {"ANTHROPIC_MODEL": "local"}, 64_000, 4_000, 0, id="claude-code-in-time"),
     ],
 )
-async def test_it_goes_on_from_its_own_summary(
+async def test_the_session_continues_from_the_programs_own_summary(
     name, env, window, digits, refused, scripted_engine, tokenizer_folder, tmp_path
 ):
     harness = installed(name)
@@ -48,7 +48,7 @@ async def test_it_goes_on_from_its_own_summary(
     assert {call.role for call in [*played.calls[:at], first, *later]} == {"agent"}
     assert {call.kind for call in [*played.calls[1:at], compaction, *later]} == {"bridged"}
     assert first.parent_id is None
-    assert "is not that of call" in first.kind_reason  # a message of the history that the summary replaced
+    assert "is not that of call" in first.kind_reason  # the summary replaced a message of the history
     assert len(first.prompt_ids) < len(before.prompt_ids)
     assert {(call.status, call.violation) for call in played.calls} == {("completed", None)}
     assert played.summary.uncaptured_calls == 0

@@ -1,4 +1,4 @@
-"""An engine that dies in the middle of a reply, and what the program gets to see of it."""
+"""An engine that dies in the middle of a reply: the program sees one reply, or an error without patience."""
 
 import pytest
 
@@ -12,11 +12,14 @@ TASK = Task(
     id="lines", instruction="Write one line after the other.", evaluate=["grep", "-qz", "^0\n1\n$", "lines.txt"]
 )
 BREAK_AFTER = 8
-"""Tokens, in the middle of the reasoning."""
+"""Token count before the failure: in the middle of the reasoning."""
 
 
 def lead(scripted_engine, harness, fault=None):
-    """Two lines, then the end. The second reply is `fault` at first, or breaks off; who asks for the rest gets it."""
+    """Script two turns that write a line, then the end. The first attempt at the second turn is `fault` or breaks off.
+
+    A later request gets the tokens that are missing in its prompt.
+    """
     broken = []
 
     def reply(request):
@@ -55,11 +58,11 @@ async def test_the_program_sees_one_unbroken_reply(name, scripted_engine, tokeni
     ("name", "fault"),
     [
         ("claude-code", None),
-        # after a broken connection, a 503, Qwen Code would wait for a minute
+        # a broken connection is a 503, after which Qwen Code waits for a minute
         ("qwen-code", Answer(200, '{"error": {"message": "no memory left", "code": 500}}')),
     ],
 )
-async def test_without_patience_the_program_is_told_and_asks_again(
+async def test_without_patience_the_program_gets_an_error_and_retries(
     name, fault, scripted_engine, tokenizer_folder, tmp_path
 ):
     harness = installed(name)

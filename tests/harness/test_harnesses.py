@@ -1,7 +1,7 @@
 """The real programs, unmodified and headless, led by the scripted engine over TLS.
 
-A user records each with `rolltap record`, beside a configuration of its own: it writes a file with a tool of its own,
-reads it back with another call, and ends.
+Each program is recorded with `rolltap record` and has a configuration of its own in the home folder. It writes a file
+with a tool of its own, reads it back with another call, and ends.
 """
 
 import subprocess
@@ -23,18 +23,18 @@ from tests.scripted_engine import Say
 pytestmark = pytest.mark.harness
 
 WRITE, READ = "printf 'héllo\\n' > greeting.txt", "cat greeting.txt"
-# no program may take it for options or fill in its braces
+# programs must not parse it as options or substitute its braces
 INSTRUCTION = "- Write {greeting} into greeting.txt, then read it."
 
 
 @dataclass(frozen=True)
 class Script:
-    """What the model does in a harness, in its tools' words, and where the harness is configured."""
+    """The model's tool calls in a harness, and the configuration file of the harness."""
 
     tools: list[tuple[str, dict]]
     """Name and arguments of the tool that each turn calls."""
     config: tuple[str, str]
-    """A configuration file in the home folder, and its text."""
+    """Path of a configuration file in the home folder, and its text."""
     last: str = "I wrote the greeting."
     aside: str = "A greeting"
     """The answer to side questions, which have no tools: a title, a choice of a model."""
@@ -90,7 +90,7 @@ SCRIPTS = {
 
 
 def lead(engine, script):
-    """Have `engine` follow `script`: which turn it is, the number of tool results in the prompt says."""
+    """Let `engine` follow `script`. The number of tool results in the prompt is the number of the turn."""
 
     def reply(request):
         prompt = engine.tokenizer.decode(request["token_ids"])
@@ -140,7 +140,7 @@ def test_a_session_with_tools_is_one_unbroken_line_of_calls_and_changes_no_confi
     session, calls = recorded.session, recorded.calls
     assert (session.status, session.harness) == ("completed", program.name)
     main = [call for call in calls if call.role == "agent"]
-    turns = len(script.tools) + (program.name != "mini-swe-agent")  # which ends by a tool
+    turns = len(script.tools) + (program.name != "mini-swe-agent")  # it ends with a tool call
     assert [call.kind for call in main[1:]] == ["bridged"] * (turns - 1)
     assert [call.status for call in calls] == ["completed"] * len(calls)
     sent = [request["token_ids"] for request in scripted_engine.requests]

@@ -1,7 +1,7 @@
-"""The real programs with a real vLLM, to the end.
+"""Whole sessions of the real programs with a real vLLM.
 
-The model is the quickstart's with other weights: it looks at the last token only and says the same whatever it is
-asked, so that a program that it has never seen gets an answer.
+The model is the quickstart's with other weights. Its next token depends on the last token only. So prompts
+that end in the same token get the same answer, also those of programs that it was not trained on.
 """
 
 import shutil
@@ -29,7 +29,7 @@ ANSWER = "Hello"
 
 @pytest.fixture(scope="module")
 def parrot(engine, tmp_path_factory):
-    """The shared vLLM with weights that answer `ANSWER`, and afterwards with its own again."""
+    """Publish weights that answer `ANSWER` to the shared vLLM, and its own weights after the tests."""
     tokenizer = AutoTokenizer.from_pretrained(engine.model_dir)
     network = AutoModelForCausalLM.from_pretrained(engine.model_dir)
     said = [*tokenizer.encode("\n"), *tokenizer.encode(ANSWER), tokenizer.eos_token_id]
@@ -50,7 +50,7 @@ def parrot(engine, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["claude-code", "codex", "pi", "qwen-code"])
-async def test_a_session_ends_well_and_adds_up(name, parrot, tmp_path):
+async def test_a_session_completes_and_its_ledger_adds_up(name, parrot, tmp_path):
     harness = Harness.load(name)
     if shutil.which(harness.program) is None:
         pytest.skip(f"{name} is not installed: tests/run.sh installs it")

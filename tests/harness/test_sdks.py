@@ -1,4 +1,4 @@
-"""Agents written with the official SDKs, as a user records them: nothing but `rolltap record --` before the command."""
+"""Agents written with the official SDKs, recorded as a user does: `rolltap record --` before the command."""
 
 import re
 import subprocess
@@ -29,7 +29,7 @@ KEYS = dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY"), 
 @pytest.mark.parametrize("script", HOSTS)
 def test_a_script_that_uses_an_sdk_is_recorded(script, scripted_engine, tokenizer_folder, tmp_path):
     def reply(request):
-        """The file that the task names is written twice, and then the model is done."""
+        """Write the task's file in two turns, then end."""
         prompt = scripted_engine.tokenizer.decode(request["token_ids"])
         turn, path = prompt.count("<tool_response>"), re.search(r"Write (\w+\.txt), twice", prompt)[1]
         if turn == 2:

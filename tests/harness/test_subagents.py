@@ -1,4 +1,4 @@
-"""A helper agent that the program starts: a line of calls of its own within the session."""
+"""Sub-agents that the program starts: their calls form a separate line within the session."""
 
 import pytest
 
@@ -15,11 +15,11 @@ START = {
     "claude-code": ("Agent", {"subagent_type": "general-purpose"}, "header x-claude-code-request-class: subagent"),
     "qwen-code": ("agent", {"subagent_type": "general-purpose"}, "metadata.promptId: "),
 }
-"""The tool that starts a helper, what it wants to know, and how the role of the helper's calls is known."""
+"""The tool that starts a sub-agent, its further arguments, and the evidence for the role of the sub-agent's calls."""
 
 
 @pytest.mark.parametrize("name", START)
-async def test_its_calls_are_a_line_of_their_own(name, scripted_engine, tokenizer_folder, tmp_path):
+async def test_the_calls_of_a_subagent_are_a_line_of_their_own(name, scripted_engine, tokenizer_folder, tmp_path):
     harness = installed(name)
     tool, arguments, evidence = START[name]
 

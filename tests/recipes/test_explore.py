@@ -26,7 +26,7 @@ def explore(*arguments):
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory):
-    """What it prints of a run of two writers, so of two files of calls, with blanks made one."""
+    """Return the lines that it prints for a run of two writers, with runs of blanks replaced by one."""
     run = tmp_path_factory.mktemp("run")
     write_run(run)
     ended = explore(run)
@@ -99,5 +99,5 @@ def test_it_imports_nothing_of_rolltap():
     assert not re.search(r"^\s*(import|from) rolltap", EXPLORE.read_text(), re.MULTILINE)
 
 
-def test_what_it_cannot_open_is_said(tmp_path):
+def test_a_folder_that_it_cannot_open_is_a_message(tmp_path):
     assert explore(tmp_path).stderr == f"{tmp_path} holds no calls\n"

@@ -1,4 +1,4 @@
-"""Calls for tests: by hand, and random forests of them with what the traces must hold by definition."""
+"""Calls for tests: hand-made ones, and random forests with the expected traces computed from the definitions."""
 
 from collections import Counter
 from datetime import UTC, datetime, timedelta
@@ -14,7 +14,7 @@ ROLES = ["agent", "subagent", "compaction", "auxiliary"]
 
 
 def make_call(number, prompt_ids, completion_ids, **fields):
-    """The `number`-th call to start; every sampled token of a session has its own log-probability."""
+    """Return the `number`-th call to start. Its log-probabilities identify its tokens within the session."""
     fields.setdefault("logprobs", [-(number + 1) - i / 64 for i in range(len(completion_ids))])
     fields.setdefault("weight_versions", [VersionSpan(version="1", start=0, end=len(completion_ids))])
     fields.setdefault("started_at", START + timedelta(seconds=number))
@@ -22,24 +22,24 @@ def make_call(number, prompt_ids, completion_ids, **fields):
 
 
 def follow(number, parent, new_ids, completion_ids, **fields):
-    """A call that continues `parent`."""
+    """Return a call that continues `parent`."""
     return make_call(number, parent.prompt_ids + parent.completion_ids + new_ids, completion_ids, **fields)
 
 
 def forget_a_call(monkeypatch):
-    """A bug: traces are built without the first call."""
+    """Patch in a bug: traces are built without the first call."""
     whole = sessions.build_traces
     monkeypatch.setattr(sessions, "build_traces", lambda calls, *args, **kwargs: whole(calls[1:], *args, **kwargs))
 
 
-# few ids, so that much coincides; 1, 256 and 2 ** 24 are the same bytes in another place
+# few ids make coincidences likely; 1, 256 and 2 ** 24 have the same bytes at other positions
 TOKEN = st.sampled_from([0, 1, 256, 2**24])
 TOKENS = st.lists(TOKEN, max_size=3)
 
 
 @st.composite
 def version_spans(draw, length):
-    """Spans of one to three weights that cover a completion."""
+    """Draw one to three spans of weight versions that cover a completion."""
     cuts = sorted(draw(st.lists(st.integers(0, length), max_size=2)))
     return [
         VersionSpan(version=str(i), start=start, end=end)
@@ -49,7 +49,7 @@ def version_spans(draw, length):
 
 @st.composite
 def forests(draw):
-    """Calls of one session: continuations, branches, retries, twins, prompts that leave an earlier call's tokens."""
+    """Draw the calls of a session: continuations, branches, retries, twins, prompts that diverge from earlier ones."""
     calls = []
     for number in range(draw(st.integers(1, 12))):
         earlier = draw(st.sampled_from(calls)) if calls else make_call(0, [], [])
@@ -89,14 +89,14 @@ def forests(draw):
 
 
 def selections():
-    """`roles` and `max_tokens` of `build_traces`."""
+    """Return a strategy of `roles` and `max_tokens` of `build_traces`."""
     return st.fixed_dictionaries(
         {}, optional={"roles": st.sets(st.sampled_from(ROLES)), "max_tokens": st.integers(1, 16)}
     )
 
 
 def parents_by_definition(calls):
-    """Call id -> parent's call id or None, by comparing every pair."""
+    """Return a map of call ids to the parents' call ids or None, by comparing every pair."""
     calls = sorted(calls, key=lambda call: (call.started_at, len(call.prompt_ids), call.call_id))
     parents = {}
     for i, call in enumerate(calls):
@@ -108,7 +108,7 @@ def parents_by_definition(calls):
 
 
 def superseded_by_definition(calls, parents):
-    """Ids of the calls that nothing extends while something extends a sibling with the same prompt."""
+    """Return the ids of the calls that no call extends, while a call extends a sibling with the same prompt."""
     by_id = {call.call_id: call for call in calls}
     extended = set(parents.values())
     return {
@@ -124,7 +124,7 @@ def superseded_by_definition(calls, parents):
 
 
 def account_by_definition(calls, *, roles=("agent", "subagent", "compaction"), max_tokens=None):
-    """(call id, position in its completion) of the trained tokens; and how many are left out, by reason."""
+    """Return the (call id, position in its completion) of the trained tokens, and the count left out by reason."""
     superseded = superseded_by_definition(calls, parents_by_definition(calls))
     trained, left_out = set(), Counter()
     for call in calls:
@@ -147,9 +147,9 @@ def account_by_definition(calls, *, roles=("agent", "subagent", "compaction"), m
 
 
 def trained_tokens(traces, calls):
-    """Where each trained token stands: (call id, position in its completion) -> (trace id, position in the trace).
+    """Return a map of trained tokens: (call id, position in its completion) -> (trace id, position in the trace).
 
-    Fails when a token is trained twice. A log-probability names its token.
+    Tokens are identified by their log-probabilities. Raises AssertionError when a token is trained twice.
     """
     names = {logprob: (call.call_id, i) for call in calls for i, logprob in enumerate(call.logprobs)}
     found = {}
@@ -162,5 +162,5 @@ def trained_tokens(traces, calls):
 
 
 def common(a, b):
-    """Length of the common beginning, token by token."""
+    """Return the length of the common prefix, by comparing token by token."""
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

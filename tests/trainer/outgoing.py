@@ -1,4 +1,4 @@
-"""A run whose contents the tests of what goes out share, and how to read the code in a card."""
+"""A run that the tests of exports share, and readers for dataset cards."""
 
 import json
 import re
@@ -38,9 +38,9 @@ def follow(parent, number, new_ids, completion_ids, **fields):
 
 
 def write_run(run):
-    """Two sessions with a row, of which one has a reward, and one that was recorded without; 14 sampled tokens.
+    """Write a run with 14 sampled tokens: two sessions with a row, of which one has a reward, and one without a row.
 
-    `s` has a main line of three calls, one of them aborted, a sub-agent and a side question; `t` and `u` one call each.
+    `s` has a main line of three calls, one of them aborted, a sub-agent and a side question. `t` and `u` have one call.
     """
     write_metadata(run, METADATA)
     root = make_call("s", 0, [1, 2], [3, 4], messages='[{"role": "user", "content": "Go"}]', reply='{"content": "x"}')
@@ -75,12 +75,12 @@ def write_run(run):
 
 
 def code_blocks(card):
-    """The Python of a card, block by block."""
+    """Return the Python code blocks of a card."""
     return re.findall(r"```python\n(.*?)```", Path(card).read_text(), re.DOTALL)
 
 
 def facts(card):
-    """The table at the top of a card."""
+    """Return the table at the top of a card as a map."""
     table = Path(card).read_text().split("| --- | --- |\n", 1)[1].split("\n\n")[0]
     return dict(line.strip("| ").split(" | ", 1) for line in table.splitlines())
 

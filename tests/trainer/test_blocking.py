@@ -16,11 +16,11 @@ def test_a_script_runs_it_in_its_own_thread():
     assert run_blocking(thread_name()) == threading.main_thread().name
 
 
-async def test_where_an_event_loop_runs_another_thread_runs_it():
+async def test_inside_an_event_loop_it_runs_in_another_thread():
     assert run_blocking(thread_name()) != threading.current_thread().name
 
 
-async def test_an_error_is_the_callers():
+async def test_an_error_is_raised_to_the_caller():
     async def fail():
         raise ValueError("no")
 

@@ -1,4 +1,4 @@
-"""The `rolltap` command as a program: how it ends, and what it imports."""
+"""The `rolltap` command as a program: its exit status and its imports."""
 
 import subprocess
 import sys
@@ -49,7 +49,7 @@ def test_an_unknown_option_is_status_2():
     assert rolltap("inspect", "--nonsense").returncode == 2
 
 
-def test_without_the_extras_the_commands_for_run_folders_are_there():
+def test_without_the_extras_the_commands_for_run_folders_work():
     """The base install has no proxy, no torch and no vLLM."""
     extras = ["aiohttp", "orjson", "mitmproxy", "renderers", "transformers", "torch", "trl", "peft", "matplotlib"]
     code = f"""
@@ -70,7 +70,7 @@ rolltap(["--help"])
 
 
 @pytest.mark.parametrize("module", ["cli", "training.recipe", "engine.admin", "grpo"])
-def test_what_takes_seconds_to_import_is_imported_when_it_is_used(module):
+def test_modules_that_take_seconds_to_import_are_imported_on_use(module):
     code = f"import sys, rolltap.trainer.{module}; print(*sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert f"rolltap.trainer.{module}" in shown.stdout.split()

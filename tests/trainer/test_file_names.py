@@ -9,7 +9,7 @@ from rolltap.trainer.file_names import file_name
     ("text", "name"),
     [("s-1", "s-1"), ("a/b", "a%2Fb"), ("..", "%2E."), ("../x", "%2E.%2Fx"), (".x", "%2Ex"), ("%2E", "%252E")],
 )
-def test_a_name_is_the_text_with_what_a_path_would_take_for_more_encoded(text, name):
+def test_a_name_is_the_text_with_special_characters_of_paths_encoded(text, name):
     assert file_name(text) == name
 
 

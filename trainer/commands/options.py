@@ -1,6 +1,7 @@
 """Options that several commands share, and printing of results."""
 
 import json
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -52,25 +53,29 @@ def print_result(result: Result, as_json: bool) -> None:
 
 
 def recorder_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add --out, --engine, --model and --set, the options of every command that records."""
+    """Add --out, --engine, --model and --set, the options of `record` and `rollout`."""
     for option in (
         click.option(
             "--set",
             "settings",
             multiple=True,
             metavar="NAME=VALUE",
-            callback=_pairs,
-            help="Further option of the recorder.",
+            callback=_values,
+            help="Option of the recorder, such as rolltap_allow=pypi.org. Repeatable.",
         ),
         click.option("--model", required=True, help="Folder or name of the served model, for its tokenizer."),
-        engine_option(help="URL of vLLM; several by commas."),
+        engine_option(help="URL of the vLLM server; separate several with commas."),
         click.option("--out", type=FOLDER, required=True, help="The run folder to record into."),
     ):
         command = option(command)
     return command
 
 
-def _pairs(context: click.Context, option: click.Parameter, settings: tuple[str, ...]) -> dict[str, str]:
-    if wrong := [setting for setting in settings if "=" not in setting]:
-        raise click.BadParameter(f"{wrong[0]!r} is not written as NAME=VALUE")
-    return {name: value for name, _, value in (setting.partition("=") for setting in settings)}
+def _values(context: click.Context, option: click.Parameter, settings: tuple[str, ...]) -> dict[str, list[str]]:
+    values: defaultdict[str, list[str]] = defaultdict(list)
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise click.BadParameter(f"{setting!r} is not written as NAME=VALUE")
+        values[name].append(value)
+    return values

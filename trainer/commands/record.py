@@ -19,7 +19,7 @@ from rolltap.trainer.commands.options import harness_option, recorder_options
 @harness_option()
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def record_command(
-    out: Path, engine: str, model: str, settings: dict[str, str], preset: str | None, command: tuple[str, ...]
+    out: Path, engine: str, model: str, settings: dict[str, list[str]], preset: str | None, command: tuple[str, ...]
 ) -> None:
     """Run one COMMAND under the recorder and exit with its status.
 

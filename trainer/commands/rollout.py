@@ -20,7 +20,7 @@ def rollout_command(
     out: Path,
     engine: str,
     model: str,
-    settings: dict[str, str],
+    settings: dict[str, list[str]],
     tasks: Path,
     preset: str,
     sessions: int,

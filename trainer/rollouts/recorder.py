@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -28,21 +28,27 @@ class Recorder:
 
     `out` is the run folder. It is created if it does not exist; otherwise new sessions are added to it. `engine` is the
     URL of the vLLM server, or several separated by commas. `model` is the served model's folder or name, for its
-    tokenizer. `options` are further mitmproxy options, as the README lists them. The recorder's log is `recorder.log`
+    tokenizer. `options` are further mitmproxy options, as the README lists them; a repeatable one has a list of values.
+    The recorder's log is `recorder.log`
     in the run folder.
 
     Entering raises `RecorderError` when the recorder does not start, and `MissingPackageError` without mitmproxy.
     """
 
     def __init__(
-        self, out: str | Path, *, engine: str, model: str | Path, options: Mapping[str, str] | None = None
+        self,
+        out: str | Path,
+        *,
+        engine: str,
+        model: str | Path,
+        options: Mapping[str, str | Sequence[str]] | None = None,
     ) -> None:
         self.path = Path(out)
         """The run folder."""
         self.engine = engine
         self._secret = secrets.token_urlsafe(32)
-        self._options = {"rolltap_out": str(out), "rolltap_engine": engine, "rolltap_model": str(model)}
-        self._options |= options or {}
+        known = {"rolltap_out": str(out), "rolltap_engine": engine, "rolltap_model": str(model), **(options or {})}
+        self._options = {name: [value] if isinstance(value, str) else [*value] for name, value in known.items()}
 
     @staticmethod
     def script() -> Path:
@@ -60,8 +66,9 @@ class Recorder:
         self._folder = tempfile.TemporaryDirectory(prefix="rolltap-")
         ready, told = os.pipe()  # end of file when the recorder exits, ready or not
         command = [mitmdump, "-s", str(self.script()), "--listen-host", "127.0.0.1", "--listen-port", "0"]
-        for name, value in {**self._options, "rolltap_ready": f"/dev/fd/{told}"}.items():
-            command += ["--set", f"{name}={value}"]
+        for name, values in {**self._options, "rolltap_ready": [f"/dev/fd/{told}"]}.items():
+            for value in values:
+                command += ["--set", f"{name}={value}"]
         # by environment: every process of the machine can read a command line
         env = {**os.environ, "ROLLTAP_SECRET": self._secret, "PYTHONUNBUFFERED": "1"}
         self._process = subprocess.Popen(
@@ -85,7 +92,7 @@ class Recorder:
             address = json.loads(line)
             self._proxy = Proxy(
                 f"http://{address['host']}:{address['port']}",
-                ca=Path(self._options.get("confdir", "~/.mitmproxy"), "mitmproxy-ca-cert.pem"),
+                ca=Path(self._options.get("confdir", ["~/.mitmproxy"])[-1], "mitmproxy-ca-cert.pem"),
                 secret=self._secret,
                 bundle=Path(self._folder.name, "ca-bundle.pem"),
             )

@@ -26,7 +26,7 @@ def rollout(
     sessions: int = 8,
     concurrency: int = 8,
     timeout: float = 1800.0,
-    options: Mapping[str, str] | None = None,
+    options: Mapping[str, str | Sequence[str]] | None = None,
     progress: bool = True,
 ) -> Run:
     """Run every task several times with a harness, record all model calls, and return the run.
@@ -35,7 +35,8 @@ def rollout(
     or the path of a `.toml` file. `engine` is the URL of the vLLM server that serves `model`, or several separated by
     commas. `out` is the run folder; a folder that is a run already gets more sessions. The `sessions` of one task
     are one group. At most `concurrency` of all sessions run at the same time. A harness is stopped after `timeout`
-    seconds. `options` are further mitmproxy options of the recorder. `progress` shows a progress bar on a terminal.
+    seconds. `options` are further mitmproxy options of the recorder; one that is
+    repeatable has a list of values. `progress` shows a progress bar on a terminal.
 
     Works in a script and in a notebook; `rollout_async` is for an event loop. A session that fails does not end the
     rollout. Its status says what happened. KeyboardInterrupt stops the harnesses; what was recorded stays in the run.
@@ -70,7 +71,7 @@ async def rollout_async(
     sessions: int = 8,
     concurrency: int = 8,
     timeout: float = 1800.0,
-    options: Mapping[str, str] | None = None,
+    options: Mapping[str, str | Sequence[str]] | None = None,
     progress: bool = True,
 ) -> Run:
     """Do what `rollout` does inside an event loop. Cancelling it stops the harnesses and the recorder."""

@@ -175,9 +175,11 @@ def import_calls(source: BinaryIO, run: Path, *, skip_bad: bool, report: Report,
     with _seekable(source) as lines, new_folder(run) as staged:
         sessions, bad = _check(lines, report, advance)
         if bad and not skip_bad:
-            raise InputError(f"{bad} bad lines, nothing was imported: correct them, or skip them with --skip-bad")
-        if not sessions and not bad:
-            raise InputError("there is no line to import")
+            raise InputError(
+                f"{bad} bad lines, nothing was imported: correct them, or skip them (--skip-bad, skip_bad=True)"
+            )
+        if not sessions:
+            raise InputError("there is no line to import" + (f": all {bad} are bad" if bad else ""))
         write_metadata(staged, {"source": "import"})
         summary = ImportSummary(skipped=bad)
         with RunWriter(staged, "never") as writer:

@@ -46,7 +46,7 @@ class Recipe(BaseModel):
     """Way of new weights to the engine: a full checkpoint that it reloads, or a LoRA adapter that it loads."""
     save_steps: int = Field(default=1, ge=1)
     """Steps between the checkpoints from which a stopped training resumes."""
-    recorder: dict[str, str] = {}
+    recorder: dict[str, str | list[str]] = {}
     """Further options of the recorder, for example `rolltap_sampling` or `rolltap_renderer`."""
     grpo: dict[str, Any] = {}
     """Arguments of TRL's `GRPOConfig`."""

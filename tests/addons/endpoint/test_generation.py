@@ -1,4 +1,4 @@
-"""Generations that outlive an engine's failure, end at a stop text, or follow a schema."""
+"""Generations that survive a failure of the engine, end at a stop text, or follow a schema."""
 
 import json
 
@@ -11,7 +11,7 @@ from tests.scripted_engine import Answer, Say
 
 @pytest.fixture
 def patient(harness, monkeypatch):
-    """Calls wait for a failed engine, without a pause."""
+    """Return a harness whose calls retry a failed engine without a pause."""
     monkeypatch.setattr(completion, "FIRST_PAUSE_SECONDS", 0)
     return harness
 
@@ -45,7 +45,7 @@ class TestContinuation:
         assert [span["version"] for span in call["weight_versions"]] == ["1", "2"]
         assert call["violation"] is None
 
-    async def test_a_piece_whose_weights_nobody_knows_is_not_trained_on(self, patient, scripted_engine, monkeypatch):
+    async def test_tokens_of_an_unknown_weight_version_are_not_trained_on(self, patient, scripted_engine, monkeypatch):
         def publish(body):
             (patient.run / "policy.json").write_text('{"version": "1", "model": "policy-1"}')
             return Say("one two three", break_after=2) if len(scripted_engine.requests) == 1 else Say(" three")
@@ -55,7 +55,7 @@ class TestContinuation:
         (call,) = patient.calls()
         assert call["violation"] == "weight version spans leave token 0 out"
 
-    async def test_only_the_engines_last_words_were_lost(self, patient, scripted_engine):
+    async def test_a_completion_that_lacks_only_its_finish_reason_is_not_sampled_again(self, patient, scripted_engine):
         ids = [*scripted_engine.ids("Hi."), scripted_engine.tokenizer.eos_token_id]
         content = [{"token_id": i, "logprob": -1.0} for i in ids]
         choice = {"token_ids": ids, "logprobs": {"content": content}, "finish_reason": None}
@@ -64,8 +64,8 @@ class TestContinuation:
         assert (status, reply["choices"][0]["message"]["content"]) == (200, "Hi.")
         assert len(scripted_engine.requests) == 1
 
-    async def test_a_whole_completion_is_given_although_its_engine_is_down(self, harness, scripted_engine):
-        """Nobody waits for the engine, or gives the call up, for its last words."""
+    async def test_a_complete_completion_is_returned_although_its_engine_is_down(self, harness, scripted_engine):
+        """The call neither waits for the engine nor fails: only the finish reason is missing."""
         ids = len(scripted_engine.ids("one two")) + 1
         scripted_engine.replies.append(Say("one two three", break_after=ids))
         status, reply = await harness.ask(user(), max_tokens=ids)
@@ -73,12 +73,12 @@ class TestContinuation:
         assert len(scripted_engine.requests) == 1
         assert harness.calls()[0]["violation"] is None
 
-    async def test_an_engine_that_is_down_is_waited_for(self, patient, scripted_engine):
+    async def test_a_call_waits_for_an_engine_that_is_down(self, patient, scripted_engine):
         scripted_engine.replies += [Answer(503, "loading"), Answer(500, "broken"), Say("Hi.")]
         assert (await patient.ask(user()))[0] == 200
         assert len(patient.events("continued")) == 2
 
-    async def test_what_the_engine_refuses_is_not_asked_again(self, patient, scripted_engine):
+    async def test_a_request_that_the_engine_refuses_is_not_retried(self, patient, scripted_engine):
         scripted_engine.replies += [Answer(400, "bad"), Say("Hi.")]
         assert (await patient.ask(user()))[0] == 400
         assert len(scripted_engine.requests) == 1
@@ -114,7 +114,7 @@ class TestSchema:
         assert sent == {"json": self.SCHEMA}
         assert harness.calls()[0]["role"] == "auxiliary"
 
-    async def test_an_engine_that_cannot_follow_it_answers_without(self, harness, scripted_engine):
+    async def test_an_engine_that_cannot_follow_the_schema_is_asked_again_without_it(self, harness, scripted_engine):
         scripted_engine.replies += [Answer(400, "unsupported schema"), Say("Hi.")]
         assert (await harness.ask(user(), response_format=self.FORMAT))[0] == 200
         assert "structured_outputs" not in scripted_engine.requests[1]["sampling_params"]

@@ -1,4 +1,6 @@
-"""A generation as a state machine: in whatever order things come, its call is recorded once and everybody is told."""
+"""A generation as a state machine: in random orders of events, its call is recorded at most once and every listener
+gets one end.
+"""
 
 import asyncio
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,11 +22,11 @@ from rolltap.addons.store.records import Call, VersionSpan
 
 PROMPT_IDS, STOP, MAX_TOKENS = [1, 2, 3], 0, 8
 TURNS = 20
-"""Turns of the event loop after which everything that can happen without the clock has happened."""
+"""Iterations of the event loop after which nothing is left to run until the clock advances."""
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """Its time passes when the test says so."""
+    """An event loop whose clock is set by the test."""
 
     now = 0.0
 
@@ -33,9 +35,9 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 class ScriptedClient:
-    """An engine's client that hands on what the test puts into `script`: tokens, finish reasons, and errors.
+    """An engine's client that replays `script`, a queue of token ids, finish reasons and errors.
 
-    `rude` says that it answers its cancellation with an error of its own.
+    With `rude` it raises an EngineError when it is cancelled.
     """
 
     def __init__(self, url, script, sent, rude):
@@ -71,7 +73,7 @@ class ScriptedClient:
 
 
 class Disk(ThreadPoolExecutor):
-    """A writer of runs, and the executor in which it waits for the disk, which answers when the test says so."""
+    """A writer of runs, and the executor of its fsyncs. They complete when the test calls `answer`."""
 
     run = Path("run")
 
@@ -79,7 +81,7 @@ class Disk(ThreadPoolExecutor):
         super().__init__()
         self.sync_policy = policy
         self.refusals = 0
-        """Commits that will be refused."""
+        """Number of the next commits that fail."""
         self.calls, self.told_no, self.waiting = [], 0, []
         self.synced = self.lost = False
 
@@ -114,7 +116,7 @@ class Disk(ThreadPoolExecutor):
 
 
 class Renderer:
-    """Reads tokens as their numbers, unless it is broken for partial completions, whole ones, or both."""
+    """A renderer that decodes a token to its number. It raises for the values of `partial` that are in `broken`."""
 
     def __init__(self):
         self.broken = set()
@@ -126,7 +128,7 @@ class Renderer:
 
 
 class Memory:
-    """Conversations of a session."""
+    """The conversations of a session."""
 
     def __init__(self):
         self.added, self.broken, self.failed = [], False, False
@@ -139,7 +141,7 @@ class Memory:
 
 
 class Listener:
-    """A request that listens: to a stream, or for the whole reply. `told` is what the harness read."""
+    """A request that listens for a stream or for the whole reply. `text` and `ends` are what the harness received."""
 
     def __init__(self, scenario, stream):
         self.scenario = scenario
@@ -190,7 +192,7 @@ class Listener:
 
 
 class Scenario:
-    """One generation, and what happens to it."""
+    """One generation, and the events that a test can apply to it."""
 
     def __init__(self, policy, engines, patience, rude):
         self.disk, self.renderer, self.memory = Disk(policy), Renderer(), Memory()
@@ -223,7 +225,7 @@ class Scenario:
     engine_fails = engine_says
 
     def engine_dies(self):
-        """It may be asked again, or another one."""
+        """Fail with a retryable error: the same engine or another one may be asked for the rest."""
         self.faulty = True
         self.engine_says(EngineError("the engine is down", retryable=True))
 
@@ -231,7 +233,7 @@ class Scenario:
         self.listeners.append(Listener(self, stream))
 
     def visit(self):
-        """A listener that comes and goes at once."""
+        """Begin and end listening without a turn of the event loop."""
         with self.generation.listening():
             pass
 
@@ -245,7 +247,7 @@ class Scenario:
         assert not (committed and parsed), "parsed again after the commit"
 
     def abort(self):
-        """The session ends, or the recorder stops."""
+        """Abort as at the end of the session or of the recorder."""
         self.generation.abort("the session ended")
 
     def disk_refuses(self, commits):
@@ -264,7 +266,7 @@ class Scenario:
         self.memory.broken = True
 
     async def all_leave(self):
-        """The harness is killed."""
+        """Remove all listeners, as when the harness is killed, and wait twice LINGER_SECONDS."""
         while self.listeners:
             self.leave()
         for _ in range(2):
@@ -272,7 +274,7 @@ class Scenario:
             self.disk.answer()
 
     async def engine_finishes(self):
-        """The engine is well again and a patient harness listens."""
+        """Let the engine finish while a harness listens."""
         hopeful = not self.faulty and not self.generation.done
         self.listen(False)
         for _ in range(MAX_TOKENS):
@@ -320,16 +322,16 @@ class Scenario:
 
 
 def happens(name, *values):
-    """An event, its arguments, and how many turns the event loop makes before the next one."""
+    """Return a strategy of an event, its arguments, and the number of event loop iterations after it."""
     return st.tuples(st.just(name), st.tuples(*values), st.sampled_from([0, 1, 2, TURNS]))
 
 
 tokens = st.lists(st.sampled_from([5, 6, 7, 8, STOP]), min_size=1, max_size=4)
 failures = st.sampled_from([EngineError("the engine refused", status=400), "abort", "repetition"])
 FAULTS = {"abort", "engine_fails", "disk_refuses", "disk_is_lost", "renderer_breaks", "memory_breaks", "all_leave"}
-"""Each scenario has some of them, or what comes after a reply would hardly ever be seen."""
+"""Events of which a scenario gets a random subset. With all of them, few scenarios would reach a reply."""
 events = st.one_of(
-    *[happens("engine_says", tokens) for _ in range(4)],  # one_of drops what it has already
+    *[happens("engine_says", tokens) for _ in range(4)],  # each strategy is a new object: one_of drops duplicates
     *[happens("listen", st.booleans()) for _ in range(3)],
     happens("engine_says", st.sampled_from(["stop", "length"])),
     happens("wait", st.sampled_from([0.1, 0.5, 2.0])),
@@ -358,7 +360,7 @@ events = st.one_of(
     rude=st.booleans(),
 )
 @settings(max_examples=800, deadline=None, derandomize=True)
-def test_a_call_is_recorded_once_and_everybody_is_told(happened, faults, end, policy, engines, patience, rude):
+def test_a_call_is_recorded_once_and_every_listener_is_answered(happened, faults, end, policy, engines, patience, rude):
     async def run():
         scenario = Scenario(policy, engines, patience, rude)
         for name, values, turns in [
@@ -386,7 +388,7 @@ FOLLOWS = {
 
 
 @pytest.mark.parametrize("state", State)
-async def test_a_state_is_left_only_for_one_that_may_follow(state):
+async def test_a_transition_that_is_not_listed_is_refused(state):
     for other in State:
         if other.name not in FOLLOWS.get(state.name, ()):
             scenario = Scenario("session", engines=1, patience=0.0, rude=False)

@@ -1,4 +1,4 @@
-"""A call that is asked for again because its reply was lost is sampled once."""
+"""A retry of a call whose reply was lost does not sample again."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ STREAM = {"messages": [user()], "stream": True}
 
 async def unheard(harness):
     """Wait until the endpoint has noticed that the harness is gone."""
-    while not harness.endpoint.sessions["s1"].generations[0].unheard:  # noqa: ASYNC110 - nothing signals it
+    while not harness.endpoint.sessions["s1"].generations[0].unheard:  # noqa: ASYNC110 - there is no event to wait for
         await asyncio.sleep(0)
 
 
@@ -55,7 +55,7 @@ class TestJoin:
         assert (status, reply["choices"][0]["message"]["content"]) == (200, "one two three four")
         assert len(harness.calls()) == 1
 
-    async def test_the_clients_own_word_joins_a_call_that_is_still_heard(self, harness, scripted_engine):
+    async def test_a_request_with_a_retry_header_joins_a_call_that_has_a_listener(self, harness, scripted_engine):
         scripted_engine.replies.append(Say("one two", hold_after=1))
         async with harness.post(STREAM) as first:
             await asyncio.to_thread(scripted_engine.holding.wait, 30)
@@ -75,7 +75,7 @@ class TestJoin:
         assert len(scripted_engine.requests) == 2
         assert harness.events("joined") == []
 
-    async def test_another_session_joins_nothing(self, harness, scripted_engine):
+    async def test_a_request_of_another_session_joins_no_call(self, harness, scripted_engine):
         scripted_engine.replies += [Say("one two three", hold_after=2), Say("Hi.")]
         await hang_up_while_it_runs(harness, scripted_engine, STREAM)
         async with harness.post(STREAM, session="s2", headers=RETRY) as response:
@@ -92,7 +92,7 @@ class TestJoin:
         assert len(harness.calls()) == 2
 
 
-async def test_calls_that_run_are_never_forgotten_and_few_others_are_kept(harness, scripted_engine):
+async def test_running_calls_are_kept_and_of_the_others_a_limited_number(harness, scripted_engine):
     scripted_engine.replies += [Say("one two", hold_after=1), *[Say("Hi.")] * 12]
     async with harness.post(STREAM) as first:
         await asyncio.to_thread(scripted_engine.holding.wait, 30)
@@ -105,7 +105,7 @@ async def test_calls_that_run_are_never_forgotten_and_few_others_are_kept(harnes
 
 
 class TestReplay:
-    async def test_a_reply_that_was_lost_is_given_again(self, harness, scripted_engine, monkeypatch):
+    async def test_a_reply_that_was_lost_is_sent_again(self, harness, scripted_engine, monkeypatch):
         """The harness hangs up between the commit and the last event."""
         committed, gone = asyncio.Event(), asyncio.Event()
         advance = generation.Generation.finished
@@ -131,7 +131,7 @@ class TestReplay:
         (call,) = harness.calls()
         assert [event["call_id"] for event in harness.events("replayed")] == [call["call_id"]]
 
-    async def test_the_clients_own_word_gets_the_same_reply_again(self, harness, scripted_engine):
+    async def test_a_request_with_a_retry_header_gets_the_same_reply_again(self, harness, scripted_engine):
         scripted_engine.replies.append(Say("Hi."))
         replies = []
         for headers in ({}, RETRY):
@@ -141,7 +141,7 @@ class TestReplay:
         assert replies[0]["id"] == replies[1]["id"]
         assert len(harness.calls()) == 1
 
-    async def test_a_request_that_is_simply_made_again_is_a_second_sample(self, harness, scripted_engine):
+    async def test_an_equal_request_after_a_delivered_reply_is_a_second_sample(self, harness, scripted_engine):
         scripted_engine.replies += [Say("Hi."), Say("Ho.")]
         await harness.ask(user())
         _, reply = await harness.ask(user())

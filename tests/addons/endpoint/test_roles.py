@@ -17,7 +17,7 @@ def role(model_call, headers=None, *, tools_before=False):
     return find_role(model_call, headers or {}, tools_before=tools_before)
 
 
-def test_a_call_that_nothing_speaks_against_is_the_agents():
+def test_a_call_without_evidence_of_another_role_is_the_agents():
     assert role(call()) == Role("agent", "")
     assert role(call(tools=[])) == Role("agent", "")
 
@@ -38,7 +38,7 @@ def test_a_call_that_nothing_speaks_against_is_the_agents():
         ("x-codex-turn-metadata", "[1]", "agent"),
     ],
 )
-def test_the_harness_says_so_in_a_header(header, value, expected):
+def test_a_header_of_the_harness_names_the_role(header, value, expected):
     found = role(call(), {header: value})
     assert found.role == expected
     assert bool(found.evidence) == (expected != "agent")
@@ -47,11 +47,11 @@ def test_the_harness_says_so_in_a_header(header, value, expected):
 @pytest.mark.parametrize(
     ("prompt_id", "expected"), [("s########0", "agent"), ("s#explore-call_1#2", "subagent"), ("s", "agent")]
 )
-def test_qwen_code_says_so_in_its_prompt_id(prompt_id, expected):
+def test_qwen_codes_prompt_id_names_the_role(prompt_id, expected):
     assert role(call(client_metadata={"metadata.promptId": prompt_id})).role == expected
 
 
-def test_a_request_for_a_compaction_is_one():
+def test_a_request_for_a_compaction_has_that_role():
     assert role(call(client_metadata={"compaction": "trigger"})).role == "compaction"
 
 
@@ -68,10 +68,10 @@ def test_a_reply_that_must_match_a_schema_is_a_side_question():
         ("You are a coding agent. You are a title generator at times.", "agent"),
     ],
 )
-def test_what_is_not_the_agents_is_known_by_how_its_system_prompt_begins(system, expected):
+def test_known_system_prompts_give_the_role_by_their_first_words(system, expected):
     assert role(call(system=system, tools=[])).role == expected
 
 
-def test_a_call_without_tools_is_a_side_question_once_others_had_some():
+def test_a_call_without_tools_is_a_side_question_after_a_call_with_tools():
     assert role(call(tools=[]), tools_before=True).role == "auxiliary"
     assert role(call(), tools_before=True).role == "agent"

@@ -1,4 +1,4 @@
-"""The endpoint behind a scripted engine: what the harness is told, when, and what is on disk by then."""
+"""The endpoint behind a scripted engine: its replies, their order and their records on disk."""
 
 import asyncio
 import json
@@ -59,7 +59,7 @@ class TestReply:
         assert recorded.pop("asked") == {"temperature": 0.1, "top_p": 0.5, "seed": 3}
         assert sent == {**recorded, "logprobs": 0}
 
-    async def test_a_cut_reply_says_length(self, harness, scripted_engine):
+    async def test_a_reply_at_the_token_limit_has_finish_reason_length(self, harness, scripted_engine):
         scripted_engine.replies.append(Say("<think>\nI think and", finish_reason="length"))
         _, reply = await harness.ask(user())
         assert reply["choices"][0]["finish_reason"] == "length"
@@ -143,7 +143,7 @@ class TestStream:
         assert len(harness.calls()) == 1
 
     async def test_nothing_is_committed_after_the_last_event(self, harness, scripted_engine, monkeypatch):
-        """The event that ends the stream leaves only when the call can be read back."""
+        """The last event of the stream is sent after the call can be read from the run."""
         on_disk = []
         finish = openai_chat.StreamEncoder.finish
 
@@ -156,7 +156,7 @@ class TestStream:
         await harness.stream(user())
         assert on_disk == [1]
 
-    async def test_silence_is_filled_with_empty_deltas(self, harness, scripted_engine, monkeypatch):
+    async def test_keep_alives_of_a_stream_are_empty_deltas(self, harness, scripted_engine, monkeypatch):
         monkeypatch.setattr(exchange, "KEEP_ALIVE_SECONDS", 0.01)
         scripted_engine.replies.append(Say("Hi.", hold_after=0))
         async with harness.post({"messages": [user()], "stream": True}) as response:
@@ -201,7 +201,7 @@ class TestErrors:
     async def test_an_engine_that_refuses_is_the_apis_own_error(self, harness, scripted_engine, reply, status, stream):
         scripted_engine.replies.append(reply)
         async with harness.post({"messages": [user()], "stream": stream}) as response:
-            assert response.status == (200 if stream else status)  # a stream's headers leave before the engine is asked
+            assert response.status == (200 if stream else status)  # a stream's headers are sent first
             *_, last = (await response.text()).rstrip().split("\n\n")
             error = json.loads(last.removeprefix("data: "))["error"]
         assert set(error) == {"message", "type", "param", "code"}
@@ -288,7 +288,7 @@ class TestErrors:
         assert (response.status == 500) == (not stream)
 
     @pytest.mark.parametrize("stream", [False, True])
-    async def test_a_renderer_that_fails_costs_the_call_and_not_its_record(
+    async def test_a_call_whose_reply_cannot_be_parsed_fails_and_is_recorded(
         self, harness, scripted_engine, monkeypatch, stream
     ):
         def broken(*args, **kwargs):
@@ -348,7 +348,7 @@ class TestEndOfSession:
         assert (await asked)[0] == 503
 
     @pytest.mark.parametrize("late", [PATH, "/v1/responses/input_tokens"])
-    async def test_what_comes_later_is_refused_and_recorded(self, harness, scripted_engine, late):
+    async def test_a_later_request_is_refused_and_recorded(self, harness, scripted_engine, late):
         scripted_engine.replies.append(Say("Hi."))
         await harness.ask(user())
         await harness.end()
@@ -371,17 +371,17 @@ class TestEndOfSession:
         assert (await harness.ask(user()))[0] == 410
         assert (scripted_engine.requests, harness.calls()) == ([], [])
 
-    async def test_nothing_of_it_is_remembered_but_that(self, harness, scripted_engine):
+    async def test_its_generations_and_conversations_are_freed(self, harness, scripted_engine):
         scripted_engine.replies.append(Say("Hi."))
         await harness.ask(user())
         await harness.end()
         session = harness.endpoint.sessions["s1"]
         assert (session.generations, session._conversations) == ([], None)
 
-    async def test_a_session_without_calls_ends_too_and_again(self, harness):
+    async def test_a_session_without_calls_can_end_and_end_again(self, harness):
         assert [await harness.end("nobody") for _ in range(2)] == [(200, "")] * 2
 
-    async def test_a_session_that_is_not_on_the_disk_is_not_ended_well(self, harness, monkeypatch):
+    async def test_a_failed_fsync_at_the_end_of_a_session_is_an_error(self, harness, monkeypatch):
         def fail():
             raise OSError("the disk is gone")
 
@@ -397,7 +397,7 @@ async def test_a_call_is_not_begun_when_the_disk_is_almost_full(harness, scripte
     assert (scripted_engine.requests, harness.calls()) == ([], [])
 
 
-async def test_a_reply_whose_record_does_not_reach_the_disk_is_not_given(harness, scripted_engine, monkeypatch):
+async def test_a_reply_whose_record_cannot_be_synced_is_not_sent(harness, scripted_engine, monkeypatch):
     def fail():
         raise OSError("the disk is gone")
 
@@ -409,7 +409,7 @@ async def test_a_reply_whose_record_does_not_reach_the_disk_is_not_given(harness
     assert [call["status"] for call in harness.calls()] == ["completed"]
 
 
-async def test_a_reply_grows_no_more_while_its_record_goes_to_the_disk(harness, scripted_engine, monkeypatch):
+async def test_a_reply_does_not_grow_while_its_record_is_synced(harness, scripted_engine, monkeypatch):
     loop, grown = asyncio.get_running_loop(), []
 
     async def advance():
@@ -437,7 +437,7 @@ async def test_a_call_that_fails_after_its_commit_is_recorded_once(harness, scri
     assert [call["status"] for call in harness.calls()] == ["completed"]
 
 
-async def test_the_run_knows_its_engines(harness, scripted_engine):
+async def test_the_engines_are_in_the_runs_metadata(harness, scripted_engine):
     await harness.ask(user())
     await asyncio.gather(*harness.endpoint._described.values())
     assert read_metadata(harness.run)["engines"] == {

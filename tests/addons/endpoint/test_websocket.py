@@ -15,7 +15,7 @@ TOOL_CALL = '<think>\nI look.\n</think>\n\n<tool_call>\n{"name":  "bash", "argum
 
 
 class Codex:
-    """One connection."""
+    """A client with one connection."""
 
     def __init__(self, socket):
         self.socket = socket
@@ -24,14 +24,14 @@ class Codex:
         await self.socket.send_json({"type": "response.create", "model": "m", "input": list(items), **fields})
 
     async def events(self):
-        """The events up to the one that ends the response."""
+        """Return the events up to the one that ends the response."""
         seen = []
         while not seen or seen[-1]["type"] not in ("response.completed", "response.failed", "error"):
             seen.append(json.loads(await self.socket.receive_str()))
         return seen
 
     async def ask(self, *items, **fields):
-        """The last event of the answer."""
+        """Send a request and return the last event of the response."""
         await self.create(*items, **fields)
         return (await self.events())[-1]
 
@@ -47,7 +47,7 @@ def user(text="Hello"):
     return {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
 
 
-async def test_a_turn_brings_only_what_is_new(codex, harness, scripted_engine):
+async def test_a_turn_sends_only_its_new_items(codex, harness, scripted_engine):
     scripted_engine.replies += [Say(TOOL_CALL), Say("Done.")]
     first = await codex.ask(user(), tools=[TOOL])
     (call,) = [item for item in first["response"]["output"] if item["type"] == "function_call"]
@@ -78,7 +78,7 @@ async def test_a_response_is_prepared_without_asking_the_model(codex, harness, s
     assert json.loads(call["tools"])[0]["function"]["name"] == "bash"
 
 
-async def test_an_earlier_response_can_be_gone_on_from_again(codex, harness, scripted_engine):
+async def test_an_earlier_response_can_be_continued_again(codex, harness, scripted_engine):
     scripted_engine.replies += [Say("Hi."), Say("One."), Say("Two.")]
     first = await codex.ask(user())
     for text in ("a", "b"):
@@ -97,7 +97,7 @@ async def test_an_earlier_response_can_be_gone_on_from_again(codex, harness, scr
         ([], "invalid_request_error"),
     ],
 )
-async def test_what_cannot_be_answered_is_refused_and_the_connection_stays(codex, scripted_engine, message, code):
+async def test_an_invalid_request_is_refused_and_the_connection_stays_open(codex, scripted_engine, message, code):
     await codex.socket.send_json(message)
     (refusal,) = await codex.events()
     assert (refusal["type"], refusal["status"], refusal["error"]["code"]) == ("error", 400, code)
@@ -110,7 +110,7 @@ async def test_refusals_are_recorded(codex, harness):
     assert "robot" in harness.events("rejected")[0]["detail"]
 
 
-async def test_silence_is_filled_with_events(codex, scripted_engine, monkeypatch):
+async def test_keep_alives_are_events(codex, scripted_engine, monkeypatch):
     monkeypatch.setattr(exchange, "KEEP_ALIVE_SECONDS", 0.01)
     scripted_engine.replies.append(Say("Hi.", hold_after=0))
     await codex.create(user())
@@ -129,7 +129,7 @@ async def test_closing_the_connection_aborts_the_call(codex, harness, scripted_e
     scripted_engine.replies.append(Say("one two three", hold_after=2))
     await codex.create(user())
     await asyncio.to_thread(scripted_engine.holding.wait, 30)
-    codex.socket._response.connection.transport.abort()  # without a word, as a program that is killed
+    codex.socket._response.connection.transport.abort()  # without a close frame, as when a program is killed
     await asyncio.wait_for(committed.wait(), 30)
     (call,) = harness.calls()
     assert (call["status"], len(call["completion_ids"])) == ("aborted", 2)

@@ -23,7 +23,7 @@ async def client(scripted_engine):
 
 
 async def generate(client: Engine, *, model: str | None = None):
-    """All chunks of a generation."""
+    """Return all chunks of a generation."""
     sampling = {**NEUTRAL_SAMPLING, "max_tokens": 64}
     return [chunk async for chunk in client.generate([1, 2, 3], sampling, model)]
 
@@ -58,7 +58,7 @@ async def test_the_context_window_is_the_engines(client):
     assert client.model == "scripted"
 
 
-async def test_an_engine_need_not_say_what_it_is(client):
+async def test_an_engine_without_server_info_is_accepted(client):
     known = {"model": "scripted", "max_model_len": 8192}
     assert await client.describe() == {**known, "vllm": None, "configuration": None}
 
@@ -75,7 +75,7 @@ async def test_an_engine_need_not_say_what_it_is(client):
         (Say("one two three four", break_after=2), 503, "failed"),
     ],
 )
-async def test_what_is_not_a_generation_is_an_error(scripted_engine, client, reply, status, message):
+async def test_a_reply_that_is_not_a_generation_is_an_error(scripted_engine, client, reply, status, message):
     scripted_engine.replies.append(reply)
     with pytest.raises(EngineError, match=message) as error:
         await generate(client)
@@ -91,14 +91,14 @@ async def test_an_engine_that_is_down_is_an_error():
     await engine.close()
 
 
-async def test_something_else_than_vllm_is_an_error(scripted_engine):
+async def test_a_server_that_is_not_vllm_is_an_error(scripted_engine):
     engine = Engine(scripted_engine.url + "/elsewhere")
     with pytest.raises(EngineError, match="is not vLLM's"):
         await engine.max_model_len()
     await engine.close()
 
 
-async def test_log_probabilities_of_other_tokens_are_not_taken(scripted_engine, client):
+async def test_log_probabilities_of_other_tokens_are_dropped(scripted_engine, client):
     choice = {"token_ids": [5], "logprobs": {"content": [{"token_id": 6, "logprob": -1.0}]}, "finish_reason": "stop"}
     scripted_engine.replies.append(Answer(200, json.dumps({"choices": [choice]})))
     (chunk,) = await generate(client)
@@ -106,7 +106,7 @@ async def test_log_probabilities_of_other_tokens_are_not_taken(scripted_engine, 
 
 
 def shape(value):
-    """The keys and types of a JSON value; of a list, the shapes that occur in it."""
+    """Return the keys and types of a JSON value. For a list, return the set of its items' shapes."""
     if isinstance(value, dict):
         return {key: shape(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -122,7 +122,7 @@ def events(url: str, body: dict) -> list:
 
 @pytest.mark.engine
 class TestContract:
-    """What the tests assume of the scripted engine is what vLLM does."""
+    """The scripted engine and vLLM agree where the tests rely on the scripted engine."""
 
     def test_the_scripted_engine_streams_in_vllms_shape(self, engine, scripted_engine):
         sampling = {**NEUTRAL_SAMPLING, "max_tokens": 3, "logprobs": 0, "ignore_eos": True}
@@ -130,7 +130,7 @@ class TestContract:
         scripted_engine.replies.append(Say("one two", finish_reason="length"))
         real, scripted = events(engine.url, body), events(scripted_engine.url, body)
         assert real[-1] == scripted[-1] == "[DONE]"
-        # the sampled token's own entry is repeated under top_logprobs, which nobody reads
+        # vLLM repeats the sampled token's entry under top_logprobs; the client does not read it
         for data in (real, scripted):
             data[:] = [json.loads(event) for event in data[:-1]]
             for event in data:
@@ -138,7 +138,7 @@ class TestContract:
         assert shape(real[0]) == shape(scripted[0])
         assert shape(real[-1]) == shape(scripted[-1])
 
-    def test_both_list_their_model_with_its_context_window(self, engine, scripted_engine):
+    def test_both_engines_list_their_model_with_its_context_window(self, engine, scripted_engine):
         for url, window in ((engine.url, CONTEXT), (scripted_engine.url, 8192)):
             (model,) = httpx.get(url + "/v1/models").json()["data"]
             assert model["parent"] is None

@@ -12,7 +12,7 @@ def test_the_engines_own_weights_are_the_policy_before_anything_is_published(tmp
     assert PolicyFile(tmp_path).read() == Policy("default", model=None)
 
 
-def test_what_was_published_last_is_the_policy(tmp_path):
+def test_the_last_published_version_is_the_policy(tmp_path):
     policy = PolicyFile(tmp_path)
     policy.read()
     publish(tmp_path, version="1")
@@ -21,6 +21,6 @@ def test_what_was_published_last_is_the_policy(tmp_path):
     assert policy.read() == Policy("2", model="adapter-2")
 
 
-def test_a_recorder_that_starts_later_reads_it_too(tmp_path):
+def test_a_recorder_that_starts_later_reads_the_policy(tmp_path):
     publish(tmp_path, version="3", model=None)
     assert PolicyFile(tmp_path).read() == Policy("3")

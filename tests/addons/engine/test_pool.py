@@ -24,7 +24,7 @@ def homes(engines):
     return {session: engines.of(session).url for session in SESSIONS}
 
 
-async def test_a_session_stays_with_one_engine_and_all_engines_have_some(engines):
+async def test_a_session_stays_with_one_engine_and_every_engine_has_sessions(engines):
     assert homes(engines) == homes(engines)
     counts = [list(homes(engines).values()).count(url) for url in URLS]
     assert all(60 < count < 140 for count in counts)
@@ -67,8 +67,26 @@ async def test_when_no_engine_is_left_the_call_fails(tokenizer, rendering, tmp_p
     writer.close()
 
 
+async def test_an_engine_that_has_never_answered_is_replaced(tokenizer, rendering, tmp_path):
+    write_metadata(tmp_path, {})
+    writer = RunWriter(tmp_path)
+    with ScriptedEngine(tokenizer) as engine:
+        endpoint = Endpoint(rendering, ["http://127.0.0.1:9", engine.url], writer, {}, patience=0)
+        await endpoint.start()
+        engine.otherwise = lambda request: Say("Hi.")
+        statuses = set()
+        async with Harness.connect(endpoint) as harness:
+            for number in range(8):  # each of the engines is the first choice of some of them
+                body = {"model": "m", "messages": [user()]}
+                async with harness.post(body, session=f"s{number}") as response:
+                    statuses.add(response.status)
+        await endpoint.close()
+    assert statuses == {200}
+    writer.close()
+
+
 async def test_a_call_whose_engine_dies_goes_on_at_another_one(tokenizer, rendering, tmp_path, monkeypatch):
-    """At once, with no patience for the one that died."""
+    """The call does not wait for the engine that died."""
     monkeypatch.setattr(completion, "FIRST_PAUSE_SECONDS", 1000.0)
     write_metadata(tmp_path, {})
     writer = RunWriter(tmp_path)

@@ -38,7 +38,7 @@ def digest(**changes):
 
 
 def changed(field):
-    """A value that no row above has."""
+    """Return a value that differs from `value` and is in no row above."""
     if field.name == "weight_versions":
         return [{"version": "2", "start": 0, "end": 2}]
     return CHANGED.get(str(field.type), [7])
@@ -62,7 +62,7 @@ def test_the_digest_of_a_row_is_part_of_the_format():
     ],
     ids=["call", "session", "event"],
 )
-def test_every_column_counts_for_itself(row, schema):
+def test_the_digest_depends_on_every_column(row, schema):
     digests = [row_digest(row, schema)]
     for field in schema:
         if field.name != DIGEST:
@@ -70,16 +70,16 @@ def test_every_column_counts_for_itself(row, schema):
     assert len(set(digests)) == len(schema)
 
 
-def test_nothing_is_not_the_same_as_none_of_them():
+def test_null_and_empty_values_have_different_digests():
     assert len({digest(logprobs=value) for value in (None, [], [0.0])}) == 3
     assert len({digest(error=value) for value in (None, "", "null")}) == 3
 
 
-def test_tokens_do_not_pass_for_those_of_the_next_column():
+def test_moving_tokens_to_the_next_column_changes_the_digest():
     assert digest(prompt_tail_ids=[1, 2], completion_ids=[3]) != digest(prompt_tail_ids=[1], completion_ids=[2, 3])
 
 
-def test_a_float_counts_as_it_is_stored():
+def test_a_float_is_digested_as_it_is_stored():
     assert digest(logprobs=[-0.5, float(np.float32(-0.1))]) == digest()
     assert digest(logprobs=[-0.5, math.nextafter(float(np.float32(-0.1)), 0)]) == digest()
     assert digest(logprobs=[-0.5, float(np.nextafter(np.float32(-0.1), np.float32(0)))]) != digest()
@@ -91,7 +91,7 @@ def test_a_whole_number_in_a_column_of_floats_is_a_float():
     assert len(set(rewards)) == 1
 
 
-def test_arrays_and_lists_are_alike():
+def test_arrays_and_lists_have_the_same_digest():
     assert (
         digest(completion_ids=np.array([4, 5], np.int64))
         == digest(completion_ids=np.array([4, 5], np.int32))
@@ -99,16 +99,16 @@ def test_arrays_and_lists_are_alike():
     )
 
 
-def test_an_array_may_be_a_part_of_another():
+def test_a_strided_array_is_digested_by_its_values():
     assert digest(completion_ids=np.array([4, 0, 5, 0])[::2]) == digest()
 
 
-def test_a_time_is_the_same_in_every_zone():
+def test_a_time_has_the_same_digest_in_every_time_zone():
     assert digest(started_at=NOON.astimezone(timezone(timedelta(hours=5, minutes=30)))) == digest()
     assert digest(started_at=NOON.replace(tzinfo=timezone(timedelta(hours=1)))) != digest()
 
 
-def test_the_order_of_the_columns_of_a_span_does_not_count():
+def test_the_digest_does_not_depend_on_the_order_of_a_spans_columns():
     assert digest(weight_versions=[{"end": 2, "start": 0, "version": "1"}]) == digest()
 
 

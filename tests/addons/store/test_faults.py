@@ -1,4 +1,4 @@
-"""Whatever happens to a writer: no committed call is lost, and nothing is read that was not committed whole."""
+"""Kills and full or read-only disks: committed calls stay, and a reader returns only complete commits."""
 
 import json
 import random
@@ -29,7 +29,7 @@ def digest_of(call):
 
 def test_no_kill_loses_a_committed_call_or_leaves_a_half_one(tmp_path):
     seed = str(random.randrange(10**6))
-    print(f"the seed is {seed}")  # pytest shows it with a failure
+    print(f"the seed is {seed}")  # pytest prints it when the test fails
     committed = writers("kills", tmp_path, seed)
     assert len(committed) == KILLS
     assert sum(map(len, committed)) > KILLS
@@ -75,7 +75,7 @@ def test_a_folder_that_becomes_read_only_is_an_error_until_it_can_be_written_aga
     assert result == {"errors": ["EACCES", "EROFS"], "events": 1}
 
 
-def test_what_several_processes_note_in_the_metadata_is_all_there(tmp_path):
+def test_metadata_keeps_the_notes_of_several_processes(tmp_path):
     noted = writers("metadata", tmp_path)
     assert {entry["recorder"] for entry in noted["recorders"]} == {f"{p}-{n}" for p in range(4) for n in range(10)}
     assert noted["engines"] == {f"http://{process}": {"version": 9} for process in range(4)}

@@ -12,7 +12,7 @@ def run(tmp_path):
 
 
 class TestMetadata:
-    def test_what_was_written_is_read(self, run):
+    def test_written_metadata_is_read_back(self, run):
         assert read_metadata(run) == {"schema_version": SCHEMA_VERSION, "model": "tiny"}
 
     def test_the_run_folder_is_created(self, tmp_path):
@@ -47,7 +47,7 @@ class TestMetadata:
         with pytest.raises(RunError, match="recorded with another tokenizer"):
             write_metadata(run, {"tokenizer_sha256": "a"})
 
-    def test_recorders_that_are_alike_are_noted_once(self, run):
+    def test_equal_recorders_are_noted_once(self, run):
         for temperature in (1.0, 0.7, 1.0):
             add_recorder(run, {"sampling": {"temperature": temperature}})
         assert [each["sampling"]["temperature"] for each in read_metadata(run)["recorders"]] == [1.0, 0.7]

@@ -71,7 +71,7 @@ class TestFindViolation:
 
 
 class TestRows:
-    def test_a_call_stores_only_what_follows_its_parent(self):
+    def test_a_call_stores_only_the_suffix_after_its_parent(self):
         row = Call(session_id="s", call_id="1", prompt_ids=[1, 2, 3, 4], parent_id="0", prefix_length=3).to_row()
         assert (row["prompt_length"], row["prompt_tail_ids"]) == (4, [4])
 

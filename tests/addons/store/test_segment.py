@@ -15,7 +15,7 @@ SCHEMA = pa.schema([("session_id", pa.string()), ("number", pa.int32()), ("text"
 
 
 def batch(*numbers, sessions="s", length=10):
-    """A commit; row k belongs to the session with the k-th of the letters."""
+    """Return a commit. Row k belongs to the session named by the k-th letter."""
     ids = [sessions[k % len(sessions)] for k in range(len(numbers))]
     return pa.record_batch([ids, pa.array(numbers, pa.int32()), ["é" * length] * len(numbers)], schema=SCHEMA)
 
@@ -37,20 +37,20 @@ def numbers_of(rows):
 
 
 def read(path):
-    """The numbers in a file, and its damage."""
+    """Return the numbers in a file, and its damage."""
     with SegmentReader(path) as reader:
         return [number for _, rows in reader for number in numbers_of(rows)], reader.damage
 
 
 def read_stream(source):
-    """As `datasets` reads: an error where the file is not a stream of whole messages."""
+    """Read as `datasets` does. Raises when the file is not a stream of complete messages."""
     with source, pa.ipc.open_stream(source) as reader:
         return numbers_of(reader.read_all())
 
 
 @pytest.fixture
 def every_write(monkeypatch):
-    """Calls a function after every piece of a write, of which each is cut into many."""
+    """Split writes into pieces of at most 300 bytes. Return the list of functions to call after each piece."""
     looks = []
     real = os.pwrite
 
@@ -144,7 +144,7 @@ class TestGrowing:
 
 
 class TestReader:
-    def test_damage_is_said_and_never_raised_wherever_a_byte_of_the_schema_is_wrong(self, path, opened):
+    def test_a_wrong_byte_of_the_schema_is_reported_as_damage_and_does_not_raise(self, path, opened):
         opened.append(batch(0))
         contents = path.read_bytes()
         for position in range(opened.size - len(batch(0).serialize())):
@@ -152,7 +152,7 @@ class TestReader:
             with SegmentReader(path) as reader:
                 assert reader.schema is not None or reader.damage[0].startswith("it has no schema")
 
-    def test_a_batch_can_be_read_where_iterating_said(self, path, opened):
+    def test_a_batch_can_be_read_at_the_offset_that_iterating_gave(self, path, opened):
         for number in range(3):
             opened.append(batch(number))
         with SegmentReader(path) as reader:
@@ -211,13 +211,13 @@ class TestCompact:
             compact(path)
             assert [numbers_of(batch) for _, batch in rows] == [[1], [2]]
 
-    def test_nothing_is_done_to_one_batch(self, path, opened):
+    def test_a_file_of_one_batch_is_left_alone(self, path, opened):
         opened.append(batch(0))
         inode = path.stat().st_ino
         compact(path)
         assert path.stat().st_ino == inode
 
-    def test_nothing_is_done_to_a_damaged_file(self, path, opened):
+    def test_a_damaged_file_is_left_alone(self, path, opened):
         for number in range(3):
             opened.append(batch(number))
         os.truncate(path, opened.size - 1)
@@ -240,7 +240,7 @@ class TestCompact:
         assert path.read_bytes() == contents
         assert list(path.parent.iterdir()) == [path]
 
-    def test_the_unfinished_file_of_another_is_left_alone(self, path, opened):
+    def test_the_unfinished_file_of_another_process_is_left_alone(self, path, opened):
         for number in range(3):
             opened.append(batch(number))
         theirs = staging.hidden_name(path)

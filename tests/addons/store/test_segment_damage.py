@@ -12,7 +12,7 @@ def make_batch(number):
 
 @pytest.fixture
 def path(tmp_path):
-    """A file with three commits."""
+    """Return the path of a file with three commits."""
     segment = Segment(tmp_path / "x.arrow", SCHEMA)
     for number in range(3):
         segment.append(make_batch(number))
@@ -27,7 +27,7 @@ def change(path, position):
 
 
 def read(path):
-    """The commits that a reader yields, and the reader."""
+    """Return the commits that a reader yields, and the reader."""
     with SegmentReader(path, SCHEMA) as reader:
         return [batch.to_pydict() for _, batch in reader], reader
 
@@ -45,7 +45,7 @@ class TestDamage:
         assert "ffset" in reader.damage[offsets[1]]
 
     @pytest.mark.parametrize("size", [8, None], ids=["its length", "all of it"])
-    def test_commits_behind_one_that_became_zeros_are_read(self, path, size):
+    def test_commits_after_one_that_became_zeros_are_read(self, path, size):
         with SegmentReader(path) as reader:
             offsets = [offset for offset, _ in reader]
         data = bytearray(path.read_bytes())
@@ -56,12 +56,12 @@ class TestDamage:
         assert rows == [make_batch(0).to_pydict(), make_batch(2).to_pydict()]
         assert (list(reader.damage), reader.uncommitted) == ([offsets[1]], 0)
 
-    def test_bytes_that_look_like_a_message_hide_none_behind_them(self, path):
+    def test_bytes_that_look_like_a_message_do_not_hide_the_messages_after_them(self, path):
         with SegmentReader(path) as reader:
             offsets = [offset for offset, _ in reader]
         data = bytearray(path.read_bytes())
         data[offsets[1] : offsets[1] + 8] = b"garbage."
-        data[offsets[2] - 2 : offsets[2]] = b"\xff\xff"  # the marker of the next message goes on from here
+        data[offsets[2] - 2 : offsets[2]] = b"\xff\xff"  # with the next message's bytes they look like a marker
         path.write_bytes(data)
         assert read(path)[0] == [make_batch(0).to_pydict(), make_batch(2).to_pydict()]
 
@@ -93,7 +93,7 @@ class TestEnd:
             assert reader.uncommitted == 0
 
     @pytest.mark.parametrize("size", [0, 1, 7, 8, 100])
-    def test_what_begins_with_zeros_was_never_committed(self, path, size):
+    def test_a_tail_that_begins_with_zeros_was_never_committed(self, path, size):
         whole = path.read_bytes()
         message = make_batch(3).serialize().to_pybytes()
         path.write_bytes(whole + bytes(8) + message[8 : 8 + size])
@@ -106,7 +106,7 @@ class TestEnd:
         rows, reader = read(path)
         assert (len(rows), reader.damage, reader.uncommitted) == (3, {}, 40)
 
-    def test_bytes_behind_the_end_of_a_stream_are_damage(self, path):
+    def test_bytes_after_the_end_of_a_stream_are_damage(self, path):
         whole = path.read_bytes()
         end = b"\xff\xff\xff\xff\0\0\0\0"
         path.write_bytes(whole + end)

@@ -7,12 +7,12 @@ from rolltap.addons.errors import RunError
 from rolltap.addons.store.staging import new_folder, write_atomically
 
 
-def test_the_folder_appears_when_it_is_complete_and_not_before(tmp_path):
+def test_the_folder_appears_only_when_it_is_complete(tmp_path):
     out = tmp_path / "deep" / "out"
     with new_folder(out) as folder:
         (folder / "file").write_text("all of it")
         assert not out.exists()
-        assert folder.is_relative_to(out.parent)  # and so on the same disk
+        assert folder.is_relative_to(out.parent)  # so both are on the same file system
     assert [path.name for path in out.parent.iterdir()] == ["out"]
     assert (out / "file").read_text() == "all of it"
 
@@ -37,14 +37,14 @@ def test_nothing_stays_when_the_block_fails(tmp_path, error):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_with_something_in_it_is_refused_and_left_alone(tmp_path):
+def test_a_folder_that_is_not_empty_is_refused_and_left_alone(tmp_path):
     (tmp_path / "mine").write_text("")
     with pytest.raises(RunError, match="exists and is not an empty folder: choose a new one"), new_folder(tmp_path):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_something_that_appears_in_it_meanwhile_is_not_overwritten(tmp_path):
+def test_a_file_that_appears_in_the_folder_meanwhile_is_not_overwritten(tmp_path):
     out = tmp_path / "out"
 
     def write():
@@ -63,7 +63,7 @@ def test_a_full_disk_is_an_error_of_the_user(tmp_path):
         raise full
 
 
-def test_a_reader_of_the_output_that_goes_away_is_not_a_fault_of_the_folder(tmp_path):
+def test_a_closed_pipe_is_not_reported_as_an_error_of_the_folder(tmp_path):
     with pytest.raises(BrokenPipeError), new_folder(tmp_path / "out"):
         raise BrokenPipeError
     assert list(tmp_path.iterdir()) == []
@@ -77,7 +77,7 @@ def test_a_folder_that_another_command_writes_is_refused(tmp_path):
     assert (tmp_path / "out" / "file").read_text() == "theirs"
 
 
-def test_what_a_killed_command_left_behind_is_not_in_the_next_folder(tmp_path):
+def test_files_of_a_killed_command_are_not_in_the_next_folder(tmp_path):
     (tmp_path / ".out.partial" / "run").mkdir(parents=True)
     (tmp_path / ".out.partial" / "run" / "half").write_text("")
     with new_folder(tmp_path / "out"):

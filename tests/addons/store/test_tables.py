@@ -37,7 +37,7 @@ def acknowledge(number):
 
 writer = RunWriter(Path(sys.argv[1]))
 """
-"""The head of a writer process: it says on a pipe which commits have returned."""
+"""Beginning of a writer process's script. It prints the number of each commit that has returned."""
 
 WRITES_UNTIL_KILLED = """
 number = 0
@@ -94,7 +94,7 @@ def make_call(number):
 
 
 def write_calls(run, numbers):
-    """Commit calls and leave their file as a writer that was killed does; returns it."""
+    """Commit calls, leave their file as a killed writer does, and return its path."""
     writer = RunWriter(run)
     known = set(run.glob("calls-*.arrow"))
     for number in numbers:
@@ -178,7 +178,7 @@ class TestRunWriter:
 
 @pytest.fixture
 def disk(monkeypatch):
-    """The disk as `fdatasync` reaches it: what came there, and the error that it answers with if any."""
+    """Patch `fdatasync`. Return the tables that it `synced`, the `error` that it raises, and a hook called `before`."""
     disk = SimpleNamespace(synced=[], error=None, before=lambda: None)
     real = os.fdatasync
 
@@ -194,7 +194,7 @@ def disk(monkeypatch):
 
 
 class TestFailedCommit:
-    def test_the_next_one_goes_to_another_file_and_both_are_brought_to_the_disk(self, run, disk, monkeypatch):
+    def test_the_next_commit_goes_to_another_file_and_both_files_are_synced(self, run, disk, monkeypatch):
         def full(*_):
             raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -214,7 +214,7 @@ class TestFailedCommit:
 
 
 class TestSync:
-    def test_never_leaves_it_to_the_system(self, run, disk):
+    def test_with_never_nothing_is_synced(self, run, disk):
         writer = RunWriter(run, "never")
         writer.add_call(make_call(0))
         writer.add_session(SESSION)
@@ -222,7 +222,7 @@ class TestSync:
         writer.close()
         assert disk.synced == []
 
-    def test_session_waits_for_the_disk_when_a_session_ends(self, run, disk):
+    def test_with_session_the_files_are_synced_when_a_session_ends(self, run, disk):
         writer = RunWriter(run, "session")
         writer.add_call(make_call(0))
         writer.add_event(Event(kind="refused"))
@@ -235,14 +235,14 @@ class TestSync:
         writer.close()
         assert disk.synced == ["calls", "events", "sessions", "calls"]
 
-    def test_what_is_on_the_disk_is_not_brought_there_again(self, run, disk):
+    def test_synced_commits_are_not_synced_again(self, run, disk):
         with RunWriter(run, "call") as writer:
             writer.add_call(make_call(0))
             for _ in range(3):
                 writer.sync()
         assert disk.synced == ["calls"]
 
-    def test_who_comes_while_the_disk_is_busy_does_not_go_before_his_commit_is_there(self, run, disk):
+    def test_a_sync_during_another_one_waits_and_needs_no_fdatasync_of_its_own(self, run, disk):
         writer = RunWriter(run, "call")
         other = threading.Thread(target=writer.sync)
 
@@ -259,7 +259,7 @@ class TestSync:
         assert disk.synced == ["calls"]
         writer.close()
 
-    def test_a_commit_while_the_disk_is_busy_needs_another_sync(self, run, disk):
+    def test_a_commit_during_a_sync_needs_another_sync(self, run, disk):
         writer = RunWriter(run, "call")
 
         def busy():
@@ -273,7 +273,7 @@ class TestSync:
         assert disk.synced == ["calls", "calls"]
         writer.close()
 
-    def test_after_a_failure_nothing_more_is_recorded_and_all_that_was_can_be_read(self, run, disk):
+    def test_after_a_failed_sync_nothing_more_is_recorded_and_earlier_commits_can_be_read(self, run, disk):
         writer = RunWriter(run, "call")
         for number in range(2):
             writer.add_call(make_call(number))
@@ -288,7 +288,7 @@ class TestSync:
 
 
 class TestEndSession:
-    def test_large_segments_are_compacted_and_others_begun(self, run, monkeypatch):
+    def test_large_segments_are_compacted_and_new_ones_begun(self, run, monkeypatch):
         monkeypatch.setattr(tables, "SEGMENT_BYTES", 10_000)
         writer = RunWriter(run)
         batches = []
@@ -345,7 +345,7 @@ class TestEndSession:
 
 
 class TestRequireRoom:
-    def test_room_is_what_a_long_call_takes(self, run, monkeypatch):
+    def test_the_required_room_is_the_size_of_a_long_call(self, run, monkeypatch):
         writer = RunWriter(run)
         writer.require_room()
         monkeypatch.setattr(tables, "ROOM_BYTES", 2**62)

@@ -1,6 +1,7 @@
-"""Writers that come to harm: `python -m tests.addons.store.writers DEED RUN [SEED]` prints as JSON what they were told.
+"""Writers that are killed or meet a failing disk: `python -m tests.addons.store.writers DEED RUN [SEED]`.
 
-One process imports everything and has no threads; it forks a writer for every harm.
+DEED is the name of a function below. Its result is printed as JSON. One process imports everything and has no threads.
+It forks a process for each writer to kill.
 """
 
 import errno
@@ -27,15 +28,15 @@ from rolltap.addons.store.tables import RunWriter, read_rows
 
 KILLS = 200
 LONGEST = 50_000
-"""Tokens of a call."""
+"""Most tokens of a call."""
 STEPPED = 4
-"""Calls of a writer that is killed at every step; all but the last are compacted."""
+"""Number of calls of a writer that is killed at every step. All but the last are compacted."""
 BALLAST = 40
-"""Times that the disk is full."""
+"""Number of ballast files. The disk fills up again after each one is deleted."""
 
 
 def make_call(writer: int, number: int, longest: int = LONGEST) -> Call:
-    """The call that this writer commits as this number: of 1 to `longest` tokens, short ones as often as long ones."""
+    """Return the call that a writer commits under a number. It has 1 to `longest` tokens, log-uniform."""
     some = np.random.default_rng([writer, number])
     tokens = int(longest ** some.random())
     sampled = int(some.integers(tokens + 1))
@@ -52,7 +53,10 @@ def make_call(writer: int, number: int, longest: int = LONGEST) -> Call:
 
 
 def fork(work: Callable[[int], None], on_message: Callable[[str], object]) -> tuple[int, int]:
-    """Do `work` in another process, which writes messages to the descriptor that it gets; its id and how it ended."""
+    """Run `work(descriptor)` in another process and return its process id and wait status.
+
+    Lines that it writes to the descriptor go to `on_message`. The process is killed when that returns "kill".
+    """
     read, write = os.pipe()
     pid = os.fork()
     if not pid:
@@ -73,12 +77,12 @@ def fork(work: Callable[[int], None], on_message: Callable[[str], object]) -> tu
 
 
 def tell(descriptor: int, message: str) -> None:
-    """One write to a pipe comes whole."""
+    """Write a line with one system call: a short write to a pipe is atomic."""
     os.write(descriptor, f"{message}\n".encode())
 
 
 def record(run: Path, writer: int, told: int, numbers: Iterator[int]) -> None:
-    """Commit calls, end a session after every seventh, and say before and after each of both."""
+    """Commit calls and end a session after every seventh call. Sends a message before and after each of these steps."""
     with RunWriter(run, ("never", "session", "call")[writer % 3]) as records:
         for number in numbers:
             call = make_call(writer, number)
@@ -93,7 +97,7 @@ def record(run: Path, writer: int, told: int, numbers: Iterator[int]) -> None:
 
 
 def kills(run: Path, seed: str) -> list[list[str]]:
-    """Kill writers of one run after a random message each: the calls of which each was told that they are committed."""
+    """Kill each of `KILLS` writers of one run after a random message. Return the committed call ids of each writer."""
     tables.SEGMENT_BYTES = 200_000
     write_metadata(run, {})
     some = random.Random(seed)
@@ -116,11 +120,11 @@ _CALLS = [
     *((os, name) for name in ("open", "pwrite", "fsync", "fdatasync", "rename", "unlink", "ftruncate", "close")),
     (fcntl, "flock"),
 ]
-"""What changes a file, the writes of `Steps` aside."""
+"""System calls that change a file, except the writes of `Steps`."""
 
 
 class Steps(io.BufferedWriter):
-    """A file whose writes are steps too."""
+    """A file whose writes count as steps."""
 
     def write(self, data) -> int:
         _step()
@@ -144,7 +148,7 @@ def _stepping(call: Callable) -> Callable:
 
 
 def _killed_at(step: int) -> None:
-    """Kill this process at a step."""
+    """Arrange that this process kills itself before a step."""
     global _left
     _left = step
     for module, name in _CALLS:
@@ -153,9 +157,9 @@ def _killed_at(step: int) -> None:
 
 
 def steps(run: Path) -> list[list[str]]:
-    """Kill a writer at its first step, another at its second, until one is done: what they were told, each of its run.
+    """Kill a writer at step 0, the next one at step 1, and so on until one completes. Returns their committed call ids.
 
-    The folders of the runs are named by their number.
+    Writer N has the run folder `run/N`.
     """
     tables.SEGMENT_BYTES = 1
     committed: list[list[str]] = []
@@ -180,7 +184,7 @@ def steps(run: Path) -> list[list[str]]:
 
 
 def full_disk(run: Path) -> dict:
-    """Fill a disk again and again; `run` is on a small one of its own."""
+    """Fill the disk repeatedly. `run` is the mount point of a small disk."""
     tables.SEGMENT_BYTES = 100_000
     write_metadata(run, {})
     ballast = [run / f"ballast-{number}" for number in range(BALLAST)]
@@ -211,7 +215,7 @@ def full_disk(run: Path) -> dict:
 
 
 def read_only(run: Path) -> dict:
-    """Write where writing is forbidden, then where it is allowed again; `run` is a disk of its own."""
+    """Write to a read-only disk, then to the same disk mounted writable. `run` is its mount point."""
     write_metadata(run, {})
     tables.ROOM_BYTES = 0
     writer = RunWriter(run)
@@ -230,7 +234,7 @@ def read_only(run: Path) -> dict:
 
 
 def metadata(run: Path) -> dict:
-    """Note recorders and engines from several processes at once."""
+    """Add recorders and engines from several processes at once, and return the metadata."""
     write_metadata(run, {})
     for process in range(4):
         if not os.fork():
@@ -244,7 +248,7 @@ def metadata(run: Path) -> dict:
 
 
 def readable(run: Path) -> list[str]:
-    """The ids of the calls of a run, each of which is as its writer made it."""
+    """Return the call ids of a run. Raises AssertionError when a row does not have its digest."""
     found = []
     for row in read_rows(run, "calls"):
         assert row_digest(row, CALL_SCHEMA) == row["digest"], row["call_id"]
@@ -253,7 +257,7 @@ def readable(run: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    # pyarrow imports pandas when it makes its first array: once, not in every writer
+    # pyarrow imports pandas when it makes its first array: do it once here, not in every writer
     pa.array([0])
     deed, folder, *more = sys.argv[1:]
     print(json.dumps(globals()[deed](Path(folder), *more)))

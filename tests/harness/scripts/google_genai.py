@@ -1,6 +1,6 @@
 """An agent in a few lines: the google-genai SDK's generateContent, first whole and then streamed.
 
-The second one is asynchronous, for which the SDK takes another HTTP client.
+The second request is asynchronous: the SDK uses another HTTP client for it.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The `rolltap` command as a program, and a small program to run under it."""
+"""The `rolltap` command as a subprocess, and a small program to run under it."""
 
 import subprocess
 import sys

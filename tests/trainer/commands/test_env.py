@@ -12,7 +12,7 @@ from tests.trainer.commands.program import ASK, rolltap
 
 @pytest.fixture
 def mitmdump(scripted_engine, tokenizer_folder, tmp_path):
-    """A recorder that somebody else started, with a secret."""
+    """Start a recorder with a secret, as another user would."""
     recorder = Recorder(tmp_path, scripted_engine.url, tokenizer_folder, env={"ROLLTAP_SECRET": "hidden"})
     yield recorder
     recorder.stop()

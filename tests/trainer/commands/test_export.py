@@ -26,7 +26,7 @@ def test_parquet_is_written_and_counted(run, tmp_path):
     assert calls.num_rows == 7
 
 
-def test_a_folder_with_something_in_it_is_refused(run, tmp_path):
+def test_a_folder_that_is_not_empty_is_refused(run, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("")
     with pytest.raises(RunError, match="exists and is not an empty folder: choose a new one"):
@@ -51,7 +51,7 @@ def test_a_folder_that_is_no_run_leaves_no_output(tmp_path):
         (["--out", "x"], "Missing option '--to'"),
     ],
 )
-def test_options_that_do_not_fit_together_say_which_do(run, options, message):
+def test_a_wrong_combination_of_options_is_a_message_that_names_the_right_ones(run, options, message):
     ended = export(run, *options)
     assert ended.exit_code == 2
     assert message in ended.stderr

@@ -39,7 +39,7 @@ def test_a_recorder_that_does_not_start_says_why(tmp_path):
     assert "Traceback" not in ended.stderr
 
 
-def test_nothing_to_record_is_status_2():
+def test_a_missing_command_is_status_2():
     ended = rolltap("record", "--out", "x", "--model", "m")
     assert ended.returncode == 2
     assert "give a COMMAND after --, or --harness" in ended.stderr

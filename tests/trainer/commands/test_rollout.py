@@ -14,7 +14,7 @@ from tests.trainer.commands.program import ASK, ROLLTAP, rolltap
 
 
 def running(marker):
-    """Processes with `marker` on their command line."""
+    """Return the processes with `marker` on their command line."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -86,7 +86,7 @@ def test_stopping_it_leaves_no_process_and_a_readable_run(
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs inherit it ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs ignore it
     )
     (tmp_path / "started").read_text()
     os.killpg(process.pid, number)

@@ -42,7 +42,7 @@ def test_json_prints_one_object_a_trace_and_nothing_else_on_stdout(run):
     assert (main["reward"], main["task_id"], main["harness"], main["role"]) == (0.25, "task", "pi", "agent")
 
 
-def test_log_probabilities_are_printed_as_they_were_told(tmp_path):
+def test_log_probabilities_are_printed_as_they_were_recorded(tmp_path):
     write_metadata(tmp_path, {})
     told = [-0.1, -1e-7, -12.34567, -0.3]
     call = make_call("s", 0, [1], [2, 3, 4, 5])
@@ -73,7 +73,7 @@ def test_the_ledger_can_go_to_a_pipe(run, tmp_path):
     os.close(reader)
 
 
-def test_dataset_lines_and_ledger_in_one_go_agree(run, tmp_path):
+def test_dataset_lines_and_ledger_of_one_command_agree(run, tmp_path):
     ended = traces(run, "--out", tmp_path / "out", "--json", "--ledger", tmp_path / "ledger.json")
     printed = json_lines(ended.stdout)
     assert list(load_from_disk(tmp_path / "out")) == printed
@@ -126,20 +126,20 @@ def test_the_strategy_tree_names_the_trace_that_begins_alike(run):
     assert (second["shared_trace_id"], second["shared_tokens"]) == (first["trace_id"], 3)
 
 
-def test_nothing_to_do_says_what_to_give(run):
+def test_without_an_output_the_message_names_the_options(run):
     ended = traces(run)
     assert ended.exit_code == 2
     assert "say where the traces go: --out DIR, --json, or --ledger FILE" in ended.stderr
 
 
 @pytest.mark.parametrize("roles", ["agent,boss", ""])
-def test_an_unknown_role_is_named_with_those_there_are(run, roles):
+def test_an_unknown_role_is_named_with_the_valid_ones(run, roles):
     ended = traces(run, "--json", "--roles", roles)
     assert ended.exit_code == 2
     assert f"'{roles.removeprefix('agent,')}': choose among agent, subagent, compaction, auxiliary" in ended.stderr
 
 
-def test_a_folder_with_something_in_it_is_refused(run, tmp_path):
+def test_a_folder_that_is_not_empty_is_refused(run, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("")
     with pytest.raises(RunError, match="exists and is not an empty folder: choose a new one"):
@@ -161,7 +161,7 @@ def test_a_ledger_that_cannot_be_written_is_an_error_of_the_user(run, tmp_path):
 
 @pytest.fixture
 def long_run(tmp_path):
-    """Three sessions of a megabyte of JSON altogether."""
+    """Write a run of three sessions whose JSON takes one megabyte in all."""
     write_metadata(tmp_path / "run", {})
     writer = RunWriter(tmp_path / "run")
     for i in range(3):
@@ -170,12 +170,12 @@ def long_run(tmp_path):
     return tmp_path / "run"
 
 
-def test_a_disk_that_takes_no_more_is_a_message_and_leaves_nothing(long_run, tmp_path):
+def test_a_full_disk_is_a_message_and_leaves_no_files(long_run, tmp_path):
     ended = subprocess.run(
         [ROLLTAP, "traces", long_run, "--out", tmp_path / "out"],
         capture_output=True,
         text=True,
-        # no file may be larger
+        # limit on the size of a file
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
     )
     assert ended.returncode == 1
@@ -187,7 +187,7 @@ def test_a_disk_that_takes_no_more_is_a_message_and_leaves_nothing(long_run, tmp
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_killed_command_leaves_no_half_dataset(long_run, tmp_path, number):
     command = [ROLLTAP, "traces", long_run, "--out", tmp_path / "out", "--json"]
-    # background jobs inherit Ctrl-C ignored
+    # background jobs ignore Ctrl-C
     process = subprocess.Popen(
         command,
         bufsize=0,
@@ -196,7 +196,7 @@ def test_a_killed_command_leaves_no_half_dataset(long_run, tmp_path, number):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     with process, process.stdout:
-        assert process.stdout.read(1) == b"{"  # more does not fit into the pipe, so it waits in the middle
+        assert process.stdout.read(1) == b"{"  # the pipe is full, so the command blocks in the middle of its output
         assert list(tmp_path.glob(".out.*"))
         process.send_signal(number)
         process.wait(timeout=60)
@@ -206,7 +206,7 @@ def test_a_killed_command_leaves_no_half_dataset(long_run, tmp_path, number):
         assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_reader_that_has_enough_ends_it_quietly(run, tmp_path):
+def test_a_closed_pipe_ends_it_quietly(run, tmp_path):
     command = [ROLLTAP, "traces", run, "--json", "--out", tmp_path / "out"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()

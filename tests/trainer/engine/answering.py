@@ -1,4 +1,4 @@
-"""A server in the place of vLLM that gives the answers it is told; as a program, in the place of `vllm serve`."""
+"""A server with fixed answers in place of vLLM. Run as a program, it replaces `vllm serve`."""
 
 import json
 import sys
@@ -13,14 +13,14 @@ HEALTHY: dict[str, Any] = {
 
 
 class Answering(ThreadingHTTPServer):
-    """`answers` holds JSON, or a status and a text, by path; what it lacks is FastAPI's 404."""
+    """An HTTP server. `answers` maps a path to JSON, or to a status and a text. Other paths get FastAPI's 404."""
 
     def __init__(self, port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.answers = dict(HEALTHY)
         self.requests: list[tuple[str, Any]] = []
-        """Path and body."""
+        """Path and parsed body of each request."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -39,7 +39,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_POST = do_GET
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Suppress the access log."""
 
 
 if __name__ == "__main__":

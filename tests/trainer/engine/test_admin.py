@@ -1,4 +1,4 @@
-"""What the client makes of a server's answers; `test_publish.py` and `views/test_check.py` hold it against vLLM."""
+"""The client against fixed answers. `test_publish.py` and `views/test_check.py` test it against vLLM."""
 
 import re
 from pathlib import Path
@@ -33,9 +33,9 @@ def test_a_completion_is_scored_by_the_log_probabilities_of_its_own_tokens(answe
         admin.score("tiny", [1], [3, 4])
 
 
-def test_the_proxy_of_the_caller_is_not_asked(admin, monkeypatch):
+def test_the_proxy_of_the_caller_is_not_used(admin, monkeypatch):
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # no server listens there
     assert EngineAdmin(admin.url).healthy()
 
 
@@ -52,7 +52,7 @@ def test_a_vllm_that_is_too_old_says_what_is_missing(answering, admin):
         admin.require_endpoints()
 
 
-def test_an_engine_is_resumed_when_the_work_fails_and_its_error_is_the_one_that_is_told(answering, admin):
+def test_an_engine_is_resumed_when_the_work_fails_and_the_error_of_the_work_is_raised(answering, admin):
     answering.answers["/pause"] = {}
     with pytest.raises(EngineError, match="/collective_rpc: 404"), admin.paused():
         admin.reload_weights(Path("/published/policy-1"))
@@ -129,6 +129,6 @@ def test_an_error_names_the_request_the_answer_and_what_to_do(answering, admin, 
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://[", "localhost:8000"])
-def test_an_address_where_nobody_answers_is_an_error_that_says_what_to_do(url):
+def test_an_address_without_a_server_is_an_error_that_says_what_to_do(url):
     with pytest.raises(EngineError, match=r"no engine answers .*start it with `rolltap serve`, or see --engine"):
         EngineAdmin(url).models()

@@ -1,4 +1,4 @@
-"""Publishing to a real vLLM: what it samples afterwards must be what transformers computes from the same weights."""
+"""Publishing to a real vLLM: it must then sample with the log-probabilities that transformers computes."""
 
 import copy
 import json
@@ -17,23 +17,23 @@ from rolltap.trainer.engine.publish import CheckpointPublisher, LoraPublisher
 
 pytestmark = [
     pytest.mark.engine,
-    # peft 0.21 asks transformers 5.23 under a name that is deprecated there
+    # peft 0.21 uses a name that transformers 5.23 deprecates
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
 
 PROMPT = [5 + i % 100 for i in range(300)]
-"""Longer than a block of vLLM's prefix cache."""
+"""Token ids, more than a block of vLLM's prefix cache."""
 
 
 @pytest.fixture
 def base(engine) -> Qwen3ForCausalLM:
-    """The model that the engine was started with."""
+    """Return the model that the engine was started with."""
     return Qwen3ForCausalLM.from_pretrained(engine.model_dir, dtype=torch.float32).eval()
 
 
 @pytest.fixture
 def restored(engine, base, tmp_path):
-    """The engine serves the base weights and no adapter when the test is over."""
+    """Restore the base weights and unload all adapters after the test."""
     yield
     for served in httpx.get(f"{engine.url}/v1/models").json()["data"]:
         if served["parent"]:
@@ -43,7 +43,7 @@ def restored(engine, base, tmp_path):
 
 @pytest.fixture
 def untouched(engine, base):
-    """The engine serves the base weights before and after the test, and was not left paused."""
+    """Check after the test that the engine is not paused and samples from the base weights."""
     yield
     assert httpx.get(f"{engine.url}/is_paused").json() == {"is_paused": False}
     assert httpx.get(f"{engine.url}/weight_info").json() == {"weight_version": "default"}
@@ -57,7 +57,7 @@ def post(engine, path: str, body: dict) -> httpx.Response:
 
 
 def generate(engine, model: str | None = None) -> dict:
-    """16 tokens that the engine samples after `PROMPT`, with their log-probabilities and weight versions."""
+    """Return 16 tokens that the engine samples after `PROMPT`, with their log-probabilities and weight versions."""
     sampling = {"max_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "logprobs": 0, "ignore_eos": True}
     body = {"token_ids": PROMPT, "sampling_params": sampling} | ({"model": model} if model else {})
     return post(engine, "/inference/v1/generate", body).json()["choices"][0]
@@ -65,7 +65,7 @@ def generate(engine, model: str | None = None) -> dict:
 
 @torch.no_grad()
 def assert_samples_like(model, choice: dict) -> None:
-    """The log-probabilities in `choice` are those of `model`."""
+    """Assert that the log-probabilities in `choice` are those of `model`."""
     ids = choice["token_ids"]
     logits = model(input_ids=torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1]
     expected = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
@@ -74,7 +74,7 @@ def assert_samples_like(model, choice: dict) -> None:
 
 
 def perturbed(model: Qwen3ForCausalLM, seed: int = 0) -> Qwen3ForCausalLM:
-    """A copy with other weights."""
+    """Return a copy with other weights."""
     torch.manual_seed(seed)
     other = copy.deepcopy(model)
     with torch.no_grad():
@@ -84,7 +84,7 @@ def perturbed(model: Qwen3ForCausalLM, seed: int = 0) -> Qwen3ForCausalLM:
 
 
 def with_adapter(model: Qwen3ForCausalLM, rank: int = 4, seed: int = 0):
-    """A copy with an adapter that changes what it computes."""
+    """Return a copy with an adapter that changes its outputs."""
     torch.manual_seed(seed)
     config = LoraConfig(r=rank, target_modules=["q_proj", "v_proj", "o_proj", "down_proj"], init_lora_weights=False)
     return get_peft_model(copy.deepcopy(model), config).eval()
@@ -225,7 +225,7 @@ def test_an_engine_that_is_not_there_is_an_error_that_says_so(base, tmp_path, pu
 
 
 def test_an_engine_without_the_routes_is_an_error_that_names_the_switch(engine, base, untouched, tmp_path):
-    # /v1/pause is as unknown to vLLM as /pause is without its development mode
+    # /v1/pause is a 404 of vLLM, as /pause is without its development mode
     with pytest.raises(EngineError, match=r"/pause\?mode=wait: 404 .*start it with .*VLLM_SERVER_DEV_MODE=1"):
         CheckpointPublisher(f"{engine.url}/v1", tmp_path / "published", tmp_path).publish(perturbed(base), "1")
     with pytest.raises(EngineError, match=r"load_lora_adapter: 404 .*VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"):

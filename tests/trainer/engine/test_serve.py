@@ -37,7 +37,7 @@ def test_adapters_are_enabled_up_to_the_rank():
 
 
 def fake_vllm(folder, script):
-    """A program in the place of vLLM, beside the Python that it would run in."""
+    """Return a program in place of vLLM, next to a Python executable."""
     (folder / "python").symlink_to(sys.executable)
     program = folder / "vllm"
     program.write_text(f"#!/bin/sh\n{script}\n")
@@ -59,7 +59,7 @@ def free_port():
 
 def test_an_engine_is_reached_whatever_proxy_the_caller_has(tmp_path, monkeypatch):
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # no server listens there
     vllm = fake_vllm(tmp_path, f'exec {sys.executable} {answering_program.__file__} "$@"')
     server = EngineServer("m", vllm=vllm, port=free_port())
     with server:
@@ -88,7 +88,7 @@ def test_an_address_of_ip_version_6_is_a_url(tmp_path):
     assert EngineServer("m", vllm=fake_vllm(tmp_path, "exit 0"), host="::1").url == "http://[::1]:8000"
 
 
-def test_this_environment_does_not_hold_the_cpu_build(tmp_path):
+def test_this_environment_does_not_have_the_cpu_build(tmp_path):
     assert is_cpu_build(fake_vllm(tmp_path, "")) is False
 
 

@@ -1,5 +1,5 @@
-"""ATIF as models: the fields and rules of Harbor's own, written down from harbor 0.25.0 (`harbor.models.trajectories`),
-which needs Python 3.12. Only what ATIF-v1.7 has, and of its rules those that a text-only trajectory can break."""
+"""ATIF-v1.7 as pydantic models, copied from harbor 0.25.0 (`harbor.models.trajectories`), which needs Python 3.12. Of
+the rules only those are here that a text-only trajectory can break."""
 
 from datetime import datetime
 from typing import Annotated, Any, Literal, Self

@@ -1,6 +1,6 @@
-"""The Hub's routes for pushing to a dataset repository, on loopback, and what was pushed.
+"""A server on loopback with the Hub's routes for pushing to a dataset repository. It keeps the pushed files.
 
-As `huggingface_hub` 1 asks them: create, look, list, preupload, Git LFS batch and transfer, commit.
+The routes are those that `huggingface_hub` 1 uses: create, info, list, preupload, Git LFS batch and transfer, commit.
 """
 
 import base64
@@ -14,22 +14,22 @@ from urllib.parse import urlsplit
 
 @dataclass
 class Hub:
-    """A Hub that knows one token."""
+    """A Hub that accepts one token."""
 
     token: str = "hf_secret"
     url: str = ""
     refused: str | None = None
-    """Part of `METHOD path`; such requests get 403."""
+    """Substring of `METHOD path`. Requests that contain it get 403."""
     visible: dict[str, bool] = field(default_factory=dict)
-    """Repository -> is it private?"""
+    """Repository -> True when it is private."""
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)
     """Repository -> path -> contents, after the last commit."""
     objects: dict[str, bytes] = field(default_factory=dict)
-    """Git LFS objects by their SHA-256."""
+    """SHA-256 -> Git LFS object."""
     requests: list[str] = field(default_factory=list)
 
     def answer(self, method, path, authorization, body):
-        """The status and the JSON of the answer."""
+        """Return the status and the JSON of the answer."""
         self.requests.append(f"{method} {path}")
         if self.refused and self.refused in f"{method} {path}":
             return 403, {"error": "Private repository storage limit reached"}
@@ -96,7 +96,7 @@ class Hub:
 
 @contextmanager
 def loopback_hub():
-    """A `Hub` that listens until the block ends."""
+    """Yield a `Hub` that listens until the block ends."""
     hub = Hub()
 
     class Handler(BaseHTTPRequestHandler):

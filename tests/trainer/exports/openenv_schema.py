@@ -1,4 +1,4 @@
-"""The fields and rules of `TrainingTrace`, written down from openenv 0.10.0 (`openenv.core.harness.training` and
+"""The fields and rules of `TrainingTrace`, copied from openenv 0.10.0 (`openenv.core.harness.training` and
 `capture.validate`), which needs an environment of its own."""
 
 import math
@@ -18,13 +18,13 @@ TURN_FIELDS = {
 
 
 def training_trace(recorded):
-    """The trace of a session as the files have it."""
+    """Return the trace of a session as it is written to the files."""
     turns = list(training_turns(recorded.calls, select_calls(recorded.calls)))
     return {"schema_version": SCHEMA_VERSION, "turns": turns}
 
 
 def check_trace(trace):
-    """Fails for what OpenEnv's strict models refuse."""
+    """Raise AssertionError for a trace that OpenEnv's strict models refuse."""
     assert set(trace) == {"schema_version", "turns"}
     assert trace["schema_version"] == 1
     for turn in trace["turns"]:

@@ -1,4 +1,4 @@
-"""Sessions as a recorder would leave them, made by hand: tokens, messages and roles agree with one another."""
+"""Hand-made sessions as a recorder would leave them, with consistent tokens, messages and roles."""
 
 import json
 from datetime import UTC, datetime, timedelta
@@ -22,7 +22,7 @@ def tool(number, text):
 
 
 def says(text, *, reasoning=None, calls=None):
-    """An assistant message; `calls` are a tool call's number -> the JSON text of its arguments."""
+    """Return an assistant message. `calls` maps the number of a tool call to the JSON text of its arguments."""
     message = {"role": "assistant", "content": text}
     if reasoning:
         message["reasoning_content"] = reasoning
@@ -35,7 +35,7 @@ def says(text, *, reasoning=None, calls=None):
 
 
 class Recording:
-    """Calls of one session. Every call samples two tokens, and no two calls the same."""
+    """Builder of one session's calls. By default every call samples two tokens, different from those of other calls."""
 
     def __init__(self, session_id="s", reward=1.0):
         self.session_id = session_id
@@ -51,7 +51,7 @@ class Recording:
         )
 
     def ask(self, *messages, reply=None, after=None, tools=(BASH,), status="completed", **fields):
-        """A call with `messages` as its new ones; it continues the call `after`."""
+        """Add and return a call whose new messages are `messages`. It continues the call `after`, if given."""
         number = len(self.calls)
         prefix = after.prompt_ids + after.completion_ids if after else []
         if status == "completed":
@@ -83,7 +83,7 @@ class Recording:
 
 
 def turns_with_tools():
-    """Two turns, the first with a tool call."""
+    """Return two turns, the first with a tool call."""
     recording = Recording()
     first = recording.ask(
         SYSTEM, user("List."), reply=says("", reasoning="I look.", calls={1: '{"command": "ls"}'}), cached_tokens=1
@@ -93,7 +93,7 @@ def turns_with_tools():
 
 
 def side_question():
-    """A title, asked for beside the first call."""
+    """Return a session with a request for a title beside the first call."""
     recording = Recording()
     first = recording.ask(SYSTEM, user("Go."))
     recording.ask(user("Title?"), tools=(), role="auxiliary")
@@ -102,7 +102,7 @@ def side_question():
 
 
 def subagent():
-    """A sub-agent of two turns that runs between the agent's."""
+    """Return a session with a sub-agent of two turns between those of the agent."""
     recording = Recording()
     first = recording.ask(SYSTEM, user("Go."), reply=says("", calls={1: '{"task": "look"}'}))
     helper = recording.ask(user("Look."), role="subagent")
@@ -112,7 +112,7 @@ def subagent():
 
 
 def late_subagent():
-    """A sub-agent that goes on after the agent's last call."""
+    """Return a session with a sub-agent that continues after the agent's last call."""
     recording = Recording()
     first = recording.ask(SYSTEM, user("Go."))
     helper = recording.ask(user("Look."), role="subagent")
@@ -122,7 +122,7 @@ def late_subagent():
 
 
 def taken_back():
-    """The harness took its second message back and wrote another one."""
+    """Return a session whose harness replaced its second message by another one."""
     recording = Recording()
     first = recording.ask(SYSTEM, user("Go."))
     recording.ask(user("Left."), after=first)
@@ -132,7 +132,7 @@ def taken_back():
 
 
 def compaction():
-    """A conversation that is summed up by a call that continues it, and goes on from the summary."""
+    """Return a conversation that a compaction call continues. The agent then starts from its summary."""
     recording = Recording()
     first = recording.ask(SYSTEM, user("Go."))
     second = recording.ask(user("More."), after=first)
@@ -143,7 +143,7 @@ def compaction():
 
 
 def superseded_retry():
-    """The second request was repeated: one reply was lost, the other one is continued."""
+    """Return a session whose second request was retried. One reply was lost, the other one is continued."""
     recording = Recording()
     first = recording.ask(SYSTEM, user("Go."))
     lost = recording.ask(user("More."), after=first)
@@ -153,7 +153,7 @@ def superseded_retry():
 
 
 def superseded_start():
-    """The first request was repeated."""
+    """Return a session whose first request was retried."""
     recording = Recording()
     lost = recording.ask(SYSTEM, user("Go."))
     again = recording.ask(SYSTEM, user("Go."), prompt_ids=lost.prompt_ids)
@@ -162,7 +162,7 @@ def superseded_start():
 
 
 def unasked_result():
-    """A tool's result that belongs to no tool call."""
+    """Return a session with a tool result that belongs to no tool call."""
     recording = Recording()
     first = recording.ask(user("Go."), reply=says("", calls={1: "{}"}))
     recording.ask(tool(9, "stray"), after=first)
@@ -170,7 +170,7 @@ def unasked_result():
 
 
 def aborted():
-    """The last call was ended by the session's time limit."""
+    """Return a session whose last call was aborted by the session's time limit."""
     recording = Recording()
     first = recording.ask(SYSTEM, user("Go."))
     recording.ask(user("More."), after=first, status="aborted", error="the harness closed the connection")
@@ -178,7 +178,7 @@ def aborted():
 
 
 def superseded_by_an_aborted_line():
-    """The second request was repeated. The other reply was continued by a call that was aborted."""
+    """Return a session whose second request was retried. One of the replies was continued by an aborted call."""
     recording = Recording()
     first = recording.ask(SYSTEM, user("Go."))
     lost = recording.ask(user("More."), after=first)
@@ -188,7 +188,7 @@ def superseded_by_an_aborted_line():
 
 
 def broken_logprobs():
-    """The engine gave a log-probability that is none, and the conversation went on."""
+    """Return a session with a non-finite log-probability in a call that is continued."""
     recording = Recording()
     first = recording.ask(SYSTEM, user("Go."), logprobs=[float("nan"), -1.0], violation="log-probability 0 is nan")
     recording.ask(user("More."), after=first)
@@ -202,14 +202,14 @@ def positive_logprob():
 
 
 def without_logprobs():
-    """As imported from a program that kept none."""
+    """Return a session as imported from a program that recorded no log-probabilities."""
     recording = Recording()
     recording.ask(user("Go."), logprobs=[])
     return recording
 
 
 def missing_ancestor():
-    """The first call is lost: of the second one only what it added is known."""
+    """Return a session whose first call is lost. Only the new tokens of the second call are known."""
     recording = Recording()
     first = recording.ask(SYSTEM, user("Go."))
     second = recording.ask(user("More."), after=first)
@@ -225,7 +225,7 @@ def only_side_questions():
 
 
 def malformed_arguments():
-    """The model sampled arguments that are not JSON."""
+    """Return a session with sampled tool arguments that are not JSON."""
     recording = Recording()
     first = recording.ask(user("Go."), reply=says("", calls={1: '{"command": ls'}))
     recording.ask(tool(1, "invalid JSON"), after=first)
@@ -253,7 +253,7 @@ CASES = [
 
 
 def write(run, *recordings):
-    """A run folder of the recordings."""
+    """Write the recordings to a run folder."""
     write_metadata(run, {"model": "tiny"})
     writer = RunWriter(run)
     for recording in recordings:

@@ -11,12 +11,12 @@ from tests.trainer.exports.recording import CASES, SYSTEM, Recording, says, tool
 
 
 def written(made):
-    """The session's trajectory as it stands in a file."""
+    """Return the session's trajectory as it is written to a file."""
     return json.loads(dump_json(trajectory(made.recorded(), "tiny")))
 
 
 def shown(document):
-    """Each step in short: the call that an agent step is, in parentheses where it is a copy; else the text."""
+    """Return the steps in short form: the call id of an agent step, in parentheses for a copy; otherwise the text."""
     steps = []
     for step in document["steps"]:
         name = step["extra"]["call_id"] if step["source"] == "agent" else f"{step['source']}: {step['message']}"
@@ -124,7 +124,7 @@ class TestTrajectory:
         assert shown(document)[2:] == ["c0", "user: Right, please.", "c2", "user: On.", "c3"]
         assert shown(embedded(document)["c1"])[2:] == ["(c0)", "user: Left.", "c1"]
 
-    def test_a_result_that_no_call_asked_for_has_its_id_in_extra(self):
+    def test_a_result_without_a_tool_call_has_its_id_in_extra(self):
         step = written(recording.unasked_result())["steps"][1]
         assert step["observation"]["results"] == [{"content": "stray", "extra": {"tool_call_id": "call_9"}}]
 
@@ -154,7 +154,7 @@ class TestTrajectory:
         assert shown(document) == ["user: More.", "c1"]
         assert document["steps"][1]["extra"]["incomplete"] == "its parent c0 is not in the run"
 
-    def test_what_came_from_before_the_session_is_copied_context(self):
+    def test_messages_from_before_the_session_are_copied_context(self):
         made = Recording()
         made.ask(user("Go."), says("", calls={7: "{}"}), tool(7, "old"), user("Again."))
         steps = written(made)["steps"]

@@ -1,4 +1,4 @@
-"""`rolltap export --to hub` up to the network: what arrives at a Hub on loopback."""
+"""`rolltap export --to hub` against a Hub on loopback."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ from rolltap.trainer.commands.export import export_command
 from tests.trainer.exports.hub import loopback_hub
 from tests.trainer.outgoing import write_run
 
-pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of huggingface_hub itself
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # raised by huggingface_hub itself
 
 ROLLTAP = Path(sys.executable).with_name("rolltap")
 
@@ -31,17 +31,17 @@ def run(tmp_path):
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """A Hub that this process and the programs that it starts take for the only one, with a token for it."""
+    """Yield a Hub that this process and its children use, with a token for it."""
     with loopback_hub() as hub:
         for name in [name for name in os.environ if name.startswith(("HF_", "HUGGING"))]:
             monkeypatch.delenv(name)
         monkeypatch.setenv("HF_TOKEN", hub.token)
-        # these are read when huggingface_hub is imported
+        # huggingface_hub has read these at its import: patch its constants too
         for name, value in {
             "ENDPOINT": hub.url,
             "HF_HOME": str(tmp_path / "home"),
             "HF_TOKEN_PATH": str(tmp_path / "home" / "token"),
-            "HF_HUB_DISABLE_XET": True,  # a protocol of its own, instead of Git LFS
+            "HF_HUB_DISABLE_XET": True,  # Xet is another protocol instead of Git LFS
         }.items():
             monkeypatch.setenv(name if name.startswith("HF") else f"HF_{name}", str(value))
             monkeypatch.setattr(constants, name, value)
@@ -95,12 +95,12 @@ def test_no_secret_and_no_path_of_this_machine_is_pushed(hub, push, tmp_path):
         assert private not in pushed
 
 
-def test_public_is_said_aloud(hub, push):
+def test_a_repository_is_public_only_with_the_option(hub, push):
     assert push("--repo", "org/rollouts", "--public").exit_code == 0
     assert hub.visible == {"org/rollouts": False}
 
 
-def test_a_repository_that_is_public_already_gets_nothing_unless_told(hub, push):
+def test_a_repository_that_is_already_public_is_refused_without_the_option(hub, push):
     hub.visible["org/rollouts"] = False
     hub.files["org/rollouts"] = {}
     with pytest.raises(InputError, match="org/rollouts exists and is public: choose another --repo, or say --public"):
@@ -110,7 +110,7 @@ def test_a_repository_that_is_public_already_gets_nothing_unless_told(hub, push)
     assert "README.md" in hub.files["org/rollouts"]
 
 
-def test_pushing_again_replaces_the_files_and_leaves_no_former_shard(hub, push):
+def test_pushing_again_replaces_the_files_and_removes_former_shards(hub, push):
     push("--repo", "org/rollouts")
     hub.files["org/rollouts"]["traces/train-00001-of-00002.parquet"] = b"of a larger run"
     hub.files["org/rollouts"]["notes.md"] = b"the user's"
@@ -128,7 +128,7 @@ def test_pushing_again_replaces_the_files_and_leaves_no_former_shard(hub, push):
         ("a/b/c", "hf_secret", InputError, "--repo a/b/c: write it as ORG/NAME"),
     ],
 )
-def test_what_the_hub_does_not_let_happen_is_a_message(hub, push, monkeypatch, repository, token, kind, message):
+def test_a_push_that_the_hub_refuses_is_a_message(hub, push, monkeypatch, repository, token, kind, message):
     monkeypatch.setenv("HF_TOKEN", token)
     with pytest.raises(kind, match=message):
         push("--repo", repository)
@@ -142,7 +142,9 @@ def test_a_hub_that_cannot_be_reached_is_a_message(hub, push, monkeypatch):
 
 
 @pytest.mark.parametrize("step", ["/preupload/", "/objects/batch", "PUT /lfs/", "/commit/"])
-def test_a_hub_that_refuses_in_the_middle_is_a_message_and_nothing_stays_here(hub, push, monkeypatch, tmp_path, step):
+def test_a_hub_that_refuses_in_the_middle_is_a_message_and_leaves_no_temporary_files(
+    hub, push, monkeypatch, tmp_path, step
+):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     hub.refused = step
@@ -151,7 +153,7 @@ def test_a_hub_that_refuses_in_the_middle_is_a_message_and_nothing_stays_here(hu
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-def test_no_repository_is_made_for_what_is_no_run(hub, push, run):
+def test_no_repository_is_created_for_a_folder_that_is_no_run(hub, push, run):
     (run / "run.json").unlink()
     with pytest.raises(RunError, match="is not a run folder"):
         push("--repo", "org/rollouts")

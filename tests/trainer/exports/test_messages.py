@@ -16,7 +16,7 @@ def lines(made):
 
 @pytest.fixture
 def load(tmp_path, monkeypatch):
-    """Exports recordings and opens what was written."""
+    """Return a function that exports recordings and loads the result."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
     def load(*recordings):
@@ -69,7 +69,7 @@ class TestSessionConversations:
     def test_there_is_a_line_for_each_leaf(self, case, leaves):
         assert {line["call_ids"][-1]: line["left_out"] for line in lines(case())} == leaves
 
-    def test_a_conversation_that_is_not_all_there_has_no_line(self):
+    def test_an_incomplete_conversation_has_no_line(self):
         written, faults = session_conversations(recording.missing_ancestor().recorded())
         assert written == []
         assert faults == {"c1": "its parent c0 is not in the run"}
@@ -104,7 +104,7 @@ class TestExport:
         assert list(dataset) == lines(made)
 
     def test_types_do_not_depend_on_the_first_lines(self, load):
-        # the loader guesses from its first 10 MB
+        # the loader infers types from the first 10 MB
         plain = Recording("plain", reward=None)
         plain.ask(user("x" * (11 << 20)), tools=())
         dataset = load(plain, recording.turns_with_tools())

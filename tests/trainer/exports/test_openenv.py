@@ -14,13 +14,13 @@ def order(trace):
 
 
 def sampled(trace):
-    """Call id -> the mask of its completion."""
+    """Return a map of call ids to the masks of their completions."""
     return {turn["node_id"]: turn["loss_mask"][len(turn["prompt_token_ids"]) :] for turn in trace["turns"]}
 
 
 @pytest.fixture
 def rows(monkeypatch):
-    """TRL's training rows of a trace."""
+    """Return a function from a trace to TRL's training rows."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     from trl.experimental.async_grpo.async_rollout_worker import TurnRecord, _chain_to_sequences
 
@@ -68,7 +68,7 @@ class TestTrainingTrace:
             (recording.turns_with_tools, {}),
         ],
     )
-    def test_what_is_left_out_has_mask_zero_and_the_reason(self, case, left_out):
+    def test_a_call_that_is_left_out_has_mask_zero_and_the_reason(self, case, left_out):
         trace = training_trace(case().recorded())
         masks = sampled(trace)
         for turn in trace["turns"]:
@@ -84,7 +84,7 @@ class TestTrainingTrace:
     def test_the_agents_branch_is_last_even_when_another_one_ended_later(self):
         assert order(training_trace(recording.late_subagent().recorded())) == ["c1", "c3", "c0", "c2"]
 
-    def test_sampling_is_told_apart_from_what_the_harness_asked_for(self):
+    def test_the_sampling_used_is_distinct_from_the_harnesss_request(self):
         made = Recording()
         made.ask(user("Go."), sampling='{"temperature": 1.0, "asked": {"temperature": 0.2, "top_p": NaN}}')
         (turn,) = training_trace(made.recorded())["turns"]
@@ -143,7 +143,7 @@ class TestExport:
 
 
 class TestInTrl:
-    """TRL 1.16 makes the rows that it trains from the turns."""
+    """TRL 1.16 builds its training rows from the turns."""
 
     @pytest.mark.parametrize("case", CASES)
     def test_its_rows_are_the_traces_of_prefix_merging(self, rows, case):

@@ -80,7 +80,7 @@ def test_sessions_and_events_hold_what_was_recorded(run, out, load):
     assert (event["kind"], event["host"], event["at"].astimezone(UTC)) == ("refused", "example.com", START)
 
 
-def test_only_the_last_row_of_a_session_goes_out(run, out, load):
+def test_only_the_last_row_of_a_session_is_exported(run, out, load):
     from rolltap.addons.store.records import Session
     from rolltap.addons.store.tables import RunWriter
 
@@ -113,7 +113,7 @@ def test_every_file_carries_the_viewers_types(run, out):
     assert features["logprobs"] == List(Value("float32"))
 
 
-def test_the_engines_addresses_stay_at_home(run, out, load):
+def test_the_engines_addresses_are_not_exported(run, out, load):
     export(run, out, ignore)
     calls = load("calls")
     assert "engine" not in calls.column_names
@@ -123,7 +123,7 @@ def test_the_engines_addresses_stay_at_home(run, out, load):
     assert "gpu-7" not in (out / "README.md").read_text()
 
 
-def test_events_name_no_engine_either(run, out, load):
+def test_events_name_no_engine(run, out, load):
     add_recorder(run, {"engines": ["http://gpu-8.internal:8000"]})
     why = "Cannot connect to host gpu-8.internal:8000 ssl:default [Connect call failed ('10.0.0.8', 8000)]"
     with RunWriter(run) as writer:
@@ -153,7 +153,7 @@ def test_a_table_without_rows_is_no_config_as_datasets_cannot_open_it(run, out, 
     assert (load("traces").num_rows, load("calls").num_rows) == (4, 7)
 
 
-def test_progress_is_told_after_every_session(run, out):
+def test_progress_is_reported_after_every_session(run, out):
     told = []
     export(run, out, lambda what, done, total: told.append((what, done, total)))
     assert told == [("sessions", done, 3) for done in (1, 2, 3)]

@@ -1,4 +1,4 @@
-"""A conversation that the real recorder wrote, in each of the formats."""
+"""A conversation written by the real recorder, in each export format."""
 
 import json
 
@@ -18,7 +18,7 @@ TOOL_CALL = '<think>\nI look.\n</think>\n\n<tool_call>\n{"name": "bash", "argume
 
 @pytest.fixture
 async def recorded(harness, scripted_engine):
-    """Two turns with a tool call between them, and a title without tools."""
+    """Record two turns with a tool call between them, and a request for a title without tools."""
     scripted_engine.replies += [Say(TOOL_CALL), Say("Files"), Say("a.txt")]
     _, first = await harness.ask(user("List."), tools=[BASH])
     await harness.ask(user("Title?"))

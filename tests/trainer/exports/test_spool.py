@@ -33,7 +33,7 @@ def test_rows_come_back_in_their_order_and_without_further_keys(tmp_path):
         assert (list(dataset), dataset.features, shards) == (rows(100) + rows(100), FEATURES, 1)
 
 
-def test_rows_are_in_a_file_and_not_in_memory_and_the_file_goes(tmp_path):
+def test_rows_are_in_a_file_and_not_in_memory_and_the_file_is_deleted(tmp_path):
     with Spool(FEATURES, tmp_path / "out") as spooled:
         spooled.add(rows(3))
         [file] = spooled.dataset()[0].cache_files
@@ -64,7 +64,7 @@ def test_the_hub_stores_only_what_changed_and_the_viewer_finds_a_page(run, tmp_p
 
 
 @pytest.mark.parametrize("arguments", [["traces"], ["export", "--to", "parquet"]], ids=str)
-def test_nothing_is_left_in_the_users_cache_and_no_bar_is_shown(run, tmp_path, arguments):
+def test_the_users_cache_stays_empty_and_no_progress_bar_is_shown(run, tmp_path, arguments):
     home = tmp_path / "home"
     home.mkdir()
     program = os.path.join(os.path.dirname(sys.executable), "rolltap")

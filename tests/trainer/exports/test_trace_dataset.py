@@ -58,7 +58,7 @@ def test_the_dataset_opens_from_disk_with_the_columns_that_trl_expects(run, tmp_
     assert (unknown["session_id"], unknown["task_id"], unknown["group_id"], unknown["reward"]) == ("u", "", "", None)
 
 
-def test_ids_masks_and_logprobs_are_stored_small(run, tmp_path):
+def test_ids_masks_and_logprobs_have_small_types(run, tmp_path):
     save(run, tmp_path / "out")
     features = load_from_disk(tmp_path / "out").features
     assert features["prompt_ids"] == features["completion_ids"] == List(Value("int32"))
@@ -132,7 +132,7 @@ class TestCard:
         for column in load_from_disk(tmp_path / "out").column_names:
             assert f"`{column}`" in card
 
-    def test_it_says_no_path_of_this_machine(self, run, tmp_path):
+    def test_it_contains_no_path_of_this_machine(self, run, tmp_path):
         save(run, tmp_path / "out")
         card = (tmp_path / "out" / "README.md").read_text()
         assert "someone" not in card
@@ -154,7 +154,7 @@ class TestCard:
         save(tmp_path / "run", tmp_path / "out")
         assert facts(tmp_path / "out" / "README.md")["model"] == "a\\|b"
 
-    def test_a_model_of_the_hub_keeps_its_full_name(self, run, tmp_path):
+    def test_a_model_on_the_hub_keeps_its_full_name(self, run, tmp_path):
         metadata = json.loads((run / "run.json").read_text()) | {"model": "Qwen/Qwen3-4B"}
         (run / "run.json").write_text(json.dumps(metadata))
         save(run, tmp_path / "out")

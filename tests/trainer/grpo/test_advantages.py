@@ -10,7 +10,7 @@ SCALES = ["group", "batch", "none"]
 
 
 def in_groups(**groups):
-    """Session id -> its group and reward, from those of each group."""
+    """Return a map of session ids to `GroupReward`, from the rewards of each group."""
     return {
         session: GroupReward(group_id=group, reward=reward)
         for group, rewards in groups.items()
@@ -21,7 +21,7 @@ def in_groups(**groups):
 class TestSessionAdvantages:
     def test_group_divides_by_the_groups_standard_deviation(self):
         rewards = in_groups(g={"a": 0.0, "b": 1.0}, h={"c": 5.0, "d": 9.0})
-        # standard deviations of two values x and y with Bessel's correction: |x - y| / sqrt(2)
+        # the standard deviation of two values x and y with Bessel's correction is |x - y| / sqrt(2)
         g, h = 0.5 / (math.sqrt(0.5) + 1e-4), 2 / (math.sqrt(8) + 1e-4)
         assert session_advantages(rewards, "group") == pytest.approx({"a": -g, "b": g, "c": -h, "d": h}, rel=1e-12)
 

@@ -32,7 +32,7 @@ GROUPS = Dataset.from_dict({"task_id": ["a", "b"]})
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    # several threads would only wait for one another on tensors this small
+    # with tensors this small, several threads cost more than they save
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -77,7 +77,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @torch.no_grad()
 def sample(model, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
-    """`count` tokens sampled at temperature 1 and their log-probabilities."""
+    """Return `count` tokens sampled at temperature 1, and their log-probabilities."""
     ids, logprobs = list(prompt), []
     for _ in range(count):
         distribution = model(input_ids=torch.tensor([ids])).logits[0, -1].log_softmax(-1)
@@ -87,7 +87,7 @@ def sample(model, prompt: list[int], count: int) -> tuple[list[int], list[float]
 
 
 def record_session(model, rng: random.Random, session: str, group: str, prompt: list[int]) -> list[Call]:
-    """Two turns, with three tokens of tool output between them."""
+    """Return the calls of two turns with three tokens of tool output between them."""
     calls: list[Call] = []
     for turn in range(2):
         if calls:
@@ -107,7 +107,7 @@ def record_session(model, rng: random.Random, session: str, group: str, prompt: 
 
 
 def record(model, rng: random.Random, strategy: Strategy = "prefix_merging", sessions: int = 3) -> list[Trace]:
-    """Two groups of sessions with random rewards."""
+    """Return the traces of two groups of sessions with random rewards."""
     torch.manual_seed(rng.randrange(1000))
     recorded = []
     for group in ("a", "b"):
@@ -120,7 +120,7 @@ def record(model, rng: random.Random, strategy: Strategy = "prefix_merging", ses
 
 
 class Spy(TrainerCallback):
-    """Keeps what a step would change: the gradients before the optimizer sees them, and the weights after it."""
+    """A callback that keeps the gradients before each optimizer step and the weights after it."""
 
     def __init__(self) -> None:
         self.gradients: list[dict[str, torch.Tensor]] = []
@@ -135,7 +135,7 @@ class Spy(TrainerCallback):
 
 
 def batch_of(traces: list[Trace]) -> TraceBatch:
-    """The traces with the rewards that they are labelled with."""
+    """Return a batch of the traces, with the rewards of their labels."""
     return TraceBatch(
         traces=traces,
         rewards={
@@ -154,7 +154,7 @@ def make_trainer(
     spy: Spy | None = None,
     **config,
 ) -> TraceGRPOTrainer:
-    """A trainer on a copy of `model`."""
+    """Return a trainer on a copy of `model`."""
     settings = {
         "output_dir": str(out),
         "use_cpu": True,
@@ -186,7 +186,7 @@ def make_trainer(
 
 
 def gradients(model, out: Path, traces: list[Trace], **config) -> dict[str, torch.Tensor]:
-    """The gradients of one step on `traces`."""
+    """Return the gradients of one step on `traces`."""
     spy = Spy()
     make_trainer(model, out, lambda rows: traces, spy=spy, **config).train()
     return spy.gradients[0]
@@ -198,7 +198,7 @@ def largest_difference(first: dict[str, torch.Tensor], second: dict[str, torch.T
 
 
 def train_and_watch_the_loss(trainer: TraceGRPOTrainer, monkeypatch) -> list[tuple[dict, torch.Tensor]]:
-    """Train; returns what each `_compute_loss` was given, with the log-probabilities it computed and their gradient."""
+    """Train and return, for each `_compute_loss`, its inputs and its log-probabilities with their gradient."""
     seen = []
     compute_loss, compute_logprobs = trainer._compute_loss, trainer._get_per_token_logps_and_entropies
 
@@ -354,7 +354,7 @@ def test_the_metrics_count_sessions_not_traces(model, tmp_path):
     assert logged["tokens_trained"] == sum(sum(trace.completion_mask) for trace in traces)
 
 
-# peft 0.21 asks transformers 5.23 under a name that is deprecated there
+# peft 0.21 uses a name that transformers 5.23 deprecates
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_lora_trains_the_adapter_alone(model, traces, tmp_path):
     spy = Spy()
@@ -394,7 +394,7 @@ def test_two_processes_take_the_same_steps_as_one(tmp_path):
 
 
 def train_once(out: Path) -> None:
-    """Two steps of plain gradient descent; the main process writes the weights and the rows that it was asked for."""
+    """Take two steps of plain gradient descent. The main process saves the weights and the rows of its rollouts."""
     model = tiny_model()
     asked = []
 
@@ -441,7 +441,7 @@ def test_a_trace_whose_lists_differ_in_length_is_refused(model, traces, tmp_path
         ({"use_vllm": True}, "set use_vllm=False"),
     ],
 )
-def test_a_configuration_that_would_train_something_else_is_refused(model, tmp_path, config, message):
+def test_a_configuration_that_changes_the_objective_is_refused(model, tmp_path, config, message):
     with pytest.raises(ValueError, match=message):
         make_trainer(model, tmp_path, lambda rows: [], **config)
 
@@ -465,7 +465,7 @@ if __name__ == "__main__":
 
 
 def test_a_session_that_left_no_trace_counts_in_its_groups_mean(model, tmp_path):
-    """Otherwise a harness that crashed before its first call would raise its group's baseline."""
+    """Leaving out a harness that crashed before its first call would raise its group's mean reward."""
     traces = [trace for trace in record(model, random.Random(5)) if trace.group_id == "a"]
     batch = batch_of(traces)
     batch.rewards["crashed"] = GroupReward(group_id="a", reward=-10.0)

@@ -34,7 +34,7 @@ def test_the_bundle_holds_the_usual_roots_and_the_recorders_ca(ca):
 
 
 @pytest.mark.parametrize("url", ["https://h:1", "http://", "h:1", "http://u@h:1", "http://h:1/path"])
-def test_a_url_that_is_no_proxys_is_named(ca, url):
+def test_a_url_that_is_not_a_proxys_is_named(ca, url):
     with pytest.raises(InputError, match=f"the proxy '{url}' is not written as http://HOST:PORT"):
         Proxy(url, ca=ca)
 

@@ -12,7 +12,7 @@ async def sh(script, tmp_path, *, timeout=60.0):
 
 
 def wait_until_dead(pid: int) -> bool:
-    """Whether a process has ended, or does soon: a killed one takes a moment."""
+    """Return True when a process has ended or ends soon. A killed process takes a moment to end."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -36,18 +36,18 @@ async def test_a_command_that_takes_too_long_is_stopped(tmp_path):
     assert await sh("sleep 600", tmp_path, timeout=0.1) is None
 
 
-async def test_what_a_command_leaves_running_is_killed(tmp_path):
+async def test_processes_that_a_command_leaves_running_are_killed(tmp_path):
     await sh("sleep 600 & echo $!", tmp_path)
     assert wait_until_dead(int((tmp_path / "log").read_text()))
 
 
 @pytest.mark.parametrize("turns", [2, 3, 4, 1000])
-async def test_cancelling_kills_the_whole_group_also_of_a_command_that_has_hardly_started(tmp_path, turns):
+async def test_cancelling_kills_the_whole_group_even_of_a_command_that_has_just_started(tmp_path, turns):
     os.mkfifo(tmp_path / "fifo")
     task = asyncio.create_task(sh("sleep 600 & echo $! > fifo; wait", tmp_path))
     for _ in range(turns):
         await asyncio.sleep(0)
-    pid = int((tmp_path / "fifo").read_text())  # the event loop waits, the command runs
+    pid = int((tmp_path / "fifo").read_text())  # blocks the event loop while the command runs
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -53,4 +53,4 @@ async def test_a_recorder_that_dies_is_an_error_of_its_own(recorder):
 async def test_a_recorder_that_dies_during_a_session_is_an_error_of_its_own(recorder):
     with pytest.raises(RecorderError, match=r"the recorder (died|does not end)"):
         await play(recorder, f"kill -9 {recorder._process.pid}")
-    assert load_sessions(recorder.path)  # with what the evaluator said of them
+    assert load_sessions(recorder.path)  # the session's row was written

@@ -36,7 +36,7 @@ def test_empty_lines_are_skipped(tmp_path):
         ([], "has no tasks"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_line(tmp_path, tasks, message):
+def test_a_mistake_is_named_with_its_line(tmp_path, tasks, message):
     with pytest.raises(InputError, match=message):
         load_tasks(write(tmp_path, *tasks))
 

@@ -1,4 +1,4 @@
-"""Runs with random sessions (hypothesis), and what is read out of a run, for comparisons."""
+"""Runs with random sessions (hypothesis), and readers of runs for comparisons."""
 
 import json
 import math
@@ -21,9 +21,9 @@ TOKENS = st.lists(st.integers(0, 2), max_size=3)
 
 @st.composite
 def session_calls(draw, session_id):
-    """Calls of one session: continuations, retries and unrelated prompts over few tokens, so that many coincide.
+    """Draw the calls of one session: continuations, retries and unrelated prompts over few distinct tokens.
 
-    Log-probabilities are exact in 32 bits. Parents are not linked.
+    Log-probabilities are exact in float32. Parents are not linked.
     """
     calls = []
     for number in range(draw(st.integers(1, 8))):
@@ -63,7 +63,7 @@ def session_calls(draw, session_id):
 
 @st.composite
 def recorded_sessions(draw):
-    """Sessions with their calls, whose ids repeat between sessions."""
+    """Draw sessions with their calls. Call ids repeat between sessions."""
     return [
         (
             Session(
@@ -83,7 +83,7 @@ def recorded_sessions(draw):
 
 
 def traces_of(run, strategy="prefix_merging"):
-    """Session id -> its traces and its ledger."""
+    """Return a map of session ids to traces and ledgers."""
     return {
         traced.recorded.session_id: (traced.traces, traced.ledger)
         for traced in iter_traces(run, TraceOptions(strategy))
@@ -91,7 +91,7 @@ def traces_of(run, strategy="prefix_merging"):
 
 
 def import_line(call, session):
-    """A call as `rolltap import` reads it."""
+    """Return a call as a line that `rolltap import` reads."""
     return json.dumps(
         {
             "session_id": call.session_id,
@@ -114,7 +114,7 @@ def import_line(call, session):
 
 
 def record(run, sessions, **metadata):
-    """Write sessions as a recorder does: the calls linked, their prompts as what is new, an event for each call."""
+    """Write sessions as a recorder does: linked calls, prompts as suffixes of their parents, an event for each call."""
     write_metadata(run, {"model": "tiny", **metadata})
     with RunWriter(run, "never") as writer:
         writer.add_event(Event(kind="unauthorised", host="example.com"))
@@ -129,7 +129,7 @@ def record(run, sessions, **metadata):
 
 
 def linked(calls):
-    """Copies of the calls that say which one they continue."""
+    """Return copies of the calls with their parents and prefix lengths."""
     calls = sorted(calls, key=start_order)
     copies = []
     for call, parent in zip(calls, link_calls(calls)[0], strict=True):
@@ -143,12 +143,12 @@ def linked(calls):
 
 
 def rows_of(run):
-    """Every row of a run, in no order."""
+    """Return all rows of a run in a form that does not depend on their order."""
     return {table: Counter(row["digest"] for row in read_rows(run, table)) for table in TABLES}
 
 
 def ignore(*_):
-    """Nobody looks at the progress."""
+    """Ignore the progress."""
 
 
 def make_session(session_id, **fields):
@@ -172,7 +172,7 @@ def make_call(session_id, call_id, prompt_ids, completion_ids, **fields):
 
 
 def make_run(run, *sessions, **metadata):
-    """A run whose sessions have two calls each, the second of which continues the first."""
+    """Write a run whose sessions have two calls each. The second call continues the first."""
     record(
         run,
         [

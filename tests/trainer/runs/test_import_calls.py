@@ -25,7 +25,7 @@ from tests.trainer.runs.recorded_runs import START, import_line, recorded_sessio
 
 
 def line(**fields):
-    """A good line, with some of its keys changed."""
+    """Return a valid line with some of its keys changed."""
     good = {
         "session_id": "s",
         "call_id": "a",
@@ -42,7 +42,7 @@ def write(*lines):
 
 
 def load(run, content, *, skip_bad=False):
-    """Imports `content`; returns the summary and the bad lines."""
+    """Import `content` and return the summary and the bad lines."""
     bad = []
     source = io.BytesIO(content)
     summary = import_calls(
@@ -52,7 +52,7 @@ def load(run, content, *, skip_bad=False):
 
 
 def refused(run, content):
-    """The bad lines for which `content` is refused."""
+    """Return the bad lines for which `content` is refused."""
     bad = []
     with pytest.raises(InputError, match="nothing was imported"):
         import_calls(
@@ -71,7 +71,7 @@ def run(tmp_path):
 
 
 class TestCalls:
-    def test_a_call_and_its_session_come_back_with_everything_that_the_line_says(self, run):
+    def test_a_call_and_its_session_come_back_with_all_values_of_the_line(self, run):
         said = line(
             task_id="t",
             group_id="g",
@@ -104,17 +104,17 @@ class TestCalls:
         assert read_metadata(run)["source"] == "import"
         assert "tokenizer_sha256" not in read_metadata(run)
 
-    def test_what_no_line_says_is_left_open(self, run):
+    def test_missing_values_are_left_open(self, run):
         load(run, write(line()))
         session = load_sessions(run)["s"]
         assert (session.group_id, session.reward, session.harness, session.status) == ("s", None, "", "completed")
         assert session.policy_version == "unknown"
 
-    def test_a_later_line_may_say_what_an_earlier_one_leaves_out(self, run):
+    def test_a_later_line_may_give_a_value_that_an_earlier_one_leaves_out(self, run):
         load(run, write(line(), line(call_id="b", reward=1)))
         assert load_sessions(run)["s"].reward == 1.0
 
-    def test_prompts_are_stored_as_what_follows_the_parent(self, run):
+    def test_prompts_are_stored_as_suffixes_of_the_parents_tokens(self, run):
         child = line(call_id="b", prompt_ids=[1, 2, 3, 4])
         summary, _ = load(run, write(child, line()))
         rows = {row["call_id"]: row for row in read_rows(run, "calls")}
@@ -129,12 +129,12 @@ class TestCalls:
         assert {call.call_id: call.parent_id for call in RecordedCalls(run)["s"]} == {"a": None, "b": None, "c": "b"}
 
     @pytest.mark.parametrize("parent_id", ["b", "unknown"])
-    def test_a_given_parent_that_does_not_begin_the_prompt_is_not_taken(self, run, parent_id):
+    def test_a_given_parent_that_is_no_prefix_of_the_prompt_is_not_used(self, run, parent_id):
         other, child = line(call_id="b", prompt_ids=[9]), line(call_id="c", prompt_ids=[1, 2, 3], parent_id=parent_id)
         load(run, write(line(), other, child))
         assert {call.call_id: call.parent_id for call in RecordedCalls(run)["s"]} == {"a": None, "b": None, "c": "a"}
 
-    def test_a_run_that_is_there_is_refused_and_the_import_can_be_merged_with_it(self, run, tmp_path):
+    def test_an_existing_run_is_refused_and_the_import_can_be_merged_with_it(self, run, tmp_path):
         write_metadata(run, {"tokenizer_sha256": "a", "chat_template_sha256": "b"})
         with RunWriter(run) as writer:
             writer.add_call(Call(session_id="s", call_id="x", prompt_ids=[1]))
@@ -157,6 +157,9 @@ class TestCalls:
             load(run, write(line()))
 
     def test_a_file_without_lines_makes_no_run(self, run):
+        with pytest.raises(InputError, match="there is no line to import: all 1 are bad"):
+            load(run, b"{}", skip_bad=True)
+        assert not run.exists()
         with pytest.raises(InputError, match="there is no line"):
             load(run, b"\n\n")
         assert not run.exists()
@@ -178,7 +181,7 @@ class TestUntrainable:
         ],
         ids=str,
     )
-    def test_a_call_whose_log_probabilities_cannot_be_right_is_kept_and_not_trained_on(self, run, fields, reason):
+    def test_a_call_with_invalid_log_probabilities_is_kept_and_not_trained_on(self, run, fields, reason):
         summary, bad = load(run, write(line(**fields)))
         [call] = RecordedCalls(run)["s"]
         _, ledger = build_traces([call], "per_request")
@@ -213,7 +216,7 @@ BAD = {
 
 class TestBadLines:
     @pytest.mark.parametrize(("bad", "reason"), BAD.values(), ids=BAD)
-    def test_one_bad_line_is_named_and_keeps_everything_out(self, run, bad, reason):
+    def test_one_bad_line_is_named_and_nothing_is_imported(self, run, bad, reason):
         [(number, fault)] = refused(run, write(line(session_id="t"), "", bad))
         assert number == 3
         assert reason in fault
@@ -221,20 +224,20 @@ class TestBadLines:
         assert list(run.parent.iterdir()) == []
 
     @pytest.mark.parametrize(("bad", "reason"), BAD.values(), ids=BAD)
-    def test_the_others_are_imported_on_demand(self, run, bad, reason):
+    def test_the_other_lines_are_imported_on_demand(self, run, bad, reason):
         summary, [(number, fault)] = load(run, write(bad, line()), skip_bad=True)
         assert (summary.calls, summary.skipped, number) == (1, 1, 1)
         assert reason in fault
         assert list(RecordedCalls(run)) == ["s"]
 
-    def test_bytes_that_are_no_text_are_a_bad_line(self, run):
+    def test_bytes_that_are_not_utf8_are_a_bad_line(self, run):
         [(number, _)] = refused(run, b"\xff\xfe\n" + write(line()))
         assert number == 1
 
     def test_all_bad_lines_are_named(self, run):
         assert [number for number, _ in refused(run, write("{", line(), "[", "nope"))] == [1, 3, 4]
 
-    def test_thousands_of_faults_in_one_list_are_one(self, run):
+    def test_thousands_of_faults_in_one_list_are_reported_once(self, run):
         [(_, fault)] = refused(run, write(line(prompt_ids=[-1] * 5000, nonsense=1)))
         assert len(fault) < 200
         assert "unknown key 'nonsense'" in fault
@@ -256,7 +259,7 @@ class TestBadLines:
         lines = write(line(**{field: first}), line(call_id="b"), line(call_id="c", **{field: second}))
         assert refused(run, lines) == [(3, f"{field} is {second!r}, but line 1 of session 's' says {first!r}")]
 
-    def test_what_a_bad_line_says_binds_no_other(self, run):
+    def test_values_of_a_bad_line_do_not_constrain_other_lines(self, run):
         summary, _ = load(run, write(line(), line(reward=1.0), line(call_id="b", reward=0.0)), skip_bad=True)
         assert (summary.calls, summary.skipped) == (2, 1)
 
@@ -291,7 +294,7 @@ class TestCommand:
         assert "and 5 more bad lines" in ended.stderr
         assert not run.exists()
 
-    def test_the_summary_says_what_was_skipped_and_what_cannot_be_trained_on(self, run, tmp_path):
+    def test_the_summary_counts_skipped_lines_and_untrainable_calls(self, run, tmp_path):
         (tmp_path / "calls.jsonl").write_bytes(write("{", line(), line(call_id="b", logprobs=None)))
         ended = rolltap("import", tmp_path / "calls.jsonl", run, "--skip-bad", text=True)
         assert ended.returncode == 0

@@ -24,7 +24,7 @@ from tests.trainer.runs.recorded_runs import (
 
 
 class TestMerge:
-    def test_the_merged_run_has_the_rows_of_all(self, tmp_path):
+    def test_the_merged_run_has_the_rows_of_all_runs(self, tmp_path):
         a = make_run(tmp_path / "a", make_session("s"), make_session("t"))
         b = make_run(tmp_path / "b", make_session("u"))
         assert merge_runs([a, b], tmp_path / "out", ignore) == (3, [])
@@ -54,7 +54,7 @@ class TestMerge:
             merge_runs([a, b], tmp_path / "out", ignore)
         assert not (tmp_path / "out").exists()
 
-    def test_engines_and_recorders_of_all_runs_are_kept_with_what_each_says_otherwise(self, tmp_path):
+    def test_engines_and_recorders_of_all_runs_are_kept_with_their_differences(self, tmp_path):
         runs = [make_run(tmp_path / name, make_session(name), renderer=name) for name in "abc"]
         for run in runs:
             add_recorder(run, {"sampling": {"temperature": 1.0}})
@@ -67,14 +67,14 @@ class TestMerge:
         assert metadata["engines"] == {f"http://{name}": {"version": name} for name in "abc"}
         assert metadata["merged_from"] == [{"run": "a"}, {"run": "b", "renderer": "b"}, {"run": "c", "renderer": "c"}]
 
-    def test_a_folder_with_something_in_it_is_not_written(self, tmp_path):
+    def test_a_folder_that_is_not_empty_is_refused(self, tmp_path):
         a = make_run(tmp_path / "a", make_session("s"))
         with pytest.raises(RunError, match="exists and is not an empty folder"):
             merge_runs([a], a, ignore)
         (tmp_path / "out").mkdir()
         assert merge_runs([a], tmp_path / "out", ignore) == (1, [])
 
-    def test_of_a_damaged_run_the_rows_that_can_be_read_and_have_their_digest_are_saved(self, tmp_path):
+    def test_the_readable_rows_with_a_valid_digest_of_a_damaged_run_are_saved(self, tmp_path):
         run = make_run(tmp_path / "run", make_session("s"), make_session("t"))
         lost = run_files(run, "sessions")[0]
         os.truncate(lost, lost.stat().st_size - 9)
@@ -111,7 +111,7 @@ class TestMerge:
         ]
         assert verify_run(again, ignore).sound
 
-    def test_whatever_descends_from_a_lost_call_is_a_notice(self, tmp_path):
+    def test_the_descendants_of_a_lost_call_are_a_notice(self, tmp_path):
         chain = [make_call("s", "a", [1], [2]), make_call("s", "b", [1, 2, 3], [4])]
         chain.append(make_call("s", "c", [1, 2, 3, 4, 5], [6]))
         record(run := tmp_path / "run", [(make_session("s"), chain)])
@@ -128,7 +128,7 @@ class TestMerge:
         assert notices == ["session s, call b", "session s, call c"]
         assert [call.violation is None for call in RecordedCalls(tmp_path / "new")["s"]] == [False, False]
 
-    def test_a_run_of_which_nothing_can_be_saved_is_not_written(self, tmp_path):
+    def test_a_run_without_a_row_to_save_is_not_written(self, tmp_path):
         run = make_run(tmp_path / "run", make_session("s"))
         for path in [*run_files(run, "sessions"), *run_files(run, "calls")]:
             os.truncate(path, path.stat().st_size - 9)

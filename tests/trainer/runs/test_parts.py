@@ -30,7 +30,7 @@ from tests.trainer.runs.recorded_runs import (
 
 
 class TestSplit:
-    def test_by_a_field_there_is_a_run_for_each_of_its_values(self, tmp_path):
+    def test_a_split_by_a_field_has_a_run_for_each_value(self, tmp_path):
         sessions = [make_session("s", harness="a/b"), make_session("t", harness=".x"), make_session("u", harness="a/b")]
         run = make_run(tmp_path / "run", *sessions, tokenizer_sha256="one")
         with RunWriter(run) as writer:
@@ -108,7 +108,7 @@ class TestFilter:
         assert filter_run(run, tmp_path / "out", Filter(min_reward=1.0), ignore) == 1
         assert load_sessions(tmp_path / "out")["s"].reward == 1.0
 
-    def test_a_role_keeps_its_calls_with_what_their_prompts_continue(self, tmp_path):
+    def test_a_role_keeps_its_calls_and_their_ancestors(self, tmp_path):
         calls = [
             make_call("s", "root", [1], [2]),
             make_call("s", "side", [1, 2, 3], [4], role="auxiliary"),
@@ -140,14 +140,14 @@ class TestFilter:
         ]
         assert session_ids(tmp_path / "out") == ["s"]
 
-    def test_a_filter_that_nothing_fits_writes_nothing(self, tmp_path):
+    def test_a_filter_without_a_match_writes_nothing(self, tmp_path):
         run = make_run(tmp_path / "run", make_session("s"))
         for criteria in (Filter(min_reward=2.0), Filter(roles=["compaction"])):
             with pytest.raises(InputError, match=r"no session of .* fits"):
                 filter_run(run, tmp_path / "out", criteria, ignore)
         assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
-    def test_a_session_that_is_not_there_is_named(self, tmp_path):
+    def test_an_unknown_session_is_named(self, tmp_path):
         run = make_run(tmp_path / "run", make_session("s"))
         with pytest.raises(InputError, match="has no session gone"):
             filter_run(run, tmp_path / "out", Filter(sessions=["s", "gone"]), ignore)
@@ -167,7 +167,7 @@ class TestProperties:
 
     @given(recorded_sessions(), st.sampled_from([{"harnesses": ["h1"]}, {"policy_versions": ["1"]}]))
     @settings(max_examples=60, deadline=None)
-    def test_what_fits_and_what_does_not_merge_to_the_rows_of_the_sessions(self, sessions, criteria):
+    def test_matching_and_other_sessions_merge_to_the_rows_of_all_sessions(self, sessions, criteria):
         complement = {field: {"h1": ["h2"], "1": ["2"]}[value] for field, (value,) in criteria.items()}
         with tempfile.TemporaryDirectory() as folder:
             run = Path(folder) / "run"
@@ -222,7 +222,7 @@ def test_the_commands_split_filter_and_merge(tmp_path):
 
 
 @pytest.mark.parametrize("options", [[], ["--by", "status", "--parts", "2"]])
-def test_split_needs_to_know_how(tmp_path, options):
+def test_split_without_a_criterion_is_refused(tmp_path, options):
     run = make_run(tmp_path / "run", make_session("s"))
     result = CliRunner().invoke(rolltap, ["split", str(run), "--out", str(tmp_path / "out"), *options])
     assert result.exit_code == 2

@@ -25,7 +25,7 @@ from rolltap.trainer.traces.reader import RecordedCalls
 from tests.trainer.runs.recorded_runs import START, record, recorded_sessions
 
 DEAD = 2**22 + 1
-"""A process number beyond the highest."""
+"""A process id above the maximum."""
 
 
 def verify(run, **options):
@@ -33,7 +33,7 @@ def verify(run, **options):
 
 
 def found(run):
-    """Grade, place and words of every finding."""
+    """Return grade, place and text of every finding."""
     return [(finding.grade, finding.where, finding.what) for finding in verify(run).findings]
 
 
@@ -49,7 +49,7 @@ CHILD = {"parent_id": "a", "prefix_length": 2, "kind": "bridged"}
 
 @pytest.fixture
 def run(tmp_path):
-    """Two calls, the second of which continues the first; the files are as a killed recorder leaves them."""
+    """Write a run of two calls, as a killed recorder leaves it. The second call continues the first."""
     return make_run(tmp_path / "run", [make_call("a", [1], [2]), make_call("b", [1, 2, 3], [4], **CHILD)])
 
 
@@ -68,7 +68,7 @@ def make_run(run, calls):
 
 @contextmanager
 def killed_writer(run):
-    """A writer whose files are not compacted, and not locked afterwards."""
+    """Yield a writer whose files are neither compacted nor locked afterwards."""
     writer = RunWriter(run, "never")
     yield writer
     for segment in writer._segments.values():
@@ -120,7 +120,7 @@ class TestSound:
 
 
 class TestInvariants:
-    """What rows say that cannot be right, though they are stored as they were written."""
+    """Rows with invalid values whose digests are valid."""
 
     @pytest.mark.parametrize(
         ("child", "what"),
@@ -139,7 +139,7 @@ class TestInvariants:
         ],
         ids=str,
     )
-    def test_a_call_that_cannot_be_right_is_damage(self, tmp_path, child, what):
+    def test_a_call_with_invalid_values_is_damage(self, tmp_path, child, what):
         b = make_call("b", [1, 2, 3], **{"completion_ids": [4], **child})
         run = make_run(tmp_path / "run", [make_call("a", [1], [2]), b])
         assert found(run) == [("damage", "session s, call b", what)]
@@ -147,10 +147,10 @@ class TestInvariants:
     @pytest.mark.parametrize(
         "fields", [{"logprobs": []}, {"logprobs": [0.5], "violation": "log-probability 0 is positive (0.5)"}], ids=str
     )
-    def test_a_call_that_is_known_not_to_be_trainable_is_none(self, tmp_path, fields):
+    def test_a_call_that_is_marked_as_not_trainable_is_no_damage(self, tmp_path, fields):
         assert found(make_run(tmp_path / "run", [make_call("a", [1], [2], **fields)])) == []
 
-    def test_a_call_that_is_there_twice_is_damage(self, run):
+    def test_a_call_that_is_recorded_twice_is_damage(self, run):
         path = calls_file(run)
         shutil.copy(path, path.with_name("calls-copy.arrow"))
         assert found(run) == [
@@ -164,7 +164,7 @@ class TestInvariants:
         run = make_run(tmp_path / "run", [a, b])
         assert [grade for grade, _, _ in found(run)] == ["damage", "damage"]
 
-    def test_what_is_no_damage_is_a_notice(self, run):
+    def test_unusual_rows_that_are_no_damage_are_notices(self, run):
         with killed_writer(run) as writer:
             writer.add_call(make_call("a", [1], [2], session_id="t"))
             writer.add_event(Event(kind="call_started", session_id="t", call_id="a"))
@@ -195,7 +195,7 @@ class TestInvariants:
 
 
 def rewrite(path, change):
-    """Write a file again with other rows."""
+    """Rewrite a file with other rows."""
     with SegmentReader(path) as reader:
         table = pa.Table.from_batches([batch for _, batch in reader]).combine_chunks()
     table = change(table)
@@ -214,7 +214,7 @@ class TestFiles:
         assert found(run) == []
 
     def test_a_row_with_other_contents_and_its_own_digest_is_not_noticed_as_changed(self, run):
-        """The digest finds accidents; it is no signature."""
+        """The digest detects accidental changes only: it is no signature."""
 
         def change(table):
             rows = table.to_pylist()
@@ -267,7 +267,7 @@ class TestRepair:
             assert verify(run, repair=True).repaired == []
             assert path.read_bytes() == whole[:size]
 
-    def test_of_a_compacted_file_that_lost_its_end_few_calls_are_lost_and_none_is_removed(self, tmp_path):
+    def test_a_compacted_file_that_lost_its_end_loses_few_calls_and_a_repair_removes_none(self, tmp_path):
         write_metadata(tmp_path, {})
         with RunWriter(tmp_path) as writer:
             for number in range(150):
@@ -283,7 +283,7 @@ class TestRepair:
         assert path.read_bytes() == damaged
         assert len(RecordedCalls(tmp_path)["s"]) == readable
 
-    def test_a_commit_that_was_not_completed_is_no_damage(self, run):
+    def test_an_incomplete_commit_is_no_damage(self, run):
         path = calls_file(run)
         whole = path.read_bytes()
         path.write_bytes(whole + bytes(8) + b"half a commit")
@@ -293,7 +293,7 @@ class TestRepair:
         verify(run, repair=True)
         assert path.read_bytes() == whole
 
-    def test_whole_commits_behind_zeros_are_not_cut_off(self, run):
+    def test_complete_commits_after_zeros_are_not_cut_off(self, run):
         path = calls_file(run)
         with SegmentReader(path) as reader:
             first = next(iter(reader))[0]
@@ -305,7 +305,7 @@ class TestRepair:
         assert verify(run, repair=True).repaired == []
         assert path.read_bytes() == data
 
-    def test_damage_in_a_file_that_is_being_written_is_said(self, run):
+    def test_damage_in_a_file_that_is_being_written_is_reported(self, run):
         with RunWriter(run) as writer:
             writer.add_call(make_call("c", [9], [9]))
             path = run_files(run, "calls")[-1]
@@ -344,7 +344,7 @@ class TestProperties:
     @given(recorded_sessions(), st.data())
     @settings(max_examples=150, deadline=None)
     def test_damage_is_found_or_does_no_harm_and_a_repair_is_final(self, sessions, data):
-        """A file is cut anywhere, gets bytes of a commit that was not completed, or has a byte changed."""
+        """Damage a file in one of three ways: truncate it, append part of a commit, or change a byte."""
         with tempfile.TemporaryDirectory() as folder:
             run = Path(folder) / "run"
             if data.draw(st.booleans(), "compacted"):
@@ -392,7 +392,7 @@ class TestProperties:
 
 
 def recorded(run, sound=False):
-    """The digests of all rows that can be read; or of those alone that have theirs."""
+    """Return the digests of all readable rows. With `sound`, return only those that match their rows."""
     rows = ((row, TABLES[table]) for table in TABLES for row in read_rows(run, table))
     return [row[DIGEST] for row, schema in rows if not sound or row[DIGEST] == row_digest(row, schema)]
 

@@ -29,7 +29,7 @@ MERGE_CASES = json.loads((Path(__file__).parent / "merge_cases.json").read_text(
 
 
 def shown(traces):
-    """What a merge case says about traces."""
+    """Return traces in the form of a merge case."""
     return [
         {
             "calls": [int(call_id) for call_id in trace.call_ids],
@@ -48,7 +48,7 @@ class TestMergeCases:
         calls = [
             make_call(number, call["prompt_ids"], call["completion_ids"]) for number, call in enumerate(case["calls"])
         ]
-        # log-probabilities name their tokens here; of the case's it only matters whether there are any
+        # `make_call` has its own log-probabilities, which identify tokens; the case only says whether there are any
         return [
             call if recorded["logprobs"] else replace(call, logprobs=[])
             for call, recorded in zip(calls, case["calls"], strict=True)
@@ -164,7 +164,7 @@ def test_ids_with_slashes_give_no_two_traces_the_same_id():
 class TestMaxTokens:
     @pytest.fixture
     def calls(self):
-        """[1] 7 8, [2 2] 9 10 12, [3] 11: sampled at the positions 1 2, 5 6 7 and 9."""
+        """Return the calls [1] 7 8, [2 2] 9 10 12, [3] 11. Sampled tokens are at the positions 1, 2, 5, 6, 7 and 9."""
         root = make_call(
             0,
             [1],
@@ -180,7 +180,7 @@ class TestMaxTokens:
         )
         return [root, turn, follow(2, turn, [3], [11])]
 
-    def test_a_trace_of_just_as_many_tokens_is_whole(self, calls):
+    def test_a_trace_of_exactly_max_tokens_is_whole(self, calls):
         assert build_traces(calls, "prefix_merging", max_tokens=10) == build_traces(calls, "prefix_merging")
 
     def test_a_longer_one_is_cut_at_its_end_with_all_that_belongs_to_it(self, calls):
@@ -197,7 +197,7 @@ class TestMaxTokens:
         assert ledger == Ledger(sampled=6, trained=3, left_out={"over_length": 3})
 
     @pytest.mark.parametrize(("max_tokens", "tokens"), [(9, 8), (5, 3), (4, 3), (3, 3), (2, 2)])
-    def test_what_follows_the_last_trained_token_of_a_cut_trace_is_dropped(self, calls, max_tokens, tokens):
+    def test_tokens_after_the_last_trained_one_of_a_cut_trace_are_dropped(self, calls, max_tokens, tokens):
         [trace], _ = build_traces(calls, "prefix_merging", max_tokens=max_tokens)
         assert len(trace.prompt_ids + trace.completion_ids) == tokens
 
@@ -219,13 +219,13 @@ class TestMaxTokens:
         assert [trace.call_ids for trace in traces] == [["0", "1"]]
         assert ledger == Ledger(sampled=7, trained=4, left_out={"over_length": 3})
 
-    def test_a_call_that_is_not_trained_anyway_keeps_its_reason(self, calls):
+    def test_a_call_that_is_left_out_for_another_reason_keeps_it(self, calls):
         calls[2].status = "aborted"
         assert build_traces(calls, "tree", max_tokens=6)[1].left_out == {"over_length": 2, "aborted": 1}
 
 
 class TestTree:
-    def test_traces_name_the_earlier_one_with_which_they_share_most(self):
+    def test_traces_name_the_earlier_trace_with_the_longest_common_prefix(self):
         root = make_call(0, [1, 2], [7])
         turn = follow(1, root, [3], [8])
         side, other = follow(2, root, [3, 4], [9]), make_call(3, [1, 5], [6])
@@ -270,7 +270,7 @@ class TestTrace:
         assert trace.role == "compaction"
 
     @pytest.mark.parametrize("strategy", STRATEGIES)
-    def test_no_calls_make_no_traces(self, strategy):
+    def test_without_calls_there_are_no_traces(self, strategy):
         assert build_traces([], strategy) == ([], Ledger())
 
     def test_calls_of_two_sessions_are_refused(self):
@@ -320,7 +320,7 @@ class TestProperties:
 
     @given(forests(), selections())
     @settings(max_examples=300, deadline=None)
-    def test_a_trained_token_stands_where_it_was_sampled_in_one_trace(self, calls, options):
+    def test_a_trained_token_is_where_it_was_sampled_in_one_trace(self, calls, options):
         by_id = {call.call_id: call for call in calls}
         for strategy in STRATEGIES:
             traces, _ = build_traces(calls, strategy, **options)

@@ -56,17 +56,17 @@ class TestRebuildTurns:
         turns = rebuild_conversations([root, left, make_call(3, HELLO, parent="0")])
         assert turns[2].messages() == [HELLO, said("one"), HELLO]
 
-    def test_what_continues_a_missing_call_says_so(self):
+    def test_a_call_that_continues_a_missing_call_says_so(self):
         turns = rebuild_conversations(chain()[1:])
         assert [turn.incomplete for turn in turns] == ["its parent 0 is not in the run"] * 2
         assert turns[1].messages() == [MORE, said("two"), HELLO, MORE]
         assert turns[1].tools is None
 
-    def test_what_continues_a_call_without_a_reply_says_so(self):
+    def test_a_call_that_continues_a_call_without_a_reply_says_so(self):
         turns = rebuild_conversations([make_call(0, HELLO, reply=None), make_call(1, MORE, parent="0")])
         assert [turn.incomplete for turn in turns] == [None, "its parent 0 has no reply"]
 
-    def test_calls_that_are_one_anothers_ancestors_say_so(self):
+    def test_calls_that_are_each_others_ancestors_say_so(self):
         calls = [make_call(0, HELLO, parent="1"), make_call(1, HELLO, parent="0"), make_call(2, MORE, parent="1")]
         turns = rebuild_conversations(calls)
         assert {turn.incomplete for turn in turns} == {"its ancestors form a cycle"}
@@ -99,7 +99,7 @@ class TestForms:
         for arguments in ('{"a": 1}', {"a": 1}):
             assert on_the_wire(self.message(arguments))["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
 
-    def test_arguments_that_are_no_json_stay_as_sampled(self):
+    def test_arguments_that_are_not_json_stay_as_sampled(self):
         for change in (for_template, on_the_wire):
             assert change(self.message('{"a"'))["tool_calls"][0]["function"]["arguments"] == '{"a"'
 

@@ -4,7 +4,7 @@ from rolltap.addons.errors import LedgerError
 from rolltap.trainer.traces.ledger import Ledger
 
 
-def test_ledgers_add():
+def test_ledgers_can_be_added():
     total = (
         Ledger(sampled=5, trained=2, left_out={"failed": 3})
         + Ledger(sampled=4, trained=1, left_out={"failed": 1, "aborted": 2})

@@ -37,7 +37,7 @@ def make_call(number, prompt_ids, completion_ids, **fields):
 
 
 def follow(number, parent, new_ids, completion_ids, **fields):
-    """A call that continues `parent` and says so."""
+    """Return a call that continues `parent` and names it as its parent."""
     prefix = parent.prompt_ids + parent.completion_ids
     return make_call(
         number,
@@ -97,12 +97,12 @@ class TestLoadCalls:
         write(run, shuffled)
         assert RecordedCalls(run)["s"][-1].prompt_ids == [1, 2, *range(1, 1499)]
 
-    def test_a_rendered_call_needs_nothing_of_its_recorded_parent(self, run, chain):
+    def test_a_rendered_call_does_not_need_its_recorded_parent(self, run, chain):
         rendered = make_call(3, [8, 8], [9], parent_id="0", kind="rendered")
         write(run, [*chain, rendered])
         assert RecordedCalls(run)["s"][-1] == rendered
 
-    def test_a_call_whose_parent_is_missing_keeps_its_tail_and_is_marked_with_all_that_follow(self, run, chain):
+    def test_a_call_whose_parent_is_missing_keeps_its_suffix_and_is_marked_with_its_descendants(self, run, chain):
         write(run, chain[1:])
         turn, last = RecordedCalls(run)["s"]
         assert turn.violation == "parent 0 is not in the run"
@@ -181,7 +181,7 @@ class TestLoadSessions:
 class TestSessionIndex:
     @pytest.fixture
     def files(self, run):
-        """Three segments in small batches, each with calls of all sessions."""
+        """Write three segments of small batches, each with calls of all sessions."""
         for writer in range(3):
             with RunWriter(run) as records:
                 for number in range(9):
@@ -194,7 +194,7 @@ class TestSessionIndex:
     def rows(self, index):
         return {s: [i for b in index.batches(s) for i in b["call_id"].to_pylist()] for s in index.session_ids}
 
-    def test_a_file_that_is_compacted_underneath_has_the_same_rows(self, run, files):
+    def test_a_file_that_is_compacted_while_the_index_is_open_has_the_same_rows(self, run, files):
         with SessionIndex(run, "calls") as index:
             before = self.rows(index)
         assert before["b"] == [str(number) for number in range(1, 27, 3)]

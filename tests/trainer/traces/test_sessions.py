@@ -36,7 +36,7 @@ def recorded(reward, *calls):
     )
 
 
-def test_a_session_gives_its_traces_their_labels():
+def test_traces_have_the_labels_of_their_session():
     [trace] = trace_session(recorded(0.5, make_call("s", 1, [1])), TraceOptions()).traces
     assert (trace.task_id, trace.group_id, trace.harness, trace.reward) == ("task", "group", "harness", 0.5)
 
@@ -60,7 +60,7 @@ def test_without_a_reward_no_token_is_trained_and_those_left_out_before_keep_the
     )
 
 
-def test_a_reward_of_nothing_is_a_reward():
+def test_a_reward_of_zero_is_a_reward():
     traced = trace_session(recorded(0.0, make_call("s", 1, [1])), TraceOptions())
     assert traced.rewarded() == traced
 

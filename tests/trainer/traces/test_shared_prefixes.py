@@ -20,7 +20,7 @@ def shared_by_definition(sequences):
 
 
 class TestSharedPrefixes:
-    def test_each_names_the_earlier_sequence_with_which_it_shares_most(self):
+    def test_each_names_the_earlier_sequence_with_the_longest_common_prefix(self):
         system, other = [1, 2, 3], [9]
         sequences = [[*system, 4], [*other, 5], [*system, 4, 6], other, [*system, 7], [8]]
         assert shared_prefixes(sequences) == [
@@ -32,7 +32,7 @@ class TestSharedPrefixes:
             None,
         ]
 
-    def test_of_several_that_share_as_much_it_names_the_first(self):
+    def test_of_several_with_equally_long_prefixes_it_names_the_first(self):
         assert shared_prefixes([[1, 3], [1, 4], [1, 2], [1, 2]])[1:] == [
             SharedPrefix(0, 1),
             SharedPrefix(0, 1),
@@ -42,7 +42,7 @@ class TestSharedPrefixes:
     def test_arrays_are_sequences(self):
         assert shared_prefixes([np.array([1, 2]), np.array([1, 3])]) == [None, SharedPrefix(0, 1)]
 
-    def test_thousands_of_sequences_that_begin_one_another_are_quick(self):
+    def test_thousands_of_sequences_that_are_prefixes_of_each_other_are_quick(self):
         sequences = [list(range(n)) for n in range(1, 3000)]
         assert shared_prefixes(sequences) == [None, *(SharedPrefix(n - 1, n) for n in range(1, 2999))]
         assert shared_prefixes(sequences[::-1]) == [None, *(SharedPrefix(0, n) for n in range(2998, 0, -1))]
@@ -56,7 +56,7 @@ class TestSharedPrefixes:
 class TestPackedTokens:
     @given(st.lists(TOKEN), st.lists(TOKEN))
     @settings(max_examples=500, deadline=None)
-    def test_packed_sequences_begin_each_other_as_their_tokens_do(self, a, b):
+    def test_packed_sequences_have_the_prefixes_of_their_tokens(self, a, b):
         assert common_length(pack(a), pack(b)) == common(a, b)
         assert pack(a).startswith(pack(b)) == (a[: len(b)] == b)
 

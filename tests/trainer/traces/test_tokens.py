@@ -16,7 +16,7 @@ BOUND = st.none() | st.integers(-8, 8)
 
 
 def chain(parts):
-    """The sequences that hold the parts one after another, from the first part alone to all of them."""
+    """Return the sequences of the first part, of the first two parts, and so on. Each extends the one before."""
     tokens = []
     for part in parts:
         tokens.append(Tokens(part, tokens[-1] if tokens else None))
@@ -25,7 +25,7 @@ def chain(parts):
 
 @st.composite
 def tokens_and_lists(draw):
-    """A sequence, maybe with earlier ones, and the list of its ids."""
+    """Draw a sequence, possibly one that extends others, and the list of its ids."""
     parts = draw(st.lists(IDS, min_size=1, max_size=4))
     return chain(parts)[-1], [token for part in parts for token in part]
 
@@ -51,7 +51,7 @@ class TestAsAList:
 
     @given(tokens_and_lists(), tokens_and_lists())
     @settings(max_examples=500, deadline=None)
-    def test_it_equals_what_has_the_same_ids(self, both, others):
+    def test_it_equals_a_sequence_with_the_same_ids(self, both, others):
         (tokens, ids), (other, other_ids) = both, others
         same = ids == other_ids
         assert (tokens == other, tokens == other_ids, other_ids == tokens) == (same, same, same)
@@ -78,13 +78,13 @@ class TestAsAList:
 class TestSharing:
     @given(tokens_and_lists(), tokens_and_lists())
     @settings(max_examples=500, deadline=None)
-    def test_it_starts_with_what_its_list_starts_with(self, both, others):
+    def test_it_has_the_prefixes_of_its_list(self, both, others):
         (tokens, ids), (other, other_ids) = both, others
         starts = ids[: len(other_ids)] == other_ids
         assert tokens.startswith(other) == tokens.startswith(other_ids) == starts
 
     @given(st.lists(IDS, min_size=1, max_size=4))
-    def test_it_starts_with_each_of_its_chain(self, parts):
+    def test_it_starts_with_each_sequence_of_its_chain(self, parts):
         tokens = chain(parts)
         assert all(map(operator.methodcaller("startswith", tokens[0]), tokens))
         assert all(map(tokens[-1].startswith, tokens))

@@ -17,7 +17,7 @@ from tests.trainer.forests import (
 
 
 def linked(calls):
-    """Call id -> parent's call id or None; and the ids of the superseded calls."""
+    """Return a map of call ids to the parents' call ids or None, and the ids of the superseded calls."""
     calls = sorted(calls, key=start_order)
     parents, superseded = link_calls(calls)
     ids = [call.call_id for call in calls]
@@ -35,14 +35,14 @@ class TestParents:
         twins = [make_call(number, [1, 2], [7]) for number in range(3)]
         assert linked([*twins, follow(3, twins[0], [9], [20], parent_id="1")])[0]["3"] == "1"
 
-    def test_without_one_the_first_of_identical_candidates_is_the_parent(self):
+    def test_without_a_recorded_parent_the_first_of_identical_candidates_is_the_parent(self):
         twins = [make_call(number, [1, 2], [7]) for number in range(3)]
         assert linked([*twins, follow(3, twins[0], [9], [20])])[0]["3"] == "0"
 
     @pytest.mark.parametrize(
         "parent_id", ["1", "2", "3", "unknown"], ids=["no prefix", "itself", "started later", "unknown"]
     )
-    def test_a_recorded_parent_that_is_not_one_is_ignored(self, parent_id):
+    def test_a_recorded_parent_that_the_prompt_does_not_continue_is_ignored(self, parent_id):
         first, other = make_call(0, [1, 2], [7]), make_call(1, [1, 3], [7])
         child, late = follow(2, first, [9], [20], parent_id=parent_id), make_call(3, [1, 2], [7])
         assert linked([first, other, child, late])[0] == {"0": None, "1": None, "2": "0", "3": None}
@@ -111,7 +111,7 @@ class TestParentsFirst:
     def test_a_parent_that_is_not_among_the_calls_is_none(self):
         assert parents_first({"a": "gone", "b": "a"}) == [("a", None), ("b", "a")]
 
-    def test_calls_of_a_circle_and_what_follows_them_come_last_without_parents(self):
+    def test_calls_of_a_cycle_and_their_descendants_come_last_without_parents(self):
         recorded = {"after": "x", "x": "y", "y": "x", "self": "self", "root": None}
         assert parents_first(recorded) == [("root", None), *((call, None) for call in ("after", "x", "y", "self"))]
 
@@ -131,7 +131,7 @@ class TestLines:
     def test_a_path_goes_from_the_root_to_the_call(self):
         assert path_to(6, self.PARENTS.__getitem__) == [0, 3, 6]
 
-    def test_the_ends_of_some_calls_are_those_that_none_of_them_descends_from(self):
+    def test_the_ends_of_some_calls_are_those_without_descendants_among_them(self):
         assert find_ends(self.PARENTS, range(7)) == [2, 4, 5, 6]
         assert find_ends(self.PARENTS, [0, 1, 3, 6]) == [1, 6]
         assert find_ends(self.PARENTS, [0, 6]) == [6]
@@ -148,7 +148,7 @@ class TestLines:
 class TestProperties:
     @given(forests(), st.randoms(use_true_random=False))
     @settings(max_examples=500, deadline=None)
-    def test_the_tree_is_that_of_the_definition_in_any_order(self, calls, rng):
+    def test_the_tree_follows_the_definition_for_any_order_of_the_calls(self, calls, rng):
         rng.shuffle(calls)
         parents = parents_by_definition(calls)
         assert linked(calls) == (parents, superseded_by_definition(calls, parents))

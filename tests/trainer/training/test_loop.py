@@ -1,4 +1,4 @@
-"""The online loop on real parts, and the pure functions around it."""
+"""The online loop on real parts, and its pure functions."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart"
 
 
 def write_recipe(folder: Path, text: str = "", **values) -> Path:
-    """A recipe like the quickstart's; `text` ends it."""
+    """Write a recipe like the quickstart's, followed by `text`."""
     settings = {
         "model": str(QUICKSTART.parents[1] / "runs" / "quickstart" / "model"),
         "tasks": str(QUICKSTART / "tasks.jsonl"),
@@ -51,7 +51,7 @@ def test_two_steps_of_recording_training_and_publishing_and_a_resumed_third(engi
     try:
         assert train(2).exit_code == 0
         assert httpx.get(f"{engine.url}/weight_info").json() == {"weight_version": "2"}
-        shutil.rmtree(run / FINISHED)  # as if it had been stopped after its second checkpoint
+        shutil.rmtree(run / FINISHED)  # as if the run had been stopped after its second checkpoint
         assert train(3).exit_code == 0
     finally:
         base = AutoModelForCausalLM.from_pretrained(engine.model_dir)
@@ -76,7 +76,7 @@ class TestArguments:
 
         return arguments
 
-    def test_the_recipes_table_is_trls_and_the_rest_follows(self, arguments, tmp_path):
+    def test_the_recipes_table_has_trls_names_and_the_rest_is_derived(self, arguments, tmp_path):
         args = arguments("[grpo]\nlearning_rate = 0.5\nnum_iterations = 2\n", steps=3, sessions_per_group=4)
         assert (args.learning_rate, args.max_steps, args.num_generations, args.seed) == (0.5, 6, 4, 3)
         assert args.output_dir == str(tmp_path / loop.CHECKPOINTS)
@@ -89,7 +89,7 @@ class TestArguments:
             ("", {"groups_per_step": 2}, "groups_per_step is 2, but .* has 1 tasks"),
         ],
     )
-    def test_what_cannot_be_is_refused(self, arguments, text, values, message):
+    def test_invalid_arguments_are_refused(self, arguments, text, values, message):
         with pytest.raises(InputError, match=message):
             arguments(text, **values)
 
@@ -113,7 +113,7 @@ class TestSampling:
 
 
 class TestLastCheckpoint:
-    def test_a_checkpoint_that_was_cut_off_is_passed_over(self, tmp_path):
+    def test_an_incomplete_checkpoint_is_skipped(self, tmp_path):
         for step, state in [(2, "{}"), (9, "{}"), (10, '{"global'), (11, None)]:
             folder = tmp_path / f"checkpoint-{step}"
             folder.mkdir()
@@ -121,5 +121,5 @@ class TestLastCheckpoint:
                 (folder / "trainer_state.json").write_text(state)
         assert loop.last_checkpoint(tmp_path) == tmp_path / "checkpoint-9"
 
-    def test_there_may_be_none(self, tmp_path):
+    def test_without_a_checkpoint_there_is_none(self, tmp_path):
         assert loop.last_checkpoint(tmp_path / "nowhere") is None

@@ -18,7 +18,7 @@ def test_a_harness_may_be_a_name(tmp_path):
     assert load_recipe(tmp_path / "r.toml").harness == "codex"
 
 
-def test_what_is_trained_is_chosen_by_role_and_length(tmp_path):
+def test_calls_to_train_are_chosen_by_role_and_length(tmp_path):
     (tmp_path / "r.toml").write_text(GOOD + 'strategy = "tree"\nroles = ["agent", "auxiliary"]\nmax_tokens = 4096\n')
     recipe = load_recipe(tmp_path / "r.toml")
     assert (recipe.strategy, recipe.roles, recipe.max_tokens) == ("tree", ("agent", "auxiliary"), 4096)

@@ -1,4 +1,4 @@
-"""`rolltap check`: what a real vLLM says of the calls that it sampled, and which calls it is asked about."""
+"""`rolltap check`: a real vLLM scores the calls that it sampled. Also the choice of calls to compare."""
 
 import json
 import socket
@@ -23,7 +23,7 @@ from rolltap.trainer.views.check import choose, incomparable, summarize_scores
 
 SAMPLING = {**NEUTRAL_SAMPLING, "max_tokens": 12, "seed": 1, "stop_token_ids": [], "asked": {"temperature": 0.2}}
 SERVED = ({"default", "2"}, 100)
-"""Weight versions, and the context window."""
+"""The served weight versions, and the context window."""
 
 
 def call(call_id="c", kind="root", sampled=(5, 6), version="default", **fields):
@@ -42,7 +42,7 @@ def call(call_id="c", kind="root", sampled=(5, 6), version="default", **fields):
 
 
 def check(run, url, *options):
-    """Exit status, standard output and error of `rolltap check`; a user's error is raised."""
+    """Run `rolltap check` and return its exit status and standard output. Raises the errors of users."""
     ended = CliRunner().invoke(check_command, [str(run), "--engine", url, *options], standalone_mode=False)
     if ended.exception and not isinstance(ended.exception, SystemExit):
         raise ended.exception
@@ -50,7 +50,7 @@ def check(run, url, *options):
 
 
 class TestWhatCanBeCompared:
-    def test_a_neutrally_sampled_call_of_served_weights_can(self):
+    def test_a_neutrally_sampled_call_of_served_weights_can_be_compared(self):
         assert incomparable(call(), *SERVED) is None
         assert incomparable(call(version="2", kind="bridged"), *SERVED) is None
 
@@ -68,14 +68,14 @@ class TestWhatCanBeCompared:
             ({"sampled": range(98)}, "too long for the engine"),
         ],
     )
-    def test_others_cannot_for_a_named_reason(self, fields, reason):
+    def test_other_calls_cannot_be_compared_for_a_named_reason(self, fields, reason):
         assert incomparable(call(**fields), *SERVED) == reason
 
-    def test_a_call_across_a_change_of_weights_cannot(self):
+    def test_a_call_across_a_change_of_weights_cannot_be_compared(self):
         spans = [VersionSpan(version="default", start=0, end=1), VersionSpan(version="2", start=1, end=2)]
         assert incomparable(replace(call(), weight_versions=spans), *SERVED) == "other weights"
 
-    def test_an_aborted_call_with_tokens_can(self):
+    def test_an_aborted_call_with_tokens_can_be_compared(self):
         assert incomparable(call(status="aborted"), *SERVED) is None
 
 
@@ -91,7 +91,7 @@ class TestSample:
     def test_it_depends_on_the_seed_and_not_on_the_order_of_the_calls(self):
         assert choose(self.CALLS, 12, 0) == choose(self.CALLS[::-1], 12, 0) != choose(self.CALLS, 12, 1)
 
-    def test_of_few_calls_all_are_taken(self):
+    def test_when_there_are_few_calls_all_are_taken(self):
         assert choose(self.CALLS, 1000, 0) == set(self.CALLS)
 
 
@@ -113,7 +113,7 @@ def test_differences_are_summed_up_by_kind_and_policy_version():
 
 
 def sample(engine, call_id, prompt_ids, *, model=None, **fields):
-    """A call that the engine samples after `prompt_ids`."""
+    """Return a call that the engine samples after `prompt_ids`."""
     body = {"token_ids": prompt_ids, "sampling_params": {**SAMPLING, "logprobs": 0}} | (
         {"model": model} if model else {}
     )
@@ -149,7 +149,7 @@ class TestOnARealEngine:
     @pytest.fixture(scope="class")
     @classmethod
     def calls(cls, engine):
-        """One call of each kind."""
+        """Return one call of each kind."""
         root = sample(engine, "root", [5 + i % 100 for i in range(40)])
         known = root.prompt_ids + root.completion_ids
         place = {"parent_id": "root", "prefix_length": len(known)}
@@ -158,7 +158,7 @@ class TestOnARealEngine:
 
     @pytest.fixture
     def adapter(self, engine, tmp_path):
-        """An adapter that is published as version 1 and unloaded after the test."""
+        """Publish an adapter as version 1 and unload it after the test."""
         base = Qwen3ForCausalLM.from_pretrained(engine.model_dir, dtype=torch.float32)
         config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
         model = get_peft_model(base, config)
@@ -166,7 +166,7 @@ class TestOnARealEngine:
         yield
         httpx.post(f"{engine.url}/v1/unload_lora_adapter", json={"lora_name": "policy-1"}).raise_for_status()
 
-    def test_what_it_sampled_is_within_the_threshold_for_every_kind(self, engine, calls, tmp_path):
+    def test_sampled_calls_are_within_the_threshold_for_every_kind(self, engine, calls, tmp_path):
         status, output = check(write(tmp_path, calls), engine.url, "--threshold", "1e-4", "--json")
         report = json.loads(output)
         assert (status, report["within"]) == (0, True)
@@ -193,14 +193,14 @@ class TestOnARealEngine:
         status, output = check(write(tmp_path, [other]), engine.url, "--json")
         assert (status, json.loads(output)["rows"][0]["within"]) == (1, False)
 
-    def test_what_is_skipped_is_counted_by_reason(self, engine, calls, tmp_path):
+    def test_skipped_calls_are_counted_by_reason(self, engine, calls, tmp_path):
         others = [call("x", version="7"), call("y", version="8"), call("z", sampling="{}")]
         status, output = check(write(tmp_path, [*calls, *others]), engine.url, "--sample", "2", "--json")
         report = json.loads(output)
         assert (status, report["skipped"]) == (0, {"other weights": 2, "not sampled neutrally": 1})
         assert (report["comparable"], sum(row["calls"] for row in report["rows"])) == (3, 2)
 
-    # peft 0.21 asks transformers 5.23 under a name that is deprecated there
+    # peft 0.21 uses a name that transformers 5.23 deprecates
     @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
     def test_the_calls_of_an_adapter_are_scored_by_it(self, engine, adapter, calls, tmp_path):
         sampled = sample(engine, "lora", calls[0].prompt_ids, model="policy-1", version="1")

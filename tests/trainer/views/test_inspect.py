@@ -1,4 +1,4 @@
-"""`rolltap inspect` on a small run: one session that branches, one without a row of its own."""
+"""`rolltap inspect` on a small run of two sessions: one that branches, and one without a row of its own."""
 
 import io
 import json
@@ -27,7 +27,7 @@ START = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def call(number, call_id, prompt, sampled, *, parent=None, session="first", **fields):
-    """A call whose prompt is `prompt` after the tokens of its parent."""
+    """Return a call whose prompt is the tokens of its parent followed by `prompt`."""
     prefix = parent.prompt_ids + parent.completion_ids if parent else []
     return Call(
         session_id=session,
@@ -50,7 +50,7 @@ def said(text, **more):
 
 @pytest.fixture
 def small_run(tmp_path, tokenizer_folder):
-    """`first`: root - second - third, and fourth, which the harness did not let continue; `other` has calls alone."""
+    """Write a run. `first` has the chain root - second - third, and a fourth call that diverges. `other` has no row."""
     write_metadata(tmp_path, {"model": str(tokenizer_folder)})
     writer = RunWriter(tmp_path)
     asked = json.dumps([{"role": "user", "content": "Count [bold]them[/bold]."}])
@@ -82,7 +82,7 @@ def small_run(tmp_path, tokenizer_folder):
 
 
 def shape(tree):
-    """The ids of a drawn tree, nested."""
+    """Return the ids of a drawn tree as nested lists."""
     return {child.label.plain.split()[0]: shape(child) for child in tree.children}
 
 
@@ -93,7 +93,7 @@ def printed(*arguments):
 
 
 class TestRun:
-    def test_sessions_are_counted_one_by_one_those_with_calls_alone_among_them(self, small_run):
+    def test_every_session_is_counted_including_those_without_a_row(self, small_run):
         first, other = summarize(small_run).session_rows
         assert (first.session_id, first.harness, first.status, first.reward) == ("first", "codex", "completed", 0.5)
         assert (first.calls, first.bridged, first.rendered) == (5, 3, 1)
@@ -105,12 +105,12 @@ class TestRun:
             Ledger(sampled=2, trained=0, left_out={"aborted": 2}),
         )
 
-    def test_the_ledgers_of_the_sessions_add_up_to_the_runs(self, small_run):
+    def test_the_ledgers_of_the_sessions_add_up_to_that_of_the_run(self, small_run):
         summary = json.loads(printed(small_run, "--json"))
         assert summary["ledger"] == {"sampled": 9, "trained": 6, "left_out": {"violation": 1, "aborted": 2}}
         assert sum(row["ledger"]["sampled"] for row in summary["session_rows"]) == 9
 
-    def test_the_reasons_of_rendered_prompts_are_counted_without_what_differs_from_call_to_call(self, small_run):
+    def test_the_reasons_of_rendered_prompts_are_counted_without_numbers_and_ids(self, small_run):
         writer = RunWriter(small_run)
         for number, why in enumerate(("3 earlier calls fit equally well up to message 7", "call 0123456789abcdef")):
             writer.add_call(call(9, f"r{number}", [1], [2], session="r", kind="rendered", kind_reason=why))
@@ -161,7 +161,7 @@ class TestSession:
         assert (third.prompt_tokens, third.new_tokens, third.completion_tokens) == (9, 1, 1)
         assert view.ledger == Ledger(sampled=7, trained=6, left_out={"violation": 1})
 
-    def test_a_chain_stands_at_one_level_and_branches_one_deeper(self, small_run):
+    def test_a_chain_is_at_one_level_and_its_branches_one_deeper(self, small_run):
         tree = call_tree(view_session(small_run, "first").calls, Text("title"))
         assert shape(tree) == {"a1": {"a2": {"b3": {}, "b5": {}}}, "b4": {}}
 
@@ -171,7 +171,7 @@ class TestSession:
             calls.append(call(i, f"c{i}", [3], [4], parent=calls[-1]))
         assert shape(call_tree(branches(calls), Text("title"))) == {"c0": {f"c{i}": {} for i in range(1, 400)}}
 
-    def test_a_line_says_what_became_of_a_call(self, small_run):
+    def test_a_line_shows_the_outcome_of_a_call(self, small_run):
         lines = {line.strip("│├└─ ").split(" ")[0]: line for line in printed(small_run, "first").splitlines()}
         assert "a1 agent root 3+2 tokens stop  I look at it." in lines["a1"]
         assert '1+2 tokens stop  bash({"command": "ls"})' in lines["a2"]
@@ -190,7 +190,7 @@ class TestSession:
 
 
 class TestCall:
-    def test_all_of_it_is_shown_with_decoded_tokens(self, small_run, tokenizer):
+    def test_a_call_is_shown_with_decoded_tokens(self, small_run, tokenizer):
         text = printed(small_run, "first", "a1")
         assert "user: Count [bold]them[/bold]." in text
         assert tokenizer.decode([43, 44]) in text
@@ -207,7 +207,7 @@ class TestCall:
         assert "43 44" in text
         assert "the tokenizer of the run's model is not on this machine" in text
 
-    def test_what_is_not_sampled_stands_before_it_without_a_colour(self):
+    def test_new_prompt_tokens_are_shown_before_the_sampled_ones_without_a_colour(self):
         parent = call(1, "a", [1], [2])
         shown = context(call(2, "b", list(range(100, 400)), [5], parent=parent), None)
         assert shown.plain.startswith(f"({300 - CONTEXT_TOKENS} tokens) … {400 - CONTEXT_TOKENS} ")
@@ -237,7 +237,7 @@ class TestCall:
         assert "2 earlier calls fit equally well up to message 3" in text
         assert "The prompt agrees with call b3 up to token 4." in text
 
-    def test_the_earlier_call_with_the_longest_common_beginning_is_compared(self):
+    def test_the_earlier_call_with_the_longest_common_prefix_is_compared(self):
         near, far = call(1, "near", [1, 2, 3], [4, 5]), call(2, "far", [1, 9], [4])
         late = call(4, "late", [1, 2, 3, 4, 5, 6], [7])
         aborted = call(2, "aborted", [1, 2, 3, 4, 5, 6], [7], status="aborted")
@@ -246,12 +246,12 @@ class TestCall:
         assert (difference.call_id, difference.position, difference.recorded) == ("near", 4, [5])
         assert find_divergence(near, [near, rendered]) is None
 
-    def test_a_prompt_that_goes_on_after_all_recorded_tokens_differs_in_none(self):
+    def test_a_prompt_that_continues_all_recorded_tokens_differs_in_none_of_them(self):
         earlier, rendered = call(1, "a", [1], [2]), call(2, "b", [1, 2, 3], [4], kind="rendered")
         difference = find_divergence(rendered, [earlier, rendered])
         assert (difference.position, difference.recorded, difference.rendered) == (2, [], [3])
 
-    def test_as_json_what_is_json_in_the_row_is_parsed(self, small_run):
+    def test_as_json_the_json_columns_of_the_row_are_parsed(self, small_run):
         view = json.loads(printed(small_run, "first", "a1", "--json"))
         assert view["call"]["messages"][0]["role"] == "user"
         assert view["call"]["reply"]["content"] == "I look\nat it."
@@ -260,7 +260,7 @@ class TestCall:
         assert view["difference"] is None
         assert json.loads(printed(small_run, "first", "b4", "--json"))["difference"]["position"] == 4
 
-    def test_as_json_a_broken_log_probability_is_its_name_as_json_has_none(self, tmp_path):
+    def test_as_json_a_non_finite_log_probability_is_its_name(self, tmp_path):
         write_metadata(tmp_path, {})
         with RunWriter(tmp_path) as writer:
             writer.add_call(
@@ -280,25 +280,25 @@ class TestCall:
 class TestIds:
     IDS = ("abc1", "abc2", "xyz", "abc")
 
-    def test_the_beginning_of_an_id_will_do(self):
+    def test_a_unique_prefix_of_an_id_is_accepted(self):
         assert find_id("x", self.IDS, "call", "session s") == "xyz"
 
-    def test_a_whole_id_is_meant_even_if_another_begins_with_it(self):
+    def test_a_whole_id_is_accepted_even_if_it_is_a_prefix_of_another(self):
         assert find_id("abc", self.IDS, "call", "session s") == "abc"
 
-    def test_a_beginning_of_several_is_refused_with_their_names(self):
+    def test_a_prefix_of_several_ids_is_refused_with_their_names(self):
         with pytest.raises(InputError, match="3 calls of session s begin with 'ab': abc, abc1, abc2"):
             find_id("ab", self.IDS, "call", "session s")
 
-    def test_an_unknown_id_is_refused_with_those_that_are_near(self):
+    def test_an_unknown_id_is_refused_with_similar_ones(self):
         with pytest.raises(InputError, match="session s has no call 'xyy', only xyz, "):
             find_id("xyy", self.IDS, "call", "session s")
 
-    def test_of_many_ids_the_nearest_are_named(self):
+    def test_of_many_ids_the_most_similar_ones_are_named(self):
         with pytest.raises(InputError, match=r"n17.* and 35 more$"):
             find_id("n17x", [f"n{i}" for i in range(40)], "call", "session s")
 
-    def test_a_run_without_sessions_says_only_that(self, tmp_path):
+    def test_in_a_run_without_sessions_no_similar_ids_are_named(self, tmp_path):
         write_metadata(tmp_path, {})
         with pytest.raises(InputError, match=r"has no session 'a'$"):
             view_session(tmp_path, "a")
@@ -310,7 +310,7 @@ class TestIds:
 
 
 class TestLedger:
-    def test_inspect_ends_with_status_1_and_says_what_does_not_add_up(self, small_run, monkeypatch, capsys):
+    def test_a_ledger_that_does_not_add_up_is_a_message_and_status_1(self, small_run, monkeypatch, capsys):
         forget_a_call(monkeypatch)
         monkeypatch.setattr(sys, "argv", ["rolltap", "inspect", str(small_run)])
         before = signal.getsignal(signal.SIGTERM)

@@ -36,7 +36,7 @@ def test_steps_are_in_the_order_in_which_the_versions_were_used():
     ]
 
 
-def test_a_run_is_counted_with_what_went_wrong(tmp_path):
+def test_a_runs_sessions_calls_and_failures_are_counted(tmp_path):
     write_metadata(tmp_path, {})
     writer = RunWriter(tmp_path)
     versions = [VersionSpan(version="v", start=0, end=1)]
