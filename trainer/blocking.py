@@ -1,11 +1,12 @@
 """Calling async functions from a script, or from a notebook, whose thread runs an event loop already."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -13,11 +14,9 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end and return its result.
 
     When an event loop runs in the calling thread, as in a notebook, the coroutine runs in a thread of its own and the
-    caller's loop is blocked. KeyboardInterrupt cancels the coroutine; it is raised after the coroutine's cleanup.
+    caller's loop is blocked. KeyboardInterrupt cancels the coroutine, and is raised after the coroutine's cleanup.
     """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if not _loop_runs_here():
         return asyncio.run(coroutine)
     started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = Future()
 
@@ -27,11 +26,40 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
         return await task
 
     with ThreadPoolExecutor(1, "rolltap") as threads:
-        result = threads.submit(asyncio.run, supervise())
         try:
-            return result.result()
+            return threads.submit(asyncio.run, supervise()).result()
         except KeyboardInterrupt:
             loop, task = started.result()
             with suppress(RuntimeError):  # the loop is closed: the coroutine has just ended
                 loop.call_soon_threadsafe(task.cancel)
             raise
+
+
+async def run_to_end(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run a blocking function in a thread and wait for its end, even when the caller is cancelled meanwhile.
+
+    A thread cannot be cancelled. CancelledError is raised after the function has returned.
+    """
+    task = asyncio.create_task(asyncio.to_thread(function, *args, **kwargs))
+    if await wait_for_end(task):
+        raise asyncio.CancelledError
+    return task.result()
+
+
+async def wait_for_end(task: asyncio.Task[Any]) -> bool:
+    """Wait for the end of a task, even when the caller is cancelled. Return True if it was."""
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            cancelled = True
+    return cancelled
+
+
+def _loop_runs_here() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

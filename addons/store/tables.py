@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rolltap.addons.errors import RunError
 from rolltap.addons.store.digest import DIGEST, row_digest
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA, Call, Event, Session
@@ -221,9 +222,15 @@ def read_rows(run: Path, table: str, sessions: Collection[str] | None = None) ->
 
 
 def batch_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    """Return the rows of a batch. Token columns are converted through NumPy, which is faster than `to_pylist`."""
+    """Return the rows of a batch. Token columns are converted through NumPy, which is faster than `to_pylist`.
+
+    Raises `RunError` for a value that Python does not have, such as a year beyond 9999.
+    """
     token_columns = {name: batch.column(name) for name in _TOKEN_COLUMNS if name in batch.schema.names}
-    rows: list[dict[str, Any]] = batch.drop_columns(list(token_columns)).to_pylist()
+    try:
+        rows: list[dict[str, Any]] = batch.drop_columns(list(token_columns)).to_pylist()
+    except (ValueError, OverflowError) as error:
+        raise RunError(f"a row cannot be read ({error}): see `rolltap verify`") from error
     for name, column in token_columns.items():
         for row, values in zip(rows, column, strict=True):
             row[name] = values.values.to_numpy().tolist() if values.is_valid else None

@@ -41,7 +41,7 @@ def filter_command(
     max_reward: float | None,
     harnesses: tuple[str, ...],
     policy_versions: tuple[str, ...],
-    statuses: tuple[str, ...],
+    statuses: tuple[SessionStatus, ...],
     sessions: tuple[str, ...],
     roles: tuple[CallRole, ...],
 ) -> None:
@@ -57,7 +57,7 @@ def filter_command(
         harnesses=harnesses,
         policy_versions=policy_versions,
         statuses=statuses,
-        sessions=sessions,
+        session_ids=sessions,
         roles=roles,
     )
     click.echo(f"{len(run_of_them.sessions())} sessions in {out}")

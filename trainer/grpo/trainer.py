@@ -150,10 +150,12 @@ class TraceGRPOTrainer(GRPOTrainer):
                 f"{self.tokens_in_batch} sampled tokens in {len(traces)} traces, but the loss would see "
                 f"{int(in_loss)}: this batch was not trained on; please report it as a bug of rolltap"
             )
+        batch.ledger.check()
         if batch.ledger.sampled and batch.ledger.trained != self.tokens_in_batch:
-            raise LedgerError(
-                f"{self.tokens_in_batch} sampled tokens in {len(traces)} traces, but their ledger says "
-                f"{batch.ledger.trained}: this batch was not trained on; were traces added or removed?"
+            raise InputError(
+                f"{self.tokens_in_batch} sampled tokens in {len(traces)} traces, but the batch's ledger says "
+                f"{batch.ledger.trained}: choose sessions with Run.traces(...).batch(session_ids), or give a ledger "
+                "that says what was left out"
             )
         for rows in inputs:
             rows["num_items_in_batch"] = in_loss.clamp(min=1)

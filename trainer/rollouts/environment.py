@@ -73,7 +73,7 @@ class Proxy:
             **dict.fromkeys(_BUNDLES, str(self.bundle)),
         }
 
-    def end(self, session_id: str) -> None:
+    def end_session(self, session_id: str) -> None:
         """End a session: the recorder records its running calls, syncs it to the disk and refuses further requests.
 
         Raises `RecorderError` when the recorder does not answer or cannot do that.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rolltap.addons.store.records import Session, utc_now
+from rolltap.trainer.blocking import run_to_end
 from rolltap.trainer.progress import Advance
 from rolltap.trainer.rollouts.environment import clean_environment
 from rolltap.trainer.rollouts.evaluate import evaluate
@@ -59,7 +60,7 @@ async def run_groups(
             )
             await _run_session(session, task, plan, recorder, harness_env)
             session.finished_at = utc_now()
-            await asyncio.to_thread(recorder.end, session)
+            await run_to_end(recorder.end, session)
             sessions.append(session)
             what = f"{len(sessions)} of {total} sessions: {session.session_id} {session.status} {session.reward}"
             advance(what, len(sessions), total)
@@ -71,7 +72,7 @@ async def run_groups(
                 for index in range(plan.sessions_per_group):
                     group.create_task(one(task, group_id, index))
     except ExceptionGroup as failures:
-        # other sessions failed for the same reason
+        # the first failure cancelled the other sessions; errors that came with it are in `__cause__`
         raise failures.exceptions[0] from failures
     return sessions
 

@@ -1,13 +1,15 @@
 """Rolling out tasks: one function for scripts and notebooks, and its async twin."""
 
 import asyncio
+import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from rolltap.addons.errors import InputError
 from rolltap.runs import Run, open_run
-from rolltap.trainer.blocking import run_blocking
+from rolltap.trainer.blocking import run_blocking, run_to_end, wait_for_end
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.progress import progress_bar
 from rolltap.trainer.rollouts.harness import Harness
@@ -19,7 +21,7 @@ from rolltap.trainer.rollouts.task import Task, load_tasks
 def rollout(
     tasks: Sequence[Task] | str | Path,
     *,
-    harness: Harness | str,
+    harness: Harness | str | Path,
     engine: str,
     model: str | Path,
     out: str | Path,
@@ -27,23 +29,27 @@ def rollout(
     concurrency: int = 8,
     timeout: float = 1800.0,
     options: Mapping[str, str | Sequence[str]] | None = None,
+    policy_version: str = "default",
     progress: bool = True,
 ) -> Run:
     """Run every task several times with a harness, record all model calls, and return the run.
 
     `tasks` is a list of tasks, or the path of a JSON Lines file of them. `harness` is a harness, the name of a preset,
     or the path of a `.toml` file. `engine` is the URL of the vLLM server that serves `model`, or several separated by
-    commas. `out` is the run folder; a folder that is a run already gets more sessions. The `sessions` of one task
-    are one group. At most `concurrency` of all sessions run at the same time. A harness is stopped after `timeout`
-    seconds. `options` are further mitmproxy options of the recorder; one that is
-    repeatable has a list of values. `progress` shows a progress bar on a terminal.
+    commas. `out` is the run folder; a folder that is a run already gets more sessions. The `sessions` of one task are
+    one group. At most `concurrency` of all sessions run at the same time. A harness is stopped after `timeout` seconds.
+    `options` are further mitmproxy options of the recorder; a repeatable one has a list of values. `policy_version`
+    names the weights that the engine serves, for the sessions' rows. `progress` shows a progress bar on a terminal.
+
+    `Run.new_session_ids` of the result are the sessions of this call: `run.traces().batch(run.new_session_ids)`.
 
     Works in a script and in a notebook; `rollout_async` is for an event loop. A session that fails does not end the
-    rollout. Its status says what happened. KeyboardInterrupt stops the harnesses; what was recorded stays in the run.
+    rollout: its status says what happened. KeyboardInterrupt stops the harnesses and the recorder; committed calls stay
+    in the run.
 
-    Raises `InputError` for wrong arguments, before anything is started; `RecorderError` when the recorder does not
-    start or dies; `EngineError` when an engine does not answer at the start; `OSError` when the run folder cannot be
-    written.
+    Raises, before the recorder is started, `InputError` for wrong tasks, numbers or harness, and `EngineError` when an
+    engine does not answer; `MissingPackageError` without mitmproxy; `RecorderError` when the recorder does not start,
+    for instance for a wrong `model` or option, or dies; `OSError` when the run folder cannot be written.
     """
     return run_blocking(
         rollout_async(
@@ -56,6 +62,7 @@ def rollout(
             concurrency=concurrency,
             timeout=timeout,
             options=options,
+            policy_version=policy_version,
             progress=progress,
         )
     )
@@ -64,7 +71,7 @@ def rollout(
 async def rollout_async(
     tasks: Sequence[Task] | str | Path,
     *,
-    harness: Harness | str,
+    harness: Harness | str | Path,
     engine: str,
     model: str | Path,
     out: str | Path,
@@ -72,34 +79,61 @@ async def rollout_async(
     concurrency: int = 8,
     timeout: float = 1800.0,
     options: Mapping[str, str | Sequence[str]] | None = None,
+    policy_version: str = "default",
     progress: bool = True,
 ) -> Run:
     """Do what `rollout` does inside an event loop. Cancelling it stops the harnesses and the recorder."""
-    task_list = load_tasks(Path(tasks)) if isinstance(tasks, str | Path) else list(tasks)
-    if repeated := {task.id for task in task_list if [other.id for other in task_list].count(task.id) > 1}:
-        raise InputError(f"several tasks have the id {min(repeated)!r}: ids name tasks in the dataset")
-    for name, value in {"tasks": len(task_list), "sessions": sessions, "concurrency": concurrency}.items():
+    task_list = _checked_tasks(tasks)
+    for name, value in {"sessions": sessions, "concurrency": concurrency}.items():
         if value < 1:
-            raise InputError(f"rollout needs at least one of {name}")
-    if isinstance(harness, str):
-        harness = Harness.load(harness)
+            raise InputError(f"{name}={value}: give at least 1")
+    if not timeout > 0:
+        raise InputError(f"timeout={timeout}: give a number of seconds above 0")
+    if not isinstance(harness, Harness):
+        harness = Harness.load(str(harness))
     harness.require_program()
     for url in engine.split(","):
         await asyncio.to_thread(EngineAdmin(url.strip()).models)
     plan = Plan(harness, sessions, concurrency, timeout)
-    async with _started(Recorder(out, engine=engine, model=model, options=options)) as recorder:
+    recorder = Recorder(out, engine=engine, model=model, options=options)
+    async with _started(recorder):
         with progress_bar(show=progress) as advance:
-            await run_groups(task_list, plan, recorder, policy_version="default", advance=advance)
-    return open_run(out)
+            ended = await run_groups(task_list, plan, recorder, policy_version=policy_version, advance=advance)
+    run = open_run(out)
+    run.new_session_ids = tuple(session.session_id for session in ended)
+    return run
+
+
+def _checked_tasks(tasks: Sequence[Task] | str | Path) -> list[Task]:
+    if isinstance(tasks, str | Path):
+        return load_tasks(Path(tasks))
+    if isinstance(tasks, Task):
+        raise InputError("tasks is one task: give a list")
+    checked = list(tasks)
+    if not checked:
+        raise InputError("the list of tasks is empty")
+    for name, number in Counter(task.id for task in checked).items():
+        if number > 1:
+            raise InputError(f"{number} tasks have the id {name!r}: give each task an id of its own")
+    for task in checked:
+        if task.workspace is not None and not task.workspace.is_dir():
+            raise InputError(f"task {task.id!r}: the workspace {task.workspace} is not a folder")
+    return checked
 
 
 @asynccontextmanager
-async def _started(recorder: Recorder) -> AsyncIterator[Recorder]:
-    """Start and stop a recorder without blocking the event loop."""
+async def _started(recorder: Recorder) -> AsyncIterator[None]:
+    """Start and stop a recorder without blocking the event loop. Cancelling it leaves no process behind."""
     starting = asyncio.create_task(asyncio.to_thread(recorder.__enter__))
     try:
         await asyncio.shield(starting)
-        yield recorder
+    except asyncio.CancelledError:
+        recorder.abort_start()
+        await wait_for_end(starting)
+        if starting.exception() is None:
+            await run_to_end(recorder.__exit__, None, None, None)
+        raise
+    try:
+        yield
     finally:
-        await starting  # when cancelled meanwhile: a process that has begun to start is stopped as well
-        await asyncio.to_thread(recorder.__exit__, None, None, None)
+        await run_to_end(recorder.__exit__, *sys.exc_info())

@@ -4,11 +4,11 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, get_args
 
-from rolltap.addons.errors import InputError
+from rolltap.addons.errors import InputError, MissingPackageError
 from rolltap.addons.store.metadata import read_metadata
-from rolltap.addons.store.records import CallRole, Session
+from rolltap.addons.store.records import Call, CallRole, Session, SessionStatus
 from rolltap.addons.store.staging import new_folder
 from rolltap.trainer.progress import Advance, progress_bar
 from rolltap.trainer.runs.import_calls import ImportSummary
@@ -18,10 +18,16 @@ from rolltap.trainer.runs.merge import merge_runs as _merge_runs
 from rolltap.trainer.runs.parts import Filter, SplitBy, filter_run, split_run
 from rolltap.trainer.runs.verify import Verification
 from rolltap.trainer.runs.verify import verify_run as _verify_run
-from rolltap.trainer.traces.build import TRAINED_ROLES, Strategy, Trace, TraceBatch
+from rolltap.trainer.traces.build import TRAINED_ROLES, Strategy, Trace, TraceBatch, require_collection
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import RecordedCalls, count_sessions, load_sessions
-from rolltap.trainer.traces.sessions import Totals, TracedSession, TraceOptions, iter_traces, load_batch
+from rolltap.trainer.traces.sessions import (
+    Totals,
+    TracedSession,
+    TraceOptions,
+    iter_traces,
+    load_batch,
+)
 from rolltap.trainer.views.check import Report, check_run
 from rolltap.trainer.views.inspect import CallView, SessionView, view_call, view_session
 from rolltap.trainer.views.report import Summary, summarize
@@ -30,7 +36,7 @@ ExportFormat = Literal["parquet", "openenv", "atif", "messages"]
 
 
 class Run:
-    """A run folder. Nothing is kept in memory: each access reads what the folder holds at that moment.
+    """A run folder. Methods read the folder again at each call; `calls` is a view of it at the time of the access.
 
     Methods raise `RunError` when the folder cannot be read, and `LedgerError` when sampled tokens are unaccounted for.
     """
@@ -38,6 +44,8 @@ class Run:
     def __init__(self, path: str | Path) -> None:
         """Raises `RunError` when `path` is not a run, or is one of another schema version."""
         self.path = Path(path)
+        self.new_session_ids: tuple[str, ...] = ()
+        """Sessions that `rollout` ran when it returned this run, in the order in which they ended."""
         read_metadata(self.path)
 
     def __repr__(self) -> str:
@@ -49,13 +57,13 @@ class Run:
         return read_metadata(self.path)
 
     def sessions(self) -> list[Session]:
-        """Return all sessions in the order of their first commits.
+        """Return the sessions that have calls or a row: first those with calls, in the order of their first commits.
 
-        A session of which only calls were recorded has the status `unknown` and no reward.
+        A session without a row has the status `unknown`, no reward, and the times of its calls.
         """
-        rows = load_sessions(self.path)
-        known = dict.fromkeys([*self.calls, *rows])
-        return [rows.get(session_id) or Session(session_id=session_id, status="unknown") for session_id in known]
+        rows, calls = load_sessions(self.path), self.calls
+        known = dict.fromkeys([*calls, *rows])
+        return [rows.get(session_id) or _unknown(session_id, calls[session_id]) for session_id in known]
 
     @property
     def calls(self) -> RecordedCalls:
@@ -79,7 +87,7 @@ class Run:
         strategy trains the same sampled tokens. `roles` are the roles of the calls that are trained. `max_tokens` cuts
         off the end of longer traces.
 
-        Raises `InputError` for arguments that do not exist.
+        Raises `InputError` for an unknown strategy or role, and for `max_tokens` below 1.
         """
         return RunTraces(self.path, TraceOptions(strategy, roles, max_tokens))
 
@@ -175,17 +183,21 @@ class Run:
         max_reward: float | None = None,
         harnesses: Collection[str] = (),
         policy_versions: Collection[str] = (),
-        statuses: Collection[str] = (),
-        sessions: Collection[str] = (),
+        statuses: Collection[SessionStatus] = (),
+        session_ids: Collection[str] = (),
         roles: Collection[CallRole] = (),
         progress: bool = True,
     ) -> "Run":
         """Write the sessions that meet every given criterion to the new folder `out`, and return it.
 
-        `roles` keeps only the calls of these roles, and the calls that their prompts continue. Events without a session
-        are left out. Raises `InputError` when no session is left, and when one of `sessions` does not exist.
+        `roles` keeps only the calls of these roles, and the calls that their prompts continue. A session without such a
+        call is left out, and so are events without a session. Raises `InputError` when no session is left, and when one
+        of `session_ids` does not exist.
         """
-        criteria = Filter(min_reward, max_reward, harnesses, policy_versions, statuses, sessions, roles)
+        collections = (harnesses, policy_versions, statuses, session_ids, roles)
+        for given in collections:
+            require_collection(given)
+        criteria = Filter(min_reward, max_reward, *collections)
         with progress_bar(show=progress) as advance:
             filter_run(self.path, Path(out), criteria, advance)
         return Run(out)
@@ -199,9 +211,13 @@ class Run:
         kept whole. Events without a session go to the first. Raises `InputError` unless exactly one of `by` and
         `parts` is given, and for more parts than groups.
         """
-        wanted = by or parts
-        if wanted is None or (by and parts):
+        if (by is None) == (parts is None):
             raise InputError("give either by= or parts=")
+        if by is not None and by not in get_args(SplitBy):
+            raise InputError(f"by={by!r}: choose {', '.join(get_args(SplitBy))}")
+        if parts is not None and parts < 1:
+            raise InputError(f"parts={parts}: give at least 1")
+        wanted: SplitBy | int = parts if by is None else by  # type: ignore[assignment]
         with progress_bar(show=progress) as advance:
             return {name: Run(Path(out, name)) for name in split_run(self.path, Path(out), wanted, advance)}
 
@@ -210,8 +226,10 @@ class Run:
 
         Needs the extra `train`.
         """
-        from rolltap.trainer.views.plot import plot_rewards
-
+        try:
+            from rolltap.trainer.views.plot import plot_rewards
+        except ImportError as error:
+            raise MissingPackageError(f"plots need matplotlib ({error}): pip install 'rolltap[train]'") from error
         plot_rewards(self.path, Path(path), title)
 
 
@@ -227,19 +245,21 @@ class RunTraces:
 
     def by_session(self, *, progress: bool = True) -> Iterator[TracedSession]:
         """Yield every session with its traces and its ledger. Sessions without a reward have traces here."""
-        total = count_sessions(self._run)
+        total = count_sessions(self._run) if progress else 0
         with progress_bar(show=progress) as advance:
             for done, traced in enumerate(iter_traces(self._run, self._options), 1):
                 yield traced
                 advance("sessions", done, total)
 
-    def batch(self, sessions: Collection[str] | None = None) -> TraceBatch:
-        """Return all traces as one batch for `TraceGRPOTrainer`; with `sessions`, those of these session ids.
+    def batch(self, session_ids: Collection[str] | None = None) -> TraceBatch:
+        """Return all traces as one batch for `TraceGRPOTrainer`; with `session_ids`, the traces of these sessions.
 
         The batch has the reward of every session that has one. Tokens of the others are left out as `no_reward`. Groups
         of equal rewards are in the batch; their advantages are 0. The ledger has been checked against the traces.
+
+        Raises `InputError` for a session that is not in the run.
         """
-        return load_batch(self._run, sessions, self._options)
+        return load_batch(self._run, session_ids, self._options)
 
     def totals(self, each: Callable[[Trace], None] | None = None, *, progress: bool = True) -> Totals:
         """Count sessions, calls, traces, rewards and tokens. `each` is called with every trace."""
@@ -271,6 +291,12 @@ class RunTraces:
         totals.ledger.check()
 
 
+def _unknown(session_id: str, calls: Sequence[Call]) -> Session:
+    """Return the session of calls without a row."""
+    finished = max((call.finished_at for call in calls if call.finished_at is not None), default=None)
+    return Session(session_id=session_id, status="unknown", started_at=calls[0].started_at, finished_at=finished)
+
+
 def open_run(path: str | Path) -> Run:
     """Return the run in a folder. Raises `RunError` when it is not a run, or is one of another schema version."""
     return Run(path)
@@ -279,9 +305,12 @@ def open_run(path: str | Path) -> Run:
 def merge_runs(runs: Sequence[str | Path], out: str | Path, *, progress: bool = True) -> tuple[Run, list[LeftBehind]]:
     """Write the sessions of several runs, or of one that is damaged, to the new folder `out`.
 
-    Returns the new run, and the rows and places that were left behind because they cannot be read or do not have their
-    digest. Raises `InputError` for runs of different tokenizers or with a session in common, and `RunError`.
+    Returns the new run, and the rows and places that were not copied: they cannot be read, or their digest does not
+    match. Raises `InputError` for no runs, for different tokenizers and for a session in several runs; and `RunError`.
     """
+    require_collection(runs)
+    if not runs:
+        raise InputError("the list of runs is empty")
     with progress_bar(show=progress) as advance:
         _, left_behind = _merge_runs([Path(run) for run in runs], Path(out), advance)
     return Run(out), left_behind
@@ -298,7 +327,8 @@ def import_calls(
     """Write calls from JSON Lines to the new run `out`. `rolltap import --help` lists the keys of a line.
 
     `report` is called with the number of each bad line and its fault. With bad lines nothing is imported, unless
-    `skip_bad` leaves them out. Raises `InputError` when nothing is imported, and `RunError` when `out` is not empty.
+    `skip_bad` leaves them out. Raises `InputError` when nothing is imported, with the first faults, and `RunError` when
+    `out` is not empty.
     """
     with progress_bar(show=progress) as advance:
         if isinstance(file, str | Path):

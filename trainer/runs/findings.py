@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 import pyarrow as pa
 
-from rolltap.addons.errors import LedgerError
+from rolltap.addons.errors import LedgerError, RunError
 from rolltap.addons.store.digest import DIGEST, row_digest
 from rolltap.addons.store.records import Call, CallKind, CallRole, CallStatus, Session, SessionStatus, find_violation
 from rolltap.addons.store.tables import TABLES, batch_rows
@@ -44,8 +44,8 @@ def check_rows(table: str, batch: pa.RecordBatch) -> Iterator[tuple[Row | None, 
     for number in range(batch.num_rows):
         try:
             [row] = batch_rows(batch.slice(number, 1))
-        except (ValueError, OverflowError) as error:
-            yield None, f"a row has an invalid value: {error}"
+        except RunError as error:
+            yield None, f"a row has an invalid value: {error.__cause__}"
             continue
         fault = None
         if row[DIGEST] != row_digest(row, TABLES[table]):

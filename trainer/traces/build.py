@@ -22,7 +22,7 @@ The ledger is the same for each strategy: sampled A B C D E, trained A C D E, le
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from urllib.parse import quote
 
 import numpy as np
@@ -117,9 +117,26 @@ class TraceBatch:
     ledger: Ledger = field(default_factory=Ledger)
 
 
+def check_arguments(strategy: Strategy, roles: Collection[CallRole], max_tokens: int | None) -> None:
+    """Raise `InputError` for an unknown strategy or role, and for `max_tokens` below 1."""
+    if strategy not in get_args(Strategy):
+        raise InputError(f"unknown strategy {strategy!r}: choose {', '.join(get_args(Strategy))}")
+    require_collection(roles)
+    if unknown := sorted(set(roles) - set(get_args(CallRole))):
+        raise InputError(f"unknown role {unknown[0]!r}: choose {', '.join(get_args(CallRole))}")
+    if max_tokens is not None and max_tokens < 1:
+        raise InputError(f"max_tokens={max_tokens}: give a number of at least 1, or None")
+
+
+def require_collection(given: Collection[object]) -> None:
+    """Raise `InputError` for a text, whose `in` would compare parts of it, and for an iterator, which ends."""
+    if isinstance(given, str) or not isinstance(given, Collection):
+        raise InputError(f"{given!r} is not a collection: give a list")
+
+
 def build_traces(
     calls: Sequence[Call],
-    strategy: Strategy,
+    strategy: Strategy = "prefix_merging",
     *,
     roles: Collection[CallRole] = TRAINED_ROLES,
     max_tokens: int | None = None,
@@ -135,9 +152,10 @@ def build_traces(
 
     The order of `calls` does not matter. They are sorted by `start_order`.
 
-    Raises `InputError` for calls of several sessions, a repeated call id or an unknown strategy, and `LedgerError`
-    when the number of trained tokens in the traces is not that of the ledger.
+    Raises `InputError` for calls of several sessions, a repeated call id, an unknown strategy or role, and `max_tokens`
+    below 1; `LedgerError` when the number of trained tokens in the traces is not that of the ledger.
     """
+    check_arguments(strategy, roles, max_tokens)
     calls = sorted(calls, key=start_order)
     _require_one_session(calls)
     parents, left_out = judge_calls(calls, roles)
@@ -154,11 +172,9 @@ def build_traces(
 
     if strategy == "per_request":
         paths = [[i] for i in num_trained]
-    elif strategy in ("prefix_merging", "tree"):
+    else:
         # lexicographic order of root-to-leaf paths is depth-first order
         paths = sorted(path_to(leaf, parents.__getitem__) for leaf in find_ends(parents, num_trained))
-    else:
-        raise InputError(f"unknown strategy {strategy!r}: choose per_request, prefix_merging or tree")
     traces = []
     unowned = dict(num_trained)
     for path in paths:

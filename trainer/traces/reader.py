@@ -144,6 +144,9 @@ class RecordedCalls(Mapping[str, list[Call]]):
             raise KeyError(session_id)
         return rebuild_calls(self._run, session_id, self._index.batches(session_id))
 
+    def __contains__(self, session_id: object) -> bool:
+        return session_id is not None and session_id in self._index
+
     def __iter__(self) -> Iterator[str]:
         return (session_id for session_id in self._index.session_ids if session_id is not None)
 

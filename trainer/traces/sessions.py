@@ -4,11 +4,19 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import get_args
 
 from rolltap.addons.errors import InputError, LedgerError
 from rolltap.addons.store.records import CallRole
-from rolltap.trainer.traces.build import TRAINED_ROLES, GroupReward, Strategy, Trace, TraceBatch, build_traces
+from rolltap.trainer.traces.build import (
+    TRAINED_ROLES,
+    GroupReward,
+    Strategy,
+    Trace,
+    TraceBatch,
+    build_traces,
+    check_arguments,
+    require_collection,
+)
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import RecordedSession, iter_sessions
 
@@ -22,13 +30,7 @@ class TraceOptions:
     max_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if self.strategy not in get_args(Strategy):
-            raise InputError(f"unknown strategy {self.strategy!r}: choose {', '.join(get_args(Strategy))}")
-        if isinstance(self.roles, str) or (unknown := set(self.roles) - set(get_args(CallRole))):
-            named = self.roles if isinstance(self.roles, str) else ", ".join(sorted(unknown))
-            raise InputError(f"roles={named!r}: give a list of {', '.join(get_args(CallRole))}")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise InputError(f"max_tokens={self.max_tokens}: give a number of at least 1, or None")
+        check_arguments(self.strategy, self.roles, self.max_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +101,7 @@ def trace_session(recorded: RecordedSession, options: TraceOptions) -> TracedSes
         raise LedgerError(f"session {recorded.session_id}: {error}; this is a bug of rolltap") from error
     if session is not None:
         for trace in traces:
-            trace.task_id, trace.group_id = session.task_id, session.group_id
+            trace.task_id, trace.group_id = session.task_id, session.group_id or session.session_id
             trace.harness, trace.reward = session.harness, session.reward
     return TracedSession(recorded=recorded, traces=traces, ledger=ledger)
 
@@ -113,14 +115,23 @@ def iter_traces(run: Path, options: TraceOptions, sessions: Collection[str] | No
 
 
 def load_batch(run: Path, sessions: Collection[str] | None, options: TraceOptions) -> TraceBatch:
-    """Return the batch of a run; with `sessions`, of these session ids. Raises as `iter_traces`."""
-    batch = TraceBatch()
+    """Return the batch of a run; with `sessions`, of these session ids.
+
+    Raises `InputError` when the run does not have one of them; also raises as `iter_traces`.
+    """
+    batch, missing = TraceBatch(), set()
+    if sessions is not None:
+        require_collection(sessions)
+        missing = set(sessions)
     for traced in iter_traces(run, options, sessions):
+        missing.discard(traced.recorded.session_id)
         traced = traced.rewarded()
         batch.ledger += traced.ledger
         batch.traces += traced.traces
         if (session := traced.recorded.session) is not None and session.reward is not None:
             group_id = session.group_id or session.session_id
             batch.rewards[session.session_id] = GroupReward(group_id=group_id, reward=session.reward)
+    if missing:
+        raise InputError(f"{run} has no session {min(missing)!r}")
     batch.ledger.check()
     return batch

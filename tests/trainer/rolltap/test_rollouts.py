@@ -2,6 +2,7 @@ import asyncio
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -39,41 +40,73 @@ async def test_a_rollout_runs_where_an_event_loop_runs_as_in_a_notebook(argument
     check(rolltap.rollout([TASK], **arguments))
 
 
-async def test_the_async_twin_lets_the_event_loop_go_on(arguments):
-    turns = 0
+async def test_the_async_twin_does_not_block_the_event_loop(arguments, monkeypatch):
+    loop = asyncio.get_running_loop()
 
-    async def count():
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
+    def needs_the_loop(name):
+        original = getattr(rolltap.Recorder, name)
 
-    counting = asyncio.create_task(count())
+        def wrapped(*args):
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(timeout=60)
+            return original(*args)
+
+        monkeypatch.setattr(rolltap.Recorder, name, wrapped)
+
+    for name in ("__enter__", "end", "__exit__"):
+        needs_the_loop(name)
     check(await rolltap.rollout_async([TASK], **arguments))
-    counting.cancel()
-    assert turns > 100
 
 
-async def test_cancelling_the_async_twin_stops_the_harness_and_the_recorder(arguments, tmp_path):
-    started = tmp_path / "started"
-    harness = rolltap.Harness(name="x", program="sh", headless=["-c", f"echo $$ > {started}; exec sleep 600"])
+@pytest.fixture
+async def recorders(monkeypatch):
+    """A queue of the recorders whose process has been started and is not ready yet."""
+    loop, started, original = asyncio.get_running_loop(), asyncio.Queue(), rolltap.Recorder._start
+
+    def start(recorder, *args):
+        pipe = original(recorder, *args)
+        loop.call_soon_threadsafe(started.put_nowait, recorder)
+        return pipe
+
+    monkeypatch.setattr(rolltap.Recorder, "_start", start)
+    return started
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_cancelling_it_while_the_recorder_starts_leaves_no_process(arguments, recorders, times):
+    rolling = asyncio.create_task(rolltap.rollout_async([TASK], **arguments))
+    recorder = await recorders.get()
+    for _ in range(times):
+        rolling.cancel()
+        await asyncio.sleep(0)
+    with pytest.raises(asyncio.CancelledError):
+        await rolling
+    assert recorder._process.poll() is not None
+
+
+async def test_cancelling_it_stops_the_harness_and_the_recorder(arguments, recorders, tmp_path):
+    os.mkfifo(tmp_path / "started")
+    script = f"echo $$ > {tmp_path / 'started'}; exec sleep 600"
+    harness = rolltap.Harness(name="x", program="sh", headless=["-c", script])
     rolling = asyncio.create_task(rolltap.rollout_async([TASK], **{**arguments, "harness": harness, "sessions": 1}))
-    while not (started.exists() and started.read_text().endswith("\n")):
-        assert not rolling.done(), rolling.result()
-        await asyncio.sleep(0.01)
+    recorder = await recorders.get()
+    process = int(await asyncio.to_thread((tmp_path / "started").read_text))
     rolling.cancel()
     with pytest.raises(asyncio.CancelledError):
         await rolling
     with pytest.raises(ProcessLookupError):
-        os.kill(int(started.read_text()), 0)
+        os.kill(process, 0)
+    assert recorder._process.poll() is not None
     assert list(rolltap.open_run(arguments["out"]).calls) == []
 
 
 def test_a_task_file_and_more_sessions_in_the_same_run(arguments, tmp_path):
     (tmp_path / "tasks.jsonl").write_text(TASK.model_dump_json(exclude_none=True))
-    for expected in (1, 2):
-        run = rolltap.rollout(tmp_path / "tasks.jsonl", **{**arguments, "sessions": 1})
-        assert len(run.sessions()) == expected
+    for number, version in enumerate(("0", "1"), start=1):
+        run = rolltap.rollout(tmp_path / "tasks.jsonl", **{**arguments, "sessions": 1}, policy_version=version)
+        assert len(run.sessions()) == number
+        (new,) = [session for session in run.sessions() if session.session_id in run.new_session_ids]
+        assert new.policy_version == version
+        assert run.traces().batch(run.new_session_ids).rewards.keys() == {new.session_id}
 
 
 @pytest.mark.parametrize(
@@ -81,10 +114,13 @@ def test_a_task_file_and_more_sessions_in_the_same_run(arguments, tmp_path):
     [
         ({"harness": "clod"}, "no harness is named 'clod': choose"),
         ({"harness": rolltap.Harness(name="x", program="no-such", headless=[])}, "'no-such' is not on the PATH"),
-        ({"sessions": 0}, "rollout needs at least one of sessions"),
-        ({"concurrency": 0}, "rollout needs at least one of concurrency"),
-        ({"tasks": []}, "rollout needs at least one of tasks"),
-        ({"tasks": [TASK, TASK]}, "several tasks have the id 't'"),
+        ({"sessions": 0}, "sessions=0: give at least 1"),
+        ({"concurrency": 0}, "concurrency=0: give at least 1"),
+        ({"timeout": float("nan")}, "timeout=nan: give a number of seconds above 0"),
+        ({"tasks": []}, "the list of tasks is empty"),
+        ({"tasks": TASK}, "tasks is one task: give a list"),
+        ({"tasks": [TASK.model_copy(update={"workspace": Path("/none")})]}, "task 't': the workspace /none is not a"),
+        ({"tasks": [TASK, TASK]}, "2 tasks have the id 't'"),
     ],
 )
 def test_a_wrong_argument_is_refused_before_anything_is_started(arguments, changed, message):

@@ -6,10 +6,12 @@ from datasets import load_dataset, load_from_disk
 from rich.console import Console
 
 import rolltap
+from rolltap.addons.store.metadata import write_metadata
+from rolltap.addons.store.tables import RunWriter
 from rolltap.errors import InputError, LedgerError, RunError
 from rolltap.types import Totals
 from tests.trainer.forests import forget_a_call
-from tests.trainer.outgoing import METADATA, write_run
+from tests.trainer.outgoing import METADATA, make_call, write_run
 
 
 @pytest.fixture
@@ -36,6 +38,8 @@ class TestRun:
     def test_sessions_without_a_row_are_there_with_the_status_unknown(self, run):
         sessions = {session.session_id: (session.status, session.reward) for session in run.sessions()}
         assert sessions == {"t": ("timeout", None), "s": ("completed", 0.25), "u": ("unknown", None)}
+        assert run.sessions() == run.sessions()
+        assert run.sessions()[-1].started_at == run.calls["u"][0].started_at
 
     def test_calls_are_a_mapping_from_session_to_its_calls(self, run, recorded):
         assert run.calls == recorded
@@ -85,11 +89,19 @@ class TestRun:
         }
         with pytest.raises(InputError, match="give either by= or parts="):
             run.split(tmp_path / "d")
+        for wrong, message in (({"parts": 0}, "parts=0: give at least 1"), ({"by": "reward"}, "by='reward': choose")):
+            with pytest.raises(InputError, match=message):
+                run.split(tmp_path / "d", **wrong)
+        with pytest.raises(InputError, match="'completed' is not a collection"):
+            run.filter(tmp_path / "d", statuses="completed")
 
     def test_merged_runs_are_a_run(self, run, tmp_path):
         parts = run.split(tmp_path / "parts", parts=2)
         merged, left_behind = rolltap.merge_runs([part.path for part in parts.values()], tmp_path / "merged")
         assert (merged.calls, left_behind) == (run.calls, [])
+        for wrong, message in (([], "the list of runs is empty"), (str(run.path), "is not a collection")):
+            with pytest.raises(InputError, match=message):
+                rolltap.merge_runs(wrong, tmp_path / "none")
 
     def test_a_run_verifies_itself(self, run):
         assert run.verify().sound
@@ -114,7 +126,7 @@ class TestRunTraces:
         assert [trace.call_ids for trace in batch.traces] == [["s-0"], ["s-1"], ["s-3"]]
         assert batch.rewards == {"s": rolltap.GroupReward(group_id="g", reward=0.25)}
         assert batch.ledger.trained == sum(sum(trace.completion_mask) for trace in batch.traces) == 7
-        assert run.traces().batch(sessions=["t"]).ledger.left_out == {"no_reward": 2}
+        assert run.traces().batch(["t"]).ledger.left_out == {"no_reward": 2}
 
     def test_traces_that_lose_tokens_are_an_error(self, run, monkeypatch):
         forget_a_call(monkeypatch)
@@ -131,6 +143,21 @@ class TestRunTraces:
         rewards = rolltap.open_run(tmp_path / "run").traces().batch().rewards
         assert len({labelled.group_id for labelled in rewards.values()}) == 2
 
+    def test_a_trace_and_its_reward_are_in_the_same_group(self, tmp_path):
+        write_metadata(tmp_path, {})
+        with RunWriter(tmp_path) as writer:
+            for name in ("a", "b"):
+                writer.add_call(make_call(name, 0, [1], [2]))
+                writer.add_session(rolltap.Session(session_id=name, status="completed", reward=1.0))
+        batch = rolltap.open_run(tmp_path).traces().batch()
+        assert {trace.group_id for trace in batch.traces} == {"a", "b"}
+        assert {name: labelled.group_id for name, labelled in batch.rewards.items()} == {"a": "a", "b": "b"}
+
+    @pytest.mark.parametrize(("ids", "message"), [("s", "'s' is not a collection"), (["s", "x"], "has no session 'x'")])
+    def test_a_batch_of_sessions_that_are_not_there_is_refused(self, run, ids, message):
+        with pytest.raises(InputError, match=message):
+            run.traces().batch(ids)
+
     def test_saved_traces_are_a_dataset_and_counts(self, run, tmp_path):
         seen = []
         totals = run.traces().save(tmp_path / "traces", seen.append, progress=False)
@@ -143,8 +170,8 @@ class TestRunTraces:
         ("arguments", "message"),
         [
             ({"strategy": "all"}, "unknown strategy 'all': choose per_request, prefix_merging, tree"),
-            ({"roles": ["boss"]}, "roles='boss': give a list of agent, subagent, compaction, auxiliary"),
-            ({"roles": "agent"}, "roles='agent': give a list of"),
+            ({"roles": ["boss"]}, "unknown role 'boss': choose agent, subagent, compaction, auxiliary"),
+            ({"roles": "agent"}, "'agent' is not a collection: give a list"),
             ({"max_tokens": 0}, "max_tokens=0: give a number of at least 1"),
         ],
     )

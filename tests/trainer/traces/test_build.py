@@ -284,7 +284,7 @@ class TestTrace:
             build_traces([make_call(0, [1], [7]), make_call(0, [1], [8])], "per_request")
 
     def test_an_unknown_strategy_is_refused(self):
-        with pytest.raises(ValueError, match="choose per_request, prefix_merging or tree"):
+        with pytest.raises(ValueError, match="choose per_request, prefix_merging, tree"):
             build_traces([make_call(0, [1], [7])], "merge")
 
     def test_thousands_of_turns_are_traced(self):
