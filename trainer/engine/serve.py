@@ -76,14 +76,15 @@ class EngineServer:
     window in tokens, by default the model's. LoRA adapters up to `lora_rank` are accepted. The output goes to `log`, by
     default to this process's. `extra` are further arguments of `vllm serve`.
 
-    The constructor raises `InputError` when the `vllm` program is not found, and as `is_cpu_build`. Entering waits
+    The constructor raises `InputError` when the `vllm` program is not found, and `EngineError` when there is no working
+    Python beside it. Entering waits
     until the server is healthy. It raises `EngineError` when the server exits before, is not healthy within
-    `START_SECONDS`, or lacks a required endpoint, and when another engine answers at its address.
+    two hours, or lacks a required endpoint, and when another engine answers at its address.
     """
 
     def __init__(
         self,
-        model: str,
+        model: str | Path,
         *,
         vllm: str = "vllm",
         host: str = "127.0.0.1",
@@ -100,7 +101,7 @@ class EngineServer:
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._log = None if log is None else Path(log)
         self._command = engine_command(
-            found, model, host=host, port=port, max_model_len=max_model_len, lora_rank=lora_rank, cpu=cpu
+            found, str(model), host=host, port=port, max_model_len=max_model_len, lora_rank=lora_rank, cpu=cpu
         )
         self._command += extra
         self._env = engine_environment(cpu=cpu, lora_rank=lora_rank)

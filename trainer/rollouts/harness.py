@@ -18,6 +18,8 @@ _WINDOW = "{max_model_len}"
 class Harness(BaseModel):
     """An agent program and how to start it. A preset (`recipes/harnesses`) is a TOML file with these fields as keys.
 
+    The constructor raises pydantic's `ValidationError`, a `ValueError`, for wrong fields.
+
     Attributes:
         name: Names the harness in the dataset.
         version: Version of the program that the preset was tested with.

@@ -11,7 +11,8 @@ from rolltap.trainer.settings import describe
 class Task(BaseModel):
     """An instruction, the workspace to start from, and the evaluator of the result.
 
-    A task file is JSON Lines with these fields as keys. Paths in it are relative to the file.
+    A task file is JSON Lines with these fields as keys. Paths in it are relative to the file. The constructor raises
+    pydantic's `ValidationError`, a `ValueError`, for wrong fields.
 
     Attributes:
         id: Name of the task in the dataset: letters, digits, dot, dash and underscore.

@@ -173,13 +173,20 @@ def import_calls(source: BinaryIO, run: Path, *, skip_bad: bool, report: Report,
         merge = f"`rolltap merge {run} NEW --out MERGED`"
         raise InputError(f"{run} is a run already: import into a new folder NEW, then {merge}")
     with _seekable(source) as lines, new_folder(run) as staged:
-        sessions, bad = _check(lines, report, advance)
+        first: list[str] = []
+
+        def note(number: int, fault: str) -> None:
+            if not first:
+                first.append(f"line {number}: {fault}")
+            report(number, fault)
+
+        sessions, bad = _check(lines, note, advance)
         if bad and not skip_bad:
             raise InputError(
-                f"{bad} bad lines, nothing was imported: correct them, or skip them (--skip-bad, skip_bad=True)"
+                f"{bad} bad lines, nothing was imported; {first[0]}; correct them, or skip them (--skip-bad, skip_bad=True)"
             )
         if not sessions:
-            raise InputError("there is no line to import" + (f": all {bad} are bad" if bad else ""))
+            raise InputError("there is no line to import" + (f": all {bad} are bad; {first[0]}" if bad else ""))
         write_metadata(staged, {"source": "import"})
         summary = ImportSummary(skipped=bad)
         with RunWriter(staged, "never") as writer:

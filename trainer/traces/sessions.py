@@ -59,6 +59,8 @@ class TracedSession:
 class Totals:
     """Counts over sessions: their calls, traces, rewards and sampled tokens.
 
+    In `ledger`, tokens of sessions without a reward count as trained: a trainer leaves them out as `no_reward`.
+
     Attributes:
         harnesses: Sessions of each.
     """
