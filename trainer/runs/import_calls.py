@@ -183,7 +183,8 @@ def import_calls(source: BinaryIO, run: Path, *, skip_bad: bool, report: Report,
         sessions, bad = _check(lines, note, advance)
         if bad and not skip_bad:
             raise InputError(
-                f"{bad} bad lines, nothing was imported; {first[0]}; correct them, or skip them (--skip-bad, skip_bad=True)"
+                f"{bad} bad lines, nothing was imported; {first[0]}; "
+                "correct them, or skip them (--skip-bad, skip_bad=True)"
             )
         if not sessions:
             raise InputError("there is no line to import" + (f": all {bad} are bad; {first[0]}" if bad else ""))

@@ -157,7 +157,7 @@ class TestCalls:
             load(run, write(line()))
 
     def test_a_file_without_lines_makes_no_run(self, run):
-        with pytest.raises(InputError, match="there is no line to import: all 1 are bad; line 1: .*is missing"):
+        with pytest.raises(InputError, match=r"there is no line to import: all 1 are bad; line 1: .*is missing"):
             load(run, b"{}", skip_bad=True)
         assert not run.exists()
         with pytest.raises(InputError, match="there is no line"):
