@@ -13,7 +13,7 @@ def train(recipe: str | Path, *, engine: str, out: str | Path, seed: int = 0) ->
     """Roll out, train, publish and repeat, as a recipe says, and return the run.
 
     `recipe` is the path of a TOML file, as the README shows it; unknown keys are refused by name. `engine` is the URL
-    of the vLLM server, which gets the new weights. `out` is the run folder; a training that was stopped goes on from its
+    of the vLLM server, which gets the new weights. `out` is the run folder. A stopped training goes on from its
     last checkpoint. `seed` is the trainer's. A line for each step goes to stderr. The trained model is in the folder
     `model` of the run, and a plot of the rewards in `reward.png`.
 
