@@ -9,7 +9,7 @@ def basic(text):
     return "Basic " + base64.b64encode(text.encode()).decode()
 
 
-def test_a_token_is_the_hmac_of_the_session_id():
+def test_a_password_is_the_hmac_of_the_session_id():
     # RFC 4231, test case 2
     expected = "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843"
     assert password("Jefe", "what do ya want for nothing?") == expected

@@ -12,7 +12,9 @@ from rolltap.trainer.commands.options import FOLDER, engine_option, json_option,
 @click.command("check")
 @click.argument("run", type=FOLDER)
 @engine_option(help="URL of the vLLM server.")
-@click.option("--sample", default=100, show_default=True, type=click.IntRange(1), help="Maximum number of calls to score.")
+@click.option(
+    "--sample", default=100, show_default=True, type=click.IntRange(1), help="Maximum number of calls to score."
+)
 @click.option("--seed", default=0, show_default=True, help="Seed of the choice of calls.")
 @click.option(
     "--threshold",

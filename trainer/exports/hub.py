@@ -27,7 +27,9 @@ class Repository:
             self.name = self._api.create_repo(name, repo_type="dataset", private=not public, exist_ok=True).repo_id
             is_private = self._api.repo_info(self.name, repo_type="dataset").private
         if not public and not is_private:
-            raise InputError(f"{self.name} exists and is public: choose another repository, or allow it (--public, public=True)")
+            raise InputError(
+                f"{self.name} exists and is public: choose another repository, or allow it (--public, public=True)"
+            )
 
     def upload(self, folder: Path, message: str) -> str:
         """Replace the Parquet files and the card by those of `folder`, in one commit. Return the repository's URL.

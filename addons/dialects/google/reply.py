@@ -73,7 +73,7 @@ def _model(name: str, context_window: int) -> dict[str, Any]:
         "version": "001",
         "displayName": name,
         "inputTokenLimit": context_window,
-        "outputTokenLimit": context,
+        "outputTokenLimit": context_window,
         "supportedGenerationMethods": ["generateContent", "countTokens"],
     }
 
