@@ -8,19 +8,19 @@ import hashlib
 import hmac
 
 
-def token(secret: str, session_id: str) -> str:
+def password(secret: str, session_id: str) -> str:
     """Return the proxy password of a session: the hexadecimal HMAC-SHA256 of its id under the recorder's secret."""
     return hmac.new(secret.encode(), session_id.encode(), hashlib.sha256).hexdigest()
 
 
-def valid(secret: str, session_id: str, password: str) -> bool:
-    """Return True when `password` is the session's. With an empty secret every password is accepted.
+def valid(secret: str, session_id: str, given: str) -> bool:
+    """Return True when `given` is the session's password. With an empty secret every password is accepted.
 
     Empty and unprintable session ids are refused: the id becomes the value of a header.
     """
     if not session_id or not session_id.isprintable():
         return False
-    return not secret or hmac.compare_digest(token(secret, session_id).encode(), password.encode())
+    return not secret or hmac.compare_digest(password(secret, session_id).encode(), given.encode())
 
 
 def parse_basic(header: str) -> tuple[str, str] | None:
@@ -29,7 +29,7 @@ def parse_basic(header: str) -> tuple[str, str] | None:
     if scheme.lower() != "basic":
         return None
     try:
-        user, _, password = base64.b64decode(encoded, validate=True).decode().partition(":")
+        user, _, given = base64.b64decode(encoded, validate=True).decode().partition(":")
     except ValueError:
         return None
-    return user, password
+    return user, given

@@ -51,8 +51,9 @@ class Egress:
     def load(self, loader: Loader) -> None:
         """Declare the option, and make mitmproxy answer CONNECT and TLS without connecting to the host first."""
         text = (
-            "Host that sessions may reach besides the model APIs: a name or a pattern, for instance `pypi.org` or "
-            "`*.pythonhosted.org`. Repeat the option for more hosts. Requests to all other hosts get 404."
+            "Host that sessions may reach: a name or a pattern, for instance `pypi.org` or `*.pythonhosted.org`. "
+            "Repeat the option for more hosts. Model calls to any host are answered by the recorder and never reach "
+            "their host. Other requests to other hosts get 404."
         )
         loader.add_option("rolltap_allow", Sequence[str], [], text)
         ctx.options.update(connection_strategy="lazy", upstream_cert=False, rawtcp=False)

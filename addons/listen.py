@@ -63,7 +63,8 @@ class Listen:
         if not addresses:
             return  # the port is in use: mitmproxy logs that and stops
         if not ctx.options.rolltap_secret and not all(is_loopback(host) for host, *_ in addresses):
-            logger.error("the proxy listens on %s without rolltap_secret: stopping", addresses)
+            advice = "set rolltap_secret, or listen on 127.0.0.1"
+            logger.error("the proxy listens on %s without rolltap_secret: stopping; %s", addresses, advice)
             ctx.master.shutdown()
             return
         urls = " and ".join(f"http://{host}:{port}" for host, port, *_ in addresses)

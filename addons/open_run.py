@@ -16,7 +16,7 @@ from mitmproxy.optmanager import OptManager
 from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
 from rolltap.addons.errors import InputError, RunError
-from rolltap.addons.prompts.rendering import Rendering, model_folder
+from rolltap.addons.prompts.rendering import Rendering, resolve_model
 from rolltap.addons.store.metadata import add_recorder, write_metadata
 from rolltap.addons.store.tables import RunWriter, Sync
 
@@ -52,8 +52,8 @@ def add_options(loader: Loader) -> None:
     )
     loader.add_option("rolltap_sampling", str, "{}", sampling)
     patience = (
-        "Total seconds of pauses between retries when the engine fails, counted anew after each newly sampled token. A "
-        "retry continues after the last sampled token. After that the harness gets an error reply."
+        "Maximum sum, in seconds, of the pauses between retries after an engine failure. A newly sampled token resets "
+        "it. A retry continues after the last sampled token. When it is used up, the harness gets an error."
     )
     loader.add_option("rolltap_patience", int, 120, patience)
     fsync = (
@@ -82,7 +82,7 @@ def open_run(options: OptManager) -> Endpoint:
     if wrong:
         raise OptionsError("\n".join(wrong))
     metadata = {
-        "model": model_folder(options.rolltap_model),
+        "model": resolve_model(options.rolltap_model),
         "renderer": rendering.name,
         "bridge_refusal": rendering.refusal,
         "tokenizer_sha256": rendering.tokenizer_sha256,
@@ -151,11 +151,11 @@ def _sync(options: OptManager) -> Sync:
 
 
 def _rendering(options: OptManager) -> Rendering:
-    model = model_folder(_required(options, "rolltap_model"))
+    model = resolve_model(_required(options, "rolltap_model"))
     try:
         rendering = Rendering(model, options.rolltap_renderer)
     except InputError as error:
-        raise OptionsError(f"rolltap_model: {error}") from error
+        raise OptionsError(f"rolltap_model, rolltap_renderer: {error}") from error
     if rendering.name == "default":
         advice = "tool calls are not parsed. Set rolltap_renderer if a renderer of the model's family exists."
         logger.warning("no renderer matches the chat template of %s: %s", model, advice)

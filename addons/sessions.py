@@ -17,9 +17,9 @@ SESSION = "rolltap_session"
 """Key of `flow.metadata`: the session id of an authenticated flow."""
 
 _HELP = (
-    "The rolltap recorder requires proxy credentials: HTTPS_PROXY=http://SESSION:TOKEN@HOST:PORT\n"
-    "SESSION is a session id of your choice. TOKEN is the hexadecimal HMAC-SHA256 of SESSION with the key "
-    "rolltap_secret;\nif rolltap_secret is not set, any TOKEN is accepted.\n"
+    "The rolltap recorder requires proxy credentials: HTTPS_PROXY=http://SESSION:PASSWORD@HOST:PORT\n"
+    "SESSION is a non-empty, printable session id of your choice. PASSWORD is the hexadecimal HMAC-SHA256 of SESSION "
+    "with the key rolltap_secret;\nif rolltap_secret is not set, any PASSWORD is accepted.\n"
 )
 
 

@@ -1,4 +1,4 @@
-"""The layers: no room imports a higher one, and no room is missing from the package."""
+"""The layers: no package imports one of a higher layer, and no folder is missing from the distribution."""
 
 import ast
 import tomllib
@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-FLOORS = [
+LAYERS = [
     ["addons.errors"],
     ["addons.store", "addons.dialects"],
     ["addons.prompts", "addons.engine"],
@@ -23,13 +23,14 @@ FLOORS = [
     ["trainer.cli"],
     ["__main__"],
 ]
-"""Floors from the lowest to the highest. A room imports rooms of lower floors and none of its own floor. `addons` and
-`trainer` are the modules beside their rooms. `rolltap` is the public page, the folder `trainer/rolltap`."""
+"""Layers from the lowest to the highest. A package imports packages of lower layers and no other of its own layer.
+`addons` and `trainer` are the modules directly in these folders. `rolltap` is the public page, the folder
+`trainer/rolltap`."""
 FILES = sorted(path for top in ("addons", "trainer") for path in (ROOT / top).rglob("*.py"))
 
 
-def room_of(module: str) -> str:
-    """Return the room of a module. Both names lack the first `rolltap.`, except for the public page `rolltap`."""
+def package_of(module: str) -> str:
+    """Return the package of a module. Both names lack the first `rolltap.`, except for the public page `rolltap`."""
     top, *rest = module.split(".")
     if module == "trainer.rolltap.__main__":
         return "__main__"
@@ -40,22 +41,22 @@ def room_of(module: str) -> str:
 
 
 def imports(path: Path) -> set[str]:
-    """Return the rooms that a file imports, including imports within functions."""
+    """Return the packages that a file imports, including imports within functions."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             found.update(f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
-    return {room_of(name.removeprefix("rolltap.")) for name in found if name.split(".")[0] == "rolltap"}
+    return {package_of(name.removeprefix("rolltap.")) for name in found if name.split(".")[0] == "rolltap"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_room_imports_a_higher_one_or_a_neighbour(path):
-    room = room_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
-    floor = next(i for i, rooms in enumerate(FLOORS) if room in rooms)
-    below = {lower for rooms in FLOORS[:floor] for lower in rooms}
-    assert imports(path) <= below | {room}
+def test_no_package_imports_a_higher_layer_or_its_own(path):
+    package = package_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    layer = next(i for i, packages in enumerate(LAYERS) if package in packages)
+    below = {lower for packages in LAYERS[:layer] for lower in packages}
+    assert imports(path) <= below | {package}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "trainer" / "commands").glob("*.py")), ids=lambda path: path.stem)

@@ -57,8 +57,11 @@ def main() -> None:
 
 
 def run(command: click.Command) -> None:
-    """Run a command as a program. Exit status: 1 after an error that the user can mend, with a message; 2 after a wrong
-    option; 130 after Ctrl-C or SIGTERM."""
+    """Run a command as a program.
+
+    Exit status: 1 after a `RolltapError` or `OSError`, with a message; 2 after a wrong option; 130 after Ctrl-C or
+    SIGTERM.
+    """
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         command.main(standalone_mode=False)
@@ -69,7 +72,7 @@ def run(command: click.Command) -> None:
         Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(1)
     except (KeyboardInterrupt, click.Abort):
-        Console(stderr=True).print("stopped; nothing that was recorded is lost")
+        Console(stderr=True).print("stopped by a signal; committed calls stay in the run")
         sys.exit(130)
 
 

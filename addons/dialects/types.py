@@ -160,7 +160,8 @@ class ModelCall:
     schema: dict[str, Any] | None = None
     """The JSON schema that the reply must match; `{}` for any JSON object."""
     requested_sampling: dict[str, Any] = field(default_factory=dict)
-    """Sampling and decoding options of the request, unchanged. They are recorded and not sent to the engine."""
+    """Sampling and decoding options of the request, unchanged, for the record. Other fields of this class hold those
+    that are applied."""
     hosted_tools: list[Any] = field(default_factory=list)
     """Tools that the provider would run itself, unchanged. The model does not see them."""
     wire_tools: dict[str, WireTool] = field(default_factory=dict)
@@ -220,7 +221,7 @@ class ReplyContext:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model in a list of models. `context` is its context window in tokens."""
+    """A model in a list of models. `context_window` is in tokens."""
 
     name: str
-    context: int
+    context_window: int

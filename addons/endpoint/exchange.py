@@ -1,5 +1,7 @@
-"""One HTTP exchange: sends the headers immediately, text while it is sampled, keep-alives, and the last event after the
-call is committed."""
+"""One HTTP exchange: a request and its reply, streamed or plain.
+
+A stream's headers are sent immediately, text while it is sampled, and the last event after the call is committed.
+"""
 
 import time
 from collections.abc import Awaitable, Callable

@@ -47,7 +47,7 @@ class State(Enum):
 
     SAMPLING = auto()
     SAMPLED = auto()
-    """The completion has a finish reason. It is committed once a request listens or has had the whole reply."""
+    """The completion has a finish reason. It is committed once a request listens."""
     COMMITTED = auto()
     """Recorded as completed: later calls can continue it. With `rolltap_fsync=call` the sync is outstanding."""
     COMPLETED = auto()
@@ -93,7 +93,7 @@ class Generation:
         self.reply: Reply | None = None
         self.error: DialectError | None = None
         self.delivered = False
-        """True when a listener has received the whole reply."""
+        """True when the whole reply or error was written to a listener's connection."""
         self._state = State.SAMPLING
         self._deltas = TextDeltas()
         self._parsed_tokens = 0

@@ -32,18 +32,25 @@ class SessionState:
         self._tools_seen = False
 
     def begin(
-        self, dialect: Dialect, model_call: ModelCall, context: int, *, host: str, path: str, headers: Mapping[str, str]
+        self,
+        dialect: Dialect,
+        model_call: ModelCall,
+        context_window: int,
+        *,
+        host: str,
+        path: str,
+        headers: Mapping[str, str],
     ) -> Generation:
         """Return the generation that the request repeats, or start a new one.
 
-        A new one's `call_started` event is committed before the engine is asked. `context` is the engine's context
-        window in tokens; `headers` are the request's. Raises `DialectError` when the session has ended or the prompt
+        A new one's `call_started` event is committed before the engine is asked. `context_window` is the
+        engine's, in tokens; `headers` are the request's. Raises `DialectError` when the session has ended or the prompt
         fills the window, and `OSError` when an event cannot be committed or the disk is nearly full.
         """
         conversations, prompt = self._prompt(model_call)
-        max_new_tokens = context - len(prompt.ids)
+        max_new_tokens = context_window - len(prompt.ids)
         if max_new_tokens < 1:
-            raise ContextOverflow(len(prompt.ids), context)
+            raise ContextOverflow(len(prompt.ids), context_window)
         writer = self._services.writer
         generation = find_retried(self.generations, dialect.NAME, model_call, prompt.ids, headers)
         if generation is not None:

@@ -61,7 +61,11 @@ class Engine:
                 base = next(m for m in models["data"] if not m.get("parent"))
                 self.model, self._max_model_len = str(base["id"]), int(base["max_model_len"])
             except (ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
-                raise EngineError(f"{self.url}/v1/models is not vLLM's: {error!r}", status=502) from error
+                message = (
+                    f"{self.url}/v1/models did not return a model with max_model_len ({error!r}): check that "
+                    "rolltap_engine is a vLLM server"
+                )
+                raise EngineError(message, status=502) from error
         return self._max_model_len
 
     async def describe(self) -> dict[str, Any]:
@@ -106,11 +110,11 @@ class Engine:
         try:
             async with await self._post(body) as response:
                 if response.status != 200:
-                    raise await _refusal(response)
+                    raise await _refusal(self.url, response)
                 async for data in _events(response.content):
                     if data == b"[DONE]":
                         break
-                    chunk = _chunk(data)
+                    chunk = _chunk(self.url, data)
                     finished = finished or chunk.finish_reason is not None
                     yield chunk
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -149,12 +153,12 @@ async def _events(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
                 yield line[5:].strip()
 
 
-def _chunk(data: bytes) -> Chunk:
+def _chunk(url: str, data: bytes) -> Chunk:
     try:
         event = orjson.loads(data)
         if "error" in event:
             status = int(event["error"].get("code") or 500)
-            message = f"the engine refused: {event['error'].get('message')}"
+            message = f"the engine at {url} refused: {event['error'].get('message')}"
             raise EngineError(message, status=max(status, 400), retryable=status >= 500)
         usage = event.get("usage") or {}
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
@@ -176,12 +180,13 @@ def _chunk(data: bytes) -> Chunk:
             cached_tokens=cached,
         )
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise EngineError(f"the engine sent an invalid event ({error!r}): {data[:200]!r}", status=502) from error
+        message = f"the engine at {url} sent an invalid event ({error!r}): {data[:200]!r}"
+        raise EngineError(message, status=502) from error
 
 
-async def _refusal(response: aiohttp.ClientResponse) -> EngineError:
+async def _refusal(url: str, response: aiohttp.ClientResponse) -> EngineError:
     text = (await response.read()).decode("utf-8", "replace")[:500]
     hint = f"; {GENERATE} needs vLLM 0.32 or newer with --enable-scale-out" if response.status in (403, 404) else ""
     status = response.status if response.status in (400, 413, 503) else 502
-    message = f"the engine answered {response.status}: {text}{hint}"
+    message = f"the engine at {url} answered {response.status}: {text}{hint}"
     return EngineError(message, status=status, retryable=response.status >= 500)

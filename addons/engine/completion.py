@@ -93,9 +93,9 @@ async def _sample_rest(call: Call, sampling: dict[str, Any], engine: Engine, pol
         call.weight_versions = [span for span in call.weight_versions if span.start < start]
         call.weight_versions.append(VersionSpan(version=policy.version, start=start, end=len(call.completion_ids)))
     if finish_reason == "abort":
-        raise EngineError("the engine aborted the generation", retryable=True)
+        raise EngineError(f"the engine at {engine.url} aborted the generation", retryable=True)
     if finish_reason not in ("stop", "length"):
-        raise EngineError(f"the engine ended the generation with {finish_reason!r}", status=500)
+        raise EngineError(f"the engine at {engine.url} ended the generation with {finish_reason!r}", status=500)
     call.finish_reason = finish_reason
 
 

@@ -45,8 +45,9 @@ class TextDeltas:
 
 
 def cut_at_stop(reply: Reply, stop_texts: Sequence[str], *, partial: bool) -> None:
-    """Truncate the text of `reply` before the first stop text in it, in place.
+    """Truncate `reply` before the first stop text, in place.
 
+    Its tool calls are dropped, and its content too when the stop text is in the reasoning.
     With `partial`, a suffix that is a proper prefix of a stop text is removed too: the next tokens may complete it.
     """
     for field in ("reasoning", "content"):

@@ -211,7 +211,7 @@ def _create(tokenizer: Any, name: str) -> Renderer:
     return create_renderer(tokenizer, config)
 
 
-def model_folder(model: str) -> str:
+def resolve_model(model: str) -> str:
     """Return `model` as an absolute path when it is a local folder, else unchanged."""
     path = Path(model).expanduser()
     return str(path.resolve()) if path.is_dir() else model

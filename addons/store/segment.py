@@ -21,7 +21,8 @@ is written in three steps:
 
 Before step 3 the prefix is zero, which Arrow readers take for the end of the stream (a length of 0 in the IPC format
 before 0.15). A process that is killed before step 3 leaves an uncommitted tail from `size` on, which readers ignore. A
-machine that stops before `fdatasync` may lose any page of a commit. `rolltap verify` finds that by the rows' digests.
+machine that stops before `fdatasync` may lose any page of a commit. The rows' digests show that, unless the prefix of
+the last commit is lost: then the commit is taken for an uncommitted tail.
 """
 
 import errno

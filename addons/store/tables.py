@@ -55,11 +55,11 @@ class RunWriter:
         self.sync_policy = sync
         self._suffix = f"{time.time_ns():x}-{os.getpid()}"
         self._segments: dict[str, Segment] = {}
-        self._full: list[Segment] = []
+        self._failed: list[Segment] = []
         """Segments whose last commit failed. They are not appended to again."""
         self._count = 0
         self._commits = threading.Lock()
-        """Guards `_segments`, `_full` and `_count`, and serialises commits."""
+        """Guards `_segments`, `_failed` and `_count`, and serialises commits."""
         self._syncs = threading.Lock()
         """Serialises fdatasync. A thread that waited skips segments without commits newer than the last sync."""
         self._sync_error: OSError | None = None
@@ -117,7 +117,7 @@ class RunWriter:
                 self._segments[table].append(batch)
             except OSError:
                 if self._segments[table].size:
-                    self._full.append(self._segments.pop(table))
+                    self._failed.append(self._segments.pop(table))
                 raise
 
     def sync(self) -> None:
@@ -128,7 +128,7 @@ class RunWriter:
         """
         with self._syncs:
             with self._commits:
-                segments = [*self._full, *self._segments.values()]
+                segments = [*self._failed, *self._segments.values()]
             self._sync(segments)
 
     def end_session(self) -> None:
@@ -150,10 +150,10 @@ class RunWriter:
         try:
             with self._syncs:
                 with self._commits:
-                    segments = [*self._full, *self._segments.values()]
-                    closed += [segment for segment in segments if segment in self._full or segment.size >= min_bytes]
+                    segments = [*self._failed, *self._segments.values()]
+                    closed += [segment for segment in segments if segment in self._failed or segment.size >= min_bytes]
                     self._segments = {table: s for table, s in self._segments.items() if s not in closed}
-                    self._full = []
+                    self._failed = []
                 if self.sync_policy != "never":
                     self._sync(segments)
         finally:

@@ -2,29 +2,29 @@ import base64
 
 import pytest
 
-from rolltap.addons.credentials import parse_basic, token, valid
+from rolltap.addons.credentials import parse_basic, password, valid
 
 
 def basic(text):
     return "Basic " + base64.b64encode(text.encode()).decode()
 
 
-def test_a_token_is_the_hmac_of_the_session_id():
+def test_a_password_is_the_hmac_of_the_session_id():
     # RFC 4231, test case 2
     expected = "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843"
-    assert token("Jefe", "what do ya want for nothing?") == expected
+    assert password("Jefe", "what do ya want for nothing?") == expected
 
 
 @pytest.mark.parametrize(
     ("secret", "session_id", "password", "accepted"),
     [
-        ("key", "s1", token("key", "s1"), True),
-        ("key", "s1", token("key", "s2"), False),
-        ("key", "s1", token("other", "s1"), False),
+        ("key", "s1", password("key", "s1"), True),
+        ("key", "s1", password("key", "s2"), False),
+        ("key", "s1", password("other", "s1"), False),
         ("key", "s1", "", False),
         ("key", "s1", "é", False),
-        ("key", "", token("key", ""), False),
-        ("key", "s\r\nx-other: 1", token("key", "s\r\nx-other: 1"), False),
+        ("key", "", password("key", ""), False),
+        ("key", "s\r\nx-other: 1", password("key", "s\r\nx-other: 1"), False),
         ("", "s1", "anything", True),
         ("", "s1", "", True),
         ("", "", "anything", False),

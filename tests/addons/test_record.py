@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rolltap.addons.credentials import token
+from rolltap.addons.credentials import password
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.rollouts.environment import SESSION_END
 from tests.scripted_engine import Say
@@ -135,10 +135,10 @@ def test_only_an_allowed_host_is_connected_to_even_when_no_addon_answers_a_reque
 def test_with_a_secret_only_the_sessions_own_token_opens_the_proxy(start, scripted_engine):
     recorder = start(env={"ROLLTAP_SECRET": "hidden"})
     scripted_engine.replies.append(Say("Hi."))
-    with recorder.client("s1", token("hidden", "s1")) as client:
+    with recorder.client("s1", password("hidden", "s1")) as client:
         assert client.post(CHAT, json=HELLO).status_code == 200
-    for user, password in [("s2", token("hidden", "s1")), ("s1", "x"), (None, None)]:
-        with recorder.client(user, password) as client, pytest.raises(httpx.ProxyError, match="407"):
+    for user, given in [("s2", password("hidden", "s1")), ("s1", "x"), (None, None)]:
+        with recorder.client(user, given) as client, pytest.raises(httpx.ProxyError, match="407"):
             client.post(CHAT, json=HELLO)
     recorder.stop()
     assert [call["session_id"] for call in recorder.rows("calls")] == ["s1"]

@@ -5,16 +5,16 @@ import pytest
 from mitmproxy import http
 from mitmproxy.test import taddons, tflow
 
-from rolltap.addons.credentials import token
+from rolltap.addons.credentials import password
 from rolltap.addons.sessions import SESSION, Sessions
 from rolltap.addons.store.records import EVENT_SCHEMA
 
 SECRET = "key"
 
 
-def credentials(session_id, password=None):
-    password = token(SECRET, session_id) if password is None else password
-    return {"proxy-authorization": "Basic " + base64.b64encode(f"{session_id}:{password}".encode()).decode()}
+def credentials(session_id, given=None):
+    given = password(SECRET, session_id) if given is None else given
+    return {"proxy-authorization": "Basic " + base64.b64encode(f"{session_id}:{given}".encode()).decode()}
 
 
 def request(method="GET", url="http://example.com/", headers=None, client=None):
@@ -76,7 +76,7 @@ class TestCredentials:
 
     @pytest.mark.parametrize(
         ("session_id", "password"),
-        [("s1", "wrong"), ("s1", token(SECRET, "s2")), ("s1", "é"), ("", ""), ("", token(SECRET, ""))],
+        [("s1", "wrong"), ("s1", password(SECRET, "s2")), ("s1", "é"), ("", ""), ("", password(SECRET, ""))],
         ids=["wrong", "another session's", "not ASCII", "empty", "empty session"],
     )
     def test_wrong_ones_are_refused_and_recorded(self, authenticate, events, session_id, password):
@@ -94,7 +94,7 @@ class TestCredentials:
         authenticate(flow)
         assert flow.response.status_code == 407
         assert flow.response.headers["proxy-authenticate"].startswith("Basic ")
-        assert "HTTPS_PROXY=http://SESSION:TOKEN@HOST:PORT" in flow.response.text
+        assert "HTTPS_PROXY=http://SESSION:PASSWORD@HOST:PORT" in flow.response.text
         assert events == []
 
     def test_a_request_that_is_not_utf8_can_be_recorded(self, sessions, events):

@@ -12,15 +12,17 @@ from rolltap.trainer.commands.options import FOLDER, engine_option, json_option,
 @click.command("check")
 @click.argument("run", type=FOLDER)
 @engine_option(help="URL of the vLLM server.")
-@click.option("--sample", default=100, show_default=True, type=click.IntRange(1), help="Most calls to score.")
+@click.option(
+    "--sample", default=100, show_default=True, type=click.IntRange(1), help="Maximum number of calls to score."
+)
 @click.option("--seed", default=0, show_default=True, help="Seed of the choice of calls.")
 @click.option(
     "--threshold",
     default=0.01,
     show_default=True,
     type=click.FloatRange(0),
-    help="Largest mean absolute difference that is within, in nats. An engine in float32 on CPU repeats itself within "
-    "0.0001. In bfloat16 differences are larger: results depend on the batch.",
+    help="Maximum mean absolute difference, in nats, for exit status 0. A float32 engine on CPU reproduces its "
+    "log-probabilities within 0.0001; in bfloat16 differences are larger, because results depend on the batch.",
 )
 @json_option
 def check_command(run: Path, engine: str, sample: int, seed: int, threshold: float, as_json: bool) -> None:

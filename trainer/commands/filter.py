@@ -32,7 +32,8 @@ from rolltap.types import CallRole, SessionStatus
     "roles",
     multiple=True,
     type=click.Choice(get_args(CallRole)),
-    help="Keep only calls of this role, and the calls that their prompts continue. Repeatable.",
+    help="Keep only calls of this role, and the calls that their prompts continue. A session without a call of these "
+    "roles is left out. Repeatable.",
 )
 def filter_command(
     run: Path,

@@ -14,13 +14,13 @@ from rolltap.trainer.commands.options import RUN, new_folder_option
 def merge_command(runs: tuple[Path, ...], out: Path) -> None:
     """Write the sessions of several RUNS to one.
 
-    The runs must have the same tokenizer and chat template, and no session in common. Rows that cannot be read or do
-    not have their digest are left behind and counted. With a single damaged run, this saves its sound rows.
+    The runs must have the same tokenizer and chat template, and no session in common. Rows that cannot be read or
+    whose digest does not match are not copied, and counted. With a single damaged run, this saves its sound rows.
     """
     run, left_behind = rolltap.merge_runs(runs, out)
     for loss in left_behind:
         click.echo(
-            f"left behind in {loss.file}: {loss.rows} rows that do not have their digest, "
-            f"{loss.places} places that cannot be read"
+            f"not copied from {loss.file}: {loss.rows} rows whose digest does not match, "
+            f"{loss.places} unreadable byte ranges"
         )
     click.echo(f"{len(run.sessions())} sessions in {out}")

@@ -13,7 +13,13 @@ from rolltap.trainer.commands.options import FILE, harness_option, json_option, 
 @click.argument("tasks", type=FILE)
 @harness_option(required=True)
 @click.option("-n", "--sessions", default=8, show_default=True, type=click.IntRange(1), help="Sessions of each task.")
-@click.option("--concurrency", default=8, show_default=True, type=click.IntRange(1), help="Sessions at the same time.")
+@click.option(
+    "--concurrency",
+    default=8,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Maximum number of sessions that run at the same time.",
+)
 @click.option("--timeout", default=1800.0, show_default=True, help="Seconds after which a harness is stopped.")
 @json_option
 def rollout_command(

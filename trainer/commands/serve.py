@@ -21,10 +21,10 @@ import rolltap
 def serve_command(
     model: str, host: str, port: int, vllm: str, max_model_len: int | None, lora_rank: int, extra: tuple[str, ...]
 ) -> None:
-    """Start vLLM for MODEL, with the endpoints and flags that recording and publishing need.
+    """Start vLLM for recording and publishing.
 
-    It runs on the GPUs, or on the CPU if vLLM is a CPU build. Arguments after `--` are passed on to `vllm serve`. A
-    start-up that takes more than two hours is stopped.
+    It serves MODEL with the endpoints and flags that these need, on the GPUs, or on the CPU if vLLM is a CPU build.
+    Arguments after `--` are passed on to `vllm serve`. A start-up that takes more than two hours is stopped.
     """
     server = rolltap.EngineServer(
         model, vllm=vllm, host=host, port=port, max_model_len=max_model_len, lora_rank=lora_rank, extra=extra

@@ -31,8 +31,8 @@ def _roles(value: str | tuple[CallRole, ...]) -> tuple[CallRole, ...]:
     type=click.Choice(get_args(Strategy)),
     default="prefix_merging",
     show_default=True,
-    help="per_request: one trace for each call. prefix_merging: one for each path of the call tree. tree: the same, "
-    "with the prefix that each shares with an earlier one.",
+    help="per_request: one trace for each trained call. prefix_merging: one for each path of the call tree. tree: the "
+    "same, with the prefix that each shares with an earlier one.",
 )
 @click.option(
     "--roles",

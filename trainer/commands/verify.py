@@ -10,18 +10,23 @@ import rolltap
 from rolltap.trainer.commands.options import RUN, json_option
 
 MOST_FINDINGS = 100
-"""Most findings that are printed. `--json` prints all."""
+"""Maximum number of findings that are printed. `--json` prints all."""
 
 
 @click.command("verify")
 @click.argument("run", type=RUN)
-@click.option("--repair", is_flag=True, help="Remove what a crash left behind: incomplete commits, hidden files.")
+@click.option("--repair", is_flag=True, help="Truncate uncommitted tails and remove temporary files.")
 @json_option
 def verify_command(run: Path, repair: bool, as_json: bool) -> None:
-    """Check every file, every row and every invariant of a RUN.
+    """Check a RUN for damage.
 
-    Exit status 0: nothing is damaged. Exit status 1: something is. A run that is being recorded can be verified.
-    --repair removes nothing that was a whole commit, leaves files alone that are being written, and prints what it did.
+    Checked are the table files, the digest of each row that can be read, and the token ids, prompts, values and times
+    of calls and sessions. The calls of a session with an unreadable row are not rebuilt. Exit status 0: nothing is
+    damaged. Exit status 1: something is. A run that is being recorded can be verified.
+
+    --repair truncates an uncommitted tail and removes temporary files. After a machine crash the tail may be a commit
+    whose prefix was lost: copy the file first. Files that are being written are not changed.
+
     For a damaged run, `rolltap merge RUN --out NEW` saves the rows that can be read.
     """
     found = rolltap.verify_run(run, repair=repair)

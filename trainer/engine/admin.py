@@ -155,7 +155,7 @@ class EngineAdmin:
         except httpx.TimeoutException as error:
             raise EngineError(f"{request}: the engine did not answer in time ({error!r}); see its log") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            advice = "start it with `rolltap serve`, or see --engine"
+            advice = "start it with `rolltap serve`, or give its URL (--engine, engine=)"
             raise EngineError(f"{request}: no engine answers ({error!r}); {advice}") from error
         if not response.is_success:
             raise EngineError(f"{request}: {response.status_code} {response.text[:1000]}; {_advice(path, response)}")

@@ -34,8 +34,9 @@ class Publisher(Protocol):
 class CheckpointPublisher:
     """Saves the full model, and makes the engine reload it. An adapter is merged into the saved copy.
 
-    During the reload the engine is paused: it finishes the calls in flight first, and new calls wait. So no call is
-    sampled by two versions. `folder` keeps the newest checkpoint.
+    During the reload the engine is paused: it finishes the requests in flight first, and new ones wait. So no engine
+    request is sampled by two versions. A call that is continued after an engine failure takes several requests.
+    `folder` keeps the newest checkpoint.
     """
 
     def __init__(self, engine_url: str, folder: Path, run: Path) -> None:
@@ -72,8 +73,9 @@ class CheckpointPublisher:
 class LoraPublisher:
     """Saves the adapter, and loads it into the engine under a new name, `policy-<version>`.
 
-    Publishing does not wait for calls in flight: a call keeps the adapter that it started with. The two newest adapters
-    stay loaded, and a third is loaded before the oldest is unloaded: the engine needs `--max-cpu-loras` 3 or more.
+    Publishing does not wait for requests in flight: an engine request keeps the adapter that it started with. The two
+    newest adapters stay loaded, and a third is loaded before the oldest is unloaded: the engine needs
+    `--max-cpu-loras` 3 or more.
     """
 
     def __init__(self, engine_url: str, folder: Path, run: Path) -> None:

@@ -96,7 +96,8 @@ class EngineServer:
     ) -> None:
         found = shutil.which(vllm)
         if found is None:
-            raise InputError(f"{vllm!r} is not on the PATH: install vLLM in an environment of its own, see --vllm")
+            advice = "install vLLM in an environment of its own, and give its program (--vllm, vllm=)"
+            raise InputError(f"{vllm!r} is not on the PATH: {advice}")
         cpu = is_cpu_build(found)
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._log = None if log is None else Path(log)
@@ -109,7 +110,7 @@ class EngineServer:
     def __enter__(self) -> Self:
         admin = EngineAdmin(self.url)
         if admin.healthy():
-            raise EngineError(f"something answers at {self.url} already: stop it, or choose another --port")
+            raise EngineError(f"a server answers at {self.url} already: stop it, or choose another port")
         with self._log.open("a") if self._log else contextlib.nullcontext() as output:
             self._process = subprocess.Popen(
                 self._command,

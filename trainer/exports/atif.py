@@ -7,10 +7,10 @@ by their recorded parents. A line is a path of this tree from a root to the last
   is an observation of the step that asked for it. After a compaction, this is the conversation that began with the
   summary.
 - Every other line is an embedded trajectory, with its last call's id: conversations before a compaction or beside the
-  trajectory, sub-agents, compactions, side questions, superseded retries. `extra.role` is the last call's role. Steps
-  of calls that an earlier line has too are marked `is_copied_context` and have no metrics. The trajectory refers to it
-  in its last step of a call that started earlier, if there is one: the wire does not tell which tool call started a
-  sub-agent.
+  trajectory, sub-agents, compactions, side questions, superseded retries. `extra.role` is the last call's role. A step
+  of a call that is also on an earlier line is marked `is_copied_context` and has no metrics. The trajectory refers to
+  an embedded one from its last step that started earlier, if there is one. The wire does not tell which tool call
+  started a sub-agent.
 - `extra` holds what ATIF has no field for. In a step: the call's id, role, kind, status, why its tokens are not trained
   (`left_out`), and more. In metrics: the weight versions. In the trajectory: the session's row with its reward.
 

@@ -19,8 +19,8 @@ _TAGS = ["rolltap", "agent", "rollouts", "reinforcement-learning", "trl"]
 
 _INTRODUCTION = """\
 Rollouts of agent programs as token ids: prompts, sampled tokens with their log-probabilities, and the version of the
-weights that sampled them. Recorded and exported by rolltap {version}, which taps the model calls of unmodified agent
-programs off the wire."""
+weights that sampled them. Recorded and exported by rolltap {version}, which records the model calls of unmodified agent
+programs."""
 
 _TRACES = """\
 ## Traces

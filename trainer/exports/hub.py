@@ -27,7 +27,9 @@ class Repository:
             self.name = self._api.create_repo(name, repo_type="dataset", private=not public, exist_ok=True).repo_id
             is_private = self._api.repo_info(self.name, repo_type="dataset").private
         if not public and not is_private:
-            raise InputError(f"{self.name} exists and is public: choose another --repo, or say --public")
+            raise InputError(
+                f"{self.name} exists and is public: choose another repository, or allow it (--public, public=True)"
+            )
 
     def upload(self, folder: Path, message: str) -> str:
         """Replace the Parquet files and the card by those of `folder`, in one commit. Return the repository's URL.
@@ -51,7 +53,7 @@ def _hub_errors(name: str, endpoint: str) -> Iterator[None]:
     try:
         yield
     except HFValidationError as error:
-        raise InputError(f"--repo {name}: write it as ORG/NAME ({error})") from error
+        raise InputError(f"the repository {name!r} is not written as ORG/NAME ({error})") from error
     except HfHubHTTPError as error:
         raise HubError(f"the Hub at {endpoint} refused {name}: {error.server_message or error}") from error
     except (httpx.HTTPError, OSError, RuntimeError, ValueError) as error:

@@ -54,15 +54,15 @@ def export(run: Path, out: Path, advance: Advance) -> int:
     sessions = 0
     with (out / INDEX_FILE).open("w", encoding="utf-8") as index:
         for recorded in each_session(run, advance):
-            options = select_calls(recorded.calls)
+            selected = select_calls(recorded.calls)
             file = f"{TRACES_FOLDER}/{file_name(recorded.session_id)}.json"
             with (out / file).open("w", encoding="utf-8") as trace:
                 # written turn by turn: each has its full prompt, so all of them take O(T^2) memory
                 trace.write(f'{{"schema_version": {SCHEMA_VERSION}, "turns": [')
-                for n, turn in enumerate(training_turns(recorded.calls, options)):
+                for n, turn in enumerate(training_turns(recorded.calls, selected)):
                     trace.write((", " if n else "") + dump_json(turn))
                 trace.write("]}\n")
-            index.write(dump_json(index_line(recorded, file, options)) + "\n")
+            index.write(dump_json(index_line(recorded, file, selected)) + "\n")
             sessions += 1
     return sessions
 
@@ -99,10 +99,10 @@ def find_fault(call: Call) -> str | None:
     return None
 
 
-def training_turns(calls: Sequence[Call], options: SelectedCalls) -> Iterator[dict[str, Any]]:
+def training_turns(calls: Sequence[Call], selected: SelectedCalls) -> Iterator[dict[str, Any]]:
     """Yield the `TrainingTurn` of each selected call, in the order of the turns."""
     conversations = rebuild_conversations(calls)
-    return (_training_turn(conversations[i], i, options.left_out[i]) for i in options.order)
+    return (_training_turn(conversations[i], i, selected.left_out[i]) for i in selected.order)
 
 
 def _training_turn(conversation: CallConversation, index: int, left_out: str | None) -> dict[str, Any]:
@@ -143,13 +143,13 @@ def _training_turn(conversation: CallConversation, index: int, left_out: str | N
     }
 
 
-def index_line(recorded: RecordedSession, file: str, options: SelectedCalls) -> dict[str, Any]:
+def index_line(recorded: RecordedSession, file: str, selected: SelectedCalls) -> dict[str, Any]:
     """Return a session's line in `sessions.jsonl`."""
     names = ("task_id", "group_id", "harness", "status", "reward", "policy_version")
     return {
         "session_id": recorded.session_id,
         "file": file,
         **{name: getattr(recorded.session, name, None) for name in names},
-        "turns": len(options.order),
-        "left_out": options.refused,
+        "turns": len(selected.order),
+        "left_out": selected.refused,
     }

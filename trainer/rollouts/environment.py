@@ -7,7 +7,7 @@ from urllib.parse import quote, urlsplit
 import certifi
 import httpx
 
-from rolltap.addons.credentials import token
+from rolltap.addons.credentials import password
 from rolltap.addons.errors import InputError, RecorderError
 
 SESSION_END = "http://session.rolltap/end"
@@ -57,7 +57,7 @@ class Proxy:
 
     def url(self, session_id: str) -> str:
         """Return the proxy's URL with the credentials of a session."""
-        return f"http://{quote(session_id, safe='')}:{token(self._secret, session_id)}@{self._address}"
+        return f"http://{quote(session_id, safe='')}:{password(self._secret, session_id)}@{self._address}"
 
     def environment(self, session_id: str) -> dict[str, str]:
         """Return the variables that make a program send its calls through the recorder and trust its certificate.

@@ -20,6 +20,8 @@ class Task(BaseModel):
         workspace: Folder of which every session gets a copy. None: an empty folder.
         evaluate: Command that runs in the session's workspace after the harness. The last line of its output is
             the reward if it is a number. Otherwise the reward is 1 for exit status 0, and 0 for other statuses.
+            There is no reward when the command cannot be run (status 126 or 127), is killed by a signal, or takes
+            more than 600 s.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -35,7 +37,7 @@ def load_tasks(path: Path) -> list[Task]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read the task file: {error}") from error
+        raise InputError(f"cannot read the task file {path}: {error}") from error
     tasks: list[Task] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():

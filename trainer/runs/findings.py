@@ -50,7 +50,7 @@ def check_rows(table: str, batch: pa.RecordBatch) -> Iterator[tuple[Row | None, 
         fault = None
         if row[DIGEST] != row_digest(row, TABLES[table]):
             name = f"call {row['call_id']} of session" if table == "calls" else "a row of session"
-            fault = f"{name} {row['session_id']} does not have its digest: it was changed after it was written"
+            fault = f"{name} {row['session_id']}: its digest does not match, the row was changed after it was written"
         yield row, fault
 
 

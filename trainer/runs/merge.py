@@ -31,7 +31,7 @@ class LeftBehind:
     file: str
     """`RUN/FILE`."""
     rows: int
-    """Rows that do not have their digest."""
+    """Rows whose digest does not match."""
     places: int
     """Byte ranges that cannot be read, each of one or more adjacent commits."""
 
@@ -56,7 +56,8 @@ class _Source:
 def merge_runs(runs: Sequence[Path], out: Path, advance: Advance) -> tuple[int, list[LeftBehind]]:
     """Write the sound rows of one or more runs to the new folder `out`.
 
-    Return the number of sessions, and the losses: rows that cannot be read or do not have their digest are not copied.
+    Return the number of sessions, and the losses: rows that cannot be read or whose digest does not match are not
+    copied.
     The new `run.json` lists the losses as `left_behind`.
 
     Raises `InputError` when the runs' tokenizers or chat templates differ, when two runs have calls or the row of the
@@ -87,7 +88,7 @@ def merge_runs(runs: Sequence[Path], out: Path, advance: Advance) -> tuple[int, 
 def _copy_sound_rows(
     source: _Source, table: str, path: Path, writer: RunWriter, sessions: set[str | None]
 ) -> Iterator[LeftBehind]:
-    """Write the rows of a file that have their digest. Yield the losses, if there are any.
+    """Write the rows of a file whose digest matches. Yield the losses, if there are any.
 
     Adds to `sessions` the ids of sessions with a copied call or row.
     """

@@ -43,7 +43,8 @@ class Filter:
     statuses: Collection[str] = ()
     sessions: Collection[str] = ()
     roles: Collection[CallRole] = ()
-    """Roles of the calls to keep. Their ancestors are kept as well, whatever their role; no call without any is."""
+    """Roles of the calls to keep. Their ancestors are kept too, whatever their role. A session without a call of these
+    roles is left out."""
 
     def fits(self, session_id: str, session: Session | None) -> bool:
         """Return True when a session fits, `roles` aside. A session without a row has the status `unknown`, no harness

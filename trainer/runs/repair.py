@@ -1,4 +1,4 @@
-"""Safe repairs: truncate an incomplete last commit, and remove temporary files of dead processes."""
+"""Repairs: truncate an uncommitted tail, and remove temporary files of dead processes."""
 
 import os
 import re
@@ -40,7 +40,7 @@ def remove_leftovers(run: Path) -> Iterator[str]:
 
 
 def cut_end(path: Path, schema: pa.Schema) -> Iterator[str]:
-    """Truncate an incomplete last commit of a segment, and yield a sentence. A locked segment is left as it is."""
+    """Truncate the uncommitted tail of a segment, and yield a sentence. A locked segment is left as it is."""
     with locked(path, os.O_RDWR) as descriptor:
         if descriptor is None:
             return
@@ -50,7 +50,7 @@ def cut_end(path: Path, schema: pa.Schema) -> Iterator[str]:
         if reader.uncommitted:
             os.ftruncate(descriptor, path.stat().st_size - reader.uncommitted)
             os.fsync(descriptor)
-            yield f"{path.name}: the last {reader.uncommitted} bytes were truncated, a commit that was not completed"
+            yield f"{path.name}: the last {reader.uncommitted} bytes were truncated: not a committed message"
 
 
 def _is_alive(pid: int) -> bool:

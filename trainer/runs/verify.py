@@ -43,8 +43,8 @@ class Verification:
 def verify_run(run: Path, advance: Advance, *, repair: bool = False) -> Verification:
     """Check a run folder. Without `repair`, no file is changed.
 
-    With `repair`, temporary files of dead processes are removed and incomplete last commits truncated before the check,
-    except in files that a process is writing. Complete commits are kept, readable or not. Repairing is idempotent.
+    With `repair`, temporary files of dead processes are removed and uncommitted tails truncated before the check,
+    except in files that a process is writing. Commits with a prefix are kept, readable or not. Repairing is idempotent.
 
     Raises `RunError` when the folder is not a run, or has another schema version.
     """
@@ -103,5 +103,8 @@ def _check_file(reader: SegmentReader) -> Iterator[Finding]:
     if reader.uncommitted and is_held(reader.path):
         yield Finding("notice", reader.path.name, "a commit is being written")
     elif reader.uncommitted:
-        what = f"its last {reader.uncommitted} bytes are a commit that was not completed: nothing is lost"
+        what = (
+            f"its last {reader.uncommitted} bytes are not a committed message: a killed process left them, or a "
+            "machine crash lost the commit's prefix"
+        )
         yield Finding("notice", reader.path.name, what, "--repair truncates them")

@@ -47,7 +47,7 @@ def train(recipe: Recipe, *, engine: str, run: Path, seed: int, console: Console
     harness = Harness.load(recipe.harness)
     harness.require_program()
     if "," in engine:
-        raise InputError(f"--engine {engine}: weights are published to one engine only, give one URL")
+        raise InputError(f"engine is {engine!r}: weights are published to one engine, give one URL")
     EngineAdmin(engine).require_endpoints()
     args = training_arguments(recipe, run, seed, tasks)
     plan = Plan(harness, recipe.sessions_per_group, recipe.concurrency, recipe.session_timeout)
@@ -144,7 +144,7 @@ def training_arguments(recipe: Recipe, run: Path, seed: int, tasks: Sequence[Tas
     """Return TRL's arguments: the recipe's, and those that the loop sets. Raises `InputError` for what TRL refuses."""
     for key in _OURS:
         if key in recipe.grpo:
-            raise InputError(f"grpo.{key} follows from the recipe's own keys: remove it")
+            raise InputError(f"grpo.{key} is set by rolltap: remove it")
     if recipe.groups_per_step > len(tasks):
         raise InputError(f"groups_per_step is {recipe.groups_per_step}, but {recipe.tasks} has {len(tasks)} tasks")
     cuda = torch.cuda.is_available()

@@ -168,11 +168,11 @@ def weight_names(engine: EngineAdmin, models: Models, run: Path) -> dict[str, st
 
 
 def incomparable(call: Call, names: Collection[str], max_model_len: int) -> str | None:
-    """Why a call cannot be compared with what an engine says that serves the weights `names`, or None."""
+    """Return the reason why a call cannot be compared on an engine that serves the weights `names`, or None."""
     if not call.completion_ids:
         return "nothing sampled"
     if call.violation or find_violation(call.completion_ids, call.logprobs, call.weight_versions):
-        return "broken tokens"
+        return "violation"
     sampling = json.loads(call.sampling)
     if "structured_outputs" in sampling:
         return "sampled under a grammar"

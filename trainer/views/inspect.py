@@ -30,7 +30,7 @@ NEAR = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Branch:
+class CallNode:
     """One call in the call tree of a session."""
 
     call_id: str
@@ -59,7 +59,7 @@ class SessionView(JupyterMixin):
     session_id: str
     session: Session | None
     """The session's row; None when only calls were recorded."""
-    calls: list[Branch]
+    calls: list[CallNode]
     ledger: Ledger
 
     def to_json(self) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def view_session(run: Path, prefix: str) -> SessionView:
     """
     recorded = find_session(run, prefix)
     ledger = trace_session(recorded, TraceOptions()).rewarded().ledger
-    return SessionView(recorded.session_id, recorded.session, branches(recorded.calls), ledger)
+    return SessionView(recorded.session_id, recorded.session, call_nodes(recorded.calls), ledger)
 
 
 def view_call(run: Path, session: str, prefix: str) -> CallView:
@@ -173,14 +173,14 @@ def view_call(run: Path, session: str, prefix: str) -> CallView:
     return CallView(call, call.parsed_messages, tools, left_out, difference, run)
 
 
-def branches(calls: Sequence[Call]) -> list[Branch]:
+def call_nodes(calls: Sequence[Call]) -> list[CallNode]:
     """Return the call tree of one session's calls, which are in `start_order`."""
     tree = []
     for call, parent, reason in zip(calls, *judge_calls(calls), strict=True):
         above = calls[parent] if parent is not None else None
         known = len(above.prompt_ids) + len(above.completion_ids) if above else 0
         tree.append(
-            Branch(
+            CallNode(
                 call_id=call.call_id,
                 parent_id=above.call_id if above else None,
                 role=call.role,
@@ -202,8 +202,8 @@ def branches(calls: Sequence[Call]) -> list[Branch]:
 def first_words(call: Call) -> str:
     """Return the start of a call's reply in one line: its text, else its tool calls, else its reasoning."""
     message = json.loads(call.reply) if call.reply else {}
-    tools = [tool["function"] for tool in message.get("tool_calls") or []]
-    written = ", ".join(f"{tool['name']}({tool['arguments']})" for tool in tools)
+    functions = [tool_call["function"] for tool_call in message.get("tool_calls") or []]
+    written = ", ".join(f"{function['name']}({function['arguments']})" for function in functions)
     text = " ".join((message.get("content") or "").split()) or written or message.get("reasoning_content") or ""
     line = " ".join(text.split())
     return line if len(line) <= FIRST_WORDS else line[: FIRST_WORDS - 1] + "…"

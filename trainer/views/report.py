@@ -60,7 +60,7 @@ class Summary(JupyterMixin):
             gap in the record.
         retried: Requests that received the reply of an earlier call. That call is recorded once.
         continued: Failures of an engine during a call after which the call went on.
-        rejected: Model calls that were answered with an error before they reached the engine.
+        rejected: Requests to a model API that were answered with an error before a call began.
         unauthorised: Requests with bad proxy credentials.
         interrupted: Calls that began and were not recorded: they run, or the recorder was killed.
         session_rows: In the order in which the sessions started.
@@ -201,7 +201,7 @@ def _count_table(summary: Summary) -> Table:
     for name, tokens in summary.ledger.lines():
         table.add_row(name, str(tokens))
     for violation, count in summary.violations.items():
-        table.add_row("[red]broken tokens[/]", Text(f"{count} calls: {violation}"))
+        table.add_row("[red]violation[/]", Text(f"{count} calls: {violation}"))
     if summary.uncaptured_calls:
         table.add_row("[red]uncaptured model calls[/]", str(summary.uncaptured_calls))
     notes = {

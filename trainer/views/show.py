@@ -15,7 +15,7 @@ from rich.tree import Tree
 
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call
-from rolltap.trainer.views.inspect import Branch, CallView, Divergence, SessionView
+from rolltap.trainer.views.inspect import CallNode, CallView, Divergence, SessionView
 
 Decoder = Callable[[list[int]], str]
 
@@ -52,39 +52,39 @@ def render_session(view: SessionView) -> RenderableType:
     return Group(call_tree(view.calls, title), view.ledger)
 
 
-def call_tree(branches: Sequence[Branch], title: Text) -> Tree:
+def call_tree(nodes: Sequence[CallNode], title: Text) -> Tree:
     """Return the call tree. A chain of calls is one level deep, below its first call. Branches are a level deeper."""
-    ids = [branch.call_id for branch in branches]
+    ids = [node.call_id for node in nodes]
     length = next((n for n in range(_SHORT_ID, 64) if len({i[:n] for i in ids}) == len(ids)), 64)
-    children: defaultdict[str | None, list[Branch]] = defaultdict(list)
-    for branch in branches:
-        children[branch.parent_id].append(branch)
+    children: defaultdict[str | None, list[CallNode]] = defaultdict(list)
+    for node in nodes:
+        children[node.parent_id].append(node)
     tree = Tree(title)
-    stack = [(tree, branch) for branch in reversed(children[None])]
+    stack = [(tree, node) for node in reversed(children[None])]
     while stack:
-        above, branch = stack.pop()
-        first = last = above.add(_label(branch, length))
-        while len(children[branch.call_id]) == 1:
-            branch = children[branch.call_id][0]
-            last = first.add(_label(branch, length))
-        stack += [(last, child) for child in reversed(children[branch.call_id])]
+        above, node = stack.pop()
+        first = last = above.add(_label(node, length))
+        while len(children[node.call_id]) == 1:
+            node = children[node.call_id][0]
+            last = first.add(_label(node, length))
+        stack += [(last, child) for child in reversed(children[node.call_id])]
     return tree
 
 
-def _label(branch: Branch, length: int) -> Text:
-    outcome = branch.finish_reason if branch.status == "completed" else branch.status
+def _label(node: CallNode, length: int) -> Text:
+    outcome = node.finish_reason if node.status == "completed" else node.status
     label = Text.assemble(
-        (branch.call_id[:length], "bold"),
-        f" {branch.role} {branch.kind} ",
-        (f"{branch.new_tokens}+{branch.completion_tokens} tokens", "cyan"),
+        (node.call_id[:length], "bold"),
+        f" {node.role} {node.kind} ",
+        (f"{node.new_tokens}+{node.completion_tokens} tokens", "cyan"),
         f" {outcome or ''}",
     )
-    if branch.left_out:
-        label.append(f" not trained: {branch.left_out}", "yellow")
-    if branch.violation:
-        label.append(f" {branch.violation}", "red")
-    if branch.reply:
-        label.append(f"  {branch.reply}", "dim")
+    if node.left_out:
+        label.append(f" not trained: {node.left_out}", "yellow")
+    if node.violation:
+        label.append(f" {node.violation}", "red")
+    if node.reply:
+        label.append(f"  {node.reply}", "dim")
     return label
 
 
@@ -137,7 +137,7 @@ def _facts(view: CallView) -> Table:
         "why": call.kind_reason,
         "parent": call.parent_id,
         "status": ", ".join(filter(None, [call.status, call.finish_reason, call.error])),
-        "broken tokens": call.violation,
+        "violation": call.violation,
         "completion": f"{len(call.completion_ids)} tokens, sum of log-probabilities {sum(call.logprobs):.3f}",
         "weights": ", ".join(spans),
         "request": f"{call.dialect} {call.host}{call.path} {call.model}{' streamed' if call.stream else ''}",

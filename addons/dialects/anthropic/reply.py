@@ -60,19 +60,19 @@ def encode_models(target: str, models: list[ServedModel], created: int) -> bytes
     """Return the body of a reply to `GET /v1/models`, or to `GET /v1/models/NAME` with any name."""
     name = unquote(target.partition("?")[0].partition("/v1/models/")[2])
     if name:
-        return dump_json(_model(name, models[0].context, created))
+        return dump_json(_model(name, models[0].context_window, created))
     page = {"has_more": False, "first_id": models[0].name, "last_id": models[-1].name}
-    return dump_json({"data": [_model(m.name, m.context, created) for m in models], **page})
+    return dump_json({"data": [_model(m.name, m.context_window, created) for m in models], **page})
 
 
-def _model(name: str, context: int, created: int) -> dict[str, Any]:
+def _model(name: str, context_window: int, created: int) -> dict[str, Any]:
     return {
         "type": "model",
         "id": name,
         "display_name": name,
         "created_at": datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "max_input_tokens": context,
-        "max_tokens": context,
+        "max_input_tokens": context_window,
+        "max_tokens": context_window,
     }
 
 

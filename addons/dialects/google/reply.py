@@ -63,17 +63,17 @@ def encode_models(target: str, models: list[ServedModel], created: int) -> bytes
     """Return the body of a reply to `GET /v1beta/models`, or to `GET /v1beta/models/NAME` with any name."""
     name = unquote(target.partition("?")[0].partition("/models/")[2])
     if name:
-        return dump_json(_model(name, models[0].context))
-    return dump_json({"models": [_model(model.name, model.context) for model in models]})
+        return dump_json(_model(name, models[0].context_window))
+    return dump_json({"models": [_model(model.name, model.context_window) for model in models]})
 
 
-def _model(name: str, context: int) -> dict[str, Any]:
+def _model(name: str, context_window: int) -> dict[str, Any]:
     return {
         "name": f"models/{name}",
         "version": "001",
         "displayName": name,
-        "inputTokenLimit": context,
-        "outputTokenLimit": context,
+        "inputTokenLimit": context_window,
+        "outputTokenLimit": context_window,
         "supportedGenerationMethods": ["generateContent", "countTokens"],
     }
 

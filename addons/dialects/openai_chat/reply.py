@@ -31,13 +31,13 @@ def encode_models(target: str, models: list[ServedModel], created: int) -> bytes
     """Return the body of a reply to `GET /v1/models`, or to `GET /v1/models/NAME` with any name."""
     name = unquote(target.partition("?")[0].partition("/v1/models/")[2])
     if name:
-        return dump_json(_model(name, models[0].context, created))
-    return dump_json({"object": "list", "data": [_model(m.name, m.context, created) for m in models]})
+        return dump_json(_model(name, models[0].context_window, created))
+    return dump_json({"object": "list", "data": [_model(m.name, m.context_window, created) for m in models]})
 
 
-def _model(name: str, context: int, created: int) -> dict[str, Any]:
+def _model(name: str, context_window: int, created: int) -> dict[str, Any]:
     # max_model_len is vLLM's extension
-    return {"id": name, "object": "model", "created": created, "owned_by": "rolltap", "max_model_len": context}
+    return {"id": name, "object": "model", "created": created, "owned_by": "rolltap", "max_model_len": context_window}
 
 
 def first_fields(context: ReplyContext, kind: str) -> dict[str, Any]:

@@ -30,11 +30,11 @@ def _entry(model: ServedModel, priority: int) -> dict[str, Any]:
         "priority": priority,
         "visibility": "list",
         "supported_in_api": True,
-        "context_window": model.context,
+        "context_window": model.context_window,
         # Codex's own limit is close to the full window; a model that reasons before its summary needs more room.
-        "auto_compact_token_limit": model.context * 3 // 4,
+        "auto_compact_token_limit": model.context_window * 3 // 4,
         # Codex counts four bytes as one token, but one byte can be a token: an eighth may really be half the window.
-        "truncation_policy": {"mode": "tokens", "limit": min(_LONGEST_TOOL_OUTPUT, model.context // 8)},
+        "truncation_policy": {"mode": "tokens", "limit": min(_LONGEST_TOOL_OUTPUT, model.context_window // 8)},
         "input_modalities": ["text"],
         "base_instructions": _INSTRUCTIONS,
         # Function tools only: a shell; no freeform apply_patch, which would need `apply_patch_tool_type`; no

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rolltap.addons.dialects.types import Reply
 from rolltap.addons.prompts import rendering as module
-from rolltap.addons.prompts.rendering import InputError, Rendering, model_folder
+from rolltap.addons.prompts.rendering import InputError, Rendering, resolve_model
 from tests.addons.conftest import MARKUP, SPECIAL, TEMPLATE
 
 ROLES = ["user", "tool", "system"]
@@ -55,8 +55,8 @@ class TestModelFolder:
     def test_a_folder_becomes_absolute_and_a_name_stays(self, tmp_path, monkeypatch):
         (tmp_path / "model").mkdir()
         monkeypatch.chdir(tmp_path)
-        assert model_folder("model") == str(tmp_path / "model")
-        assert model_folder("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+        assert resolve_model("model") == str(tmp_path / "model")
+        assert resolve_model("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
 
 
 STRICT = TEMPLATE.read_text().replace(

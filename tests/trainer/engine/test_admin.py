@@ -130,5 +130,5 @@ def test_an_error_names_the_request_the_answer_and_what_to_do(answering, admin, 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://[", "localhost:8000"])
 def test_an_address_without_a_server_is_an_error_that_says_what_to_do(url):
-    with pytest.raises(EngineError, match=r"no engine answers .*start it with `rolltap serve`, or see --engine"):
+    with pytest.raises(EngineError, match=r"no engine answers .*start it with `rolltap serve`, or give its URL"):
         EngineAdmin(url).models()

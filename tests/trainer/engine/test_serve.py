@@ -80,7 +80,7 @@ def test_an_engine_that_does_not_answer_in_time_is_stopped_and_shows_its_log(tmp
 
 def test_a_port_that_is_taken_is_named(answering, tmp_path):
     port = answering.server_address[1]
-    with pytest.raises(EngineError, match=rf"something answers at http://127\.0\.0\.1:{port} already"):
+    with pytest.raises(EngineError, match=rf"a server answers at http://127\.0\.0\.1:{port} already"):
         EngineServer("m", vllm=fake_vllm(tmp_path, "exit 0"), port=port).__enter__()
 
 

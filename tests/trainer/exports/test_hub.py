@@ -103,7 +103,7 @@ def test_a_repository_is_public_only_with_the_option(hub, push):
 def test_a_repository_that_is_already_public_is_refused_without_the_option(hub, push):
     hub.visible["org/rollouts"] = False
     hub.files["org/rollouts"] = {}
-    with pytest.raises(InputError, match="org/rollouts exists and is public: choose another --repo, or say --public"):
+    with pytest.raises(InputError, match="org/rollouts exists and is public: choose another repository"):
         push("--repo", "org/rollouts")
     assert hub.files["org/rollouts"] == {}
     assert push("--repo", "org/rollouts", "--public").exit_code == 0
@@ -125,7 +125,7 @@ def test_pushing_again_replaces_the_files_and_removes_former_shards(hub, push):
         ("org/r", "", InputError, "there is no token for the Hub: log in with `hf auth login`, or set HF_TOKEN"),
         ("org/r", "wrong", HubError, "refused org/r: Invalid credentials in Authorization header"),
         ("strangers/r", "hf_secret", HubError, "refused strangers/r: You don't have the rights"),
-        ("a/b/c", "hf_secret", InputError, "--repo a/b/c: write it as ORG/NAME"),
+        ("a/b/c", "hf_secret", InputError, "the repository .a/b/c. is not written as ORG/NAME"),
     ],
 )
 def test_a_push_that_the_hub_refuses_is_a_message(hub, push, monkeypatch, repository, token, kind, message):

@@ -1,6 +1,6 @@
 import pytest
 
-from rolltap.addons.credentials import token
+from rolltap.addons.credentials import password
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.environment import Proxy, clean_environment
 
@@ -14,7 +14,7 @@ def ca(tmp_path):
 
 def test_the_credentials_name_the_session_in_any_spelling(ca):
     proxy = Proxy("http://h:1", ca=ca, secret="hidden")
-    assert proxy.url("s/1 @x") == f"http://s%2F1%20%40x:{token('hidden', 's/1 @x')}@h:1"
+    assert proxy.url("s/1 @x") == f"http://s%2F1%20%40x:{password('hidden', 's/1 @x')}@h:1"
 
 
 def test_every_program_is_pointed_at_the_proxy_and_its_certificate(ca, tmp_path):

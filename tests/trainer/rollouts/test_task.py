@@ -42,5 +42,5 @@ def test_a_mistake_is_named_with_its_line(tmp_path, tasks, message):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(InputError, match=r"cannot read the task file: .*none\.jsonl"):
+    with pytest.raises(InputError, match=r"cannot read the task file .*none\.jsonl: "):
         load_tasks(tmp_path / "none.jsonl")

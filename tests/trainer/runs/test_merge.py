@@ -89,8 +89,8 @@ class TestMerge:
         ended = CliRunner().invoke(rolltap, ["merge", str(run), "--out", str(tmp_path / "new")])
         assert ended.exit_code == 0
         assert ended.stdout.splitlines() == [
-            f"left behind in run/{calls.name}: 1 rows that do not have their digest, 0 places that cannot be read",
-            f"left behind in run/{lost.name}: 0 rows that do not have their digest, 1 places that cannot be read",
+            f"not copied from run/{calls.name}: 1 rows whose digest does not match, 0 unreadable byte ranges",
+            f"not copied from run/{lost.name}: 0 rows whose digest does not match, 1 unreadable byte ranges",
             f"2 sessions in {tmp_path / 'new'}",
         ]
         saved = RecordedCalls(tmp_path / "new")

@@ -209,7 +209,7 @@ class TestFiles:
         for name in TABLES["calls"].names:
             before = path.read_bytes()
             rewrite(path, lambda table, name=name: change_value(table, name))
-            assert any("does not have its digest" in what for _, _, what in found(run)), name
+            assert any("its digest does not match" in what for _, _, what in found(run)), name
             path.write_bytes(before)
         assert found(run) == []
 
@@ -289,7 +289,7 @@ class TestRepair:
         path.write_bytes(whole + bytes(8) + b"half a commit")
         [(grade, where, what)] = found(run)
         assert (grade, where) == ("notice", path.name)
-        assert "nothing is lost" in what
+        assert "last 21 bytes are not a committed message" in what
         verify(run, repair=True)
         assert path.read_bytes() == whole
 

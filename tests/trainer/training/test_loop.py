@@ -85,7 +85,7 @@ class TestArguments:
         ("text", "values", "message"),
         [
             ("[grpo]\nlearning_rat = 1\n", {}, "learning_rat"),
-            ("[grpo]\nmax_steps = 1\n", {}, "grpo.max_steps follows from the recipe's own keys"),
+            ("[grpo]\nmax_steps = 1\n", {}, "grpo.max_steps is set by rolltap"),
             ("", {"groups_per_step": 2}, "groups_per_step is 2, but .* has 1 tasks"),
         ],
     )

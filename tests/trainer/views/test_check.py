@@ -58,8 +58,8 @@ class TestWhatCanBeCompared:
         ("fields", "reason"),
         [
             ({"sampled": (), "status": "aborted"}, "nothing sampled"),
-            ({"violation": "the prompt has 9 tokens, but 2 can be rebuilt"}, "broken tokens"),
-            ({"logprobs": [-0.5]}, "broken tokens"),
+            ({"violation": "the prompt has 9 tokens, but 2 can be rebuilt"}, "violation"),
+            ({"logprobs": [-0.5]}, "violation"),
             ({"sampling": json.dumps({**SAMPLING, "temperature": 0.7})}, "not sampled neutrally"),
             ({"sampling": json.dumps({**SAMPLING, "logit_bias": {"5": 1}})}, "not sampled neutrally"),
             ({"sampling": "{}"}, "not sampled neutrally"),

@@ -18,7 +18,7 @@ from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.cli import rolltap, run
 from rolltap.trainer.commands.inspect import inspect_command
 from rolltap.trainer.traces.ledger import Ledger
-from rolltap.trainer.views.inspect import branches, find_divergence, find_id, view_call, view_session
+from rolltap.trainer.views.inspect import call_nodes, find_divergence, find_id, view_call, view_session
 from rolltap.trainer.views.report import MOST_SESSIONS, summarize
 from rolltap.trainer.views.show import CONTEXT_TOKENS, call_tree, completion, context, load_decoder
 from tests.trainer.forests import forget_a_call
@@ -169,7 +169,7 @@ class TestSession:
         calls = [call(0, "c0", [1], [2])]
         for i in range(1, 400):
             calls.append(call(i, f"c{i}", [3], [4], parent=calls[-1]))
-        assert shape(call_tree(branches(calls), Text("title"))) == {"c0": {f"c{i}": {} for i in range(1, 400)}}
+        assert shape(call_tree(call_nodes(calls), Text("title"))) == {"c0": {f"c{i}": {} for i in range(1, 400)}}
 
     def test_a_line_shows_the_outcome_of_a_call(self, small_run):
         lines = {line.strip("│├└─ ").split(" ")[0]: line for line in printed(small_run, "first").splitlines()}
