@@ -72,7 +72,7 @@ def test_it_imports_the_public_page_torch_trl_datasets_and_the_standard_library(
 
 @pytest.fixture
 def executed(engine, tmp_path, monkeypatch):
-    """What `READ_BACK` printed in the executed notebook."""
+    """Execute the notebook and return what `READ_BACK` printed in the executed notebook."""
     if shutil.which("mini") is None:
         pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
     monkeypatch.setenv("ROLLTAP_ENGINE", engine.url)

@@ -1,4 +1,4 @@
-"""rolltap taps agent rollouts off the wire, and trains on them.
+"""rolltap records the model calls of agent programs off the wire, and trains on them.
 
 Roll out tasks with an unmodified agent program, and build a batch for the trainer:
 
@@ -28,8 +28,8 @@ Train
     `TraceGRPOTrainer`   a `trl.GRPOTrainer` that trains on traces; needs the extra `train`
     `train`              roll out, train, publish and repeat, by a recipe; needs the extra `train`
 
-All errors that a caller may handle derive from `RolltapError`; `rolltap.errors` has their kinds. A rollout that fails
-raises no error: it is a session with a status. `rolltap.types` has the types of arguments and results, for annotations.
+Errors that a caller may handle derive from `RolltapError`, except `OSError` for a file that cannot be read or written;
+`rolltap.errors` has their kinds. A session that fails raises no error: its status says so. `rolltap.types` has the types of arguments and results, for annotations.
 
 Public are the names in `__all__` of `rolltap`, `rolltap.errors` and `rolltap.types`. They follow semantic versioning.
 Other modules may change in every release.

@@ -28,7 +28,7 @@ from rolltap.trainer.traces.sessions import (
     iter_traces,
     load_batch,
 )
-from rolltap.trainer.views.check import Report, check_run
+from rolltap.trainer.views.check import CheckReport, check_run
 from rolltap.trainer.views.inspect import CallView, SessionView, view_call, view_session
 from rolltap.trainer.views.report import Summary, summarize
 
@@ -123,7 +123,7 @@ class Run:
 
     def check(
         self, engine: str, *, sample: int = 100, seed: int = 0, threshold: float = 0.01, progress: bool = True
-    ) -> Report:
+    ) -> CheckReport:
         """Score recorded calls again on a running engine, and compare the log-probabilities.
 
         At most `sample` calls are scored; `seed` chooses them. A row of the report is within the `threshold` when its

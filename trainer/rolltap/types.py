@@ -9,26 +9,32 @@ from rolltap.trainer.runs.parts import SplitBy
 from rolltap.trainer.runs.verify import Verification
 from rolltap.trainer.traces.build import TRAINED_ROLES, Strategy
 from rolltap.trainer.traces.ledger import LeftOut
-from rolltap.trainer.traces.reader import RecordedCalls
+from rolltap.trainer.traces.reader import RecordedCalls, RecordedSession
 from rolltap.trainer.traces.sessions import Totals, TracedSession
-from rolltap.trainer.views.check import Report
-from rolltap.trainer.views.inspect import CallView, SessionView
-from rolltap.trainer.views.report import Summary
+from rolltap.trainer.views.check import CheckReport, CheckRow, ScoredToken
+from rolltap.trainer.views.inspect import CallNode, CallView, Divergence, SessionView
+from rolltap.trainer.views.report import SessionRow, Summary, VersionRewards
 
 __all__ = [
     "TRAINED_ROLES",
     "CallKind",
+    "CallNode",
     "CallRole",
     "CallStatus",
     "CallView",
+    "CheckReport",
+    "CheckRow",
+    "Divergence",
     "ExportFormat",
     "Finding",
     "ImportSummary",
     "LeftBehind",
     "LeftOut",
     "RecordedCalls",
-    "Report",
+    "RecordedSession",
     "RunTraces",
+    "ScoredToken",
+    "SessionRow",
     "SessionStatus",
     "SessionView",
     "SplitBy",
@@ -37,5 +43,6 @@ __all__ = [
     "Totals",
     "TracedSession",
     "Verification",
+    "VersionRewards",
     "VersionSpan",
 ]

@@ -40,7 +40,7 @@ Score = tuple[Call, list[float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class ScoredToken:
     """A sampled token with its recorded log-probability and the engine's score, both in nats."""
 
     session_id: str
@@ -51,7 +51,7 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CheckRow:
     """Differences over all sampled tokens of the calls of one kind and one policy version, in nats."""
 
     kind: CallKind
@@ -62,20 +62,20 @@ class Row:
     max_difference: float
     share_over_threshold: float
     """Share of the tokens whose difference exceeds the threshold."""
-    worst: Token
+    worst: ScoredToken
     """The token with the largest difference."""
     within: bool
     """True when the mean difference is at most the threshold."""
 
 
 @dataclass(frozen=True, slots=True)
-class Report(JupyterMixin):
+class CheckReport(JupyterMixin):
     """Result of a check."""
 
     recorded_model: str
     served_model: str
     threshold: float
-    rows: list[Row]
+    rows: list[CheckRow]
     comparable: int
     """Number of calls that can be compared. The sample is taken from these."""
     skipped: dict[str, int]
@@ -121,7 +121,7 @@ class Report(JupyterMixin):
             yield Text(f"the run was recorded with {self.recorded_model}: is it the same model?")
 
 
-def check_run(run: Path, engine_url: str, *, sample: int, seed: int, threshold: float, advance: Advance) -> Report:
+def check_run(run: Path, engine_url: str, *, sample: int, seed: int, threshold: float, advance: Advance) -> CheckReport:
     """Score up to `sample` calls of a run on a running engine, and compare.
 
     Raises `RunError` when the folder cannot be read, `EngineError` when the engine does not answer as it should, and
@@ -152,7 +152,7 @@ def check_run(run: Path, engine_url: str, *, sample: int, seed: int, threshold: 
                 model = names[call.weight_versions[0].version]
                 scores.append((call, engine.score(model, call.prompt_ids, call.completion_ids)))
     rows = summarize_scores(scores, threshold)
-    return Report(recorded_model, models.root, threshold, rows, len(comparable), dict(skipped))
+    return CheckReport(recorded_model, models.root, threshold, rows, len(comparable), dict(skipped))
 
 
 def weight_names(engine: EngineAdmin, models: Models, run: Path) -> dict[str, str]:
@@ -199,7 +199,7 @@ def choose(calls: Collection[CallName], count: int, seed: int) -> set[CallName]:
     return set(islice(turns, count))
 
 
-def summarize_scores(scores: Sequence[Score], threshold: float) -> list[Row]:
+def summarize_scores(scores: Sequence[Score], threshold: float) -> list[CheckRow]:
     """Return one row for each kind and policy version, in the order of `KINDS`."""
     groups: defaultdict[tuple[CallKind, str], list[Score]] = defaultdict(list)
     for call, logprobs in scores:
@@ -208,14 +208,14 @@ def summarize_scores(scores: Sequence[Score], threshold: float) -> list[Row]:
     for kind, version in sorted(groups, key=lambda key: (KINDS.index(key[0]), key[1])):
         group = groups[kind, version]
         tokens = [
-            Token(call.session_id, call.call_id, i, recorded, scored)
+            ScoredToken(call.session_id, call.call_id, i, recorded, scored)
             for call, logprobs in group
             for i, (recorded, scored) in enumerate(zip(call.logprobs, logprobs, strict=True))
         ]
         differences = [abs(token.recorded - token.scored) for token in tokens]
         largest, mean = max(differences), fmean(differences)
         rows.append(
-            Row(
+            CheckRow(
                 kind=kind,
                 policy_version=version,
                 calls=len(group),

@@ -26,7 +26,7 @@ MOST_SESSIONS = 50
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class VersionRewards:
     """Rewards of the sessions of one policy version."""
 
     policy_version: str
@@ -80,7 +80,7 @@ class Summary(JupyterMixin):
     unauthorised: int
     interrupted: int
     ledger: Ledger
-    steps: list[Step]
+    steps: list[VersionRewards]
     session_rows: list[SessionRow]
 
     def to_json(self) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def _session_row(traced: TracedSession) -> SessionRow:
     )
 
 
-def reward_steps(sessions: Iterable[Session]) -> list[Step]:
+def reward_steps(sessions: Iterable[Session]) -> list[VersionRewards]:
     """Return one entry per policy version, in the order of first use."""
     versions: defaultdict[str, list[Session]] = defaultdict(list)
     for session in sorted(sessions, key=lambda session: session.started_at):
@@ -179,11 +179,11 @@ def reward_steps(sessions: Iterable[Session]) -> list[Step]:
     for version, group in versions.items():
         rewards = [session.reward for session in group if session.reward is not None]
         mean, best = (fmean(rewards), max(rewards)) if rewards else (None, None)
-        steps.append(Step(version, len(group), mean, best))
+        steps.append(VersionRewards(version, len(group), mean, best))
     return steps
 
 
-def _reward_table(steps: Sequence[Step]) -> Table:
+def _reward_table(steps: Sequence[VersionRewards]) -> Table:
     table = Table("policy version", "sessions", "mean reward", "best reward", title="reward")
     for step in steps:
         table.add_row(

@@ -248,7 +248,7 @@ def metadata(run: Path) -> dict:
 
 
 def readable(run: Path) -> list[str]:
-    """Return the call ids of a run. Raises AssertionError when a row does not have its digest."""
+    """Return the call ids of a run. Raises AssertionError when a row whose digest does not match."""
     found = []
     for row in read_rows(run, "calls"):
         assert row_digest(row, CALL_SCHEMA) == row["digest"], row["call_id"]

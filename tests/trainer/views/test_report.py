@@ -6,7 +6,7 @@ from rich.console import Console
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call, Event, Session, VersionSpan
 from rolltap.addons.store.tables import RunWriter
-from rolltap.trainer.views.report import Step, reward_steps, summarize
+from rolltap.trainer.views.report import VersionRewards, reward_steps, summarize
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -30,9 +30,9 @@ def session(number, version, reward):
 def test_steps_are_in_the_order_in_which_the_versions_were_used():
     sessions = [session(3, "10", 1.0), session(1, "9", 0.0), session(2, "9", 0.5), session(4, None, None)]
     assert reward_steps(sessions) == [
-        Step("9", 2, 0.25, 0.5),
-        Step("10", 1, 1.0, 1.0),
-        Step("default", 1, None, None),
+        VersionRewards("9", 2, 0.25, 0.5),
+        VersionRewards("10", 1, 1.0, 1.0),
+        VersionRewards("default", 1, None, None),
     ]
 
 
