@@ -29,7 +29,8 @@ Train
     `train`              roll out, train, publish and repeat, by a recipe; needs the extra `train`
 
 Errors that a caller may handle derive from `RolltapError`, except `OSError` for a file that cannot be read or written;
-`rolltap.errors` has their kinds. A session that fails raises no error: its status says so. `rolltap.types` has the types of arguments and results, for annotations.
+`rolltap.errors` has their kinds. A session that fails raises no error: its status says so. `rolltap.types` has the
+types of arguments and results, for annotations.
 
 Public are the names in `__all__` of `rolltap`, `rolltap.errors` and `rolltap.types`. They follow semantic versioning.
 Other modules may change in every release.

@@ -1,4 +1,4 @@
-"""Types that a type checker knows of the public page. It is checked, not run."""
+"""Types that a type checker gets from the public page. It is checked, not run."""
 
 from typing import Any, assert_type
 
