@@ -1,7 +1,6 @@
 """A run folder as an object: its sessions, calls and traces, and what can be made of them."""
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, Literal, get_args
@@ -10,6 +9,7 @@ from rolltap.addons.errors import InputError, MissingPackageError
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call, CallRole, Session, SessionStatus
 from rolltap.addons.store.staging import new_folder
+from rolltap.traces import RunTraces
 from rolltap.trainer.progress import Advance, progress_bar
 from rolltap.trainer.runs.import_calls import ImportSummary
 from rolltap.trainer.runs.import_calls import import_calls as _import_calls
@@ -18,16 +18,10 @@ from rolltap.trainer.runs.merge import merge_runs as _merge_runs
 from rolltap.trainer.runs.parts import Filter, SplitBy, filter_run, split_run
 from rolltap.trainer.runs.verify import Verification
 from rolltap.trainer.runs.verify import verify_run as _verify_run
-from rolltap.trainer.traces.build import TRAINED_ROLES, Strategy, Trace, TraceBatch, require_collection
+from rolltap.trainer.traces.build import TRAINED_ROLES, Strategy, require_collection
 from rolltap.trainer.traces.ledger import Ledger
-from rolltap.trainer.traces.reader import RecordedCalls, count_sessions, load_sessions
-from rolltap.trainer.traces.sessions import (
-    Totals,
-    TracedSession,
-    TraceOptions,
-    iter_traces,
-    load_batch,
-)
+from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
+from rolltap.trainer.traces.sessions import TraceOptions, iter_traces
 from rolltap.trainer.views.check import CheckReport, check_run
 from rolltap.trainer.views.inspect import CallView, SessionView, view_call, view_session
 from rolltap.trainer.views.report import Summary, summarize
@@ -79,7 +73,7 @@ class Run:
         *,
         roles: Collection[CallRole] = TRAINED_ROLES,
         max_tokens: int | None = None,
-    ) -> "RunTraces":
+    ) -> RunTraces:
         """Return the traces of all sessions, built when they are iterated over.
 
         `strategy` is `per_request` (one trace for each call), `prefix_merging` (one for each path from a root of the
@@ -231,64 +225,6 @@ class Run:
         except ImportError as error:
             raise MissingPackageError(f"plots need matplotlib ({error}): pip install 'rolltap[train]'") from error
         plot_rewards(self.path, Path(path), title)
-
-
-class RunTraces:
-    """The traces of a run, by one strategy. Iterating yields `Trace`s, session by session, in bounded memory."""
-
-    def __init__(self, run: Path, options: TraceOptions) -> None:
-        self._run, self._options = run, options
-
-    def __iter__(self) -> Iterator[Trace]:
-        for traced in self.by_session(progress=False):
-            yield from traced.traces
-
-    def by_session(self, *, progress: bool = True) -> Iterator[TracedSession]:
-        """Yield every session with its traces and its ledger. Sessions without a reward have traces here."""
-        total = count_sessions(self._run) if progress else 0
-        with progress_bar(show=progress) as advance:
-            for done, traced in enumerate(iter_traces(self._run, self._options), 1):
-                yield traced
-                advance("sessions", done, total)
-
-    def batch(self, session_ids: Collection[str] | None = None) -> TraceBatch:
-        """Return all traces as one batch for `TraceGRPOTrainer`; with `session_ids`, the traces of these sessions.
-
-        The batch has the reward of every session that has one. Tokens of the others are left out as `no_reward`. Groups
-        of equal rewards are in the batch; their advantages are 0. The ledger has been checked against the traces.
-
-        Raises `InputError` for a session that is not in the run.
-        """
-        return load_batch(self._run, session_ids, self._options)
-
-    def totals(self, each: Callable[[Trace], None] | None = None, *, progress: bool = True) -> Totals:
-        """Count sessions, calls, traces, rewards and tokens. `each` is called with every trace."""
-        totals = Totals()
-        deque(self._counted(totals, each, progress), maxlen=0)
-        return totals
-
-    def save(self, out: str | Path, each: Callable[[Trace], None] | None = None, *, progress: bool = True) -> Totals:
-        """Write the traces to the new folder `out`, a dataset for `datasets.load_from_disk` with a card.
-
-        Returns the counts. `each` is called with every trace. Raises `RunError` when `out` is not empty.
-        """
-        # datasets takes a second to import
-        from rolltap.trainer.exports.card import traces_card
-        from rolltap.trainer.exports.trace_dataset import save_traces
-
-        totals = Totals()
-        sessions = self._counted(totals, each, progress)
-        save_traces(sessions, Path(out), lambda: traces_card(self._run, self._options, totals))
-        return totals
-
-    def _counted(self, totals: Totals, each: Callable[[Trace], None] | None, progress: bool) -> Iterator[TracedSession]:
-        for traced in self.by_session(progress=progress):
-            totals.add(traced)
-            if each is not None:
-                for trace in traced.traces:
-                    each(trace)
-            yield traced
-        totals.ledger.check()
 
 
 def _unknown(session_id: str, calls: Sequence[Call]) -> Session:

@@ -1,7 +1,8 @@
 """Types of the arguments and results of `rolltap`'s functions, for annotations. Callers need not construct them."""
 
 from rolltap.addons.store.records import CallKind, CallRole, CallStatus, SessionStatus, VersionSpan
-from rolltap.runs import ExportFormat, RunTraces
+from rolltap.runs import ExportFormat
+from rolltap.traces import RunTraces
 from rolltap.trainer.runs.findings import Finding
 from rolltap.trainer.runs.import_calls import ImportSummary
 from rolltap.trainer.runs.merge import LeftBehind
