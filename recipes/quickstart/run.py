@@ -35,7 +35,7 @@ def quickstart(context: click.Context, vllm: str, seed: int) -> None:
     with ExitStack() as stack:
         with console.status(f"starting vLLM; its log is {log}"):
             stack.enter_context(engine)
-        console.print(f"vLLM serves the tiny model at {engine.url}; recording into {run}")
+        console.print(f"vLLM serves the tiny model at {engine.url}; recording into {run}", soft_wrap=True)
         context.invoke(train_command, recipe=HERE / "recipe.toml", out=run, engine=engine.url, seed=seed)
 
 

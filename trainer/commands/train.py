@@ -6,7 +6,7 @@ import click
 from rich.console import Console
 
 import rolltap
-from rolltap.trainer.commands.options import FILE, FOLDER, engine_option
+from rolltap.trainer.commands.options import FILE, FOLDER, engine_option, print_result
 
 
 @click.command("train")
@@ -20,5 +20,6 @@ def train_command(recipe: Path, out: Path, engine: str, seed: int) -> None:
     The new weights are published to the running engine, which samples the next sessions.
     """
     run = rolltap.train(recipe, engine=engine, out=out, seed=seed)
-    Console().print(run.summary())
-    Console(stderr=True).print(f"reward plot: {out / 'reward.png'}   trained model: {out / 'model'}")
+    print_result(run.summary(), as_json=False)
+    console = Console(stderr=True, soft_wrap=True)
+    console.print(f"reward plot: {out / 'reward.png'}   trained model: {out / 'model'}", markup=False)
