@@ -1,8 +1,9 @@
 """Calling async functions from a script, or from a notebook, whose thread runs an event loop already."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
@@ -18,21 +19,36 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     """
     if not _loop_runs_here():
         return asyncio.run(coroutine)
+    begin: Future[bool] = Future()
     started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = Future()
+    done: Future[T] = Future()
 
     async def supervise() -> T:
         task = asyncio.ensure_future(coroutine)
         started.set_result((asyncio.get_running_loop(), task))
         return await task
 
-    with ThreadPoolExecutor(1, "rolltap") as threads:
-        try:
-            return threads.submit(asyncio.run, supervise()).result()
-        except KeyboardInterrupt:
-            loop, task = started.result()
-            with suppress(RuntimeError):  # the loop is closed: the coroutine has just ended
-                loop.call_soon_threadsafe(task.cancel)
+    def work() -> None:
+        if begin.result():
+            try:
+                done.set_result(asyncio.run(supervise()))
+            except BaseException as error:
+                done.set_exception(error)
+
+    try:
+        threading.Thread(target=work, name="rolltap").start()
+        begin.set_result(True)
+        return done.result()
+    except KeyboardInterrupt:
+        if not begin.done():
+            begin.set_result(False)
+            coroutine.close()
             raise
+        loop, task = started.result()
+        with suppress(RuntimeError):  # the loop is closed: the coroutine has just ended
+            loop.call_soon_threadsafe(task.cancel)
+        wait([done])
+        raise
 
 
 async def run_to_end(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
