@@ -54,11 +54,12 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
 async def run_to_end(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Run a blocking function in a thread and wait for its end, even when the caller is cancelled meanwhile.
 
-    A thread cannot be cancelled. CancelledError is raised after the function has returned.
+    A thread cannot be cancelled. CancelledError is raised after the function has returned; an error of the function is
+    its cause then.
     """
     task = asyncio.create_task(asyncio.to_thread(function, *args, **kwargs))
     if await wait_for_end(task):
-        raise asyncio.CancelledError
+        raise asyncio.CancelledError from task.exception()
     return task.result()
 
 

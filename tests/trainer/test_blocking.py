@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from rolltap.trainer.blocking import run_blocking
+from rolltap.trainer.blocking import run_blocking, run_to_end
 
 
 async def thread_name():
@@ -26,6 +26,25 @@ async def test_an_error_is_raised_to_the_caller():
 
     with pytest.raises(ValueError, match="no"):
         run_blocking(fail())
+
+
+async def test_an_error_after_a_cancellation_is_its_cause():
+    started, may_end = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def fail():
+        loop.call_soon_threadsafe(started.set)
+        may_end.wait()
+        raise ValueError("no")
+
+    task = asyncio.create_task(run_to_end(fail))
+    await started.wait()
+    task.cancel()
+    await asyncio.sleep(0)
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError) as cancelled:
+        await task
+    assert str(cancelled.value.__cause__) == "no"
 
 
 async def test_ctrl_c_cancels_it_and_waits_for_its_cleanup():

@@ -205,13 +205,13 @@ class Run:
         kept whole. Events without a session go to the first. Raises `InputError` unless exactly one of `by` and
         `parts` is given, and for more parts than groups.
         """
-        if (by is None) == (parts is None):
+        wanted = parts if by is None else by
+        if wanted is None or (by is not None and parts is not None):
             raise InputError("give either by= or parts=")
         if by is not None and by not in get_args(SplitBy):
             raise InputError(f"by={by!r}: choose {', '.join(get_args(SplitBy))}")
         if parts is not None and parts < 1:
             raise InputError(f"parts={parts}: give at least 1")
-        wanted: SplitBy | int = parts if by is None else by  # type: ignore[assignment]
         with progress_bar(show=progress) as advance:
             return {name: Run(Path(out, name)) for name in split_run(self.path, Path(out), wanted, advance)}
 

@@ -124,9 +124,12 @@ def sampling(recipe: Recipe) -> dict[str, Any]:
 
     Raises `InputError` when the two temperatures differ.
     """
+    text = recipe.recorder.get("rolltap_sampling", "{}")
+    if not isinstance(text, str):
+        raise InputError("recorder.rolltap_sampling is a list: give one JSON object as text")
     try:
-        own: dict[str, Any] = json.loads(recipe.recorder.get("rolltap_sampling", "{}"))  # type: ignore[arg-type]
-    except (TypeError, ValueError) as error:
+        own: dict[str, Any] = json.loads(text)
+    except ValueError as error:
         raise InputError(f"recorder.rolltap_sampling is not JSON: {error}") from error
     temperature = recipe.grpo.get("temperature", 1.0)
     if own.get("temperature", temperature) != temperature:
