@@ -12,6 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from rolltap.trainer.engine.serve import EngineServer
+from tests.recorder_process import Recorder
 from tests.scripted_engine import ScriptedEngine
 
 CONTEXT = 65536
@@ -72,3 +73,17 @@ def engine(tiny_model, tmp_path_factory) -> Iterator[RunningEngine]:
 def scripted_engine(tokenizer):
     with ScriptedEngine(tokenizer) as engine:
         yield engine
+
+
+@pytest.fixture
+def start(tmp_path, scripted_engine, tokenizer_folder):
+    started = []
+
+    def start(*extra, **how):
+        started.append(Recorder(tmp_path, scripted_engine.url, tokenizer_folder, *extra, **how))
+        return started[-1]
+
+    yield start
+    for recorder in started:
+        if recorder.process.poll() is None:
+            recorder.stop()

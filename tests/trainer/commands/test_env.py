@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.addons.test_record import Recorder
+from tests.recorder_process import Recorder
 from tests.scripted_engine import Say
 from tests.trainer.commands.program import ASK, rolltap
 
