@@ -91,12 +91,24 @@ def signed_call(signature: str | None) -> str | None:
 
 
 class DialectError(Exception):
-    """An error that is sent to the harness. `status` is the HTTP status, `code` the short name of the error."""
+    """An error that is sent to the harness.
 
-    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request_error") -> None:
+    `status` is the HTTP status, `code` the short name of the error. `retry_after`, in seconds, becomes the header
+    `retry-after`, unless the reply is a stream that has begun.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        code: str = "invalid_request_error",
+        retry_after: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
+        self.retry_after = retry_after
 
 
 class ContextOverflow(DialectError):

@@ -4,7 +4,7 @@ A stream's headers are sent immediately, text while it is sampled, and the last 
 """
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
 
@@ -28,7 +28,7 @@ async def respond(
     """Answer with one JSON body.
 
     After `KEEP_ALIVE_SECONDS` the headers are sent with status 200, followed by spaces as keep-alives. A later error
-    then has status 200 as well.
+    then breaks the connection: SDKs retry after that, and would take an error with status 200 for an answer.
     """
     response: web.StreamResponse | None = None
     with generation.listening():
@@ -39,11 +39,14 @@ async def respond(
             await response.write(b" ")
         if generation.reply is None:
             assert generation.error is not None
-            status, body = generation.error.status, dialect.encode_error(generation.error)
-        else:
-            status, body = 200, dialect.encode_reply(context, generation.reply, generation.usage)
+            if response is None:
+                return error_response(dialect, generation.error, _headers(generation, "application/json"))
+            if request.transport is not None:
+                request.transport.abort()
+            return response
+        body = dialect.encode_reply(context, generation.reply, generation.usage)
         if response is None:
-            response = web.Response(body=body, status=status, headers=_headers(generation, "application/json"))
+            response = web.Response(body=body, headers=_headers(generation, "application/json"))
             await response.prepare(request)
         else:
             await response.write(body)
@@ -97,6 +100,9 @@ def _headers(generation: Generation, content_type: str) -> dict[str, str]:
     }
 
 
-def error_response(dialect: Dialect, error: DialectError) -> web.Response:
-    """Return the HTTP response for an error, in the format of its API."""
-    return web.Response(body=dialect.encode_error(error), status=error.status, content_type="application/json")
+def error_response(dialect: Dialect, error: DialectError, headers: Mapping[str, str] | None = None) -> web.Response:
+    """Return the HTTP response for an error, in the format of its API. `headers` are further headers."""
+    fields = {"content-type": "application/json", **(headers or {})}
+    if error.retry_after is not None:
+        fields["retry-after"] = str(error.retry_after)
+    return web.Response(body=dialect.encode_error(error), status=error.status, headers=fields)

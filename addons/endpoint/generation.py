@@ -5,20 +5,22 @@ engine failure sampling continues from the last sampled token.
 """
 
 import asyncio
+import errno
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
 from rolltap.addons.dialects.types import DialectError, ModelCall, Reply, Usage
+from rolltap.addons.endpoint.work import Workers
 from rolltap.addons.engine.completion import sample
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.errors import EngineError
-from rolltap.addons.prompts.continuity import Conversations, Prompt
+from rolltap.addons.prompts.continuity import Prompt
 from rolltap.addons.prompts.deltas import TextDeltas, cut_at_stop
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.records import Call, CallStatus, find_violation, utc_now
@@ -26,6 +28,10 @@ from rolltap.addons.store.tables import RunWriter
 
 logger = logging.getLogger(__name__)
 
+RETRY_SECONDS = 10
+"""Value of `retry-after` while the disk is full."""
+_PASSING = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Errors of a commit that end when somebody frees space."""
 LINGER_SECONDS = 10.0
 """Seconds until a generation without listeners is aborted. Harnesses retry a lost call after 0.2 to 5 s."""
 
@@ -38,8 +44,13 @@ class Services:
     policy: PolicyFile
     rendering: Rendering
     writer: RunWriter
+    workers: Workers
     patience: float
     """Seconds of pauses between retries of a failed engine, in total since the last sampled token: see `sample`."""
+
+
+AddCall = Callable[[Call, Prompt, Reply], Awaitable[None]]
+"""Lets later calls of the session continue a committed call."""
 
 
 class State(Enum):
@@ -77,14 +88,14 @@ class Generation:
     def __init__(
         self,
         services: Services,
-        conversations: Conversations,
+        add_call: AddCall,
         call: Call,
         prompt: Prompt,
         model_call: ModelCall,
         sampling: dict[str, Any],
     ) -> None:
         self._services = services
-        self._conversations = conversations
+        self._add_call = add_call
         self._prompt = prompt
         self._sampling = sampling
         self.call = call
@@ -189,7 +200,7 @@ class Generation:
             reply = self._parse()
             self._add_piece(self._deltas.finish(reply))
             self._enter(State.COMMITTED, reply)
-            self._conversations.add(call.call_id, self._prompt, call.completion_ids, reply.to_message())
+            await self._add_call(call, self._prompt, reply)
             if services.writer.sync_policy == "call":
                 await asyncio.to_thread(services.writer.sync)
             self._enter(State.COMPLETED, reply)
@@ -267,7 +278,10 @@ def as_dialect_error(error: Exception) -> DialectError:
     if isinstance(error, EngineError):
         return DialectError(str(error), status=error.status, code="engine_error")
     if isinstance(error, OSError):
-        return DialectError(f"the recorder cannot write this call: {error}", status=500, code="not_recorded")
+        message = f"the recorder cannot write this call: {error}"
+        if error.errno in _PASSING:
+            return DialectError(message, status=503, code="not_recorded", retry_after=RETRY_SECONDS)
+        return DialectError(message, status=500, code="not_recorded")
     logger.error("a bug of rolltap or of a renderer", exc_info=error)
     return DialectError(f"internal error of the recorder: {error!r}", status=500, code="internal_error")
 

@@ -19,10 +19,12 @@ from aiohttp import web
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.routes import ROUTES, Route
 from rolltap.addons.dialects.types import ModelCall, ReplyContext, ServedModel
+from rolltap.addons.endpoint.client_request import ClientRequest
 from rolltap.addons.endpoint.exchange import error_response, respond, stream
 from rolltap.addons.endpoint.generation import Generation, Services, as_dialect_error
 from rolltap.addons.endpoint.session_state import SessionState
 from rolltap.addons.endpoint.websocket import serve_socket
+from rolltap.addons.endpoint.work import Workers
 from rolltap.addons.engine.client import Engine
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.engine.pool import EnginePool
@@ -78,7 +80,8 @@ class Endpoint:
         """Start to serve; returns when requests are accepted."""
         self.engines = EnginePool(self._engine_urls)
         policy = PolicyFile(self.writer.run)
-        self._services = Services(self.engines, policy, self.rendering, self.writer, self._patience)
+        workers = Workers()
+        self._services = Services(self.engines, policy, self.rendering, self.writer, workers, self._patience)
         app = web.Application(client_max_size=BODY_LIMIT)
         app.router.add_route("*", "/{target:.*}", self._serve)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
@@ -94,6 +97,7 @@ class Endpoint:
             task.cancel()
         await asyncio.gather(*self._described.values(), return_exceptions=True)
         await self.engines.close()
+        self._services.workers.close()
 
     def headers(self, session_id: str, host: str, route: Route | None) -> dict[str, str]:
         """Return the headers of a redirected request: secret, session, host and route. None ends the session."""
@@ -116,11 +120,11 @@ class Endpoint:
                     models = [ServedModel(engine.model, window)]
                     return _json(dialect.encode_models(request.raw_path, models, int(time.time())))
                 case "count_tokens":
-                    model_call = dialect.decode(await request.read(), request.raw_path)
-                    return _json(dialect.encode_token_count(self._session(request).count_tokens(model_call)))
+                    body, asked = await request.read(), client_request(request)
+                    num_tokens = await self._session(request).count_tokens(dialect, body, asked)
+                    return _json(dialect.encode_token_count(num_tokens))
                 case "generate":
-                    model_call = dialect.decode(await request.read(), request.raw_path)
-                    generation = await self._begin(dialect, model_call, request)
+                    generation, model_call = await self._begin(dialect, await request.read(), request)
         except Exception as error:
             self._reject(request, str(error) or repr(error))
             return error_response(dialect, as_dialect_error(error))
@@ -134,12 +138,10 @@ class Endpoint:
             self.sessions[session_id] = SessionState(session_id, self._services, self.sampling)
         return self.sessions[session_id]
 
-    async def _begin(self, dialect: Dialect, model_call: ModelCall, request: web.Request) -> Generation:
+    async def _begin(self, dialect: Dialect, body: bytes, request: web.Request) -> tuple[Generation, ModelCall]:
         """Start or join the generation of a request. Raises `EngineError`, and the errors of `SessionState.begin`."""
         _, window = await self._engine(request)
-        host = request.headers[HOST_HEADER]
-        session = self._session(request)
-        return session.begin(dialect, model_call, window, host=host, path=request.path, headers=request.headers)
+        return await self._session(request).begin(dialect, body, client_request(request), window)
 
     async def _engine(self, request: web.Request) -> tuple[Engine, int]:
         """Return the engine of the session and its context window in tokens.
@@ -180,6 +182,19 @@ class Endpoint:
         self.writer.note(
             Event(kind="rejected", session_id=session_id, host=host, method=request.method, path=path, detail=detail)
         )
+
+
+def client_request(request: web.Request) -> ClientRequest:
+    """Return a request without its body."""
+    headers = request.headers
+    return ClientRequest(
+        session_id=headers[SESSION_HEADER],
+        host=headers[HOST_HEADER],
+        method=request.method,
+        path=request.path,
+        target=request.raw_path,
+        headers=headers,
+    )
 
 
 def _json(body: bytes) -> web.Response:

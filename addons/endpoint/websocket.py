@@ -22,7 +22,7 @@ from rolltap.addons.dialects.types import DialectError, ModelCall, ReplyContext,
 from rolltap.addons.endpoint.exchange import send_events
 from rolltap.addons.endpoint.generation import Generation, as_dialect_error
 
-Begin = Callable[[Dialect, ModelCall, web.Request], Awaitable[Generation]]
+Begin = Callable[[Dialect, bytes, web.Request], Awaitable[tuple[Generation, ModelCall]]]
 
 _REMEMBERED = 8
 """Number of responses of a connection that can be named as `previous_response_id`. Clients name the last or, for a
@@ -73,8 +73,8 @@ class _Connection:
             for event in ("response.created", "response.completed"):
                 await self._send(dump_json({"type": event, "response": empty}))
             return self._remember(response_id, body, [])
-        model_call = openai_responses.decode(dump_json({**body, "stream": True}), self._request.raw_path)
-        generation = await self._begin(openai_responses, model_call, self._request)
+        asked = dump_json({**body, "stream": True})
+        generation, model_call = await self._begin(openai_responses, asked, self._request)
         encoder = openai_responses.stream_encoder(self._reply_context(generation.call.call_id, model_call))
         with generation.listening():
             await send_events(generation, encoder, self._send_events)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rolltap.addons.dialects.types import ModelCall, Reply
 from rolltap.addons.endpoint.exchange import KEEP_ALIVE_SECONDS, send_events
 from rolltap.addons.endpoint.generation import LINGER_SECONDS, Generation, Services, State
+from rolltap.addons.endpoint.work import Workers
 from rolltap.addons.engine.client import Chunk
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.engine.pool import EnginePool
@@ -133,11 +134,11 @@ class Memory:
     def __init__(self):
         self.added, self.broken, self.failed = [], False, False
 
-    def add(self, call_id, prompt, completion_ids, reply):
+    async def add(self, call, prompt, reply):
         if self.broken:
             self.failed = True
             raise RuntimeError("a bug")
-        self.added.append(reply["content"])
+        self.added.append(reply.content)
 
 
 class Listener:
@@ -201,12 +202,12 @@ class Scenario:
         pool = EnginePool([])
         self.engines = [ScriptedClient(f"http://engine-{n}", self.script, self.sent, rude) for n in range(engines)]
         pool._engines = self.engines
-        services = Services(pool, PolicyFile(Path("/nonexistent")), self.renderer, self.disk, patience)
+        services = Services(pool, PolicyFile(Path("/nonexistent")), self.renderer, self.disk, Workers(), patience)
         model_call = ModelCall("m", [], [])
         prompt = Prompt(model_call, PROMPT_IDS, "root", "no earlier call", None, 0, [])
         call = Call(session_id="s1", call_id="c1", prompt_ids=PROMPT_IDS)
         sampling = {"max_tokens": MAX_TOKENS, "stop_token_ids": [STOP], "structured_outputs": {"json_object": True}}
-        self.generation = Generation(services, self.memory, call, prompt, model_call, sampling)
+        self.generation = Generation(services, self.memory.add, call, prompt, model_call, sampling)
         self.disk.generation = self.generation
         self.listeners = []
         self.faulty = False

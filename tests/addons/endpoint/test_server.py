@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 
+import aiohttp
 import pytest
 
 from rolltap.addons.dialects import openai_chat
@@ -111,6 +112,20 @@ class TestReply:
             assert (await response.content.readexactly(3)) == b"   "
             scripted_engine.release()
             assert json.loads(await response.read())["choices"][0]["message"]["content"] == "Hi."
+
+    async def test_a_failure_after_the_first_keep_alive_breaks_the_connection(
+        self, harness, scripted_engine, monkeypatch
+    ):
+        """An error with status 200 would be taken for an answer."""
+        monkeypatch.setattr(exchange, "KEEP_ALIVE_SECONDS", 0.01)
+        scripted_engine.replies.append(Say("one two", hold_after=1, break_after=2))
+        async with harness.post({"messages": [user()]}) as response:
+            assert (await response.content.readexactly(3)) == b"   "
+            scripted_engine.release()
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await response.read()
+        (call,) = harness.calls()
+        assert call["status"] == "failed"
 
 
 class TestStream:
@@ -391,8 +406,10 @@ class TestEndOfSession:
 
 async def test_a_call_is_not_begun_when_the_disk_is_almost_full(harness, scripted_engine, monkeypatch):
     monkeypatch.setattr(tables, "ROOM_BYTES", 1 << 60)
-    status, reply = await harness.ask(user())
-    assert (status, reply["error"]["code"]) == (500, "not_recorded")
+    async with harness.post({"messages": [user()]}) as response:
+        reply = await response.json()
+        assert (response.status, reply["error"]["code"]) == (503, "not_recorded")
+        assert int(response.headers["retry-after"]) > 0
     assert "MiB are free" in reply["error"]["message"]
     assert (scripted_engine.requests, harness.calls()) == ([], [])
 

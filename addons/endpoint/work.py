@@ -1,0 +1,47 @@
+"""Work of the sessions that takes time: decoding, rendering and tokenising, off the event loop."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+INLINE_BYTES = 16 * 1024
+"""Requests of fewer bytes are worked on in the event loop. They take some milliseconds, a thread would take longer."""
+LARGE_BYTES = 1024 * 1024
+"""Requests of at least so many bytes share one thread, so that they do not keep the others waiting."""
+
+
+class Workers:
+    """Threads for the work of the sessions. Create it inside the event loop that uses it.
+
+    A caller keeps the order of its session by a lock, which it holds until `run` returns.
+    """
+
+    def __init__(self) -> None:
+        self._usual = ThreadPoolExecutor(4, "rolltap-work")
+        self._large = ThreadPoolExecutor(1, "rolltap-large")
+
+    async def run(self, num_bytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call `function` in a thread, or here if the request has few bytes, and return its result.
+
+        A thread cannot be cancelled. When the caller is cancelled, CancelledError is raised after the function has
+        returned: until then the caller's lock must be held.
+        """
+        if num_bytes < INLINE_BYTES:
+            return function(*args, **kwargs)
+        pool = self._large if num_bytes >= LARGE_BYTES else self._usual
+        job = pool.submit(function, *args, **kwargs)
+        try:
+            return await asyncio.shield(asyncio.wrap_future(job))
+        except asyncio.CancelledError:
+            if not job.cancel():
+                await asyncio.wait([asyncio.wrap_future(job)])
+            raise
+
+    def close(self) -> None:
+        """Forget the work that has not begun. Does not wait for the work that has."""
+        for pool in (self._usual, self._large):
+            pool.shutdown(wait=False, cancel_futures=True)
