@@ -3,7 +3,7 @@
 import hashlib
 import json
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -33,6 +33,23 @@ class Repeatable(Protocol):
         """True without listeners, if the whole reply has not been delivered either."""
 
 
+class Completed(Protocol):
+    """A completed generation, as `FinishedCall.of` sees it."""
+
+    reply: Reply | None
+    request: bytes
+    delivered: bool
+
+    @property
+    def call_id(self) -> str:
+        """The id of the call."""
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts."""
+
+
+T = TypeVar("T")
 AnyCall = TypeVar("AnyCall", bound=Repeatable)
 
 
@@ -55,6 +72,18 @@ class FinishedCall:
 
     done = True
     error = None
+
+    @classmethod
+    def of(cls, generation: "Completed") -> "FinishedCall":
+        """Return the record of a completed generation without listeners."""
+        assert generation.reply is not None
+        return cls(
+            call_id=generation.call_id,
+            request=generation.request,
+            reply=generation.reply,
+            usage=generation.usage,
+            delivered=generation.delivered,
+        )
 
     @property
     def unheard(self) -> bool:
@@ -116,6 +145,6 @@ def find_retried(calls: Sequence[AnyCall], request: bytes, headers: Mapping[str,
     return None
 
 
-def newest(finished: Iterable[FinishedCall]) -> list[FinishedCall]:
-    """Return the `_REMEMBERED` newest finished calls, in the same order."""
-    return list(finished)[-_REMEMBERED:]
+def newest(finished: Sequence[T]) -> list[T]:
+    """Return the `_REMEMBERED` newest of a session's finished calls, in the same order."""
+    return list(finished[-_REMEMBERED:])
