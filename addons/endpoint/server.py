@@ -20,8 +20,9 @@ from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.routes import ROUTES, Route
 from rolltap.addons.dialects.types import ModelCall, ReplyContext, ServedModel
 from rolltap.addons.endpoint.exchange import error_response, respond, stream
-from rolltap.addons.endpoint.generation import Generation, Services, as_dialect_error
-from rolltap.addons.endpoint.session_state import SessionState
+from rolltap.addons.endpoint.generation import Services, as_dialect_error
+from rolltap.addons.endpoint.recovery import Recovery
+from rolltap.addons.endpoint.session_state import AnyCall, SessionState
 from rolltap.addons.endpoint.websocket import serve_socket
 from rolltap.addons.engine.client import Engine
 from rolltap.addons.engine.policy import PolicyFile
@@ -78,7 +79,9 @@ class Endpoint:
         """Start to serve; returns when requests are accepted."""
         self.engines = EnginePool(self._engine_urls)
         policy = PolicyFile(self.writer.run)
-        self._services = Services(self.engines, policy, self.rendering, self.writer, self._patience)
+        self._services = Services(
+            self.engines, policy, self.rendering, self.writer, Recovery(self.writer, self.rendering), self._patience
+        )
         app = web.Application(client_max_size=BODY_LIMIT)
         app.router.add_route("*", "/{target:.*}", self._serve)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
@@ -117,14 +120,14 @@ class Endpoint:
                     return _json(dialect.encode_models(request.raw_path, models, int(time.time())))
                 case "count_tokens":
                     model_call = dialect.decode(await request.read(), request.raw_path)
-                    return _json(dialect.encode_token_count(self._session(request).count_tokens(model_call)))
+                    return _json(dialect.encode_token_count(self._session(request).count_tokens(dialect, model_call)))
                 case "generate":
                     model_call = dialect.decode(await request.read(), request.raw_path)
                     generation = await self._begin(dialect, model_call, request)
         except Exception as error:
             self._reject(request, str(error) or repr(error))
             return error_response(dialect, as_dialect_error(error))
-        context = ReplyContext(generation.call.call_id, int(time.time()), request.raw_path, model_call)
+        context = ReplyContext(generation.call_id, int(time.time()), request.raw_path, model_call)
         answer = stream if model_call.stream else respond
         return await answer(generation, dialect, context, request)
 
@@ -134,7 +137,7 @@ class Endpoint:
             self.sessions[session_id] = SessionState(session_id, self._services, self.sampling)
         return self.sessions[session_id]
 
-    async def _begin(self, dialect: Dialect, model_call: ModelCall, request: web.Request) -> Generation:
+    async def _begin(self, dialect: Dialect, model_call: ModelCall, request: web.Request) -> AnyCall:
         """Start or join the generation of a request. Raises `EngineError`, and the errors of `SessionState.begin`."""
         _, window = await self._engine(request)
         host = request.headers[HOST_HEADER]

@@ -7,11 +7,14 @@ from typing import Any
 
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.types import ContextOverflow, DialectError, ModelCall
-from rolltap.addons.endpoint.generation import Generation, Services
-from rolltap.addons.endpoint.retries import find_retried, worth_remembering
+from rolltap.addons.endpoint.generation import Generation, Services, asked
+from rolltap.addons.endpoint.recovery import RecoveredSession
+from rolltap.addons.endpoint.retries import FinishedCall, find_retried, newest, request_digest
 from rolltap.addons.endpoint.roles import find_role
-from rolltap.addons.prompts.continuity import Conversations, Prompt
+from rolltap.addons.prompts.continuity import Prompt
 from rolltap.addons.store.records import Call, Event, EventKind
+
+AnyCall = Generation | FinishedCall
 
 
 class SessionState:
@@ -27,9 +30,10 @@ class SessionState:
         self._session_id = session_id
         self._services = services
         self._sampling = sampling
-        self._conversations: Conversations | None = Conversations(services.rendering)
+        self._recovered: RecoveredSession | None = services.recovery.recover(session_id)
         """None after `end`."""
-        self._tools_seen = False
+        if self._recovered.ended:
+            self._recovered = None
 
     def begin(
         self,
@@ -40,21 +44,25 @@ class SessionState:
         host: str,
         path: str,
         headers: Mapping[str, str],
-    ) -> Generation:
+    ) -> AnyCall:
         """Return the generation that the request repeats, or start a new one.
 
         A new one's `call_started` event is committed before the engine is asked. `context_window` is the
         engine's, in tokens; `headers` are the request's. Raises `DialectError` when the session has ended or the prompt
         fills the window, and `OSError` when an event cannot be committed or the disk is nearly full.
         """
-        conversations, prompt = self._prompt(model_call)
+        recovered, prompt = self._prompt(dialect, model_call)
         max_new_tokens = context_window - len(prompt.ids)
         if max_new_tokens < 1:
             raise ContextOverflow(len(prompt.ids), context_window)
         writer = self._services.writer
-        generation = find_retried(self.generations, dialect.NAME, model_call, prompt.ids, headers)
-        if generation is not None:
-            kind: EventKind = "replayed" if generation.done else "joined"
+        sampling = self._sampling_for(model_call, max_new_tokens)
+        recorded = {**sampling, "asked": asked(model_call)}
+        request = request_digest(dialect.NAME, model_call.model, prompt.ids, recorded)
+        calls: list[AnyCall] = [*recovered.finished, *self.generations]
+        retried = find_retried(calls, request, headers)
+        if retried is not None:
+            kind: EventKind = "replayed" if retried.done else "joined"
             writer.add_event(
                 Event(
                     kind=kind,
@@ -62,12 +70,12 @@ class SessionState:
                     host=host,
                     method="POST",
                     path=path,
-                    call_id=generation.call.call_id,
+                    call_id=retried.call_id,
                 )
             )
-            return generation
-        role = find_role(model_call, headers, tools_before=self._tools_seen)
-        self._tools_seen = self._tools_seen or bool(model_call.tools)
+            return retried
+        role = find_role(model_call, headers, tools_before=recovered.tools_seen)
+        recovered.tools_seen |= bool(model_call.tools)
         call = Call(
             session_id=self._session_id,
             call_id=uuid.uuid4().hex,
@@ -97,14 +105,20 @@ class SessionState:
                 call_id=call.call_id,
             )
         )
-        sampling = self._sampling_for(model_call, max_new_tokens)
-        generation = Generation(self._services, conversations, call, prompt, model_call, sampling)
-        self.generations = [*worth_remembering(self.generations), generation]
+        generation = Generation(self._services, recovered.conversations, call, prompt, model_call, sampling, request)
+        self._forget_finished(recovered)
+        self.generations.append(generation)
         return generation
 
-    def count_tokens(self, model_call: ModelCall) -> int:
+    def _forget_finished(self, recovered: RecoveredSession) -> None:
+        over = [generation for generation in self.generations if generation.done and not generation.listeners]
+        done = [FinishedCall.of(generation) for generation in over if generation.reply is not None]
+        recovered.finished = newest([*recovered.finished, *done])
+        self.generations = [generation for generation in self.generations if generation not in over]
+
+    def count_tokens(self, dialect: Dialect, model_call: ModelCall) -> int:
         """Return the number of prompt tokens of a call. Raises `DialectError` when the session has ended."""
-        return len(self._prompt(model_call)[1].ids)
+        return len(self._prompt(dialect, model_call)[1].ids)
 
     def abort(self, why: str) -> None:
         """Abort the running generations and record them."""
@@ -114,17 +128,19 @@ class SessionState:
     def end(self) -> None:
         """Abort the running generations, free the conversations, and refuse later calls. Idempotent."""
         self.abort("the session ended")
-        self.generations, self._conversations = [], None
+        self.generations, self._recovered = [], None
+        self._services.recovery.end(self._session_id)
 
-    def _prompt(self, model_call: ModelCall) -> tuple[Conversations, Prompt]:
-        if self._conversations is None:
+    def _prompt(self, dialect: Dialect, model_call: ModelCall) -> tuple[RecoveredSession, Prompt]:
+        if self._recovered is None:
             # not 409: the OpenAI and Anthropic SDKs retry it
             raise DialectError(
                 "This session has ended and takes no more calls: use another session id.",
                 status=410,
                 code="session_ended",
             )
-        return self._conversations, self._conversations.prompt(model_call)
+        self._recovered.index(dialect.NAME, model_call)
+        return self._recovered, self._recovered.conversations.prompt(model_call)
 
     def _sampling_for(self, model_call: ModelCall, max_new_tokens: int) -> dict[str, Any]:
         """Return vLLM's sampling parameters: the run's, and the harness's token limit, stop texts and JSON schema."""
