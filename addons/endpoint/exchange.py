@@ -10,7 +10,7 @@ from aiohttp import web
 
 from rolltap.addons.dialects.dialect import Dialect, StreamEncoder
 from rolltap.addons.dialects.types import DialectError, ReplyContext
-from rolltap.addons.endpoint.generation import Generation
+from rolltap.addons.endpoint.session_state import AnyCall
 
 Write = Callable[[bytes], Awaitable[None]]
 
@@ -23,7 +23,7 @@ LONGEST_PAUSE_SECONDS = 2.0
 
 
 async def respond(
-    generation: Generation, dialect: Dialect, context: ReplyContext, request: web.Request
+    generation: AnyCall, dialect: Dialect, context: ReplyContext, request: web.Request
 ) -> web.StreamResponse:
     """Answer with one JSON body.
 
@@ -55,7 +55,7 @@ async def respond(
 
 
 async def stream(
-    generation: Generation, dialect: Dialect, context: ReplyContext, request: web.Request
+    generation: AnyCall, dialect: Dialect, context: ReplyContext, request: web.Request
 ) -> web.StreamResponse:
     """Answer with a stream of events. Errors are events too: the status is 200."""
     encoder = dialect.stream_encoder(context)
@@ -67,7 +67,7 @@ async def stream(
     return response
 
 
-async def send_events(generation: Generation, encoder: StreamEncoder, write: Write) -> None:
+async def send_events(generation: AnyCall, encoder: StreamEncoder, write: Write) -> None:
     """Write the events of a growing reply. A request that joins late gets all events from the first one on."""
     await write(encoder.start())
     sent = 0
@@ -89,9 +89,9 @@ async def send_events(generation: Generation, encoder: StreamEncoder, write: Wri
             await write(encoder.keep_alive())
 
 
-def _headers(generation: Generation, content_type: str) -> dict[str, str]:
+def _headers(generation: AnyCall, content_type: str) -> dict[str, str]:
     """Return the reply's headers. The call id is the request id, under the names of OpenAI's and Anthropic's SDKs."""
-    call_id = generation.call.call_id
+    call_id = generation.call_id
     return {
         "content-type": content_type,
         "cache-control": "no-cache",

@@ -15,6 +15,7 @@ from enum import Enum, auto
 from typing import Any
 
 from rolltap.addons.dialects.types import DialectError, ModelCall, Reply, Usage
+from rolltap.addons.endpoint.recovery import Recovery
 from rolltap.addons.endpoint.work import Workers
 from rolltap.addons.engine.completion import sample
 from rolltap.addons.engine.policy import PolicyFile
@@ -44,6 +45,7 @@ class Services:
     policy: PolicyFile
     rendering: Rendering
     writer: RunWriter
+    recovery: Recovery
     workers: Workers
     patience: float
     """Seconds of pauses between retries of a failed engine, in total since the last sampled token: see `sample`."""
@@ -93,6 +95,7 @@ class Generation:
         prompt: Prompt,
         model_call: ModelCall,
         sampling: dict[str, Any],
+        request: bytes,
     ) -> None:
         self._services = services
         self._add_call = add_call
@@ -100,6 +103,8 @@ class Generation:
         self._sampling = sampling
         self.call = call
         self.model_call = model_call
+        self.request = request
+        """The `request_digest` of the call."""
         self.pieces: list[tuple[str, str]] = []
         self.reply: Reply | None = None
         self.error: DialectError | None = None
@@ -120,6 +125,16 @@ class Generation:
     def done(self) -> bool:
         """True when the call is in a final state. It is recorded by then, unless its commit failed."""
         return self._state not in _NEXT
+
+    @property
+    def call_id(self) -> str:
+        """The id of the call."""
+        return self.call.call_id
+
+    @property
+    def listeners(self) -> int:
+        """The number of requests that listen."""
+        return self._listeners
 
     @property
     def unheard(self) -> bool:
@@ -238,10 +253,9 @@ class Generation:
 
     def _record(self, status: CallStatus, outcome: Reply | Exception | None) -> None:
         """Commit the call to the run. Raises `OSError`."""
-        call, hosted = self.call, self.model_call.hosted_tools
+        call = self.call
         call.status, call.finished_at = status, utc_now()
-        asked = self.model_call.requested_sampling | ({"hosted_tools": hosted} if hosted else {})
-        call.sampling = json.dumps({**self._sampling, "asked": asked})
+        call.sampling = json.dumps({**self._sampling, "asked": asked(self.model_call)})
         call.reply = call.violation = None
         if isinstance(outcome, Reply):
             call.reply = json.dumps(outcome.to_message(), ensure_ascii=False)
@@ -269,6 +283,12 @@ class Generation:
     def _add_piece(self, piece: tuple[str, str]) -> None:
         if any(piece):
             self.pieces.append(piece)
+
+
+def asked(model_call: ModelCall) -> dict[str, Any]:
+    """Return what a harness asked for and did not get, for the record."""
+    hosted = model_call.hosted_tools
+    return model_call.requested_sampling | ({"hosted_tools": hosted} if hosted else {})
 
 
 def as_dialect_error(error: Exception) -> DialectError:

@@ -21,8 +21,9 @@ from rolltap.addons.dialects.routes import ROUTES, Route
 from rolltap.addons.dialects.types import ModelCall, ReplyContext, ServedModel
 from rolltap.addons.endpoint.client_request import ClientRequest
 from rolltap.addons.endpoint.exchange import error_response, respond, stream
-from rolltap.addons.endpoint.generation import Generation, Services, as_dialect_error
-from rolltap.addons.endpoint.session_state import SessionState
+from rolltap.addons.endpoint.generation import Services, as_dialect_error
+from rolltap.addons.endpoint.recovery import Recovery
+from rolltap.addons.endpoint.session_state import AnyCall, SessionState
 from rolltap.addons.endpoint.websocket import serve_socket
 from rolltap.addons.endpoint.work import Workers
 from rolltap.addons.engine.client import Engine
@@ -45,6 +46,8 @@ END = "end"
 """Value of `ROUTE_HEADER` for a request that ends its session."""
 
 BODY_LIMIT = 256 * 1024 * 1024
+IDLE_SECONDS = 300.0
+"""Seconds after which the state of a session that asks nothing is dropped. To read it again takes milliseconds."""
 
 
 class Endpoint:
@@ -66,7 +69,7 @@ class Endpoint:
         self.writer = writer
         self.sampling = {**NEUTRAL_SAMPLING, **sampling}
         self.sessions: dict[str, SessionState] = {}
-        """Session id -> state, for all sessions so far. Ended ones stay, to refuse later calls."""
+        """Session id -> state, of the sessions that asked lately. The others are in the run."""
         self._secret = secrets.token_urlsafe(32)
         self._engine_urls = engine_urls
         self._patience = patience
@@ -80,24 +83,39 @@ class Endpoint:
         """Start to serve; returns when requests are accepted."""
         self.engines = EnginePool(self._engine_urls)
         policy = PolicyFile(self.writer.run)
-        workers = Workers()
-        self._services = Services(self.engines, policy, self.rendering, self.writer, workers, self._patience)
+        workers, recovery = Workers(), Recovery(self.writer, self.rendering)
+        self._services = Services(self.engines, policy, self.rendering, self.writer, recovery, workers, self._patience)
         app = web.Application(client_max_size=BODY_LIMIT)
         app.router.add_route("*", "/{target:.*}", self._serve)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
         await web.SockSite(self._runner, self._socket).start()
+        self._forgetting = asyncio.create_task(self._forget())
 
     async def close(self) -> None:
         """Stop serving. Running calls are recorded as aborted."""
         for session in self.sessions.values():
             session.abort("the recorder was stopped")
+        self._forgetting.cancel()
         await self._runner.cleanup()
         for task in self._described.values():
             task.cancel()
         await asyncio.gather(*self._described.values(), return_exceptions=True)
         await self.engines.close()
         self._services.workers.close()
+
+    def forget_idle(self, seconds: float) -> None:
+        """Drop the state of sessions that run nothing and have asked nothing for so many seconds."""
+        now = asyncio.get_running_loop().time()
+        for session_id, session in list(self.sessions.items()):
+            session.settle()
+            if session.idle and now - session.used_at >= seconds:
+                del self.sessions[session_id]
+
+    async def _forget(self) -> None:
+        while True:
+            await asyncio.sleep(IDLE_SECONDS / 10)
+            self.forget_idle(IDLE_SECONDS)
 
     def headers(self, session_id: str, host: str, route: Route | None) -> dict[str, str]:
         """Return the headers of a redirected request: secret, session, host and route. None ends the session."""
@@ -128,9 +146,13 @@ class Endpoint:
         except Exception as error:
             self._reject(request, str(error) or repr(error))
             return error_response(dialect, as_dialect_error(error))
-        context = ReplyContext(generation.call.call_id, int(time.time()), request.raw_path, model_call)
+        context = ReplyContext(generation.call_id, int(time.time()), request.raw_path, model_call)
         answer = stream if model_call.stream else respond
-        return await answer(generation, dialect, context, request)
+        try:
+            return await answer(generation, dialect, context, request)
+        finally:
+            if (session := self.sessions.get(request.headers[SESSION_HEADER])) is not None:
+                session.settle()
 
     def _session(self, request: web.Request) -> SessionState:
         session_id = request.headers[SESSION_HEADER]
@@ -138,7 +160,7 @@ class Endpoint:
             self.sessions[session_id] = SessionState(session_id, self._services, self.sampling)
         return self.sessions[session_id]
 
-    async def _begin(self, dialect: Dialect, body: bytes, request: web.Request) -> tuple[Generation, ModelCall]:
+    async def _begin(self, dialect: Dialect, body: bytes, request: web.Request) -> tuple[AnyCall, ModelCall]:
         """Start or join the generation of a request. Raises `EngineError`, and the errors of `SessionState.begin`."""
         _, window = await self._engine(request)
         return await self._session(request).begin(dialect, body, client_request(request), window)
@@ -168,8 +190,8 @@ class Endpoint:
 
     async def _end_session(self, request: web.Request) -> web.Response:
         """End the session of the request: abort its calls, refuse later ones, sync as `rolltap_fsync` says."""
-        self._session(request).end()
         try:
+            await self._session(request).end()
             await asyncio.to_thread(self.writer.end_session)
         except OSError as error:
             logger.error("cannot write to %s: %s", self.writer.run, error)

@@ -9,61 +9,124 @@ from typing import Any
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.types import ContextOverflow, DialectError, ModelCall, Reply
 from rolltap.addons.endpoint.client_request import ClientRequest
-from rolltap.addons.endpoint.generation import Generation, Services
-from rolltap.addons.endpoint.retries import find_retried, worth_remembering
+from rolltap.addons.endpoint.generation import Generation, Services, asked
+from rolltap.addons.endpoint.recovery import RecoveredSession
+from rolltap.addons.endpoint.retries import FinishedCall, find_retried, newest, request_digest
 from rolltap.addons.endpoint.roles import find_role
-from rolltap.addons.prompts.continuity import Conversations, Prompt
+from rolltap.addons.endpoint.work import INLINE_BYTES
+from rolltap.addons.prompts.continuity import Prompt
 from rolltap.addons.store.records import Call, Event, EventKind
+
+AnyCall = Generation | FinishedCall
 
 
 class SessionState:
     """The conversations and generations of one session.
 
-    After `end`, `begin` and `count_tokens` refuse: the session may already be evaluated and read. `sampling` are vLLM's
-    sampling parameters of each call. Not thread-safe: use it in the event loop. Prompts are made one after another, in
-    the order of the requests, in threads (`Workers`).
+    What its earlier calls were is read from the run at the first request. An idle state can therefore be dropped: a
+    new one continues where it was. After `end`, `begin` and `count_tokens` refuse: the session may already be
+    evaluated and read. `sampling` are vLLM's sampling parameters of each call.
+
+    Not thread-safe: use it in the event loop. Prompts are made one after another, in the order of the requests, in
+    threads (`Workers`).
     """
 
     def __init__(self, session_id: str, services: Services, sampling: Mapping[str, Any]) -> None:
         self.generations: list[Generation] = []
-        """Running generations and the newest finished ones, oldest first."""
+        """Running generations, and finished ones until `settle`, oldest first."""
+        self.used_at = asyncio.get_running_loop().time()
+        """Time of the last request, of the event loop's clock."""
         self._session_id = session_id
         self._services = services
         self._sampling = sampling
-        self._conversations: Conversations | None = Conversations(services.rendering)
-        """None after `end`."""
-        self._tools_seen = False
+        self._ended = self._end_recorded = False
+        self._recovered: RecoveredSession | None = None
+        """None before the first request and after the end."""
         self._order = asyncio.Lock()
         """Held while a prompt is made, and while a call is added to the conversations."""
 
+    @property
+    def idle(self) -> bool:
+        """True when nothing runs: the state can be dropped."""
+        return not self.generations and not self._order.locked()
+
     async def begin(
         self, dialect: Dialect, body: bytes, request: ClientRequest, context_window: int
-    ) -> tuple[Generation, ModelCall]:
-        """Return the generation that the request repeats, or start a new one; and the decoded request.
+    ) -> tuple[AnyCall, ModelCall]:
+        """Return the call that the request repeats, or start a new generation; and the decoded request.
 
         A new one's `call_started` event is committed before the engine is asked. `context_window` is the
         engine's, in tokens. Raises `DialectError` for an invalid request, when the session has ended and when the
         prompt fills the window, and `OSError` when an event cannot be committed or the disk is nearly full.
         """
+        self.used_at = asyncio.get_running_loop().time()
         async with self._order:
-            model_call, prompt = await self._prepare(dialect, body, request)
+            recovered, model_call, prompt = await self._prepare(dialect, body, request)
             max_new_tokens = context_window - len(prompt.ids)
             if max_new_tokens < 1:
                 raise ContextOverflow(len(prompt.ids), context_window)
-            generation = find_retried(self.generations, dialect.NAME, model_call, prompt.ids, request.headers)
-            if generation is None:
-                generation = self._start(dialect, model_call, prompt, request, max_new_tokens)
-            else:
-                kind: EventKind = "replayed" if generation.done else "joined"
-                self._services.writer.add_event(self._event(kind, request, generation.call))
+            sampling = self._sampling_for(model_call, max_new_tokens)
+            recorded = {**sampling, "asked": asked(model_call)}
+            digest = request_digest(dialect.NAME, model_call.model, prompt.ids, recorded)
+            self.settle()
+            calls: list[AnyCall] = [*recovered.finished, *self.generations]
+            retried = find_retried(calls, digest, request.headers)
+            if retried is not None:
+                kind: EventKind = "replayed" if retried.done else "joined"
+                self._services.writer.add_event(self._event(kind, request, retried.call_id))
+                return retried, model_call
+            call = self._call(recovered, dialect, model_call, prompt, request)
+            self._services.writer.require_room()
+            self._services.writer.add_event(self._event("call_started", request, call.call_id))
+            generation = Generation(self._services, self._add, call, prompt, model_call, sampling, digest)
+            self.generations.append(generation)
             return generation, model_call
 
-    def _start(
-        self, dialect: Dialect, model_call: ModelCall, prompt: Prompt, request: ClientRequest, max_new_tokens: int
-    ) -> Generation:
-        role = find_role(model_call, request.headers, tools_before=self._tools_seen)
-        self._tools_seen = self._tools_seen or bool(model_call.tools)
-        call = Call(
+    async def count_tokens(self, dialect: Dialect, body: bytes, request: ClientRequest) -> int:
+        """Return the number of prompt tokens of a call. Raises `DialectError` as `begin` does."""
+        self.used_at = asyncio.get_running_loop().time()
+        async with self._order:
+            _, _, prompt = await self._prepare(dialect, body, request)
+            return len(prompt.ids)
+
+    def settle(self) -> None:
+        """Replace finished generations without listeners by what a retry needs of them, which is small."""
+        over = [generation for generation in self.generations if generation.done and not generation.listeners]
+        if not over:
+            return
+        self.generations = [generation for generation in self.generations if generation not in over]
+        if self._recovered is not None:
+            completed = [FinishedCall.of(generation) for generation in over if generation.reply is not None]
+            self._recovered.finished = newest([*self._recovered.finished, *completed])
+
+    def abort(self, why: str) -> None:
+        """Abort the running generations and record them."""
+        for generation in self.generations:
+            generation.abort(why)
+
+    async def end(self) -> None:
+        """Abort the running generations, free the conversations, and refuse later calls. Idempotent.
+
+        Commits that the session has ended. Raises `OSError` when that fails; calls are refused even then.
+        """
+        self._ended = True
+        self.abort("the session ended")
+        self.generations, self._recovered = [], None
+        if not self._end_recorded:
+            await asyncio.to_thread(self._services.recovery.end, self._session_id)
+            self._end_recorded = True
+
+    def _call(
+        self,
+        recovered: RecoveredSession,
+        dialect: Dialect,
+        model_call: ModelCall,
+        prompt: Prompt,
+        request: ClientRequest,
+    ) -> Call:
+        role = find_role(model_call, request.headers, tools_before=recovered.tools_seen)
+        recovered.tools_seen |= bool(model_call.tools)
+        return Call(
             session_id=self._session_id,
             call_id=uuid.uuid4().hex,
             prompt_ids=prompt.ids,
@@ -81,66 +144,56 @@ class SessionState:
             messages=json.dumps(prompt.new_messages, ensure_ascii=False),
             tools=json.dumps(model_call.tools, ensure_ascii=False) if prompt.parent is None else None,
         )
-        self._services.writer.require_room()
-        self._services.writer.add_event(self._event("call_started", request, call))
-        sampling = self._sampling_for(model_call, max_new_tokens)
-        generation = Generation(self._services, self._add, call, prompt, model_call, sampling)
-        self.generations = [*worth_remembering(self.generations), generation]
-        return generation
 
-    async def count_tokens(self, dialect: Dialect, body: bytes, request: ClientRequest) -> int:
-        """Return the number of prompt tokens of a call. Raises `DialectError` as `begin` does."""
-        async with self._order:
-            _, prompt = await self._prepare(dialect, body, request)
-            return len(prompt.ids)
-
-    def abort(self, why: str) -> None:
-        """Abort the running generations and record them."""
-        for generation in self.generations:
-            generation.abort(why)
-
-    def end(self) -> None:
-        """Abort the running generations, free the conversations, and refuse later calls. Idempotent."""
-        self.abort("the session ended")
-        self.generations, self._conversations = [], None
-
-    async def _prepare(self, dialect: Dialect, body: bytes, request: ClientRequest) -> tuple[ModelCall, Prompt]:
+    async def _prepare(
+        self, dialect: Dialect, body: bytes, request: ClientRequest
+    ) -> tuple[RecoveredSession, ModelCall, Prompt]:
         """Decode a request and make its prompt. Hold `_order`: conversations are not thread-safe."""
-        conversations = self._open_conversations()
+        self._check_open()
+        first = self._recovered is None
+        if self._recovered is None:
+            recovered = await asyncio.to_thread(self._services.recovery.recover, self._session_id)
+            self._end_recorded = recovered.ended
+            self._ended = self._ended or recovered.ended
+            self._check_open()
+            self._recovered = recovered
+        recovered = self._recovered
 
         def prepare() -> tuple[ModelCall, Prompt]:
             model_call = dialect.decode(body, request.target)
-            return model_call, conversations.prompt(model_call)
+            recovered.index(dialect.NAME, model_call)
+            return model_call, recovered.conversations.prompt(model_call)
 
-        prepared = await self._services.workers.run(len(body), prepare)
-        self._open_conversations()  # the session may have ended meanwhile
-        return prepared
+        # the first request reads the session's rows
+        num_bytes = max(len(body), INLINE_BYTES) if first else len(body)
+        model_call, prompt = await self._services.workers.run(num_bytes, prepare)
+        self._check_open()
+        return recovered, model_call, prompt
 
     async def _add(self, call: Call, prompt: Prompt, reply: Reply) -> None:
         """Let later calls continue a committed one."""
         async with self._order:
-            if self._conversations is not None:
-                self._conversations.add(call.call_id, prompt, call.completion_ids, reply.to_message())
+            if self._recovered is not None:
+                self._recovered.conversations.add(call.call_id, prompt, call.completion_ids, reply.to_message())
 
-    def _event(self, kind: EventKind, request: ClientRequest, call: Call) -> Event:
+    def _event(self, kind: EventKind, request: ClientRequest, call_id: str) -> Event:
         return Event(
             kind=kind,
             session_id=self._session_id,
             host=request.host,
             method="POST",
             path=request.path,
-            call_id=call.call_id,
+            call_id=call_id,
         )
 
-    def _open_conversations(self) -> Conversations:
-        if self._conversations is None:
+    def _check_open(self) -> None:
+        if self._ended:
             # not 409: the OpenAI and Anthropic SDKs retry it
             raise DialectError(
                 "This session has ended and takes no more calls: use another session id.",
                 status=410,
                 code="session_ended",
             )
-        return self._conversations
 
     def _sampling_for(self, model_call: ModelCall, max_new_tokens: int) -> dict[str, Any]:
         """Return vLLM's sampling parameters: the run's, and the harness's token limit, stop texts and JSON schema."""

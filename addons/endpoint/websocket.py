@@ -20,9 +20,10 @@ from rolltap.addons.dialects.fields import parse_object
 from rolltap.addons.dialects.openai_responses.reply import response
 from rolltap.addons.dialects.types import DialectError, ModelCall, ReplyContext, dump_json
 from rolltap.addons.endpoint.exchange import send_events
-from rolltap.addons.endpoint.generation import Generation, as_dialect_error
+from rolltap.addons.endpoint.generation import as_dialect_error
+from rolltap.addons.endpoint.session_state import AnyCall
 
-Begin = Callable[[Dialect, bytes, web.Request], Awaitable[tuple[Generation, ModelCall]]]
+Begin = Callable[[Dialect, bytes, web.Request], Awaitable[tuple[AnyCall, ModelCall]]]
 
 _REMEMBERED = 8
 """Number of responses of a connection that can be named as `previous_response_id`. Clients name the last or, for a
@@ -75,7 +76,7 @@ class _Connection:
             return self._remember(response_id, body, [])
         asked = dump_json({**body, "stream": True})
         generation, model_call = await self._begin(openai_responses, asked, self._request)
-        encoder = openai_responses.stream_encoder(self._reply_context(generation.call.call_id, model_call))
+        encoder = openai_responses.stream_encoder(self._reply_context(generation.call_id, model_call))
         with generation.listening():
             await send_events(generation, encoder, self._send_events)
         if generation.reply is not None:

@@ -30,7 +30,7 @@ SessionStatus = Literal["completed", "failed", "timeout", "error", "unknown"]
 """Outcome of a session. `completed`: the harness exited with status 0; `failed`: with another status; `timeout`: it was
 stopped at the time limit; `error`: it could not be run; `unknown`: only calls were recorded."""
 EventKind = Literal[
-    "call_started", "refused", "uncaptured", "unauthorised", "rejected", "joined", "replayed", "continued"
+    "call_started", "refused", "uncaptured", "unauthorised", "rejected", "joined", "replayed", "continued", "ended"
 ]
 
 _TIME = pa.timestamp("us", tz="UTC")
@@ -259,6 +259,7 @@ class Event:
     | `joined` | retry of a call that was still running |
     | `replayed` | retry that received the finished reply again |
     | `continued` | engine failure during a call, which went on from the last sampled token |
+    | `ended` | the session takes no more calls |
 
     Attributes:
         session_id: None when the credentials did not name one.

@@ -131,13 +131,15 @@ class SegmentReader:
 
     Iterating yields (byte offset, batch) and skips damaged commits. A file whose schema differs from `expected` is
     damaged and yields no batch. After iterating, `damage` maps the byte offset of each unreadable range to its reason,
-    and `uncommitted` is the size in bytes of the uncommitted tail.
+    `uncommitted` is the size in bytes of the uncommitted tail, and `end` is the offset at which the next commit would
+    begin.
     """
 
     def __init__(self, path: Path, expected: pa.Schema | None = None) -> None:
         self.path = path
         self.damage: dict[int, str] = {}
         self.uncommitted = 0
+        self.end = 0
         self.schema: pa.Schema | None = None
         while True:
             self.inode = path.stat().st_ino
@@ -166,7 +168,11 @@ class SegmentReader:
         self.close()
 
     def __iter__(self) -> Iterator[tuple[int, pa.RecordBatch]]:
-        offset = None if self.schema is None else self._source.tell()
+        return self.batches_from(self._source.tell())
+
+    def batches_from(self, start: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """Yield (byte offset, batch) as iterating does, from a commit's offset or an earlier reader's `end` on."""
+        offset = None if self.schema is None else start
         in_damage = False
         # the end is checked before the read: a commit published in between is then not taken for damage
         while offset is not None and not self._is_end(offset):
@@ -184,6 +190,7 @@ class SegmentReader:
                 in_damage = False
                 yield offset, batch
                 offset = next_offset
+        self.end = self._source.size() - self.uncommitted
 
     def warn_of_damage(self) -> None:
         """Log a warning for each entry of `damage`."""

@@ -72,6 +72,10 @@ class RunWriter:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def owns(self, name: str) -> bool:
+        """Return True for the name of a segment of this writer."""
+        return f"-{self._suffix}-" in name
+
     def require_room(self) -> None:
         """Raise `OSError` unless the folder is writable and has `ROOM_BYTES` of free space."""
         if not os.access(self.run, os.W_OK):

@@ -16,11 +16,12 @@ import pyarrow.compute as pc
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.metadata import read_metadata, write_metadata
 from rolltap.addons.store.records import CallRole, Session
+from rolltap.addons.store.session_index import SessionIndex
 from rolltap.addons.store.staging import new_folder
 from rolltap.addons.store.tables import TABLES, RunWriter
 from rolltap.trainer.file_names import file_name
 from rolltap.trainer.progress import Advance
-from rolltap.trainer.traces.reader import SessionIndex, load_sessions
+from rolltap.trainer.traces.reader import load_sessions
 
 SplitBy = Literal["harness", "task_id", "group_id", "policy_version", "status"]
 """Field of the session's row to split by: one part per value, named after it."""

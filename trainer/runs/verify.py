@@ -13,11 +13,11 @@ from rolltap.addons.store.digest import DIGEST
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import SESSION_SCHEMA, Session
 from rolltap.addons.store.segment import SegmentReader
+from rolltap.addons.store.session_index import SessionIndex
 from rolltap.addons.store.tables import TABLES, run_files
 from rolltap.trainer.progress import Advance
 from rolltap.trainer.runs.findings import SALVAGE, Finding, check_rows, check_session
 from rolltap.trainer.runs.repair import cut_end, find_leftovers, is_held, remove_leftovers
-from rolltap.trainer.traces.reader import SessionIndex
 
 
 @dataclass(slots=True)

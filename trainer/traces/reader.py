@@ -1,27 +1,22 @@
 """Reading a run folder: its calls with full prompts, and its sessions."""
 
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import pyarrow as pa
 
 from rolltap.addons.errors import RunError
 from rolltap.addons.store.digest import DIGEST
-from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import CALL_SCHEMA, SESSION_SCHEMA, Call, Session, VersionSpan
-from rolltap.addons.store.segment import SegmentReader, rows_of_session
-from rolltap.addons.store.tables import TABLES, batch_rows, read_batches, read_rows, run_files
+from rolltap.addons.store.session_index import SessionIndex
+from rolltap.addons.store.tables import batch_rows, read_batches, read_rows
 from rolltap.trainer.traces.tokens import Tokens
 from rolltap.trainer.traces.tree import parents_first, start_order
 
 Row = dict[str, Any]
 
-OPEN_FILES = 64
-"""Segments of a table that are mapped at the same time."""
 _STORED_OTHERWISE = ("prompt_length", "prompt_tail_ids", DIGEST)
 
 
@@ -62,69 +57,6 @@ def load_sessions(run: Path) -> dict[str, Session]:
     """Return session id -> its last row. Raises `RunError` when the folder cannot be read."""
     names = [name for name in SESSION_SCHEMA.names if name != DIGEST]
     return {row["session_id"]: Session(**{name: row[name] for name in names}) for row in read_rows(run, "sessions")}
-
-
-class SessionIndex:
-    """An index of a table's segments: session id -> byte offsets of its batches. A context manager.
-
-    It holds what was committed when it was built. Raises `RunError` when the folder cannot be read.
-    """
-
-    def __init__(self, run: Path, table: str) -> None:
-        read_metadata(run)
-        self._paths = run_files(run, table)
-        self._schema = TABLES[table]
-        self._inodes = [0] * len(self._paths)
-        # session id (None for rows of nobody) -> segment -> byte offsets of its batches
-        self._places: defaultdict[str | None, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-        self._open: dict[int, SegmentReader] = {}
-        for number in range(len(self._paths)):
-            self._scan(number)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for reader in self._open.values():
-            reader.close()
-
-    def __contains__(self, session_id: object) -> bool:
-        return session_id in self._places
-
-    @property
-    def session_ids(self) -> list[str | None]:
-        """Ids of the sessions that have rows, in the order of their first ones; None for rows without a session."""
-        return list(self._places)
-
-    def batches(self, session_id: str | None) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of one session, file by file, in the order of their commits."""
-        for number in sorted(self._places.get(session_id, ())):
-            reader = self._reader(number)
-            for offset in self._places[session_id][number]:
-                yield rows_of_session(reader.read(offset), session_id)
-
-    def _scan(self, number: int) -> None:
-        with SegmentReader(self._paths[number], self._schema) as reader:
-            self._inodes[number] = reader.inode
-            for offset, batch in reader:
-                for session_id in batch.column("session_id").unique().to_pylist():
-                    self._places[session_id][number].append(offset)
-            reader.warn_of_damage()
-
-    def _reader(self, number: int) -> SegmentReader:
-        if number not in self._open:
-            if len(self._open) == OPEN_FILES:
-                self._open.pop(next(iter(self._open))).close()
-            while (reader := SegmentReader(self._paths[number], self._schema)).inode != self._inodes[number]:
-                # compacted since it was scanned: the same rows at other offsets
-                reader.close()
-                for places in self._places.values():
-                    places.pop(number, None)
-                self._scan(number)
-            self._open[number] = reader
-        return self._open[number]
 
 
 class RecordedCalls(Mapping[str, list[Call]]):

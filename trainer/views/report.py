@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rolltap.addons.store.records import Call, Session
+from rolltap.addons.store.session_index import SessionIndex
 from rolltap.trainer.traces.ledger import Ledger
-from rolltap.trainer.traces.reader import SessionIndex
 from rolltap.trainer.traces.sessions import TracedSession, TraceOptions, iter_traces
 
 MOST_SESSIONS = 50

@@ -202,12 +202,12 @@ class Scenario:
         pool = EnginePool([])
         self.engines = [ScriptedClient(f"http://engine-{n}", self.script, self.sent, rude) for n in range(engines)]
         pool._engines = self.engines
-        services = Services(pool, PolicyFile(Path("/nonexistent")), self.renderer, self.disk, Workers(), patience)
+        services = Services(pool, PolicyFile(Path("/nonexistent")), self.renderer, self.disk, None, Workers(), patience)
         model_call = ModelCall("m", [], [])
         prompt = Prompt(model_call, PROMPT_IDS, "root", "no earlier call", None, 0, [])
         call = Call(session_id="s1", call_id="c1", prompt_ids=PROMPT_IDS)
         sampling = {"max_tokens": MAX_TOKENS, "stop_token_ids": [STOP], "structured_outputs": {"json_object": True}}
-        self.generation = Generation(services, self.memory.add, call, prompt, model_call, sampling)
+        self.generation = Generation(services, self.memory.add, call, prompt, model_call, sampling, b"digest")
         self.disk.generation = self.generation
         self.listeners = []
         self.faulty = False

@@ -391,7 +391,7 @@ class TestEndOfSession:
         await harness.ask(user())
         await harness.end()
         session = harness.endpoint.sessions["s1"]
-        assert (session.generations, session._conversations) == ([], None)
+        assert (session.generations, session._recovered) == ([], None)
 
     async def test_a_session_without_calls_can_end_and_end_again(self, harness):
         assert [await harness.end("nobody") for _ in range(2)] == [(200, "")] * 2
@@ -475,3 +475,33 @@ async def test_calls_that_run_when_the_recorder_stops_are_recorded_as_aborted(re
     assert (status, reply["error"]["message"]) == (503, "the recorder was stopped")
     assert [call["status"] for call in harness.calls()] == ["aborted"]
     assert os.listdir(tmp_path)
+
+
+class TestIdleSessions:
+    async def test_an_idle_session_is_forgotten_and_its_next_call_is_still_bridged(self, harness, scripted_engine):
+        scripted_engine.replies += [Say("Hi."), Say("Ho.")]
+        _, reply = await harness.ask(user())
+        harness.endpoint.forget_idle(0)
+        assert harness.endpoint.sessions == {}
+        await harness.ask(user(), reply["choices"][0]["message"], user("Again"))
+        assert [call["kind"] for call in harness.calls()] == ["root", "bridged"]
+
+    async def test_a_session_with_a_running_call_is_kept(self, harness, scripted_engine):
+        scripted_engine.replies.append(Say("one two", hold_after=1))
+        asked = asyncio.create_task(harness.ask(user()))
+        await asyncio.to_thread(scripted_engine.holding.wait)
+        harness.endpoint.forget_idle(0)
+        assert list(harness.endpoint.sessions) == ["s1"]
+        scripted_engine.release()
+        assert (await asked)[0] == 200
+
+    async def test_a_finished_call_keeps_no_tokens_in_memory(self, harness, scripted_engine):
+        scripted_engine.replies.append(Say("Hi."))
+        await harness.ask(user())
+        session = harness.endpoint.sessions["s1"]
+        assert (session.generations, len(session._recovered.finished)) == ([], 1)
+
+    async def test_a_forgotten_session_that_ended_is_still_refused(self, harness, scripted_engine):
+        await harness.end()
+        harness.endpoint.forget_idle(0)
+        assert (await harness.ask(user()))[0] == 410

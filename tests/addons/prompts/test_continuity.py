@@ -1,4 +1,5 @@
 import json
+from array import array
 
 import pytest
 from hypothesis import given, settings
@@ -340,5 +341,5 @@ def test_every_request_that_decodes_has_a_prompt(rendering, body):
 def test_a_long_chain_of_turns_returns_its_full_prompt():
     turn = None
     for number in range(0, 20_000, 2):
-        turn = Turn(str(number), turn, [number], [number + 1], "")
+        turn = Turn(str(number), turn, number, array("i", [number]), array("i", [number + 1]), "", b"")
     assert turn.prompt_ids() == list(range(19_999))

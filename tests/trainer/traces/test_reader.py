@@ -1,18 +1,13 @@
 import random
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
-import pyarrow as pa
 import pytest
 
 from rolltap.addons.errors import RunError
-from rolltap.addons.store import tables
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call, Session, VersionSpan
-from rolltap.addons.store.segment import compact
-from rolltap.addons.store.tables import RunWriter, run_files
-from rolltap.trainer.traces import reader
-from rolltap.trainer.traces.reader import RecordedCalls, SessionIndex, load_sessions
+from rolltap.addons.store.tables import RunWriter
+from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -176,60 +171,3 @@ class TestLoadSessions:
     def test_a_folder_that_is_no_run_is_refused(self, tmp_path):
         with pytest.raises(RunError, match=r"it has no run\.json"):
             load_sessions(tmp_path)
-
-
-class TestSessionIndex:
-    @pytest.fixture
-    def files(self, run):
-        """Write three segments of small batches, each with calls of all sessions."""
-        for writer in range(3):
-            with RunWriter(run) as records:
-                for number in range(9):
-                    records.add_call(make_call(9 * writer + number, [1], [number], session_id="abc"[number % 3]))
-                with pytest.MonkeyPatch.context() as without:
-                    without.setattr(tables, "compact", lambda path: None)
-                    records.close()
-        return run_files(run, "calls")
-
-    def rows(self, index):
-        return {s: [i for b in index.batches(s) for i in b["call_id"].to_pylist()] for s in index.session_ids}
-
-    def test_a_file_that_is_compacted_while_the_index_is_open_has_the_same_rows(self, run, files):
-        with SessionIndex(run, "calls") as index:
-            before = self.rows(index)
-        assert before["b"] == [str(number) for number in range(1, 27, 3)]
-        for compacted in range(4):
-            with SessionIndex(run, "calls") as index:
-                for path in files[:compacted]:
-                    compact(path)
-                assert self.rows(index) == before
-
-    def test_a_file_that_is_compacted_while_a_session_is_read_has_the_same_rows(self, run, files):
-        with SessionIndex(run, "calls") as index:
-            seen = []
-            for batch in index.batches("c"):
-                seen += batch["call_id"].to_pylist()
-                if len(seen) in (2, 4):
-                    compact(files[len(seen) // 2 - 1])
-            assert seen == [str(number) for number in range(2, 27, 3)]
-            assert self.rows(index)["a"] == [str(number) for number in range(0, 27, 3)]
-
-    def test_a_file_that_is_compacted_while_it_is_opened_has_the_same_rows(self, run, files, monkeypatch):
-        real = pa.memory_map
-
-        def memory_map(path):
-            source = real(path)
-            monkeypatch.setattr(pa, "memory_map", real)
-            compact(Path(path))
-            return source
-
-        with SessionIndex(run, "calls") as index:
-            monkeypatch.setattr(pa, "memory_map", memory_map)
-            assert self.rows(index)["a"] == [str(number) for number in range(0, 27, 3)]
-
-    def test_few_files_are_open_at_a_time(self, run, files, monkeypatch):
-        monkeypatch.setattr(reader, "OPEN_FILES", 2)
-        with SessionIndex(run, "calls") as index:
-            assert self.rows(index)["a"] == [str(number) for number in range(0, 27, 3)]
-            maps = Path("/proc/self/maps").read_text()
-            assert sum(str(path) in maps for path in files) <= 2

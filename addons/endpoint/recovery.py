@@ -1,0 +1,240 @@
+"""Recovery: a session's state from the rows of its run, after a restart or when it was forgotten.
+
+How a session uses it:
+
+    recovered = recovery.recover(session_id)   # at its first call in this process, or after it was dropped
+    if recovered.ended: ...                    # refuse with 410
+    recovered.index(dialect.NAME, model_call)  # before each `recovered.conversations.prompt(model_call)`
+    find_retried([*recovered.finished, *generations], request_digest(...), headers)
+"""
+
+import json
+import logging
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rolltap.addons.dialects.types import EchoRule, Message, ModelCall, Reply, Tool, ToolCall, Usage
+from rolltap.addons.endpoint.retries import FinishedCall, newest, request_digest
+from rolltap.addons.prompts.continuity import Conversations, Turn
+from rolltap.addons.prompts.deltas import cut_at_stop
+from rolltap.addons.prompts.rendering import Rendering
+from rolltap.addons.store.digest import DIGEST, row_digest
+from rolltap.addons.store.ended_sessions import EndedSessions
+from rolltap.addons.store.records import CALL_SCHEMA, Event, utc_now
+from rolltap.addons.store.scan import nothing
+from rolltap.addons.store.session_index import SessionIndex
+from rolltap.addons.store.tables import RunWriter, batch_rows
+
+logger = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A completed call whose prompt can be rebuilt."""
+
+    row: Row
+    messages: list[Message]
+    """The messages after the parent's conversation and reply."""
+    tools: list[Tool]
+    reply: Message
+
+
+class Recovery:
+    """Rebuilds sessions from the run that `writer` appends to. One for each recorder process. Thread-safe.
+
+    It reads the session ids of the run once. After that it reads only what other writers have committed since; what
+    this process has committed only for a session that it has recovered before. Call it in a worker thread.
+    """
+
+    def __init__(self, writer: RunWriter, rendering: Rendering) -> None:
+        self._writer = writer
+        self.rendering = rendering
+        self.started = utc_now()
+        self._lock = threading.Lock()
+        """Guards all below."""
+        self._recovered: set[str] = set()
+        self._ended = EndedSessions(writer.run)
+        self._calls: SessionIndex | None = None
+
+    def load(self) -> None:
+        """Read the session ids of the run: 50 µs a call that is not compacted. `recover` does it if it was not done.
+
+        Raises `OSError`, and `RunError` when the folder cannot be read.
+        """
+        with self._lock:
+            self._refresh(own=False)
+
+    def end(self, session_id: str) -> None:
+        """Commit that a session has ended. Raises `OSError`; the session has ended in this process even then."""
+        with self._lock:
+            self._ended.add(session_id)
+        self._writer.add_event(Event(kind="ended", session_id=session_id))
+
+    def recover(self, session_id: str) -> "RecoveredSession":
+        """Return the state of a session as its rows have it; empty for a session without rows. Raises as `load`."""
+        with self._lock:
+            self._refresh(own=session_id in self._recovered)
+            self._recovered.add(session_id)
+            ended = session_id in self._ended
+        return RecoveredSession(self, session_id, ended)
+
+    def rows(self, session_id: str) -> list[Row]:
+        """Return the undamaged rows of a session as of the last `recover` or `load`, each call once, parents first.
+
+        Damaged rows are left out with a warning. Raises `OSError`.
+        """
+        with self._lock:
+            assert self._calls is not None, "`recover` comes first"
+            if session_id not in self._calls:
+                return []
+            batches = list(self._calls.batches(session_id))
+            self._calls.close()
+        rows: dict[str, Row] = {}
+        for batch in batches:
+            for row in batch_rows(batch):
+                if row_digest(row, CALL_SCHEMA) == row[DIGEST]:
+                    rows.setdefault(row["call_id"], row)
+                else:
+                    logger.warning("session %s: the row of call %s is damaged", session_id, row["call_id"])
+        return _parents_first(rows)
+
+    def _refresh(self, *, own: bool) -> None:
+        """Read what was committed since; with `own`, by this process too."""
+        skip = nothing if own else self._writer.owns
+        self._ended.refresh(self._writer.owns)
+        if self._calls is None:
+            self._calls = SessionIndex(self._writer.run, "calls", skip)
+        else:
+            self._calls.refresh(skip)
+
+
+class RecoveredSession:
+    """A session's state. Not thread-safe: one worker at a time.
+
+    A session can be dropped whenever it has no running generation: `Recovery.recover` brings it back.
+    """
+
+    def __init__(self, recovery: Recovery, session_id: str, ended: bool) -> None:
+        self.ended = ended
+        """True when the session has ended: an event `ended`, or a row in `sessions`."""
+        self.conversations = Conversations(recovery.rendering)
+        self.finished: list[FinishedCall] = []
+        """The newest completed calls, oldest first."""
+        self.tools_seen = False
+        """True when an earlier call of the session had tools."""
+        self._recovery = recovery
+        self._session_id = session_id
+        self._indexed: set[tuple[str, EchoRule | None]] = set()
+        self._recovered: set[str] | None = None
+        """Ids of the calls that were recorded before; None before `index`."""
+
+    def index(self, dialect: str, model_call: ModelCall) -> None:
+        """Make the recorded calls findable for a request of an API. Reads the session's rows for the first request.
+
+        The rule with which a harness's echoes are compared (`ModelCall.echo_rule`) is not recorded. The calls of the
+        request's API are taken to have its rule, those of other APIs none. A later request with another rule reads the
+        rows again. Calls whose ancestors are missing or damaged are left out with a warning. Raises `OSError`.
+        """
+        asked = dialect, model_call.echo_rule
+        if self._recovered == set() or asked in self._indexed:
+            return
+        rows = self._recovery.rows(self._session_id)
+        first = self._recovered is None
+        if self._recovered is None:
+            self._recovered = {row["call_id"] for row in rows}
+        rows = [row for row in rows if row["call_id"] in self._recovered]
+        restored: list[tuple[_Recorded, Turn]] = []
+        for recorded in _completed(rows):
+            theirs = recorded.row["dialect"]
+            rule = model_call.echo_rule if theirs == dialect else None
+            if (theirs, rule) not in self._indexed:
+                restored.append((recorded, self._restore(recorded, rule)))
+        self._indexed |= {asked, *((row["dialect"], None) for row in rows if row["dialect"] != dialect)}
+        if first:
+            self.tools_seen = any(row["tools"] not in (None, "[]") for row in rows)
+            last_start = max((row["started_at"] for row in rows), default=None)
+            for recorded, turn in newest(restored):
+                finished_at = recorded.row["finished_at"]
+                lost = last_start <= finished_at < self._recovery.started
+                if (call := self._finished_call(recorded, turn, delivered=not lost)) is not None:
+                    self.finished.append(call)
+
+    def _restore(self, recorded: _Recorded, rule: EchoRule | None) -> Turn:
+        row = recorded.row
+        model_call = ModelCall(row["model"], recorded.messages, recorded.tools, echo_rule=rule)
+        ids = row["prompt_tail_ids"], row["completion_ids"]
+        return self.conversations.restore(row["call_id"], row["parent_id"], *ids, model_call, recorded.reply)
+
+    def _finished_call(self, recorded: _Recorded, turn: Turn, *, delivered: bool) -> FinishedCall | None:
+        """Return the call as it can be given again, or None when its reply cannot be rebuilt exactly."""
+        row, message = recorded.row, recorded.reply
+        prompt_ids, sampling = turn.prompt_ids(), json.loads(row["sampling"])
+        calls = [
+            ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"])
+            for call in message.get("tool_calls", [])
+        ]
+        reply = Reply(message["content"], message.get("reasoning_content", ""), calls)
+        if row["finish_reason"] == "length":
+            reply.finish_reason = "length"
+        elif calls:
+            reply.finish_reason = "tool_calls"
+        if stop_texts := sampling.get("stop"):
+            reply.stop = self._stop_text(turn, prompt_ids, recorded.tools, stop_texts)
+            own_end = turn.completion_ids[-1:].tolist() in [[i] for i in self._recovery.rendering.stop_token_ids()]
+            if reply.stop is None and row["finish_reason"] == "stop" and not own_end:
+                return None
+        return FinishedCall(
+            call_id=row["call_id"],
+            request=request_digest(row["dialect"], row["model"], prompt_ids, sampling),
+            reply=reply,
+            usage=Usage(len(prompt_ids), len(turn.completion_ids), row["cached_tokens"] or 0),
+            delivered=delivered,
+        )
+
+    def _stop_text(self, turn: Turn, prompt_ids: list[int], tools: list[Tool], stop_texts: list[str]) -> str | None:
+        """Return the stop text in the sampled tokens, or None. The recorded reply was cut before it."""
+        reply = self._recovery.rendering.parse(prompt_ids, turn.completion_ids.tolist(), tools)
+        cut_at_stop(reply, stop_texts, partial=False)
+        return reply.stop
+
+
+def _parents_first(rows: dict[str, Row]) -> list[Row]:
+    """Return rows in their order, but each parent before its children. Writers whose clocks differ may mix them."""
+    ordered: list[Row] = []
+    seen: set[str] = set()
+    for own in rows.values():
+        row: Row | None = own
+        path: list[Row] = []
+        while row is not None and row["call_id"] not in seen:
+            seen.add(row["call_id"])
+            path.append(row)
+            row = rows.get(row["parent_id"])
+        ordered += reversed(path)
+    return ordered
+
+
+def _completed(rows: Iterable[Row]) -> Iterator[_Recorded]:
+    """Yield the completed calls among the rows of a session, parents first, whose prompts can be rebuilt."""
+    found: dict[str | None, _Recorded] = {}
+    for row in rows:
+        if row["status"] != "completed":
+            continue
+        parent = found.get(row["parent_id"])
+        known = parent.row["prompt_length"] + len(parent.row["completion_ids"]) if parent is not None else 0
+        try:
+            if row["parent_id"] is not None and parent is None:
+                raise ValueError(f"its parent {row['parent_id']} cannot be read")
+            if row["prompt_length"] != known + len(row["prompt_tail_ids"]):
+                raise ValueError(f"its prompt has {row['prompt_length']} tokens, but fewer or more can be rebuilt")
+            tools = json.loads(row["tools"]) if row["tools"] is not None or parent is None else parent.tools
+            recorded = _Recorded(row, json.loads(row["messages"]), tools, json.loads(row["reply"]))
+        except (ValueError, TypeError) as error:
+            where = f"session {row['session_id']}: call {row['call_id']}"
+            logger.warning("%s cannot be continued after a restart: %s", where, error)
+        else:
+            found[row["call_id"]] = recorded
+            yield recorded

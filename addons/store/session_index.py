@@ -1,0 +1,89 @@
+"""The rows of each session of a run, found without reading the others."""
+
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import pyarrow as pa
+
+from rolltap.addons.store.metadata import read_metadata
+from rolltap.addons.store.scan import Skip, TableScan, nothing
+from rolltap.addons.store.segment import SegmentReader, rows_of_session
+from rolltap.addons.store.tables import TABLES
+
+OPEN_FILES = 64
+"""Segments of a table that are mapped at the same time."""
+
+
+class SessionIndex:
+    """An index of a table's segments: session id -> byte offsets of its batches. A context manager; not thread-safe.
+
+    It holds what was committed when it was built, and at the last `refresh`. Raises `RunError` when the folder cannot
+    be read.
+    """
+
+    def __init__(self, run: Path, table: str, skip: Skip = nothing) -> None:
+        read_metadata(run)
+        self._run = run
+        self._schema = TABLES[table]
+        self._scan = TableScan(run, table)
+        self._inodes: dict[str, int] = {}
+        # session id (None for rows of nobody) -> name of a segment -> byte offsets of its batches
+        self._places: defaultdict[str | None, dict[str, array[int]]] = defaultdict(dict)
+        self._open: dict[str, SegmentReader] = {}
+        self.refresh(skip)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __contains__(self, session_id: object) -> bool:
+        return session_id in self._places
+
+    @property
+    def session_ids(self) -> list[str | None]:
+        """Ids of the sessions that have rows, in the order of their first ones; None for rows without a session."""
+        return list(self._places)
+
+    def close(self) -> None:
+        """Close the segments that are mapped. `batches` maps them again."""
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def refresh(self, skip: Skip = nothing) -> None:
+        """Add what was committed since. Reads only new commits. Raises `OSError`."""
+        for new in self._scan.new(skip):
+            if new.path.name in self._open:  # mapped at its earlier length
+                self._open.pop(new.path.name).close()
+            if new.again:
+                for places in self._places.values():
+                    places.pop(new.path.name, None)
+            self._inodes[new.path.name] = new.inode
+            for offset, batch in new.batches:
+                for session_id in batch.column("session_id").unique().to_pylist():
+                    self._places[session_id].setdefault(new.path.name, array("q")).append(offset)
+
+    def batches(self, session_id: str | None) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of one session, file by file, in the order of their commits."""
+        for name in sorted(self._places.get(session_id, ())):
+            reader = self._reader(name)
+            for offset in self._places[session_id].get(name, ()):
+                yield rows_of_session(reader.read(offset), session_id)
+
+    def _reader(self, name: str) -> SegmentReader:
+        if name not in self._open:
+            if len(self._open) == OPEN_FILES:
+                self._open.pop(next(iter(self._open))).close()
+            while (reader := SegmentReader(self._run / name, self._schema)).inode != self._inodes[name]:
+                # compacted since it was scanned: the same rows at other offsets
+                reader.close()
+                self.refresh(lambda other: other != name)
+            self._open[name] = reader
+        return self._open[name]
