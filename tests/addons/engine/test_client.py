@@ -1,5 +1,6 @@
 """The client against an engine that misbehaves, and the scripted engine against a real vLLM."""
 
+import asyncio
 import json
 import re
 
@@ -7,12 +8,13 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
+from rolltap.addons.engine import client as module
 from rolltap.addons.engine.client import Engine
 from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
 from rolltap.addons.errors import EngineError
 from rolltap.addons.store.records import VersionSpan
 from tests.conftest import CONTEXT
-from tests.scripted_engine import Answer, Say
+from tests.scripted_engine import Answer, Say, ScriptedEngine
 
 
 @pytest.fixture
@@ -93,6 +95,53 @@ async def test_an_engine_that_is_down_is_an_error():
     with pytest.raises(EngineError, match="cannot be reached"):
         await engine.max_model_len()
     await engine.close()
+
+
+async def test_an_engine_that_sends_no_headers_and_is_not_healthy_is_an_error(scripted_engine, client, monkeypatch):
+    monkeypatch.setattr(module, "SILENCE_SECONDS", 0.01)
+    monkeypatch.setattr(module, "HEALTH_SECONDS", 0.2)
+    scripted_engine.deaf = True
+    with pytest.raises(EngineError, match="says nothing") as error:
+        await generate(client)
+    assert error.value.retryable
+
+
+async def test_one_connection_carries_generations_one_after_the_other(scripted_engine, client, monkeypatch):
+    """The last event is not the end of the response."""
+    monkeypatch.setattr(module, "END_SECONDS", 30.0)
+    scripted_engine.replies += [Say("one", hold_end=True), Say("two"), Say("three")]
+    first = asyncio.create_task(generate(client))
+    assert not await asyncio.to_thread(scripted_engine.disconnected.wait, 0.2)
+    scripted_engine.release()
+    await first
+    await generate(client)
+    await generate(client)
+    assert len(scripted_engine.peers) == 1
+
+
+class TestKey:
+    @pytest.fixture
+    def locked(self, tokenizer):
+        with ScriptedEngine(tokenizer, key="open-sesame") as engine:
+            engine.otherwise = lambda request: Say("x")
+            yield engine
+
+    async def test_every_request_has_the_key(self, locked):
+        engine = Engine(locked.url, "open-sesame")
+        assert await engine.max_model_len() == 8192
+        assert await generate(engine)
+        assert await engine.describe()
+        await engine.close()
+
+    @pytest.mark.parametrize(("key", "message"), [(None, "requires a key"), ("guess", "does not accept the key")])
+    async def test_a_wrong_key_is_an_error_that_says_what_to_do(self, locked, key, message):
+        engine = Engine(locked.url, key)
+        for ask in (engine.max_model_len, lambda: generate(engine)):
+            with pytest.raises(EngineError, match=rf"{message} \(401\): set ROLLTAP_ENGINE_KEY_FILE") as error:
+                await ask()
+            assert (error.value.status, error.value.retryable) == (502, False)
+            assert "guess" not in str(error.value)
+        await engine.close()
 
 
 async def test_a_server_that_is_not_vllm_is_an_error(scripted_engine):
