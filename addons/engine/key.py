@@ -1,6 +1,8 @@
 """The key of an engine, which its clients send with every request. It is kept in a file, never in a run or a log."""
 
 import os
+import secrets
+from contextlib import suppress
 from pathlib import Path
 
 from rolltap.addons.errors import InputError
@@ -25,6 +27,14 @@ def read_key(file: str | Path | None = None) -> str | None:
     if not key or not key.isascii() or not key.isprintable() or " " in key:
         raise InputError(f"the engine's key file {path} does not hold one word of printable ASCII: {advice}")
     return key
+
+
+def make_key(file: Path) -> None:
+    """Write a new key, which only this user can read. A file that exists is kept. Raises `OSError`."""
+    with suppress(FileExistsError):
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as opened:
+            opened.write(secrets.token_urlsafe(32) + "\n")
 
 
 def authorization(key: str | None) -> dict[str, str]:

@@ -167,8 +167,8 @@ def shape(value):
     return type(value).__name__
 
 
-def events(url: str, body: dict) -> list:
-    with httpx.stream("POST", url + "/inference/v1/generate", json=body, timeout=60) as response:
+def events(url: str, body: dict, headers: httpx.Headers) -> list:
+    with httpx.stream("POST", url + "/inference/v1/generate", json=body, headers=headers, timeout=60) as response:
         assert response.status_code == 200
         return [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
 
@@ -181,7 +181,7 @@ class TestContract:
         sampling = {**NEUTRAL_SAMPLING, "max_tokens": 3, "logprobs": 0, "ignore_eos": True}
         body = {"token_ids": [5, 6, 7], "stream": True, "sampling_params": sampling}
         scripted_engine.replies.append(Say("one two", finish_reason="length"))
-        real, scripted = events(engine.url, body), events(scripted_engine.url, body)
+        real, scripted = (events(url, body, engine.http.headers) for url in (engine.url, scripted_engine.url))
         assert real[-1] == scripted[-1] == "[DONE]"
         # vLLM repeats the sampled token's entry under top_logprobs; the client does not read it
         for data in (real, scripted):
@@ -193,16 +193,17 @@ class TestContract:
 
     def test_both_engines_list_their_model_with_its_context_window(self, engine, scripted_engine):
         for url, window in ((engine.url, CONTEXT), (scripted_engine.url, 8192)):
-            (model,) = httpx.get(url + "/v1/models").json()["data"]
+            (model,) = httpx.get(url + "/v1/models", headers=engine.http.headers).json()["data"]
             assert model["parent"] is None
             assert model["max_model_len"] == window
 
     def test_vllm_refuses_in_the_stream(self, engine):
-        (first, *_) = events(engine.url, {"token_ids": [10**6], "stream": True, "sampling_params": {"max_tokens": 1}})
+        body = {"token_ids": [10**6], "stream": True, "sampling_params": {"max_tokens": 1}}
+        (first, *_) = events(engine.url, body, engine.http.headers)
         assert json.loads(first)["error"]["code"] == 400
 
     async def test_vllm_says_what_it_is(self, engine):
-        client = Engine(engine.url)
+        client = Engine(engine.url, engine.key)
         described = await client.describe()
         assert described["model"] in described["configuration"]
         assert described["max_model_len"] == await client.max_model_len()
@@ -210,7 +211,7 @@ class TestContract:
         await client.close()
 
     async def test_the_client_reads_vllm(self, engine):
-        client = Engine(engine.url)
+        client = Engine(engine.url, engine.key)
         chunks = await generate(client)
         ids = [i for chunk in chunks for i in chunk.token_ids]
         assert len(ids) == sum(len(chunk.logprobs) for chunk in chunks)
@@ -220,7 +221,7 @@ class TestContract:
         await client.close()
 
     async def test_vllm_names_the_stop_text_and_keeps_its_tokens(self, engine):
-        client = Engine(engine.url)
+        client = Engine(engine.url, engine.key)
         free = [c async for c in client.generate([5, 6, 7], {**NEUTRAL_SAMPLING, "max_tokens": 24, "seed": 3}, None)]
         ids = [i for chunk in free for i in chunk.token_ids]
         text = AutoTokenizer.from_pretrained(engine.model_dir).decode(ids, skip_special_tokens=True)
@@ -235,7 +236,7 @@ class TestContract:
         await client.close()
 
     async def test_vllm_follows_a_schema(self, engine):
-        client = Engine(engine.url)
+        client = Engine(engine.url, engine.key)
         schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
         sampling = {
             **NEUTRAL_SAMPLING,
