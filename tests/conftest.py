@@ -54,6 +54,7 @@ class RunningEngine:
     def __init__(self, server: EngineServer, model_dir: Path) -> None:
         self.url = server.url
         self.model_dir = model_dir
+        self.process_group = server._process.pid
         self.key = server.key_file.read_text().strip()
         # no keep-alive: vLLM closes connections after some errors without announcing it
         self.http = httpx.Client(
