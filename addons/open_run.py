@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import platform
 from collections.abc import Callable
 from importlib.metadata import version
@@ -14,6 +15,7 @@ from mitmproxy.exceptions import OptionsError
 from mitmproxy.optmanager import OptManager
 
 from rolltap.addons.endpoint.server import Endpoint
+from rolltap.addons.engine.key import KEY_FILE, read_key
 from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
 from rolltap.addons.errors import InputError, RunError
 from rolltap.addons.prompts.rendering import Rendering, resolve_model
@@ -22,7 +24,10 @@ from rolltap.addons.store.tables import RunWriter, Sync
 
 logger = logging.getLogger(__name__)
 
-RUN_OPTIONS = {f"rolltap_{name}" for name in ("out", "engine", "model", "renderer", "sampling", "patience", "fsync")}
+RUN_OPTIONS = {
+    f"rolltap_{name}"
+    for name in ("out", "engine", "engine_key_file", "model", "renderer", "sampling", "patience", "fsync")
+}
 """Options that cannot change while a run is open."""
 _SAMPLING_KEYS = {*NEUTRAL_SAMPLING, "max_tokens", "seed"}
 _PACKAGES = ("rolltap", "mitmproxy", "renderers", "transformers", "pyarrow")
@@ -37,6 +42,11 @@ def add_options(loader: Loader) -> None:
         "with commas."
     )
     loader.add_option("rolltap_engine", str, "", engine)
+    key_file = (
+        "File with the key of the engines, one for all, or /dev/fd/NUMBER. By default the file that the environment "
+        f"variable {KEY_FILE} names, if any. `rolltap serve` makes it."
+    )
+    loader.add_option("rolltap_engine_key_file", str, os.environ.get(KEY_FILE, ""), key_file)
     model = "Model whose tokenizer is used: a folder or a Hugging Face name. Must be the model that the engine serves."
     loader.add_option("rolltap_model", str, "", model)
     renderer = (
@@ -52,8 +62,8 @@ def add_options(loader: Loader) -> None:
     )
     loader.add_option("rolltap_sampling", str, "{}", sampling)
     patience = (
-        "Maximum sum, in seconds, of the pauses between retries after an engine failure. A newly sampled token resets "
-        "it. A retry continues after the last sampled token. When it is used up, the harness gets an error."
+        "Seconds after an engine failure, at first contact too, during which a call is retried. A newly sampled token "
+        "resets it. A retry continues after the last sampled token. When it is used up, the harness gets an error."
     )
     loader.add_option("rolltap_patience", int, 120, patience)
     fsync = (
@@ -78,7 +88,7 @@ def open_run(options: OptManager) -> Endpoint:
         except OptionsError as error:
             return wrong.append(str(error))
 
-    run, engines, sampling, sync, rendering = map(read, (_run, _engines, _sampling, _sync, _rendering))
+    run, engines, key, sampling, sync, rendering = map(read, (_run, _engines, _key, _sampling, _sync, _rendering))
     if wrong:
         raise OptionsError("\n".join(wrong))
     metadata = {
@@ -99,7 +109,7 @@ def open_run(options: OptManager) -> Endpoint:
     except (RunError, OSError) as error:
         raise OptionsError(f"rolltap_out: {error}") from error
     writer = RunWriter(run, sync)
-    return Endpoint(rendering, engines, writer, sampling, patience=options.rolltap_patience)
+    return Endpoint(rendering, engines, writer, sampling, patience=options.rolltap_patience, engine_key=key)
 
 
 def _required(options: OptManager, name: str) -> str:
@@ -123,6 +133,13 @@ def _engines(options: OptManager) -> list[str]:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise OptionsError(f"rolltap_engine is {url!r}: give a URL such as http://127.0.0.1:8000")
     return urls
+
+
+def _key(options: OptManager) -> str | None:
+    try:
+        return read_key(options.rolltap_engine_key_file)
+    except InputError as error:
+        raise OptionsError(f"rolltap_engine_key_file: {error}") from error
 
 
 def _sampling(options: OptManager) -> dict[str, Any]:

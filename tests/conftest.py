@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from transformers import AutoTokenizer
 
@@ -50,14 +51,27 @@ def tiny_model() -> Path:
 class RunningEngine:
     """A running vLLM server and the model that it serves."""
 
-    def __init__(self, url: str, model_dir: Path) -> None:
-        self.url = url
+    def __init__(self, server: EngineServer, model_dir: Path) -> None:
+        self.url = server.url
         self.model_dir = model_dir
+        self.process_group = server._process.pid
+        self.key = server.key_file.read_text().strip()
+        # no keep-alive: vLLM closes connections after some errors without announcing it
+        self.http = httpx.Client(
+            base_url=server.url,
+            headers={"authorization": f"Bearer {self.key}"},
+            timeout=120,
+            limits=httpx.Limits(max_keepalive_connections=0),
+        )
+        """A client that has the key."""
 
 
 @pytest.fixture(scope="session")
 def engine(tiny_model, tmp_path_factory) -> Iterator[RunningEngine]:
-    """Yield a vLLM server with the tiny model and LoRA loading. Tests that publish must restore its weights."""
+    """Yield a vLLM server with the tiny model and LoRA loading. Tests that publish must restore its weights.
+
+    The environment names its key file.
+    """
     vllm = os.environ.get("ROLLTAP_VLLM", "vllm")
     if shutil.which(vllm) is None:
         pytest.skip(f"vLLM is not installed ({vllm}): tests/run.sh installs it, or set ROLLTAP_VLLM")
@@ -65,8 +79,11 @@ def engine(tiny_model, tmp_path_factory) -> Iterator[RunningEngine]:
         port = free.getsockname()[1]
     log = tmp_path_factory.mktemp("vllm") / "vllm.log"
     server = EngineServer(str(tiny_model), vllm=vllm, port=port, max_model_len=CONTEXT, lora_rank=8, log=log)
-    with server:
-        yield RunningEngine(server.url, tiny_model)
+    with server, pytest.MonkeyPatch.context() as environment:
+        environment.setenv("ROLLTAP_ENGINE_KEY_FILE", str(server.key_file))
+        engine = RunningEngine(server, tiny_model)
+        with engine.http:
+            yield engine
 
 
 @pytest.fixture

@@ -23,6 +23,8 @@ class Say:
     finish_reason: str = "stop"
     hold_after: int | None = None
     """Number of tokens after which to wait for `release()`."""
+    hold_end: bool = False
+    """True to wait for `release()` between the last event and the end of the body."""
     break_after: int | None = None
     """Number of tokens after which to close the connection."""
     weight_version: str = "default"
@@ -42,9 +44,17 @@ Reply = Say | Answer
 class ScriptedEngine:
     """A context manager of an HTTP server in its own thread. It gives `replies` in order, then those of `otherwise`."""
 
-    def __init__(self, tokenizer: Any, *, max_model_len: int = 8192) -> None:
+    def __init__(self, tokenizer: Any, *, max_model_len: int = 8192, key: str | None = None) -> None:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
+        self.key = key
+        """If set, every path but /health requires it."""
+        self.deaf = False
+        """True to accept connections and requests from now on and say nothing, not even to /health."""
+        self.asked: list[str] = []
+        """Path of each request."""
+        self.peers: set[Any] = set()
+        """Address of the client of each connection."""
         self.replies: deque[Reply] = deque()
         self.otherwise: Callable[[dict[str, Any]], Reply] | None = None
         self.requests: list[dict[str, Any]] = []
@@ -75,7 +85,8 @@ class ScriptedEngine:
 
     async def _serve(self) -> None:
         self._loop, self._stop, self._released = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
-        app = web.Application(client_max_size=1 << 30)
+        app = web.Application(client_max_size=1 << 30, middlewares=[self._admit])
+        app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/inference/v1/generate", self._generate)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
@@ -86,6 +97,20 @@ class ScriptedEngine:
         self._ready.set()
         await self._stop.wait()
         await runner.cleanup()
+
+    @web.middleware
+    async def _admit(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        self.asked.append(request.path)
+        self.peers.add(request.transport.get_extra_info("peername"))
+        if self.deaf:
+            await asyncio.Event().wait()  # until the client hangs up
+        key = request.headers.get("authorization")
+        if self.key is not None and request.path != "/health" and key != f"Bearer {self.key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        return await handler(request)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
 
     async def _models(self, request: web.Request) -> web.Response:
         model = {"id": "scripted", "object": "model", "parent": None, "max_model_len": self.max_model_len}
@@ -121,12 +146,17 @@ class ScriptedEngine:
                 response._req.transport.close()  # already written data is still delivered
                 return
             if i == reply.hold_after:
-                self.holding.set()
-                await self._released.wait()
-                self.holding.clear()
+                await self._hold()
             last = i == len(ids) - 1
             await response.write(self._event(token_id, i, reply, len(ids), prompt_tokens if last else None))
         await response.write(b"data: [DONE]\n\n")
+        if reply.hold_end:
+            await self._hold()
+
+    async def _hold(self) -> None:
+        self.holding.set()
+        await self._released.wait()
+        self.holding.clear()
 
     def _event(self, token_id: int, index: int, reply: Say, length: int, prompt_tokens: int | None) -> bytes:
         last = prompt_tokens is not None

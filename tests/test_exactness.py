@@ -6,7 +6,6 @@ import json
 import shutil
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -48,7 +47,7 @@ def test_every_sampled_token_is_what_vllm_reports_when_it_scores_the_same_sequen
         for call in calls:
             sequence = call.prompt_ids + call.completion_ids
             body = {"model": str(engine.model_dir), "prompt": sequence, "max_tokens": 1, "prompt_logprobs": 0}
-            choice = httpx.post(f"{engine.url}/v1/completions", json=body, timeout=60).json()["choices"][0]
+            choice = engine.http.post("/v1/completions", json=body, timeout=60).json()["choices"][0]
             scored = choice["prompt_logprobs"][len(call.prompt_ids) :]
             assert [int(next(iter(entry))) for entry in scored] == call.completion_ids
             expected = [next(iter(entry.values()))["logprob"] for entry in scored]
@@ -73,7 +72,7 @@ def test_vllm_used_the_recorded_prompts_and_found_their_prefix_in_its_cache(reco
     for calls in RecordedCalls(run).values():
         for call in calls:
             body = {"token_ids": list(call.prompt_ids), "sampling_params": {"max_tokens": 1}, "return_token_ids": True}
-            used = httpx.post(f"{engine.url}/inference/v1/generate", json=body, timeout=60).json()
+            used = engine.http.post("/inference/v1/generate", json=body, timeout=60).json()
             assert used["prompt_token_ids"] == call.prompt_ids
             if call.kind == "bridged":
                 bridged += 1

@@ -53,7 +53,8 @@ IDLE_SECONDS = 300.0
 class Endpoint:
     """An aiohttp application that answers model calls. `start` begins to serve, `close` stops and aborts running calls.
 
-    `sampling` overrides entries of `NEUTRAL_SAMPLING`. `patience` is in seconds, see `Services`.
+    `sampling` overrides entries of `NEUTRAL_SAMPLING`. `patience` is in seconds, see `Services`. `engine_key` is sent
+    to the engines.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Endpoint:
         sampling: Mapping[str, Any],
         *,
         patience: float,
+        engine_key: str | None = None,
     ) -> None:
         self.rendering = rendering
         self.writer = writer
@@ -71,7 +73,7 @@ class Endpoint:
         self.sessions: dict[str, SessionState] = {}
         """Session id -> state, of the sessions that asked lately. The others are in the run."""
         self._secret = secrets.token_urlsafe(32)
-        self._engine_urls = engine_urls
+        self._engine_urls, self._engine_key = engine_urls, engine_key
         self._patience = patience
         self._described: dict[str, asyncio.Task[None]] = {}
         # bound and listening from here on, so that requests queue before `start`
@@ -81,7 +83,7 @@ class Endpoint:
 
     async def start(self) -> None:
         """Start to serve; returns when requests are accepted."""
-        self.engines = EnginePool(self._engine_urls)
+        self.engines = EnginePool(self._engine_urls, self._engine_key)
         policy = PolicyFile(self.writer.run)
         workers, recovery = Workers(), Recovery(self.writer, self.rendering)
         self._services = Services(self.engines, policy, self.rendering, self.writer, recovery, workers, self._patience)
@@ -168,16 +170,10 @@ class Endpoint:
     async def _engine(self, request: web.Request) -> tuple[Engine, int]:
         """Return the engine of the session and its context window in tokens.
 
-        An engine that does not answer is replaced by another one. Raises `EngineError` when none answers. The first use
-        of an engine starts a task that writes its description to `run.json`.
+        Raises `EngineError`, see `EnginePool.ready`. The first use of an engine starts a task that writes its
+        description to `run.json`.
         """
-        engine = self.engines.of(request.headers[SESSION_HEADER])
-        try:
-            window = await engine.max_model_len()
-        except EngineError:
-            if self.engines.failed(engine):
-                return await self._engine(request)
-            raise
+        engine, window = await self.engines.ready(request.headers[SESSION_HEADER], self._patience)
         if engine.url not in self._described:
             self._described[engine.url] = asyncio.create_task(self._describe(engine))
         return engine, window

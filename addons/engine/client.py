@@ -3,70 +3,75 @@
 Uses vLLM's streaming `POST /inference/v1/generate` (vLLM 0.32 and newer, started with `--enable-scale-out`).
 """
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from typing import Any
+import socket
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import aiohttp
-import orjson
 
+from rolltap.addons.engine.events import Chunk, decode, encode, events
+from rolltap.addons.engine.key import authorization, key_refused
+from rolltap.addons.engine.waiting import Shared
 from rolltap.addons.errors import EngineError
-from rolltap.addons.store.records import VersionSpan
+
+T = TypeVar("T")
 
 GENERATE = "/inference/v1/generate"
-
-
-@dataclass(slots=True)
-class Chunk:
-    """Newly sampled tokens. The chunk with the finish reason has the weight versions of the request's whole completion.
-
-    A chunk may have no tokens: vLLM sends the usage in one of its own.
-    """
-
-    token_ids: list[int]
-    logprobs: list[float]
-    """Natural-log probability of each of `token_ids`, or empty when the engine sent those of other tokens."""
-    finish_reason: str | None = None
-    stop: str | None = None
-    """The stop text that ended the completion."""
-    weight_versions: list[VersionSpan] | None = None
-    cached_tokens: int | None = None
-    """Number of prompt tokens that came from the engine's prefix cache."""
+CONNECT_SECONDS = 10.0
+LOOKUP_SECONDS = 10.0
+"""Time limit of a question that vLLM's API server answers without the model. It answers during a weight update too."""
+SILENCE_SECONDS = 10.0
+"""Seconds without a byte of a generation after which the engine is asked for its health, as often as that passes. There
+is no limit on a generation: its prefill may be long, or it may queue behind a weight update."""
+HEALTH_SECONDS = 5.0
+"""Time limit of one such question. It is asked twice, because the recorder itself may have stood still meanwhile: an
+engine that says nothing is found out after 20 s."""
+STREAM_INTERVAL = 8
+"""Tokens of an event of the engine, after the first token. An event costs the recorder as much as its tokens do."""
+KEEP_ALIVE_SECONDS = 4.0
+"""Seconds for which an idle connection is kept for the next request. vLLM closes it after 5."""
+END_SECONDS = 1.0
+"""Time limit for the end of a response whose last event has arrived. Only then its connection is used again."""
 
 
 class Engine:
     """One vLLM server. Must be created inside the event loop that uses it."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, key: str | None = None) -> None:
         self.url = url.rstrip("/")
-        # no total timeout: a generation may be long, or queue behind a weight update
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
-        self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+        self._key = key
+        self._session = aiohttp.ClientSession(
+            headers=authorization(key),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS, socket_factory=_socket_with_probes
+            ),
+        )
         self._max_model_len: int | None = None
+        self._lookup = Shared(self._look_up)
+        self._health = Shared(self._ask_health)
         self.model = ""
 
     async def close(self) -> None:
         """Close the connections. Running generations raise `EngineError`."""
+        await asyncio.gather(self._lookup.close(), self._health.close())
         await self._session.close()
 
     async def max_model_len(self) -> int:
         """Return the engine's context window in tokens. Sets `model` to the served model's name. Cached.
 
-        Raises `EngineError` when the engine cannot be reached or its answer is not vLLM's.
+        Raises `EngineError` when the engine does not answer in time, refuses the key, or its answer is not vLLM's.
         """
         if self._max_model_len is None:
-            models = await self._get("/v1/models")
-            try:
-                base = next(m for m in models["data"] if not m.get("parent"))
-                self.model, self._max_model_len = str(base["id"]), int(base["max_model_len"])
-            except (ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
-                message = (
-                    f"{self.url}/v1/models did not return a model with max_model_len ({error!r}): check that "
-                    "rolltap_engine is a vLLM server"
-                )
-                raise EngineError(message, status=502) from error
+            self._max_model_len = await self._lookup()
         return self._max_model_len
+
+    async def healthy(self) -> bool:
+        """Return True when the engine answers `/health`, which vLLM does also while it is paused."""
+        return await self._health()
 
     async def describe(self) -> dict[str, Any]:
         """Return the served model, the context window in tokens, and vLLM's version and configuration.
@@ -75,7 +80,7 @@ class Engine:
         VLLM_SERVER_DEV_MODE=1. Raises `EngineError`.
         """
         max_model_len = await self.max_model_len()
-        version, information = await self._get("/version"), await self._get("/server_info")
+        (_, version), (_, information) = await self._get("/version"), await self._get("/server_info")
         return {
             "model": self.model,
             "max_model_len": max_model_len,
@@ -83,40 +88,68 @@ class Engine:
             "configuration": information.get("vllm_config"),
         }
 
-    async def _get(self, path: str) -> dict[str, Any]:
-        """Return a JSON object of the engine, or an empty one for any other answer. Raises `EngineError` when it cannot
-        be reached."""
+    async def _look_up(self) -> int:
+        status, models = await self._get("/v1/models")
+        if advice := key_refused(self.url, status, self._key):
+            raise EngineError(advice, status=502)
         try:
-            async with self._session.get(self.url + path) as response:
-                answer = json.loads(await response.read()) if response.status == 200 else {}
+            base = next(m for m in models["data"] if not m.get("parent"))
+            self.model, max_model_len = str(base["id"]), int(base["max_model_len"])
+        except (ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
+            message = (
+                f"{self.url}/v1/models did not return a model with max_model_len (status {status}, {error!r}): check "
+                "that rolltap_engine is a vLLM server"
+            )
+            raise EngineError(message, status=502, retryable=status >= 500) from error
+        return max_model_len
+
+    async def _ask_health(self) -> bool:
+        for _ in range(2):
+            with suppress(aiohttp.ClientError, TimeoutError):
+                timeout = aiohttp.ClientTimeout(total=HEALTH_SECONDS)
+                async with self._session.get(f"{self.url}/health", timeout=timeout, allow_redirects=False) as response:
+                    return response.status < 500
+        return False
+
+    async def _get(self, path: str) -> tuple[int, dict[str, Any]]:
+        """Return a status and a JSON object, empty for any other answer. Raises `EngineError` without an answer."""
+        timeout = aiohttp.ClientTimeout(total=LOOKUP_SECONDS)
+        try:
+            async with self._session.get(self.url + path, timeout=timeout, allow_redirects=False) as response:
+                status, body = response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise EngineError(f"the engine at {self.url} cannot be reached: {error}") from error
+            why = str(error) or f"no answer to {path} in {LOOKUP_SECONDS:g} s"
+            raise EngineError(f"the engine at {self.url} cannot be reached: {why}", retryable=True) from error
+        try:
+            answer = json.loads(body) if status == 200 else {}
         except ValueError:
             answer = {}
-        return answer if isinstance(answer, dict) else {}
+        return status, answer if isinstance(answer, dict) else {}
 
     async def generate(self, token_ids: list[int], sampling: dict[str, Any], model: str | None) -> AsyncIterator[Chunk]:
         """Sample a completion of `token_ids`. Yields chunks as they arrive.
 
         `model` names a LoRA adapter, or is None for the base model. Closing the iterator cancels the generation. Raises
-        `EngineError` when the engine cannot be reached, refuses the request, violates the protocol, or closes the
-        stream without a finish reason.
+        `EngineError` when the engine cannot be reached, refuses the request, violates the protocol, closes the stream
+        without a finish reason, or is silent and not healthy.
         """
-        body: dict[str, Any] = {"token_ids": token_ids, "stream": True, "sampling_params": {**sampling, "logprobs": 0}}
-        body["stream_options"] = {"include_usage": True}
+        body: dict[str, Any] = {"token_ids": token_ids, "stream": True, "stream_options": {"include_usage": True}}
+        body["sampling_params"] = {**sampling, "logprobs": 0, "stream_interval": STREAM_INTERVAL}
         if model is not None:
             body["model"] = model
         finished = False
         try:
-            async with await self._post(body) as response:
+            async with await self._heard(self._post(body)) as response:
                 if response.status != 200:
-                    raise await _refusal(self.url, response)
-                async for data in _events(response.content):
+                    raise await self._refusal(response)
+                async for data in events(self._received(response)):
                     if data == b"[DONE]":
                         break
-                    chunk = _chunk(self.url, data)
+                    chunk = decode(self.url, data)
                     finished = finished or chunk.finish_reason is not None
                     yield chunk
+                async with asyncio.timeout(END_SECONDS):
+                    await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             if finished:
                 return  # all tokens have arrived: at most the usage is lost
@@ -127,66 +160,59 @@ class Engine:
             raise EngineError(message, status=502, retryable=True)
 
     async def _post(self, body: dict[str, Any]) -> aiohttp.ClientResponse:
-        data, headers = _encode(body), {"content-type": "application/json"}
+        data, headers = encode(body), {"content-type": "application/json"}
         try:
-            return await self._session.post(self.url + GENERATE, data=data, headers=headers)
+            return await self._session.post(self.url + GENERATE, data=data, headers=headers, allow_redirects=False)
         except aiohttp.ServerDisconnectedError:
             # uvicorn closes a keep-alive connection after an internal error; no token has arrived, so retry once
-            return await self._session.post(self.url + GENERATE, data=data, headers=headers)
+            return await self._session.post(self.url + GENERATE, data=data, headers=headers, allow_redirects=False)
+
+    async def _received(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+        """Yield the bytes of a response as they arrive."""
+        while data := await self._heard(response.content.readany()):
+            yield data
+
+    async def _heard(self, answer: Awaitable[T]) -> T:
+        """Return what the engine says. Raises `EngineError` when it is silent and not healthy."""
+        checks: list[asyncio.Task[None]] = []
+        try:
+            async with asyncio.timeout(None) as limit:
+                start = asyncio.get_running_loop().call_later
+                silence = start(SILENCE_SECONDS, lambda: checks.append(asyncio.create_task(self._check(limit))))
+                try:
+                    return await answer
+                finally:
+                    silence.cancel()
+                    for check in checks:
+                        check.cancel()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            message = f"the engine at {self.url} says nothing: neither a token nor an answer to /health"
+            raise EngineError(message, retryable=True) from None
+
+    async def _check(self, limit: asyncio.Timeout) -> None:
+        """Let `limit` expire when the engine is not healthy."""
+        while True:
+            if not await self.healthy():
+                return limit.reschedule(asyncio.get_running_loop().time())
+            await asyncio.sleep(SILENCE_SECONDS)
+
+    async def _refusal(self, response: aiohttp.ClientResponse) -> EngineError:
+        async with asyncio.timeout(LOOKUP_SECONDS):
+            text = (await response.read()).decode("utf-8", "replace")[:500]
+        if (status := response.status) == 401 and (advice := key_refused(self.url, status, self._key)):
+            return EngineError(advice, status=502)
+        hint = f"; {GENERATE} needs vLLM 0.32 or newer with --enable-scale-out" if status in (403, 404) else ""
+        message = f"the engine at {self.url} answered {status}: {text}{hint}"
+        return EngineError(message, status=status if status in (400, 413, 503) else 502, retryable=status >= 500)
 
 
-def _encode(body: dict[str, Any]) -> bytes:
-    try:
-        return orjson.dumps(body)  # ten times faster than json for a long list of token ids
-    except TypeError:
-        return json.dumps(body).encode()  # a harness's schema may have integers of more than 64 bits
-
-
-async def _events(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield the data of each server-sent event. Lines have no length limit, unlike with aiohttp's `readline`."""
-    buffer = b""
-    async for received in stream.iter_any():
-        buffer += received
-        *lines, buffer = buffer.split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                yield line[5:].strip()
-
-
-def _chunk(url: str, data: bytes) -> Chunk:
-    try:
-        event = orjson.loads(data)
-        if "error" in event:
-            status = int(event["error"].get("code") or 500)
-            message = f"the engine at {url} refused: {event['error'].get('message')}"
-            raise EngineError(message, status=max(status, 400), retryable=status >= 500)
-        usage = event.get("usage") or {}
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-        if not event["choices"]:
-            return Chunk([], [], cached_tokens=cached)
-        choice = event["choices"][0]
-        token_ids = [int(i) for i in choice["token_ids"]]
-        content = (choice.get("logprobs") or {}).get("content") or []
-        # drop log-probabilities of other tokens: `find_violation` then marks the call for their wrong number
-        matching = [entry["token_id"] for entry in content] == token_ids
-        versions = choice.get("weight_versions")
-        return Chunk(
-            token_ids=token_ids,
-            logprobs=[float(entry["logprob"]) for entry in content] if matching else [],
-            finish_reason=choice["finish_reason"],
-            stop=stop if isinstance(stop := choice.get("stop_reason"), str) else None,
-            weight_versions=versions
-            and [VersionSpan(version=str(v["version"]), start=v["start"], end=v["end"]) for v in versions],
-            cached_tokens=cached,
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        message = f"the engine at {url} sent an invalid event ({error!r}): {data[:200]!r}"
-        raise EngineError(message, status=502) from error
-
-
-async def _refusal(url: str, response: aiohttp.ClientResponse) -> EngineError:
-    text = (await response.read()).decode("utf-8", "replace")[:500]
-    hint = f"; {GENERATE} needs vLLM 0.32 or newer with --enable-scale-out" if response.status in (403, 404) else ""
-    status = response.status if response.status in (400, 413, 503) else 502
-    message = f"the engine at {url} answered {response.status}: {text}{hint}"
-    return EngineError(message, status=status, retryable=response.status >= 500)
+def _socket_with_probes(address: aiohttp.AddrInfoType) -> socket.socket:
+    """Return a socket that notices within 40 s that the engine's machine is gone, though nothing is sent on it."""
+    family, kind, protocol, *_ = address
+    opened = socket.socket(family, kind, protocol)
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
+        opened.setsockopt(socket.IPPROTO_TCP, option, value)
+    return opened

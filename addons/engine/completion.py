@@ -3,23 +3,17 @@
 A retry sends the prompt and the tokens sampled so far, and samples the rest.
 """
 
-import asyncio
-import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
-from rolltap.addons.engine.client import Chunk, Engine
+from rolltap.addons.engine.client import Engine
+from rolltap.addons.engine.events import Chunk
 from rolltap.addons.engine.policy import Policy, PolicyFile
 from rolltap.addons.engine.pool import EnginePool
+from rolltap.addons.engine.waiting import Patience
 from rolltap.addons.errors import EngineError
 from rolltap.addons.store.records import Call, Event, VersionSpan, utc_now
 from rolltap.addons.store.tables import RunWriter
-
-logger = logging.getLogger(__name__)
-
-FIRST_PAUSE_SECONDS = 0.5
-LONGEST_PAUSE_SECONDS = 10.0
-"""Bounds in seconds of the pauses between retries at the same engine. Each pause is twice the one before."""
 
 
 async def sample(
@@ -27,14 +21,14 @@ async def sample(
 ) -> AsyncIterator[Chunk]:
     """Sample into `call` until it has a finish reason. Yields each chunk after its tokens were appended to `call`.
 
-    After a retryable failure the rest is sampled at once by another engine of the pool or, if all have just failed,
-    after a pause. `patience` bounds the sum of the pauses since the last sampled token, in seconds. Time inside
-    requests does not count. `writer` records each retry as an event `continued`.
+    After a retryable failure the rest is sampled at once by another engine of the pool or, if all are down, after a
+    pause. `patience` bounds these retries: the last one starts at most so many seconds after the first failure since
+    the last sampled token. `writer` records each retry as an event `continued`.
 
     If the engine answers 400 before the first token, `structured_outputs` is removed from `sampling` and the request is
     repeated. Raises `EngineError` when it is not retryable or `patience` is used up.
     """
-    pause, waited, num_sampled = FIRST_PAUSE_SECONDS, 0.0, 0
+    pauses, num_sampled = Patience(patience), 0
     while call.finish_reason is None:
         policy, start, engine = policies.read(), len(call.completion_ids), engines.of(call.session_id)
         try:
@@ -45,15 +39,15 @@ async def sample(
                 continue
             if not error.retryable:
                 raise
-            other_engine = engines.failed(engine)
+            other_engine = engines.failed(engine, error)
             _infer_lost_fields(call, sampling, start, policy, policies)
             if call.finish_reason is not None:
                 return
             if len(call.completion_ids) > num_sampled:
-                pause, waited, num_sampled = FIRST_PAUSE_SECONDS, 0.0, len(call.completion_ids)
-            if not other_engine and waited + pause > patience:
+                pauses.reset()
+                num_sampled = len(call.completion_ids)
+            if not other_engine and not await pauses.wait():
                 raise
-            logger.warning("call %s: retrying after %d sampled tokens: %s", call.call_id, num_sampled, error)
             writer.note(
                 Event(
                     kind="continued",
@@ -62,11 +56,9 @@ async def sample(
                     method="POST",
                     path=call.path,
                     call_id=call.call_id,
+                    detail=str(error),
                 )
             )
-            if not other_engine:
-                await asyncio.sleep(pause)
-                waited, pause = waited + pause, min(2 * pause, LONGEST_PAUSE_SECONDS)
 
 
 async def _sample_rest(call: Call, sampling: dict[str, Any], engine: Engine, policy: Policy) -> AsyncIterator[Chunk]:

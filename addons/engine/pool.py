@@ -2,40 +2,88 @@
 
 import asyncio
 import hashlib
+import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rolltap.addons.engine.client import Engine
+from rolltap.addons.engine.waiting import Patience
+from rolltap.addons.errors import EngineError
 
-DOWN_SECONDS = 30.0
-"""Seconds for which a failed engine is not chosen, unless all have failed."""
+logger = logging.getLogger(__name__)
+
+DOWN_SECONDS = 10.0
+"""Seconds between an engine's failure and the first question whether it is healthy, and between the questions. An
+engine that is healthy and fails every call is logged at most twice in this time."""
+
+
+@dataclass(slots=True, eq=False)
+class _Outage:
+    """The time in which an engine is not chosen, unless all are down."""
+
+    watch: asyncio.Task[None]
+    failures: int = 0
 
 
 class EnginePool:
     """Assigns sessions to engines by rendezvous hashing.
 
     The calls of a session go to one engine, which has their prefix cached. After `failed`, the sessions of that engine
-    move to others, and they return when `DOWN_SECONDS` are over. Create it inside the event loop that uses it.
+    move to others. They return when it is healthy again, `DOWN_SECONDS` later at the earliest. `key` is sent to every
+    engine. Create it inside the event loop that uses it.
     """
 
-    def __init__(self, urls: Sequence[str]) -> None:
-        self._engines = [Engine(url) for url in urls]
-        self._down_until: dict[Engine, float] = {}
+    def __init__(self, urls: Sequence[str], key: str | None = None) -> None:
+        self._engines = [Engine(url, key) for url in urls]
+        self._down: dict[Engine, _Outage] = {}
 
     def of(self, session_id: str) -> Engine:
-        """Return the engine of a session: among those that did not fail lately, or among all if all did."""
+        """Return the engine of a session: among those that are up, or among all if none is."""
         return max(self._up() or self._engines, key=lambda engine: _weight(engine.url, session_id))
 
-    def failed(self, engine: Engine) -> bool:
-        """Exclude an engine for `DOWN_SECONDS`. Returns True when another one is available."""
-        self._down_until[engine] = asyncio.get_running_loop().time() + DOWN_SECONDS
+    async def ready(self, session_id: str, patience: float) -> tuple[Engine, int]:
+        """Return the engine of a session and its context window in tokens, once an engine has told its window.
+
+        An engine that fails is replaced by another one. If all have failed, they are asked again for up to `patience`
+        seconds. Raises `EngineError`.
+        """
+        pauses = Patience(patience)
+        while True:
+            engine = self.of(session_id)
+            try:
+                return engine, await engine.max_model_len()
+            except EngineError as error:
+                if not self.failed(engine, error) and not (error.retryable and await pauses.wait()):
+                    raise
+
+    def failed(self, engine: Engine, error: EngineError) -> bool:
+        """Exclude an engine until it is healthy again. Returns True when another one is up."""
+        if engine not in self._down:
+            logger.warning("engine down: %s", error)
+            self._down[engine] = _Outage(asyncio.create_task(self._watch(engine)))
+        self._down[engine].failures += 1
         return bool(self._up())
 
+    async def _watch(self, engine: Engine) -> None:
+        """Wait until an engine is healthy, then let sessions use it again."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        while True:
+            await asyncio.sleep(DOWN_SECONDS)
+            if await engine.healthy():
+                break
+        outage = self._down.pop(engine)
+        seconds = loop.time() - started
+        logger.info("engine back: %s after %.0f s, in which %d requests failed", engine.url, seconds, outage.failures)
+
     def _up(self) -> list[Engine]:
-        now = asyncio.get_running_loop().time()
-        return [engine for engine in self._engines if self._down_until.get(engine, 0.0) <= now]
+        return [engine for engine in self._engines if engine not in self._down]
 
     async def close(self) -> None:
         """Close the connections."""
+        for outage in self._down.values():
+            outage.watch.cancel()
+        await asyncio.gather(*(outage.watch for outage in self._down.values()), return_exceptions=True)
         await asyncio.gather(*(engine.close() for engine in self._engines))
 
 

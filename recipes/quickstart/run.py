@@ -1,5 +1,6 @@
 """Quickstart: makes the tiny model, serves it and trains it with recipe.toml. Called by run.sh."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -35,6 +36,7 @@ def quickstart(context: click.Context, vllm: str, seed: int) -> None:
     with ExitStack() as stack:
         with console.status(f"starting vLLM; its log is {log}"):
             stack.enter_context(engine)
+        os.environ["ROLLTAP_ENGINE_KEY_FILE"] = str(engine.key_file)
         console.print(f"vLLM serves the tiny model at {engine.url}; recording into {run}", soft_wrap=True)
         context.invoke(train_command, recipe=HERE / "recipe.toml", out=run, engine=engine.url, seed=seed)
 

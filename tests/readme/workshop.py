@@ -52,6 +52,7 @@ class Workshop:
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "HOME": str(folder / "home"),
             "ROLLTAP_ENGINE": engine,
+            "ROLLTAP_ENGINE_KEY_FILE": os.environ["ROLLTAP_ENGINE_KEY_FILE"],
             "HF_ENDPOINT": hub.url,
             "HF_TOKEN": hub.token,
             "HF_HUB_DISABLE_XET": "1",  # a protocol of its own, instead of Git LFS

@@ -1,17 +1,21 @@
 """Options that several commands share, and printing of results."""
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import click
 from rich.console import Console
 
 import rolltap
 
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_KEY_FILE = "ROLLTAP_ENGINE_KEY_FILE"
 FOLDER = click.Path(path_type=Path, file_okay=False)
 RUN = click.Path(path_type=Path, file_okay=False, exists=True)
 FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
@@ -20,14 +24,6 @@ new_folder_option = click.option(
     "--out", type=FOLDER, required=True, help="The folder to write. It must be new or empty."
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
-engine_option = partial(
-    click.option,
-    "--engine",
-    envvar="ROLLTAP_ENGINE",
-    show_envvar=True,
-    default="http://127.0.0.1:8000",
-    show_default=True,
-)
 harness_option = partial(
     click.option,
     "--harness",
@@ -35,6 +31,38 @@ harness_option = partial(
     metavar="NAME",
     help=f"A preset: {', '.join(rolltap.Harness.names())}, or a .toml file of your own.",
 )
+
+
+def engine_option(help: str) -> Callable[[Command], Command]:
+    """Add --engine, described by `help`, and --engine-key-file."""
+    url = click.option(
+        "--engine",
+        envvar="ROLLTAP_ENGINE",
+        show_envvar=True,
+        default="http://127.0.0.1:8000",
+        show_default=True,
+        help=help,
+    )
+    key = engine_key_option("File with the engine's key, as `rolltap serve` names it.")
+    return lambda command: url(key(command))
+
+
+def engine_key_option(help: str) -> Callable[[Command], Command]:
+    """Add --engine-key-file, described by `help`. Its value goes to the environment variable, which all parts read."""
+    return click.option(
+        "--engine-key-file",
+        envvar=_KEY_FILE,
+        show_envvar=True,
+        type=click.Path(dir_okay=False),
+        expose_value=False,
+        callback=_use_key_file,
+        help=help,
+    )
+
+
+def _use_key_file(context: click.Context, option: click.Parameter, file: str | None) -> None:
+    if file is not None:
+        os.environ[_KEY_FILE] = file
 
 
 class Result(Protocol):

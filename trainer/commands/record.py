@@ -35,6 +35,7 @@ def record_command(
         raise click.UsageError("give a COMMAND after --, or --harness")
     harness.require_program()
     environment = harness.environment(engine)
+    own = {name: value for name, value in os.environ.items() if name != "ROLLTAP_ENGINE_KEY_FILE"}
     session_id = f"record-{secrets.token_hex(4)}"
     session = rolltap.Session(
         session_id=session_id, task_id=harness.name, group_id=session_id, harness=harness.name, status="error"
@@ -46,7 +47,7 @@ def record_command(
         try:
             process = subprocess.Popen(
                 command,
-                env={**environment, **os.environ, **recorder.environment(session_id)},
+                env={**environment, **own, **recorder.environment(session_id)},
                 preexec_fn=lambda: signal.signal(signal.SIGINT, inherited),
             )
             session.exit_status = process.wait()

@@ -1,6 +1,7 @@
 """Client of vLLM's HTTP API for its operator: models, endpoints, weight updates and scoring.
 
-Weight updates use vLLM's development routes, which are not authenticated: keep the engine on a private network.
+Weight updates use vLLM's development routes. An engine of `rolltap serve` asks for its key on them; vLLM's own
+`--api-key` does not guard them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from rolltap.addons.engine.key import authorization, key_refused, read_key
 from rolltap.addons.errors import EngineError
 
 T = TypeVar("T")
@@ -43,13 +45,20 @@ class Models:
 
 
 class EngineAdmin:
-    """Client of one vLLM server (0.32 or newer). Every method except `healthy` may raise `EngineError`."""
+    """Client of one vLLM server (0.32 or newer). Every method except `healthy` may raise `EngineError`.
 
-    def __init__(self, url: str) -> None:
+    `key_file` holds the engine's key; by default it is the one that `ROLLTAP_ENGINE_KEY_FILE` names, if any. Raises
+    `InputError` when the file cannot be read.
+    """
+
+    def __init__(self, url: str, key_file: str | Path | None = None) -> None:
         self.url = url.rstrip("/")
+        self._key = read_key(key_file)
         # No keep-alive: vLLM closes connections after some errors without announcing it. No environment: the engine is
         # reached directly, not through the caller's HTTP proxy.
-        self._client = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0), trust_env=False)
+        self._client = httpx.Client(
+            headers=authorization(self._key), limits=httpx.Limits(max_keepalive_connections=0), trust_env=False
+        )
 
     def healthy(self) -> bool:
         """Return True when the engine answers its health check with 200."""
@@ -57,6 +66,13 @@ class EngineAdmin:
             return self._client.get(f"{self.url}/health", timeout=_HEALTH_SECONDS).status_code == 200
         except (httpx.HTTPError, httpx.InvalidURL):
             return False
+
+    def require_key(self) -> None:
+        """Raise `EngineError` when the engine answers requests without a key."""
+        if httpx.get(f"{self.url}/version", timeout=_GET_SECONDS, trust_env=False).status_code != 401:
+            raise EngineError(
+                f"vLLM at {self.url} answers without its key: it ignores --middleware (VLLM_USE_RUST_FRONTEND does)"
+            )
 
     def require_endpoints(self) -> None:
         """Raise `EngineError` when the engine lacks an endpoint that recording or publishing needs."""
@@ -157,6 +173,8 @@ class EngineAdmin:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             advice = "start it with `rolltap serve`, or give its URL (--engine, engine=)"
             raise EngineError(f"{request}: no engine answers ({error!r}); {advice}") from error
+        if refused := key_refused(self.url, response.status_code, self._key):
+            raise EngineError(f"{request}: {refused}")
         if not response.is_success:
             raise EngineError(f"{request}: {response.status_code} {response.text[:1000]}; {_advice(path, response)}")
         return response

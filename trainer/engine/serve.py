@@ -1,23 +1,30 @@
 """`rolltap serve`: vLLM as a child process, with the flags that the recorder needs."""
 
 import contextlib
+import hashlib
 import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
+from rolltap.addons.engine.key import KEY_FILE, make_key, read_key
 from rolltap.addons.errors import EngineError, InputError
+from rolltap.trainer.engine import in_vllm
 from rolltap.trainer.engine.admin import EngineAdmin
+from rolltap.trainer.engine.in_vllm import rolltap_key
 
 START_SECONDS = 7200.0
 """Start-up timeout. A large model is downloaded, loaded and compiled meanwhile. vLLM has shorter timeouts for steps
 that may hang, and exits then."""
 _STOP_SECONDS = 30.0
 _POLL_SECONDS = 0.2
+_SHORTEST_KEY = 32
+"""Characters. Processes of the same user can read the digest of the key, and could guess a shorter one."""
 
 
 def is_cpu_build(vllm: str) -> bool:
@@ -42,6 +49,7 @@ def engine_command(
     command += ["--enable-scale-out"]  # adds /inference/v1/generate
     command += ["--enable-prompt-tokens-details"]  # adds cached tokens to usage
     command += ["--logprobs-mode", "processed_logprobs"]  # of the sampling distribution, after temperature
+    command += ["--middleware", f"rolltap_key.{rolltap_key.RequireKey.__name__}"]  # asks for the key
     # a small model may sample unlimited whitespace where JSON allows it
     command += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
     if max_model_len is not None:
@@ -58,9 +66,19 @@ def engine_command(
     return command
 
 
-def engine_environment(*, cpu: bool, lora_rank: int) -> dict[str, str]:
-    """Return the engine's environment: the caller's, with routes for weight updates, and on CPU unpinned threads."""
+def engine_environment(key_file: Path, *, cpu: bool, lora_rank: int) -> dict[str, str]:
+    """Return the engine's environment: the caller's, with routes for weight updates, and on CPU unpinned threads.
+
+    It has the digest of the key, and the path of the module that asks for the key. Raises `InputError` for a key file
+    that cannot be read, or whose key is short.
+    """
+    key = read_key(key_file) or ""
+    if len(key) < _SHORTEST_KEY:
+        raise InputError(f"the key in {key_file} has {len(key)} characters: it needs at least {_SHORTEST_KEY}, random")
     env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    env.pop(KEY_FILE, None)
+    env[rolltap_key.DIGEST] = hashlib.sha256(key.encode()).hexdigest()
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(in_vllm.__file__).parent), env.get("PYTHONPATH")]))
     if lora_rank:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if cpu:
@@ -76,10 +94,14 @@ class EngineServer:
     window in tokens, by default the model's. LoRA adapters up to `lora_rank` are accepted. The output goes to `log`, by
     default to this process's. `extra` are further arguments of `vllm serve`.
 
+    Every route but `/health` requires the key in `key_file`. This is the file that the environment variable
+    `ROLLTAP_ENGINE_KEY_FILE` names, and is made if it does not exist. Without the variable it is a new one, which is
+    removed when the server stops: set the variable to `key_file` for recorders, publishers and checks.
+
     The constructor raises `InputError` when the `vllm` program is not found, and `EngineError` when there is no working
-    Python beside it. Entering waits
-    until the server is healthy. It raises `EngineError` when the server exits before, is not healthy within
-    two hours, or lacks a required endpoint, and when another engine answers at its address.
+    Python beside it. Entering waits until the server is healthy. It raises `InputError` for a key file that cannot be
+    used, and `EngineError` when the server exits before, is not healthy within two hours, lacks a required endpoint or
+    answers without the key, and when another engine answers at its address.
     """
 
     def __init__(
@@ -99,43 +121,42 @@ class EngineServer:
             advice = "install vLLM in an environment of its own, and give its program (--vllm, vllm=)"
             raise InputError(f"{vllm!r} is not on the PATH: {advice}")
         cpu = is_cpu_build(found)
+        self.key_file: Path
+        """The file with the key, once entered."""
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._log = None if log is None else Path(log)
         self._command = engine_command(
             found, str(model), host=host, port=port, max_model_len=max_model_len, lora_rank=lora_rank, cpu=cpu
         )
         self._command += extra
-        self._env = engine_environment(cpu=cpu, lora_rank=lora_rank)
+        self._cpu, self._lora_rank = cpu, lora_rank
+        self._cleanup: contextlib.ExitStack
 
     def __enter__(self) -> Self:
-        admin = EngineAdmin(self.url)
-        if admin.healthy():
-            raise EngineError(f"a server answers at {self.url} already: stop it, or choose another port")
-        with self._log.open("a") if self._log else contextlib.nullcontext() as output:
-            self._process = subprocess.Popen(
-                self._command,
-                env=self._env,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT if output else None,
-                start_new_session=True,  # a process group, which `stop` signals; Ctrl+C does not reach it
-            )
-        try:
-            deadline = time.monotonic() + START_SECONDS
-            while not admin.healthy():
-                if self._process.poll() is not None:
-                    raise EngineError(f"vLLM ended with status {self._process.returncode}{self._tail()}")
-                if time.monotonic() > deadline:
-                    raise EngineError(f"vLLM did not answer at {self.url} in {START_SECONDS:g} s{self._tail()}")
-                time.sleep(_POLL_SECONDS)
+        with contextlib.ExitStack() as stack:
+            self.key_file = _key_file(stack)
+            env = engine_environment(self.key_file, cpu=self._cpu, lora_rank=self._lora_rank)
+            admin = EngineAdmin(self.url, self.key_file)
+            if admin.healthy():
+                raise EngineError(f"a server answers at {self.url} already: stop it, or choose another port")
+            with self._log.open("a") if self._log else contextlib.nullcontext() as output:
+                self._process = subprocess.Popen(
+                    self._command,
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT if output else None,
+                    start_new_session=True,  # a process group, which `stop` signals; Ctrl+C does not reach it
+                )
+            stack.callback(self.stop)
+            self._wait_until_healthy(admin)
+            admin.require_key()
             admin.require_endpoints()
-        except BaseException:
-            self.stop()
-            raise
+            self._cleanup = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        self._cleanup.close()
 
     def wait(self) -> int:
         """Wait until the server exits. Return its exit status."""
@@ -151,11 +172,30 @@ class EngineServer:
             _signal_group(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
+    def _wait_until_healthy(self, admin: EngineAdmin) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while not admin.healthy():
+            if self._process.poll() is not None:
+                raise EngineError(f"vLLM ended with status {self._process.returncode}{self._tail()}")
+            if time.monotonic() > deadline:
+                raise EngineError(f"vLLM did not answer at {self.url} in {START_SECONDS:g} s{self._tail()}")
+            time.sleep(_POLL_SECONDS)
+
     def _tail(self) -> str:
         if self._log is None:
             return ""
         lines = self._log.read_text(errors="replace").splitlines()[-15:]
         return f"; the end of {self._log}:\n" + "\n".join(lines)
+
+
+def _key_file(stack: contextlib.ExitStack) -> Path:
+    """Return the key file that the environment names, or a new one that `stack` removes. Raises `OSError`."""
+    if named := os.environ.get(KEY_FILE):
+        file = Path(named).expanduser()
+    else:
+        file = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rolltap-engine-")), "engine.key")
+    make_key(file)
+    return file
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:

@@ -1,10 +1,11 @@
 """Generations that survive a failure of the engine, end at a stop text, or follow a schema."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from rolltap.addons.engine import completion
+from rolltap.addons.engine import waiting
 from tests.addons.harness import user
 from tests.scripted_engine import Answer, Say
 
@@ -12,7 +13,8 @@ from tests.scripted_engine import Answer, Say
 @pytest.fixture
 def patient(harness, monkeypatch):
     """Return a harness whose calls retry a failed engine without a pause."""
-    monkeypatch.setattr(completion, "FIRST_PAUSE_SECONDS", 0)
+    monkeypatch.setattr(waiting, "FIRST_PAUSE_SECONDS", 0)
+    monkeypatch.setattr(harness.endpoint, "_services", replace(harness.endpoint._services, patience=60.0))
     return harness
 
 

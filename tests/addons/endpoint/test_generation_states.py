@@ -14,7 +14,7 @@ from rolltap.addons.dialects.types import ModelCall, Reply
 from rolltap.addons.endpoint.exchange import KEEP_ALIVE_SECONDS, send_events
 from rolltap.addons.endpoint.generation import LINGER_SECONDS, Generation, Services, State
 from rolltap.addons.endpoint.work import Workers
-from rolltap.addons.engine.client import Chunk
+from rolltap.addons.engine.events import Chunk
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.errors import EngineError
@@ -44,6 +44,12 @@ class ScriptedClient:
     def __init__(self, url, script, sent, rude):
         self.url, self.script, self.sent, self.rude = url, script, sent, rude
         self.requested_sampling, self.expected = [], []
+
+    async def healthy(self):
+        return True
+
+    async def close(self):
+        pass
 
     @property
     def _whole(self):
@@ -199,10 +205,11 @@ class Scenario:
         self.disk, self.renderer, self.memory = Disk(policy), Renderer(), Memory()
         asyncio.get_running_loop().set_default_executor(self.disk)
         self.script, self.sent = asyncio.Queue(), []
-        pool = EnginePool([])
+        self.pool = EnginePool([])
         self.engines = [ScriptedClient(f"http://engine-{n}", self.script, self.sent, rude) for n in range(engines)]
-        pool._engines = self.engines
-        services = Services(pool, PolicyFile(Path("/nonexistent")), self.renderer, self.disk, None, Workers(), patience)
+        self.pool._engines = self.engines
+        policy = PolicyFile(Path("/nonexistent"))
+        services = Services(self.pool, policy, self.renderer, self.disk, None, Workers(), patience)
         model_call = ModelCall("m", [], [])
         prompt = Prompt(model_call, PROMPT_IDS, "root", "no earlier call", None, 0, [])
         call = Call(session_id="s1", call_id="c1", prompt_ids=PROMPT_IDS)
@@ -375,6 +382,7 @@ def test_a_call_is_recorded_once_and_every_listener_is_answered(happened, faults
             await scenario.turn(turns)
             if scenario.disk.waiting:
                 scenario.advance()
+        await scenario.pool.close()
         scenario.check()
 
     with asyncio.Runner(loop_factory=Loop) as runner:

@@ -58,7 +58,7 @@ class TestReply:
         assert "seed" not in sent
         recorded = json.loads(harness.calls()[0]["sampling"])
         assert recorded.pop("asked") == {"temperature": 0.1, "top_p": 0.5, "seed": 3}
-        assert sent == {**recorded, "logprobs": 0}
+        assert sent == {**recorded, "logprobs": 0, "stream_interval": 8}
 
     async def test_a_reply_at_the_token_limit_has_finish_reason_length(self, harness, scripted_engine):
         scripted_engine.replies.append(Say("<think>\nI think and", finish_reason="length"))

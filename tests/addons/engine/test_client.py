@@ -1,5 +1,6 @@
 """The client against an engine that misbehaves, and the scripted engine against a real vLLM."""
 
+import asyncio
 import json
 import re
 
@@ -7,12 +8,13 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
+from rolltap.addons.engine import client as module
 from rolltap.addons.engine.client import Engine
 from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
 from rolltap.addons.errors import EngineError
 from rolltap.addons.store.records import VersionSpan
 from tests.conftest import CONTEXT
-from tests.scripted_engine import Answer, Say
+from tests.scripted_engine import Answer, Say, ScriptedEngine
 
 
 @pytest.fixture
@@ -43,14 +45,14 @@ async def test_sampling_and_adapter_are_sent_as_given(scripted_engine, client):
     await generate(client, model="policy-3")
     (request,) = scripted_engine.requests
     assert request["model"] == "policy-3"
-    assert request["sampling_params"] == {**NEUTRAL_SAMPLING, "max_tokens": 64, "logprobs": 0}
+    assert request["sampling_params"] == {**NEUTRAL_SAMPLING, "max_tokens": 64, "logprobs": 0, "stream_interval": 8}
 
 
 async def test_a_schema_with_an_integer_of_any_size_is_sent_as_given(scripted_engine, client):
     scripted_engine.replies.append(Say("x"))
     sampling = {"structured_outputs": {"json": {"maximum": 2**70}}}
     assert [chunk async for chunk in client.generate([1, 2, 3], sampling, None)]
-    assert scripted_engine.requests[0]["sampling_params"] == {**sampling, "logprobs": 0}
+    assert scripted_engine.requests[0]["sampling_params"] == {**sampling, "logprobs": 0, "stream_interval": 8}
 
 
 async def test_the_context_window_is_the_engines(client):
@@ -95,6 +97,53 @@ async def test_an_engine_that_is_down_is_an_error():
     await engine.close()
 
 
+async def test_an_engine_that_sends_no_headers_and_is_not_healthy_is_an_error(scripted_engine, client, monkeypatch):
+    monkeypatch.setattr(module, "SILENCE_SECONDS", 0.01)
+    monkeypatch.setattr(module, "HEALTH_SECONDS", 0.2)
+    scripted_engine.deaf = True
+    with pytest.raises(EngineError, match="says nothing") as error:
+        await generate(client)
+    assert error.value.retryable
+
+
+async def test_one_connection_carries_generations_one_after_the_other(scripted_engine, client, monkeypatch):
+    """The last event is not the end of the response."""
+    monkeypatch.setattr(module, "END_SECONDS", 30.0)
+    scripted_engine.replies += [Say("one", hold_end=True), Say("two"), Say("three")]
+    first = asyncio.create_task(generate(client))
+    assert not await asyncio.to_thread(scripted_engine.disconnected.wait, 0.2)
+    scripted_engine.release()
+    await first
+    await generate(client)
+    await generate(client)
+    assert len(scripted_engine.peers) == 1
+
+
+class TestKey:
+    @pytest.fixture
+    def locked(self, tokenizer):
+        with ScriptedEngine(tokenizer, key="open-sesame") as engine:
+            engine.otherwise = lambda request: Say("x")
+            yield engine
+
+    async def test_every_request_has_the_key(self, locked):
+        engine = Engine(locked.url, "open-sesame")
+        assert await engine.max_model_len() == 8192
+        assert await generate(engine)
+        assert await engine.describe()
+        await engine.close()
+
+    @pytest.mark.parametrize(("key", "message"), [(None, "requires a key"), ("guess", "does not accept the key")])
+    async def test_a_wrong_key_is_an_error_that_says_what_to_do(self, locked, key, message):
+        engine = Engine(locked.url, key)
+        for ask in (engine.max_model_len, lambda: generate(engine)):
+            with pytest.raises(EngineError, match=rf"{message} \(401\): set ROLLTAP_ENGINE_KEY_FILE") as error:
+                await ask()
+            assert (error.value.status, error.value.retryable) == (502, False)
+            assert "guess" not in str(error.value)
+        await engine.close()
+
+
 async def test_a_server_that_is_not_vllm_is_an_error(scripted_engine):
     engine = Engine(scripted_engine.url + "/elsewhere")
     with pytest.raises(EngineError, match="elsewhere/v1/models did not return a model"):
@@ -118,8 +167,8 @@ def shape(value):
     return type(value).__name__
 
 
-def events(url: str, body: dict) -> list:
-    with httpx.stream("POST", url + "/inference/v1/generate", json=body, timeout=60) as response:
+def events(url: str, body: dict, headers: httpx.Headers) -> list:
+    with httpx.stream("POST", url + "/inference/v1/generate", json=body, headers=headers, timeout=60) as response:
         assert response.status_code == 200
         return [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
 
@@ -132,7 +181,7 @@ class TestContract:
         sampling = {**NEUTRAL_SAMPLING, "max_tokens": 3, "logprobs": 0, "ignore_eos": True}
         body = {"token_ids": [5, 6, 7], "stream": True, "sampling_params": sampling}
         scripted_engine.replies.append(Say("one two", finish_reason="length"))
-        real, scripted = events(engine.url, body), events(scripted_engine.url, body)
+        real, scripted = (events(url, body, engine.http.headers) for url in (engine.url, scripted_engine.url))
         assert real[-1] == scripted[-1] == "[DONE]"
         # vLLM repeats the sampled token's entry under top_logprobs; the client does not read it
         for data in (real, scripted):
@@ -144,16 +193,17 @@ class TestContract:
 
     def test_both_engines_list_their_model_with_its_context_window(self, engine, scripted_engine):
         for url, window in ((engine.url, CONTEXT), (scripted_engine.url, 8192)):
-            (model,) = httpx.get(url + "/v1/models").json()["data"]
+            (model,) = httpx.get(url + "/v1/models", headers=engine.http.headers).json()["data"]
             assert model["parent"] is None
             assert model["max_model_len"] == window
 
     def test_vllm_refuses_in_the_stream(self, engine):
-        (first, *_) = events(engine.url, {"token_ids": [10**6], "stream": True, "sampling_params": {"max_tokens": 1}})
+        body = {"token_ids": [10**6], "stream": True, "sampling_params": {"max_tokens": 1}}
+        (first, *_) = events(engine.url, body, engine.http.headers)
         assert json.loads(first)["error"]["code"] == 400
 
     async def test_vllm_says_what_it_is(self, engine):
-        client = Engine(engine.url)
+        client = Engine(engine.url, engine.key)
         described = await client.describe()
         assert described["model"] in described["configuration"]
         assert described["max_model_len"] == await client.max_model_len()
@@ -161,7 +211,7 @@ class TestContract:
         await client.close()
 
     async def test_the_client_reads_vllm(self, engine):
-        client = Engine(engine.url)
+        client = Engine(engine.url, engine.key)
         chunks = await generate(client)
         ids = [i for chunk in chunks for i in chunk.token_ids]
         assert len(ids) == sum(len(chunk.logprobs) for chunk in chunks)
@@ -171,7 +221,7 @@ class TestContract:
         await client.close()
 
     async def test_vllm_names_the_stop_text_and_keeps_its_tokens(self, engine):
-        client = Engine(engine.url)
+        client = Engine(engine.url, engine.key)
         free = [c async for c in client.generate([5, 6, 7], {**NEUTRAL_SAMPLING, "max_tokens": 24, "seed": 3}, None)]
         ids = [i for chunk in free for i in chunk.token_ids]
         text = AutoTokenizer.from_pretrained(engine.model_dir).decode(ids, skip_special_tokens=True)
@@ -186,7 +236,7 @@ class TestContract:
         await client.close()
 
     async def test_vllm_follows_a_schema(self, engine):
-        client = Engine(engine.url)
+        client = Engine(engine.url, engine.key)
         schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
         sampling = {
             **NEUTRAL_SAMPLING,

@@ -1,14 +1,21 @@
+import asyncio
+import logging
+from contextlib import asynccontextmanager
+
 import pytest
 
 from rolltap.addons.endpoint.server import Endpoint
-from rolltap.addons.engine import completion
+from rolltap.addons.engine import client, waiting
 from rolltap.addons.engine import pool as module
 from rolltap.addons.engine.pool import EnginePool
+from rolltap.addons.errors import EngineError
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.tables import RunWriter, read_rows
 from tests.addons.harness import Harness, user
 from tests.scripted_engine import Answer, Say, ScriptedEngine
 
+DOWN = EngineError("it is down", retryable=True)
+NOBODY = "http://127.0.0.1:9"
 URLS = [f"http://10.0.0.{n}:8000" for n in range(1, 5)]
 SESSIONS = [f"s{n}" for n in range(400)]
 
@@ -30,79 +37,183 @@ async def test_a_session_stays_with_one_engine_and_every_engine_has_sessions(eng
     assert all(60 < count < 140 for count in counts)
 
 
-async def test_only_the_sessions_of_an_engine_that_failed_move_and_they_come_back(engines, monkeypatch):
+@pytest.fixture
+def quick(monkeypatch):
+    """Retry without a pause, and do not wait long for an engine that says nothing."""
+    for where, name, seconds in (
+        (waiting, "FIRST_PAUSE_SECONDS", 0.0),
+        (client, "LOOKUP_SECONDS", 0.2),
+        (client, "SILENCE_SECONDS", 0.01),
+        (client, "HEALTH_SECONDS", 0.2),
+    ):
+        monkeypatch.setattr(where, name, seconds)
+
+
+@asynccontextmanager
+async def recorded(rendering, run, *urls, patience=0.0):
+    """Yield a harness of an endpoint that records the calls of these engines."""
+    write_metadata(run, {})
+    with RunWriter(run) as writer:
+        endpoint = Endpoint(rendering, urls, writer, {}, patience=patience)
+        await endpoint.start()
+        async with Harness.connect(endpoint) as harness:
+            yield harness
+        await endpoint.close()
+
+
+async def statuses(harness, sessions=8):
+    """Return the statuses of one call of each session. Each of two engines is the first choice of some of them."""
+
+    async def ask(number):
+        async with harness.post({"model": "m", "messages": [user()]}, session=f"s{number}") as response:
+            return response.status
+
+    return set(await asyncio.gather(*map(ask, range(sessions))))
+
+
+async def until(condition):
+    while not condition():  # noqa: ASYNC110 - there is no event to wait for
+        await asyncio.sleep(0)
+
+
+def states(caplog):
+    """Return the first words of each line that the pool has logged."""
+    return [record.message[: record.message.index(":")] for record in caplog.records if record.name == module.__name__]
+
+
+async def test_only_the_sessions_of_an_engine_that_failed_move(engines):
     before = homes(engines)
     failed = engines.of("s0")
-    engines.failed(failed)
+    engines.failed(failed, DOWN)
     moved = homes(engines)
     assert failed.url not in moved.values()
     assert all(moved[session] == url for session, url in before.items() if url != failed.url)
-    monkeypatch.setattr(module, "DOWN_SECONDS", -1.0)
-    engines.failed(failed)
-    assert homes(engines) == before
+
+
+async def test_the_sessions_of_an_engine_come_back_when_it_is_healthy_again(tokenizer, quick, caplog, monkeypatch):
+    monkeypatch.setattr(module, "DOWN_SECONDS", 0.0)
+    caplog.set_level(logging.INFO)
+    with ScriptedEngine(tokenizer) as one, ScriptedEngine(tokenizer) as two:
+        engines = EnginePool([one.url, two.url])
+        before = homes(engines)
+        one.deaf = True
+        for _ in range(3):
+            engines.failed(next(engine for engine in engines._engines if engine.url == one.url), DOWN)
+        await until(lambda: "/health" in one.asked)
+        assert set(homes(engines).values()) == {two.url}
+        one.deaf = False
+        await until(lambda: homes(engines) == before)
+        await engines.close()
+    assert states(caplog) == ["engine down", "engine back"]
+    assert caplog.records[-1].message.endswith("in which 3 requests failed")
 
 
 async def test_when_all_failed_each_session_has_its_own_again(engines):
     before = homes(engines)
     for engine in engines._engines:
-        engines.failed(engine)
+        engines.failed(engine, DOWN)
     assert homes(engines) == before
 
 
 async def test_an_engine_that_fails_says_whether_another_one_is_left(engines):
-    assert [engines.failed(engine) for engine in engines._engines] == [True, True, True, False]
+    assert [engines.failed(engine, DOWN) for engine in engines._engines] == [True, True, True, False]
 
 
 async def test_when_no_engine_is_left_the_call_fails(tokenizer, rendering, tmp_path):
-    write_metadata(tmp_path, {})
-    writer = RunWriter(tmp_path)
     with ScriptedEngine(tokenizer) as one, ScriptedEngine(tokenizer) as two:
-        endpoint = Endpoint(rendering, [one.url, two.url], writer, {}, patience=0)
-        await endpoint.start()
-        async with Harness.connect(endpoint) as harness:
+        async with recorded(rendering, tmp_path, one.url, two.url) as harness:
             status, _ = await harness.ask(user())
-        await endpoint.close()
     assert status == 502
     assert (len(one.requests), len(two.requests)) == (1, 1)
-    writer.close()
 
 
-async def test_an_engine_that_has_never_answered_is_replaced(tokenizer, rendering, tmp_path):
-    write_metadata(tmp_path, {})
-    writer = RunWriter(tmp_path)
-    with ScriptedEngine(tokenizer) as engine:
-        endpoint = Endpoint(rendering, ["http://127.0.0.1:9", engine.url], writer, {}, patience=0)
-        await endpoint.start()
-        engine.otherwise = lambda request: Say("Hi.")
-        statuses = set()
-        async with Harness.connect(endpoint) as harness:
-            for number in range(8):  # each of the engines is the first choice of some of them
-                body = {"model": "m", "messages": [user()]}
-                async with harness.post(body, session=f"s{number}") as response:
-                    statuses.add(response.status)
-        await endpoint.close()
-    assert statuses == {200}
-    writer.close()
+class TestFirstContact:
+    async def test_an_engine_that_has_never_answered_is_replaced(self, tokenizer, rendering, tmp_path):
+        with ScriptedEngine(tokenizer) as engine:
+            engine.otherwise = lambda request: Say("Hi.")
+            async with recorded(rendering, tmp_path, NOBODY, engine.url) as harness:
+                assert await statuses(harness) == {200}
+
+    async def test_an_engine_that_accepts_and_says_nothing_is_replaced(self, tokenizer, rendering, tmp_path, quick):
+        with ScriptedEngine(tokenizer) as deaf, ScriptedEngine(tokenizer) as engine:
+            deaf.deaf = True
+            engine.otherwise = lambda request: Say("Hi.")
+            async with recorded(rendering, tmp_path, deaf.url, engine.url) as harness:
+                assert await statuses(harness) == {200}
+            assert deaf.requests == []
+
+    async def test_the_only_engine_is_waited_for(self, tokenizer, rendering, tmp_path, quick, caplog):
+        with ScriptedEngine(tokenizer) as engine:
+            engine.deaf = True
+            engine.otherwise = lambda request: Say("Hi.")
+            async with recorded(rendering, tmp_path, engine.url, patience=60) as harness:
+                asked = asyncio.create_task(statuses(harness))
+                await until(lambda: engine.asked.count("/v1/models") > 1)
+                engine.deaf = False
+                assert await asked == {200}
+        assert states(caplog) == ["engine down"]
+
+    async def test_without_patience_the_call_fails(self, rendering, tmp_path):
+        async with recorded(rendering, tmp_path, NOBODY) as harness:
+            assert await statuses(harness) == {503}
+
+    async def test_many_sessions_ask_once(self, tokenizer, rendering, tmp_path):
+        with ScriptedEngine(tokenizer) as engine:
+            engine.otherwise = lambda request: Say("Hi.")
+            async with recorded(rendering, tmp_path, engine.url) as harness:
+                assert await statuses(harness) == {200}
+            assert engine.asked.count("/v1/models") == 1
+
+
+async def test_an_engine_that_is_down_is_one_line_however_many_calls_fail(rendering, tmp_path, caplog):
+    async with recorded(rendering, tmp_path, NOBODY) as harness:
+        await statuses(harness, sessions=30)
+    assert states(caplog) == ["engine down"]
 
 
 async def test_a_call_whose_engine_dies_goes_on_at_another_one(tokenizer, rendering, tmp_path, monkeypatch):
     """The call does not wait for the engine that died."""
-    monkeypatch.setattr(completion, "FIRST_PAUSE_SECONDS", 1000.0)
-    write_metadata(tmp_path, {})
-    writer = RunWriter(tmp_path)
+    monkeypatch.setattr(waiting, "FIRST_PAUSE_SECONDS", 1000.0)
     with ScriptedEngine(tokenizer) as one, ScriptedEngine(tokenizer) as two:
-        endpoint = Endpoint(rendering, [one.url, two.url], writer, {}, patience=0)
-        await endpoint.start()
-        first, second = (one, two) if endpoint.engines.of("s1").url == one.url else (two, one)
-        first.replies += [Say("one two three", break_after=2), Answer(500, "down")]
-        second.replies += [Say(" three"), Say("Hi.")]
-        async with Harness.connect(endpoint) as harness:
+        async with recorded(rendering, tmp_path, one.url, two.url) as harness:
+            first, second = (one, two) if harness.endpoint.engines.of("s1").url == one.url else (two, one)
+            first.replies += [Say("one two three", break_after=2), Answer(500, "down")]
+            second.replies += [Say(" three"), Say("Hi.")]
             _, reply = await harness.ask(user())
             await harness.ask(user("Again"))
-        await endpoint.close()
     assert reply["choices"][0]["finish_reason"] == "stop"
     assert second.requests[0]["token_ids"][: len(first.requests[0]["token_ids"])] == first.requests[0]["token_ids"]
     calls = list(read_rows(tmp_path, "calls"))
     assert [call["engine"] for call in calls] == [second.url] * 2
     assert calls[0]["violation"] is None
-    writer.close()
+
+
+async def test_a_call_whose_engine_falls_silent_goes_on_at_another_one(tokenizer, rendering, tmp_path, quick):
+    with ScriptedEngine(tokenizer) as one, ScriptedEngine(tokenizer) as two:
+        async with recorded(rendering, tmp_path, one.url, two.url) as harness:
+            first, second = (one, two) if harness.endpoint.engines.of("s1").url == one.url else (two, one)
+            first.replies.append(Say("one two three", hold_after=2))
+            second.replies.append(Say(" three"))
+            asked = asyncio.create_task(harness.ask(user()))
+            await asyncio.to_thread(first.holding.wait, 30)
+            first.deaf = True
+            status, reply = await asked
+            await asyncio.to_thread(first.disconnected.wait, 30)
+    assert (status, reply["choices"][0]["finish_reason"]) == (200, "stop")
+    asked, rest = first.requests[0]["token_ids"], second.requests[0]["token_ids"]
+    assert rest == asked + first.ids("one two three")[:2]
+    (event,) = (event for event in read_rows(tmp_path, "events") if event["kind"] == "continued")
+    assert "neither a token nor an answer to /health" in event["detail"]
+
+
+async def test_a_silent_generation_of_an_engine_that_is_healthy_is_waited_for(tokenizer, rendering, tmp_path, quick):
+    """vLLM is paused during a weight update."""
+    with ScriptedEngine(tokenizer) as engine:
+        engine.replies.append(Say("one two three", hold_after=0))
+        async with recorded(rendering, tmp_path, engine.url) as harness:
+            asked = asyncio.create_task(harness.ask(user()))
+            await until(lambda: engine.asked.count("/health") > 2)
+            engine.release()
+            status, reply = await asked
+    assert (status, reply["choices"][0]["message"]["content"]) == (200, "one two three")
+    assert len(engine.requests) == 1

@@ -1,6 +1,8 @@
 """A server with fixed answers in place of vLLM. Run as a program, it replaces `vllm serve`."""
 
+import hashlib
 import json
+import os
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -21,12 +23,18 @@ class Answering(ThreadingHTTPServer):
         self.answers = dict(HEALTHY)
         self.requests: list[tuple[str, Any]] = []
         """Path and parsed body of each request."""
+        self.digest: str | None = None
+        """The SHA-256 digest of the key that it requires, if any."""
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: Answering
 
     def do_GET(self) -> None:
+        digest = hashlib.sha256(self.headers.get("authorization", "").removeprefix("Bearer ").encode()).hexdigest()
+        if self.path != "/health" and self.server.digest not in (None, digest):
+            self.send_error(401)
+            return
         path = self.path.partition("?")[0]
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
         self.server.requests.append((self.path, json.loads(body) if body else None))
@@ -43,4 +51,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 if __name__ == "__main__":
-    Answering(int(sys.argv[sys.argv.index("--port") + 1])).serve_forever()
+    server = Answering(int(sys.argv[sys.argv.index("--port") + 1]))
+    server.digest = os.environ.get("ROLLTAP_ENGINE_KEY_SHA256")
+    server.serve_forever()

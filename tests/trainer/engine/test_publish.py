@@ -35,7 +35,7 @@ def base(engine) -> Qwen3ForCausalLM:
 def restored(engine, base, tmp_path):
     """Restore the base weights and unload all adapters after the test."""
     yield
-    for served in httpx.get(f"{engine.url}/v1/models").json()["data"]:
+    for served in engine.http.get("/v1/models").json()["data"]:
         if served["parent"]:
             post(engine, "/v1/unload_lora_adapter", {"lora_name": served["id"]})
     CheckpointPublisher(engine.url, tmp_path / "base", tmp_path).publish(base, "default")
@@ -45,13 +45,13 @@ def restored(engine, base, tmp_path):
 def untouched(engine, base):
     """Check after the test that the engine is not paused and samples from the base weights."""
     yield
-    assert httpx.get(f"{engine.url}/is_paused").json() == {"is_paused": False}
-    assert httpx.get(f"{engine.url}/weight_info").json() == {"weight_version": "default"}
+    assert engine.http.get("/is_paused").json() == {"is_paused": False}
+    assert engine.http.get("/weight_info").json() == {"weight_version": "default"}
     assert_samples_like(base, generate(engine))
 
 
 def post(engine, path: str, body: dict) -> httpx.Response:
-    response = httpx.post(engine.url + path, json=body, timeout=120)
+    response = engine.http.post(path, json=body, timeout=120)
     response.raise_for_status()
     return response
 
@@ -127,7 +127,7 @@ def test_an_adapter_is_merged_into_the_checkpoint_and_stays_as_it_was_in_trainin
 def test_a_call_in_flight_ends_with_the_weights_it_began_with(engine, base, restored, tmp_path):
     sampling = {"max_tokens": 1000, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
     body = {"token_ids": PROMPT, "sampling_params": sampling, "stream": True}
-    with httpx.stream("POST", f"{engine.url}/inference/v1/generate", json=body, timeout=120) as response:
+    with engine.http.stream("POST", "/inference/v1/generate", json=body, timeout=120) as response:
         lines = response.iter_lines()
         events = [next(lines)]
         reader = threading.Thread(target=lambda: events.extend(lines))
@@ -144,7 +144,7 @@ def test_a_call_in_flight_ends_with_the_weights_it_began_with(engine, base, rest
 def test_the_engine_goes_on_after_it_refused_a_step_of_the_publication(engine, base, restored, tmp_path):
     with pytest.raises(EngineError, match=r"update_weight_version: 400 .*see the engine's log"):
         CheckpointPublisher(engine.url, tmp_path / "published", tmp_path).publish(perturbed(base), 7)  # not a string
-    assert httpx.get(f"{engine.url}/is_paused").json() == {"is_paused": False}
+    assert engine.http.get("/is_paused").json() == {"is_paused": False}
     assert not (tmp_path / "policy.json").exists()
 
 
@@ -161,7 +161,7 @@ def test_the_newest_two_adapters_stay_loaded(engine, base, restored, tmp_path):
     models = {version: with_adapter(base, seed=int(version)) for version in ("1", "2", "3")}
     for version, model in models.items():
         publisher.publish(model, version)
-    served = {model["id"] for model in httpx.get(f"{engine.url}/v1/models").json()["data"] if model["parent"]}
+    served = {model["id"] for model in engine.http.get("/v1/models").json()["data"] if model["parent"]}
     assert served == {"policy-2", "policy-3"}
     assert sorted(path.name.rpartition("-")[0] for path in (tmp_path / "published").iterdir()) == sorted(served)
     for version in ("2", "3"):
@@ -176,9 +176,7 @@ def test_a_resumed_run_replaces_the_adapters_of_the_earlier_one(engine, base, re
     model = with_adapter(base, seed=3)
     LoraPublisher(engine.url, tmp_path / "published", tmp_path).publish(model, "1")
     assert_samples_like(model, generate(engine, "policy-1"))
-    assert {model["id"] for model in httpx.get(f"{engine.url}/v1/models").json()["data"] if model["parent"]} == {
-        "policy-1"
-    }
+    assert {model["id"] for model in engine.http.get("/v1/models").json()["data"] if model["parent"]} == {"policy-1"}
 
 
 def test_an_adapter_that_the_engine_refuses_is_not_the_policy(engine, base, restored, tmp_path):

@@ -1,10 +1,12 @@
 import signal
 import socket
+import stat
 import sys
 
+import httpx
 import pytest
 
-from rolltap.addons.errors import EngineError
+from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.serve import EngineServer, engine_command, is_cpu_build
 from tests.trainer.engine import answering as answering_program
@@ -95,6 +97,68 @@ def test_this_environment_does_not_have_the_cpu_build(tmp_path):
 def test_a_program_without_its_python_is_named(tmp_path):
     with pytest.raises(EngineError, match="there is no working Python beside"):
         is_cpu_build(str(tmp_path / "vllm"))
+
+
+class TestKey:
+    @pytest.fixture
+    def server(self, tmp_path, monkeypatch):
+        monkeypatch.delenv("ROLLTAP_ENGINE_KEY_FILE", raising=False)
+        vllm = fake_vllm(tmp_path, f'exec {sys.executable} {answering_program.__file__} "$@"')
+        return EngineServer("m", vllm=vllm, port=free_port())
+
+    def test_without_a_file_each_engine_gets_a_key_of_its_own_that_ends_with_it(self, server):
+        with server:
+            assert len(server.key_file.read_text().strip()) >= 43  # 256 bits
+            assert stat.S_IMODE(server.key_file.stat().st_mode) == 0o600
+            assert stat.S_IMODE(server.key_file.parent.stat().st_mode) == 0o700
+            EngineAdmin(server.url, server.key_file).require_endpoints()
+            with pytest.raises(EngineError, match=r"requires a key \(401\): set ROLLTAP_ENGINE_KEY_FILE"):
+                EngineAdmin(server.url).require_endpoints()
+        assert not server.key_file.parent.exists()
+
+    def test_a_file_that_does_not_exist_is_made_and_stays(self, server, tmp_path, monkeypatch):
+        monkeypatch.setenv("ROLLTAP_ENGINE_KEY_FILE", str(tmp_path / "engine.key"))
+        with server:
+            EngineAdmin(server.url).require_endpoints()
+        key = (tmp_path / "engine.key").read_text()
+        with server:
+            EngineAdmin(server.url).require_endpoints()
+        assert (tmp_path / "engine.key").read_text() == key
+
+    def test_a_short_key_is_refused(self, server, tmp_path, monkeypatch):
+        (tmp_path / "engine.key").write_text("sesame")
+        monkeypatch.setenv("ROLLTAP_ENGINE_KEY_FILE", str(tmp_path / "engine.key"))
+        with pytest.raises(InputError, match="has 6 characters: it needs at least 32"):
+            server.__enter__()
+
+    def test_an_engine_that_answers_without_the_key_is_stopped(self, tmp_path):
+        script = f'unset ROLLTAP_ENGINE_KEY_SHA256; exec {sys.executable} {answering_program.__file__} "$@"'
+        server = EngineServer("m", vllm=fake_vllm(tmp_path, script), port=free_port())
+        with pytest.raises(EngineError, match="answers without its key: it ignores --middleware"):
+            server.__enter__()
+        assert server.wait() == -signal.SIGTERM
+
+
+@pytest.mark.engine
+def test_every_route_of_vllm_but_health_requires_the_key(engine):
+    """The routes are those that vLLM itself lists. None is carried out."""
+    routes = [
+        (method.upper(), path)
+        for path, methods in engine.http.get("/openapi.json").json()["paths"].items()
+        for method in methods
+    ]
+    assert {"/pause", "/collective_rpc", "/update_weights", "/v1/load_lora_adapter"} <= {path for _, path in routes}
+    for method, path in [
+        *routes,
+        ("GET", "/openapi.json"),
+        ("GET", "/docs"),
+        ("GET", "/metrics"),
+        ("OPTIONS", "/pause"),
+    ]:
+        if path != "/health":
+            assert httpx.request(method, engine.url + path, timeout=30).status_code == 401, (method, path)
+    assert httpx.get(f"{engine.url}/health").status_code == 200
+    assert engine.http.get("/is_paused").json() == {"is_paused": False}
 
 
 @pytest.mark.engine

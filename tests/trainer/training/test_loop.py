@@ -4,7 +4,6 @@ import json
 import shutil
 from pathlib import Path
 
-import httpx
 import pytest
 from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
@@ -50,7 +49,7 @@ def test_two_steps_of_recording_training_and_publishing_and_a_resumed_third(engi
 
     try:
         assert train(2).exit_code == 0
-        assert httpx.get(f"{engine.url}/weight_info").json() == {"weight_version": "2"}
+        assert engine.http.get("/weight_info").json() == {"weight_version": "2"}
         shutil.rmtree(run / FINISHED)  # as if the run had been stopped after its second checkpoint
         assert train(3).exit_code == 0
     finally:

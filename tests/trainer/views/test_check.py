@@ -4,7 +4,6 @@ import json
 import socket
 from dataclasses import replace
 
-import httpx
 import pytest
 import torch
 from click.testing import CliRunner
@@ -118,7 +117,7 @@ def sample(engine, call_id, prompt_ids, *, model=None, **fields):
         {"model": model} if model else {}
     )
     del body["sampling_params"]["asked"]
-    answer = httpx.post(f"{engine.url}/inference/v1/generate", json=body, timeout=60).raise_for_status().json()
+    answer = engine.http.post("/inference/v1/generate", json=body, timeout=60).raise_for_status().json()
     ids = answer["choices"][0]["token_ids"]
     logprobs = [entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"]]
     version = fields.pop("version", "default")
@@ -164,7 +163,7 @@ class TestOnARealEngine:
         model = get_peft_model(base, config)
         LoraPublisher(engine.url, tmp_path / "published", tmp_path).publish(model, "1")
         yield
-        httpx.post(f"{engine.url}/v1/unload_lora_adapter", json={"lora_name": "policy-1"}).raise_for_status()
+        engine.http.post("/v1/unload_lora_adapter", json={"lora_name": "policy-1"}).raise_for_status()
 
     def test_sampled_calls_are_within_the_threshold_for_every_kind(self, engine, calls, tmp_path):
         status, output = check(write(tmp_path, calls), engine.url, "--threshold", "1e-4", "--json")

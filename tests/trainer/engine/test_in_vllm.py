@@ -1,0 +1,92 @@
+"""The middleware as vLLM's environment has it: without rolltap, in an ASGI server."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rolltap.trainer.engine import in_vllm
+from rolltap.trainer.engine.in_vllm.rolltap_key import DIGEST, RequireKey
+
+KEY = "sesame-" * 6
+FOLDER = Path(in_vllm.__file__).parent
+
+
+@pytest.fixture
+def ask(monkeypatch):
+    """Return a function that sends a request through the middleware. It returns what the server gets to send."""
+    monkeypatch.setenv(DIGEST, hashlib.sha256(KEY.encode()).hexdigest())
+
+    async def app(scope, receive, send):
+        await send({"type": "passed"})
+
+    async def ask(path, *authorizations, kind="http", **scope):
+        sent = []
+
+        async def send(message):
+            sent.append(message)
+
+        headers = [(b"authorization", value.encode("latin-1")) for value in authorizations]
+        await RequireKey(app)({"type": kind, "path": path, "headers": headers, **scope}, None, send)
+        return [message["type"] if kind != "http" else message.get("status", message["type"]) for message in sent]
+
+    return ask
+
+
+ROUTES = ["/pause", "/update_weights", "/v1/load_lora_adapter", "/inference/v1/generate", "/collective_rpc", "/metrics"]
+
+
+@pytest.mark.parametrize("path", [*ROUTES, "", "/", "/health/", "//health", "/health/../pause", "/HEALTH"])
+async def test_a_route_requires_the_key(ask, path):
+    assert await ask(path) == [401, "http.response.body"]
+    assert await ask(path, f"Bearer {KEY}") == ["passed"]
+
+
+@pytest.mark.parametrize("method", ["OPTIONS", "HEAD", "CONNECT"])
+async def test_no_method_passes_without_the_key(ask, method):
+    assert await ask("/v1/models", method=method) == [401, "http.response.body"]
+
+
+@pytest.mark.parametrize(
+    "authorizations",
+    [
+        [KEY],
+        [f"Basic {KEY}"],
+        ["Bearer "],
+        [f"Bearer {KEY[:-1]}"],
+        [f"Bearer {KEY} "],
+        [f"Bearer {hashlib.sha256(KEY.encode()).hexdigest()}"],
+        ["Bearer \xff"],
+        ["Bearer wrong", f"Bearer {KEY}"],
+    ],
+)
+async def test_what_is_not_the_key_is_refused(ask, authorizations):
+    assert await ask("/pause", *authorizations) == [401, "http.response.body"]
+
+
+async def test_a_web_socket_without_the_key_is_closed(ask):
+    assert await ask("/v1/realtime", kind="websocket") == ["websocket.close"]
+    assert await ask("/v1/realtime", f"Bearer {KEY}", kind="websocket") == ["passed"]
+
+
+async def test_health_and_the_server_s_own_messages_need_no_key(ask):
+    assert await ask("/health") == ["passed"]
+    assert await ask("", kind="lifespan") == ["passed"]
+
+
+def test_a_server_without_a_digest_does_not_start(monkeypatch):
+    monkeypatch.delenv(DIGEST, raising=False)
+    with pytest.raises(KeyError, match=DIGEST):
+        RequireKey(None)
+
+
+def test_it_is_imported_without_rolltap_and_without_other_packages():
+    show = (
+        f"import sys; sys.path.insert(0, {str(FOLDER)!r}); import rolltap_key, json; print(json.dumps([*sys.modules]))"
+    )
+    printed = subprocess.run([sys.executable, "-I", "-S", "-c", show], capture_output=True, text=True, check=True)
+    modules = {name.split(".")[0] for name in json.loads(printed.stdout)} - {"rolltap_key", "__main__"}
+    assert modules <= set(sys.stdlib_module_names) | {"_distutils_hack", "sitecustomize"}
