@@ -1,4 +1,4 @@
-"""Addon: the address that the proxy listens on. Without `rolltap_secret` it must be loopback."""
+"""Addon: the address that the proxy listens on. Without `rolltap_secret_file` it must be loopback."""
 
 import asyncio
 import ipaddress
@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 
 
 class Listen:
-    """Sets the default address to loopback, refuses other addresses without `rolltap_secret`, and writes the address
-    to `rolltap_ready` once the proxy listens."""
+    """Sets the default address to loopback, refuses other addresses without `rolltap_secret_file`, and writes the
+    address to `rolltap_ready` once the proxy listens."""
 
     def __init__(self) -> None:
         self._announcing: asyncio.Task[None] | None = None
@@ -36,10 +36,10 @@ class Listen:
         """Refuse a non-loopback address without a secret."""
         for mode in ctx.options.mode:
             host = ProxyMode.parse(mode).listen_host(ctx.options.listen_host)
-            if ctx.options.rolltap_secret or is_loopback(host):
+            if ctx.options.rolltap_secret_file or is_loopback(host):
                 continue
             refusal = (
-                f"the proxy would listen on {host!r}, which other machines can reach: set rolltap_secret, or "
+                f"the proxy would listen on {host!r}, which other machines can reach: set rolltap_secret_file, or "
                 "listen on 127.0.0.1 (listen_host, or mode regular@127.0.0.1:PORT)"
             )
             if self._announcing is not None:
@@ -62,9 +62,9 @@ class Listen:
             addresses = proxyserver.listen_addrs()
         if not addresses:
             return  # the port is in use: mitmproxy logs that and stops
-        if not ctx.options.rolltap_secret and not all(is_loopback(host) for host, *_ in addresses):
-            advice = "set rolltap_secret, or listen on 127.0.0.1"
-            logger.error("the proxy listens on %s without rolltap_secret: stopping; %s", addresses, advice)
+        if not ctx.options.rolltap_secret_file and not all(is_loopback(host) for host, *_ in addresses):
+            advice = "set rolltap_secret_file, or listen on 127.0.0.1"
+            logger.error("the proxy listens on %s without rolltap_secret_file: stopping; %s", addresses, advice)
             ctx.master.shutdown()
             return
         urls = " and ".join(f"http://{host}:{port}" for host, port, *_ in addresses)

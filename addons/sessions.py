@@ -1,7 +1,6 @@
 """Addon: authenticates connections. Maps proxy credentials to sessions."""
 
 import logging
-import os
 from collections.abc import Callable, MutableMapping
 from weakref import WeakKeyDictionary
 
@@ -9,6 +8,8 @@ from mitmproxy import connection, ctx, http
 from mitmproxy.addonmanager import Loader
 
 from rolltap.addons.credentials import parse_basic, valid
+from rolltap.addons.errors import InputError
+from rolltap.addons.secret import hide_process, read_secret
 from rolltap.addons.store.records import Event
 
 logger = logging.getLogger(__name__)
@@ -19,7 +20,7 @@ SESSION = "rolltap_session"
 _HELP = (
     "The rolltap recorder requires proxy credentials: HTTPS_PROXY=http://SESSION:PASSWORD@HOST:PORT\n"
     "SESSION is a non-empty, printable session id of your choice. PASSWORD is the hexadecimal HMAC-SHA256 of SESSION "
-    "with the key rolltap_secret;\nif rolltap_secret is not set, any PASSWORD is accepted.\n"
+    "with the secret in rolltap_secret_file as key;\nif that option is not set, any PASSWORD is accepted.\n"
 )
 
 
@@ -33,15 +34,30 @@ class Sessions:
     def __init__(self, record: Callable[[Event], None]) -> None:
         self._record = record
         self._authenticated: MutableMapping[connection.Client, str] = WeakKeyDictionary()
+        self._secret_file = ""
+        self._secret: str | None = ""
+        """Empty: any password is accepted. None: the secret could not be read, no password is accepted."""
 
     def load(self, loader: Loader) -> None:
         """Declare the option."""
         text = (
-            "Key of the sessions' proxy passwords: a password is the hexadecimal HMAC-SHA256 of the session id. "
-            "Required unless the proxy listens on loopback. If empty, any password is accepted. The default is the "
-            "environment variable ROLLTAP_SECRET, which does not appear in process listings."
+            "File, or /dev/fd/NUMBER, with the key of the sessions' proxy passwords. A password is the hexadecimal "
+            "HMAC-SHA256 of the session id. The file is read once; other users must not be able to read it. Required "
+            "unless the proxy listens on loopback. If not set, any password is accepted."
         )
-        loader.add_option("rolltap_secret", str, os.environ.get("ROLLTAP_SECRET", ""), text)
+        loader.add_option("rolltap_secret_file", str, "", text)
+
+    def configure(self, updated: set[str]) -> None:
+        """Read the secret. A recorder with a secret is hidden from the other processes of its user."""
+        path = ctx.options.rolltap_secret_file
+        if path == self._secret_file:
+            return  # a pipe can be read once
+        self._secret_file, self._secret = path, None
+        hide_process()
+        try:
+            self._secret = read_secret(path) if path else ""
+        except InputError as error:
+            logger.error("rolltap_secret_file: %s", error)  # see `Capture.configure`
 
     def http_connect(self, flow: http.HTTPFlow) -> None:
         """Authenticate a tunnel."""
@@ -59,7 +75,7 @@ class Sessions:
 
     def _authenticate(self, flow: http.HTTPFlow) -> str | None:
         credentials = parse_basic(flow.request.headers.pop("proxy-authorization", ""))
-        if credentials is not None and valid(ctx.options.rolltap_secret, *credentials):
+        if credentials is not None and self._secret is not None and valid(self._secret, *credentials):
             return credentials[0]
         flow.response = http.Response.make(
             407, _HELP, {"proxy-authenticate": 'Basic realm="rolltap"', "content-type": "text/plain"}

@@ -9,12 +9,9 @@ from rolltap.addons.capture import Capture
 from rolltap.addons.listen import Listen
 from rolltap.addons.sessions import Sessions
 
-SECRET = "key"
-
 
 @pytest.fixture
-async def context(monkeypatch):
-    monkeypatch.delenv("ROLLTAP_SECRET", raising=False)
+async def context():
     with taddons.context() as context:
         yield context
 
@@ -37,17 +34,20 @@ def test_it_listens_on_loopback_unless_told_otherwise(context):
         ({"listen_host": "example.com"}, False),
         ({"mode": ["regular", "regular@0.0.0.0:9"]}, False),
         ({"mode": ["regular@127.0.0.1:9"], "listen_host": "0.0.0.0"}, True),
-        ({"listen_host": "0.0.0.0", "rolltap_secret": SECRET}, True),
-        ({"mode": ["regular@0.0.0.0:9"], "rolltap_secret": SECRET}, True),
+        ({"listen_host": "0.0.0.0", "rolltap_secret_file": "secret"}, True),
+        ({"mode": ["regular@0.0.0.0:9"], "rolltap_secret_file": "secret"}, True),
     ],
 )
-def test_other_machines_are_let_in_with_a_secret_only(context, caplog, options, accepted):
+def test_other_machines_are_let_in_with_a_secret_only(context, caplog, tmp_path, monkeypatch, options, accepted):
     listen = Listen()
     context.master.addons.add(Sessions([].append), listen)
+    (tmp_path / "secret").write_text("key")
+    (tmp_path / "secret").chmod(0o600)
+    monkeypatch.chdir(tmp_path)
     context.configure(listen, **options)
     refusals = [record.message for record in caplog.records if record.levelno == logging.ERROR]
     assert (refusals == []) == accepted
-    assert all("other machines can reach: set rolltap_secret, or" in refusal for refusal in refusals)
+    assert all("other machines can reach: set rolltap_secret_file, or" in refusal for refusal in refusals)
 
 
 class Proxyserver:
@@ -76,7 +76,7 @@ class TestReady:
 
     async def test_a_later_change_to_an_open_address_is_refused(self, context, announce):
         listen = await announce("")
-        with pytest.raises(exceptions.OptionsError, match="other machines can reach: set rolltap_secret, or"):
+        with pytest.raises(exceptions.OptionsError, match="other machines can reach: set rolltap_secret_file, or"):
             context.configure(listen, listen_host="0.0.0.0")
         assert ctx.options.listen_host == "127.0.0.1"
 

@@ -65,8 +65,10 @@ def test_only_an_allowed_host_is_connected_to_even_when_no_addon_answers_a_reque
     assert events == [("refused", "s1")] * 2 + [("refused", None)] * 2  # compaction sorts them by session
 
 
-def test_with_a_secret_only_the_sessions_own_token_opens_the_proxy(start, scripted_engine):
-    recorder = start(env={"ROLLTAP_SECRET": "hidden"})
+def test_with_a_secret_only_the_sessions_own_token_opens_the_proxy(start, scripted_engine, tmp_path):
+    (tmp_path / "secret").write_text("hidden")
+    (tmp_path / "secret").chmod(0o600)
+    recorder = start(f"rolltap_secret_file={tmp_path / 'secret'}")
     scripted_engine.replies.append(Say("Hi."))
     with recorder.client("s1", password("hidden", "s1")) as client:
         assert client.post(CHAT, json=HELLO).status_code == 200
@@ -77,6 +79,12 @@ def test_with_a_secret_only_the_sessions_own_token_opens_the_proxy(start, script
     assert [call["session_id"] for call in recorder.rows("calls")] == ["s1"]
     assert [event["kind"] for event in recorder.rows("events")].count("unauthorised") == 2
     assert "hidden" not in recorder.log()
+
+
+def test_a_secret_that_cannot_be_read_ends_mitmdump_with_a_message(start):
+    recorder = start("rolltap_secret_file=/nowhere")
+    assert recorder.process.wait() == 1
+    assert "rolltap_secret_file: cannot read the secret in /nowhere: [Errno 2] No such file" in recorder.log()
 
 
 def test_a_session_ends_itself_and_no_other(start, scripted_engine):
@@ -168,7 +176,7 @@ def test_bad_options_end_mitmdump_with_a_message_for_each_and_no_traceback(start
         "rolltap_engine=localhost:8000": "rolltap_engine is 'localhost:8000': give a URL such as",
         "rolltap_renderer=qwen9": "cannot use the renderer 'qwen9' with",
         'rolltap_sampling={"temprature": 1}': "rolltap_sampling has the unknown key 'temprature'",
-        "listen_host=0.0.0.0": "would listen on '0.0.0.0', which other machines can reach: set rolltap_secret",
+        "listen_host=0.0.0.0": "would listen on '0.0.0.0', which other machines can reach: set rolltap_secret_file",
     }
     recorder = start(*messages)
     assert recorder.address is None

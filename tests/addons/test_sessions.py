@@ -22,16 +22,23 @@ def request(method="GET", url="http://example.com/", headers=None, client=None):
 
 
 @pytest.fixture
+def secret_file(tmp_path):
+    path = tmp_path / "secret"
+    path.write_text(SECRET)
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture
 def events():
     return []
 
 
 @pytest.fixture
-async def sessions(events, monkeypatch):
-    monkeypatch.delenv("ROLLTAP_SECRET", raising=False)
+async def sessions(events, secret_file):
     addon = Sessions(events.append)
     with taddons.context(addon) as context:
-        context.configure(addon, rolltap_secret=SECRET)
+        context.configure(addon, rolltap_secret_file=str(secret_file))
         yield addon
 
 
@@ -117,8 +124,7 @@ class TestCredentials:
 
 class TestOptions:
     @pytest.fixture
-    async def context(self, monkeypatch):
-        monkeypatch.delenv("ROLLTAP_SECRET", raising=False)
+    async def context(self):
         with taddons.context() as context:
             yield context
 
@@ -129,7 +135,13 @@ class TestOptions:
         sessions.requestheaders(flow)
         assert flow.metadata[SESSION] == "s1"
 
-    def test_the_secret_can_come_from_the_environment(self, context, monkeypatch):
-        monkeypatch.setenv("ROLLTAP_SECRET", SECRET)
-        context.master.addons.add(Sessions([].append))
-        assert context.options.rolltap_secret == SECRET
+    def test_a_secret_that_cannot_be_read_lets_nobody_in(self, context, secret_file, caplog):
+        secret_file.chmod(0o640)
+        sessions = Sessions([].append)
+        context.master.addons.add(sessions)
+        context.configure(sessions, rolltap_secret_file=str(secret_file))
+        assert "rolltap_secret_file: other users may read the secret in" in caplog.text
+        for given in (SECRET, "", password("", "s1"), password(SECRET, "s1")):
+            flow = request(headers=credentials("s1", given))
+            sessions.requestheaders(flow)
+            assert flow.response.status_code == 407

@@ -1,10 +1,10 @@
 """`rolltap env`: prints the variables that send a program through a recorder."""
 
 import json
-import os
 import secrets
 import shlex
 from pathlib import Path
+from typing import TextIO
 
 import click
 from rich.console import Console
@@ -25,6 +25,7 @@ from rolltap.trainer.commands.options import engine_option, harness_option
     show_default=True,
     help="The recorder's CA certificate.",
 )
+@click.option("--secret-file", type=click.File(), help="The file of the recorder's rolltap_secret_file, if it has one.")
 @click.option(
     "--format",
     "form",
@@ -33,13 +34,21 @@ from rolltap.trainer.commands.options import engine_option, harness_option
     show_default=True,
     help="Lines for a shell's eval, for `docker run --env-file`, or JSON.",
 )
-def env_command(proxy: str, session: str | None, preset: str | None, engine: str, ca: Path, form: str) -> None:
+def env_command(
+    proxy: str,
+    session: str | None,
+    preset: str | None,
+    engine: str,
+    ca: Path,
+    secret_file: TextIO | None,
+    form: str,
+) -> None:
     """Print the variables that send a program through a recorder that runs already.
 
-    ROLLTAP_SECRET holds the recorder's secret, if it has one. The file rolltap-ca-bundle.pem is written beside the CA,
-    with the usual root certificates and the CA. A container needs both files under the same paths.
+    The file rolltap-ca-bundle.pem is written beside the CA, with the usual root certificates and the CA. A container
+    needs both files under the same paths.
     """
-    recorder = rolltap.Proxy(proxy, ca=ca, secret=os.environ.get("ROLLTAP_SECRET", ""))
+    recorder = rolltap.Proxy(proxy, ca=ca, secret=secret_file.read().strip() if secret_file else "")
     console = Console(stderr=True)
     session = session or f"session-{secrets.token_hex(4)}"
     environment = recorder.environment(session)

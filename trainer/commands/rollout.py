@@ -20,6 +20,13 @@ from rolltap.trainer.commands.options import FILE, harness_option, json_option, 
     type=click.IntRange(1),
     help="Maximum number of sessions that run at the same time.",
 )
+@click.option(
+    "--recorders",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Processes of the recorder. Each uses one core.",
+)
 @click.option("--timeout", default=1800.0, show_default=True, help="Seconds after which a harness is stopped.")
 @json_option
 def rollout_command(
@@ -31,6 +38,7 @@ def rollout_command(
     preset: str,
     sessions: int,
     concurrency: int,
+    recorders: int,
     timeout: float,
     as_json: bool,
 ) -> None:
@@ -46,6 +54,7 @@ def rollout_command(
         out=out,
         sessions=sessions,
         concurrency=concurrency,
+        recorders=recorders,
         timeout=timeout,
         options=settings,
     )

@@ -2,6 +2,8 @@
 
 import json
 import sys
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
@@ -21,8 +23,11 @@ def verify_command(run: Path, repair: bool, as_json: bool) -> None:
     """Check a RUN for damage.
 
     Checked are the table files, the digest of each row that can be read, and the token ids, prompts, values and times
-    of calls and sessions. The calls of a session with an unreadable row are not rebuilt. Exit status 0: nothing is
-    damaged. Exit status 1: something is. A run that is being recorded can be verified.
+    of calls and sessions. The calls of a session with an unreadable row are not rebuilt. A run that is being recorded
+    can be verified.
+
+    The first line is the verdict: ok, needs repair or damaged. Exit status 1: the run is damaged. Exit status 0: it is
+    not.
 
     --repair truncates an uncommitted tail and removes temporary files. After a machine crash the tail may be a commit
     whose prefix was lost: copy the file first. Files that are being written are not changed.
@@ -33,13 +38,17 @@ def verify_command(run: Path, repair: bool, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(found.to_json()))
         sys.exit(0 if found.sound else 1)
+    grades = Counter(finding.grade for finding in found.findings)
+    findings = f"; findings: {_count(grades.items())}" if grades else ""
+    click.echo(f"{found.verdict}: {_count(found.rows.items())}{findings}")
     for done in found.repaired:
         click.echo(f"repaired: {done}")
     for finding in found.findings[:MOST_FINDINGS]:
         click.echo(f"{finding.grade}: {finding.where}: {finding.what}{finding.advice and f'; {finding.advice}'}")
     if len(found.findings) > MOST_FINDINGS:
         click.echo(f"and {len(found.findings) - MOST_FINDINGS} more: see --json")
-    click.echo(", ".join(f"{number} {table}" for table, number in found.rows.items()))
-    damage = sum(finding.grade == "damage" for finding in found.findings)
-    click.echo(f"{damage} damaged" if damage else "nothing is damaged")
     sys.exit(0 if found.sound else 1)
+
+
+def _count(numbers: Iterable[tuple[str, int]]) -> str:
+    return ", ".join(f"{number} {name}" for name, number in numbers)

@@ -23,9 +23,9 @@ _END_SECONDS = 300.0
 class Proxy:
     """A recorder that runs already, as its sessions reach it.
 
-    `url` is `http://HOST:PORT`. `ca` is the recorder's CA certificate, `secret` its `rolltap_secret`. The usual root
-    certificates and the CA are written to the file `bundle`, by default `rolltap-ca-bundle.pem` beside the CA.
-    A container needs both files under the same paths.
+    `url` is `http://HOST:PORT`. `ca` is the recorder's CA certificate, `secret` what its
+    `rolltap_secret_file` holds. The usual root certificates and the CA are written to the file `bundle`, by default
+    `rolltap-ca-bundle.pem` beside the CA. A container needs both files under the same paths.
 
     Raises `InputError` for a malformed URL, a CA that does not exist, and a bundle that cannot be written.
     """

@@ -27,6 +27,7 @@ def rollout(
     out: str | Path,
     sessions: int = 8,
     concurrency: int = 8,
+    recorders: int = 1,
     timeout: float = 1800.0,
     options: Mapping[str, str | Sequence[str]] | None = None,
     policy_version: str = "default",
@@ -38,8 +39,9 @@ def rollout(
     or the path of a `.toml` file. `engine` is the URL of the vLLM server that serves `model`, or several separated by
     commas. `out` is the run folder; a folder that is a run already gets more sessions. The `sessions` of one task are
     one group. At most `concurrency` of all sessions run at the same time. A harness is stopped after `timeout` seconds.
-    `options` are further mitmproxy options of the recorder; a repeatable one has a list of values. `policy_version`
-    names the weights that the engine serves, for the sessions' rows. `progress` shows a progress bar on a terminal.
+    `recorders` is the number of the recorder's processes, as in `Recorder`. `options` are further mitmproxy options of
+    the recorder; a repeatable one has a list of values. `policy_version` names the weights that the engine serves, for
+    the sessions' rows. `progress` shows a progress bar on a terminal.
 
     `Run.new_session_ids` of the result are the sessions of this call: `run.traces().batch(run.new_session_ids)`.
 
@@ -60,6 +62,7 @@ def rollout(
             out=out,
             sessions=sessions,
             concurrency=concurrency,
+            recorders=recorders,
             timeout=timeout,
             options=options,
             policy_version=policy_version,
@@ -77,6 +80,7 @@ async def rollout_async(
     out: str | Path,
     sessions: int = 8,
     concurrency: int = 8,
+    recorders: int = 1,
     timeout: float = 1800.0,
     options: Mapping[str, str | Sequence[str]] | None = None,
     policy_version: str = "default",
@@ -84,7 +88,7 @@ async def rollout_async(
 ) -> Run:
     """Do what `rollout` does inside an event loop. Cancelling it stops the harnesses and the recorder."""
     task_list = _checked_tasks(tasks)
-    for name, value in {"sessions": sessions, "concurrency": concurrency}.items():
+    for name, value in {"sessions": sessions, "concurrency": concurrency, "recorders": recorders}.items():
         if value < 1:
             raise InputError(f"{name}={value}: give at least 1")
     if not timeout > 0:
@@ -95,7 +99,7 @@ async def rollout_async(
     for url in engine.split(","):
         await asyncio.to_thread(EngineAdmin(url.strip()).models)
     plan = Plan(harness, sessions, concurrency, timeout)
-    recorder = Recorder(out, engine=engine, model=model, options=options)
+    recorder = Recorder(out, engine=engine, model=model, options=options, processes=recorders)
     async with _started(recorder):
         with progress_bar(show=progress) as advance:
             ended = await run_groups(task_list, plan, recorder, policy_version=policy_version, advance=advance)

@@ -1,5 +1,6 @@
 """Findings of a verification, in the rows of a file and in the calls of one session."""
 
+import errno
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,10 +19,13 @@ from rolltap.trainer.traces.reader import RecordedSession, Row, rebuild_calls
 from rolltap.trainer.traces.sessions import TraceOptions, trace_session
 from rolltap.trainer.traces.tree import parents_first
 
-Grade = Literal["damage", "notice"]
-"""`damage`: rows are lost, were changed, or break an invariant. `notice`: unusual, but no row is damaged."""
+Grade = Literal["damage", "repair", "notice"]
+"""`damage`: rows are lost, were changed, or break an invariant. `repair`: `--repair` removes it, and no row with it.
+`notice`: unusual, but no row is damaged."""
 
 FROM_A_COPY = "restore the file from a copy of the run if there is one; the other rows can be used"
+_DISK_FULL = f"[Errno {errno.ENOSPC}]"
+"""Text of an `OSError` for a full disk, as the events of refused requests have it."""
 SALVAGE = "restore the file from a copy of the run, or save the other rows with `rolltap merge RUN --out NEW`"
 
 
@@ -141,8 +145,13 @@ def _check_times(where: str, *times: datetime | None) -> Iterator[Finding]:
 
 
 def _check_events(where: str, calls: Counter[str], events: Iterable[pa.RecordBatch]) -> Iterator[Finding]:
+    refused = 0
     for batch in events:
-        for kind, call_id in zip(batch.column("kind").to_pylist(), batch.column("call_id").to_pylist(), strict=True):
+        columns = (batch.column(name).to_pylist() for name in ("kind", "call_id", "detail"))
+        for kind, call_id, detail in zip(*columns, strict=True):
+            refused += kind == "rejected" and _DISK_FULL in (detail or "")
             if kind == "call_started" and call_id not in calls:
-                what = "it was started, not recorded: it still runs, or its recorder was killed"
+                what = "it was started, not recorded: it still runs, its recorder was killed, or the disk was full"
                 yield Finding("notice", f"{where}, call {call_id}", what)
+    if refused:
+        yield Finding("notice", where, f"the disk was full: {refused} requests were refused")

@@ -7,7 +7,7 @@ session, and the rows of all sessions.
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rolltap.addons.store.digest import DIGEST
 from rolltap.addons.store.metadata import read_metadata
@@ -18,6 +18,12 @@ from rolltap.addons.store.tables import TABLES, run_files
 from rolltap.trainer.progress import Advance
 from rolltap.trainer.runs.findings import SALVAGE, Finding, check_rows, check_session
 from rolltap.trainer.runs.repair import cut_end, find_leftovers, is_held, remove_leftovers
+
+Verdict = Literal["ok", "needs repair", "damaged"]
+"""`needs repair`: no row is damaged, and `--repair` removes what a failed or killed writer left."""
+_FAILED_COMMIT = 8
+"""Size in bytes of the uncommitted tail that a failed commit leaves: its prefix (`Segment.append`). A killed writer
+leaves a longer one."""
 
 
 @dataclass(slots=True)
@@ -35,9 +41,15 @@ class Verification:
         """True when no finding is damage."""
         return all(finding.grade != "damage" for finding in self.findings)
 
+    @property
+    def verdict(self) -> Verdict:
+        """The gravest of the findings, in a word."""
+        grades = {finding.grade for finding in self.findings}
+        return "damaged" if "damage" in grades else "needs repair" if "repair" in grades else "ok"
+
     def to_json(self) -> dict[str, Any]:
         """Return the verification as JSON values."""
-        return {"sound": self.sound, **asdict(self)}
+        return {"verdict": self.verdict, "sound": self.sound, **asdict(self)}
 
 
 def verify_run(run: Path, advance: Advance, *, repair: bool = False) -> Verification:
@@ -92,7 +104,7 @@ def _check_leftovers(run: Path) -> Iterator[Finding]:
             yield Finding("notice", path.name, "is being written")
         else:
             yield Finding(
-                "notice", path.name, "is a temporary file of a process that was killed", "--repair removes it"
+                "repair", path.name, "is a temporary file of a process that was killed", "--repair removes it"
             )
 
 
@@ -102,9 +114,12 @@ def _check_file(reader: SegmentReader) -> Iterator[Finding]:
         yield Finding("damage", f"{reader.path.name}, byte {offset}", what, SALVAGE)
     if reader.uncommitted and is_held(reader.path):
         yield Finding("notice", reader.path.name, "a commit is being written")
+    elif reader.uncommitted == _FAILED_COMMIT:
+        what = "a commit failed, for instance because the disk was full: its call was answered with an error"
+        yield Finding("repair", reader.path.name, what, "--repair truncates its 8 bytes")
     elif reader.uncommitted:
         what = (
             f"its last {reader.uncommitted} bytes are not a committed message: a killed process left them, or a "
             "machine crash lost the commit's prefix"
         )
-        yield Finding("notice", reader.path.name, what, "--repair truncates them")
+        yield Finding("repair", reader.path.name, what, "--repair truncates them")

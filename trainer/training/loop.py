@@ -52,7 +52,7 @@ def train(recipe: Recipe, *, engine: str, run: Path, seed: int, console: Console
     args = training_arguments(recipe, run, seed, tasks)
     plan = Plan(harness, recipe.sessions_per_group, recipe.concurrency, recipe.session_timeout)
     options = {**recipe.recorder, "rolltap_sampling": json.dumps(sampling(recipe))}
-    with Recorder(run, engine=engine, model=recipe.model, options=options) as recorder:
+    with Recorder(run, engine=engine, model=recipe.model, options=options, processes=recipe.recorders) as recorder:
         publisher = _publisher(recipe, engine, run)
         trace_options = TraceOptions(recipe.strategy, recipe.roles, recipe.max_tokens)
         source = OnlineTraces(plan, recorder, publisher, trace_options, {t.id: t for t in tasks}, console)

@@ -33,6 +33,8 @@ class Recipe(BaseModel):
     """Sessions of a group, which GRPO compares with each other."""
     concurrency: int = Field(default=8, ge=1)
     """Maximum number of sessions that run at the same time."""
+    recorders: int = Field(default=1, ge=1)
+    """Number of the recorder's processes. Each uses one core; a session's id names its process."""
     session_timeout: float = Field(default=1800.0, gt=0)
     """Seconds after which a harness is stopped."""
     strategy: Strategy = "prefix_merging"

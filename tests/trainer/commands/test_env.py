@@ -1,5 +1,4 @@
 import json
-import os
 import subprocess
 import sys
 
@@ -11,20 +10,28 @@ from tests.trainer.commands.program import ASK, rolltap
 
 
 @pytest.fixture
-def mitmdump(scripted_engine, tokenizer_folder, tmp_path):
+def secret_file(tmp_path):
+    path = tmp_path / "secret"
+    path.write_text("hidden\n")
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture
+def mitmdump(scripted_engine, tokenizer_folder, tmp_path, secret_file):
     """Start a recorder with a secret, as another user would."""
-    recorder = Recorder(tmp_path, scripted_engine.url, tokenizer_folder, env={"ROLLTAP_SECRET": "hidden"})
+    recorder = Recorder(tmp_path, scripted_engine.url, tokenizer_folder, f"rolltap_secret_file={secret_file}")
     yield recorder
     recorder.stop()
 
 
 @pytest.mark.parametrize("form", ["shell", "docker", "json"])
-def test_env_prints_what_a_program_needs_to_be_recorded(scripted_engine, mitmdump, tmp_path, form):
+def test_env_prints_what_a_program_needs_to_be_recorded(scripted_engine, mitmdump, secret_file, tmp_path, form):
     scripted_engine.replies.append(Say("Hi."))
     ca = tmp_path / "conf" / "mitmproxy-ca-cert.pem"
     options = ("--session", "s 1", "--engine", scripted_engine.url, "--ca", ca, "--format", form)
-    secret = {**os.environ, "ROLLTAP_SECRET": "hidden"}
-    printed = rolltap("env", "--proxy", f"http://{mitmdump.address}", "--harness", "claude-code", *options, env=secret)
+    proxy = ("--proxy", f"http://{mitmdump.address}", "--secret-file", secret_file)
+    printed = rolltap("env", *proxy, "--harness", "claude-code", *options)
     assert printed.returncode == 0
     assert "start it as: claude\n" in printed.stderr
     assert str(ca.with_name("rolltap-ca-bundle.pem")) in printed.stderr

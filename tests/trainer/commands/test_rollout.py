@@ -50,7 +50,7 @@ def test_rollout_records_every_session_and_prints_the_summary_as_json(
     scripted_engine.otherwise = lambda request: Say("0.5")
     harness = preset([sys.executable, "-c", ASK.replace("print(", "open('answer.txt', 'w').write(")])
     options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder, "--json")
-    ended = rolltap("rollout", tasks, "--harness", harness, "-n", 3, *options)
+    ended = rolltap("rollout", tasks, "--harness", harness, "-n", 3, "--recorders", 2, *options)
     assert ended.returncode == 0
     summary = json.loads(ended.stdout)
     assert summary["sessions"] == {"failed": 3}

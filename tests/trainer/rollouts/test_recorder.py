@@ -1,11 +1,32 @@
-"""The recorder as a child process."""
+"""The recorder as child processes."""
 
+import json
+import ssl
+from contextlib import suppress
+
+import httpx
 import pytest
 
 from rolltap.addons.errors import InputError, RecorderError
 from rolltap.addons.store.records import Session
+from rolltap.addons.store.tables import read_rows, run_files
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.traces.reader import load_sessions
+from tests.recorder_process import CHAT, HELLO
+from tests.scripted_engine import Say
+
+
+def kill(process):
+    process._process.kill()
+    process._process.wait()
+
+
+def ask(recorder, session_id, content="Hello"):
+    """Send one model call of a session, as its harness would."""
+    environment = recorder.environment(session_id)
+    context = ssl.create_default_context(cafile=environment["SSL_CERT_FILE"])
+    with httpx.Client(proxy=environment["HTTPS_PROXY"], verify=context, trust_env=False, timeout=60) as client:
+        return client.post(CHAT, json={**HELLO, "messages": [{"role": "user", "content": content}]})
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +45,7 @@ def test_a_log_that_cannot_be_written_does_not_end_the_recorder(tmp_path, tokeni
 def test_a_recorder_that_dies_inside_the_block_is_an_error_at_its_end(tmp_path, tokenizer_folder):
     recorder = Recorder(tmp_path, engine="http://127.0.0.1:9", model=tokenizer_folder)
     recorder.__enter__()
-    recorder._process.kill()
-    recorder._process.wait()
+    kill(recorder._processes[0])
     with pytest.raises(RecorderError, match="the recorder died with status -9"):
         recorder.__exit__(None, None, None)
 
@@ -61,3 +81,73 @@ def test_a_recorder_that_does_not_start_says_why(tmp_path):
     recorder = Recorder(tmp_path, engine="localhost", model="/nowhere")
     with pytest.raises(RecorderError, match=r"(?s)did not start:.*rolltap_engine is 'localhost'.*from '/nowhere'"):
         recorder.__enter__()
+
+
+def test_a_number_of_processes_below_one_is_refused(tmp_path):
+    with pytest.raises(InputError, match="processes=0: give at least 1"):
+        Recorder(tmp_path, engine="http://127.0.0.1:9", model="m", processes=0)
+
+
+class TestSeveralProcesses:
+    """Two processes that start on a folder without a CA."""
+
+    SESSIONS = ("s0", "s1", "s2", "s3", "s4", "s5", "s6", "s7")
+
+    @pytest.fixture
+    def make(self, tmp_path, scripted_engine, tokenizer_folder):
+        scripted_engine.otherwise = lambda request: Say("Hi.")
+
+        def make(**options):
+            options = {"confdir": str(tmp_path / "conf"), **options}
+            return Recorder(
+                tmp_path / "run", engine=scripted_engine.url, model=tokenizer_folder, options=options, processes=2
+            )
+
+        return make
+
+    def places(self, recorder):
+        """Return the index of each session's process."""
+        addresses = [proxy.url("any").rpartition("@")[2] for proxy in recorder._proxies]
+        urls = {session_id: recorder.environment(session_id)["HTTPS_PROXY"] for session_id in self.SESSIONS}
+        return {session_id: addresses.index(url.rpartition("@")[2]) for session_id, url in urls.items()}
+
+    def test_sessions_are_spread_by_id_recorded_together_and_end_where_they_ran(self, make):
+        with make() as recorder:
+            assert set(self.places(recorder).values()) == {0, 1}
+            for session_id in self.SESSIONS:
+                assert ask(recorder, session_id).status_code == 200
+            for session_id in self.SESSIONS[:4]:
+                recorder.end(Session(session_id=session_id, status="completed", reward=1.0))
+            statuses = {session_id: ask(recorder, session_id, "More").status_code for session_id in self.SESSIONS}
+            assert statuses == dict.fromkeys(self.SESSIONS[:4], 410) | dict.fromkeys(self.SESSIONS[4:], 200)
+        files = run_files(recorder.path, "calls")
+        assert len(files) == 2
+        assert sorted(call["session_id"] for call in read_rows(recorder.path, "calls")) == sorted(
+            [*self.SESSIONS, *self.SESSIONS[4:]]
+        )
+        assert load_sessions(recorder.path).keys() == set(self.SESSIONS[:4])
+        assert len(json.loads((recorder.path / "run.json").read_text())["recorders"]) == 1
+        assert sorted(path.name for path in recorder.path.glob("*.log")) == ["recorder-1.log", "recorder-2.log"]
+
+    def test_a_session_reaches_the_same_process_after_a_restart(self, make):
+        places = []
+        for _ in range(2):
+            with make() as recorder:
+                places.append(self.places(recorder))
+        assert places[0] == places[1]
+
+    def test_a_process_that_dies_is_an_error_that_names_it(self, make):
+        with suppress(RecorderError), make() as recorder:
+            kill(recorder._processes[1])
+            with pytest.raises(RecorderError, match="recorder 2 of 2 died with status -9"):
+                recorder.check()
+            lost = next(session_id for session_id, place in self.places(recorder).items() if place == 1)
+            with pytest.raises(RecorderError, match="recorder 2 of 2 died with status -9"):
+                recorder.end(Session(session_id=lost, status="completed"))
+        assert recorder._processes[0].ended
+
+    def test_a_process_that_does_not_start_is_named_and_none_stays(self, make):
+        recorder = make(rolltap_fsync="sometimes")
+        with pytest.raises(RecorderError, match="recorder 1 of 2 did not start"):
+            recorder.__enter__()
+        assert all(process.ended for process in recorder._processes)

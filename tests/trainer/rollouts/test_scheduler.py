@@ -8,6 +8,7 @@ from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.scheduler import Plan, run_groups
 from rolltap.trainer.rollouts.task import Task
 from rolltap.trainer.traces.reader import load_sessions
+from tests.trainer.rollouts.test_recorder import kill
 
 
 @pytest.fixture
@@ -47,13 +48,12 @@ async def test_every_session_is_recorded_with_its_reward_and_its_group(recorder)
 
 
 async def test_a_recorder_that_dies_is_an_error_of_its_own(recorder):
-    recorder._process.kill()
-    recorder._process.wait()
+    kill(recorder._processes[0])
     with pytest.raises(RecorderError, match="the recorder died with status -9"):
         await play(recorder, "true")
 
 
 async def test_a_recorder_that_dies_during_a_session_is_an_error_of_its_own(recorder):
     with pytest.raises(RecorderError, match=r"the recorder (died|does not end)"):
-        await play(recorder, f"kill -9 {recorder._process.pid}")
+        await play(recorder, f"kill -9 {recorder._processes[0]._process.pid}")
     assert load_sessions(recorder.path)  # the session's row was written

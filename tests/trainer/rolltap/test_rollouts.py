@@ -63,9 +63,8 @@ async def recorders(monkeypatch):
     loop, started, original = asyncio.get_running_loop(), asyncio.Queue(), rolltap.Recorder._start
 
     def start(recorder, *args):
-        pipe = original(recorder, *args)
+        original(recorder, *args)
         loop.call_soon_threadsafe(started.put_nowait, recorder)
-        return pipe
 
     monkeypatch.setattr(rolltap.Recorder, "_start", start)
     return started
@@ -80,7 +79,7 @@ async def test_cancelling_it_while_the_recorder_starts_leaves_no_process(argumen
         await asyncio.sleep(0)
     with pytest.raises(asyncio.CancelledError):
         await rolling
-    assert recorder._process.poll() is not None
+    assert all(process.ended for process in recorder._processes)
 
 
 async def test_cancelling_it_stops_the_harness_and_the_recorder(arguments, recorders, tmp_path):
@@ -95,7 +94,7 @@ async def test_cancelling_it_stops_the_harness_and_the_recorder(arguments, recor
         await rolling
     with pytest.raises(ProcessLookupError):
         os.kill(process, 0)
-    assert recorder._process.poll() is not None
+    assert all(process.ended for process in recorder._processes)
     assert list(rolltap.open_run(arguments["out"]).calls) == []
 
 
@@ -116,6 +115,7 @@ def test_a_task_file_and_more_sessions_in_the_same_run(arguments, tmp_path):
         ({"harness": rolltap.Harness(name="x", program="no-such", headless=[])}, "'no-such' is not on the PATH"),
         ({"sessions": 0}, "sessions=0: give at least 1"),
         ({"concurrency": 0}, "concurrency=0: give at least 1"),
+        ({"recorders": 0}, "recorders=0: give at least 1"),
         ({"timeout": float("nan")}, "timeout=nan: give a number of seconds above 0"),
         ({"tasks": []}, "the list of tasks is empty"),
         ({"tasks": TASK}, "tasks is one task: give a list"),

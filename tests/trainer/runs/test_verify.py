@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import shutil
@@ -71,7 +72,7 @@ def killed_writer(run):
     """Yield a writer whose files are neither compacted nor locked afterwards."""
     writer = RunWriter(run, "never")
     yield writer
-    for segment in writer._segments.values():
+    for segment in (*writer._segments.values(), *writer._failed):
         segment.close()
 
 
@@ -187,7 +188,7 @@ class TestInvariants:
             (
                 "notice",
                 "session t, call b",
-                "it was started, not recorded: it still runs, or its recorder was killed",
+                "it was started, not recorded: it still runs, its recorder was killed, or the disk was full",
             ),
             ("notice", "session u", "its times are out of order: the clock was set back"),
         ]
@@ -287,8 +288,9 @@ class TestRepair:
         path = calls_file(run)
         whole = path.read_bytes()
         path.write_bytes(whole + bytes(8) + b"half a commit")
+        assert verify(run).verdict == "needs repair"
         [(grade, where, what)] = found(run)
-        assert (grade, where) == ("notice", path.name)
+        assert (grade, where) == ("repair", path.name)
         assert "last 21 bytes are not a committed message" in what
         verify(run, repair=True)
         assert path.read_bytes() == whole
@@ -334,7 +336,7 @@ class TestRepair:
         for path in (*dead, alive, foreign):
             path.touch()
         assert [(grade, where) for grade, where, _ in found(run)] == [
-            ("notice", path.name) for path in sorted((*dead, alive))
+            ("notice" if path == alive else "repair", path.name) for path in sorted((*dead, alive))
         ]
         assert len(verify(run, repair=True).repaired) == 3
         assert sorted(path.name for path in run.glob(".*")) == sorted([alive.name, foreign.name])
@@ -397,25 +399,67 @@ def recorded(run, sound=False):
     return [row[DIGEST] for row, schema in rows if not sound or row[DIGEST] == row_digest(row, schema)]
 
 
-def test_the_command_ends_with_1_only_when_something_is_damaged(run):
-    def command(*options):
-        return CliRunner().invoke(rolltap, ["verify", str(run), *options])
+class TestCommand:
+    @pytest.fixture
+    def command(self, run):
+        return lambda *options: CliRunner().invoke(rolltap, ["verify", str(run), *options])
 
-    assert (command().exit_code, command().stdout) == (0, "2 calls, 1 sessions, 0 events\nnothing is damaged\n")
-    path = calls_file(run)
-    whole = path.read_bytes()
-    os.truncate(path, len(whole) - 1)
-    assert command().exit_code == 1
-    assert "a commit cannot be read" in command().stdout
-    assert command("--repair").exit_code == 1
-    assert json.loads(command("--json").stdout)["findings"][0]["grade"] == "damage"
-    path.write_bytes(whole + bytes(8))
-    repaired = command("--repair")
-    assert repaired.exit_code == 0
-    assert repaired.stdout.startswith("repaired: ")
-    assert json.loads(command("--repair", "--json").stdout) == {
-        "sound": True,
-        "rows": {"calls": 2, "sessions": 1, "events": 0},
-        "findings": [],
-        "repaired": [],
-    }
+    def test_the_verdict_comes_first_and_only_damage_is_status_1(self, run, command):
+        assert (command().exit_code, command().stdout) == (0, "ok: 2 calls, 1 sessions, 0 events\n")
+        path = calls_file(run)
+        whole = path.read_bytes()
+        os.truncate(path, len(whole) - 1)
+        damaged = command()
+        assert damaged.exit_code == 1
+        assert damaged.stdout.startswith("damaged: 1 calls, 1 sessions, 0 events; findings: 1 damage\ndamage: calls-")
+        assert "a commit cannot be read" in damaged.stdout
+        assert command("--repair").exit_code == 1
+        assert json.loads(command("--json").stdout)["findings"][0]["grade"] == "damage"
+        path.write_bytes(whole + bytes(16))
+        tail = command()
+        assert tail.exit_code == 0
+        assert tail.stdout.startswith("needs repair: 2 calls, 1 sessions, 0 events; findings: 1 repair\nrepair: calls-")
+
+    def test_a_repair_is_said_after_the_verdict(self, run, command):
+        with calls_file(run).open("ab") as file:
+            file.write(bytes(16))
+        repaired = command("--repair")
+        assert repaired.exit_code == 0
+        assert repaired.stdout.startswith("ok: 2 calls, 1 sessions, 0 events\nrepaired: calls-")
+        assert json.loads(command("--repair", "--json").stdout) == {
+            "verdict": "ok",
+            "sound": True,
+            "rows": {"calls": 2, "sessions": 1, "events": 0},
+            "findings": [],
+            "repaired": [],
+        }
+
+
+class TestFullDisk:
+    def test_a_commit_that_failed_is_told_from_one_that_was_killed(self, tmp_path, monkeypatch):
+        write_metadata(tmp_path, {})
+        with killed_writer(tmp_path) as writer:
+            writer.add_call(make_call("a", [1], [2]))
+            writer.add_event(Event(kind="call_started", session_id="s", call_id="b"))
+            with monkeypatch.context() as full:
+                full.setattr(os, "pwrite", no_room)
+                with pytest.raises(OSError, match="No space left"):
+                    writer.add_call(make_call("b", [1], [2]))
+            detail = f"[Errno {errno.ENOSPC}] less than 4 MiB are free"
+            writer.add_event(Event(kind="rejected", session_id="s", detail=detail))
+            writer.add_event(Event(kind="rejected", session_id="s", detail="another fault"))
+            path = calls_file(tmp_path)
+        assert verify(tmp_path).verdict == "needs repair"
+        started = "it was started, not recorded: it still runs, its recorder was killed, or the disk was full"
+        failed = "a commit failed, for instance because the disk was full: its call was answered with an error"
+        assert found(tmp_path) == [
+            ("repair", path.name, failed),
+            ("notice", "session s", "has no row in sessions: its calls have no reward and no group"),
+            ("notice", "session s, call b", started),
+            ("notice", "session s", "the disk was full: 1 requests were refused"),
+        ]
+        assert verify(tmp_path, repair=True).verdict == "ok"
+
+
+def no_room(*arguments):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -43,7 +43,7 @@ def test_two_steps_of_recording_training_and_publishing_and_a_resumed_third(engi
     grpo = "[grpo]\nlearning_rate = 1e-3\nactivation_checkpointing = false\n"
 
     def train(steps):
-        recipe = write_recipe(tmp_path, grpo, steps=steps, model=str(engine.model_dir))
+        recipe = write_recipe(tmp_path, grpo, steps=steps, recorders=2, model=str(engine.model_dir))
         arguments = ["train", str(recipe), "--engine", engine.url, "--out", str(run)]
         return CliRunner().invoke(cli.rolltap, arguments, catch_exceptions=False)
 

@@ -39,6 +39,7 @@ def test_every_role_but_side_questions_is_trained_at_any_length(tmp_path):
         (GOOD + 'strategy = "merge"\n', "'strategy' is 'merge': Input should be 'per_request', .* or 'tree'"),
         (GOOD + 'roles = ["agent", "agnet"]\n', r"'roles\.1' is 'agnet': Input should be 'agent', .*or 'auxiliary'"),
         (GOOD + "roles = []\n", r"'roles' is \[\]"),
+        (GOOD + "recorders = 0\n", "'recorders' is 0"),
         (GOOD + "max_tokens = 0\n", "'max_tokens' is 0"),
         (GOOD + 'publish = "lora"\n', r"needs a \[lora\] table"),
     ],

@@ -1,0 +1,113 @@
+"""One mitmdump process with the addons."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from rolltap.addons.errors import MissingPackageError, RecorderError
+
+_STOP_SECONDS = 20.0
+
+
+def script() -> Path:
+    """Return the path of the script that `mitmdump -s` loads."""
+    import rolltap.addons
+
+    return Path(next(iter(rolltap.addons.__path__))) / "record.py"
+
+
+class Mitmdump:
+    """A mitmdump process on a free loopback port. Creating it starts it; `stop` ends it.
+
+    `name` is its name in errors. `options` are mitmproxy options, each with the list of its values. The process gets
+    the `secret` through a socket. Its output is appended to the file `log`.
+
+    Raises `MissingPackageError` without mitmproxy, and `OSError` when it cannot be started.
+    """
+
+    def __init__(self, name: str, options: Mapping[str, Sequence[str]], *, secret: str, log: Path) -> None:
+        self._name, self._log = name, log
+        command = [_program(), "-s", str(script()), "--listen-host", "127.0.0.1", "--listen-port", "0"]
+        ready, told = os.pipe()
+        self._ready = os.fdopen(ready)
+        # not the environment, which every process of the user can read, and not a pipe, which it can open in /proc
+        ours, theirs = socket.socketpair()
+        with ours, theirs, os.fdopen(told, "w"):
+            ours.sendall(secret.encode())
+            channels = {"rolltap_ready": f"/dev/fd/{told}", "rolltap_secret_file": f"/dev/fd/{theirs.fileno()}"}
+            for option, values in {**options, **{option: [value] for option, value in channels.items()}}.items():
+                for value in values:
+                    command += ["--set", f"{option}={value}"]
+            self._process = subprocess.Popen(
+                command,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[told, theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is for this process, which ends the sessions before the recorder
+            )
+        self._copier = threading.Thread(target=self._copy_log, daemon=True)
+        self._copier.start()
+
+    @property
+    def ended(self) -> bool:
+        """True when the process has ended."""
+        return self._process.poll() is not None
+
+    def address(self) -> str:
+        """Wait until the process accepts calls, and return `HOST:PORT`. Raises `RecorderError` when it ends before."""
+        with self._ready:
+            # a line when the recorder is ready; nothing when it exits before
+            line = self._ready.readline()
+        if not line:
+            self._copier.join()
+            raise RecorderError(f"{self._name} did not start:\n{self._tail()}")
+        return "{host}:{port}".format(**json.loads(line))
+
+    def check(self) -> None:
+        """Raise `RecorderError` if the process has ended."""
+        if self.ended:
+            raise RecorderError(f"{self._name} died with status {self._process.returncode}:\n{self._tail()}")
+
+    def terminate(self) -> None:
+        """Tell the process to end. Does not wait."""
+        self._process.send_signal(signal.SIGTERM)
+
+    def stop(self) -> None:
+        """End the process, and wait for its end."""
+        self.terminate()
+        try:
+            self._process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._copier.join()
+        self._ready.close()
+
+    def _copy_log(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as output, self._log.open("ab", buffering=0) as log:
+            for line in output:
+                # mitmdump exits when it cannot print; a full disk must not stop it
+                with suppress(OSError):
+                    log.write(line)
+
+    def _tail(self) -> str:
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-8:])
+
+
+def _program() -> str:
+    beside = Path(sys.executable).with_name("mitmdump")
+    program = str(beside) if beside.exists() else shutil.which("mitmdump")
+    if program is None:
+        raise MissingPackageError("mitmdump is not installed: pip install 'rolltap[record]'")
+    return program
