@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
+from rolltap.addons.dialects.tools import calls_as_text
 from rolltap.addons.dialects.types import DialectError, ModelCall, Reply, Usage
 from rolltap.addons.engine.completion import sample
 from rolltap.addons.engine.policy import PolicyFile
@@ -248,6 +249,8 @@ class Generation:
             # structured output is JSON from the first token, but the template may have opened the reasoning before it
             reply.content, reply.reasoning = reply.reasoning, ""
         cut_at_stop(reply, model_call.stop, partial=partial)
+        if not model_call.may_call and not partial:
+            calls_as_text(reply)
         reply.stop = reply.stop or self._stop
         if call.finish_reason == "length":
             reply.finish_reason = "length"
