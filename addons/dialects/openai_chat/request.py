@@ -80,8 +80,9 @@ def decode(body: bytes, target: str) -> ModelCall:
 def _read_tool(tool: Fields, model_call: ModelCall) -> None:
     kind = tool.optional("type", Fields.text) or "function"
     if kind == "function":
-        tool.inner("function").name("name")
-        model_call.tools.append(tool.values)
+        described = tool.inner("function")
+        described.name("name")
+        model_call.tools.append({"type": kind, "function": described.values})
     elif kind == "custom":
         custom = tool.inner("custom")
         name, grammar = custom.name("name"), custom.inner("format").inner("grammar")
