@@ -9,6 +9,7 @@ from typing import Any
 
 from rolltap.addons.dialects.types import Tool, javascript_number, parse_arguments
 
+_LONGEST_DEFAULT = 256
 _NUMBER = re.compile(r"-?\d{1,300}(\.\d{1,300})?")
 # Each of these consumes a run of characters whole, so that texts of a session cost linear time.
 _COMMAND = re.compile(r"([^&|;\n]+)(&& )?")
@@ -73,10 +74,18 @@ def _without_defaults(arguments: dict[str, Any], tool: Tool | None) -> dict[str,
     """Return the arguments that differ from the defaults in the tool's schema: Claude Code adds missing defaults."""
     match tool:
         case {"function": {"parameters": {"properties": dict(properties)}}}:
-            defaults = {
-                name: _plain_text(schema["default"])
-                for name, schema in properties.items()
-                if isinstance(schema, dict) and "default" in schema
-            }
-            return {k: v for k, v in arguments.items() if k not in defaults or v != defaults[k]}
+            return {key: value for key, value in arguments.items() if not _is_default(value, properties.get(key))}
     return arguments
+
+
+def _is_default(value: Any, schema: Any) -> bool:
+    """Return True when `value`, as plain text, is the default in an argument's schema.
+
+    Long texts and objects with fields do not count: they would be compared with each call of a conversation.
+    """
+    if not isinstance(schema, dict) or "default" not in schema:
+        return False
+    default = schema["default"]
+    if isinstance(default, str | list | dict) and len(default) > (_LONGEST_DEFAULT if isinstance(default, str) else 0):
+        return False
+    return bool(value == _plain_text(default))

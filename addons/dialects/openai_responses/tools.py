@@ -16,17 +16,20 @@ class ToolNames:
 
     _shown: dict[tuple[str | None, str], str] = field(default_factory=dict)
     _indices: dict[str, int] = field(default_factory=dict)
+    _newest: dict[str, str] = field(default_factory=dict)
+    """Name without the underscores that make it unique -> the last unique name made of it."""
 
     def add(self, namespace: str | None, name: str) -> tuple[str, int]:
         """Return a unique name for a tool of the request, and its index among the tools.
 
         A tool that is added again keeps both.
         """
-        shown = self.of(namespace, name)
+        shown = plain = self.of(namespace, name)
         if (namespace, name) not in self._shown:
+            shown = self._newest.get(plain, plain)
             while shown in self._indices:
                 shown += "_"
-            self._shown[namespace, name] = shown
+            self._shown[namespace, name] = self._newest[plain] = shown
         return shown, self._indices.setdefault(shown, len(self._indices))
 
     def of(self, namespace: str | None, name: str) -> str:
