@@ -19,7 +19,10 @@ class StreamEncoder(Protocol):
         """Return the first bytes of the stream, before anything is sampled."""
 
     def delta(self, reasoning: str, content: str) -> bytes:
-        """Return the events of new text, reasoning before content. At least one of the two is not empty."""
+        """Return the events of new text, reasoning before content. At least one of the two is not empty.
+
+        Bytes are returned even for text that is not sent, so that idle timers do not end a reply that grows.
+        """
 
     def keep_alive(self) -> bytes:
         """Return bytes that reset the idle timers of this API's clients and add nothing to the reply."""

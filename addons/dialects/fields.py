@@ -4,9 +4,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from rolltap.addons.dialects.recordable import described
 from rolltap.addons.dialects.types import DialectError, parse_json
 
 T = TypeVar("T")
+
+_MOST_STOPS, _LONGEST_STOPS = 64, 4096
+"""Limits of stop texts, which are searched for in each new text of a reply. OpenAI takes 4 texts, Google 5."""
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -105,7 +109,7 @@ class Fields:
         if value in choices:
             return str(value)
         *others, last = map(repr, choices)
-        raise self.refusal(key, f"{', '.join(others)} or {last}, not {value!r}")
+        raise self.refusal(key, f"{', '.join(others)} or {last}, not {described(value)}")
 
     def positive_integer(self, key: str) -> int:
         """Return an integer of at least 1. Raises."""
@@ -143,6 +147,13 @@ class Fields:
             if not isinstance(text, str):
                 raise self.refusal(key, "a string", i)
         return [text for text in texts if text]
+
+    def stop_texts(self, key: str) -> list[str]:
+        """Return the `texts` of a field with stop texts. Raises, also beyond `_MOST_STOPS` and `_LONGEST_STOPS`."""
+        texts = self.texts(key)
+        if len(texts) > _MOST_STOPS or sum(map(len, texts)) > _LONGEST_STOPS:
+            raise self.refusal(key, f"at most {_MOST_STOPS} texts of {_LONGEST_STOPS} characters in total")
+        return texts
 
     def chosen(self, keys: Iterable[str]) -> dict[str, Any]:
         """Return the fields among `keys` that are present, unchanged."""

@@ -1,9 +1,10 @@
 """Functions that OpenAI's two APIs share: errors, content as text, and reply formats."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rolltap.addons.dialects.fields import Fields, Wording
+from rolltap.addons.dialects.recordable import described
 from rolltap.addons.dialects.types import DialectError, dump_json
 
 WORDING = Wording("'{place}' must be {expected}.")
@@ -32,9 +33,20 @@ def part_texts(fields: Fields, key: str, kinds: Mapping[str, str], expected: str
     for part in fields.objects(key, expected):
         kind = part.text("type")
         if kind not in kinds:
-            raise DialectError(f"'{part.place()}' has type {kind!r}; this model takes text only.")
+            raise DialectError(f"'{part.place()}' has type {described(kind)}; this model takes text only.")
         texts.append(part.text(kinds[kind]))
     return texts
+
+
+def refuse_unsupported(fields: Fields, keys: Iterable[str], instead: str = "") -> None:
+    """Raise `DialectError`, in OpenAI's words, for the first of these fields that is neither absent nor empty.
+
+    They change what a reply is, so a reply without them would be wrong. `instead` is a sentence that says what to do.
+    """
+    for key in keys:
+        if fields[key]:
+            why = f"Unsupported parameter: '{fields.place(key)}' is not supported with this model. {instead}".strip()
+            raise DialectError(why, code="unsupported_parameter")
 
 
 def wanted_schema(form: Fields, described: Fields) -> dict[str, Any] | None:

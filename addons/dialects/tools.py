@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from rolltap.addons.dialects.types import FREEFORM_ARGUMENT, Tool, parse_arguments
+from rolltap.addons.dialects.types import FREEFORM_ARGUMENT, Reply, Tool, parse_arguments
 
 _UNPARSED = "INVALID_JSON"
 """The key of the object that carries arguments which are not a JSON object, as text."""
@@ -38,6 +38,18 @@ def freeform_input(arguments: str) -> str:
     parsed = parse_arguments(arguments)
     text = parsed.get(FREEFORM_ARGUMENT) if isinstance(parsed, dict) else None
     return text if isinstance(text, str) else arguments
+
+
+def calls_as_text(reply: Reply) -> None:
+    """Replace the tool calls of a reply, in place, by lines of JSON at the end of its content.
+
+    For requests that forbid tool calls. Their APIs never reply with a call, and harnesses read the text of the reply.
+    """
+    lines = [
+        json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False) for call in reply.tool_calls
+    ]
+    reply.content = "\n".join(filter(None, [reply.content, *lines]))
+    reply.tool_calls = []
 
 
 def as_object(arguments: str) -> dict[str, Any]:

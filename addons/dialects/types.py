@@ -12,9 +12,9 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 Message = dict[str, Any]
 """A message in the form of `renderers`: `role` (system, user, assistant or tool), `content` (text), and optionally
-`reasoning_content`, `tool_calls` (`{"id", "type": "function", "function": {"name", "arguments"}}`, arguments parsed)
-and `tool_call_id`. An assistant message may have `call_id`: the id of the model call that issued it, as found in the
-opaque fields of the message."""
+`reasoning_content`, `tool_calls` (`{"id", "type": "function", "function": {"name", "arguments"}}`, arguments parsed),
+and for a tool's result `tool_call_id` and the tool's `name` (absent when the call is unknown). An assistant message may
+have `call_id`: the id of the model call that issued it, as found in the opaque fields of the message."""
 
 Tool = dict[str, Any]
 """A tool in the OpenAI form, `{"type": "function", "function": {"name", "description", "parameters"}}`."""
@@ -171,11 +171,15 @@ class ModelCall:
     """Stop texts. A stop text ends the reply and is not part of it."""
     schema: dict[str, Any] | None = None
     """The JSON schema that the reply must match; `{}` for any JSON object."""
+    may_call: bool = True
+    """False when the request forbids tool calls, although the model sees the tools."""
+    reasoning: Literal["shown", "signed", "hidden"] = "shown"
+    """The harness's share of the reply's reasoning: all of it, only the opaque field issued with it, or nothing."""
     requested_sampling: dict[str, Any] = field(default_factory=dict)
-    """Sampling and decoding options of the request, unchanged, for the record. Other fields of this class hold those
+    """Sampling and decoding options of the request, in their `recordable` form. Other fields of this class hold those
     that are applied."""
     hosted_tools: list[Any] = field(default_factory=list)
-    """Tools that the provider would run itself, unchanged. The model does not see them."""
+    """Tools that the provider would run itself, in their `recordable` form. The model does not see them."""
     wire_tools: dict[str, WireTool] = field(default_factory=dict)
     """Name that the model sees -> tool on the wire. Holds only tools whose name or form differs."""
     client_metadata: dict[str, str] = field(default_factory=dict)
@@ -229,6 +233,8 @@ class ReplyContext:
     target: str
     """The request's path and query."""
     model_call: ModelCall
+    prompt_tokens: int = 0
+    """The number of prompt tokens, for streams that say it before anything is sampled."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
+from rolltap.addons.dialects.tools import calls_as_text
 from rolltap.addons.dialects.types import DialectError, ModelCall, Reply, Usage
 from rolltap.addons.endpoint.recovery import Recovery
 from rolltap.addons.endpoint.work import Workers
@@ -273,6 +274,8 @@ class Generation:
             # structured output is JSON from the first token, but the template may have opened the reasoning before it
             reply.content, reply.reasoning = reply.reasoning, ""
         cut_at_stop(reply, model_call.stop, partial=partial)
+        if not model_call.may_call and not partial:
+            calls_as_text(reply)
         reply.stop = reply.stop or self._stop
         if call.finish_reason == "length":
             reply.finish_reason = "length"

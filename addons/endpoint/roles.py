@@ -52,25 +52,33 @@ def find_role(model_call: ModelCall, headers: Mapping[str, str], *, tools_before
     for header, value, role in _HEADERS:
         found = headers.get(header)
         if found and value in ("", found):
-            return Role(role, f"header {header}: {found}")
+            return Role(role, f"header {header}: {value}".removesuffix(": "))
     prompt_id = metadata.get("metadata.promptId", "")
     if "#" in prompt_id and "########" not in prompt_id:
-        return Role("subagent", f"metadata.promptId: {prompt_id}")  # Qwen Code
+        return Role("subagent", "metadata.promptId: that of a sub-agent")  # Qwen Code
     system = next((m["content"] for m in model_call.messages if m["role"] == "system"), "")
     for prefix, role in _SYSTEM_PROMPTS:
         if system.startswith(prefix):
             return Role(role, f"system prompt: {prefix}")
     if model_call.schema is not None:
         return Role("auxiliary", "the reply must match a JSON schema")
-    if tools_before and not model_call.tools:
+    if tools_before and not model_call.tools and not _gives_results(model_call):
         return Role("auxiliary", "no tools, unlike earlier calls of the session")
     return Role("agent")
+
+
+def _gives_results(model_call: ModelCall) -> bool:
+    """Return True when the last message of the assistant is followed by a tool's result."""
+    for message in reversed(model_call.messages):
+        if message["role"] in ("assistant", "tool"):
+            return bool(message["role"] == "tool")
+    return False
 
 
 def _codex_metadata(headers: Mapping[str, str]) -> dict[str, str]:
     try:
         metadata: Any = json.loads(headers.get("x-codex-turn-metadata", "{}"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     kind = metadata.get("request_kind") if isinstance(metadata, dict) else None
     return {"request_kind": kind} if isinstance(kind, str) else {}

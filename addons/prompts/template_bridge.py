@@ -8,27 +8,33 @@ conversations before anything is recorded.
 
 from typing import Any
 
-from rolltap.addons.dialects.types import Message, Tool
+from rolltap.addons.dialects.decoded import name_results
+from rolltap.addons.dialects.tools import function_tool
+from rolltap.addons.dialects.types import Message, Tool, assistant_message, message_tool_call
 
 _MARK = "a8c1f0e7"
 """The placeholder's assistant text. The first stop token after it ends the assistant's turn."""
 _USER: Message = {"role": "user", "content": "Hello"}
-PROBE_CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"where": "é"}}}
-PROBE_TOOL: Tool = {
-    "type": "function",
-    "function": {
-        "name": "look",
-        "description": "Looks.",
-        "parameters": {"type": "object", "properties": {"where": {"type": "string"}}, "required": ["where"]},
-    },
-}
-_PROBE: list[Message] = [
-    {"role": "user", "content": "Look."},
-    {"role": "assistant", "content": "I do.", "tool_calls": [PROBE_CALL]},
-    {"role": "tool", "content": "Nothing.", "tool_call_id": "c1", "name": "look"},
-    {"role": "assistant", "content": "There is nothing."},
-    {"role": "user", "content": "Look again."},
+_WHERE = {"type": "object", "properties": {"where": {"type": "string"}}, "required": ["where"]}
+PROBE_TOOLS: list[Tool] = [function_tool("look", "Looks.", _WHERE), function_tool("listen", "Listens.", _WHERE)]
+_CALLS = [message_tool_call(f"c{i}", name, {"where": "é"}) for i, name in enumerate(("look", "listen"))]
+_RESULTS: list[Message] = [
+    {"role": "tool", "content": "Nothing.", "tool_call_id": "c0"},
+    {"role": "tool", "content": "Steps.", "tool_call_id": "c1"},
 ]
+PROBE: list[Message] = name_results(
+    [
+        {"role": "user", "content": "Look."},
+        assistant_message("I do.", "", _CALLS[:1]),
+        *_RESULTS[:1],
+        {"role": "assistant", "content": "There is nothing."},
+        {"role": "user", "content": "Look again."},
+    ]
+)
+PARALLEL_PROBE: list[Message] = name_results(
+    [{"role": "user", "content": "Look."}, assistant_message("I do.", "", _CALLS), *_RESULTS]
+)
+"""Several calls in one turn, which some templates refuse. Messages are in the form in which dialects decode them."""
 
 
 class TemplateBridge:
@@ -72,13 +78,15 @@ class TemplateBridge:
 
     def _probe(self) -> str | None:
         """Return the reason for which the template cannot be used, or None when it renders all probes as required."""
-        for tools in ([], [PROBE_TOOL]):
-            for turn_ends in (2, 4):
-                before, new = _PROBE[:turn_ends], _PROBE[turn_ends : turn_ends + 1]
+        turns = [(PROBE[:2], PROBE[2:3]), (PROBE[:4], PROBE[4:]), (PARALLEL_PROBE[:2], PARALLEL_PROBE[2:])]
+        for tools in ([], PROBE_TOOLS):
+            for before, new in turns:
                 try:
                     whole = self._text([*before, *new], tools, generation=True)
                     prefix = self._text(before, tools, generation=False)
                 except Exception as error:
+                    if before[0] is PARALLEL_PROBE[0]:
+                        continue  # refused in full prompts too
                     return f"the chat template refuses a conversation with tools: {error}"
                 extension = self._extension_text(new)
                 if extension is None:
@@ -98,5 +106,4 @@ class TemplateBridge:
 
 def _placeholder_tool_call(result: Message) -> dict[str, Any]:
     """Return a tool call that the tool message `result` answers."""
-    function: dict[str, Any] = {"name": result.get("name") or "look", "arguments": {}}
-    return {"id": result["tool_call_id"], "type": "function", "function": function}
+    return message_tool_call(result["tool_call_id"], result.get("name", ""), {})

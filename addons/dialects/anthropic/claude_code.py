@@ -9,9 +9,12 @@ from typing import Any
 
 from rolltap.addons.dialects.types import Tool, javascript_number, parse_arguments
 
+_LONGEST_DEFAULT = 256
 _NUMBER = re.compile(r"-?\d{1,300}(\.\d{1,300})?")
-_CHANGE_FOLDER = re.compile(r"\bcd [^&|;\n]{1,4096} && ")
-_ESCAPED_SEMICOLON = re.compile(r"\\+;")
+# Each of these consumes a run of characters whole, so that texts of a session cost linear time.
+_COMMAND = re.compile(r"([^&|;\n]+)(&& )?")
+_CHANGE_FOLDER = re.compile(r"\bcd .")
+_BACKSLASHES = re.compile(r"\\+(;?)")
 
 
 def is_claude_code(user_id: str | None) -> bool:
@@ -52,22 +55,37 @@ def _without_trailing_space(text: str) -> str:
 
 def _without_cd(command: str) -> str:
     """Return `command` without any `cd FOLDER && `: Claude Code removes it when it is in that folder already."""
-    return _CHANGE_FOLDER.sub("", command)
+    return _COMMAND.sub(_without_last_cd, command)
+
+
+def _without_last_cd(match: re.Match[str]) -> str:
+    """Return a part of a command without the `cd FOLDER && ` at its end."""
+    text, end = match.groups()
+    found = _CHANGE_FOLDER.search(text, 0, len(text) - 1) if end and text.endswith(" ") else None
+    return text[: found.start()] if found else match[0]
 
 
 def _collapse_backslashes(command: str) -> str:
     """Return `command` with one backslash for each run of them before `;`: Claude Code removes one of two."""
-    return _ESCAPED_SEMICOLON.sub(r"\\;", command)
+    return _BACKSLASHES.sub(lambda match: "\\;" if match[1] else match[0], command)
 
 
 def _without_defaults(arguments: dict[str, Any], tool: Tool | None) -> dict[str, Any]:
     """Return the arguments that differ from the defaults in the tool's schema: Claude Code adds missing defaults."""
     match tool:
         case {"function": {"parameters": {"properties": dict(properties)}}}:
-            defaults = {
-                name: _plain_text(schema["default"])
-                for name, schema in properties.items()
-                if isinstance(schema, dict) and "default" in schema
-            }
-            return {k: v for k, v in arguments.items() if k not in defaults or v != defaults[k]}
+            return {key: value for key, value in arguments.items() if not _is_default(value, properties.get(key))}
     return arguments
+
+
+def _is_default(value: Any, schema: Any) -> bool:
+    """Return True when `value`, as plain text, is the default in an argument's schema.
+
+    Long texts and objects with fields do not count: they would be compared with each call of a conversation.
+    """
+    if not isinstance(schema, dict) or "default" not in schema:
+        return False
+    default = schema["default"]
+    if isinstance(default, str | list | dict) and len(default) > (_LONGEST_DEFAULT if isinstance(default, str) else 0):
+        return False
+    return bool(value == _plain_text(default))

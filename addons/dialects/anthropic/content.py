@@ -7,13 +7,14 @@ Code session are therefore removed:
 - `cache_control` moves to the last block. It is ignored.
 - A content of one text block is sent as a string when it has no `cache_control`. Both decode to the same text.
 - A tool with `defer_loading` is added to `tools` after a search found it. It is not part of the tools that the model
-  sees. A `tool_reference` block that loads it decodes to its definition.
+  sees. The first `tool_reference` block that loads it decodes to its definition.
 """
 
 import json
 from typing import Any
 
 from rolltap.addons.dialects.fields import Fields
+from rolltap.addons.dialects.recordable import described
 from rolltap.addons.dialects.tools import from_object
 from rolltap.addons.dialects.types import DialectError, Message, Tool, assistant_message, message_tool_call, signed_call
 
@@ -102,18 +103,18 @@ def _tool_result(block: Fields, tools: dict[str, Tool]) -> Message:
 def _text(block: Fields, tools: dict[str, Tool]) -> str:
     """Return the text of a block that is allowed in any message.
 
-    A `tool_reference` becomes the tool's definition as JSON. Blocks of hosted tools, which another model used, become
-    JSON as well.
+    A `tool_reference` becomes the tool's definition as JSON, and a later one to the same tool its name: definitions in
+    `tools` are removed once they are shown. Blocks of hosted tools, which another model used, become JSON as well.
     """
     kind = block.text("type")
     if kind == "text":
         return block.text("text")
     if kind == "tool_reference":
         name = block.text("tool_name")
-        return _json_text(block, tools.get(name) or {"name": name})
+        return _json_text(block, tools.pop(name, None) or {"name": name})
     if kind in _HOSTED_BLOCKS or kind.endswith("_tool_result"):
         return _json_text(block, {key: value for key, value in block.values.items() if key != "cache_control"})
-    raise block.refusal("type", f"text here, not {kind!r}; this model takes text only")
+    raise block.refusal("type", f"text here, not {described(kind)}; this model takes text only")
 
 
 def _json_text(block: Fields, value: Any) -> str:

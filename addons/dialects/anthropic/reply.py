@@ -33,8 +33,9 @@ _ERROR_TYPES = {
 def encode_reply(context: ReplyContext, reply: Reply, usage: Usage) -> bytes:
     """Return the body of a reply that is not streamed."""
     content: list[dict[str, Any]] = []
-    if reply.reasoning:
-        content.append({"type": "thinking", "thinking": reply.reasoning, "signature": sign(context.call_id)})
+    if reply.reasoning and context.model_call.reasoning != "hidden":
+        thinking = reply.reasoning if context.model_call.reasoning == "shown" else ""
+        content.append({"type": "thinking", "thinking": thinking, "signature": sign(context.call_id)})
     if reply.content:
         content.append({"type": "text", "text": reply.content})
     for call in reply.tool_calls:

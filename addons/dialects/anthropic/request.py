@@ -1,9 +1,10 @@
 """Requests of the Messages API."""
 
-from typing import Any
+from typing import Any, Literal
 
 from rolltap.addons.dialects.anthropic.claude_code import is_claude_code, normal_arguments
 from rolltap.addons.dialects.anthropic.content import conversation, system_message
+from rolltap.addons.dialects.decoded import decoded
 from rolltap.addons.dialects.fields import Fields, Wording, parse_object
 from rolltap.addons.dialects.tools import function_tool
 from rolltap.addons.dialects.types import DialectError, ModelCall, Tool
@@ -18,6 +19,9 @@ _SAMPLING_FIELDS = [
     "output_config",
     "output_format",
     "context_management",
+    "service_tier",
+    "speed",
+    "inference_geo",
 ]
 
 
@@ -35,19 +39,29 @@ def decode(body: bytes, target: str) -> ModelCall:
     if not form.values:
         form = request.inner("output_format")  # the older name
     metadata, diagnostics = request.inner("metadata"), request.inner("diagnostics")
-    return ModelCall(
+    model_call = ModelCall(
         model=request.optional("model", Fields.text) or "",
         messages=messages,
-        tools=[] if request.inner("tool_choice")["type"] == "none" else shown,
+        tools=shown,
         stream=request["stream"] is True,
         max_tokens=None if counting else request.positive_integer("max_tokens"),
-        stop=request.texts("stop_sequences"),
+        stop=request.stop_texts("stop_sequences"),
+        may_call=request.inner("tool_choice")["type"] != "none",
+        reasoning=_reasoning(request.inner("thinking")),
         schema=form.maybe("schema", dict) if form["type"] == "json_schema" else None,
         requested_sampling=request.chosen(_SAMPLING_FIELDS),
-        hosted_tools=hosted,
+        hosted_tools=[*hosted, *(server.values for server in request.objects("mcp_servers"))],
         client_metadata=metadata.texts_by_place("user_id") | diagnostics.texts_by_place("previous_message_id"),
         echo_rule=normal_arguments if is_claude_code(metadata.maybe("user_id", str)) else None,
     )
+    return decoded(model_call)
+
+
+def _reasoning(thinking: Fields) -> Literal["shown", "signed", "hidden"]:
+    """Return the share of the reasoning that a request asks for with its field `thinking`."""
+    if thinking["type"] not in ("enabled", "adaptive"):
+        return "hidden"
+    return "signed" if thinking["display"] == "omitted" else "shown"
 
 
 def _read_tools(request: Fields) -> tuple[dict[str, Tool], list[Tool], list[Any]]:

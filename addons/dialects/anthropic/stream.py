@@ -18,18 +18,18 @@ class StreamEncoder:
         self._open: Literal["thinking", "text"] | None = None
 
     def start(self) -> bytes:
-        """Return the message without content. Its usage is 0, because `finish` sends the counts that clients keep."""
+        """Return the message without content. Its usage is that of the prompt; how much is cached is not known yet."""
         fields = {**first_fields(self._context), "content": [], "stop_reason": None, "stop_sequence": None}
-        return _event("message_start", message={**fields, "usage": usage_counts(Usage(0, 0))})
+        return _event("message_start", message={**fields, "usage": usage_counts(Usage(self._context.prompt_tokens, 0))})
 
     def delta(self, reasoning: str, content: str) -> bytes:
-        """Return the events of new text, reasoning before content."""
+        """Return the events of new text, reasoning before content. Reasoning that is not sent becomes a `ping`."""
         events = b""
-        if reasoning:
+        if reasoning and self._context.model_call.reasoning != "hidden":
             events += self._text("thinking", reasoning)
         if content:
             events += self._text("text", content)
-        return events
+        return events or self.keep_alive()
 
     def keep_alive(self) -> bytes:
         """Return a `ping`, the event with which this API keeps connections open."""
@@ -57,6 +57,8 @@ class StreamEncoder:
             self._open = kind
             signature = {"signature": ""} if kind == "thinking" else {}
             events += self._block_start({"type": kind, kind: "", **signature})
+        if kind == "thinking" and self._context.model_call.reasoning == "signed":
+            return events
         return events + self._block_delta({"type": f"{kind}_delta", kind: text})
 
     def _close(self) -> bytes:

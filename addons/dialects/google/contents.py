@@ -1,12 +1,16 @@
 """Decoding of the Gemini API's `contents` to messages."""
 
 import json
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from itertools import groupby
 from typing import Any
 
 from rolltap.addons.dialects.fields import Fields
 from rolltap.addons.dialects.google.protobuf import message_field, repeated_field
+from rolltap.addons.dialects.recordable import is_word
 from rolltap.addons.dialects.tools import from_object
-from rolltap.addons.dialects.types import DialectError, Message, message_tool_call, signed_call
+from rolltap.addons.dialects.types import DialectError, Message, assistant_message, message_tool_call, signed_call
 
 _DATA_FIELDS = ("functionCall", "functionResponse", "text")
 _OTHER_FIELDS = frozenset({"thought", "thoughtSignature", "partMetadata", "mediaResolution", "videoMetadata"})
@@ -29,14 +33,19 @@ def conversation(request: Fields) -> list[Message]:
     the call with its id, else the first call with its name.
     """
     decoded = _Conversation()
-    for content in repeated_field(request, "contents"):
-        if content["role"] and content.choice("role", ("user", "model", "function")) == "model":
-            decoded.add_model(content)
+    for model, contents in groupby(repeated_field(request, "contents"), key=_by_model):
+        if model:
+            decoded.add_model(contents)
         else:
-            decoded.add_user(content)
+            for content in contents:
+                decoded.add_user(content)
     if not decoded.messages:
         raise DialectError("* GenerateContentRequest.contents: contents is not specified")
     return decoded.messages
+
+
+def _by_model(content: Fields) -> bool:
+    return bool(content["role"]) and content.choice("role", ("user", "model", "function")) == "model"
 
 
 class _Conversation:
@@ -44,26 +53,29 @@ class _Conversation:
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
-        self._num_calls = 0
-        self._open_calls: list[tuple[str, str]] = []
-        """Id and name of each function call of the last model turn that has no response yet."""
+        self._calls: list[str] = []
+        """The id of each function call."""
+        self._answered: set[int] = set()
+        """The calls with a response, by their index in `_calls`."""
+        self._by_id: defaultdict[str, deque[int]] = defaultdict(deque)
+        self._by_name: defaultdict[str, deque[int]] = defaultdict(deque)
+        """The calls of the last model turn."""
 
-    def add_model(self, content: Fields) -> None:
-        """Add a content of the model. Consecutive contents of the model are one message."""
-        if not self.messages or self.messages[-1]["role"] != "assistant":
-            self.messages.append({"role": "assistant", "content": ""})
-            self._open_calls = []
-        turn = self.messages[-1]
-        for part in repeated_field(content, "parts"):
+    def add_model(self, contents: Iterable[Fields]) -> None:
+        """Add consecutive contents of the model, which are one message."""
+        self._by_id.clear()
+        self._by_name.clear()
+        texts: list[str] = []
+        thoughts: list[str] = []
+        tool_calls: list[dict[str, Any]] = []
+        call_id = None
+        for part in (part for content in contents for part in repeated_field(content, "parts")):
             if _kind(part) == "functionCall":
-                turn.setdefault("tool_calls", []).append(self._tool_call(message_field(part, "functionCall")))
-            elif part["thought"] is not True:
-                turn["content"] += _text(part)
-            elif text := _text(part):
-                turn["reasoning_content"] = turn.get("reasoning_content", "") + text
-            call_id = signed_call(part.maybe("thoughtSignature", str))
-            if call_id is not None:
-                turn.setdefault("call_id", call_id)
+                tool_calls.append(self._tool_call(message_field(part, "functionCall")))
+            else:
+                (thoughts if part["thought"] is True else texts).append(_text(part))
+            call_id = call_id or signed_call(part.maybe("thoughtSignature", str))
+        self.messages.append(assistant_message("".join(texts), "".join(thoughts), tool_calls, call_id))
 
     def add_user(self, content: Fields) -> None:
         """Add a content of the user: tool messages for its function responses, then its text."""
@@ -80,21 +92,31 @@ class _Conversation:
 
     def _tool_call(self, call: Fields) -> dict[str, Any]:
         name, arguments = call.name("name"), call.optional("args", Fields.object) or {}
-        self._num_calls += 1
-        tool_call_id = call.optional("id", Fields.text) or f"call_{self._num_calls}"
-        self._open_calls.append((tool_call_id, name))
+        index = len(self._calls)
+        tool_call_id = call.optional("id", Fields.text) or f"call_{index + 1}"
+        self._calls.append(tool_call_id)
+        self._by_id[tool_call_id].append(index)
+        self._by_name[name].append(index)
         return message_tool_call(tool_call_id, name, from_object(arguments))
 
     def _response(self, response: Fields) -> Message:
         name, tool_call_id = response.name("name"), response.optional("id", Fields.text) or ""
         if response["parts"]:
             raise DialectError(f"'{response.place('parts')}' is not supported: this model takes text only.")
-        candidates = [call for call in self._open_calls if call[0] == tool_call_id]
-        candidates = candidates or [call for call in self._open_calls if call[1] == name]
-        if candidates:
-            self._open_calls.remove(candidates[0])
-            tool_call_id = candidates[0][0]
-        return {"role": "tool", "content": _response_text(response), "tool_call_id": tool_call_id}
+        answered = self._first_open(self._by_id[tool_call_id])
+        if answered is None:
+            answered = self._first_open(self._by_name[name])
+        if answered is not None:
+            self._answered.add(answered)
+            tool_call_id = self._calls[answered]
+        return {"role": "tool", "content": _response_text(response), "tool_call_id": tool_call_id, "name": name}
+
+    def _first_open(self, calls: deque[int]) -> int | None:
+        """Return the first call without a response, and forget it and those before it."""
+        while calls:
+            if (index := calls.popleft()) not in self._answered:
+                return index
+        return None
 
 
 def _kind(part: Fields) -> str:
@@ -103,7 +125,8 @@ def _kind(part: Fields) -> str:
     kind = next((kind for kind in _DATA_FIELDS if kind in fields), "text")
     unknown = [] if kind in fields else [field for field in fields if field not in _OTHER_FIELDS]
     if unknown:
-        raise DialectError(f"'{part.place(unknown[0])}' is not supported: this model takes text only.")
+        field = unknown[0] if is_word(unknown[0]) else None  # an error is recorded, and this name is the harness's
+        raise DialectError(f"'{part.place(field)}' is not supported: this model takes text only.")
     return kind
 
 

@@ -34,7 +34,7 @@ _STATUS = {
 
 def encode_reply(context: ReplyContext, reply: Reply, usage: Usage) -> bytes:
     """Return the body of a reply that is not streamed."""
-    parts = text_parts(reply.reasoning, reply.content)
+    parts = text_parts(context, reply.reasoning, reply.content)
     if reply.content and not reply.tool_calls:
         parts[-1]["thoughtSignature"] = sign(context.call_id)
     else:
@@ -97,9 +97,10 @@ def response(
     return chunk | {"modelVersion": context.model_call.model, "responseId": context.call_id}
 
 
-def text_parts(reasoning: str, content: str) -> list[dict[str, Any]]:
-    """Return one part each for reasoning and content, unless empty."""
-    thought = [{"text": reasoning, "thought": True}] if reasoning else []
+def text_parts(context: ReplyContext, reasoning: str, content: str) -> list[dict[str, Any]]:
+    """Return one part each for reasoning, if the request asks for it, and content, unless empty."""
+    shown = reasoning and context.model_call.reasoning == "shown"
+    thought = [{"text": reasoning, "thought": True}] if shown else []
     return thought + ([{"text": content}] if content else [])
 
 

@@ -4,6 +4,7 @@ import re
 from typing import Any
 from urllib.parse import unquote
 
+from rolltap.addons.dialects.decoded import decoded
 from rolltap.addons.dialects.fields import Fields, parse_object
 from rolltap.addons.dialects.google.contents import conversation, system_message
 from rolltap.addons.dialects.google.protobuf import (
@@ -25,7 +26,20 @@ METHOD = re.compile(
 
 _BODY_LEVELS = 100
 """The nesting that protobuf's parsers accept."""
-_DECODED = frozenset({"maxOutputTokens", "stopSequences", "candidateCount"})
+_SAMPLING_FIELDS = [
+    "temperature",
+    "topP",
+    "topK",
+    "seed",
+    "presencePenalty",
+    "frequencyPenalty",
+    "responseMimeType",
+    "responseModalities",
+    "thinkingConfig",
+    "mediaResolution",
+    "routingConfig",
+    "modelSelectionConfig",
+]
 
 
 def decode(body: bytes, target: str) -> ModelCall:
@@ -35,7 +49,7 @@ def decode(body: bytes, target: str) -> ModelCall:
     """
     match = METHOD.fullmatch(target.partition("?")[0])
     if match is None:
-        raise DialectError(f"{target} is not a method of this API.", status=404)
+        raise DialectError("This path is not a method of this API.", status=404)
     parsed = parse_object(body)
     if nests_deeper(parsed, _BODY_LEVELS):
         raise DialectError(f"The request body nests deeper than {_BODY_LEVELS} levels.")
@@ -47,23 +61,34 @@ def decode(body: bytes, target: str) -> ModelCall:
     config = message_field(request, "generationConfig")
     if config["candidateCount"] not in (None, 1):
         raise config.refusal("candidateCount", "1")
+    _refuse_unsupported(config, match["model"])
+    calling = message_field(message_field(request, "toolConfig"), "functionCallingConfig")
+    thoughts = message_field(config, "thinkingConfig")["includeThoughts"]
     model_call = ModelCall(
         model=unquote(match["model"]),
         messages=system_message(request) + conversation(request),
         tools=[],
         stream=match["method"] == "streamGenerateContent",
         max_tokens=config.optional("maxOutputTokens", Fields.positive_integer),
-        stop=config.texts("stopSequences"),
-        requested_sampling={field: value for field, value in config.values.items() if field not in _DECODED}
-        | request.chosen(("toolConfig", "safetySettings")),
+        stop=config.stop_texts("stopSequences"),
+        may_call=calling["mode"] != "NONE",
+        reasoning="shown" if thoughts is True else "signed",
+        requested_sampling=config.chosen(_SAMPLING_FIELDS) | request.chosen(("toolConfig", "safetySettings")),
     )
     if config["responseMimeType"] == "application/json":
         model_call.schema = _schema(config, "responseJsonSchema", "responseSchema") or {}
     for tool in repeated_field(request, "tools"):
         _read_tool(tool, model_call)
-    if message_field(message_field(request, "toolConfig"), "functionCallingConfig")["mode"] == "NONE":
-        model_call.tools = []
-    return model_call
+    return decoded(model_call)
+
+
+def _refuse_unsupported(config: Fields, model: str) -> None:
+    if config["responseLogprobs"] or config["logprobs"]:
+        raise DialectError(f"Logprobs is not enabled for models/{model}")
+    if any(modality != "TEXT" for modality in config.elements("responseModalities")):
+        raise config.refusal("responseModalities", "['TEXT']")
+    if config["responseMimeType"] not in (None, "", "text/plain", "application/json"):
+        raise config.refusal("responseMimeType", "'text/plain' or 'application/json'")
 
 
 def _read_tool(tool: Fields, model_call: ModelCall) -> None:

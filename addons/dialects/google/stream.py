@@ -28,8 +28,9 @@ class EventStreamEncoder:
         return b""
 
     def delta(self, reasoning: str, content: str) -> bytes:
-        """Return a chunk of new text, reasoning before content."""
-        return self._chunk(response(self._context, text_parts(reasoning, content)))
+        """Return a chunk of new text, reasoning before content. Reasoning that is not sent becomes a keep-alive."""
+        parts = text_parts(self._context, reasoning, content)
+        return self._chunk(response(self._context, parts)) if parts else self.keep_alive()
 
     def keep_alive(self) -> bytes:
         """Return a blank line, because Gemini CLI's parser does not accept SSE comments."""

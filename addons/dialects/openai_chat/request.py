@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from rolltap.addons.dialects.decoded import decoded
 from rolltap.addons.dialects.fields import Fields, parse_object
-from rolltap.addons.dialects.openai import WORDING, content_text, wanted_schema
+from rolltap.addons.dialects.openai import WORDING, content_text, refuse_unsupported, wanted_schema
 from rolltap.addons.dialects.tools import freeform_tool
 from rolltap.addons.dialects.types import (
     FREEFORM_ARGUMENT,
@@ -26,13 +27,18 @@ _SAMPLING_FIELDS = [
     "logit_bias",
     "seed",
     "n",
-    "logprobs",
-    "top_logprobs",
     "tool_choice",
     "parallel_tool_calls",
     "response_format",
     "reasoning_effort",
+    "verbosity",
+    "service_tier",
+    "store",
+    "modalities",
 ]
+_LEGACY = ("functions", "function_call")
+_UNSUPPORTED = ("logprobs", "top_logprobs", "audio", "echo", "continue_final_message", "prompt_logprobs")
+"""Fields that change what a reply is. The last three are vLLM's. Other fields that are not read here are hints."""
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXT_KEYS = {"text": "text", "refusal": "refusal"}
 
@@ -45,6 +51,10 @@ def decode(body: bytes, target: str) -> ModelCall:
         raise request.refusal("messages", "a non-empty list")
     if request["n"] not in (None, 1):
         raise request.refusal("n", "1")
+    refuse_unsupported(request, _UNSUPPORTED)
+    refuse_unsupported(request, _LEGACY, "Use 'tools' and 'tool_choice' instead.")
+    if any(modality != "text" for modality in request.elements("modalities")):
+        raise request.refusal("modalities", "['text']")
     limit = "max_tokens" if request["max_completion_tokens"] is None else "max_completion_tokens"
     form, metadata = request.inner("response_format"), request.inner("metadata")
     model_call = ModelCall(
@@ -54,23 +64,25 @@ def decode(body: bytes, target: str) -> ModelCall:
         stream=request["stream"] is True,
         include_usage=request.inner("stream_options")["include_usage"] is True,
         max_tokens=request.optional(limit, Fields.positive_integer),
-        stop=request.texts("stop"),
+        stop=request.stop_texts("stop"),
+        may_call=request["tool_choice"] != "none",
         schema=wanted_schema(form, form.inner("json_schema")),
         requested_sampling=request.chosen(_SAMPLING_FIELDS),
         client_metadata=metadata.texts_by_place(*metadata.values),
     )
     for tool in request.objects("tools"):
         _read_tool(tool, model_call)
-    if request["tool_choice"] == "none":
-        model_call.tools = []
-    return model_call
+    if request["web_search_options"]:
+        model_call.hosted_tools.append({"type": "web_search_options", **request.inner("web_search_options").values})
+    return decoded(model_call)
 
 
 def _read_tool(tool: Fields, model_call: ModelCall) -> None:
     kind = tool.optional("type", Fields.text) or "function"
     if kind == "function":
-        tool.inner("function").name("name")
-        model_call.tools.append(tool.values)
+        described = tool.inner("function")
+        described.name("name")
+        model_call.tools.append({"type": kind, "function": described.values})
     elif kind == "custom":
         custom = tool.inner("custom")
         name, grammar = custom.name("name"), custom.inner("format").inner("grammar")
@@ -85,10 +97,13 @@ def _message(message: Fields) -> Message:
     role = message.choice("role", _ROLES)
     content = content_text(message, "content", _TEXT_KEYS)
     if role == "assistant":
+        refuse_unsupported(message, ["function_call"], "Use 'tool_calls' instead.")
         reasoning = message.maybe("reasoning_content", str) or message.maybe("reasoning", str)
         return assistant_message(content, reasoning or "", [_tool_call(call) for call in message.objects("tool_calls")])
     if role == "tool":
-        return {"role": role, "content": content, "tool_call_id": message.optional("tool_call_id", Fields.text) or ""}
+        result = {"role": role, "content": content, "tool_call_id": message.optional("tool_call_id", Fields.text) or ""}
+        name = message.maybe("name", str)
+        return {**result, "name": name} if name else result
     return {"role": "system" if role == "developer" else role, "content": content}
 
 

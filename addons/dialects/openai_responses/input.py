@@ -12,6 +12,7 @@ from rolltap.addons.dialects.fields import Fields
 from rolltap.addons.dialects.openai import content_text, part_texts
 from rolltap.addons.dialects.openai_responses.compaction import ask_for_summary, unseal
 from rolltap.addons.dialects.openai_responses.tools import ToolNames, read_tools
+from rolltap.addons.dialects.recordable import described
 from rolltap.addons.dialects.types import (
     FREEFORM_ARGUMENT,
     DialectError,
@@ -123,5 +124,5 @@ def _other_message(kind: str, item: Fields) -> Message:
         case "compaction_trigger":
             why = "is a compaction trigger, which must be the last item"
         case _:
-            why = f"has type '{kind}', which this model neither issues nor reads"
+            why = f"has type {described(kind)}, which this model neither issues nor reads"
     raise DialectError(f"'{item.place()}' {why}.")

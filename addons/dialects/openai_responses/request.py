@@ -1,7 +1,8 @@
 """Requests of the Responses API."""
 
+from rolltap.addons.dialects.decoded import decoded
 from rolltap.addons.dialects.fields import Fields, parse_object
-from rolltap.addons.dialects.openai import WORDING, wanted_schema
+from rolltap.addons.dialects.openai import WORDING, refuse_unsupported, wanted_schema
 from rolltap.addons.dialects.openai_responses.input import decode_input
 from rolltap.addons.dialects.openai_responses.tools import ToolNames, read_tools
 from rolltap.addons.dialects.types import DialectError, ModelCall
@@ -15,13 +16,21 @@ _SAMPLING_FIELDS = [
     "parallel_tool_calls",
     "service_tier",
     "truncation",
+    "store",
+    "include",
+    "max_tool_calls",
+    "context_management",
 ]
+_LOGPROBS = "message.output_text.logprobs"
 
 
 def decode(body: bytes, target: str) -> ModelCall:
     """Decode the request in `body`. Raises `DialectError` for an invalid or unsupported request."""
     request = Fields(parse_object(body), WORDING)
     _refuse_stored(request)
+    refuse_unsupported(request, ["top_logprobs"])
+    if _LOGPROBS in request.elements("include"):
+        raise request.refusal("include", f"a list without '{_LOGPROBS}', which is not supported with this model")
     form, metadata = request.inner("text").inner("format"), request.inner("client_metadata")
     model_call = ModelCall(
         model=request.optional("model", Fields.text) or "",
@@ -30,15 +39,14 @@ def decode(body: bytes, target: str) -> ModelCall:
         stream=request["stream"] is True,
         max_tokens=request.optional("max_output_tokens", Fields.positive_integer),
         schema=wanted_schema(form, form),
+        may_call=request["tool_choice"] != "none",
         requested_sampling=request.chosen(_SAMPLING_FIELDS),
         client_metadata=metadata.texts_by_place(*metadata.values) | request.texts_by_place("prompt_cache_key"),
     )
     names = ToolNames()
     read_tools(request, model_call, names)
     decode_input(request, model_call, names)
-    if request["tool_choice"] == "none":
-        model_call.tools = []
-    return model_call
+    return decoded(model_call)
 
 
 def _refuse_stored(request: Fields) -> None:

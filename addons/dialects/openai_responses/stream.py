@@ -70,7 +70,7 @@ class StreamEncoder:
         Reasoning after the first content is not sent. The summary of a compaction is sent by `finish`.
         """
         if is_compaction(self._context):
-            return b""
+            return self.keep_alive()
         events = b""
         if reasoning and not self._done and not self._is_open("message"):
             events += self._grow(reasoning_item(self._context, reasoning))

@@ -15,14 +15,22 @@ class ToolNames:
     """
 
     _shown: dict[tuple[str | None, str], str] = field(default_factory=dict)
+    _indices: dict[str, int] = field(default_factory=dict)
+    _newest: dict[str, str] = field(default_factory=dict)
+    """Name without the underscores that make it unique -> the last unique name made of it."""
 
-    def add(self, namespace: str | None, name: str) -> str:
-        """Return a unique name for a tool of the request. A tool that is added again keeps its name."""
-        shown = self.of(namespace, name)
-        while shown in self._shown.values() and self._shown.get((namespace, name)) != shown:
-            shown += "_"
-        self._shown[namespace, name] = shown
-        return shown
+    def add(self, namespace: str | None, name: str) -> tuple[str, int]:
+        """Return a unique name for a tool of the request, and its index among the tools.
+
+        A tool that is added again keeps both.
+        """
+        shown = plain = self.of(namespace, name)
+        if (namespace, name) not in self._shown:
+            shown = self._newest.get(plain, plain)
+            while shown in self._indices:
+                shown += "_"
+            self._shown[namespace, name] = self._newest[plain] = shown
+        return shown, self._indices.setdefault(shown, len(self._indices))
 
     def of(self, namespace: str | None, name: str) -> str:
         """Return the name for the tool of an earlier call, which the request may lack."""
@@ -49,13 +57,11 @@ def read_tools(fields: Fields, model_call: ModelCall, names: ToolNames) -> None:
 def _add_tool(tool: Fields, namespace: str | None, model_call: ModelCall, names: ToolNames) -> None:
     freeform = tool.choice("type", ("function", "custom")) == "custom"
     name, description = tool.name("name"), tool.maybe("description", str)
-    shown = names.add(namespace, name)
+    shown, index = names.add(namespace, name)
     if freeform:
         function = freeform_tool(shown, description, tool.inner("format").maybe("definition", str))
     else:
         function = function_tool(shown, description, tool.maybe("parameters", dict))
-    indices = {other["function"]["name"]: i for i, other in enumerate(model_call.tools)}
-    index = indices.get(shown, len(indices))
     model_call.tools[index : index + 1] = [function]
     model_call.wire_tools.pop(shown, None)
     if freeform or shown != name:

@@ -5,6 +5,7 @@ import pytest
 from rolltap.addons.dialects.types import ModelCall
 from rolltap.addons.endpoint.roles import Role, find_role
 
+RESULT = {"role": "tool", "content": "x", "tool_call_id": "c1"}
 TOOL = {"type": "function", "function": {"name": "look"}}
 
 
@@ -75,3 +76,28 @@ def test_known_system_prompts_give_the_role_by_their_first_words(system, expecte
 def test_a_call_without_tools_is_a_side_question_after_a_call_with_tools():
     assert role(call(tools=[]), tools_before=True).role == "auxiliary"
     assert role(call(), tools_before=True).role == "agent"
+
+
+@pytest.mark.parametrize(
+    ("ending", "expected"),
+    [
+        ([RESULT], "agent"),
+        ([RESULT, {"role": "user", "content": "Now answer."}], "agent"),
+        ([RESULT, {"role": "assistant", "content": "Done."}, {"role": "user", "content": "A title?"}], "auxiliary"),
+    ],
+    ids=["a result", "a result and a text", "a text"],
+)
+def test_a_call_that_gives_the_result_of_a_tool_is_no_side_question(ending, expected):
+    asked = call(tools=[])
+    asked.messages += [{"role": "assistant", "content": "", "tool_calls": []}, *ending]
+    assert role(asked, tools_before=True).role == expected
+
+
+@pytest.mark.parametrize("header", ["x-openai-subagent", "x-claude-code-agent-id", "x-parent-session-id"])
+def test_the_evidence_does_not_repeat_what_a_session_wrote(header):
+    assert role(call(), {header: "s3cret"}).evidence == f"header {header}"
+    assert "s3cret" not in role(call(client_metadata={"metadata.promptId": "s#s3cret"})).evidence
+
+
+def test_a_header_of_any_depth_is_read():
+    assert role(call(), {"x-codex-turn-metadata": "[" * 8000}).role == "agent"

@@ -3,6 +3,8 @@
 import pytest
 from transformers import AutoTokenizer
 
+from rolltap.addons.dialects.decoded import name_results
+from rolltap.addons.dialects.types import message_tool_call
 from rolltap.addons.prompts.rendering import Rendering
 
 TURN = "{{ '<|im_start|>' + message.role + '\\n' + message.content + '\\n' }}"
@@ -55,9 +57,40 @@ def test_a_message_that_the_template_refuses_is_not_bridged(tmp_path, encode, sa
     assert rendering.bridge(prompt, encode("Hi."), [refused], []) is None
 
 
+LOOKS_UP = (
+    "{% if message.role == 'tool' %}{% for earlier in messages %}{% for call in earlier.tool_calls or [] %}"
+    "{% if call.id == message.tool_call_id %}{{ call.function.name }}{% endif %}{% endfor %}{% endfor %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("name", ["{{ message.name or '' }}", LOOKS_UP], ids=["its name", "the name of its call"])
+def test_results_are_continued_with_the_names_of_their_own_tools(tmp_path, encode, save_tokenizer, name):
+    save_tokenizer(tmp_path, PLAIN.replace(TURN, name + TURN))
+    rendering = Rendering(str(tmp_path), "default")
+    assert rendering.refusal is None
+    calls = [message_tool_call("c1", "look", {}), message_tool_call("c2", "go", {})]
+    asked = {"role": "assistant", "content": "Hi.", "tool_calls": calls}
+    results = [{"role": "tool", "content": "x", "tool_call_id": i} for i in ("c2", "c9", "c1")]
+    whole = name_results([*CONVERSATION, asked, *results])
+    bridged = rendering.bridge(rendering.render(CONVERSATION, []), encode("Hi.\n@look@go<|im_end|>"), whole[3:], [])
+    assert bridged == rendering.render(whole, [])
+
+
+def test_a_template_that_takes_one_call_a_turn_is_bridged(tmp_path, save_tokenizer):
+    single = "{% if message.tool_calls and message.tool_calls | length > 1 %}{{ raise_exception('one') }}{% endif %}"
+    save_tokenizer(tmp_path, PLAIN.replace(TURN, single + TURN))
+    assert Rendering(str(tmp_path), "default").refusal is None
+
+
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
+        (
+            PLAIN.replace(
+                TURN, "{% if tools and message.role == 'tool' %}{{ tools[0].function.name }}{% endif %}" + TURN
+            ),
+            "writes earlier messages differently",
+        ),
         (PLAIN.replace(END, ""), "does not end an assistant's turn with a stop token"),
         ("{{ messages | length }}" + PLAIN, "writes earlier messages differently"),
         (
@@ -66,7 +99,7 @@ def test_a_message_that_the_template_refuses_is_not_bridged(tmp_path, encode, sa
         ),
         ("{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + PLAIN, "refuses a conversation with tools"),
     ],
-    ids=["no stop token", "counts the messages", "marks past turns", "no tools"],
+    ids=["the first tool's name", "no stop token", "counts the messages", "marks past turns", "no tools"],
 )
 def test_a_template_that_changes_earlier_messages_is_refused(tmp_path, encode, template, reason, save_tokenizer):
     save_tokenizer(tmp_path, template)

@@ -96,14 +96,15 @@ class TestDecode:
                     "tool_calls": [called("t1", {"at": "é", "n": 1}), called("t2", {})],
                     "call_id": "c7",
                 },
-                {"role": "tool", "content": "Nothing.", "tool_call_id": "t1"},
-                {"role": "tool", "content": "Error: No.", "tool_call_id": "t2"},
+                {"role": "tool", "content": "Nothing.", "tool_call_id": "t1", "name": "look"},
+                {"role": "tool", "content": "Error: No.", "tool_call_id": "t2", "name": "look"},
                 {"role": "user", "content": "Go on."},
             ],
             tools=[SHOWN_LOOK],
             stream=True,
             max_tokens=9,
             stop=["END"],
+            reasoning="hidden",
             requested_sampling={"tool_choice": {"type": "auto"}, "temperature": 0.0},
             hosted_tools=[SEARCH, BASH],
             client_metadata={"metadata.user_id": '{"session_id": "s"}', "diagnostics.previous_message_id": "msg_c7"},
@@ -187,9 +188,31 @@ class TestDecode:
         message = decode_assistant(use, {**result, "cache_control": {"type": "ephemeral"}})
         assert message["content"] == json.dumps(use, ensure_ascii=False) + json.dumps(result)
 
-    def test_no_tools_are_shown_when_none_may_be_called(self):
+    def test_tools_are_shown_when_none_may_be_called(self):
         call = decode(tool_choice={"type": "none"})
-        assert (call.tools, call.requested_sampling["tool_choice"]) == ([], {"type": "none"})
+        assert (call.tools, call.may_call) == ([SHOWN_LOOK], False)
+        assert call.requested_sampling["tool_choice"] == {"type": "none"}
+        assert decode().may_call
+
+    @pytest.mark.parametrize(
+        ("thinking", "share"),
+        [
+            (None, "hidden"),
+            ({"type": "disabled"}, "hidden"),
+            ("enabled", "hidden"),
+            ({"type": "enabled", "budget_tokens": 1024}, "shown"),
+            ({"type": "adaptive", "display": "summarized"}, "shown"),
+            ({"type": "adaptive", "display": "omitted"}, "signed"),
+        ],
+    )
+    def test_thinking_is_sent_to_those_who_ask_for_it(self, thinking, share):
+        assert decode(thinking=thinking).reasoning == share
+
+    def test_a_tool_is_defined_by_the_first_reference_and_named_by_later_ones(self):
+        reference = {"type": "tool_reference", "tool_name": "later"}
+        (message,) = decode_content("user", [{"type": "tool_result", "tool_use_id": "t1", "content": [reference] * 2}])
+        first, second = map(json.loads, message["content"].split("\n"))
+        assert (first["function"]["name"], second) == ("later", {"name": "later"})
 
     @pytest.mark.parametrize(
         "wish", [{"output_config": {"effort": "low", "format": "F"}}, {"output_format": "F"}], ids=["config", "format"]
@@ -200,7 +223,7 @@ class TestDecode:
         wish = json.loads(json.dumps(wish).replace('"F"', json.dumps(form)))
         call = decode(**wish)
         assert call.schema == schema
-        assert call.requested_sampling.items() >= wish.items()
+        assert "schema" not in str(call.requested_sampling).replace("json_schema", "")
 
     def test_effort_alone_asks_for_no_schema(self):
         assert decode(output_config={"effort": "low"}).schema is None

@@ -36,7 +36,8 @@ REPLIES = {
 }
 USAGE = Usage(prompt=7, completion=3, cached=4)
 MODELS = [ServedModel("tiny", 4096), ServedModel("org/big", 8192)]
-ASKED = {"model": "claude-x", "max_tokens": 100, "messages": [{"role": "user", "content": "Hi"}]}
+PLAIN = {"model": "claude-x", "max_tokens": 100, "messages": [{"role": "user", "content": "Hi"}]}
+ASKED = {**PLAIN, "thinking": {"type": "enabled", "budget_tokens": 1024}}
 
 
 def client_of(reply):
@@ -52,7 +53,7 @@ def client_of(reply):
         model_call = dialect.decode(request.content, target)
         if route.service == "count_tokens":
             return httpx.Response(200, content=dialect.encode_token_count(42))
-        context = ReplyContext("c9", 5, target, model_call)
+        context = ReplyContext("c9", 5, target, model_call, prompt_tokens=USAGE.prompt)
         if model_call.stream:
             return httpx.Response(200, headers={"content-type": "text/event-stream"}, content=stream_of(context, reply))
         if isinstance(reply, DialectError):
@@ -79,17 +80,17 @@ def stream_of(context, reply):
     yield encoder.finish(reply, USAGE)
 
 
-def plain(client):
-    return client.messages.create(**ASKED)
+def plain(client, asked=ASKED):
+    return client.messages.create(**asked)
 
 
-def streamed(client):
-    with client.messages.stream(**ASKED) as stream:
+def streamed(client, asked=ASKED):
+    with client.messages.stream(**asked) as stream:
         return stream.get_final_message()
 
 
-def beta_streamed(client):
-    with client.beta.messages.stream(**ASKED, betas=["interleaved-thinking-2025-05-14"]) as stream:
+def beta_streamed(client, asked=ASKED):
+    with client.beta.messages.stream(**asked, betas=["interleaved-thinking-2025-05-14"]) as stream:
         return stream.get_final_message()
 
 
@@ -116,6 +117,30 @@ def test_the_sdk_reads_what_the_reply_holds(name, ask):
     usage = message.usage
     assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (3, 4, 3)
     assert usage.cache_creation_input_tokens == 0
+
+
+@pytest.mark.parametrize("ask", [plain, streamed, beta_streamed])
+@pytest.mark.parametrize("thinking", [{}, {"thinking": {"type": "disabled"}}], ids=["absent", "disabled"])
+def test_a_program_that_does_not_ask_for_thinking_gets_text_first(thinking, ask):
+    for name in ("reasoning", "several calls"):
+        message = ask(client_of(REPLIES[name]), {**PLAIN, **thinking})
+        assert message.content[0].text == REPLIES[name].content
+        assert "thinking" not in {block.type for block in message.content}
+    assert ask(client_of(REPLIES["reasoning only"]), {**PLAIN, **thinking}).content == []
+
+
+@pytest.mark.parametrize("ask", [plain, streamed, beta_streamed])
+@pytest.mark.parametrize("kind", [{"type": "adaptive"}, {"type": "enabled", "budget_tokens": 1024}])
+def test_thinking_that_is_to_be_omitted_is_a_signature(kind, ask):
+    message = ask(client_of(REPLIES["reasoning"]), {**PLAIN, "thinking": {**kind, "display": "omitted"}})
+    thinking, text = message.content
+    assert (thinking.thinking, thinking.signature, text.text) == ("", sign("c9"), "Hi.")
+
+
+def test_a_stream_begins_with_the_number_of_prompt_tokens():
+    with client_of(REPLIES["text"]).messages.stream(**PLAIN) as stream:
+        start = next(iter(stream))
+    assert (start.type, start.message.usage.input_tokens) == ("message_start", USAGE.prompt)
 
 
 @pytest.mark.parametrize("ask", [plain, streamed])

@@ -1,10 +1,11 @@
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 
 from rolltap.addons.dialects import anthropic
-from rolltap.addons.dialects.types import DialectError, Reply, parse_arguments
+from rolltap.addons.dialects.types import DialectError, ModelCall, Reply, parse_arguments
 from tests.addons.dialects.anthropic.test_reply import HEAD, USAGE, replies
 from tests.addons.dialects.anthropic.test_request import decode_assistant
 
@@ -85,6 +86,11 @@ class TestStreamEncoder:
         error = DialectError("Down.", status=503)
         stream = anthropic.stream_encoder(HEAD).error(error)
         assert stream == b"event: error\ndata: " + anthropic.encode_error(error) + b"\n\n"
+
+    def test_reasoning_that_is_not_sent_keeps_the_connection_open(self):
+        context = replace(HEAD, model_call=ModelCall("claude-x", [], [], reasoning="hidden"))
+        encoder = anthropic.stream_encoder(context)
+        assert encoder.delta("Hm.", "") == encoder.keep_alive()
 
     def test_thinking_is_signed_before_its_block_ends(self):
         events = list(events_of(streamed(Reply("Hi", "Hm."))))

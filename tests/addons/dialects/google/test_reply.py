@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +19,8 @@ from rolltap.addons.dialects.types import (
 )
 from tests.addons.dialects.google.test_request import CALL, GENERATE, JSON, decode_contents
 
-HEAD = ReplyContext("call-9", 1_700_000_000, GENERATE, CALL)
+ASKED = replace(CALL, reasoning="shown")
+HEAD = ReplyContext("call-9", 1_700_000_000, GENERATE, ASKED)
 USAGE = Usage(prompt=7, completion=3, cached=2)
 ARGUMENTS = st.one_of(
     st.dictionaries(st.text(), JSON, max_size=4).map(json.dumps),

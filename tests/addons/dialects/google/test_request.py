@@ -102,13 +102,14 @@ CALL = ModelCall(
             ],
             "call_id": "call-7",
         },
-        {"role": "tool", "content": "Nothing.", "tool_call_id": "c1"},
-        {"role": "tool", "content": '{"error":"Too dark."}', "tool_call_id": "c2"},
+        {"role": "tool", "content": "Nothing.", "tool_call_id": "c1", "name": "look"},
+        {"role": "tool", "content": '{"error":"Too dark."}', "tool_call_id": "c2", "name": "look"},
         {"role": "user", "content": "Go on."},
     ],
     tools=[{"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": SCHEMA}}],
     max_tokens=5,
     stop=["END"],
+    reasoning="signed",
     requested_sampling={
         "temperature": 0.0,
         "toolConfig": {"functionCallingConfig": {"mode": "AUTO"}},
@@ -284,10 +285,41 @@ class TestDecode:
         asked = decode(generationConfig=config, toolConfig=None, safetySettings=None).requested_sampling
         assert asked == {"topK": 64, "thinkingConfig": {"includeThoughts": True}}
 
-    def test_no_functions_are_shown_when_none_may_be_called(self):
-        call = decode(toolConfig={"functionCallingConfig": {"mode": "NONE"}})
-        assert call.tools == []
+    @pytest.mark.parametrize("calling", ["functionCallingConfig", "function_calling_config"])
+    def test_functions_are_shown_when_none_may_be_called(self, calling):
+        call = decode(toolConfig={calling: {"mode": "NONE"}})
+        assert (call.tools, call.may_call) == (CALL.tools, False)
         assert call.hosted_tools == [{"googleSearch": {}}]
+
+    @pytest.mark.parametrize(
+        ("config", "share"),
+        [
+            ({}, "signed"),
+            ({"thinkingConfig": {"thinkingBudget": 1}}, "signed"),
+            ({"thinkingConfig": {"includeThoughts": True}}, "shown"),
+            ({"thinking_config": {"include_thoughts": True}}, "shown"),
+        ],
+    )
+    def test_thoughts_are_sent_to_those_who_ask_for_them(self, config, share):
+        assert decode(generationConfig=config).reasoning == share
+
+    @pytest.mark.parametrize(
+        ("config", "said"),
+        [
+            ({"responseLogprobs": True}, "Logprobs is not enabled for models/gemini-x"),
+            ({"logprobs": 3}, "Logprobs is not enabled for models/gemini-x"),
+            ({"responseModalities": ["TEXT", "AUDIO"]}, "response_modalities"),
+            ({"responseMimeType": "text/x.enum"}, "response_mime_type"),
+        ],
+    )
+    def test_a_reply_of_another_kind_is_refused(self, config, said):
+        with pytest.raises(DialectError, match=said):
+            decode(generationConfig=config)
+        assert decode(generationConfig={"responseLogprobs": False, "responseModalities": ["TEXT"]})
+
+    def test_a_result_of_an_unknown_call_has_the_name_that_it_came_with(self):
+        messages = decode_contents(called({"id": "c1", "name": "look"}), answered({"id": "c9", "name": "go"}))
+        assert messages[-1]["name"] == "go"
 
     def test_the_parameters_of_a_function_may_be_in_the_style_of_openapi(self):
         parameters = {"type": "OBJECT", "properties": {"at": {"type": "STRING", "nullable": True}}}

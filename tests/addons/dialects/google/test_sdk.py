@@ -35,6 +35,7 @@ REPLIES = {
     "ended by a stop sequence": Reply("One,", stop="END"),
     "nothing": Reply(),
 }
+THOUGHTS = types.GenerateContentConfig(thinking_config=types.ThinkingConfig(include_thoughts=True))
 ECHOED = {name: reply for name, reply in REPLIES.items() if name != "nothing"}  # the SDK leaves empty replies out
 
 
@@ -113,11 +114,13 @@ def read(responses):
 
 
 @pytest.mark.parametrize("ask", [generate, generate_stream])
+@pytest.mark.parametrize("config", [None, THOUGHTS], ids=["hidden thoughts", "thoughts"])
 @pytest.mark.parametrize("reply", REPLIES.values(), ids=REPLIES.keys())
-def test_the_sdk_reads_what_the_reply_holds(sdk, ask, reply):
-    responses = ask(sdk(Server(reply)), contents="Hi")
+def test_the_sdk_reads_what_the_reply_holds(sdk, ask, config, reply):
+    responses = ask(sdk(Server(reply)), contents="Hi", config=config)
     text, reasoning, calls, signatures = read(responses)
-    assert (text, reasoning, calls) == (reply.content, reply.reasoning, reply.tool_calls)
+    assert (text, calls) == (reply.content, reply.tool_calls)
+    assert reasoning == (reply.reasoning if config else "")
     assert len(signatures) == 1
     last = responses[-1]
     reason = types.FinishReason.MAX_TOKENS if reply.finish_reason == "length" else types.FinishReason.STOP
@@ -133,7 +136,7 @@ def test_the_sdk_reads_what_the_reply_holds(sdk, ask, reply):
 @pytest.mark.parametrize("reply", ECHOED.values(), ids=ECHOED.keys())
 def test_the_sdks_chat_sends_the_reply_back_as_it_was_issued(sdk, streamed, reply):
     server = Server(reply)
-    chat = sdk(server).chats.create(model="gemini-x")
+    chat = sdk(server).chats.create(model="gemini-x", config=THOUGHTS)
     for _ in range(2):
         list(chat.send_message_stream("Hi")) if streamed else chat.send_message("Hi")
     _, echoed, _ = server.calls[1].messages
@@ -187,7 +190,7 @@ def test_what_the_sdk_sends_is_understood(sdk):
             "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"at": "é"}}}],
             "call_id": "call-7",
         },
-        {"role": "tool", "content": "Nothing.", "tool_call_id": "c1"},
+        {"role": "tool", "content": "Nothing.", "tool_call_id": "c1", "name": "look"},
         {"role": "user", "content": "Go on."},
     ]
     (tool,) = decoded.tools

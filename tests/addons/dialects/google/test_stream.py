@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from rolltap.addons.dialects import google
 from rolltap.addons.dialects.types import DialectError, Reply, ReplyContext, ToolCall
-from tests.addons.dialects.google.test_reply import REPLIES, USAGE, echo, issued, same
+from tests.addons.dialects.google.test_reply import ASKED, REPLIES, USAGE, echo, issued, same
 from tests.addons.dialects.google.test_request import CALL, STREAM
 
-SSE_HEAD = ReplyContext("call-9", 1_700_000_000, STREAM + "?alt=sse", CALL)
-ARRAY_HEAD = ReplyContext("call-9", 1_700_000_000, STREAM, CALL)
+SSE_HEAD = ReplyContext("call-9", 1_700_000_000, STREAM + "?alt=sse", ASKED)
+ARRAY_HEAD = ReplyContext("call-9", 1_700_000_000, STREAM, ASKED)
 
 
 def in_pieces(text, cuts):
@@ -62,6 +62,11 @@ def test_a_delta_has_reasoning_before_content():
     (chunk,) = chunks_of(google.stream_encoder(SSE_HEAD).delta("Hm.", "Hi."))
     parts = chunk["candidates"][0]["content"]["parts"]
     assert parts == [{"text": "Hm.", "thought": True}, {"text": "Hi."}]
+
+
+def test_reasoning_that_is_not_sent_keeps_the_connection_open():
+    encoder = google.stream_encoder(ReplyContext("call-9", 0, STREAM + "?alt=sse", CALL))
+    assert encoder.delta("Hm.", "") == encoder.keep_alive()
 
 
 @pytest.mark.parametrize("context", [SSE_HEAD, ARRAY_HEAD], ids=["events", "array"])

@@ -64,7 +64,7 @@ class TestDecode:
                         {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"at": "é", "n": 1}}}
                     ],
                 },
-                {"role": "tool", "content": "Nothing.", "tool_call_id": "c1"},
+                {"role": "tool", "content": "Nothing.", "tool_call_id": "c1", "name": "look"},
             ],
             tools=[TOOL],
             stream=True,
@@ -119,8 +119,43 @@ class TestDecode:
         assert decode(max_completion_tokens=None).max_tokens == 9
         assert decode(max_completion_tokens=None, max_tokens=None).max_tokens is None
 
-    def test_no_tools_are_shown_when_none_may_be_called(self):
-        assert decode(tool_choice="none").tools == []
+    def test_tools_are_shown_when_none_may_be_called(self):
+        call = decode(tool_choice="none")
+        assert (call.tools, call.may_call) == ([TOOL], False)
+        assert decode().may_call
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"functions": [TOOL["function"]]},
+            {"function_call": "auto"},
+            {"logprobs": True},
+            {"top_logprobs": 5},
+            {"audio": {"voice": "x"}},
+            {"echo": True},
+        ],
+        ids=lambda changes: next(iter(changes)),
+    )
+    def test_a_field_that_changes_the_reply_is_refused_in_the_words_of_the_api(self, changes):
+        (key,) = changes
+        with pytest.raises(DialectError, match=f"^Unsupported parameter: '{key}' is not supported with this model"):
+            decode(**changes)
+
+    def test_fields_that_ask_for_nothing_are_no_reason_to_refuse(self):
+        unset = {"functions": [], "function_call": None, "logprobs": False, "top_logprobs": 0, "modalities": ["text"]}
+        assert decode(**unset).messages == decode().messages
+
+    def test_the_older_form_of_a_call_is_refused(self):
+        with pytest.raises(DialectError, match=r"'messages\[0\].function_call'.*'tool_calls'"):
+            decode_message(role="assistant", content=None, function_call={"name": "look", "arguments": "{}"})
+
+    def test_audio_is_no_modality_of_this_model(self):
+        with pytest.raises(DialectError, match="'modalities'"):
+            decode(modalities=["text", "audio"])
+
+    def test_a_result_of_an_unknown_call_has_the_name_that_it_came_with(self):
+        assert decode_message(role="tool", content="x", tool_call_id="c9", name="go")["name"] == "go"
+        assert "name" not in decode_message(role="tool", content="x", tool_call_id="c9")
 
     def test_hosted_tools_are_recorded_and_not_shown(self):
         call = decode(tools=[{"type": "web_search"}, TOOL])

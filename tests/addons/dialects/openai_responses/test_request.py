@@ -117,9 +117,9 @@ class TestDecode:
                     ],
                     "call_id": "c7",
                 },
-                {"role": "tool", "content": "Nothing.", "tool_call_id": "t1"},
-                {"role": "tool", "content": "Done.", "tool_call_id": "t2"},
-                {"role": "tool", "content": "", "tool_call_id": "t3"},
+                {"role": "tool", "content": "Nothing.", "tool_call_id": "t1", "name": "look"},
+                {"role": "tool", "content": "Done.", "tool_call_id": "t2", "name": "patch"},
+                {"role": "tool", "content": "", "tool_call_id": "t3", "name": "agents__spawn"},
             ],
             tools=[
                 function("look", "Looks.", {"type": "object"}),
@@ -133,7 +133,12 @@ class TestDecode:
             ],
             stream=True,
             max_tokens=9,
-            requested_sampling={"temperature": 0.0, "tool_choice": "auto"},
+            requested_sampling={
+                "temperature": 0.0,
+                "tool_choice": "auto",
+                "store": False,
+                "include": ["reasoning.encrypted_content"],
+            },
             hosted_tools=[SEARCH],
             wire_tools={
                 "patch": WireTool("patch", freeform=True),
@@ -206,10 +211,16 @@ class TestDecode:
         assert "agents__spawn" not in call.wire_tools
         assert call.wire_tools["agents__spawn_"] == WireTool("spawn", namespace="agents")
 
-    def test_no_tools_are_shown_when_none_may_be_called(self):
+    def test_tools_are_shown_when_none_may_be_called(self):
         call = decode(tool_choice="none")
-        assert call.tools == []
-        assert call.messages == decode().messages
+        assert (call.tools, call.messages, call.may_call) == (decode().tools, decode().messages, False)
+        assert decode().may_call
+
+    def test_log_probabilities_are_refused(self):
+        with pytest.raises(DialectError, match=r"^Unsupported parameter: 'top_logprobs'"):
+            decode(top_logprobs=1)
+        with pytest.raises(DialectError, match=r"'include' must be a list without 'message\.output_text\.logprobs'"):
+            decode(include=["message.output_text.logprobs"])
 
     @pytest.mark.parametrize(
         ("form", "schema"),

@@ -1,0 +1,29 @@
+"""The last step of every dialect's decoding: the names of tool results, and options as they may be recorded."""
+
+from rolltap.addons.dialects.recordable import recordable, recordable_tools
+from rolltap.addons.dialects.types import Message, ModelCall
+
+
+def decoded(model_call: ModelCall) -> ModelCall:
+    """Name the tool results of a decoded request, and bring what is stored of its options to its `recordable` form."""
+    model_call.messages = name_results(model_call.messages)
+    names = {tool["function"]["name"] for tool in model_call.tools} | {w.name for w in model_call.wire_tools.values()}
+    model_call.requested_sampling = recordable(model_call.requested_sampling, names)
+    model_call.hosted_tools = recordable_tools(model_call.hosted_tools)
+    return model_call
+
+
+def name_results(messages: list[Message]) -> list[Message]:
+    """Return the messages with the `name` of its tool in each tool message that answers a tool call before it.
+
+    Chat templates print this name. A continued prompt is made from the new messages alone, which lack the call. If
+    several calls have the same id, the result answers the last one. A result of an unknown id keeps its own name.
+    """
+    names: dict[str, str] = {}
+    named: list[Message] = []
+    for message in messages:
+        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ()) if call["id"]}
+        if message["role"] == "tool" and message["tool_call_id"] in names:
+            message = {**message, "name": names[message["tool_call_id"]]}
+        named.append(message)
+    return named

@@ -1,0 +1,109 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolltap.addons.dialects.recordable import described, recordable, recordable_tools
+
+SECRET = "sk-proj-0123456789abcdefghijklmnopqrstuvwxyz"
+
+
+def test_numbers_flags_and_short_words_are_recorded_as_they_are():
+    asked = {
+        "temperature": 0.5,
+        "parallel_tool_calls": False,
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "include": ["reasoning.encrypted_content"],
+        "logit_bias": {"50256": -100},
+    }
+    assert recordable(asked) == asked
+
+
+def test_another_text_becomes_its_length():
+    asked = {"temperature": SECRET, "reasoning": {SECRET: [SECRET, "two words"]}}
+    assert recordable(asked) == {
+        "temperature": "(44 characters)",
+        "reasoning": {"(44 characters)": ["(44 characters)", "(9 characters)"]},
+    }
+
+
+def test_the_name_of_a_tool_is_recorded_whatever_its_length():
+    choice = {"tool_choice": {"type": "function", "name": "mcp__github__create_pull_request_review"}}
+    assert recordable(choice, {"mcp__github__create_pull_request_review"}) == choice
+    assert recordable(choice)["tool_choice"]["name"] == "(39 characters)"
+
+
+def test_a_schema_is_left_out_because_it_is_recorded_with_what_was_applied():
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "object"}}}
+    recorded = recordable({"response_format": form, "responseSchema": {"type": "OBJECT"}})
+    assert recorded == {"response_format": {"type": "json_schema", "json_schema": {"name": "answer"}}}
+
+
+@pytest.mark.parametrize("value", [[0] * 10_000, {str(n): n for n in range(1000)}], ids=["list", "object"])
+def test_a_long_option_becomes_its_length(value):
+    (recorded,) = recordable({"x": value}).values()
+    assert recorded == f"({len(json.dumps(value))} characters)"
+
+
+def test_only_known_fields_of_a_hosted_tool_are_recorded_and_the_others_named():
+    tool = {
+        "type": "mcp",
+        "server_label": "docs",
+        "server_url": "https://user:pass@mcp.example.org:8443/s/KEY/mcp?key=KEY#KEY",
+        "authorization": SECRET,
+        "headers": {"x-key": "KEY"},
+        "allowed_tools": {"tool_names": ["search"], "x": "KEY"},
+        SECRET: 1,
+    }
+    assert recordable_tools([tool]) == [
+        {
+            "type": "mcp",
+            "server_label": "docs",
+            "server_url": "https://mcp.example.org:8443",
+            "allowed_tools": {"tool_names": ["search"], "left_out": ["x"]},
+            "left_out": ["authorization", "headers", "(44 characters)"],
+        }
+    ]
+
+
+@pytest.mark.parametrize("url", [None, 5, "https://[", "https://host:port", "KEY", {"a": "KEY"}])
+def test_what_is_no_url_is_not_recorded(url):
+    (tool,) = recordable_tools([{"server_url": url}])
+    assert "KEY" not in str(tool)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("robot", "'robot'"),
+        (SECRET, "a text of 44 characters"),
+        ("a b", "a text of 3 characters"),
+        (5, "a number"),
+        (True, "a boolean"),
+        (None, "null"),
+        ([SECRET], "a list"),
+        ({SECRET: 1}, "an object"),
+    ],
+)
+def test_an_error_describes_a_value_without_repeating_texts(value, words):
+    assert described(value) == words
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just(SECRET),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text() | st.just(SECRET), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["type", "url", "tool_names", "x"]), anything))
+def test_no_text_of_any_value_is_recorded(value):
+    assert SECRET not in json.dumps([recordable(value), recordable_tools([value])])
+
+
+def test_any_depth_is_recorded():
+    value = 1
+    for _ in range(900):
+        value = [value]
+    assert "(deeper)" in str(recordable({"x": value}))
