@@ -20,6 +20,8 @@ from renderers.configs import config_from_name
 
 from rolltap.addons.dialects.types import Message, Reply, Tool, ToolCall, well_formed
 from rolltap.addons.errors import InputError
+from rolltap.addons.prompts.markup import Markup
+from rolltap.addons.prompts.parse_budget import ParseBudget
 from rolltap.addons.prompts.template_bridge import PROBE_CALL, PROBE_TOOL, TemplateBridge
 from rolltap.addons.prompts.tokenizer import CachingTokenizer
 
@@ -70,6 +72,9 @@ class Rendering:
             self._renderer = _create(self._tokenizer, self.name)
         except Exception as error:
             raise InputError(f"cannot use the renderer {self.name!r} with {model!r}: {error}") from error
+        self.markup = Markup(self._tokenizer)
+        self.parse_budget = ParseBudget()
+        """Of all streams of the recorder."""
         self._system_anywhere = self._renders(_SYSTEM_LATER)
         self._template_bridge = (
             TemplateBridge(self._tokenizer, self.stop_token_ids()) if self.name == "default" else None
