@@ -38,8 +38,8 @@ class TextDeltas:
         begun = bool(reply.content)
         cut_at_stop(reply, self._stop_texts, partial=True)
         self.stopped = reply.stop is not None
-        reasoning = reply.reasoning if begun else _settled(reply.reasoning)
-        return self._send(reasoning, _settled(reply.content))
+        reasoning = reply.reasoning if begun else settled(reply.reasoning)
+        return self._send(reasoning, settled(reply.content))
 
     def expect(self, field: str, text: str) -> bool:
         """Prepare `grow`: `field` is `text` so far, and grows. Returns False when what was sent says otherwise."""
@@ -62,7 +62,7 @@ class TextDeltas:
             self.stopped = True
             new = self._rest[: stop[0]]
         else:
-            new = _settled(self._rest[: max(0, len(self._rest) - self._held)])
+            new = settled(self._rest[: max(0, len(self._rest) - self._held)])
             self._rest = self._rest[len(new) :]
         if field == "content":
             self._sent_content += new
@@ -115,7 +115,7 @@ def _held_back(stop_texts: Sequence[str]) -> int:
     return max((len(stop) - 1 for stop in stop_texts), default=0)
 
 
-def _settled(text: str) -> str:
+def settled(text: str) -> str:
     """Return `text` without the suffix that the next token may change.
 
     The suffix is made of white space, which parsers strip before a tool call; U+FFFD, which stands for a character

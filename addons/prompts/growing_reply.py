@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 from rolltap.addons.dialects.types import ModelCall, Reply
-from rolltap.addons.prompts.deltas import LOOSE, TextDeltas, cut_at_stop
+from rolltap.addons.prompts.deltas import LOOSE, TextDeltas, cut_at_stop, settled
 from rolltap.addons.prompts.markup import Markup
 from rolltap.addons.prompts.rendering import Rendering
 
@@ -104,11 +104,11 @@ class GrowingReply:
         new = self._deltas.feed(reply)
         before, after = self._rendering.markup.around_last(completion_ids)
         end = after.strip(LOOSE)
-        if end and has_grown and text.endswith(end) and not before.rstrip(LOOSE).endswith(end):
+        self._urgent = not end or settled(text) != text  # an open tag may be text only as long as it is open
+        if not self._urgent and has_grown and text.endswith(end) and not before.rstrip(LOOSE).endswith(end):
             after = after.rstrip("\ufffd")
             if self._deltas.expect(field, text + after[len(after.rstrip(LOOSE)) :]):
                 self._plain = _PlainText(self._rendering.markup, field, after, completion_ids)
-        self._urgent = not end
         return new
 
     def _parse(self, completion_ids: list[int], *, partial: bool) -> Reply:
