@@ -1,5 +1,4 @@
 import threading
-from os.path import commonprefix
 
 import pytest
 from hypothesis import given, settings
@@ -12,66 +11,26 @@ from rolltap.addons.prompts.parse_budget import ParseBudget
 from rolltap.addons.prompts.rendering import Rendering
 from tests.addons.conftest import TEMPLATE
 
-TOKENS = [
-    "<|assistant|>",
-    "<|user|>",
-    "<|system|>",
-    "<|observation|>",
-    "<|begin_of_text|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-    "<|end_of_text|>",
-    "<|eom_id|>",
-    "<|im_system|>",
-    "<|im_user|>",
-    "<|im_assistant|>",
-    "<|im_middle|>",
-    "<|tool_calls_section_begin|>",
-    "<|tool_calls_section_end|>",
-    "<|tool_call_begin|>",
-    "<|tool_call_end|>",
-    "<|tool_call_argument_begin|>",
-    "<arg_key>",
-    "</arg_key>",
-    "<arg_value>",
-    "</arg_value>",
-    "<sop>",
-    "[gMASK]",
-    "<|image_pad|>",
-    "<|video_pad|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<｜begin▁of▁sentence｜>",
-    "<｜end▁of▁sentence｜>",
-    "<｜User｜>",
-    "<｜Assistant｜>",
-    "<｜tool▁calls▁begin｜>",
-    "<｜tool▁calls▁end｜>",
-    "<｜tool▁call▁begin｜>",
-    "<｜tool▁call▁end｜>",
-    "<｜tool▁sep｜>",
-    "<｜tool▁outputs▁begin｜>",
-    "<｜tool▁outputs▁end｜>",
-    "<｜tool▁output▁begin｜>",
-    "<｜tool▁output▁end｜>",
-    "｜DSML｜",
-    "<｜latest_reminder｜>",
-    "<｜action｜>",
-    "<｜query｜>",
-    "<｜authority｜>",
-    "<｜domain｜>",
-    "<｜title｜>",
-    "<｜read_url｜>",
-    "<｜extracted_url｜>",
-]
+TOKENS = {
+    "<|%s|>": "assistant user system observation begin_of_text start_header_id end_header_id eot_id end_of_text eom_id "
+    "im_system im_user im_assistant im_middle tool_calls_section_begin tool_calls_section_end tool_call_begin "
+    "tool_call_end tool_call_argument_begin image_pad video_pad vision_start vision_end begin_of_image end_of_image",
+    "<\uff5c%s\uff5c>": "begin▁of▁sentence end▁of▁sentence User Assistant tool▁calls▁begin tool▁calls▁end "
+    "tool▁call▁begin tool▁call▁end tool▁sep tool▁outputs▁begin tool▁outputs▁end tool▁output▁begin tool▁output▁end "
+    "latest_reminder action query authority domain title read_url extracted_url",
+    "%s": "\uff5cDSML\uff5c <arg_key> </arg_key> <arg_value> </arg_value> <sop> [gMASK]",
+}
+"""Special tokens of the families, by the form that they are written in."""
+ADDED = [form % name for form, names in TOKENS.items() for name in names.split()]
 FAMILIES = ["default", "qwen3", "qwen3.5", "glm-4.5", "kimi-k2", "llama-3", "nemotron-3", "deepseek-v3", "deepseek-v4"]
 USER = {"role": "user", "content": "Hello"}
 CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"at": "é <b> {x}"}'}}
 ENDLESS = "aé😀 " * 2000
 
 texts = st.lists(
-    st.sampled_from(["Hi", "é", "😀", " ", "\n\n", "a < b", "<b>", "</div>", "x << y", "</", '{"a": [1]}', "｜", "{"])
+    st.sampled_from(
+        ["Hi", "é", "😀", " ", "\n\n", "a < b", "<b>", "</div>", "x << y", "</", '{"a": [1]}', "\uff5c", "{"]
+    )
     | st.text(max_size=5),
     max_size=12,
 ).map("".join)
@@ -92,7 +51,7 @@ class Clock:
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request, tmp_path_factory, save_tokenizer):
     folder = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(folder, TEMPLATE.read_text(), TOKENS)
+    save_tokenizer(folder, TEMPLATE.read_text(), ADDED)
     return Rendering(str(folder), request.param)
 
 
@@ -113,7 +72,7 @@ def sampled(rendering, reasoning, content, calls):
         message["reasoning_content"] = reasoning
     prompt_ids = rendering.render([USER], [])
     ids = rendering._renderer.render_ids([USER, message], tools=None, add_generation_prompt=False)
-    return ids[len(commonprefix([prompt_ids, ids])) :]
+    return ids[next(n for n, token_id in enumerate(ids) if prompt_ids[n : n + 1] != [token_id]) :]
 
 
 def sent_by_whole_parses(rendering, ids):
@@ -147,7 +106,7 @@ def test_a_message_is_sent_as_it_is_parsed_as_a_whole(family, data, reasoning, c
 @given(st.data(), st.booleans())
 @settings(max_examples=100, deadline=None)
 def test_the_sent_text_of_any_tokens_is_the_text_of_the_reply(family, data, hurry):
-    markup = st.sampled_from([*TOKENS, "<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>", "</thi"])
+    markup = st.sampled_from([*ADDED, "<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>", "</thi"])
     pieces = data.draw(st.lists(markup | texts | st.integers(0, 399), max_size=25))
     encode = family._tokenizer.encode
     ids = [i for piece in pieces for i in ([piece] if isinstance(piece, int) else encode(piece))]
@@ -228,10 +187,15 @@ def test_plain_text_is_sent_as_it_arrives(rendering, encode, text):
     assert counting.parses <= 4
 
 
-def test_text_that_a_tool_call_repeats_is_sent_once(rendering, encode):
-    ids = encode('{"name": "look" <tool_call>{"name": "look", "arguments": {}}</tool_call><tool_call>{"name": "loo')
-    _, content, reply = grow(rendering, ids, range(len(ids)))
-    assert content.startswith('{"name": "look"') and content.count("look") == 1 + len(reply.content.split("look")[2:])
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7])
+def test_a_tool_call_that_repeats_the_text_before_it_is_not_sent(rendering, encode, chunk):
+    text = '{"name": "look"'
+    ids = encode(
+        f'{text}<tool_call>{text}, "arguments": {{}}}}</tool_call><tool_call>{text}, "arguments": {{}}}}</tool_call>'
+    )
+    _, content, reply = grow(rendering, ids, range(0, len(ids), chunk))
+    assert content == text
+    assert len(reply.tool_calls) == 2
 
 
 def test_nothing_is_sent_after_the_end_begins(rendering, encode, monkeypatch):
