@@ -3,7 +3,6 @@
 A stream's headers are sent immediately, text while it is sampled, and the last event after the call is committed.
 """
 
-import time
 from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
@@ -18,8 +17,6 @@ KEEP_ALIVE_SECONDS = 15.0
 """Seconds of silence after which a keep-alive is sent. The shortest idle timeout known is 60 s (Gemini CLI)."""
 COALESCE_SECONDS = 0.1
 """Minimum seconds between two chunks of deltas. A chunk costs the proxy 30 to 90 microseconds."""
-LONGEST_PAUSE_SECONDS = 2.0
-"""Maximum seconds that new text waits for the next chunk, parsing not included."""
 
 
 async def respond(
@@ -72,10 +69,7 @@ async def send_events(generation: AnyCall, encoder: StreamEncoder, write: Write)
     await write(encoder.start())
     sent = 0
     while True:
-        started = time.thread_time()
         parsed = generation.advance()
-        # parsing is O(length of the reply): bound it to about a twentieth of the time
-        pause = min(max(COALESCE_SECONDS, 20 * (time.thread_time() - started)), LONGEST_PAUSE_SECONDS)
         pieces = generation.pieces[sent:]
         sent += len(pieces)
         await write(b"".join(encoder.delta(reasoning, content) for reasoning, content in pieces))
@@ -84,7 +78,7 @@ async def send_events(generation: AnyCall, encoder: StreamEncoder, write: Write)
         if generation.error is not None:
             return await write(encoder.error(generation.error))
         if parsed:
-            await generation.finished(pause)
+            await generation.finished(COALESCE_SECONDS)
         if not await generation.changed(KEEP_ALIVE_SECONDS):
             await write(encoder.keep_alive())
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from rolltap.addons.dialects.tools import calls_as_text
 from rolltap.addons.dialects.types import DialectError, ModelCall, Reply, Usage
 from rolltap.addons.endpoint.recovery import Recovery
 from rolltap.addons.endpoint.work import Workers
@@ -23,7 +22,7 @@ from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.errors import EngineError
 from rolltap.addons.prompts.continuity import Prompt
-from rolltap.addons.prompts.deltas import TextDeltas, cut_at_stop
+from rolltap.addons.prompts.growing_reply import GrowingReply
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.records import Call, CallStatus, find_violation, utc_now
 from rolltap.addons.store.tables import RunWriter
@@ -112,7 +111,7 @@ class Generation:
         self.delivered = False
         """True when the whole reply or error was written to a listener's connection."""
         self._state = State.SAMPLING
-        self._deltas = TextDeltas()
+        self._growing = GrowingReply(services.rendering, call.prompt_ids, model_call)
         self._parsed_tokens = 0
         self._stop: str | None = None
         self._changed = asyncio.Event()
@@ -174,9 +173,9 @@ class Generation:
         return await _happens(self._done, timeout)
 
     def advance(self) -> bool:
-        """Parse the completion so far and append its new text to `pieces`. Returns False without new tokens.
+        """Append the new text of the completion so far to `pieces`. Returns False without new tokens.
 
-        Parses all tokens of the completion each time: O(C).
+        Amortised O(new tokens).
         """
         if self.done:
             return False
@@ -186,7 +185,7 @@ class Generation:
             return False
         self._parsed_tokens = len(self.call.completion_ids)
         try:
-            self._add_piece(self._deltas.feed(self._parse(partial=True)))
+            self._add_piece(self._growing.feed(self.call.completion_ids))
         except Exception as error:  # a bug in a renderer ends the stream with an error event instead of cutting it
             self._task.cancel()
             self._enter(State.FAILED, error)
@@ -213,8 +212,11 @@ class Generation:
             self._enter(State.SAMPLED)
             while self.unheard:
                 await self._heard.wait()
-            reply = self._parse()
-            self._add_piece(self._deltas.finish(reply))
+            # about four bytes a token: a long completion is parsed in a thread
+            num_bytes = 4 * len(call.completion_ids)
+            reply, piece = await services.workers.run(num_bytes, self._growing.finish, call.completion_ids)
+            self._complete(reply)
+            self._add_piece(piece)
             self._enter(State.COMMITTED, reply)
             await self._add_call(call, self._prompt, reply)
             if services.writer.sync_policy == "call":
@@ -267,21 +269,13 @@ class Generation:
             logger.warning("call %s is excluded from training: %s", call.call_id, call.violation)
         self._services.writer.add_call(call)
 
-    def _parse(self, *, partial: bool = False) -> Reply:
-        call, model_call = self.call, self.model_call
-        reply = self._services.rendering.parse(call.prompt_ids, call.completion_ids, model_call.tools, partial=partial)
-        if model_call.schema is not None and not reply.content:
-            # structured output is JSON from the first token, but the template may have opened the reasoning before it
-            reply.content, reply.reasoning = reply.reasoning, ""
-        cut_at_stop(reply, model_call.stop, partial=partial)
-        if not model_call.may_call and not partial:
-            calls_as_text(reply)
+    def _complete(self, reply: Reply) -> None:
+        """Set why the reply ends."""
         reply.stop = reply.stop or self._stop
-        if call.finish_reason == "length":
+        if self.call.finish_reason == "length":
             reply.finish_reason = "length"
         elif reply.tool_calls:
             reply.finish_reason = "tool_calls"
-        return reply
 
     def _add_piece(self, piece: tuple[str, str]) -> None:
         if any(piece):

@@ -3,7 +3,8 @@
 import hashlib
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from renderers.configs import config_from_name
 
 from rolltap.addons.dialects.types import Message, Reply, Tool, ToolCall, well_formed
 from rolltap.addons.errors import InputError
+from rolltap.addons.prompts.markup import Markup
+from rolltap.addons.prompts.parse_budget import ParseBudget
 from rolltap.addons.prompts.template_bridge import PARALLEL_PROBE, PROBE, PROBE_TOOLS, TemplateBridge
 from rolltap.addons.prompts.tokenizer import CachingTokenizer
 
@@ -39,6 +42,12 @@ They are given only the suffix from that token on, so that their work does not g
 
 _SYSTEM_LATER: list[Message] = [{"role": "user", "content": "Hello"}, {"role": "system", "content": "Be brief."}]
 """A probe that fails for templates which take a system message only at the beginning."""
+
+
+_LONG_PROMPT = 8
+"""Characters per token of the context window. Texts have fewer: a longer prompt is counted before it is rendered."""
+_PIECE, _PIECE_SLACK = 65_536, 16
+"""Characters that are counted together, and tokens that a cut between two pieces may add."""
 
 
 class Rendering:
@@ -64,6 +73,9 @@ class Rendering:
             self._renderer = _create(self._tokenizer, self.name)
         except Exception as error:
             raise InputError(f"cannot use the renderer {self.name!r} with {model!r}: {error}") from error
+        self.markup = Markup(self._tokenizer)
+        self.parse_budget = ParseBudget()
+        """Of all streams of the recorder."""
         self._system_anywhere = self._renders(_SYSTEM_LATER)
         self._template_bridge = (
             TemplateBridge(self._tokenizer, self.stop_token_ids()) if self.name == "default" else None
@@ -118,6 +130,24 @@ class Rendering:
             return False  # templates raise for messages that they do not support
         return True
 
+    def least_tokens(self, messages: list[Message], tools: list[Tool], limit: int) -> int:
+        """Return a lower bound of the number of prompt tokens, without rendering the prompt. Thread-safe.
+
+        It is rough for prompts that are likely to have fewer tokens than `limit`, and cheap for those that have many
+        more: counting ends beyond `limit`.
+        """
+        count = len(messages)
+        # a chat template may leave out earlier reasoning
+        texts = list(_texts(messages, tools, reasoning=self.name != "default")) if count <= limit else []
+        if sum(map(len, texts)) <= _LONG_PROMPT * limit:
+            return count
+        for text in texts:
+            for start in range(0, len(text), _PIECE):
+                count += max(0, self._tokenizer.count(text[start : start + _PIECE]) - _PIECE_SLACK)
+                if count > limit:
+                    return count
+        return count
+
     def render(self, messages: list[Message], tools: list[Tool]) -> list[int]:
         """Return the prompt token ids of a whole conversation, including the generation prompt."""
         adapted = self._adapt(messages)
@@ -157,17 +187,16 @@ class Rendering:
         `call_id` is removed. For a template that takes a system message only at the beginning, leading system messages
         are joined and later ones become user messages. With `later`, `messages` do not begin the conversation.
         """
-        adapted: list[Message] = []
-        for message in messages:
-            if "call_id" in message:
-                message = {key: value for key, value in message.items() if key != "call_id"}
-            if message["role"] == "system" and not self._system_anywhere:
-                if adapted and all(earlier["role"] == "system" for earlier in adapted):
-                    adapted[0] = {**adapted[0], "content": f"{adapted[0]['content']}\n\n{message['content']}"}
-                    continue
-                if adapted or later:
-                    message = {**message, "role": "user"}
-            adapted.append(message)
+        adapted = [{key: value for key, value in message.items() if key != "call_id"} for message in messages]
+        if self._system_anywhere:
+            return adapted
+        leading = 0 if later else len(list(takewhile(lambda message: message["role"] == "system", adapted)))
+        for message in adapted[leading:]:
+            if message["role"] == "system":
+                message["role"] = "user"
+        if leading:
+            joined = "\n\n".join(message["content"] for message in adapted[:leading])
+            adapted[:leading] = [{**adapted[0], "content": joined}]
         return adapted
 
     def parse(
@@ -200,6 +229,19 @@ class Rendering:
         """Return the ids of the tokens that end the model's turn."""
         ids: list[int] = self._renderer.get_stop_token_ids()
         return ids
+
+
+def _texts(messages: list[Message], tools: list[Tool], *, reasoning: bool) -> Iterator[str]:
+    """Yield the texts of a conversation, with or without reasoning."""
+    for message in messages:
+        yield message["content"]
+        if reasoning:
+            yield message.get("reasoning_content") or ""
+        for call in message.get("tool_calls", ()):
+            arguments = call["function"]["arguments"]
+            yield arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    if tools:
+        yield json.dumps(tools, ensure_ascii=False)
 
 
 def _create(tokenizer: Any, name: str) -> Renderer:

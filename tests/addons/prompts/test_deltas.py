@@ -77,7 +77,7 @@ class TestFeed:
             ("I look <tool_c", "I look"),
             ("I look <function=a_name_that_is_too_lo", "I look"),
             ("a <\ufffd", "a"),
-            ("a <<<", "a"),
+            ("a <<<", "a <<"),
             ("a <b>", "a <b>"),
             ("a < b and then much more than any tag holds", "a < b and then much more than any tag holds"),
             ("a <\nb", "a <\nb"),
@@ -141,11 +141,11 @@ def test_a_reply_ends_before_the_first_stop_text(text, stops, cut, stop):
 
 
 @pytest.mark.parametrize(
-    ("text", "sent"), [("one STO", "one "), ("one S", "one "), ("one", "one"), ("one STOP two", "one ")]
+    ("text", "sent"), [("one two STO", "one two "), ("one two S", "one tw"), ("one", ""), ("one STOP two", "one ")]
 )
-def test_a_prefix_of_a_stop_text_is_held_back(text, sent):
+def test_the_end_that_may_begin_a_stop_text_is_held_back(text, sent):
     reply = Reply(text)
-    cut_at_stop(reply, ["STOP"], partial=True)
+    cut_at_stop(reply, ["STOP", "x"], partial=True)
     assert reply.content == sent
 
 

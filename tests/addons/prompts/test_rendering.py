@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from rolltap.addons.dialects.types import Reply
 from rolltap.addons.prompts import rendering as module
 from rolltap.addons.prompts.rendering import InputError, Rendering, resolve_model
+from rolltap.addons.prompts.tokenizer import CachingTokenizer
 from tests.addons.conftest import MARKUP, SPECIAL, TEMPLATE
 
 ROLES = ["user", "tool", "system"]
@@ -98,6 +99,53 @@ class TestSystemMessages:
 
 def contains(ids, part):
     return any(ids[i : i + len(part)] == part for i in range(len(ids)))
+
+
+class TestLeastTokens:
+    """A prompt that cannot fit is found before it is rendered."""
+
+    @given(
+        st.lists(
+            st.text() | st.sampled_from(["<|im_end|>", " " * 300, "a" * 70_000, "é " * 40_000]), min_size=1, max_size=5
+        ),
+        st.integers(1, 200),
+    )
+    @settings(max_examples=30, deadline=None)
+    def test_it_is_a_lower_bound(self, rendering, texts, limit):
+        messages = [{"role": "user", "content": text} for text in texts]
+        assert rendering.least_tokens(messages, [], limit) <= len(rendering.render(messages, []))
+
+    @pytest.mark.parametrize(
+        ("messages", "tools"),
+        [
+            ([{"role": "user", "content": "Hello " * 1_400_000}], []),
+            ([{"role": "user", "content": "Hello " * 30}] * 60_000, []),
+            ([{"role": "user", "content": ""}] * 200_000, []),
+            ([{"role": "assistant", "content": "", "reasoning_content": "Hello " * 1_400_000}], []),
+            (
+                [
+                    {
+                        "role": "assistant",
+                        "content": "",
+                        "tool_calls": [{"function": {"arguments": {"a": "Hi " * 10**6}}}],
+                    }
+                ],
+                [],
+            ),
+            ([USER], [{"function": {"name": "look", "description": "Looks. " * 10**6}}]),
+        ],
+        ids=["one message", "many messages", "empty messages", "reasoning", "arguments", "tools"],
+    )
+    def test_counting_ends_beyond_the_limit(self, rendering, monkeypatch, messages, tools):
+        counted = []
+        count = CachingTokenizer.count
+        monkeypatch.setattr(CachingTokenizer, "count", lambda self, text: (counted.append(text), count(self, text))[1])
+        assert rendering.least_tokens(messages, tools, 65_536) > 65_536
+        assert sum(map(len, counted)) < 10 * 65_536
+
+    def test_a_prompt_that_may_fit_is_not_counted(self, rendering, monkeypatch):
+        monkeypatch.setattr(CachingTokenizer, "count", None)
+        assert rendering.least_tokens([{"role": "user", "content": "Hello " * 10_000}], [], 65_536) <= 10_000
 
 
 class TestBridge:

@@ -1,5 +1,11 @@
+import asyncio
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
-from transformers import PreTrainedTokenizerFast
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.prompts.tokenizer import CachingTokenizer
@@ -40,11 +46,86 @@ def test_its_ids_are_those_of_the_wrapped_tokenizer(tokenizer_folder):
 
 def test_sessions_share_the_tokens_of_their_system_prompt(tokenizer_folder, monkeypatch):
     texts = []
-    encode = PreTrainedTokenizerFast.encode
+    encode = CachingTokenizer._encode
     monkeypatch.setattr(
-        PreTrainedTokenizerFast, "encode", lambda self, text, **kw: (texts.append(text), encode(self, text, **kw))[1]
+        CachingTokenizer, "_encode", lambda self, text, special: (texts.append(text), encode(self, text, special))[1]
     )
     rendering = Rendering(str(tokenizer_folder), "qwen3")
     for text in ("one", "two"):
         rendering.render([{"role": "system", "content": LONG}, {"role": "user", "content": text}], [])
     assert sum(LONG in text for text in texts) == 1
+
+
+@given(st.text() | st.lists(st.sampled_from(["<|im_end|>", "<think>", " ", "\n", "é", "e\u0301", "Hi"])).map("".join))
+@settings(max_examples=200, deadline=None)
+def test_any_text_has_the_ids_and_the_text_of_the_wrapped_tokenizer(tokenizer, text):
+    caching = CachingTokenizer(tokenizer)
+    for one in (text, text * 100):
+        ids = tokenizer.encode(one, add_special_tokens=False)
+        assert caching.encode(one) == ids
+        for skip in (True, False):
+            assert caching.decode(ids, skip_special_tokens=skip) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+def test_a_chat_template_has_the_tokens_of_the_wrapped_tokenizer(tokenizer):
+    messages = [{"role": "user", "content": LONG}]
+    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+    caching = CachingTokenizer(tokenizer)
+    assert caching.apply_chat_template(messages, **options) == tokenizer.apply_chat_template(messages, **options)
+
+
+def test_texts_are_not_cut_at_the_length_that_a_tokenizer_is_saved_with(tokenizer_folder, tmp_path):
+    saved = AutoTokenizer.from_pretrained(tokenizer_folder)
+    saved.backend_tokenizer.enable_truncation(8)
+    saved.backend_tokenizer.enable_padding()
+    saved.save_pretrained(tmp_path)
+    cut = CachingTokenizer(AutoTokenizer.from_pretrained(tmp_path))
+    assert cut.encode(LONG) == CachingTokenizer(AutoTokenizer.from_pretrained(tokenizer_folder)).encode(LONG)
+
+
+async def test_other_work_goes_on_while_a_long_text_is_encoded_and_decoded(tokenizer):
+    caching = CachingTokenizer(tokenizer)
+
+    async def turns_during(work):
+        turns, task = 0, asyncio.create_task(asyncio.to_thread(work))
+        while not task.done():
+            await asyncio.sleep(0)
+            turns += 1
+        return await task, turns
+
+    ids, while_encoding = await turns_during(lambda: caching.encode(LONG * 1200))
+    _, while_decoding = await turns_during(lambda: caching.decode(ids))
+    assert min(while_encoding, while_decoding) > 100
+
+
+class EveryCharacter:
+    """Encodes each character to its code."""
+
+    def encode(self, text, add_special_tokens):
+        return list(text.encode())
+
+
+def test_the_cache_of_long_texts_is_bounded_in_bytes():
+    caching = CachingTokenizer(EveryCharacter())
+    tracemalloc.start()
+    for n in range(120):
+        caching.encode(f"{n}" + " " * 800_000)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 32 * 2**20 < kept < 1.1 * 64 * 2**20
+
+
+def test_a_text_that_would_fill_the_cache_is_not_kept():
+    caching = CachingTokenizer(EveryCharacter())
+    tracemalloc.start()
+    caching.encode(" " * 8_000_000)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 1_000_000
+
+
+def test_threads_get_the_tokens_of_their_own_texts(tokenizer):
+    caching = CachingTokenizer(tokenizer)
+    texts = [f"{n} {LONG}" for n in range(400)]
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(caching.encode, texts * 3)) == [caching.encode(text) for text in texts] * 3

@@ -1,0 +1,161 @@
+"""The reply of a completion that grows, parsed in increments.
+
+Parsing a completion is O(its length). While plain text grows, its new text is therefore the text of the new tokens. The
+completion is parsed as a whole when markup arrives, within a budget that all streams share, and otherwise when it has
+grown by an eighth, so that the total stays O(length of the completion).
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+
+from rolltap.addons.dialects.tools import calls_as_text
+from rolltap.addons.dialects.types import ModelCall, Reply
+from rolltap.addons.prompts.deltas import LOOSE, TextDeltas, cut_at_stop, settled
+from rolltap.addons.prompts.markup import Markup
+from rolltap.addons.prompts.rendering import Rendering
+
+_LEAST_GROWTH = 64
+"""Tokens. A completion that is not plain text is parsed again after so many, or after an eighth of its length."""
+_WINDOW, _OVERLAP, _LONGEST_WINDOW = 64, 16, 1024
+"""Tokens that are decoded together, tokens that a new window repeats, and a length beyond which text is not plain: a
+run of bytes that are no characters."""
+
+
+class GrowingReply:
+    """The reply of one completion. `feed` it while it grows, then `finish` it once.
+
+    `finish` may run in a thread while `feed` is called in the event loop: `feed` then returns nothing.
+    """
+
+    def __init__(self, rendering: Rendering, prompt_ids: Sequence[int], model_call: ModelCall) -> None:
+        self._rendering = rendering
+        self._prompt_ids = prompt_ids
+        self._model_call = model_call
+        self._deltas = TextDeltas(model_call.stop)
+        self._plain: _PlainText | None = None
+        """The growing text, while nothing but plain text arrives."""
+        self._urgent = True
+        """True when the new tokens hold markup, so that another parse is likely to find new text."""
+        self._seen = 0
+        """Tokens of the last `feed`."""
+        self._parsed = 0
+        """Tokens of the last parse of the whole completion."""
+        self._lengths = {"reasoning": 0, "content": 0}
+        """Characters of each field that are known."""
+        self._lock = threading.Lock()
+        self._finished = False
+
+    def feed(self, completion_ids: list[int]) -> tuple[str, str]:
+        """Return the new reasoning and the new content of a completion that has grown.
+
+        Text that later tokens may change is held back. Amortised O(number of new tokens).
+        """
+        if not self._lock.acquire(blocking=False):
+            return "", ""
+        try:
+            if self._finished or self._deltas.stopped or len(completion_ids) <= self._seen:
+                return "", ""
+            return self._read(completion_ids)
+        finally:
+            self._lock.release()
+
+    def finish(self, completion_ids: list[int]) -> tuple[Reply, tuple[str, str]]:
+        """Return the complete reply, and its text that `feed` has not returned. Later calls of `feed` return nothing.
+
+        The reply's text is all that was returned. O(length of the completion).
+        """
+        with self._lock:
+            self._finished = True
+            reply = self._parse(completion_ids, partial=False)
+            cut_at_stop(reply, self._model_call.stop, partial=False)
+            if not self._model_call.may_call:
+                calls_as_text(reply)
+            return reply, self._deltas.finish(reply)
+
+    def _read(self, completion_ids: list[int]) -> tuple[str, str]:
+        new_ids, self._seen = completion_ids[self._seen :], len(completion_ids)
+        if self._plain is not None:
+            text = self._plain.read(completion_ids)
+            if text is not None:
+                self._lengths[self._plain.field] += len(text)
+                return self._deltas.grow(self._plain.field, text)
+            self._plain, self._urgent = None, True
+        self._urgent = self._urgent or self._rendering.markup.in_tokens(new_ids)
+        grown = len(completion_ids) - self._parsed
+        if grown < max(_LEAST_GROWTH, self._parsed // 8) and not (
+            self._urgent and self._rendering.parse_budget.allows()
+        ):
+            return "", ""
+        self._parsed = len(completion_ids)
+        started = time.thread_time()
+        new = self._read_whole(completion_ids)
+        self._rendering.parse_budget.spend(time.thread_time() - started)
+        return new
+
+    def _read_whole(self, completion_ids: list[int]) -> tuple[str, str]:
+        """Parse the whole completion, and find out whether plain text grows at its end.
+
+        It does when the text after the last markup is the end of a field that has grown. Text in a tool call is no
+        such end, even when the text before the call happens to end like it.
+        """
+        reply = self._parse(completion_ids, partial=True)
+        field = "content" if reply.content else "reasoning"
+        text = getattr(reply, field).rstrip(LOOSE)
+        has_grown = len(text) > self._lengths[field]
+        self._lengths[field] = len(text)
+        new = self._deltas.feed(reply)
+        before, after = self._rendering.markup.around_last(completion_ids)
+        end = after.strip(LOOSE)
+        self._urgent = not end or settled(text) != text  # an open tag may be text only as long as it is open
+        if not self._urgent and has_grown and text.endswith(end) and not before.rstrip(LOOSE).endswith(end):
+            after = after.rstrip("\ufffd")
+            if self._deltas.expect(field, text + after[len(after.rstrip(LOOSE)) :]):
+                self._plain = _PlainText(self._rendering.markup, field, after, completion_ids)
+        return new
+
+    def _parse(self, completion_ids: list[int], *, partial: bool) -> Reply:
+        model_call = self._model_call
+        reply = self._rendering.parse(self._prompt_ids, completion_ids, model_call.tools, partial=partial)
+        if model_call.schema is not None and not reply.content:
+            # structured output is JSON from the first token, but the template may have opened the reasoning before it
+            reply.content, reply.reasoning = reply.reasoning, ""
+        return reply
+
+
+class _PlainText:
+    """Plain text that grows at the end of a completion, read through a window of its last tokens."""
+
+    def __init__(self, markup: Markup, field: str, text: str, completion_ids: list[int]) -> None:
+        """Begin after `text`, the text after the last markup without incomplete characters."""
+        self.field = field
+        self._markup = markup
+        self._tail = text[max(0, len(text) - markup.longest) :]
+        self._start, self._known, self._read = len(completion_ids), "", len(completion_ids)
+        self._move(text, completion_ids)
+
+    def read(self, completion_ids: list[int]) -> str | None:
+        """Return the text of the new tokens, without incomplete characters; None when it may hold markup."""
+        if self._markup.in_tokens(completion_ids[self._read :]) or not self._known:
+            return None
+        window = self._markup.decode(completion_ids[self._start :]).rstrip("\ufffd")
+        if not window.startswith(self._known):
+            return None
+        text = window[len(self._known) :]
+        searched = self._tail + text
+        if self._markup.in_text(searched):
+            return None
+        self._tail = searched[max(0, len(searched) - self._markup.longest) :]
+        self._known, self._read = window, len(completion_ids)
+        length = len(completion_ids) - self._start
+        if length > _WINDOW:
+            self._move(window, completion_ids)
+        return text if length <= _LONGEST_WINDOW else None
+
+    def _move(self, text: str, completion_ids: list[int]) -> None:
+        """Begin a new window, at a token that begins a character of `text`."""
+        for start in range(max(0, len(completion_ids) - _OVERLAP), len(completion_ids)):
+            window = self._markup.decode(completion_ids[start:]).rstrip("\ufffd")
+            if window and text.endswith(window):
+                self._start, self._known, self._read = start, window, len(completion_ids)
+                return

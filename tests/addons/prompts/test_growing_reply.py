@@ -1,0 +1,220 @@
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rolltap.addons.dialects.types import ModelCall, Reply
+from rolltap.addons.prompts.deltas import TextDeltas, cut_at_stop
+from rolltap.addons.prompts.growing_reply import GrowingReply
+from rolltap.addons.prompts.parse_budget import ParseBudget
+from rolltap.addons.prompts.rendering import Rendering
+from tests.addons.conftest import TEMPLATE
+
+TOKENS = {
+    "<|%s|>": "assistant user system observation begin_of_text start_header_id end_header_id eot_id end_of_text eom_id "
+    "im_system im_user im_assistant im_middle tool_calls_section_begin tool_calls_section_end tool_call_begin "
+    "tool_call_end tool_call_argument_begin image_pad video_pad vision_start vision_end begin_of_image end_of_image",
+    "<\uff5c%s\uff5c>": "begin▁of▁sentence end▁of▁sentence User Assistant tool▁calls▁begin tool▁calls▁end "
+    "tool▁call▁begin tool▁call▁end tool▁sep tool▁outputs▁begin tool▁outputs▁end tool▁output▁begin tool▁output▁end "
+    "latest_reminder action query authority domain title read_url extracted_url",
+    "%s": "\uff5cDSML\uff5c <arg_key> </arg_key> <arg_value> </arg_value> <sop> [gMASK]",
+}
+"""Special tokens of the families, by the form that they are written in."""
+ADDED = [form % name for form, names in TOKENS.items() for name in names.split()]
+FAMILIES = ["default", "qwen3", "qwen3.5", "glm-4.5", "kimi-k2", "llama-3", "nemotron-3", "deepseek-v3", "deepseek-v4"]
+USER = {"role": "user", "content": "Hello"}
+CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"at": "é <b> {x}"}'}}
+ENDLESS = "aé😀 " * 2000
+
+texts = st.lists(
+    st.sampled_from(
+        ["Hi", "é", "😀", " ", "\n\n", "a < b", "<b>", "</div>", "x << y", "</", '{"a": [1]}', "\uff5c", "{"]
+    )
+    | st.text(max_size=5),
+    max_size=12,
+).map("".join)
+words = texts.map(lambda text: text.replace("\ufffd", "").strip())
+
+
+class Clock:
+    """Time that stands still, or runs so fast that every parse is allowed."""
+
+    def __init__(self, step):
+        self.now, self.step = 0.0, step
+
+    def __call__(self):
+        self.now += self.step
+        return self.now
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory, save_tokenizer):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder, TEMPLATE.read_text(), ADDED)
+    return Rendering(str(folder), request.param)
+
+
+def grow(rendering, ids, cuts, model_call=None, hurry=True):
+    """Feed the completion up to each of `cuts`, and finish. Returns the sent reasoning and content, and the reply."""
+    rendering.parse_budget = ParseBudget(clock=Clock(1e9 if hurry else 0))
+    growing = GrowingReply(rendering, [], model_call or ModelCall("m", [], []))
+    parts = [growing.feed(ids[:cut]) for cut in cuts]
+    reply, rest = growing.finish(ids)
+    parts.append(rest)
+    return "".join(part[0] for part in parts), "".join(part[1] for part in parts), reply
+
+
+def sampled(rendering, reasoning, content, calls):
+    """Return the completion that a renderer writes for a message."""
+    message = {"role": "assistant", "content": content, "tool_calls": [CALL] * calls}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    prompt_ids = rendering.render([USER], [])
+    ids = rendering._renderer.render_ids([USER, message], tools=None, add_generation_prompt=False)
+    return ids[next(n for n, token_id in enumerate(ids) if prompt_ids[n : n + 1] != [token_id]) :]
+
+
+def sent_by_whole_parses(rendering, ids):
+    """Return the reply whose text is sent when the completion is parsed as a whole after each token."""
+    deltas = TextDeltas()
+    for cut in range(len(ids)):
+        deltas.feed(rendering.parse([], ids[:cut], [], partial=True))
+    reply = rendering.parse([], ids, [])
+    deltas.finish(reply)
+    return reply
+
+
+def cuts_of(data, ids):
+    return sorted(data.draw(st.sets(st.integers(0, len(ids))))) if data.draw(st.booleans()) else range(len(ids) + 1)
+
+
+@given(st.data(), words, words, st.booleans(), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_a_message_is_sent_as_it_is_parsed_as_a_whole(family, data, reasoning, content, calls, hurry):
+    ids = sampled(family, reasoning, content, calls)
+    whole = family.parse([], ids, [])
+    each = sent_by_whole_parses(family, ids)
+    reasoning, content, reply = grow(family, ids, cuts_of(data, ids), hurry=hurry)
+    assert [(call.name, call.arguments) for call in reply.tool_calls] == [
+        (call.name, call.arguments) for call in whole.tool_calls
+    ]
+    if (each.reasoning, each.content) == (whole.reasoning, whole.content):  # some grammars contradict themselves
+        assert (reasoning, content) == (whole.reasoning, whole.content)
+
+
+@given(st.data(), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_the_sent_text_of_any_tokens_is_the_text_of_the_reply(family, data, hurry):
+    markup = st.sampled_from([*ADDED, "<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>", "</thi"])
+    pieces = data.draw(st.lists(markup | texts | st.integers(0, 399), max_size=25))
+    encode = family._tokenizer.encode
+    ids = [i for piece in pieces for i in ([piece] if isinstance(piece, int) else encode(piece))]
+    reasoning, content, reply = grow(family, ids, cuts_of(data, ids), hurry=hurry)
+    assert (reasoning, content) == (reply.reasoning, reply.content)
+
+
+@given(st.data(), words, words, st.lists(st.sampled_from(["b>", " ", "é", "Hi", "zz", "a <"]), max_size=3))
+@settings(max_examples=200, deadline=None)
+def test_a_stop_text_ends_what_is_sent(rendering, encode, data, reasoning, content, stops):
+    ids = encode(f"<think>\n{reasoning}\n</think>\n\n{content}<|im_end|>")
+    whole = rendering.parse([], ids, [])
+    cut_at_stop(whole, stops, partial=False)
+    sent = grow(rendering, ids, cuts_of(data, ids), ModelCall("m", [], [], stop=stops))
+    assert sent[:2] == (whole.reasoning, whole.content)
+    assert sent[2].stop == whole.stop
+
+
+def test_structured_output_in_an_open_reasoning_is_content(rendering, encode):
+    ids = encode('<think>{"a": "' + "é" * 300)
+    call = ModelCall("m", [], [], schema={"type": "object"})
+    _, content, reply = grow(rendering, ids, range(len(ids)), call)
+    assert content == reply.content == '{"a": "' + "é" * 300
+
+
+class Counting:
+    """A rendering that counts parses of whole completions, and their tokens."""
+
+    def __init__(self, rendering):
+        self._rendering, self.tokens, self.parses = rendering, 0, 0
+
+    def __getattr__(self, name):
+        return getattr(self._rendering, name)
+
+    def parse(self, prompt_ids, completion_ids, tools, *, partial=False):
+        self.tokens += len(completion_ids)
+        self.parses += partial
+        return self._rendering.parse(prompt_ids, completion_ids, tools, partial=partial)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ENDLESS,
+        "<think>\n" + ENDLESS,
+        "<think>\nHm.\n</think>\n\n" + ENDLESS,
+        "<div>a</div>\n" * 800,
+        "if a < b: x <<= 1\n" * 500,
+        '<tool_call>\n{"name": "write", "arguments": {"text": "' + ENDLESS,
+        "<tool_call>\n" * 5000,
+        "\n" * 10_000,
+    ],
+    ids=["content", "reasoning", "both", "HTML", "code", "an open tool call", "tool calls", "empty lines"],
+)
+def test_a_long_completion_is_parsed_a_few_times_its_length(rendering, encode, text):
+    rendering.parse_budget = ParseBudget(clock=Clock(0))
+    ids = encode(text)
+    assert len(ids) >= 5000
+    counting = Counting(rendering)
+    growing = GrowingReply(counting, [], ModelCall("m", [], []))
+    for cut in range(0, len(ids), 3):
+        growing.feed(ids[:cut])
+    assert counting.tokens <= 12 * len(ids)
+
+
+@pytest.mark.parametrize(
+    "text", [ENDLESS, "<think>\n" + ENDLESS, "<div>a</div>\n" * 800], ids=["text", "think", "HTML"]
+)
+def test_plain_text_is_sent_as_it_arrives(rendering, encode, text):
+    rendering.parse_budget = ParseBudget(clock=Clock(1e9))
+    ids = encode(text)
+    counting = Counting(rendering)
+    growing, deltas, sent, expected = GrowingReply(counting, [], ModelCall("m", [], [])), TextDeltas(), "", ""
+    for cut in range(0, len(ids), 50):
+        sent += "".join(growing.feed(ids[:cut]))
+        expected += "".join(deltas.feed(rendering.parse([], ids[:cut], [], partial=True)))
+        assert sent == expected
+    assert counting.parses <= 4
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7])
+def test_a_tool_call_that_repeats_the_text_before_it_is_not_sent(rendering, encode, chunk):
+    text = '{"name": "look"'
+    ids = encode(
+        f'{text}<tool_call>{text}, "arguments": {{}}}}</tool_call><tool_call>{text}, "arguments": {{}}}}</tool_call>'
+    )
+    _, content, reply = grow(rendering, ids, range(0, len(ids), chunk))
+    assert content == text
+    assert len(reply.tool_calls) == 2
+
+
+def test_nothing_is_sent_after_the_end_begins(rendering, encode, monkeypatch):
+    ids = encode("Hi there <b")
+    growing = GrowingReply(rendering, [], ModelCall("m", [], []))
+    during = []
+    parse, caller = Rendering.parse, threading.current_thread()
+
+    def parse_and_feed(self, prompt_ids, completion_ids, tools, *, partial=False):
+        if not partial:
+            during.append(growing.feed(ids) if threading.current_thread() is not caller else None)
+        return parse(self, prompt_ids, completion_ids, tools, partial=partial)
+
+    assert growing.feed(ids[:2]) != ("", "")
+    monkeypatch.setattr(Rendering, "parse", parse_and_feed)
+    ended = []
+    thread = threading.Thread(target=lambda: ended.append(growing.finish(ids)))
+    thread.start()
+    thread.join()
+    assert during == [("", "")]
+    assert growing.feed([*ids, *ids]) == ("", "")
+    assert ended[0][0] == Reply(content="Hi there <b")
