@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 from tests.bench.processes import Engine, Mitmdump
@@ -52,9 +53,19 @@ class Chaos:
         self.faults["full disk"] += 1
         ballast = self._disk / "ballast"
         with ballast.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(self._disk).free)
+            _take_all(file.fileno())
         time.sleep(DISK_FULL_SECONDS)
         ballast.unlink()
+
+
+def _take_all(descriptor: int) -> None:
+    """Make a file so large that its disk is full, while others write to that disk."""
+    size = 0
+    for step in (1 << 24, 1 << 20, 1 << 12):
+        with suppress(OSError):
+            while True:
+                os.posix_fallocate(descriptor, size, step)
+                size += step
 
 
 def on_a_small_disk(folder: Path, command: list[str]) -> list[str] | None:

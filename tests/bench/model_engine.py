@@ -68,6 +68,6 @@ class ModelConnection(Connection):
 
 if __name__ == "__main__":
     settings = json.loads(Path(sys.argv[1]).read_text())
-    model = Model(settings["tokenizer"], *settings["lengths"])
+    model = Model(Path(settings["tokenizer"]), *settings["lengths"])
     port = int(sys.argv[2]) if len(sys.argv) > 2 else 0
     asyncio.run(serve(lambda: ModelConnection(model, settings["burst"], settings["pace"]), port))

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -90,11 +90,9 @@ def _judge(call: Call, model: Model, replies: list[Received], part: Verdict) -> 
     part.differing += sum(not _same(call, reply) for reply in replies)
 
 
-def _differences(ours: Iterable[Any], theirs: Iterable[Any]) -> int:
-    ours, theirs = np.asarray(ours), np.asarray(theirs)
-    if len(ours) != len(theirs):
-        return abs(len(ours) - len(theirs))
-    return int((ours != theirs).sum())
+def _differences(ours: Sequence[Any], theirs: Sequence[Any]) -> int:
+    both = min(len(ours), len(theirs))
+    return int((np.asarray(ours[:both]) != np.asarray(theirs[:both])).sum()) + max(len(ours), len(theirs)) - both
 
 
 def _same(call: Call, reply: Received) -> bool:
