@@ -28,7 +28,7 @@ class Chaos:
 
     def run(self, end: float) -> None:
         """Make faults until `end`, by `time.monotonic`, at least one. All processes run when it returns."""
-        faults = [self._kill_recorder, self._restart_engine, self._kill_recorder, self._fill_disk]
+        faults = [self._kill_recorder, self._fill_disk, self._restart_engine]
         for fault in itertools.cycle(faults):
             fault()
             if time.monotonic() + PAUSE_SECONDS >= end:

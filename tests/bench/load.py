@@ -112,16 +112,17 @@ class Session:
     async def _turn(self) -> bool:
         """Get a reply and append it and the next message. Returns False when no attempt succeeded."""
         retries = 0
-        """Attempts in a row without headers, which is what SDKs count."""
+        """What SDKs count: repetitions of a request that got no headers."""
         for attempt in range(ATTEMPTS):
+            self._begun = False
             try:
                 answer = await self._attempt(retries)
             except (aiohttp.ClientError, TimeoutError, Failure) as error:
-                failure = error if isinstance(error, Failure) else Failure(f"{type(error).__name__}: {_where(error)}")
+                failure = error if isinstance(error, Failure) else Failure(type(error).__name__)
                 self._count(failure.kind)
                 if not failure.retryable:
                     break
-                retries = 0 if failure.kind.startswith(("hung up", "a stream", "error inside")) else retries + 1
+                retries = 0 if self._begun else retries + 1
                 pause = min(FIRST_PAUSE_SECONDS * 2**attempt, LONGEST_PAUSE_SECONDS)
                 await asyncio.sleep(max(failure.after, pause * self._rng.uniform(0.75, 1)))
                 continue
@@ -147,6 +148,7 @@ class Session:
                 after = float(response.headers.get("retry-after", 0))
                 retryable = response.status >= 500 or response.status in _RETRYABLE
                 raise Failure(f"status {response.status}", retryable=retryable, after=after)
+            self._begun = True
             if hang_up:
                 await self._hang_up(response)
             body = await response.read()
@@ -181,9 +183,3 @@ class Session:
     def _words(self, number: int) -> str:
         start = self._rng.randrange(len(_WORDS) - number)
         return " ".join(_WORDS[start : start + number])
-
-
-def _where(error: Exception) -> str:
-    """Return the reason of an error without the numbers of its connection."""
-    cause = getattr(error, "os_error", None) or error.__cause__
-    return str(getattr(cause, "strerror", None) or error).split(" [")[0][:60]

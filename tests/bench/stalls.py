@@ -128,7 +128,9 @@ async def _measure(load: _Streams | _Prompt, target: Target, samples: Path) -> d
         cpu, started = target.cpu_seconds(), time.monotonic()
         statuses = await load.run(target, window)
         cpu_share = (target.cpu_seconds() - cpu) / (time.monotonic() - started)
-    others = [seconds for ended, seconds in waits if window.start <= ended and ended - seconds <= window.end]
+    others = [
+        seconds for ended, seconds in waits if window.start <= ended and ended - seconds <= window.end + PAUSE_SECONDS
+    ]
     late = await _lateness(samples, window)
     return {
         "load": load.name,
@@ -155,8 +157,8 @@ async def _others(target: Target, waits: list[tuple[float, float]]) -> AsyncIter
 
     async def ask_again() -> None:
         while not over:
-            await ask()
             await asyncio.sleep(PAUSE_SECONDS)
+            await ask()
 
     async def ask() -> None:
         started = time.monotonic()
@@ -179,8 +181,9 @@ async def _lateness(samples: Path, window: Window) -> np.ndarray:
         written = samples.read_bytes() if samples.exists() else b""
         times, late = np.frombuffer(written[: len(written) // 16 * 16]).reshape(-1, 2).T
         if len(times) and times[-1] > window.end:
-            # a sample is about the time before it
-            return late[(times >= window.start) & (times - late <= window.end)]
+            # a sample is about the time since the one before
+            before = np.concatenate([[0.0], times[:-1]])
+            return late[(times >= window.start) & (before <= window.end)]
         await asyncio.sleep(0.1)
 
 
