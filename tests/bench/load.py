@@ -30,7 +30,7 @@ _WORDS = (ROOT / "tests/scripted_engine.py").read_text().split(" ")
 
 @dataclass(frozen=True)
 class Plan:
-    """What all clients need to know. Times are `time.monotonic`, which all processes share."""
+    """Facts that all clients need. Times are `time.time`, as those of the rows are."""
 
     proxies: list[str]
     ca: Path
@@ -50,14 +50,14 @@ class Received:
     calls: list[tuple[str, Any]]
     """Name and arguments of each tool call."""
     at: float
-    """When its last byte arrived."""
+    """When its last byte arrived, by `time.time`."""
     headers_seconds: float | None
     """From the request to the headers of a streamed reply."""
 
 
 @dataclass
 class Log:
-    """What the clients of some sessions saw."""
+    """Observations of the clients of some sessions."""
 
     replies: list[Received] = field(default_factory=list)
     errors: Counter[tuple[bool, str]] = field(default_factory=Counter)
@@ -104,7 +104,7 @@ class Session:
         await asyncio.sleep(self._rng.uniform(0, SPREAD_SECONDS))
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=120)
         async with aiohttp.ClientSession(timeout=timeout) as self._http:
-            while time.monotonic() < self._plan.end:
+            while time.time() < self._plan.end:
                 if not await self._turn():
                     return
                 await asyncio.sleep(self._rng.uniform(0, 1))
@@ -112,7 +112,7 @@ class Session:
     async def _turn(self) -> bool:
         """Get a reply and append it and the next message. Returns False when no attempt succeeded."""
         retries = 0
-        """What SDKs count: repetitions of a request that got no headers."""
+        """The count of SDKs: repetitions of a request that got no headers."""
         for attempt in range(ATTEMPTS):
             self._begun = False
             try:
@@ -160,7 +160,7 @@ class Session:
                 call_id=response.headers["x-request-id"],
                 text=answer.text,
                 calls=calls,
-                at=time.monotonic(),
+                at=time.time(),
                 headers_seconds=waited if streamed else None,
             )
         )
@@ -175,7 +175,7 @@ class Session:
         raise Failure("hung up on purpose")
 
     def _chaos(self) -> bool:
-        return time.monotonic() >= self._plan.chaos
+        return time.time() >= self._plan.chaos
 
     def _count(self, kind: str) -> None:
         self._log.errors[self._chaos(), kind] += 1

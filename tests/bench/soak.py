@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -60,19 +59,19 @@ def soak(
         for tap in taps:
             stack.enter_context(tap)
         pool = _start_clients(stack, clients)
-        start = time.monotonic()
+        start = time.time()
         plan = Plan([tap.proxy for tap in taps], taps[0].ca, start + seconds, start + seconds + chaos_seconds)
         playing = [pool.submit(play, plan, list(range(n, sessions, clients))) for n in range(clients)]
         before = _measure(taps)
-        time.sleep(max(0.0, plan.chaos - time.monotonic()))
-        after, chaos_at = _measure(taps), datetime.now(UTC)
+        time.sleep(max(0.0, plan.chaos - time.time()))
+        after = _measure(taps)
         faults = Chaos(taps, engine, disk)
         if chaos_seconds:
             faults.run(plan.end)
         logs = [future.result() for future in playing]
         log = Log([r for one in logs for r in one.replies], sum((one.errors for one in logs), Counter()))
         ended = _measure(taps)
-    verdicts = judge(run, Model(tokenizer, *LENGTHS), log.replies, chaos_at)
+    verdicts = judge(run, Model(tokenizer, *LENGTHS), log.replies, plan.chaos)
     phases = []
     for number, verdict in enumerate(verdicts[: 2 if chaos_seconds else 1]):
         costs = _costs(before, after, seconds, sessions) if number == 0 else {"log_lines": ended[2] - after[2]}

@@ -31,7 +31,7 @@ _names = itertools.count()
 
 @dataclass(frozen=True)
 class Loads:
-    """What the recorder is put under. `tokens` is the length of a stream when it is first measured."""
+    """Sizes of the loads. `tokens` is the length of a stream when it is first measured."""
 
     streams: int
     tokens: int
@@ -128,9 +128,8 @@ async def _measure(load: _Streams | _Prompt, target: Target, samples: Path) -> d
         cpu, started = target.cpu_seconds(), time.monotonic()
         statuses = await load.run(target, window)
         cpu_share = (target.cpu_seconds() - cpu) / (time.monotonic() - started)
-    others = [
-        seconds for ended, seconds in waits if window.start <= ended and ended - seconds <= window.end + PAUSE_SECONDS
-    ]
+    last = window.end + PAUSE_SECONDS  # a pause can cover a short window
+    others = [seconds for ended, seconds in waits if window.start <= ended and ended - seconds <= last]
     late = await _lateness(samples, window)
     return {
         "load": load.name,

@@ -1,5 +1,5 @@
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 
 import pytest
 
@@ -50,7 +50,7 @@ def verdict(model, tmp_path):
         for call in calls:
             with RunWriter(tmp_path) as writer:
                 writer.add_call(call)
-        before, after = judge(tmp_path, model, replies, START + timedelta(seconds=1))
+        before, after = judge(tmp_path, model, replies, START.timestamp() + 1)
         return {key: getattr(before, key) + getattr(after, key) for key in COUNTS}
 
     return verdict

@@ -5,7 +5,6 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +47,10 @@ class Verdict:
         return self.mismatches + self.missing + self.differing + self.doubles
 
 
-def judge(run: Path, model: Model, replies: list[Received], chaos: datetime) -> list[Verdict]:
-    """Return the verdict on the calls before `chaos` and on those from then on.
+def judge(run: Path, model: Model, replies: list[Received], chaos: float) -> list[Verdict]:
+    """Return the verdict on the calls before `chaos`, a `time.time`, and on those from then on.
 
-    A received reply counts with its call; one without a row counts after `chaos`.
+    A received reply counts with its call; one without a row counts by its end.
     """
     parts = [Verdict(), Verdict()]
     rows = Counter(row["call_id"] for row in read_rows(run, "calls"))
@@ -62,11 +61,12 @@ def judge(run: Path, model: Model, replies: list[Received], chaos: datetime) -> 
     if not twice:  # the reader refuses such a run
         for session in iter_sessions(run):
             for call in session.calls:
-                _judge(call, model, by_call.pop(call.call_id, []), parts[call.started_at >= chaos])
-    for call_id, unknown in by_call.items():
-        parts[1].received += len(unknown)
-        parts[1].doubles += call_id in twice
-        parts[1].missing += call_id not in rows
+                _judge(call, model, by_call.pop(call.call_id, []), parts[call.started_at.timestamp() >= chaos])
+    for call_id, left in by_call.items():
+        part = parts[left[0].at >= chaos]
+        part.received += len(left)
+        part.doubles += call_id in twice
+        part.missing += call_id not in rows
     return parts
 
 
