@@ -13,7 +13,10 @@ from pathlib import Path
 import aiohttp
 
 from tests.bench.engine import FIRST_PACED
+from tests.bench.processes import Mitmdump, cpu_seconds
 
+HOST = "https://api.openai.com"
+CHAT = "/v1/chat/completions"
 _TEXT = re.compile(rb'"content": ?"[^"]')
 _numbers = itertools.count(FIRST_PACED)
 
@@ -28,10 +31,14 @@ class Target:
     ca: Path | None = None
     pid: int | None = None
 
+    @classmethod
+    def of(cls, proxy: Mitmdump) -> "Target":
+        """Return a running proxy as a target."""
+        return cls(proxy.name, HOST + CHAT, proxy.proxy, proxy.ca, proxy.pid)
+
     def cpu_seconds(self) -> float:
         """Return the CPU seconds that the proxy has used, summed over its threads; 0 without a proxy."""
-        # the id of another process's CPU clock on Linux: `man clock_getcpuclockid`
-        return time.clock_gettime((~self.pid << 3) | 2) if self.pid is not None else 0.0
+        return cpu_seconds(self.pid) if self.pid is not None else 0.0
 
 
 @dataclass
@@ -68,7 +75,7 @@ class Client:
     async def turn(self) -> None:
         """Send the conversation and append the reply and the next message to it."""
         started = time.perf_counter()
-        async with self._post(self._body) as response:
+        async with self.post(self._body) as response:
             answer = await response.read()
         self._timings.requests.append(time.perf_counter() - started)
         assert response.status == 200, answer
@@ -78,7 +85,7 @@ class Client:
         """Send the conversation and read the streamed reply. The conversation is not changed."""
         number = next(_numbers)
         started = time.perf_counter()
-        async with self._post({**self._body, "stream": True, "max_tokens": number}) as response:
+        async with self.post({**self._body, "stream": True, "max_tokens": number}) as response:
             self._timings.headers.append(time.perf_counter() - started)
             received = b""
             async for data in response.content.iter_any():
@@ -88,7 +95,8 @@ class Client:
         self._timings.requests.append(time.perf_counter() - started)
         assert received.endswith(b"data: [DONE]\n\n"), received[-500:]
 
-    def _post(self, body: dict):
+    def post(self, body: dict):
+        """Return the exchange of a request, a context manager."""
         data = json.dumps(body).encode()
         headers = {"content-type": "application/json", "authorization": "Bearer x"}
         return self._session.post(self._target.url, data=data, headers=headers, **self._options)

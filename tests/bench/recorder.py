@@ -6,18 +6,16 @@ Every part runs in its own process. A connection is a session whose conversation
 recorder knows the prefix of every measured request. CPU is that of the proxy process, summed over its threads: per
 request, and for streamed replies per token that the engine sent. Headers and first delta are medians. The first delta
 is measured from the engine's write of the first token.
+
+A last table has the loads that can stall a proxy, see `tests/bench/stalls.py`.
 """
 
 import asyncio
 import json
-import os
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import aiohttp
@@ -26,12 +24,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from tests.bench.client import Target, Timings, play
-
-ROOT = Path(__file__).resolve().parents[2]
-MITMDUMP = Path(sys.executable).with_name("mitmdump")
-HOST = "https://api.openai.com"
-CHAT = "/v1/chat/completions"
+from tests.bench.client import CHAT, Target, Timings, play
+from tests.bench.processes import RECORDER, ROOT, Engine, Mitmdump
+from tests.bench.stalls import Loads, measure
 
 REQUEST_BYTES = 50_000
 SHORT_REPLY = 32
@@ -40,45 +35,11 @@ TURNS = 20
 """Number of measured turns of a session."""
 
 
-@contextmanager
-def _engine(folder: Path, words: dict[str, int], stop_id: int, *, chunks: int, pace: float) -> Iterator[str]:
-    """Run an engine and yield its URL. Its replies consist of `words`, a map of words to token ids."""
+def _replies(words: dict[str, int], stop_id: int, *, chunks: int, pace: float) -> dict:
+    """Return the settings of the engine. Its replies consist of `words`, a map of words to token ids."""
     spoken = list(words) * (max(chunks, SHORT_REPLY) // len(words) + 1)
     settings = {"words": spoken[:chunks], "token_ids": [words[word] for word in spoken[:chunks]]}
-    replies = folder / "replies.json"
-    replies.write_text(json.dumps({**settings, "stop_id": stop_id, "short": SHORT_REPLY, "pace": pace}))
-    command = [sys.executable, "-m", "tests.bench.engine", replies]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        assert process.stdout is not None
-        try:
-            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
-        finally:
-            process.terminate()
-
-
-@contextmanager
-def _proxy(name: str, folder: Path, script: Path, settings: dict[str, object]) -> Iterator[Target]:
-    """Run mitmdump with `script` and yield it as a target. The script announces its address as the recorder does."""
-    confdir, log = folder / f"{name}-conf", folder / f"{name}.log"
-    command: list[object] = [MITMDUMP, "-s", script, "--listen-host", "127.0.0.1", "--listen-port", "0"]
-    ready, told = os.pipe()
-    for key, value in {"confdir": confdir, "rolltap_ready": f"/dev/fd/{told}", **settings}.items():
-        command += ["--set", f"{key}={value}"]
-    env = {"PYTHONUNBUFFERED": "1", "PATH": ""}
-    with (
-        log.open("w") as output,
-        subprocess.Popen(command, stdout=output, stderr=output, env=env, pass_fds=[told]) as process,
-    ):
-        os.close(told)
-        with open(ready) as pipe:
-            line = pipe.readline()
-        if not line:
-            raise click.ClickException(f"mitmdump ended:\n{log.read_text()}")
-        proxy = "http://{host}:{port}".format(**json.loads(line))
-        try:
-            yield Target(name, HOST + CHAT, proxy, confdir / "mitmproxy-ca-cert.pem", process.pid)
-        finally:
-            process.terminate()
+    return {**settings, "stop_id": stop_id, "short": SHORT_REPLY, "pace": pace}
 
 
 def _opening(words: dict[str, int]) -> dict:
@@ -180,38 +141,90 @@ def _table(reply: str, rows: list[dict]) -> Table:
     return table
 
 
+_STALL_COLUMNS = {
+    "target": "target",
+    "status": "status",
+    "seconds": "s",
+    "cpu_percent": "CPU %",
+    "lag_p50_ms": "lag ms",
+    "lag_p99_ms": "p99",
+    "lag_max_ms": "worst",
+    "others": "others",
+    "others_p50_ms": "wait ms",
+    "others_max_ms": "worst",
+}
+
+
+def _stall_table(load: str, rows: list[dict]) -> Table:
+    table = Table(title=f"under load: {load}")
+    for key, title in _STALL_COLUMNS.items():
+        table.add_column(title, justify="right", no_wrap=key == "target")
+    for row in rows:
+        cells = (row[key] for key in _STALL_COLUMNS)
+        table.add_row(*(f"{cell:.1f}" if isinstance(cell, float) else str(cell) for cell in cells))
+    return table
+
+
 @click.command(help="Measure the recorder beside a bare mitmdump redirect and a direct call to the same engine.")
-@click.option("--connections", type=int, multiple=True, default=(1, 16, 64), show_default=True)
+@click.option("--connections", type=int, multiple=True, default=(1, 16, 64), show_default=True, help="0 for no costs.")
 @click.option("--requests", default=640, show_default=True, help="Measured requests a row, replies at once.")
 @click.option("--chunks", default=200, show_default=True, help="Tokens of a streamed reply.")
 @click.option("--pace", default=0.01, show_default=True, help="Seconds between two streamed tokens.")
+@click.option("--streams", default=64, show_default=True, help="Long streams that are open at once; 0 for no loads.")
+@click.option("--stream-tokens", default=16_000, show_default=True, help="Their tokens when first measured.")
+@click.option("--stream-seconds", default=60, show_default=True, help="Time in which they grow.")
+@click.option("--prompt-mb", default=8.0, show_default=True, help="Size of the large prompt.")
 @click.option("--model", default=ROOT / "runs/quickstart/model", type=click.Path(path_type=Path), show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
-def main(connections: tuple[int, ...], requests: int, chunks: int, pace: float, model: Path, as_json: bool) -> None:
+def main(
+    connections: tuple[int, ...],
+    requests: int,
+    chunks: int,
+    pace: float,
+    streams: int,
+    stream_tokens: int,
+    stream_seconds: int,
+    prompt_mb: float,
+    model: Path,
+    as_json: bool,
+) -> None:
     if not model.is_dir():
         raise click.ClickException(f"{model} is missing: make it with recipes/quickstart/make_model.py {model}")
+    with tempfile.TemporaryDirectory() as folder:
+        costs = _costs(Path(folder), model, connections, requests, chunks, pace) if connections != (0,) else []
+        loads = Loads(streams, stream_tokens, stream_seconds, prompt_mb)
+        stalls = measure(Path(folder), model, loads) if streams else []
+    if as_json:
+        return click.echo(json.dumps({"costs": costs, "stalls": stalls}, indent=2))
+    for reply in ("at once", "streamed") if costs else ():
+        Console().print(_table(reply, [row for row in costs if row["reply"] == reply]))
+    for load in dict.fromkeys(row["load"] for row in stalls):
+        Console().print(_stall_table(load, [row for row in stalls if row["load"] == load]))
+
+
+def _costs(
+    folder: Path, model: Path, connections: tuple[int, ...], requests: int, chunks: int, pace: float
+) -> list[dict]:
+    """Return the rows of the tables of cost."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     # words of one token each give as many bytes per token as a large vocabulary
     words = {" " + t[1:]: i for t, i in tokenizer.get_vocab().items() if re.fullmatch("Ġ[a-z]{3,}", t)}
     opening = _opening(words)
     rows = []
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        engine = stack.enter_context(_engine(folder, words, tokenizer.eos_token_id, chunks=chunks, pace=pace))
-        bare = _proxy("bare redirect", folder, Path(__file__).with_name("redirect.py"), {"bench_engine": engine})
-        settings = {"rolltap_out": folder / "run", "rolltap_engine": engine, "rolltap_model": model}
-        recorder = _proxy("recorder", folder, ROOT / "addons" / "record.py", settings)
-        targets = [Target("direct", engine + CHAT), stack.enter_context(bare), stack.enter_context(recorder)]
+        settings = _replies(words, tokenizer.eos_token_id, chunks=chunks, pace=pace)
+        engine = stack.enter_context(Engine("engine", folder, settings)).url
+        redirect = Path(__file__).with_name("redirect.py")
+        bare = stack.enter_context(Mitmdump("bare redirect", folder, [redirect], {"bench_engine": engine}))
+        options = {"rolltap_out": folder / "run", "rolltap_engine": engine, "rolltap_model": model}
+        recorder = stack.enter_context(Mitmdump("recorder", folder, [RECORDER], options))
+        targets = [Target("direct", engine + CHAT), Target.of(bare), Target.of(recorder)]
         for number in connections:
             rows += [_plain(target, opening, number, requests) for target in targets]
         for number in connections:
             rows += [_streamed(target, engine, opening, number, chunks, pace) for target in targets]
     _add_ratios(rows)
-    if as_json:
-        click.echo(json.dumps(rows, indent=2))
-    else:
-        for reply in ("at once", "streamed"):
-            Console().print(_table(reply, [row for row in rows if row["reply"] == reply]))
+    return rows
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.bench.recorder import ROOT
+from tests.bench.processes import ROOT
 
 
 def measured(benchmark, *options):
@@ -15,7 +15,7 @@ def measured(benchmark, *options):
 
 def test_every_case_of_every_target_is_measured(tokenizer_folder):
     few = ["--connections", "1", "--connections", "2", "--requests", "2", "--chunks", "3", "--pace", "0.001"]
-    rows = measured("recorder", "--model", tokenizer_folder, *few)
+    rows = measured("recorder", "--model", tokenizer_folder, "--streams", 0, *few)["costs"]
     assert [(row["reply"], row["connections"], row["target"]) for row in rows] == [
         (reply, connections, target)
         for reply in ("at once", "streamed")
@@ -24,6 +24,31 @@ def test_every_case_of_every_target_is_measured(tokenizer_folder):
     ]
     for row in rows:
         assert all(value > 0 for value in row.values() if not isinstance(value, str | None)), row
+
+
+def test_the_lag_of_the_loop_and_the_wait_of_others_are_measured_under_each_load(tokenizer_folder):
+    small = ["--streams", 2, "--stream-tokens", 300, "--stream-seconds", 3, "--prompt-mb", 0.05]
+    rows = measured("recorder", "--model", tokenizer_folder, "--connections", 0, *small)["stalls"]
+    assert [(row["target"], row["load"]) for row in rows] == [
+        (target, load)
+        for target in ("bare redirect", "recorder")
+        for load in ("2 streams of 300 tokens", "a prompt of 0.05 MB")
+    ]
+    for row in rows:
+        assert row["status"] == "200"
+        assert all(value > 0 for value in row.values() if not isinstance(value, str)), row
+
+
+def test_a_soak_compares_every_token_across_the_kill_of_a_recorder(tokenizer_folder):
+    options = ["--sessions", 8, "--seconds", 3, "--chaos-seconds", 1]
+    result = measured("soak", "--model", tokenizer_folder, *options)
+    phases = result["phases"]
+    assert result["wrong"] == 0
+    assert result["faults"] == {"kill -9 of a recorder": 1}
+    assert sum(phase["received"] for phase in phases) >= 8
+    assert sum(phase["tokens"] for phase in phases) > 8 * 40
+    # every session, and therefore every API, went on after the kill
+    assert all("a turn without a reply" not in phase["errors"] for phase in phases)
 
 
 def test_prompts_are_measured_at_every_length(tokenizer_folder):

@@ -1,0 +1,185 @@
+"""The load of the soak: sessions whose conversations grow, each with a client that repeats requests as SDKs do."""
+
+import asyncio
+import json
+import random
+import ssl
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from tests.bench.processes import ROOT
+from tests.bench.wire import APIS, Failure
+
+ATTEMPTS = 12
+"""Attempts of a turn. SDKs make 3, and harnesses repeat those."""
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 8.0
+"""Bounds of the pause before another attempt. They are those of the OpenAI and Anthropic SDKs."""
+SPREAD_SECONDS = 3.0
+"""Time over which the sessions begin."""
+HANG_UPS = 0.15
+"""Share of streamed attempts that the client ends by closing the connection, during chaos."""
+_RETRYABLE = {408, 409, 429}
+_WORDS = (ROOT / "tests/scripted_engine.py").read_text().split(" ")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Facts that all clients need. Times are `time.time`, as those of the rows are."""
+
+    proxies: list[str]
+    ca: Path
+    chaos: float
+    """When chaos begins."""
+    end: float
+    """When no more turns begin."""
+
+
+@dataclass
+class Received:
+    """A whole reply as a client received it."""
+
+    session_id: str
+    call_id: str
+    text: str
+    calls: list[tuple[str, Any]]
+    """Name and arguments of each tool call."""
+    at: float
+    """When its last byte arrived, by `time.time`."""
+    headers_seconds: float | None
+    """From the request to the headers of a streamed reply."""
+
+
+@dataclass
+class Log:
+    """Observations of the clients of some sessions."""
+
+    replies: list[Received] = field(default_factory=list)
+    errors: Counter[tuple[bool, str]] = field(default_factory=Counter)
+    """(during chaos, kind of error) -> attempts that ended so."""
+
+
+def meet(barrier: Barrier) -> None:
+    """Wait for the other processes: the plan is made when all have started."""
+    barrier.wait()
+
+
+def play(plan: Plan, numbers: list[int]) -> Log:
+    """Play the sessions of these numbers in this process."""
+    log = Log()
+    asyncio.run(_play(plan, numbers, log))
+    return log
+
+
+async def _play(plan: Plan, numbers: list[int], log: Log) -> None:
+    context = ssl.create_default_context(cafile=plan.ca)
+    await asyncio.gather(*(Session(plan, number, context, log).play() for number in numbers))
+
+
+class Session:
+    """One session. Its number decides its API, its proxy, and whether its replies are streamed."""
+
+    def __init__(self, plan: Plan, number: int, context: ssl.SSLContext, log: Log) -> None:
+        self._plan, self._log = plan, log
+        self._id = f"soak-{number:05}"
+        self._api = APIS[number % len(APIS)]
+        self._streamed = number // len(APIS) % 2 == 0
+        self._rng = random.Random(number)
+        # the sessions of a recorder have all APIs, so not by the number's remainder
+        proxy = self._rng.choice(plan.proxies)
+        self._options: dict[str, Any] = {
+            "proxy": proxy,
+            "proxy_auth": aiohttp.BasicAuth(self._id, "x"),
+            "ssl": context,
+        }
+        self._items = self._api.said(f"Fix the program of session {self._id}. {self._words(300)}")
+
+    async def play(self) -> None:
+        """Take turns until the end of the plan, or until a turn failed for good."""
+        await asyncio.sleep(self._rng.uniform(0, SPREAD_SECONDS))
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=120)
+        async with aiohttp.ClientSession(timeout=timeout) as self._http:
+            while time.time() < self._plan.end:
+                if not await self._turn():
+                    return
+                await asyncio.sleep(self._rng.uniform(0, 1))
+
+    async def _turn(self) -> bool:
+        """Get a reply and append it and the next message. Returns False when no attempt succeeded."""
+        retries = 0
+        """The count of SDKs: repetitions of a request that got no headers."""
+        for attempt in range(ATTEMPTS):
+            self._begun = False
+            try:
+                answer = await self._attempt(retries)
+            except (aiohttp.ClientError, TimeoutError, Failure) as error:
+                failure = error if isinstance(error, Failure) else Failure(type(error).__name__)
+                self._count(failure.kind)
+                if not failure.retryable:
+                    break
+                retries = 0 if self._begun else retries + 1
+                pause = min(FIRST_PAUSE_SECONDS * 2**attempt, LONGEST_PAUSE_SECONDS)
+                await asyncio.sleep(max(failure.after, pause * self._rng.uniform(0.75, 1)))
+                continue
+            text = self._words(self._rng.randint(10, 150))
+            self._items = [*self._items, *answer.items]
+            self._items += self._api.results(answer, text) if answer.calls else self._api.said(text)
+            return True
+        self._count("a turn without a reply")
+        return False
+
+    async def _attempt(self, retries: int):
+        api, streamed = self._api, self._streamed
+        data = json.dumps(api.body(self._items, streamed)).encode()
+        headers = {"content-type": "application/json", "authorization": "Bearer x", **api.headers}
+        if api.name in ("openai-chat", "anthropic", "openai-responses"):
+            headers["x-stainless-retry-count"] = str(retries)
+        hang_up = streamed and self._chaos() and self._rng.random() < HANG_UPS
+        started = time.monotonic()
+        async with self._http.post(api.url(streamed), data=data, headers=headers, **self._options) as response:
+            waited = time.monotonic() - started
+            if response.status != 200:
+                await response.read()
+                after = float(response.headers.get("retry-after", 0))
+                retryable = response.status >= 500 or response.status in _RETRYABLE
+                raise Failure(f"status {response.status}", retryable=retryable, after=after)
+            self._begun = True
+            if hang_up:
+                await self._hang_up(response)
+            body = await response.read()
+        answer = api.read(body, streamed)
+        calls = [(name, arguments) for _, name, arguments in answer.calls]
+        self._log.replies.append(
+            Received(
+                session_id=self._id,
+                call_id=response.headers["x-request-id"],
+                text=answer.text,
+                calls=calls,
+                at=time.time(),
+                headers_seconds=waited if streamed else None,
+            )
+        )
+        return answer
+
+    async def _hang_up(self, response: aiohttp.ClientResponse) -> None:
+        """Close the connection in the middle of the stream. Does nothing when the stream ends before."""
+        for _ in range(self._rng.randint(1, 10)):
+            if not await response.content.readany():
+                raise Failure("a stream without an end")
+        response.close()
+        raise Failure("hung up on purpose")
+
+    def _chaos(self) -> bool:
+        return time.time() >= self._plan.chaos
+
+    def _count(self, kind: str) -> None:
+        self._log.errors[self._chaos(), kind] += 1
+
+    def _words(self, number: int) -> str:
+        start = self._rng.randrange(len(_WORDS) - number)
+        return " ".join(_WORDS[start : start + number])

@@ -1,0 +1,137 @@
+"""The processes of a bench: mitmdump with its scripts, and engines. They can be killed and started again."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Self
+
+import click
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORDER = ROOT / "addons" / "record.py"
+MITMDUMP = Path(sys.executable).with_name("mitmdump")
+_STOP_SECONDS = 30
+
+
+class Child:
+    """A process that prints or announces its port. A context manager. It keeps the port when it is started again."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.process: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        """Start the process. Returns when it serves. Raises `ClickException` when it ends before."""
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        """Kill the process as `kill -9` does."""
+        assert self.process is not None
+        self.process.kill()
+        self._wait()
+
+    def _wait(self) -> None:
+        assert self.process is not None
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        self.process.wait()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.process is not None
+        self.process.terminate()
+        try:
+            self.process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        self._wait()
+
+
+class Engine(Child):
+    """`python -m MODULE SETTINGS [PORT]`, which prints its port."""
+
+    def __init__(self, module: str, folder: Path, settings: dict[str, Any]) -> None:
+        super().__init__()
+        path = folder / f"{module}.json"
+        path.write_text(json.dumps(settings))
+        self._command = [sys.executable, "-m", f"tests.bench.{module}", path]
+
+    @property
+    def url(self) -> str:
+        """The base URL."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start the process. Returns when it serves. Raises `ClickException` when it ends before."""
+        command = [*self._command, str(self.port)] if self.port else self._command
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise click.ClickException(f"the engine ended: {self.process.wait()}")
+        self.port = int(line)
+
+
+class Mitmdump(Child):
+    """mitmdump with `scripts`, one of which announces its address as the recorder does. Logs to `folder/NAME.log`."""
+
+    def __init__(self, name: str, folder: Path, scripts: list[Path], settings: dict[str, object]) -> None:
+        super().__init__()
+        self.name = name
+        self.log = folder / f"{name}.log"
+        self._confdir = folder / "conf"
+        self._command: list[object] = [MITMDUMP, "--listen-host", "127.0.0.1"]
+        for script in scripts:
+            self._command += ["-s", script]
+        for key, value in {"confdir": self._confdir, **settings}.items():
+            self._command += ["--set", f"{key}={value}"]
+
+    @property
+    def ca(self) -> Path:
+        """The certificate that clients trust."""
+        return self._confdir / "mitmproxy-ca-cert.pem"
+
+    @property
+    def proxy(self) -> str:
+        """The URL of the proxy."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """The id of the process."""
+        assert self.process is not None
+        return self.process.pid
+
+    def start(self) -> None:
+        """Start the process. Returns when it serves. Raises `ClickException` when it ends before."""
+        ready, told = os.pipe()
+        command = [*self._command, "--listen-port", self.port, "--set", f"rolltap_ready=/dev/fd/{told}"]
+        env = {"PYTHONUNBUFFERED": "1", "PATH": "", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+        with self.log.open("a") as output:
+            self.process = subprocess.Popen(
+                list(map(str, command)), stdout=output, stderr=output, env=env, pass_fds=[told]
+            )
+        os.close(told)
+        with open(ready) as pipe:
+            line = pipe.readline()
+        if not line:
+            raise click.ClickException(f"mitmdump ended:\n{self.log.read_text()}")
+        self.port = json.loads(line)["port"]
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU seconds that a process has used, summed over its threads."""
+    # the id of another process's CPU clock on Linux: `man clock_getcpuclockid`
+    return time.clock_gettime((~pid << 3) | 2)
+
+
+def resident_mb(pid: int) -> float:
+    """Return the memory of a process in MB, without mapped files."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return next(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("RssAnon"))

@@ -1,0 +1,204 @@
+"""Loads that can stall the recorder: long streams, and a prompt of megabytes. How late is its loop, and who waits?
+
+While a load lasts, another session sends small requests, one after the other with a pause. Their replies are immediate,
+so their times are those of the proxy. The lateness of the loop is measured inside the proxy (`tests/bench/lag.py`).
+"""
+
+import asyncio
+import itertools
+import sysconfig
+import time
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import numpy as np
+
+from tests.bench.client import Client, Target, Timings
+from tests.bench.processes import RECORDER, Engine, Mitmdump
+
+PER_SECOND = 30
+"""Tokens per second of a stream."""
+SMALL_TOKENS = 32
+PAUSE_SECONDS = 0.05
+_BYTES_PER_TOKEN = 2
+"""A stream that has received so many bytes for each of its first tokens has received them all but a tool call. Words
+have more."""
+_names = itertools.count()
+
+
+@dataclass(frozen=True)
+class Loads:
+    """Sizes of the loads. `tokens` is the length of a stream when it is first measured."""
+
+    streams: int
+    tokens: int
+    seconds: int
+    megabytes: float
+
+
+@dataclass
+class Window:
+    """The time in which a load is measured, by `time.monotonic`."""
+
+    start: float = 0.0
+    end: float = 0.0
+
+
+def measure(folder: Path, tokenizer: Path, loads: Loads) -> list[dict]:
+    """Return a row of the table for each load and proxy."""
+    length = loads.tokens + PER_SECOND * loads.seconds
+    settings = {"tokenizer": str(tokenizer), "lengths": [length, length], "burst": loads.tokens, "pace": 1 / PER_SECOND}
+    rows = []
+    with ExitStack() as stack:
+        engine = stack.enter_context(Engine("model_engine", folder, settings))
+        for name, scripts, options in (
+            ("bare redirect", [Path(__file__).with_name("redirect.py")], {"bench_engine": engine.url}),
+            (
+                "recorder",
+                [RECORDER],
+                {"rolltap_out": folder / "stalls", "rolltap_engine": engine.url, "rolltap_model": tokenizer},
+            ),
+        ):
+            samples = folder / f"{name}.lag"
+            scripts = [*scripts, Path(__file__).with_name("lag.py")]
+            with Mitmdump(name, folder, scripts, {**options, "bench_lag": samples}) as proxy:
+                target = Target.of(proxy)
+                for load in (_Streams(loads, length), _Prompt(loads)):
+                    rows.append(asyncio.run(_measure(load, target, samples)))
+    return rows
+
+
+class _Streams:
+    """Streams that are long already, and grow at the pace of a large model."""
+
+    def __init__(self, loads: Loads, length: int) -> None:
+        self._loads, self._length = loads, length
+        self.name = f"{loads.streams} streams of {loads.tokens:,} tokens"
+
+    async def run(self, target: Target, window: Window) -> set[int]:
+        """Play the load and set the window: from the last stream's first tokens to the end of the first stream."""
+        long = [asyncio.Event() for _ in range(self._loads.streams)]
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._stream(target, event)) for event in long]
+            await asyncio.gather(*(event.wait() for event in long))
+            window.start = time.monotonic()
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            window.end = time.monotonic()
+        if window.end - window.start < self._loads.seconds / 4:
+            raise click.ClickException(f"{target.name}: streams ended before all had begun: give more --stream-seconds")
+        return {task.result() for task in tasks}
+
+    async def _stream(self, target: Target, long: asyncio.Event) -> int:
+        body = {**_small(), "max_tokens": self._length, "stream": True}
+        received = b""
+        async with _client(target) as client, client.post(body) as response:
+            async for data in response.content.iter_any():
+                received += data
+                if len(received) >= _BYTES_PER_TOKEN * self._loads.tokens:
+                    long.set()
+        assert received.endswith(b"data: [DONE]\n\n"), received[-500:]
+        return response.status
+
+
+class _Prompt:
+    """One message of megabytes."""
+
+    def __init__(self, loads: Loads) -> None:
+        self._bytes = int(loads.megabytes * 1e6)
+        self.name = f"a prompt of {loads.megabytes:g} MB"
+
+    async def run(self, target: Target, window: Window) -> set[int]:
+        """Play the load and set the window."""
+        body = _small(_source_text(self._bytes))
+        async with _client(target) as client:
+            window.start = time.monotonic()
+            async with client.post(body) as response:
+                await response.read()
+            window.end = time.monotonic()
+        return {response.status}
+
+
+async def _measure(load: _Streams | _Prompt, target: Target, samples: Path) -> dict:
+    waits: list[tuple[float, float]] = []
+    window = Window()
+    async with _others(target, waits):
+        cpu, started = target.cpu_seconds(), time.monotonic()
+        statuses = await load.run(target, window)
+        cpu_share = (target.cpu_seconds() - cpu) / (time.monotonic() - started)
+    last = window.end + PAUSE_SECONDS  # a pause can cover a short window
+    others = [seconds for ended, seconds in waits if window.start <= ended and ended - seconds <= last]
+    late = await _lateness(samples, window)
+    return {
+        "load": load.name,
+        "target": target.name,
+        "status": ", ".join(map(str, sorted(statuses))),
+        "seconds": window.end - window.start,
+        "cpu_percent": 100 * cpu_share,
+        "lag_p50_ms": 1e3 * float(np.median(late)),
+        "lag_p99_ms": 1e3 * float(np.percentile(late, 99)),
+        "lag_max_ms": 1e3 * float(late.max()),
+        "others": len(others),
+        "others_p50_ms": 1e3 * float(np.median(others)),
+        "others_max_ms": 1e3 * max(others),
+    }
+
+
+@asynccontextmanager
+async def _others(target: Target, waits: list[tuple[float, float]]) -> AsyncIterator[None]:
+    """Send small requests for the duration of the block, and append the end and the seconds of each to `waits`.
+
+    The first one is answered before the block begins, the last one after it has ended.
+    """
+    over = False
+
+    async def ask_again() -> None:
+        while not over:
+            await asyncio.sleep(PAUSE_SECONDS)
+            await ask()
+
+    async def ask() -> None:
+        started = time.monotonic()
+        async with client.post(_small()) as response:
+            answer = await response.read()
+        assert response.status == 200, answer
+        waits.append((time.monotonic(), time.monotonic() - started))
+
+    async with _client(target) as client:
+        await ask()
+        task = asyncio.create_task(ask_again())
+        yield
+        over = True
+        await task
+
+
+async def _lateness(samples: Path, window: Window) -> np.ndarray:
+    """Return the seconds by which the loop was late in the window. The proxy writes its samples in blocks: waits."""
+    while True:
+        written = samples.read_bytes() if samples.exists() else b""
+        times, late = np.frombuffer(written[: len(written) // 16 * 16]).reshape(-1, 2).T
+        if len(times) and times[-1] > window.end:
+            # a sample is about the time since the one before
+            before = np.concatenate([[0.0], times[:-1]])
+            return late[(times >= window.start) & (before <= window.end)]
+        await asyncio.sleep(0.1)
+
+
+def _client(target: Target) -> Client:
+    return Client(target, f"stalls-{next(_names)}", {"messages": []}, Timings())
+
+
+def _small(text: str = "Go on.") -> dict:
+    return {"model": "bench", "max_tokens": SMALL_TOKENS, "messages": [{"role": "user", "content": text}]}
+
+
+def _source_text(length: int) -> str:
+    """Return a text of the standard library's sources."""
+    text = ""
+    for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
+        text += path.read_text(encoding="ascii", errors="ignore")
+        if len(text) >= length:
+            break
+    return text[:length]
