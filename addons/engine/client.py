@@ -6,9 +6,9 @@ Uses vLLM's streaming `POST /inference/v1/generate` (vLLM 0.32 and newer, starte
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 
@@ -16,8 +16,6 @@ from rolltap.addons.engine.events import Chunk, decode, encode, events
 from rolltap.addons.engine.key import authorization, key_refused
 from rolltap.addons.engine.waiting import Shared
 from rolltap.addons.errors import EngineError
-
-T = TypeVar("T")
 
 GENERATE = "/inference/v1/generate"
 CONNECT_SECONDS = 10.0
@@ -28,7 +26,7 @@ SILENCE_SECONDS = 10.0
 is no limit on a generation: its prefill may be long, or it may queue behind a weight update."""
 HEALTH_SECONDS = 5.0
 """Time limit of one such question. It is asked twice, because the recorder itself may have stood still meanwhile: an
-engine that says nothing is found out after 20 s."""
+engine that says nothing is found out after 20 to 30 s."""
 STREAM_INTERVAL = 8
 """Tokens of an event of the engine, after the first token. An event costs the recorder as much as its tokens do."""
 KEEP_ALIVE_SECONDS = 4.0
@@ -139,15 +137,19 @@ class Engine:
             body["model"] = model
         finished = False
         try:
-            async with await self._heard(self._post(body)) as response:
+            async with await self._headers(body) as response:
                 if response.status != 200:
                     raise await self._refusal(response)
-                async for data in events(self._received(response)):
-                    if data == b"[DONE]":
-                        break
-                    chunk = decode(self.url, data)
-                    finished = finished or chunk.finish_reason is not None
-                    yield chunk
+                watch = asyncio.create_task(self._watch(response.content))
+                try:
+                    async for data in events(response.content.iter_any()):
+                        if data == b"[DONE]":
+                            break
+                        chunk = decode(self.url, data)
+                        finished = finished or chunk.finish_reason is not None
+                        yield chunk
+                finally:
+                    watch.cancel()
                 async with asyncio.timeout(END_SECONDS):
                     await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -167,36 +169,38 @@ class Engine:
             # uvicorn closes a keep-alive connection after an internal error; no token has arrived, so retry once
             return await self._session.post(self.url + GENERATE, data=data, headers=headers, allow_redirects=False)
 
-    async def _received(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-        """Yield the bytes of a response as they arrive."""
-        while data := await self._heard(response.content.readany()):
-            yield data
-
-    async def _heard(self, answer: Awaitable[T]) -> T:
-        """Return what the engine says. Raises `EngineError` when it is silent and not healthy."""
-        checks: list[asyncio.Task[None]] = []
+    async def _headers(self, body: dict[str, Any]) -> aiohttp.ClientResponse:
+        """Send a generation. Return the response once its headers are there. Raises `EngineError` as `_watch` does."""
         try:
             async with asyncio.timeout(None) as limit:
-                start = asyncio.get_running_loop().call_later
-                silence = start(SILENCE_SECONDS, lambda: checks.append(asyncio.create_task(self._check(limit))))
+                watch = asyncio.create_task(self._expire(limit))
                 try:
-                    return await answer
+                    return await self._post(body)
                 finally:
-                    silence.cancel()
-                    for check in checks:
-                        check.cancel()
+                    watch.cancel()
         except TimeoutError:
             if not limit.expired():
                 raise
-            message = f"the engine at {self.url} says nothing: neither a token nor an answer to /health"
-            raise EngineError(message, retryable=True) from None
+            raise self._silent() from None
 
-    async def _check(self, limit: asyncio.Timeout) -> None:
-        """Let `limit` expire when the engine is not healthy."""
+    async def _expire(self, limit: asyncio.Timeout) -> None:
+        """Let `limit` expire once the engine is not healthy."""
         while True:
+            await asyncio.sleep(SILENCE_SECONDS)
             if not await self.healthy():
                 return limit.reschedule(asyncio.get_running_loop().time())
+
+    async def _watch(self, content: aiohttp.StreamReader) -> None:
+        """Make the reader of `content` raise `EngineError` once nothing arrives and the engine is not healthy."""
+        while True:
+            seen = content.total_bytes
             await asyncio.sleep(SILENCE_SECONDS)
+            if content.total_bytes == seen and not await self.healthy() and content.total_bytes == seen:
+                return content.set_exception(self._silent())
+
+    def _silent(self) -> EngineError:
+        message = f"the engine at {self.url} says nothing: neither a token nor an answer to /health"
+        return EngineError(message, retryable=True)
 
     async def _refusal(self, response: aiohttp.ClientResponse) -> EngineError:
         async with asyncio.timeout(LOOKUP_SECONDS):

@@ -69,7 +69,11 @@ class EngineAdmin:
 
     def require_key(self) -> None:
         """Raise `EngineError` when the engine answers requests without a key."""
-        if httpx.get(f"{self.url}/version", timeout=_GET_SECONDS, trust_env=False).status_code != 401:
+        try:
+            status = httpx.get(f"{self.url}/version", timeout=_GET_SECONDS, trust_env=False).status_code
+        except httpx.HTTPError as error:
+            raise EngineError(f"GET {self.url}/version: no engine answers ({error!r}); see its log") from error
+        if status != 401:
             raise EngineError(
                 f"vLLM at {self.url} answers without its key: it ignores --middleware (VLLM_USE_RUST_FRONTEND does)"
             )

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import socket
 
 import httpx
 import pytest
@@ -117,6 +118,13 @@ async def test_one_connection_carries_generations_one_after_the_other(scripted_e
     await generate(client)
     await generate(client)
     assert len(scripted_engine.peers) == 1
+
+
+def test_a_connection_is_probed_while_nothing_is_sent_on_it():
+    """An engine whose machine is gone closes no connection."""
+    with module._socket_with_probes((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 9))) as opened:
+        assert opened.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
 
 
 class TestKey:
