@@ -80,7 +80,7 @@ class TestReply:
         prompts = [request["token_ids"] for request in scripted_engine.requests]
         assert prompts[1][: len(prompts[0]) + len(one["completion_ids"])] == prompts[0] + one["completion_ids"]
         assert two["prompt_tail_ids"] == prompts[1][len(prompts[0]) + len(one["completion_ids"]) :]
-        assert json.loads(two["messages"]) == [result]
+        assert json.loads(two["messages"]) == [{**result, "name": "bash"}]
         assert two["tools"] is None
 
     async def test_sessions_do_not_continue_each_other(self, harness, scripted_engine):

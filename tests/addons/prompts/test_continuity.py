@@ -110,7 +110,7 @@ class TestKind:
         prompt = session.prompt([user("Hi"), echo(reply), result(reply)])
         assert (prompt.kind, prompt.reason, prompt.parent.call_id) == ("bridged", None, "0")
         assert prompt.ids[: prompt.prefix_length] == session.token_ids(0)
-        assert prompt.new_messages == [result(reply)]
+        assert prompt.new_messages == [{**result(reply), "name": "look"}]
 
     @pytest.mark.parametrize(
         "echo",
