@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects.recordable import described, recordable, recordable_tools
@@ -98,6 +98,7 @@ anything = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(["type", "url", "tool_names", "x"]), anything))
+@settings(max_examples=300, deadline=None)
 def test_no_text_of_any_value_is_recorded(value):
     assert SECRET not in json.dumps([recordable(value), recordable_tools([value])])
 
