@@ -67,7 +67,7 @@ def test_only_known_fields_of_a_hosted_tool_are_recorded_and_the_others_named():
     ]
 
 
-@pytest.mark.parametrize("url", [None, 5, "https://[", "https://host:port", "KEY", {"a": "KEY"}])
+@pytest.mark.parametrize("url", [None, 5, "https://[", "https://host:port", "KEY", "KEY:x", "KEY://x", {"a": "KEY"}])
 def test_what_is_no_url_is_not_recorded(url):
     (tool,) = recordable_tools([{"server_url": url}])
     assert "KEY" not in str(tool)
