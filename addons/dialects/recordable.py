@@ -8,10 +8,11 @@ import json
 import re
 from collections.abc import Collection
 from typing import Any
-from urllib.parse import urlsplit
 
 _WORD = re.compile(r"[\w.:/+-]{0,32}", re.ASCII)
 """Names of an API, for instance `web_search_20250305`. The keys and tokens that services issue are longer."""
+_ORIGIN = re.compile(r"(https?|wss?)://(?:[^/?#]*@)?([\w.-]{1,253}(?::\d{1,5})?)(?=[/?#]|$)", re.ASCII)
+"""Scheme, and host with port, of a URL."""
 _LONGEST = 4096
 """Characters of an option as JSON."""
 _DEEPEST = 8
@@ -93,9 +94,5 @@ def _short(text: str) -> str:
 
 def _origin(url: Any) -> str:
     """Return `scheme://host:port` of a URL."""
-    try:
-        parts = urlsplit(url)
-        port = "" if parts.port is None else f":{parts.port}"
-        return f"{parts.scheme}://{parts.hostname or ''}{port}"
-    except (ValueError, TypeError, AttributeError):
-        return "(no URL)"
+    found = _ORIGIN.match(url) if isinstance(url, str) else None
+    return f"{found[1]}://{found[2]}" if found else "(no URL)"

@@ -148,7 +148,8 @@ class Endpoint:
         except Exception as error:
             self._reject(request, str(error) or repr(error))
             return error_response(dialect, as_dialect_error(error))
-        context = ReplyContext(generation.call_id, int(time.time()), request.raw_path, model_call)
+        prompt_tokens = generation.usage.prompt
+        context = ReplyContext(generation.call_id, int(time.time()), request.raw_path, model_call, prompt_tokens)
         answer = stream if model_call.stream else respond
         try:
             return await answer(generation, dialect, context, request)

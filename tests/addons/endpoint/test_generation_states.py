@@ -19,6 +19,7 @@ from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.errors import EngineError
 from rolltap.addons.prompts.continuity import Prompt
+from rolltap.addons.prompts.parse_budget import ParseBudget
 from rolltap.addons.store.records import Call, VersionSpan
 
 PROMPT_IDS, STOP, MAX_TOKENS = [1, 2, 3], 0, 8
@@ -127,6 +128,14 @@ class Renderer:
 
     def __init__(self):
         self.broken = set()
+        self.markup, self.parse_budget = self, ParseBudget()
+
+    def in_tokens(self, token_ids):
+        """Say that every token may be markup, so that each is parsed."""
+        return True
+
+    def around_last(self, token_ids):
+        return "", ""
 
     def parse(self, prompt_ids, completion_ids, tools, *, partial=False):
         if partial in self.broken:

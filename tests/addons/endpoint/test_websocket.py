@@ -56,8 +56,9 @@ async def test_a_turn_sends_only_its_new_items(codex, harness, scripted_engine):
     assert second["response"]["output"][-1]["content"][0]["text"] == "Done."
     one, two = harness.calls()
     assert (two["kind"], two["parent_id"]) == ("bridged", one["call_id"])
-    result = {"role": "tool", "content": "ok", "tool_call_id": call["call_id"], "name": "bash"}
-    assert json.loads(two["messages"]) == [result]
+    assert json.loads(two["messages"]) == [
+        {"role": "tool", "content": "ok", "tool_call_id": call["call_id"], "name": "bash"}
+    ]
     assert {call["path"] for call in (one, two)} == {PATH}
 
 

@@ -27,7 +27,7 @@ def agent(client, task, streamed):
         messages.append({"role": "assistant", "content": message.content})
         calls = [block for block in message.content if block.type == "tool_use"]
         if not calls:
-            return message.content[-1].text
+            return message.content[0].text
         results = []
         for call in calls:
             Path(call.input["path"]).write_text(call.input["content"])

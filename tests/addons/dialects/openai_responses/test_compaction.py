@@ -36,6 +36,11 @@ def test_the_reply_is_one_item_that_holds_the_summary(reply):
     assert message["content"].endswith(reply.content)
 
 
+def test_a_summary_that_grows_keeps_the_connection_open():
+    encoder = openai_responses.stream_encoder(context_of(decode(input=[*REQUEST["input"], TRIGGER])))
+    assert b"response.in_progress" in encoder.delta("", "So far")
+
+
 @pytest.mark.parametrize("theirs", ["gAAAAABo", "eHg=", "", None, 5, sign("c7")])
 def test_a_summary_that_was_not_issued_here_is_refused(theirs):
     with pytest.raises(DialectError, match=r"'input\[0\].encrypted_content'") as refusal:
