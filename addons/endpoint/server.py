@@ -19,8 +19,10 @@ from aiohttp import web
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.routes import ROUTES, Route
 from rolltap.addons.dialects.types import ModelCall, ReplyContext, ServedModel
+from rolltap.addons.endpoint.body import BODY_LIMIT, read_body
 from rolltap.addons.endpoint.exchange import error_response, respond, stream
 from rolltap.addons.endpoint.generation import Generation, Services, as_dialect_error
+from rolltap.addons.endpoint.refusals import Refusals
 from rolltap.addons.endpoint.session_state import SessionState
 from rolltap.addons.endpoint.websocket import serve_socket
 from rolltap.addons.engine.client import Engine
@@ -42,7 +44,8 @@ ROUTE_HEADER = "x-rolltap-route"
 END = "end"
 """Value of `ROUTE_HEADER` for a request that ends its session."""
 
-BODY_LIMIT = 256 * 1024 * 1024
+HEADER_BYTES = 512 * 1024
+"""Maximum bytes of a request line, and of a header."""
 
 
 class Endpoint:
@@ -62,6 +65,7 @@ class Endpoint:
     ) -> None:
         self.rendering = rendering
         self.writer = writer
+        self.refusals = Refusals(writer.note)
         self.sampling = {**NEUTRAL_SAMPLING, **sampling}
         self.sessions: dict[str, SessionState] = {}
         """Session id -> state, for all sessions so far. Ended ones stay, to refuse later calls."""
@@ -81,7 +85,16 @@ class Endpoint:
         self._services = Services(self.engines, policy, self.rendering, self.writer, self._patience)
         app = web.Application(client_max_size=BODY_LIMIT)
         app.router.add_route("*", "/{target:.*}", self._serve)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=1.0,
+            auto_decompress=False,
+            # the proxy bounds headers, and escapes make them longer
+            max_line_size=HEADER_BYTES,
+            max_field_size=HEADER_BYTES,
+        )
         await self._runner.setup()
         await web.SockSite(self._runner, self._socket).start()
 
@@ -90,6 +103,7 @@ class Endpoint:
         for session in self.sessions.values():
             session.abort("the recorder was stopped")
         await self._runner.cleanup()
+        self.refusals.close()
         for task in self._described.values():
             task.cancel()
         await asyncio.gather(*self._described.values(), return_exceptions=True)
@@ -116,10 +130,10 @@ class Endpoint:
                     models = [ServedModel(engine.model, window)]
                     return _json(dialect.encode_models(request.raw_path, models, int(time.time())))
                 case "count_tokens":
-                    model_call = dialect.decode(await request.read(), request.raw_path)
+                    model_call = dialect.decode(await read_body(request, BODY_LIMIT), request.raw_path)
                     return _json(dialect.encode_token_count(self._session(request).count_tokens(model_call)))
                 case "generate":
-                    model_call = dialect.decode(await request.read(), request.raw_path)
+                    model_call = dialect.decode(await read_body(request, BODY_LIMIT), request.raw_path)
                     generation = await self._begin(dialect, model_call, request)
         except Exception as error:
             self._reject(request, str(error) or repr(error))
@@ -167,6 +181,7 @@ class Endpoint:
     async def _end_session(self, request: web.Request) -> web.Response:
         """End the session of the request: abort its calls, refuse later ones, sync as `rolltap_fsync` says."""
         self._session(request).end()
+        self.refusals.end(request.headers[SESSION_HEADER])
         try:
             await asyncio.to_thread(self.writer.end_session)
         except OSError as error:
@@ -176,8 +191,7 @@ class Endpoint:
 
     def _reject(self, request: web.Request, detail: str) -> None:
         session_id, host, path = request.headers[SESSION_HEADER], request.headers[HOST_HEADER], request.path
-        logger.warning("session %s: %s%s: %s", session_id, host, path, detail)
-        self.writer.note(
+        self.refusals.record(
             Event(kind="rejected", session_id=session_id, host=host, method=request.method, path=path, detail=detail)
         )
 
