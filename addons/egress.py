@@ -112,6 +112,12 @@ class Egress:
             self._record(Event(kind="refused", session_id=self._session_of(client), detail=f"SNI {client.sni!r}"))
             client.sni = None
 
+    def tls_failed_client(self, data: tls.TlsData) -> None:
+        """Record a client that began with TLS and did not go on with it, or does not trust our certificate."""
+        host = (data.context.server.address or ("",))[0]
+        session_id, detail = self._session_of(data.context.client), f"TLS failed: {data.conn.error}"
+        self._record(Event(kind="refused", session_id=session_id, host=host, detail=detail))
+
     def requestheaders(self, flow: http.HTTPFlow) -> None:
         """Answer a refused request before its body is read, or let it through as it arrives."""
         self._let_through.pop(flow.client_conn, None)

@@ -156,6 +156,8 @@ def _mistake(request: http.Request) -> tuple[int, str]:
         return 505, f"{request.http_version} is not served"
     if len(names) > HEADER_COUNT:
         return 431, f"{len(names)} headers, the limit is {HEADER_COUNT}"
+    if sum(len(name) + len(value) for name, value in request.headers.fields) > HEADER_LIMIT:
+        return 431, f"more than {HEADER_LIMIT} bytes of headers"
     if not all(map(_TOKEN.fullmatch, (method, *names))):
         return 400, "a method or the name of a header has a character that is not allowed"
     if method.upper() == b"CONNECT" and (

@@ -78,7 +78,7 @@ def _deflate(body: bytes) -> Iterator[bytes]:
     while not inflater.eof:
         piece = inflater.decompress(body, _PIECE)
         body = inflater.unconsumed_tail
-        if not piece and not body:
+        if not (piece or body or inflater.eof):
             raise EOFError("the body ends early")
         yield piece
 

@@ -92,9 +92,9 @@ def over_tls(connection, recorder, sni, alpn=("http/1.1",)):
     return context.wrap_socket(connection, server_hostname=sni)
 
 
-def call(text="Hello"):
+def call(text="Hello", **fields):
     """Return the bytes of a model call without a tunnel."""
-    body = json.dumps({**HELLO, "messages": [{"role": "user", "content": text}]}).encode()
+    body = json.dumps({**HELLO, "messages": [{"role": "user", "content": text}], **fields}).encode()
     head = b"POST http://api.openai.com/v1/chat/completions HTTP/1.1\r\nHost: api.openai.com\r\n" + credentials()
     return head + b"Content-Length: %d\r\n\r\n" % len(body) + body
 

@@ -54,7 +54,7 @@ def test_what_is_not_http_leaves_by_no_tunnel(recorder, refusals, sent):
 
 
 def request(host, path="/", more=b""):
-    return b"GET " + path.encode() + b" HTTP/1.1\r\nHost: " + host.encode() + b"\r\nConnection: close\r\n" + more + b"\r\n"
+    return f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n".encode() + more + b"\r\n"
 
 
 def test_an_allowed_host_is_reached_by_its_own_name_only(recorder, refusals):
