@@ -31,7 +31,7 @@ class Log:
     def load(self, loader: Loader) -> None:
         """Set the options of the log, and filter what the handlers of mitmdump print."""
         ctx.options.update(flow_detail=0)
-        logging.getLogger("mitmproxy.proxy.server").setLevel(logging.WARNING)
+        logging.getLogger("mitmproxy.proxy.server").setLevel(logging.ERROR)
         self._handlers = list(logging.getLogger().handlers)
         for handler in self._handlers:
             handler.addFilter(self._filter)
@@ -42,6 +42,8 @@ class Log:
             handler.removeFilter(self._filter)
 
     def _filter(self, record: logging.LogRecord) -> bool:
+        if record.name == "aiohttp.server" and record.exc_info and isinstance(record.exc_info[1], ConnectionError):
+            return False  # the client of a reply has hung up
         if record is not self._last:  # each handler gets the same record
             self._last, self._last_count = record, self._count(record)
             text = record.getMessage()
