@@ -28,7 +28,7 @@ END_PATH = "/end"
 
 _CREDENTIALS = ("authorization", "x-api-key", "x-goog-api-key", "api-key", "cookie")
 _PATH_CHARACTERS = string.punctuation
-"""What `quote` leaves as it is in a path, besides letters and digits."""
+"""Characters of a path that stay as they are, besides letters and digits."""
 
 
 class Capture:

@@ -100,9 +100,9 @@ def call(text="Hello", **fields):
 
 
 @contextmanager
-def listening(host="127.0.0.1", port=0, answer=b""):
+def listening(host="127.0.0.1", port=0, answer=b"", certificate=None):
     """Yield a server that answers each connection with `answer`, after the first bytes, and keeps what it received."""
-    server = Server(host, port, answer)
+    server = Server(host, port, answer, certificate)
     yield server
     server.close()
 
@@ -110,10 +110,13 @@ def listening(host="127.0.0.1", port=0, answer=b""):
 class Server:
     """A server on a loopback address. `connections` has what each connection sent."""
 
-    def __init__(self, host, port, answer):
+    def __init__(self, host, port, answer, certificate):
         self._socket = socket.create_server((host, port))
         self.host, self.port = self._socket.getsockname()[:2]
         self.answer = answer
+        self._tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH) if certificate else None
+        if self._tls:
+            self._tls.load_cert_chain(certificate)
         self.connections = []
         threading.Thread(target=self._serve, daemon=True).start()
 
@@ -128,7 +131,7 @@ class Server:
     def _answer(self, connection):
         position = len(self.connections)
         self.connections.append(b"")
-        with connection, suppress(OSError):
+        with suppress(OSError), self._tls.wrap_socket(connection, True) if self._tls else connection as connection:
             while data := connection.recv(65536):
                 if not self.connections[position]:
                     connection.sendall(self.answer)

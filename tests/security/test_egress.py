@@ -1,8 +1,12 @@
 """An agent tries to reach a host that it may not reach, or to speak another protocol with one that it may."""
 
 import socket
+from ipaddress import ip_address
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from mitmproxy.certs import CertStore
 
 from tests.security.raw import News, call, credentials, listening, over_tls, plain, read, read_head, recording, tunnel
 
@@ -13,7 +17,8 @@ OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 @pytest.fixture(scope="module")
 def recorder(tmp_path_factory, tokenizer, tokenizer_folder):
     folder = tmp_path_factory.mktemp("egress")
-    with recording(folder, tokenizer, tokenizer_folder, "rolltap_allow=127.0.0.3", "rawtcp=true") as recorder:
+    trusted = f"ssl_verify_upstream_trusted_ca={folder / 'conf' / 'mitmproxy-ca-cert.pem'}"
+    with recording(folder, tokenizer, tokenizer_folder, "rolltap_allow=127.0.0.3", "rawtcp=true", trusted) as recorder:
         yield recorder
         assert recorder.stop() == 0
         assert "Traceback" not in recorder.log()
@@ -89,6 +94,19 @@ def test_the_name_in_tls_must_be_the_name_of_the_tunnel(recorder, refusals):
             assert read_head(connection).startswith(b"HTTP/1.1 421")
         assert outside.connections == []
     assert refusals() == [("s1", "the request names another host: evil.example")]
+
+
+@pytest.mark.parametrize(("owner", "status"), [("127.0.0.3", b"200"), ("127.0.0.4", b"502")])
+def test_a_host_must_own_the_certificate_of_the_name_that_is_allowed(recorder, tmp_path, owner, status):
+    store = CertStore.from_store(recorder.confdir, "mitmproxy", 2048)
+    made = store.get_cert(None, [x509.IPAddress(ip_address(owner))])
+    key = made.privatekey.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    (tmp_path / "server.pem").write_bytes(key + made.cert.to_pem())
+    with listening("127.0.0.3", answer=OK, certificate=tmp_path / "server.pem") as outside:
+        own = f"127.0.0.3:{outside.port}"
+        with over_tls(tunnel(recorder, own), recorder, "127.0.0.3") as connection:
+            connection.sendall(request(own))
+            assert read_head(connection).split()[1] == status
 
 
 def test_a_model_call_needs_no_name(recorder):
