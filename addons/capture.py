@@ -2,16 +2,18 @@
 
 import asyncio
 import logging
+import string
+from urllib.parse import quote
 
 from mitmproxy import ctx, exceptions, http
 from mitmproxy.addonmanager import Loader
 
 from rolltap.addons.dialects.routes import Route, find_route
-from rolltap.addons.dialects.types import DialectError
 from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.open_run import RUN_OPTIONS, add_options, open_run
-from rolltap.addons.sessions import SESSION, writable
+from rolltap.addons.sessions import SESSION
 from rolltap.addons.store.records import Event
+from rolltap.addons.store.text import printable
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +27,8 @@ END_PATH = "/end"
 `rolltap_fsync` is `never`, and later calls are refused."""
 
 _CREDENTIALS = ("authorization", "x-api-key", "x-goog-api-key", "api-key", "cookie")
+_PATH_CHARACTERS = string.punctuation
+"""Characters of a path that stay as they are, besides letters and digits."""
 
 
 class Capture:
@@ -79,9 +83,9 @@ class Capture:
             await self.endpoint.close()
         await asyncio.to_thread(self.endpoint.writer.close)
 
-    def request(self, flow: http.HTTPFlow) -> None:
-        """Redirect a model call to the endpoint, without the harness's API key."""
-        if flow.response is not None or self.endpoint is None:
+    def requestheaders(self, flow: http.HTTPFlow) -> None:
+        """Redirect a model call to the endpoint, without the harness's API key. Its body follows as it arrives."""
+        if flow.response is not None or flow.error is not None or self.endpoint is None:
             return
         method, path, headers = flow.request.method, flow.request.path, flow.request.headers
         if flow.request.host == CONTROL_HOST:
@@ -95,49 +99,24 @@ class Capture:
             # 426 makes Codex fall back immediately; after other statuses it retries for seconds
             flow.response = http.Response.make(426, b"{}", {"content-type": "application/json"})
             return
-        try:
-            flow.request.decode()  # Codex compresses its bodies with zstd
-        except ValueError as error:
-            refusal = DialectError(f"The request body cannot be decompressed: {error}")
-            body = route.dialect.encode_error(refusal)
-            flow.response = http.Response.make(refusal.status, body, {"content-type": "application/json"})
-            path = writable(path.partition("?")[0])
-            return self.record(
-                Event(
-                    kind="rejected",
-                    session_id=flow.metadata[SESSION],
-                    host=flow.request.host,
-                    method="POST",
-                    path=path,
-                    detail=str(refusal),
-                )
-            )
         self._redirect(flow, route)
 
     def _redirect(self, flow: http.HTTPFlow, route: Route | None) -> None:
         assert self.endpoint is not None
-        headers = flow.request.headers
-        for name in [n for n in headers if n.lower() in _CREDENTIALS or n.lower().startswith("x-rolltap-")]:
-            del headers[name]
-        headers.update(self.endpoint.headers(flow.metadata[SESSION], flow.request.host, route))
-        flow.request.scheme, flow.request.host, flow.request.port = "http", "127.0.0.1", self.endpoint.port
+        request = flow.request
+        fields = [
+            (name, printable(value, None))
+            for name, value in request.headers.items(multi=True)
+            if name.lower() not in _CREDENTIALS and not name.lower().startswith("x-rolltap-")
+        ]
+        host = printable(request.host)
+        ours = self.endpoint.headers(flow.metadata[SESSION], host, route)
+        request.headers = http.Headers([(name.encode(), value.encode()) for name, value in [*fields, *ours.items()]])
+        request.path = quote(request.data.path, safe=_PATH_CHARACTERS)
+        request.scheme, request.host, request.port = "http", "127.0.0.1", self.endpoint.port
         flow.metadata[CAPTURED] = True
 
-    def responseheaders(self, flow: http.HTTPFlow) -> None:
-        """Stream the endpoint's replies: forward each chunk without buffering the body."""
-        if flow.metadata.get(CAPTURED) and flow.response is not None:
-            flow.response.stream = True
-
-    def websocket_message(self, flow: http.HTTPFlow) -> None:
-        """Drop all but the newest message. mitmproxy would keep every message for the life of the connection."""
-        if flow.metadata.get(CAPTURED) and flow.websocket is not None:
-            del flow.websocket.messages[:-1]
-
     def record(self, event: Event) -> None:
-        """Write an event to the run, if one is open. Logs an `OSError` instead of raising it."""
+        """Write or count a refusal, if a run is open. Logs an `OSError` instead of raising it."""
         if self.endpoint is not None:
-            self.endpoint.writer.note(event)
-
-    def is_endpoint(self, host: str, port: int) -> bool:
-        """Return True for the endpoint's own address."""
-        return self.endpoint is not None and (host, port) == ("127.0.0.1", self.endpoint.port)
+            self.endpoint.refusals.record(event)

@@ -1,20 +1,25 @@
 """Addon: egress filter. Denies by default: only the endpoint and the hosts of `rolltap_allow` can be reached."""
 
 import fnmatch
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Literal
+from weakref import WeakKeyDictionary
 
-from mitmproxy import ctx, http
+from mitmproxy import connection, ctx, dns, flow, http, tcp, tls, udp
 from mitmproxy.addonmanager import Loader
+from mitmproxy.net.check import is_valid_host
+from mitmproxy.net.http.url import parse_authority
+from mitmproxy.net.tls import starts_like_tls_record
+from mitmproxy.proxy.layer import NextLayer
+from mitmproxy.proxy.layers import ClientTLSLayer, ServerTLSLayer
+from mitmproxy.proxy.layers.http import HTTPMode
 from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 
 from rolltap.addons.capture import CAPTURED
 from rolltap.addons.dialects.routes import looks_like_model_call, not_served
-from rolltap.addons.sessions import SESSION, writable
+from rolltap.addons.sessions import SESSION
 from rolltap.addons.store.records import Event
-
-logger = logging.getLogger(__name__)
+from rolltap.addons.wire import Http
 
 Decision = Literal["served", "allowed", "refused"]
 
@@ -27,7 +32,31 @@ def decide(host: str, *, served: bool, allow: Sequence[str]) -> Decision:
     """
     if served:
         return "served"
-    return "allowed" if any(fnmatch.fnmatch(host.lower(), pattern.lower()) for pattern in allow) else "refused"
+    name = one_name(host)
+    valid = name.isascii() and is_valid_host(name)
+    return "allowed" if valid and any(fnmatch.fnmatch(name, one_name(pattern)) for pattern in allow) else "refused"
+
+
+def one_name(host: str) -> str:
+    """Return a host in the form in which names are compared: lower case, without brackets or a final dot."""
+    return host.lower().removeprefix("[").removesuffix("]").removesuffix(".")
+
+
+def other_name(request: http.Request, sni: str | None) -> str:
+    """Return the name that a request or its TLS connection gives to its host, if that is another one, or "".
+
+    Such a request could reach another site than the host which was allowed: servers choose a site by these names.
+    """
+    if sni and one_name(sni) != one_name(request.host):
+        return sni
+    for authority in [*request.headers.get_all("host"), request.authority]:
+        try:
+            host, port = parse_authority(authority, check=True) if authority else (request.host, None)
+        except ValueError:
+            return authority
+        if one_name(host) != one_name(request.host) or port not in (None, request.port):
+            return authority
+    return ""
 
 
 class Egress:
@@ -35,18 +64,21 @@ class Egress:
 
     A refused request gets 404, with the error body of the model API that it seems to belong to, or `{}`. The tested
     harnesses accept a 404 to telemetry, settings and update checks; after a dropped connection some retry for 20 s. A
-    request that looks like a model call is recorded as `uncaptured`, also when its host is allowed.
+    request that looks like a model call is recorded as `uncaptured`, also when its host is allowed. A request that
+    names another host than the one it would reach gets 421.
 
-    `server_connect` checks the host again before a connection is opened. This stops requests that no addon answered
-    because a hook raised.
+    `server_connect` opens a connection only for the request that was let through last on the client's connection. This
+    also stops what no hook for requests sees: other protocols, and requests that no addon answered because a hook
+    raised. The certificate of a host is verified against the name that was allowed.
 
-    Must come after `Capture`, which marks the model calls. `record` writes an event; `is_endpoint` returns True for the
-    endpoint's host and port.
+    Must come after `Capture`, which marks the model calls. `record` writes an event; `session_of` returns the session
+    of a tunnel.
     """
 
-    def __init__(self, record: Callable[[Event], None], is_endpoint: Callable[[str, int], bool]) -> None:
+    def __init__(self, record: Callable[[Event], None], session_of: Callable[[connection.Client], str | None]) -> None:
         self._record = record
-        self._is_endpoint = is_endpoint
+        self._session_of = session_of
+        self._let_through: MutableMapping[connection.Client, tuple[str, int]] = WeakKeyDictionary()
 
     def load(self, loader: Loader) -> None:
         """Declare the option, and make mitmproxy answer CONNECT and TLS without connecting to the host first."""
@@ -58,34 +90,129 @@ class Egress:
         loader.add_option("rolltap_allow", Sequence[str], [], text)
         ctx.options.update(connection_strategy="lazy", upstream_cert=False, rawtcp=False)
 
-    def request(self, flow: http.HTTPFlow) -> None:
-        """Answer a refused request with 404, and record it."""
-        host = flow.request.host
-        decision = decide(host, served=bool(flow.metadata.get(CAPTURED)), allow=ctx.options.rolltap_allow)
-        if flow.response is not None or decision == "served":
+    def next_layer(self, nextlayer: NextLayer) -> None:
+        """Choose what a connection speaks: HTTP, or TLS to us and then HTTP. mitmproxy does not choose after that."""
+        context, data = nextlayer.context, nextlayer.data_client()
+        in_tunnel = context.server.address is not None
+        if data[:1] == b"\x16" and len(data) < 3:
+            return  # the first three bytes of TLS tell it from HTTP
+        if not starts_like_tls_record(data) or isinstance(context.layers[-1], ClientTLSLayer):
+            mode = HTTPMode.transparent if in_tunnel else HTTPMode.regular
+            nextlayer.layer = Http(context, mode, self._report)
+        elif in_tunnel:
+            nextlayer.layer = ServerTLSLayer(context)
+            nextlayer.layer.child_layer = ClientTLSLayer(context)
+        else:
+            nextlayer.layer = ClientTLSLayer(context)
+
+    def tls_clienthello(self, data: tls.ClientHelloData) -> None:
+        """Forget a server name that is none: mitmproxy cannot make a certificate for it."""
+        client = data.context.client
+        if client.sni is not None and not is_valid_host(client.sni):
+            self._record(Event(kind="refused", session_id=self._session_of(client), detail=f"SNI {client.sni!r}"))
+            client.sni = None
+
+    def tls_failed_client(self, data: tls.TlsData) -> None:
+        """Record a client that began with TLS and did not go on with it, or does not trust our certificate."""
+        host = (data.context.server.address or ("",))[0]
+        session_id, detail = self._session_of(data.context.client), f"TLS failed: {data.conn.error}"
+        self._record(Event(kind="refused", session_id=session_id, host=host, detail=detail))
+
+    def requestheaders(self, flow: http.HTTPFlow) -> None:
+        """Answer a refused request before its body is read, or let it through as it arrives."""
+        self._let_through.pop(flow.client_conn, None)
+        request = flow.request
+        if flow.response is not None or flow.error is not None:
             return
+        decision = decide(request.host, served=bool(flow.metadata.get(CAPTURED)), allow=ctx.options.rolltap_allow)
         if decision == "refused":
             flow.response = http.Response.make(404, b"{}", {"content-type": "application/json"})
-            flow.response.content = not_served(flow.request.method, flow.request.path, flow.request.headers)
-        session_id = flow.metadata.get(SESSION)
-        method, path = writable(flow.request.method), writable(flow.request.path.partition("?")[0])
-        if looks_like_model_call(method, path):
-            answer = "refused" if decision == "refused" else "let through"
-            logger.warning("session %s: %s an unrecorded model call: %s %s", session_id, answer, host, path)
-            self._record(
-                Event(kind="uncaptured", session_id=session_id, host=host, method=method, path=path, detail=answer)
-            )
-        elif decision == "refused":
-            logger.info("session %s: refused %s %s%s", session_id, method, host, path)
-            self._record(Event(kind="refused", session_id=session_id, host=host, method=method, path=path))
+            flow.response.content = not_served(request.method, request.path, request.headers)
+        if decision != "served":
+            self._tell(flow, decision)
+        if decision == "allowed" and (other := other_name(request, flow.client_conn.sni)):
+            flow.response = http.Response.make(421, b"{}", {"content-type": "application/json"})
+            self._record(_event("refused", flow, f"the request names another host: {other}"))
+        if flow.response is None:
+            _keep_to_http(request)
+            request.stream = request.stream or True
+            self._let_through[flow.client_conn] = (request.host, request.port)
+
+    def responseheaders(self, flow: http.HTTPFlow) -> None:
+        """Forward a reply as it arrives. Close a connection that would change to another protocol than WebSocket."""
+        assert flow.response is not None
+        if flow.response.status_code == 101 and not _opens_websocket(flow):
+            self._record(_event("refused", flow, f"a change to {flow.response.headers.get('upgrade', 'no protocol')}"))
+            flow.kill()
+        else:
+            flow.response.stream = flow.response.stream or True
+
+    def websocket_message(self, flow: http.HTTPFlow) -> None:
+        """Drop all but the newest message. mitmproxy would keep every message for the life of the connection."""
+        if flow.websocket is not None:
+            del flow.websocket.messages[:-1]
 
     def server_connect(self, data: ServerConnectionHookData) -> None:
         """Refuse a connection that is not allowed. The refusal is set first, so that it stays when this hook raises."""
         error, data.server.error = data.server.error, "the recorder does not let sessions connect to this host"
         assert data.server.address is not None
         host, port, *_ = data.server.address
-        if decide(host, served=self._is_endpoint(host, port), allow=ctx.options.rolltap_allow) != "refused":
+        if data.server.transport_protocol == "tcp" and self._let_through.get(data.client) == (host, port):
             data.server.error = error
+            data.server.sni = one_name(host)
         else:
-            logger.warning("refused to connect to %s:%d for a request that no addon answered", host, port)
-            self._record(Event(kind="refused", host=host))
+            detail = "a connection for a request that no addon answered"
+            self._record(Event(kind="refused", session_id=self._session_of(data.client), host=host, detail=detail))
+
+    def tcp_start(self, flow: tcp.TCPFlow) -> None:
+        """Close a connection that speaks no HTTP. `next_layer` lets none begin, unless it raised."""
+        self._close(flow)
+
+    def udp_start(self, flow: udp.UDPFlow) -> None:
+        """Close a connection that speaks no HTTP."""
+        self._close(flow)
+
+    def dns_request(self, flow: dns.DNSFlow) -> None:
+        """Close a connection that speaks no HTTP."""
+        self._close(flow)
+
+    def _close(self, flow: flow.Flow) -> None:
+        flow.kill()
+        session_id, host = self._session_of(flow.client_conn), (flow.server_conn.address or ("",))[0]
+        self._record(Event(kind="refused", session_id=session_id, host=host, detail=f"{flow.type}, not HTTP"))
+
+    def _report(self, client: connection.Client, request: http.Request | None, reason: str) -> None:
+        host, method, path = (request.host, request.method, request.path) if request else ("", "", "")
+        session_id, path = self._session_of(client), path.partition("?")[0]
+        self._record(Event(kind="refused", session_id=session_id, host=host, method=method, path=path, detail=reason))
+
+    def _tell(self, flow: http.HTTPFlow, decision: Decision) -> None:
+        if looks_like_model_call(flow.request.method, flow.request.path):
+            self._record(_event("uncaptured", flow, "refused" if decision == "refused" else "let through"))
+        elif decision == "refused":
+            self._record(_event("refused", flow, ""))
+
+
+def _event(kind: Literal["refused", "uncaptured"], flow: http.HTTPFlow, detail: str) -> Event:
+    request = flow.request
+    session_id, path = flow.metadata.get(SESSION), request.path.partition("?")[0]
+    return Event(kind=kind, session_id=session_id, host=request.host, method=request.method, path=path, detail=detail)
+
+
+def _keep_to_http(request: http.Request) -> None:
+    """Remove what asks for another protocol than HTTP/1 and WebSocket, and for compressed WebSocket messages.
+
+    A proxy may ignore `Upgrade` (RFC 9110, 7.8). mitmproxy decompresses messages without a bound.
+    """
+    for name in ("http2-settings", "sec-websocket-extensions"):
+        request.headers.pop(name, None)
+    if request.headers.get("upgrade", "").lower() not in ("", "websocket"):
+        for name in ("upgrade", "connection"):
+            request.headers.pop(name, None)
+
+
+def _opens_websocket(flow: http.HTTPFlow) -> bool:
+    """Return True when mitmproxy takes a 101 for a WebSocket."""
+    assert flow.response is not None
+    version, upgrade = flow.request.headers.get("sec-websocket-version"), flow.response.headers.get("upgrade", "")
+    return version == "13" and upgrade.lower() == "websocket" and bool(ctx.options.websocket)

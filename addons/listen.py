@@ -33,15 +33,19 @@ class Listen:
             ctx.options.update(listen_host="127.0.0.1")
 
     def configure(self, updated: set[str]) -> None:
-        """Refuse a non-loopback address without a secret."""
-        for mode in ctx.options.mode:
-            host = ProxyMode.parse(mode).listen_host(ctx.options.listen_host)
-            if ctx.options.rolltap_secret_file or is_loopback(host):
+        """Refuse a non-loopback address without a secret, and modes other than `regular`."""
+        for mode in map(ProxyMode.parse, ctx.options.mode):
+            host = mode.listen_host(ctx.options.listen_host)
+            if mode.type_name != "regular":
+                # sessions have no credentials in other modes, and some carry other protocols
+                refusal = f"the mode is {mode.full_spec!r}: rolltap records in the mode `regular` only"
+            elif ctx.options.rolltap_secret_file or is_loopback(host):
                 continue
-            refusal = (
-                f"the proxy would listen on {host!r}, which other machines can reach: set rolltap_secret_file, or "
-                "listen on 127.0.0.1 (listen_host, or mode regular@127.0.0.1:PORT)"
-            )
+            else:
+                refusal = (
+                    f"the proxy would listen on {host!r}, which other machines can reach: set rolltap_secret_file, or "
+                    "listen on 127.0.0.1 (listen_host, or mode regular@127.0.0.1:PORT)"
+                )
             if self._announcing is not None:
                 raise exceptions.OptionsError(refusal)
             logger.error("%s", refusal)  # see `Capture.configure`

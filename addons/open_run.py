@@ -24,10 +24,17 @@ from rolltap.addons.store.tables import RunWriter, Sync
 
 logger = logging.getLogger(__name__)
 
+LIMITS = {
+    "rolltap_max_concurrent_calls": "Maximum number of requests of a session that run at the same time.",
+    "rolltap_max_session_bytes": "Maximum bytes of the bodies that a session sends and receives.",
+    "rolltap_max_requests_per_minute": "Maximum number of requests of a session in a minute.",
+}
+"""Options of the limits of a session, and what they say."""
 RUN_OPTIONS = {
     f"rolltap_{name}"
     for name in ("out", "engine", "engine_key_file", "model", "renderer", "sampling", "patience", "fsync")
 }
+RUN_OPTIONS |= LIMITS.keys()
 """Options that cannot change while a run is open."""
 _SAMPLING_KEYS = {*NEUTRAL_SAMPLING, "max_tokens", "seed"}
 _PACKAGES = ("rolltap", "mitmproxy", "renderers", "transformers", "pyarrow")
@@ -72,6 +79,8 @@ def add_options(loader: Loader) -> None:
         "calls that are not synced."
     )
     loader.add_option("rolltap_fsync", str, "session", fsync, choices=get_args(Sync))
+    for name, text in LIMITS.items():
+        loader.add_option(name, int, 0, f"{text} A request over it gets 429. 0 is no limit.")
 
 
 def open_run(options: OptManager) -> Endpoint:
@@ -88,7 +97,8 @@ def open_run(options: OptManager) -> Endpoint:
         except OptionsError as error:
             return wrong.append(str(error))
 
-    run, engines, key, sampling, sync, rendering = map(read, (_run, _engines, _key, _sampling, _sync, _rendering))
+    checks = (_run, _engines, _key, _sampling, _sync, _limits, _rendering)
+    run, engines, key, sampling, sync, limits, rendering = map(read, checks)
     if wrong:
         raise OptionsError("\n".join(wrong))
     metadata = {
@@ -101,6 +111,7 @@ def open_run(options: OptManager) -> Endpoint:
     recorder = {
         "engines": engines,
         "sampling": {**NEUTRAL_SAMPLING, **sampling},
+        "limits": limits,
         "versions": {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
     }
     try:
@@ -165,6 +176,14 @@ def _sync(options: OptManager) -> Sync:
     if sync not in get_args(Sync):
         raise OptionsError(f"rolltap_fsync is {sync!r}: choose {', '.join(get_args(Sync))}")
     return sync
+
+
+def _limits(options: OptManager) -> dict[str, int]:
+    limits = {name.removeprefix("rolltap_"): getattr(options, name) for name in LIMITS}
+    for name, limit in limits.items():
+        if limit < 0:
+            raise OptionsError(f"rolltap_{name} is {limit}: give 0 for no limit, or a number above 0")
+    return limits
 
 
 def _rendering(options: OptManager) -> Rendering:

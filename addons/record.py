@@ -3,8 +3,11 @@
 import sys
 
 from rolltap.addons.capture import Capture
+from rolltap.addons.descriptors import Descriptors
 from rolltap.addons.egress import Egress
+from rolltap.addons.limits import Limits
 from rolltap.addons.listen import Listen
+from rolltap.addons.log import Log
 from rolltap.addons.sessions import Sessions
 from rolltap.addons.startup import Startup
 
@@ -12,4 +15,14 @@ from rolltap.addons.startup import Startup
 sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
 
 capture = Capture()
-addons = [Listen(), Sessions(capture.record), capture, Egress(capture.record, capture.is_endpoint), Startup()]
+sessions = Sessions(capture.record)
+addons = [
+    Log(),
+    Listen(),
+    sessions,
+    Limits(capture.record),
+    Descriptors(capture.record),
+    capture,
+    Egress(capture.record, sessions.session_of),
+    Startup(),
+]

@@ -67,11 +67,15 @@ class Sessions:
 
     def requestheaders(self, flow: http.HTTPFlow) -> None:
         """Set the session of a request from its tunnel, or authenticate a request without a tunnel."""
-        session_id = self._authenticated.get(flow.client_conn) or self._authenticate(flow)
+        session_id = self.session_of(flow.client_conn) or self._authenticate(flow)
         if session_id is not None:
             flow.metadata[SESSION] = session_id
         # some clients repeat the credentials inside the tunnel
         flow.request.headers.pop("proxy-authorization", None)
+
+    def session_of(self, client: connection.Client) -> str | None:
+        """Return the session of a tunnel's connection, or None."""
+        return self._authenticated.get(client)
 
     def _authenticate(self, flow: http.HTTPFlow) -> str | None:
         credentials = parse_basic(flow.request.headers.pop("proxy-authorization", ""))
@@ -80,17 +84,8 @@ class Sessions:
         flow.response = http.Response.make(
             407, _HELP, {"proxy-authenticate": 'Basic realm="rolltap"', "content-type": "text/plain"}
         )
-        # clients send a first request without credentials to get the challenge: log and record only wrong ones
+        # clients send a first request without credentials to get the challenge: record only wrong ones
         if credentials is not None:
-            logger.warning("refused the proxy credentials of %r", credentials[0])
-            self._record(
-                Event(
-                    kind="unauthorised", session_id=None, host=flow.request.host, method=writable(flow.request.method)
-                )
-            )
+            request, detail = flow.request, f"wrong credentials of {credentials[0]!r}"
+            self._record(Event(kind="unauthorised", host=request.host, method=request.method, detail=detail))
         return None
-
-
-def writable(text: str) -> str:
-    """Return `text` with backslash escapes for surrogates. mitmproxy decodes bytes that are not UTF-8 to them."""
-    return text.encode("utf-8", "backslashreplace").decode()

@@ -19,10 +19,12 @@ from aiohttp import web
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.routes import ROUTES, Route
 from rolltap.addons.dialects.types import ModelCall, ReplyContext, ServedModel
+from rolltap.addons.endpoint.body import BODY_LIMIT, read_body
 from rolltap.addons.endpoint.client_request import ClientRequest
 from rolltap.addons.endpoint.exchange import error_response, respond, stream
 from rolltap.addons.endpoint.generation import Services, as_dialect_error
 from rolltap.addons.endpoint.recovery import Recovery
+from rolltap.addons.endpoint.refusals import Refusals
 from rolltap.addons.endpoint.session_state import AnyCall, SessionState
 from rolltap.addons.endpoint.websocket import serve_socket
 from rolltap.addons.endpoint.work import Workers
@@ -45,7 +47,8 @@ ROUTE_HEADER = "x-rolltap-route"
 END = "end"
 """Value of `ROUTE_HEADER` for a request that ends its session."""
 
-BODY_LIMIT = 256 * 1024 * 1024
+HEADER_BYTES = 512 * 1024
+"""Maximum bytes of a request line, and of a header."""
 IDLE_SECONDS = 300.0
 """Seconds after which the state of a session that asks nothing is dropped. To read it again takes milliseconds."""
 
@@ -69,6 +72,7 @@ class Endpoint:
     ) -> None:
         self.rendering = rendering
         self.writer = writer
+        self.refusals = Refusals(writer.note)
         self.sampling = {**NEUTRAL_SAMPLING, **sampling}
         self.sessions: dict[str, SessionState] = {}
         """Session id -> state, of the sessions that asked lately. The others are in the run."""
@@ -89,7 +93,16 @@ class Endpoint:
         self._services = Services(self.engines, policy, self.rendering, self.writer, recovery, workers, self._patience)
         app = web.Application(client_max_size=BODY_LIMIT)
         app.router.add_route("*", "/{target:.*}", self._serve)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=1.0,
+            auto_decompress=False,
+            # the proxy bounds headers, and escapes make them longer
+            max_line_size=HEADER_BYTES,
+            max_field_size=HEADER_BYTES,
+        )
         await self._runner.setup()
         await web.SockSite(self._runner, self._socket).start()
         self._forgetting = asyncio.create_task(self._forget())
@@ -100,6 +113,7 @@ class Endpoint:
             session.abort("the recorder was stopped")
         self._forgetting.cancel()
         await self._runner.cleanup()
+        self.refusals.close()
         for task in self._described.values():
             task.cancel()
         await asyncio.gather(*self._described.values(), return_exceptions=True)
@@ -140,11 +154,11 @@ class Endpoint:
                     models = [ServedModel(engine.model, window)]
                     return _json(dialect.encode_models(request.raw_path, models, int(time.time())))
                 case "count_tokens":
-                    body, asked = await request.read(), client_request(request)
+                    body, asked = await read_body(request, BODY_LIMIT), client_request(request)
                     num_tokens = await self._session(request).count_tokens(dialect, body, asked)
                     return _json(dialect.encode_token_count(num_tokens))
                 case "generate":
-                    generation, model_call = await self._begin(dialect, await request.read(), request)
+                    generation, model_call = await self._begin(dialect, await read_body(request, BODY_LIMIT), request)
         except Exception as error:
             self._reject(request, str(error) or repr(error))
             return error_response(dialect, as_dialect_error(error))
@@ -187,6 +201,7 @@ class Endpoint:
 
     async def _end_session(self, request: web.Request) -> web.Response:
         """End the session of the request: abort its calls, refuse later ones, sync as `rolltap_fsync` says."""
+        self.refusals.end(request.headers[SESSION_HEADER])
         try:
             await self._session(request).end()
             await asyncio.to_thread(self.writer.end_session)
@@ -197,8 +212,7 @@ class Endpoint:
 
     def _reject(self, request: web.Request, detail: str) -> None:
         session_id, host, path = request.headers[SESSION_HEADER], request.headers[HOST_HEADER], request.path
-        logger.warning("session %s: %s%s: %s", session_id, host, path, detail)
-        self.writer.note(
+        self.refusals.record(
             Event(kind="rejected", session_id=session_id, host=host, method=request.method, path=path, detail=detail)
         )
 

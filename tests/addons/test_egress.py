@@ -1,6 +1,5 @@
 import json
 
-import pyarrow as pa
 import pytest
 from mitmproxy import ctx, http
 from mitmproxy.addons.proxyserver import Proxyserver
@@ -9,9 +8,8 @@ from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 from mitmproxy.test import taddons, tflow
 
 from rolltap.addons.capture import CAPTURED
-from rolltap.addons.egress import Egress
+from rolltap.addons.egress import Egress, other_name
 from rolltap.addons.sessions import SESSION
-from rolltap.addons.store.records import EVENT_SCHEMA
 
 
 @pytest.fixture
@@ -19,12 +17,9 @@ def events():
     return []
 
 
-ENDPOINT = ("127.0.0.1", 4)
-
-
 @pytest.fixture
 async def egress(events):
-    addon = Egress(events.append, lambda *address: address == ENDPOINT)
+    addon = Egress(events.append, lambda client: "s1")
     with taddons.context(Proxyserver(), addon) as context:
         context.configure(addon, rolltap_allow=["pypi.org", "*.PythonHosted.org"])
         yield addon
@@ -33,28 +28,29 @@ async def egress(events):
 def request(url="https://evil.com/a?b=c", method="GET", **metadata):
     flow = tflow.tflow(req=http.Request.make(method, url))
     flow.metadata.update({SESSION: "s1", **metadata})
+    flow.client_conn.sni = None
     return flow
 
 
 def test_other_hosts_get_an_empty_object_at_once(egress):
     flow = request()
-    egress.request(flow)
+    egress.requestheaders(flow)
     assert (flow.response.status_code, flow.response.content) == (404, b"{}")
     assert flow.response.headers["content-type"] == "application/json"
 
 
 def test_refusals_are_recorded_without_the_query(egress, events):
-    egress.request(request(method="POST"))
+    egress.requestheaders(request(method="POST"))
     (event,) = events
     assert (event.kind, event.session_id, event.host) == ("refused", "s1", "evil.com")
     assert (event.method, event.path) == ("POST", "/a")
 
 
-def connect(egress, host, port=443, error=None):
-    """Return the error that keeps a connection from being opened, or None."""
-    server = Server(address=(host, port))
+def connect(egress, flow, address=None, error=None):
+    """Return the error that keeps a connection from being opened for `flow`, or None."""
+    server = Server(address=address or (flow.request.host, flow.request.port))
     server.error = error
-    egress.server_connect(ServerConnectionHookData(server, tflow.tflow().client_conn))
+    egress.server_connect(ServerConnectionHookData(server, flow.client_conn))
     return server.error
 
 
@@ -63,8 +59,8 @@ def connect(egress, host, port=443, error=None):
 )
 def test_allowed_hosts_are_reached(egress, events, url):
     flow = request(url)
-    egress.request(flow)
-    assert (flow.response, connect(egress, flow.request.host)) == (None, None)
+    egress.requestheaders(flow)
+    assert (flow.response, connect(egress, flow)) == (None, None)
     assert events == []
 
 
@@ -80,35 +76,104 @@ def test_allowed_hosts_are_reached(egress, events, url):
 )
 def test_hosts_that_only_look_allowed_are_not(egress, url):
     flow = request(url)
-    egress.request(flow)
+    egress.requestheaders(flow)
     assert flow.response.status_code == 404
-    assert "does not let sessions connect" in connect(egress, flow.request.host, flow.request.port)
+    assert "does not let sessions connect" in connect(egress, flow)
 
 
-def test_only_the_endpoint_is_connected_to_without_being_allowed(egress):
-    assert connect(egress, *ENDPOINT) is None
-    assert connect(egress, ENDPOINT[0], 5) is not None
+def test_a_connection_is_opened_only_to_the_target_of_the_last_request(egress):
+    flow = request("https://pypi.org/")
+    assert "does not let" in connect(egress, flow)
+    egress.requestheaders(flow)
+    assert connect(egress, flow) is None
+    assert "does not let" in connect(egress, flow, ("pypi.org", 53))
+    other = request("https://evil.com/")
+    other.client_conn = flow.client_conn
+    egress.requestheaders(other)
+    assert "does not let" in connect(egress, flow)
 
 
 def test_a_harness_does_not_reach_the_endpoint_by_its_address(egress):
-    flow = request("http://{}:{}/".format(*ENDPOINT))
-    egress.request(flow)
+    flow = request("http://127.0.0.1:4/")
+    egress.requestheaders(flow)
     assert flow.response.status_code == 404
 
 
 def test_no_connection_is_opened_when_the_decision_fails(egress, monkeypatch):
-    def fail(*address):
+    def fail(*event):
         raise RuntimeError
 
-    monkeypatch.setattr(egress, "_is_endpoint", fail)
-    server = Server(address=ENDPOINT)
+    monkeypatch.setattr(egress, "_record", fail)
+    flow = request()
+    server = Server(address=("evil.com", 443))
     with pytest.raises(RuntimeError):
-        egress.server_connect(ServerConnectionHookData(server, tflow.tflow().client_conn))
+        egress.server_connect(ServerConnectionHookData(server, flow.client_conn))
     assert server.error
 
 
 def test_a_connection_that_another_addon_refused_stays_refused(egress):
-    assert connect(egress, "pypi.org", error="refused before") == "refused before"
+    flow = request("https://pypi.org/")
+    egress.requestheaders(flow)
+    assert connect(egress, flow, error="refused before") == "refused before"
+
+
+def test_a_host_is_verified_by_the_name_that_was_allowed(egress):
+    flow = request("https://PyPI.org./")
+    egress.requestheaders(flow)
+    server = Server(address=(flow.request.host, 443))
+    server.sni = "evil.com"
+    egress.server_connect(ServerConnectionHookData(server, flow.client_conn))
+    assert (server.error, server.sni) == (None, "pypi.org")
+
+
+@pytest.mark.parametrize(
+    ("headers", "sni", "other"),
+    [
+        ([("Host", "PyPI.org.")], "pypi.org", ""),
+        ([("Host", "pypi.org:443")], None, ""),
+        ([], None, ""),
+        ([("Host", "pypi.org:80")], None, "pypi.org:80"),
+        ([("Host", "pypi.org"), ("host", "evil.com")], None, "evil.com"),
+        ([("Host", "pypi.org")], "evil.com", "evil.com"),
+        ([("Host", "pypi.org@evil.com")], None, "pypi.org@evil.com"),
+    ],
+)
+def test_a_request_has_one_name(headers, sni, other):
+    made = http.Request.make("GET", "https://pypi.org/")
+    made.headers = http.Headers([(name.encode(), value.encode()) for name, value in headers])
+    assert other_name(made, sni) == other
+
+
+def test_the_name_of_an_address_has_no_brackets():
+    made = http.Request.make("GET", "https://x:8443/")
+    made.data.host, made.headers["host"] = "::1", "[::1]:8443"
+    assert other_name(made, None) == ""
+
+
+@pytest.mark.parametrize("kind", ["tcp", "udp", "dns"])
+def test_other_protocols_are_closed_even_if_mitmproxy_chose_them(egress, events, kind):
+    flow = {"tcp": tflow.ttcpflow, "udp": tflow.tudpflow, "dns": tflow.tdnsflow}[kind]()
+    flow.live = True
+    getattr(egress, "dns_request" if kind == "dns" else f"{kind}_start")(flow)
+    assert flow.error.msg == "Connection killed."
+    assert [(event.kind, event.detail) for event in events] == [("refused", f"{kind}, not HTTP")]
+
+
+def test_what_is_let_through_is_streamed_both_ways(egress):
+    for metadata in ({}, {CAPTURED: True}):
+        flow = request("https://pypi.org/", **metadata)
+        egress.requestheaders(flow)
+        flow.response = http.Response.make()
+        egress.responseheaders(flow)
+        assert flow.request.stream is True
+        assert flow.response.stream is True
+
+
+def test_the_messages_of_a_websocket_are_not_kept(egress):
+    flow = tflow.twebsocketflow()
+    last = flow.websocket.messages[-1]
+    egress.websocket_message(flow)
+    assert flow.websocket.messages == [last]
 
 
 def test_a_tunnel_is_answered_without_connecting_and_carries_http_alone(egress):
@@ -118,13 +183,13 @@ def test_a_tunnel_is_answered_without_connecting_and_carries_http_alone(egress):
 def test_the_host_header_does_not_decide(egress):
     flow = request("https://evil.com/")
     flow.request.headers["host"] = "pypi.org"
-    egress.request(flow)
+    egress.requestheaders(flow)
     assert flow.response.status_code == 404
 
 
 def test_model_calls_pass(egress, events):
     flow = request(**{CAPTURED: True})
-    egress.request(flow)
+    egress.requestheaders(flow)
     assert flow.response is None
     assert events == []
 
@@ -132,17 +197,9 @@ def test_model_calls_pass(egress, events):
 def test_an_answer_that_is_there_stays(egress, events):
     flow = request()
     flow.response = http.Response.make(407)
-    egress.request(flow)
+    egress.requestheaders(flow)
     assert flow.response.status_code == 407
     assert events == []
-
-
-def test_a_request_that_is_not_utf8_can_be_recorded(egress, events):
-    flow = request()
-    flow.request.data.path, flow.request.data.method = b"/\xff", b"G\xff"
-    egress.request(flow)
-    assert flow.response.status_code == 404
-    pa.RecordBatch.from_pylist([event.to_row() for event in events], schema=EVENT_SCHEMA)
 
 
 def test_a_request_is_refused_even_when_that_cannot_be_recorded(egress, monkeypatch):
@@ -152,7 +209,7 @@ def test_a_request_is_refused_even_when_that_cannot_be_recorded(egress, monkeypa
     monkeypatch.setattr(egress, "_record", fail)
     flow = request()
     with pytest.raises(RuntimeError):
-        egress.request(flow)
+        egress.requestheaders(flow)
     assert flow.response.status_code == 404
 
 
@@ -168,7 +225,7 @@ def test_a_request_is_refused_even_when_that_cannot_be_recorded(egress, monkeypa
     ],
 )
 def test_a_request_that_looks_like_a_model_call_is_recorded_as_uncaptured_even_when_it_is_allowed(egress, events, url):
-    egress.request(request(url, "POST"))
+    egress.requestheaders(request(url, "POST"))
     (event,) = events
     assert event.kind == "uncaptured"
     assert event.detail == ("let through" if "pypi" in url else "refused")
@@ -185,7 +242,7 @@ def test_a_request_that_looks_like_a_model_call_is_recorded_as_uncaptured_even_w
 def test_an_unknown_path_of_a_model_api_gets_that_apis_404(egress, url, headers, error):
     flow = request(url)
     flow.request.headers.update(headers)
-    egress.request(flow)
+    egress.requestheaders(flow)
     assert flow.response.status_code == 404
     body = json.loads(flow.response.content)
     assert error["error"].items() <= body["error"].items()

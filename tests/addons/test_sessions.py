@@ -1,13 +1,11 @@
 import base64
 
-import pyarrow as pa
 import pytest
 from mitmproxy import http
 from mitmproxy.test import taddons, tflow
 
 from rolltap.addons.credentials import password
 from rolltap.addons.sessions import SESSION, Sessions
-from rolltap.addons.store.records import EVENT_SCHEMA
 
 SECRET = "key"
 
@@ -103,13 +101,6 @@ class TestCredentials:
         assert flow.response.headers["proxy-authenticate"].startswith("Basic ")
         assert "HTTPS_PROXY=http://SESSION:PASSWORD@HOST:PORT" in flow.response.text
         assert events == []
-
-    def test_a_request_that_is_not_utf8_can_be_recorded(self, sessions, events):
-        flow = request(headers=credentials("s1", "wrong"))
-        flow.request.data.method = b"G\xff"
-        sessions.requestheaders(flow)
-        assert flow.response.status_code == 407
-        pa.RecordBatch.from_pylist([event.to_row() for event in events], schema=EVENT_SCHEMA)
 
     def test_a_request_is_refused_even_when_that_cannot_be_recorded(self, sessions, monkeypatch):
         def fail(event):

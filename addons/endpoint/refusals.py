@@ -1,0 +1,91 @@
+"""Counts refusals: a session that is refused all the time fills neither the run nor the log."""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from rolltap.addons.store.records import Event, EventKind
+from rolltap.addons.store.text import printable
+
+logger = logging.getLogger(__name__)
+
+LISTED = 64
+"""Number of refusals of a session and a kind that have an event each. Later ones are counted."""
+REMEMBERED = 10_000
+"""Number of pairs of a session and a kind that are counted at the same time."""
+
+
+def is_told(count: int, listed: int = LISTED) -> bool:
+    """Return True when the `count`-th repetition is told: each of the first `listed`, then those at powers of two."""
+    return count <= listed or count & (count - 1) == 0
+
+
+@dataclass(slots=True)
+class _Tally:
+    count: int = 0
+    last: Event | None = None
+    """The newest refusal, unless it was told."""
+
+
+class Refusals:
+    """Writes events of refusals with `write`, and a log line for each.
+
+    The first `LISTED` refusals of a session and a kind have an event each. After that an event at each power of two has
+    the number so far in `detail`, and one at the end of the session the number in all. The texts of an event come from
+    the wire: they are made printable and cut.
+    """
+
+    def __init__(self, write: Callable[[Event], None]) -> None:
+        self._write = write
+        self._tallies: OrderedDict[tuple[str | None, EventKind], _Tally] = OrderedDict()
+
+    def record(self, event: Event) -> None:
+        """Write or count one refusal."""
+        event = _printable(event)
+        key = event.session_id, event.kind
+        tally = self._tallies.setdefault(key, _Tally())
+        self._tallies.move_to_end(key)
+        tally.count += 1
+        tally.last = None
+        if not is_told(tally.count):
+            tally.last = event
+        elif tally.count <= LISTED:
+            self._tell(event)
+        else:
+            self._tell(replace(event, detail=f"{tally.count} {event.kind} so far, the last: {event.detail}"))
+        while len(self._tallies) > REMEMBERED:
+            self._end(next(iter(self._tallies)))
+
+    def end(self, session_id: str | None) -> None:
+        """Write the counts of a session, and forget them."""
+        for key in [key for key in self._tallies if key[0] == session_id]:
+            self._end(key)
+
+    def close(self) -> None:
+        """Write the counts of all sessions."""
+        while self._tallies:
+            self._end(next(iter(self._tallies)))
+
+    def _end(self, key: tuple[str | None, EventKind]) -> None:
+        tally = self._tallies.pop(key)
+        if tally.last is not None:
+            detail = f"{tally.count} {tally.last.kind} in all, the last: {tally.last.detail}"
+            self._tell(replace(tally.last, detail=detail))
+
+    def _tell(self, event: Event) -> None:
+        level = logging.INFO if event.kind == "refused" else logging.WARNING
+        target = f"{event.method} {event.host}{event.path}".strip()
+        logger.log(level, "session %s: %s %s: %s", event.session_id, event.kind, target, event.detail or "not served")
+        self._write(event)
+
+
+def _printable(event: Event) -> Event:
+    return replace(
+        event,
+        session_id=None if event.session_id is None else printable(event.session_id),
+        host=printable(event.host),
+        method=printable(event.method),
+        path=printable(event.path),
+        detail=printable(event.detail),
+    )

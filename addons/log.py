@@ -1,0 +1,63 @@
+"""Addon: what reaches the log. No lines of requests, no control characters, no flood."""
+
+import logging
+import traceback
+
+from mitmproxy import ctx
+from mitmproxy.addonmanager import Loader
+
+from rolltap.addons.endpoint.refusals import is_told
+from rolltap.addons.store.text import printable
+
+LISTED = 100
+"""Number of lines that a place in the code of another package can log. Later ones are counted."""
+LONGEST_LINE = 2_000
+"""Maximum number of characters of a log line."""
+
+
+class Log:
+    """Cuts mitmproxy's lines for connections and requests, which hold queries, and filters all other lines.
+
+    Each line becomes printable text of at most `LONGEST_LINE` characters. A place in the code of mitmproxy or another
+    package logs `LISTED` lines, and after that those at powers of two.
+    """
+
+    def __init__(self) -> None:
+        self._handlers: list[logging.Handler] = []
+        self._counts: dict[tuple[str, int], int] = {}
+        self._last: logging.LogRecord | None = None
+        self._last_count = 0
+
+    def load(self, loader: Loader) -> None:
+        """Set the options of the log, and filter what the handlers of mitmdump print."""
+        ctx.options.update(flow_detail=0)
+        logging.getLogger("mitmproxy.proxy.server").setLevel(logging.ERROR)
+        self._handlers = list(logging.getLogger().handlers)
+        for handler in self._handlers:
+            handler.addFilter(self._filter)
+
+    def done(self) -> None:
+        """Remove the filter."""
+        for handler in self._handlers:
+            handler.removeFilter(self._filter)
+
+    def _filter(self, record: logging.LogRecord) -> bool:
+        if record.name == "aiohttp.server" and record.exc_info and isinstance(record.exc_info[1], ConnectionError):
+            return False  # the client of a reply has hung up
+        if record is not self._last:  # each handler gets the same record
+            self._last, self._last_count = record, self._count(record)
+            text = record.getMessage()
+            if record.exc_info:
+                text += "\n" + "".join(traceback.format_exception(*record.exc_info)).rstrip()
+            lines = [printable(line, LONGEST_LINE) for line in text.split("\n")]
+            if self._last_count > LISTED:
+                lines[0] += f" ({self._last_count} such lines so far)"
+            record.msg, record.args, record.exc_info = "\n".join(lines), (), None
+        return is_told(self._last_count, LISTED)
+
+    def _count(self, record: logging.LogRecord) -> int:
+        if record.name.startswith("rolltap."):
+            return 1  # refusals are counted before they are logged
+        place = record.pathname, record.lineno
+        self._counts[place] = self._counts.get(place, 0) + 1
+        return self._counts[place]

@@ -1,0 +1,169 @@
+"""mitmproxy's HTTP/1 layers with bounds, for everybody who connects: authenticated or not.
+
+mitmproxy has no bound for headers, for what waits behind a request, and for messages of WebSockets. It keeps bodies of
+requests that are answered here, and it answers bad requests without telling an addon.
+"""
+
+import json
+import re
+from collections.abc import Callable
+
+from mitmproxy import connection, http
+from mitmproxy.net.http import http1
+from mitmproxy.proxy import commands, events, layer
+from mitmproxy.proxy.context import Context
+from mitmproxy.proxy.layers.http import HttpLayer, HTTPMode, HttpStream
+from mitmproxy.proxy.layers.http._base import ReceiveHttp
+from mitmproxy.proxy.layers.http._events import (
+    HttpEvent,
+    RequestData,
+    RequestEndOfMessage,
+    RequestHeaders,
+    RequestProtocolError,
+    RequestTrailers,
+    ResponseProtocolError,
+)
+from mitmproxy.proxy.layers.http._http1 import Http1Server
+from mitmproxy.proxy.layers.websocket import WebsocketLayer
+
+HEADER_LIMIT = 64 * 1024
+"""Maximum bytes of a request line and its headers, and of what a client sends before it has the reply."""
+HEADER_COUNT = 100
+"""Maximum number of headers. aiohttp's own limit is 128."""
+MESSAGE_LIMIT = 16 * 1024 * 1024
+"""Maximum bytes of a WebSocket message. mitmproxy takes quadratic time to join its parts."""
+
+Report = Callable[[connection.Client, http.Request | None, str], None]
+"""Takes the connection, the request if it could be read, and the reason of a refusal."""
+
+_TOKEN = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+"""RFC 9110: the characters of methods and of header names."""
+_SILENT = 444
+"""mitmproxy's status for a connection that is closed without an answer."""
+
+
+class Http(HttpLayer):
+    """HTTP/1 from a client. `report` is called for each request that is refused here."""
+
+    def __init__(self, context: Context, mode: HTTPMode, report: Report) -> None:
+        super().__init__(context, mode)
+        self._report = report
+        # mitmproxy keeps a connection that exists; otherwise a client could choose HTTP/2
+        self.connections[context.client] = _Server(context.fork(), report)
+
+    def make_stream(self, stream_id: int) -> layer.CommandGenerator[None]:
+        """Start the exchange of one request."""
+        self.streams[stream_id] = _Stream(self.context.fork(), stream_id, self._report)
+        yield from self.event_to_child(self.streams[stream_id], events.Start())
+
+
+class _Stream(HttpStream):
+    def __init__(self, context: Context, stream_id: int, report: Report) -> None:
+        super().__init__(context, stream_id)
+        self._report = report
+
+    def state_consume_request_body(
+        self, event: RequestData | RequestTrailers | RequestEndOfMessage
+    ) -> layer.CommandGenerator[None]:
+        """Drop the body of a request that is not streamed: nobody reads it, the request is answered here."""
+        if not isinstance(event, RequestData):
+            yield from super().state_consume_request_body(event)
+
+    def passthrough(self, event: events.Event) -> layer.CommandGenerator[None]:
+        """Close a WebSocket whose message is too long."""
+        yield from super().passthrough(event)
+        child = self.child_layer
+        if isinstance(child, WebsocketLayer) and (
+            max(sum(map(len, side.frame_buf)) for side in (child.client_ws, child.server_ws)) > MESSAGE_LIMIT
+        ):
+            self._report(self.context.client, self.flow.request, f"a WebSocket message over {MESSAGE_LIMIT} bytes")
+            yield commands.CloseConnection(self.context.client)
+
+
+class _Server(Http1Server):
+    def __init__(self, context: Context, report: Report) -> None:
+        super().__init__(context)
+        self._report = report
+
+    def _handle_event(self, event: events.Event) -> layer.CommandGenerator[None]:
+        yield from super()._handle_event(event)
+        if len(self.buf) > HEADER_LIMIT and self.state != self.done:
+            yield from self._refuse(431, f"more than {HEADER_LIMIT} bytes of headers, or behind a request")
+
+    def read_headers(self, event: events.ConnectionEvent) -> layer.CommandGenerator[None]:
+        """Read a request up to its body, and refuse one that is malformed."""
+        for command in super().read_headers(event):
+            if isinstance(command, commands.SendData):  # mitmproxy's answer to bytes that it cannot parse
+                return (yield from self._refuse(400, "not an HTTP/1.1 request"))
+            if isinstance(command, ReceiveHttp) and isinstance(command.event, RequestHeaders):
+                status, mistake = _mistake(command.event.request)
+                if mistake:
+                    return (yield from self._refuse(status, mistake))
+            if not isinstance(command, commands.Log):  # its lines quote what the client sent
+                yield command
+        begun = bytes(self.buf).lstrip(b"\r\n") if self.state == self.read_headers else b""
+        if begun and isinstance(event, events.ConnectionClosed):
+            self._tell("the connection ended within the headers")
+        elif begun and not _TOKEN.match(begun):
+            yield from self._refuse(400, "not an HTTP/1.1 request")
+
+    def read_body(self, event: events.Event) -> layer.CommandGenerator[None]:
+        """Read a body, and report one that breaks the protocol."""
+        hangs_up = isinstance(event, events.ConnectionClosed)
+        try:
+            for command in super().read_body(event):
+                if (
+                    not hangs_up
+                    and isinstance(command, ReceiveHttp)
+                    and isinstance(command.event, RequestProtocolError)
+                ):
+                    self._tell("the body breaks HTTP/1.1")
+                yield command
+        except NotImplementedError:
+            reason = "trailers are not served"
+            self._tell(reason)
+            yield commands.CloseConnection(self.conn)
+            yield ReceiveHttp(RequestProtocolError(self.stream_id, reason, RequestProtocolError.code))
+
+    def send(self, event: HttpEvent) -> layer.CommandGenerator[None]:
+        """Send a part of a response, and report an error of the client that mitmproxy answers by itself."""
+        if isinstance(event, ResponseProtocolError) and not self.response:
+            # a number in mitmproxy 11, an enumeration in mitmproxy 12
+            status = getattr(event.code, "http_status_code", lambda: event.code)()
+            if status is not None and status < 500 and status != _SILENT:
+                self._tell(event.message)
+        yield from super().send(event)
+
+    def _tell(self, reason: str) -> None:
+        assert isinstance(self.conn, connection.Client)
+        self._report(self.conn, self.request, reason)
+
+    def _refuse(self, status: int, reason: str) -> layer.CommandGenerator[None]:
+        self._tell(reason)
+        if not self.response:
+            body = json.dumps({"error": {"message": reason, "type": "invalid_request_error", "code": status}})
+            headers = {"content-type": "application/json", "connection": "close"}
+            yield commands.SendData(self.conn, http1.assemble_response(http.Response.make(status, body, headers)))
+        yield commands.CloseConnection(self.conn)
+        if self.state != self.wait:
+            self.state = self.done
+
+
+def _mistake(request: http.Request) -> tuple[int, str]:
+    """Return the status and the reason for which a request is refused. The reason is empty for a good request."""
+    method, names = request.data.method, [name for name, _ in request.headers.fields]
+    if request.http_version not in ("HTTP/1.0", "HTTP/1.1"):
+        return 505, f"{request.http_version} is not served"
+    if len(names) > HEADER_COUNT:
+        return 431, f"{len(names)} headers, the limit is {HEADER_COUNT}"
+    if sum(len(name) + len(value) for name, value in request.headers.fields) > HEADER_LIMIT:
+        return 431, f"more than {HEADER_LIMIT} bytes of headers"
+    if not all(map(_TOKEN.fullmatch, (method, *names))):
+        return 400, "a method or the name of a header has a character that is not allowed"
+    if method.upper() == b"CONNECT" and (
+        method != b"CONNECT"
+        or request.headers.get("content-length", "0") != "0"
+        or "transfer-encoding" in request.headers
+    ):
+        return 400, "a CONNECT with a body"
+    return 0, ""

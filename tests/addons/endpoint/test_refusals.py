@@ -1,0 +1,76 @@
+import pyarrow as pa
+import pytest
+
+from rolltap.addons.endpoint import refusals
+from rolltap.addons.endpoint.refusals import Refusals
+from rolltap.addons.store.records import EVENT_SCHEMA, Event
+
+
+@pytest.fixture
+def written():
+    return []
+
+
+@pytest.fixture
+def counted(written):
+    return Refusals(written.append)
+
+
+def refuse(counted, number, session_id="s1", kind="refused", detail=""):
+    for i in range(number):
+        counted.record(Event(kind=kind, session_id=session_id, path=f"/{i}", detail=detail))
+
+
+def test_the_first_ones_are_listed(counted, written):
+    refuse(counted, 64)
+    assert [event.path for event in written] == [f"/{i}" for i in range(64)]
+
+
+def test_later_ones_are_counted_and_told_at_powers_of_two_and_at_the_end(counted, written):
+    refuse(counted, 300, detail="x")
+    assert [(event.path, event.detail) for event in written[64:]] == [
+        ("/127", "128 refused so far, the last: x"),
+        ("/255", "256 refused so far, the last: x"),
+    ]
+    counted.end("s1")
+    assert written[66:] == [written[66]]
+    assert (written[66].path, written[66].detail) == ("/299", "300 refused in all, the last: x")
+
+
+def test_an_end_tells_nothing_that_was_told(counted, written):
+    refuse(counted, 128)
+    counted.end("s1")
+    counted.close()
+    assert len(written) == 65
+
+
+def test_sessions_and_kinds_are_counted_apart(counted, written):
+    refuse(counted, 100)
+    refuse(counted, 100, "s2")
+    refuse(counted, 100, kind="rejected")
+    assert len(written) == 3 * 64
+    counted.end("s2")
+    assert [(event.session_id, event.detail[:3]) for event in written[3 * 64 :]] == [("s2", "100")]
+    counted.close()
+    assert [(event.session_id, event.kind) for event in written[-2:]] == [("s1", "refused"), ("s1", "rejected")]
+
+
+def test_what_is_counted_is_bounded_and_nothing_is_lost(counted, written, monkeypatch):
+    monkeypatch.setattr(refusals, "REMEMBERED", 10)
+    for i in range(30):
+        refuse(counted, 70, f"s{i}")
+    assert len(counted._tallies) == 10
+    counted.close()
+    assert len([event for event in written if event.detail.startswith("70 refused in all")]) == 30
+
+
+def test_the_texts_of_an_event_are_printable_and_cut(counted, written, caplog):
+    caplog.set_level("INFO")
+    odd = "\x1b\udcff\n" + "x" * 10_000
+    counted.record(Event(kind="refused", session_id=odd, host=odd, method=odd, path=odd, detail=odd))
+    (event,) = written
+    for text in (event.session_id, event.host, event.method, event.path, event.detail):
+        assert text.startswith("\\x1b\\udcff\\nxxx")
+        assert len(text) < 600
+    assert caplog.messages[0].isprintable()
+    pa.RecordBatch.from_pylist([event.to_row()], schema=EVENT_SCHEMA)

@@ -1,0 +1,86 @@
+import json
+
+import pytest
+from mitmproxy import ctx, http
+from mitmproxy.test import taddons, tflow
+
+from rolltap.addons.capture import Capture
+from rolltap.addons.limits import Limits
+from rolltap.addons.sessions import SESSION
+
+COMPLETIONS = "https://api.openai.com/v1/chat/completions"
+
+
+@pytest.fixture
+def events():
+    return []
+
+
+@pytest.fixture
+async def limits(events):
+    addon = Limits(events.append)
+    with taddons.context(Capture(), addon):
+        yield addon
+
+
+def request(limits, session="s1", url=COMPLETIONS):
+    flow = tflow.tflow(req=http.Request.make("POST", url))
+    flow.metadata[SESSION] = session
+    limits.requestheaders(flow)
+    return flow
+
+
+def test_there_are_none_unless_they_are_set(limits):
+    assert all(request(limits).response is None for _ in range(100))
+    assert limits._usage == {}
+
+
+def test_a_session_has_so_many_requests_at_the_same_time(limits, events):
+    ctx.options.rolltap_max_concurrent_calls = 2
+    running = [request(limits), request(limits)]
+    refused = request(limits).response
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    assert json.loads(refused.content)["error"]["code"] == "rate_limit_exceeded"
+    assert [(event.kind, event.session_id, event.detail) for event in events] == [
+        ("rejected", "s1", "2 requests of this session run already: the limit.")
+    ]
+    assert request(limits, "s2").response is None
+    running[0].response = http.Response.make()
+    limits.response(running[0])
+    assert request(limits).response is None
+
+
+@pytest.mark.parametrize("end", ["response", "error", "client_disconnected", "websocket_end"])
+def test_a_request_is_over_once_however_it_ends(limits, end):
+    ctx.options.rolltap_max_concurrent_calls = 1
+    flow = request(limits)
+    for _ in range(2):
+        getattr(limits, end)(flow.client_conn if end == "client_disconnected" else flow)
+    assert request(limits).response is None
+    assert request(limits).response.status_code == 429
+
+
+def test_a_session_transfers_so_many_bytes(limits):
+    ctx.options.rolltap_max_session_bytes = 10
+    flow = request(limits)
+    assert flow.request.stream(b"hello") == b"hello"
+    flow.response = http.Response.make()
+    limits.responseheaders(flow)
+    assert request(limits).response is None
+    assert flow.response.stream(b"world") == b"world"
+    refused = request(limits).response
+    assert refused.status_code == 429
+    assert "retry-after" not in refused.headers
+    assert request(limits, "s2").response is None
+
+
+def test_a_session_has_so_many_requests_a_minute(limits, monkeypatch):
+    now = 120.0
+    monkeypatch.setattr("rolltap.addons.limits.time.monotonic", lambda: now)
+    ctx.options.rolltap_max_requests_per_minute = 3
+    assert [request(limits, url="http://a.example/").response for _ in range(3)] == [None] * 3
+    now = 170.0
+    refused = request(limits).response
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "10")
+    now = 180.0
+    assert request(limits).response is None

@@ -1,0 +1,141 @@
+"""Raw connections to the proxy of a recorder, and servers that must never see one."""
+
+import base64
+import json
+import socket
+import ssl
+import threading
+from contextlib import contextmanager, suppress
+
+from tests.recorder_process import HELLO, Recorder
+from tests.scripted_engine import Say, ScriptedEngine
+
+
+@contextmanager
+def recording(folder, tokenizer, tokenizer_folder, *extra, **how):
+    """Yield a recorder that several tests share. Its engine says `Hi.` to everything."""
+    with ScriptedEngine(tokenizer) as engine:
+        engine.otherwise = lambda body: Say("Hi.")
+        recorder = Recorder(folder, engine.url, tokenizer_folder, *extra, **how)
+        recorder.engine_url = engine.url
+        yield recorder
+        if recorder.process.poll() is None:
+            recorder.stop()
+
+
+class News:
+    """The events of a recorder since this object was made."""
+
+    def __init__(self, recorder):
+        self._recorder = recorder
+        self._before = len(recorder.rows("events"))
+
+    def __call__(self, kind="refused"):
+        """Return the session and the detail of each new event of `kind`."""
+        rows = self._recorder.rows("events")[self._before :]
+        return [(row["session_id"], row["detail"]) for row in rows if row["kind"] == kind]
+
+
+def address(recorder):
+    host, port = recorder.address.split(":")
+    return host, int(port)
+
+
+def credentials(user="s1", password="x"):
+    return b"Proxy-Authorization: Basic " + base64.b64encode(f"{user}:{password}".encode()) + b"\r\n"
+
+
+def plain(recorder):
+    """Return a connection to the proxy. What is read from it ends after 10 s without data."""
+    return socket.create_connection(address(recorder), timeout=10)
+
+
+def read(connection):
+    """Return all that arrives until the other side closes the connection, or resets it."""
+    received = b""
+    try:
+        while data := connection.recv(65536):
+            received += data
+    except ConnectionError:
+        pass
+    return received
+
+
+def read_head(connection):
+    """Return a reply up to the end of its headers, or all that came before the end of the connection."""
+    received = b""
+    while not received.endswith(b"\r\n\r\n"):
+        try:
+            byte = connection.recv(1)
+        except ConnectionError:
+            break
+        if not byte:
+            break
+        received += byte
+    return received
+
+
+def tunnel(recorder, authority, more=b""):
+    """Return a connection in which CONNECT has succeeded."""
+    connection = plain(recorder)
+    connection.sendall(b"CONNECT " + authority.encode() + b" HTTP/1.1\r\n" + credentials() + b"\r\n" + more)
+    head = read_head(connection)
+    assert head.startswith(b"HTTP/1.1 200"), head
+    return connection
+
+
+def over_tls(connection, recorder, sni, alpn=("http/1.1",)):
+    """Return a connection of TLS that was made through `connection`. The name in the certificate is not compared."""
+    context = ssl.create_default_context(cafile=recorder.confdir / "mitmproxy-ca-cert.pem")
+    context.check_hostname = False
+    context.set_alpn_protocols(list(alpn))
+    return context.wrap_socket(connection, server_hostname=sni)
+
+
+def call(text="Hello", **fields):
+    """Return the bytes of a model call without a tunnel."""
+    body = json.dumps({**HELLO, "messages": [{"role": "user", "content": text}], **fields}).encode()
+    head = b"POST http://api.openai.com/v1/chat/completions HTTP/1.1\r\nHost: api.openai.com\r\n" + credentials()
+    return head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+@contextmanager
+def listening(host="127.0.0.1", port=0, answer=b"", certificate=None):
+    """Yield a server that answers each connection with `answer`, after the first bytes, and keeps what it received."""
+    server = Server(host, port, answer, certificate)
+    yield server
+    server.close()
+
+
+class Server:
+    """A server on a loopback address. `connections` has what each connection sent."""
+
+    def __init__(self, host, port, answer, certificate):
+        self._socket = socket.create_server((host, port))
+        self.host, self.port = self._socket.getsockname()[:2]
+        self.answer = answer
+        self._tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH) if certificate else None
+        if self._tls:
+            self._tls.load_cert_chain(certificate)
+        self.connections = []
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self):
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._answer, args=[connection], daemon=True).start()
+
+    def _answer(self, connection):
+        position = len(self.connections)
+        self.connections.append(b"")
+        with suppress(OSError), self._tls.wrap_socket(connection, True) if self._tls else connection as connection:
+            while data := connection.recv(65536):
+                if not self.connections[position]:
+                    connection.sendall(self.answer)
+                self.connections[position] += data
+
+    def close(self):
+        self._socket.close()

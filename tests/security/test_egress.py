@@ -1,0 +1,151 @@
+"""An agent tries to reach a host that it may not reach, or to speak another protocol with one that it may."""
+
+import socket
+from ipaddress import ip_address
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from mitmproxy.certs import CertStore
+
+from tests.security.raw import News, call, credentials, listening, over_tls, plain, read, read_head, recording, tunnel
+
+SECRET = b"the weights of tomorrow"
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+
+
+@pytest.fixture(scope="module")
+def recorder(tmp_path_factory, tokenizer, tokenizer_folder):
+    folder = tmp_path_factory.mktemp("egress")
+    trusted = f"ssl_verify_upstream_trusted_ca={folder / 'conf' / 'mitmproxy-ca-cert.pem'}"
+    with recording(folder, tokenizer, tokenizer_folder, "rolltap_allow=127.0.0.3", "rawtcp=true", trusted) as recorder:
+        yield recorder
+        assert recorder.stop() == 0
+        assert "Traceback" not in recorder.log()
+
+
+@pytest.fixture
+def refusals(recorder):
+    return News(recorder)
+
+
+@pytest.mark.parametrize("port", [53, 5353])
+def test_a_dns_message_leaves_by_no_port(recorder, refusals, port):
+    try:
+        server = listening("127.0.0.3", port, SECRET)
+        with server as outside:
+            message = b"\x00\x1c\x12\x34\x01\x00\x00\x01\x00\x00\x00\x00\x00\x00\x06secret\x00\x00\x01\x00\x01"
+            with tunnel(recorder, f"127.0.0.3:{port}") as connection:
+                connection.sendall(message)
+                assert SECRET not in read(connection)
+            assert outside.connections == []
+    except PermissionError:
+        pytest.skip(f"this user may not listen on port {port}")
+    assert refusals() == [("s1", "not an HTTP/1.1 request")]
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [SECRET, SECRET + b"\r\n\r\n", b"SSH-2.0-OpenSSH_9.0\r\n", bytes(range(256)), b"\x16\x03\x01" + SECRET],
+    ids=["bytes", "lines", "ssh", "binary", "nearly TLS"],
+)
+def test_what_is_not_http_leaves_by_no_tunnel(recorder, refusals, sent):
+    with listening("127.0.0.3") as outside:
+        with tunnel(recorder, f"127.0.0.3:{outside.port}", sent) as connection:
+            connection.shutdown(socket.SHUT_WR)
+            read(connection)
+        assert outside.connections == []
+    assert len(refusals()) == 1
+
+
+def request(host, path="/", more=b""):
+    return f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n".encode() + more + b"\r\n"
+
+
+def test_an_allowed_host_is_reached_by_its_own_name_only(recorder, refusals):
+    with listening("127.0.0.3", answer=OK) as outside:
+        own = f"127.0.0.3:{outside.port}"
+        for host in (own, own.upper(), "127.0.0.3"):
+            with tunnel(recorder, own) as connection:
+                connection.sendall(request(host))
+                assert read(connection).endswith(b"\r\n\r\nok")
+        assert len(outside.connections) == 3
+        wrong = ["evil.example", "127.0.0.3:1", "127.0.0.3.evil.example", f"{own}\r\nHost: evil.example", "@", "[::1"]
+        for host in wrong:
+            with tunnel(recorder, own) as connection:
+                connection.sendall(request(host))
+                head = read_head(connection)
+                assert head.split()[1] in (b"421", b"400"), (host, head)
+        with tunnel(recorder, own) as connection:
+            connection.sendall(request(own, "http://evil.example/"))
+            assert read_head(connection).startswith(b"HTTP/1.1 421")
+        with plain(recorder) as connection:
+            connection.sendall(request("evil.example", f"http://{own}/", credentials()))
+            assert read_head(connection).startswith(b"HTTP/1.1 421")
+        assert len(outside.connections) == 3
+    assert len(refusals()) == len(wrong) + 2
+
+
+def test_the_name_in_tls_must_be_the_name_of_the_tunnel(recorder, refusals):
+    with listening("127.0.0.3", answer=OK) as outside:
+        own = f"127.0.0.3:{outside.port}"
+        with over_tls(tunnel(recorder, own), recorder, "evil.example") as connection:
+            connection.sendall(request(own))
+            assert read_head(connection).startswith(b"HTTP/1.1 421")
+        assert outside.connections == []
+    assert refusals() == [("s1", "the request names another host: evil.example")]
+
+
+@pytest.mark.parametrize(("owner", "status"), [("127.0.0.3", b"200"), ("127.0.0.4", b"502")])
+def test_a_host_must_own_the_certificate_of_the_name_that_is_allowed(recorder, tmp_path, owner, status):
+    store = CertStore.from_store(recorder.confdir, "mitmproxy", 2048)
+    made = store.get_cert(None, [x509.IPAddress(ip_address(owner))])
+    key = made.privatekey.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    (tmp_path / "server.pem").write_bytes(key + made.cert.to_pem())
+    with listening("127.0.0.3", answer=OK, certificate=tmp_path / "server.pem") as outside:
+        own = f"127.0.0.3:{outside.port}"
+        with over_tls(tunnel(recorder, own), recorder, "127.0.0.3") as connection:
+            connection.sendall(request(own))
+            assert read_head(connection).split()[1] == status
+
+
+def test_a_model_call_needs_no_name(recorder):
+    with over_tls(tunnel(recorder, "api.openai.com:443"), recorder, "evil.example") as connection:
+        text = call().replace(b"http://api.openai.com/", b"/").replace(b"Host: api.openai.com", b"Host: other.example")
+        connection.sendall(text)
+        assert read_head(connection).startswith(b"HTTP/1.1 200")
+    assert recorder.rows("events")[-1]["host"] == "api.openai.com"
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "TLS/1.0", "rolltap"])
+def test_a_host_cannot_change_the_protocol(recorder, refusals, protocol):
+    switched = f"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: {protocol}\r\n\r\n".encode()
+    with listening("127.0.0.3", answer=switched + SECRET) as outside:
+        own = f"127.0.0.3:{outside.port}"
+        with tunnel(recorder, own) as connection:
+            more = f"Upgrade: {protocol}\r\nHTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA\r\n".encode()
+            connection.sendall(request(own, more=more) + SECRET)
+            assert SECRET not in read(connection)
+        (received,) = outside.connections
+        assert b"upgrade" not in received.lower()
+        assert b"http2-settings" not in received.lower()
+        assert SECRET not in received
+    assert refusals() == [("s1", f"a change to {protocol}")]
+
+
+@pytest.mark.parametrize(
+    "preface",
+    [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET / HTTP/2.0\r\nHost: a\r\n\r\n", b"CONNECT a:1 HTTP/1.1\r\n\r\n"],
+    ids=["preface", "version", "tunnel in a tunnel"],
+)
+def test_a_tunnel_carries_http_1_and_no_other_tunnel(recorder, refusals, preface):
+    with listening("127.0.0.3", answer=OK) as outside:
+        with tunnel(recorder, f"127.0.0.3:{outside.port}", preface) as connection:
+            assert read_head(connection).split()[1] in (b"505", b"400")
+        assert outside.connections == []
+    assert len(refusals()) == 1
+
+
+def test_http_2_is_not_agreed_on(recorder):
+    with over_tls(tunnel(recorder, "a.example:443"), recorder, "a.example", ["h2", "http/1.1"]) as connection:
+        assert connection.selected_alpn_protocol() == "http/1.1"

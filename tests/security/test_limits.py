@@ -1,0 +1,38 @@
+"""An agent asks more than its session may."""
+
+import json
+
+from tests.recorder_process import CHAT, HELLO
+from tests.scripted_engine import Say
+
+
+def test_limits_of_a_session_hold_and_are_recorded(start, scripted_engine):
+    recorder = start("rolltap_max_concurrent_calls=1", "rolltap_max_requests_per_minute=50")
+    scripted_engine.replies.append(Say("one two three", hold_after=1))
+    scripted_engine.otherwise = lambda body: Say("Hi.")
+    with recorder.client() as client, recorder.client("s2") as other:
+        with client.stream("POST", CHAT, json={**HELLO, "stream": True}) as response:
+            refused = client.post(CHAT, json={**HELLO, "n": 1})
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            assert refused.json()["error"]["message"].startswith("1 requests of this session run already")
+            assert other.post(CHAT, json=HELLO).status_code == 200
+            scripted_engine.release()
+            assert list(response.iter_lines())[-2] == "data: [DONE]"
+        statuses = [client.post(CHAT, json=HELLO).status_code for _ in range(110)]
+        assert statuses[:10] == [200] * 10
+        assert statuses.count(429) >= 10  # the minute may change once meanwhile
+    assert recorder.stop() == 0
+    events = [event["detail"] for event in recorder.rows("events") if event["kind"] == "rejected"]
+    assert "This session may send 50 requests a minute." in events[-1]
+    (described,) = json.loads((recorder.run / "run.json").read_text())["recorders"]
+    assert described["limits"] == {
+        "max_concurrent_calls": 1,
+        "max_session_bytes": 0,
+        "max_requests_per_minute": 50,
+    }
+
+
+def test_a_limit_below_zero_is_refused_at_start(start):
+    recorder = start("rolltap_max_session_bytes=-1")
+    assert recorder.process.wait() == 1
+    assert "rolltap_max_session_bytes is -1: give 0 for no limit" in recorder.log()

@@ -1,0 +1,119 @@
+"""An agent tries to write secrets, control characters or much into the log and the events of the recorder."""
+
+import re
+import socket
+
+import pytest
+
+from tests.recorder_process import CHAT, HELLO
+from tests.security.raw import News, call, credentials, over_tls, plain, read, read_head, recording, tunnel
+
+SECRET = "sk-very-secret"
+END = "http://session.rolltap/end"
+
+
+@pytest.fixture(scope="module")
+def recorder(tmp_path_factory, tokenizer, tokenizer_folder):
+    with recording(tmp_path_factory.mktemp("log"), tokenizer, tokenizer_folder) as recorder:
+        yield recorder
+
+
+@pytest.fixture
+def news(recorder):
+    return News(recorder)
+
+
+def test_a_query_reaches_neither_the_log_nor_the_events(recorder):
+    with recorder.client() as client:
+        for url in (f"https://a.example/x?key={SECRET}", f"http://a.example/x?key={SECRET}", f"{CHAT}?key={SECRET}"):
+            client.get(url)
+            client.post(url, json=HELLO)
+    with plain(recorder) as connection:
+        connection.sendall(f"GET /x?key={SECRET} HTTP/1.1\r\n".encode() + credentials() + b"\r\n")
+        read(connection)
+    with plain(recorder) as connection:
+        connection.sendall(f"nonsense {SECRET}\r\n{SECRET}\r\n\r\n".encode())
+        read(connection)
+    everything = b"".join(path.read_bytes() for path in recorder.run.glob("events-*")) + recorder.log().encode()
+    assert SECRET.encode() not in everything
+
+
+def test_no_control_character_reaches_the_log(recorder):
+    escape, session = b"\x1b]0;owned\x07\xff\r", "s\u202e1"
+    with plain(recorder) as connection:
+        head = b"GET http://a.example/" + escape[:-1] + b" HTTP/1.1\r\nX: " + escape + b"\r\n"
+        connection.sendall(head + credentials() + b"\r\n")
+        read_head(connection)
+    with plain(recorder) as connection:
+        connection.sendall(b"POST http://a.example/ HTTP/1.1\r\n" + credentials(session) + b"\r\n")
+        read_head(connection)
+    with over_tls(tunnel(recorder, "a.example:443"), recorder, "a.example") as connection:
+        connection.sendall(b"GET /" + escape[:-1] + b" HTTP/1.1\r\nHost: a.example\r\n\r\n")
+        read_head(connection)
+    assert re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", recorder.log()) is None
+    assert "\\x1b]0;owned" in recorder.log()
+
+
+def test_a_path_is_cut(recorder, news):
+    with recorder.client() as client:
+        client.get("http://a.example/" + "x" * 20_000)
+    (event,) = recorder.rows("events")[-1:]
+    assert len(event["path"]) < 600
+    assert event["path"].endswith("(20,001 characters)")
+    assert "x" * 1000 not in recorder.log()
+
+
+def test_refusals_without_end_are_counted(recorder):
+    number, user = 300, "loud"
+    lines = recorder.log().count("\n")
+    with recorder.client(user) as client:
+        for _ in range(number):
+            assert client.get("http://a.example/x").status_code == 404
+        assert client.post(END).status_code == 200
+    details = [row["detail"] for row in recorder.rows("events") if row["session_id"] == user]
+    assert details == [""] * 64 + [f"{n} refused so far, the last: " for n in (128, 256)] + [
+        f"{number} refused in all, the last: "
+    ]
+    assert recorder.log().count("\n") - lines < 80
+
+
+def test_an_odd_header_is_in_the_row_of_its_call(recorder):
+    with plain(recorder) as connection:
+        connection.sendall(call().replace(b"\r\n\r\n", b"\r\nX-OpenAI-Subagent: \xff\x01\r\n\r\n"))
+        assert read_head(connection).startswith(b"HTTP/1.1 200")
+        assert connection.recv(65536)
+    assert recorder.rows("calls")[-1]["role"] == "subagent"
+
+
+@pytest.mark.parametrize("length", [7_000, 9_000, 60_000])
+def test_a_long_header_is_no_hindrance(recorder, length):
+    with plain(recorder) as connection:
+        connection.sendall(call().replace(b"\r\n\r\n", b"\r\nX-Long: " + b"\xff" * length + b"\r\n\r\n"))
+        assert read_head(connection).startswith(b"HTTP/1.1 200")
+
+
+def test_too_many_or_too_long_headers_are_refused_and_recorded(recorder, news):
+    for more in (b"X-Long: " + b"x" * 70_000, b"\r\n".join([b"A: b"] * 200)):
+        with plain(recorder) as connection:
+            connection.sendall(call().replace(b"\r\n\r\n", b"\r\n" + more + b"\r\n\r\n"))
+            assert read(connection).startswith(b"HTTP/1.1 431")
+    assert len(news()) == 2
+
+
+def test_a_client_that_does_not_trust_the_certificate_is_recorded(recorder, news):
+    with recorder.client() as client:
+        client.get("http://a.example/")
+    with tunnel(recorder, "a.example:443", b"\x16\x03\x01\x00\x05hello") as connection:
+        connection.shutdown(socket.SHUT_WR)
+        read(connection)
+    assert any(detail.startswith("TLS failed") for _, detail in news())
+
+
+def test_bad_requests_without_end_are_counted(recorder, news):
+    for _ in range(200):
+        with plain(recorder) as connection:
+            connection.sendall(b"\x00\r\n\r\n")
+            read(connection)
+    details = [detail for session_id, detail in news() if session_id is None]
+    assert len(details) < 80
+    assert "128 refused so far" in details[-1]
