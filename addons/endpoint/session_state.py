@@ -47,6 +47,9 @@ class SessionState:
         engine's, in tokens; `headers` are the request's. Raises `DialectError` when the session has ended or the prompt
         fills the window, and `OSError` when an event cannot be committed or the disk is nearly full.
         """
+        least = self._services.rendering.least_tokens(model_call.messages, model_call.tools, context_window)
+        if least > context_window:
+            raise ContextOverflow(least, context_window)
         conversations, prompt = self._prompt(model_call)
         max_new_tokens = context_window - len(prompt.ids)
         if max_new_tokens < 1:
