@@ -155,7 +155,8 @@ class Endpoint:
                     return _json(dialect.encode_models(request.raw_path, models, int(time.time())))
                 case "count_tokens":
                     body, asked = await read_body(request, BODY_LIMIT), client_request(request)
-                    num_tokens = await self._session(request).count_tokens(dialect, body, asked)
+                    _, window = await self._engine(request)
+                    num_tokens = await self._session(request).count_tokens(dialect, body, asked, window)
                     return _json(dialect.encode_token_count(num_tokens))
                 case "generate":
                     generation, model_call = await self._begin(dialect, await read_body(request, BODY_LIMIT), request)

@@ -61,7 +61,7 @@ class SessionState:
         """
         self.used_at = asyncio.get_running_loop().time()
         async with self._order:
-            recovered, model_call, prompt = await self._prepare(dialect, body, request)
+            recovered, model_call, prompt = await self._prepare(dialect, body, request, context_window)
             max_new_tokens = context_window - len(prompt.ids)
             if max_new_tokens < 1:
                 raise ContextOverflow(len(prompt.ids), context_window)
@@ -82,11 +82,11 @@ class SessionState:
             self.generations.append(generation)
             return generation, model_call
 
-    async def count_tokens(self, dialect: Dialect, body: bytes, request: ClientRequest) -> int:
+    async def count_tokens(self, dialect: Dialect, body: bytes, request: ClientRequest, context_window: int) -> int:
         """Return the number of prompt tokens of a call. Raises `DialectError` as `begin` does."""
         self.used_at = asyncio.get_running_loop().time()
         async with self._order:
-            _, _, prompt = await self._prepare(dialect, body, request)
+            _, _, prompt = await self._prepare(dialect, body, request, context_window)
             return len(prompt.ids)
 
     def settle(self) -> None:
@@ -146,9 +146,12 @@ class SessionState:
         )
 
     async def _prepare(
-        self, dialect: Dialect, body: bytes, request: ClientRequest
+        self, dialect: Dialect, body: bytes, request: ClientRequest, context_window: int
     ) -> tuple[RecoveredSession, ModelCall, Prompt]:
-        """Decode a request and make its prompt. Hold `_order`: conversations are not thread-safe."""
+        """Decode a request and make its prompt. Hold `_order`: conversations are not thread-safe.
+
+        A conversation that cannot fit into the context window is refused before it is tokenised.
+        """
         self._check_open()
         first = self._recovered is None
         if self._recovered is None:
@@ -157,10 +160,13 @@ class SessionState:
             self._ended = self._ended or recovered.ended
             self._check_open()
             self._recovered = recovered
-        recovered = self._recovered
+        recovered, rendering = self._recovered, self._services.rendering
 
         def prepare() -> tuple[ModelCall, Prompt]:
             model_call = dialect.decode(body, request.target)
+            least = rendering.least_tokens(model_call.messages, model_call.tools, context_window)
+            if least > context_window:
+                raise ContextOverflow(least, context_window)
             recovered.index(dialect.NAME, model_call)
             return model_call, recovered.conversations.prompt(model_call)
 

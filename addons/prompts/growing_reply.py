@@ -17,6 +17,9 @@ from rolltap.addons.prompts.rendering import Rendering
 
 _LEAST_GROWTH = 64
 """Tokens. A completion that is not plain text is parsed again after so many, or after an eighth of its length."""
+_SLOW_PARSE = 0.05
+"""Seconds. A completion whose parse took longer is parsed again only when it has doubled: some grammars of `renderers`
+take quadratic time."""
 _WINDOW, _OVERLAP, _LONGEST_WINDOW = 64, 16, 1024
 """Tokens that are decoded together, tokens that a new window repeats, and a length beyond which text is not plain: a
 run of bytes that are no characters."""
@@ -41,6 +44,8 @@ class GrowingReply:
         """Tokens of the last `feed`."""
         self._parsed = 0
         """Tokens of the last parse of the whole completion."""
+        self._slow = False
+        """True when that parse was slow."""
         self._lengths = {"reasoning": 0, "content": 0}
         """Characters of each field that are known."""
         self._lock = threading.Lock()
@@ -82,16 +87,22 @@ class GrowingReply:
                 return self._deltas.grow(self._plain.field, text)
             self._plain, self._urgent = None, True
         self._urgent = self._urgent or self._rendering.markup.in_tokens(new_ids)
-        grown = len(completion_ids) - self._parsed
-        if grown < max(_LEAST_GROWTH, self._parsed // 8) and not (
-            self._urgent and self._rendering.parse_budget.allows()
-        ):
+        if not self._due(len(completion_ids) - self._parsed):
             return "", ""
         self._parsed = len(completion_ids)
         started = time.thread_time()
         new = self._read_whole(completion_ids)
-        self._rendering.parse_budget.spend(time.thread_time() - started)
+        seconds = time.thread_time() - started
+        self._slow = seconds > _SLOW_PARSE
+        self._rendering.parse_budget.spend(seconds)
         return new
+
+    def _due(self, grown: int) -> bool:
+        """Return whether to parse the whole completion, which has grown by `grown` tokens since the last time."""
+        if self._slow:
+            return grown >= self._parsed
+        enough = max(_LEAST_GROWTH, self._parsed // 8)
+        return grown >= enough or (self._urgent and self._rendering.parse_budget.allows())
 
     def _read_whole(self, completion_ids: list[int]) -> tuple[str, str]:
         """Parse the whole completion, and find out whether plain text grows at its end.

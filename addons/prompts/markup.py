@@ -19,8 +19,8 @@ class Markup:
     def __init__(self, tokenizer: CachingTokenizer) -> None:
         self._tokenizer = tokenizer
         added: Mapping[str, int] = tokenizer.get_added_vocab()
-        self._ids = frozenset(added.values())
-        texts = sorted((text for text in added if text.strip()), key=len, reverse=True)
+        texts = sorted((text for text in added if text.strip()), key=len, reverse=True)  # some are white space
+        self._ids = frozenset(added[text] for text in texts)
         self._pattern = re.compile("|".join([*map(re.escape, texts), *_TEXTS]))
         self.longest = max((len(text) for text in texts), default=0)
         """The length of the longest text of an added token in characters."""

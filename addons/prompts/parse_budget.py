@@ -7,6 +7,9 @@ from collections.abc import Callable
 class ParseBudget:
     """The share of time in which completions are parsed as a whole. Streams of one event loop have it in common."""
 
+    LONGEST_PAUSE = 2.0
+    """Maximum seconds without a parse, after a long one."""
+
     def __init__(self, share: float = 0.1, clock: Callable[[], float] = time.monotonic) -> None:
         self._share = share
         self._clock = clock
@@ -18,4 +21,5 @@ class ParseBudget:
 
     def spend(self, seconds: float) -> None:
         """Count the time that a parse took."""
-        self._next = max(self._next, self._clock()) + seconds * (1 / self._share - 1)
+        pause = min(seconds * (1 / self._share - 1), self.LONGEST_PAUSE)
+        self._next = max(self._next, self._clock() + pause)

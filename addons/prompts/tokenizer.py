@@ -7,8 +7,6 @@ from collections import OrderedDict
 from functools import lru_cache
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-
 _SHORT = 256
 """Texts below this number of characters have a cache of their own: templates put the same few around each message."""
 _SHORT_TEXTS = 8192
@@ -114,6 +112,9 @@ def _size(key: tuple[str, bool], ids: "array[int]") -> int:
 
 def _find_backend(tokenizer: Any) -> Any:
     """Return the tokenizer's `tokenizers.Tokenizer`, set to encode without truncation and padding, or None."""
+    # imported after `record.py` has kept torch away
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
     kind = type(tokenizer)
     own = (PreTrainedTokenizerFast._encode_plus, PreTrainedTokenizerFast._decode)
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or (kind._encode_plus, kind._decode) != own:

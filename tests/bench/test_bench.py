@@ -57,6 +57,12 @@ def test_prompts_are_measured_at_every_length(tokenizer_folder):
     assert all(value > 0 for row in rows for value in row.values())
 
 
+def test_the_lag_of_every_kind_of_growing_reply_is_measured(tokenizer_folder):
+    rows = measured("streams", "--model", tokenizer_folder, "--streams", 2, "--tokens", 50, "--seconds", 0.2)
+    assert len({row["reply"] for row in rows}) == 5
+    assert all(row["us_per_token"] > 0 for row in rows)
+
+
 def test_traces_are_measured_for_a_run_and_for_one_four_times_as_large():
     small, large = measured("traces", "--sessions", 2, "--turns", 3, "--tokens", 300)
     assert (small["sessions"], small["traces"], small["tokens"]) == (2, 2, 600)

@@ -198,6 +198,16 @@ def test_a_tool_call_that_repeats_the_text_before_it_is_not_sent(rendering, enco
     assert len(reply.tool_calls) == 2
 
 
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_tool_call_that_repeats_text_which_arrives_with_it_is_not_sent(rendering, encode, calls):
+    before, repeated, rest = encode("I say "), encode('{"name": "look"'), encode(', "arguments": {}}</tool_call>')
+    call = [*encode("<tool_call>"), *repeated, *rest]
+    ids = [*before, *repeated, *call * calls]
+    seen = [len(before), len(ids) - len(call)][:calls]
+    _, content, reply = grow(rendering, ids, [*seen, *range(len(ids) - len(rest), len(ids))])
+    assert (content, len(reply.tool_calls)) == ('I say {"name": "look"', calls)
+
+
 def test_nothing_is_sent_after_the_end_begins(rendering, encode, monkeypatch):
     ids = encode("Hi there <b")
     growing = GrowingReply(rendering, [], ModelCall("m", [], []))
