@@ -77,6 +77,7 @@ class _Stream(HttpStream):
             max(sum(map(len, side.frame_buf)) for side in (child.client_ws, child.server_ws)) > MESSAGE_LIMIT
         ):
             self._report(self.context.client, self.flow.request, f"a WebSocket message over {MESSAGE_LIMIT} bytes")
+            self._handle_event = self.state_errored  # what still arrives is dropped
             yield commands.CloseConnection(self.context.client)
 
 

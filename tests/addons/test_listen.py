@@ -50,6 +50,16 @@ def test_other_machines_are_let_in_with_a_secret_only(context, caplog, tmp_path,
     assert all("other machines can reach: set rolltap_secret_file, or" in refusal for refusal in refusals)
 
 
+@pytest.mark.parametrize(
+    "mode", ["dns@127.0.0.1:9", "reverse:tcp://a.example:1", "upstream:http://a.example", "socks5"]
+)
+def test_other_modes_are_refused(context, caplog, mode):
+    listen = Listen()
+    context.master.addons.add(Sessions([].append), listen)
+    context.configure(listen, mode=[mode])
+    assert caplog.messages == [f"the mode is {mode!r}: rolltap records in the mode `regular` only"]
+
+
 class Proxyserver:
     name = "proxyserver"
 
