@@ -41,6 +41,7 @@ class _Recorded:
     """The messages after the parent's conversation and reply."""
     tools: list[Tool]
     reply: Message
+    sampling: dict[str, Any]
 
 
 class Recovery:
@@ -151,28 +152,32 @@ class RecoveredSession:
         for recorded in _completed(rows):
             theirs = recorded.row["dialect"]
             rule = model_call.echo_rule if theirs == dialect else None
-            if (theirs, rule) not in self._indexed:
-                restored.append((recorded, self._restore(recorded, rule)))
+            if (theirs, rule) not in self._indexed and (turn := self._restore(recorded, rule)) is not None:
+                restored.append((recorded, turn))
         self._indexed |= {asked, *((row["dialect"], None) for row in rows if row["dialect"] != dialect)}
         if first:
             self.tools_seen = any(row["tools"] not in (None, "[]") for row in rows)
-            last_start = max((row["started_at"] for row in rows), default=None)
+            last_start = max((row["started_at"] for row in rows), default=self._recovery.started)
             for recorded, turn in newest(restored):
-                finished_at = recorded.row["finished_at"]
+                finished_at = recorded.row["finished_at"] or self._recovery.started
                 lost = last_start <= finished_at < self._recovery.started
                 if (call := self._finished_call(recorded, turn, delivered=not lost)) is not None:
                     self.finished.append(call)
 
-    def _restore(self, recorded: _Recorded, rule: EchoRule | None) -> Turn:
+    def _restore(self, recorded: _Recorded, rule: EchoRule | None) -> Turn | None:
         row = recorded.row
         model_call = ModelCall(row["model"], recorded.messages, recorded.tools, echo_rule=rule)
         ids = row["prompt_tail_ids"], row["completion_ids"]
-        return self.conversations.restore(row["call_id"], row["parent_id"], *ids, model_call, recorded.reply)
+        try:
+            return self.conversations.restore(row["call_id"], row["parent_id"], *ids, model_call, recorded.reply)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            _leave_out(row, f"its messages are not those of a recorder ({error!r})")
+            return None
 
     def _finished_call(self, recorded: _Recorded, turn: Turn, *, delivered: bool) -> FinishedCall | None:
         """Return the call as it can be given again, or None when its reply cannot be rebuilt exactly."""
         row, message = recorded.row, recorded.reply
-        prompt_ids, sampling = turn.prompt_ids(), json.loads(row["sampling"])
+        prompt_ids, sampling = turn.prompt_ids(), recorded.sampling
         calls = [
             ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"])
             for call in message.get("tool_calls", [])
@@ -231,10 +236,15 @@ def _completed(rows: Iterable[Row]) -> Iterator[_Recorded]:
             if row["prompt_length"] != known + len(row["prompt_tail_ids"]):
                 raise ValueError(f"its prompt has {row['prompt_length']} tokens, but fewer or more can be rebuilt")
             tools = json.loads(row["tools"]) if row["tools"] is not None or parent is None else parent.tools
-            recorded = _Recorded(row, json.loads(row["messages"]), tools, json.loads(row["reply"]))
+            messages, reply, sampling = (json.loads(row[column]) for column in ("messages", "reply", "sampling"))
         except (ValueError, TypeError) as error:
-            where = f"session {row['session_id']}: call {row['call_id']}"
-            logger.warning("%s cannot be continued after a restart: %s", where, error)
+            _leave_out(row, str(error))
         else:
+            recorded = _Recorded(row, messages, tools, reply, sampling)
             found[row["call_id"]] = recorded
             yield recorded
+
+
+def _leave_out(row: Row, why: str) -> None:
+    where = f"session {row['session_id']}: call {row['call_id']}"
+    logger.warning("%s cannot be continued after a restart: %s", where, why)
