@@ -7,7 +7,9 @@ import signal
 
 import pytest
 
+from rolltap.addons.dialects.types import sign
 from rolltap.addons.store.tables import run_files
+from rolltap.trainer.rollouts.environment import SESSION_END
 from tests.recorder_process import CHAT
 from tests.scripted_engine import Say
 
@@ -120,8 +122,6 @@ class TestOtherSessions:
         assert {call["parent_id"] for call in rows} == {None}
 
     def test_a_forged_id_of_another_sessions_call_restores_nothing(self, killed, scripted_engine):
-        from rolltap.addons.dialects.types import sign
-
         scripted_engine.otherwise = lambda _: Say("<think>\nMy secret.\n</think>\n\nHi.")
         recorder = killed()
         with recorder.client("victim") as client:
@@ -165,13 +165,11 @@ class TestLostReply:
 
 class TestEnd:
     def test_an_ended_session_is_over_in_every_later_recorder(self, killed, scripted_engine):
-        from rolltap.addons.sessions import SESSION_END
-
         scripted_engine.otherwise = lambda _: Say("Hi.")
         recorder = killed()
         with recorder.client() as client:
             ask(client, [user()])
-            assert client.get(SESSION_END).status_code == 200
+            assert client.post(SESSION_END).status_code == 200
         for _ in range(2):
             recorder = killed()
             with recorder.client() as client:
