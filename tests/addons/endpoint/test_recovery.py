@@ -3,8 +3,10 @@
 import itertools
 import json
 import logging
+import struct
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 
 import pytest
 from hypothesis import given, settings
@@ -163,8 +165,20 @@ class TestDamage:
         with caplog.at_level(logging.WARNING):
             kinds = [session.prompts(request)[1].kind for request in requests]
         assert kinds == ["bridged", "rendered", "rendered"]
-        assert "session s1: the row of call 1 is damaged" in caplog.text
+        assert "session s1: the row of a call is damaged" in caplog.text
         assert "call 2 cannot be continued after a restart: its parent 1 cannot be read" in caplog.text
+
+    def test_a_time_beyond_all_years_is_damage(self, session, caplog):
+        start = datetime(2026, 1, 1, tzinfo=UTC)
+        reply = session.ask([user("Hi")], "Hello.<|im_end|>", {"started_at": start})
+        (path,) = run_files(session.run, "calls")
+        stored, beyond = (struct.pack("<q", time) for time in (int(start.timestamp()) * 10**6, 2**62))
+        contents = path.read_bytes()
+        assert contents.count(stored) == 1
+        path.write_bytes(contents.replace(stored, beyond))
+        _, after = session.prompts([user("Hi"), reply, user("Go on")])
+        assert after.kind == "rendered"
+        assert "session s1: the row of a call is damaged" in caplog.text
 
     def test_an_uncommitted_tail_is_ignored(self, session):
         messages = [user("Hi")]
