@@ -3,6 +3,7 @@
 import itertools
 import json
 import logging
+import random
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -19,7 +20,7 @@ from rolltap.addons.dialects.types import ModelCall
 from rolltap.addons.endpoint.recovery import Recovery
 from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.store.metadata import write_metadata
-from rolltap.addons.store.records import Call, Session, VersionSpan, utc_now
+from rolltap.addons.store.records import Call, Event, Session, VersionSpan, utc_now
 from rolltap.addons.store.tables import RunWriter, run_files
 from tests.addons.dialects.openai_chat.test_request import TOOL
 from tests.addons.harness import Harness, content, user
@@ -189,6 +190,27 @@ class TestDamage:
             file.write(bytes(8) + b"half of a commit")
         before, after = session.prompts(messages)
         assert seen(after) == seen(before)
+
+    def test_flipped_bits_anywhere_keep_no_session_from_being_served(self, session):
+        messages = [user("Hi")]
+        for _ in range(4):
+            reply = session.ask(messages, THINKING + "<|im_end|>")
+            messages += [reply, result(reply)]
+        session.writer.add_event(Event(kind="ended", session_id="s2"))
+        files = [(path, path.read_bytes()) for table in ("calls", "events") for path in run_files(session.run, table)]
+        some = random.Random(0)
+        kinds = set()
+        for _ in range(150):
+            for path, contents in files:
+                damaged = bytearray(contents)
+                for _ in range(some.randrange(1, 4)):
+                    damaged[some.randrange(len(damaged))] ^= 1 << some.randrange(8)
+                path.write_bytes(damaged)
+            _, after = session.prompts(messages)
+            kinds.add(after.kind)
+            if after.parent is not None:
+                assert after.ids[: after.prefix_length] == session.token_ids(after.parent.call_id)
+        assert kinds == {"bridged", "rendered"}
 
     @pytest.mark.parametrize(
         "fields",
