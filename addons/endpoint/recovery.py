@@ -15,8 +15,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import pyarrow as pa
+
 from rolltap.addons.dialects.types import EchoRule, Message, ModelCall, Reply, Tool, ToolCall, Usage
 from rolltap.addons.endpoint.retries import FinishedCall, newest, request_digest
+from rolltap.addons.errors import RunError
 from rolltap.addons.prompts.continuity import Conversations, Turn
 from rolltap.addons.prompts.deltas import cut_at_stop
 from rolltap.addons.prompts.rendering import Rendering
@@ -41,6 +44,7 @@ class _Recorded:
     """The messages after the parent's conversation and reply."""
     tools: list[Tool]
     reply: Message
+    sampling: dict[str, Any]
 
 
 class Recovery:
@@ -95,11 +99,11 @@ class Recovery:
             self._calls.close()
         rows: dict[str, Row] = {}
         for batch in batches:
-            for row in batch_rows(batch):
-                if row_digest(row, CALL_SCHEMA) == row[DIGEST]:
+            for number in range(batch.num_rows):
+                if (row := _undamaged(batch.slice(number, 1))) is not None:
                     rows.setdefault(row["call_id"], row)
                 else:
-                    logger.warning("session %s: the row of call %s is damaged", session_id, row["call_id"])
+                    logger.warning("session %s: the row of a call is damaged and not continued", session_id)
         return _parents_first(rows)
 
     def _refresh(self, *, own: bool) -> None:
@@ -151,28 +155,32 @@ class RecoveredSession:
         for recorded in _completed(rows):
             theirs = recorded.row["dialect"]
             rule = model_call.echo_rule if theirs == dialect else None
-            if (theirs, rule) not in self._indexed:
-                restored.append((recorded, self._restore(recorded, rule)))
+            if (theirs, rule) not in self._indexed and (turn := self._restore(recorded, rule)) is not None:
+                restored.append((recorded, turn))
         self._indexed |= {asked, *((row["dialect"], None) for row in rows if row["dialect"] != dialect)}
         if first:
             self.tools_seen = any(row["tools"] not in (None, "[]") for row in rows)
-            last_start = max((row["started_at"] for row in rows), default=None)
+            last_start = max((row["started_at"] for row in rows), default=self._recovery.started)
             for recorded, turn in newest(restored):
-                finished_at = recorded.row["finished_at"]
+                finished_at = recorded.row["finished_at"] or self._recovery.started
                 lost = last_start <= finished_at < self._recovery.started
                 if (call := self._finished_call(recorded, turn, delivered=not lost)) is not None:
                     self.finished.append(call)
 
-    def _restore(self, recorded: _Recorded, rule: EchoRule | None) -> Turn:
+    def _restore(self, recorded: _Recorded, rule: EchoRule | None) -> Turn | None:
         row = recorded.row
         model_call = ModelCall(row["model"], recorded.messages, recorded.tools, echo_rule=rule)
         ids = row["prompt_tail_ids"], row["completion_ids"]
-        return self.conversations.restore(row["call_id"], row["parent_id"], *ids, model_call, recorded.reply)
+        try:
+            return self.conversations.restore(row["call_id"], row["parent_id"], *ids, model_call, recorded.reply)
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            _leave_out(row, f"its messages are not those of a recorder ({error!r})")
+            return None
 
     def _finished_call(self, recorded: _Recorded, turn: Turn, *, delivered: bool) -> FinishedCall | None:
         """Return the call as it can be given again, or None when its reply cannot be rebuilt exactly."""
         row, message = recorded.row, recorded.reply
-        prompt_ids, sampling = turn.prompt_ids(), json.loads(row["sampling"])
+        prompt_ids, sampling = turn.prompt_ids(), recorded.sampling
         calls = [
             ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"])
             for call in message.get("tool_calls", [])
@@ -200,6 +208,15 @@ class RecoveredSession:
         reply = self._recovery.rendering.parse(prompt_ids, turn.completion_ids.tolist(), tools)
         cut_at_stop(reply, stop_texts, partial=False)
         return reply.stop
+
+
+def _undamaged(batch: pa.RecordBatch) -> Row | None:
+    """Return the row of a batch of one, or None when it is not what was committed."""
+    try:
+        (row,) = batch_rows(batch)
+    except RunError:  # a value that Python does not have
+        return None
+    return row if row_digest(row, CALL_SCHEMA) == row[DIGEST] else None
 
 
 def _parents_first(rows: dict[str, Row]) -> list[Row]:
@@ -231,10 +248,15 @@ def _completed(rows: Iterable[Row]) -> Iterator[_Recorded]:
             if row["prompt_length"] != known + len(row["prompt_tail_ids"]):
                 raise ValueError(f"its prompt has {row['prompt_length']} tokens, but fewer or more can be rebuilt")
             tools = json.loads(row["tools"]) if row["tools"] is not None or parent is None else parent.tools
-            recorded = _Recorded(row, json.loads(row["messages"]), tools, json.loads(row["reply"]))
-        except (ValueError, TypeError) as error:
-            where = f"session {row['session_id']}: call {row['call_id']}"
-            logger.warning("%s cannot be continued after a restart: %s", where, error)
+            messages, reply, sampling = (json.loads(row[column]) for column in ("messages", "reply", "sampling"))
+        except (ValueError, TypeError, RecursionError) as error:
+            _leave_out(row, str(error))
         else:
+            recorded = _Recorded(row, messages, tools, reply, sampling)
             found[row["call_id"]] = recorded
             yield recorded
+
+
+def _leave_out(row: Row, why: str) -> None:
+    where = f"session {row['session_id']}: call {row['call_id']}"
+    logger.warning("%s cannot be continued after a restart: %s", where, why)

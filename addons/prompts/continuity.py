@@ -23,7 +23,7 @@ from rolltap.addons.store.records import CallKind
 
 _BEFORE, _AFTER = 30, 50
 """Characters shown before and after the start of a difference."""
-_EXCERPT = 1000
+_EXCERPT = 400
 """Characters of each recorded message that are kept to show a difference."""
 
 

@@ -13,21 +13,19 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rolltap.addons.errors import RunError
-from rolltap.addons.store.digest import DIGEST, row_digest
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA, Call, Event, Session
+from rolltap.addons.store.rows import to_batch
 from rolltap.addons.store.segment import Segment, SegmentReader, compact
+from rolltap.addons.store.trouble import Trouble
 
 logger = logging.getLogger(__name__)
 
 TABLES = {"calls": CALL_SCHEMA, "sessions": SESSION_SCHEMA, "events": EVENT_SCHEMA}
-_ROWS = {table: pa.struct(list(schema)) for table, schema in TABLES.items()}
-"""Struct type of each table's rows. Building one struct takes pyarrow half the time of a list of columns."""
 _TOKEN_COLUMNS = ("prompt_tail_ids", "completion_ids", "logprobs")
 
 Sync = Literal["never", "session", "call"]
@@ -46,8 +44,9 @@ ROOM_BYTES = 4 * 1024 * 1024
 class RunWriter:
     """Appends calls, sessions and events to a run folder; a context manager.
 
-    Files appear with their first row. A commit that fails raises `OSError` and cannot be read. Thread-safe: `sync`,
-    `end_session` and `close` may run in other threads than the commits.
+    Files appear with their first row. A row is written whatever its values are, see `to_batch`. A commit that fails
+    raises `OSError` and cannot be read. Thread-safe: `sync`, `end_session` and `close` may run in other threads than
+    the commits.
     """
 
     def __init__(self, run: Path, sync: Sync = "session") -> None:
@@ -64,6 +63,8 @@ class RunWriter:
         """Serialises fdatasync. A thread that waited skips segments without commits newer than the last sync."""
         self._sync_error: OSError | None = None
         """The first error of fdatasync. All later commits and syncs raise."""
+        self._no_room = Trouble(run, "calls were refused")
+        self._lost_events = Trouble(run, "events were lost")
         pa.array([0])  # pyarrow imports pandas on the first call, which takes a second: not during a model call
 
     def __enter__(self) -> Self:
@@ -77,20 +78,24 @@ class RunWriter:
         return f"-{self._suffix}-" in name
 
     def require_room(self) -> None:
-        """Raise `OSError` unless the folder is writable and has `ROOM_BYTES` of free space."""
-        if not os.access(self.run, os.W_OK):
-            raise PermissionError(errno.EACCES, "the run folder is not writable", str(self.run))
-        disk = os.statvfs(self.run)
-        if disk.f_bavail * disk.f_frsize < ROOM_BYTES:
-            raise OSError(errno.ENOSPC, f"less than {ROOM_BYTES >> 20} MiB are free", str(self.run))
+        """Raise `OSError` unless the folder is writable and has `ROOM_BYTES` of free space.
+
+        Logs when there is no room and when there is again, not each time.
+        """
+        try:
+            if not os.access(self.run, os.W_OK):
+                raise PermissionError(errno.EACCES, "the run folder is not writable", str(self.run))
+            disk = os.statvfs(self.run)
+            if disk.f_bavail * disk.f_frsize < ROOM_BYTES:
+                raise OSError(errno.ENOSPC, f"less than {ROOM_BYTES >> 20} MiB are free", str(self.run))
+        except OSError as error:
+            self._no_room.failed(error)
+            raise
+        self._no_room.passed()
 
     def add_call(self, call: Call) -> None:
         """Commit one call. Does not sync: with the policy `call` the caller does."""
-        row = call.to_row()
-        for name in _TOKEN_COLUMNS:
-            # pyarrow and the digest take an array faster than a list
-            row[name] = np.array(row[name], dtype=np.float32 if name == "logprobs" else np.int32)
-        self._add_row("calls", row)
+        self._add_row("calls", call.to_row())
 
     def add_session(self, session: Session) -> None:
         """Commit one session, and sync unless the policy is `never`."""
@@ -103,11 +108,16 @@ class RunWriter:
         self._add_row("events", event.to_row())
 
     def note(self, event: Event) -> None:
-        """Commit one event. Logs an `OSError` instead of raising it, so that a full disk does not prevent the reply."""
+        """Commit one event. An `OSError` is not raised, so that a full disk does not prevent the reply.
+
+        The log says when events begin to be lost, and how many were lost when one can be written again.
+        """
         try:
             self.add_event(event)
         except OSError as error:
-            logger.error("cannot write to %s: %s", self.run, error)
+            self._lost_events.failed(error)
+        else:
+            self._lost_events.passed()
 
     def add_batch(self, table: str, batch: pa.RecordBatch) -> None:
         """Commit a batch of rows, digest column included."""
@@ -181,8 +191,7 @@ class RunWriter:
             raise OSError(errno.EIO, message, str(self.run))
 
     def _add_row(self, table: str, row: dict[str, Any]) -> None:
-        row[DIGEST] = row_digest(row, TABLES[table])
-        self.add_batch(table, pa.RecordBatch.from_struct_array(pa.array([row], _ROWS[table])))
+        self.add_batch(table, to_batch(row, TABLES[table]))
 
 
 def _compact(segments: list[Segment]) -> None:

@@ -1,4 +1,5 @@
 import json
+import pickle
 from array import array
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from rolltap.addons.dialects import anthropic, openai_chat
 from rolltap.addons.dialects.anthropic.claude_code import normal_arguments
 from rolltap.addons.dialects.types import DialectError, ModelCall
-from rolltap.addons.prompts.continuity import Conversations, Turn
+from rolltap.addons.prompts.continuity import Conversations, Turn, _fingerprint
 from tests.addons.dialects.openai_chat.test_request import TOOL, bodies
 
 ARGUMENTS = '{"at":  "caf\\u00e9", "deep": {"x": 1.0, "y": [true, null]}}'
@@ -343,3 +344,32 @@ def test_a_long_chain_of_turns_returns_its_full_prompt():
     for number in range(0, 20_000, 2):
         turn = Turn(str(number), turn, number, array("i", [number]), array("i", [number + 1]), "", b"")
     assert turn.prompt_ids() == list(range(19_999))
+
+
+class TestMemory:
+    @pytest.mark.parametrize("end", ["<|im_end|>", "<|im_end|>And more"], ids=["bridged", "never bridged"])
+    def test_a_session_keeps_each_token_once(self, session, end):
+        messages = [user("Hi")]
+        for number in range(30):
+            messages += [session.ask(messages, f"I say {number}.{end}"), user(f"Go on, {number}. " * 20)]
+        assert session.prompt(messages).kind == ("bridged" if end == "<|im_end|>" else "rendered")
+        turns = session.conversations._by_call.values()
+        kept = sum(len(turn.tail_ids) + len(turn.completion_ids) for turn in turns)
+        assert kept <= 1.1 * len(session.token_ids(29))
+        assert {turn.tail_ids.itemsize for turn in turns} == {4}
+        for number, turn in enumerate(turns):
+            assert turn.prompt_ids() == session.calls[number][0].ids
+
+    def test_long_messages_are_not_kept(self, session):
+        session.ask([user("a" * 10_000)], "Hello.<|im_end|>")
+        prompt = session.prompt([user("a" * 9_999 + "b")])
+        assert prompt.reason == "message 0 is not that of call 0: it differs after 400 characters"
+        assert len(pickle.dumps(session.conversations._next)) < 2_000
+
+
+def test_a_message_that_is_nested_too_deeply_equals_no_other():
+    deep = {"role": "user", "content": ""}
+    assert _fingerprint(deep) == _fingerprint(dict(deep)) != _fingerprint({**deep, "content": 0})
+    for _ in range(3000):
+        deep = {"deep": deep}
+    assert _fingerprint(deep) != _fingerprint(deep)

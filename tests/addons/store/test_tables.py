@@ -392,3 +392,52 @@ class TestReadRows:
         (run / "run.json").write_text(json.dumps({"schema_version": SCHEMA_VERSION + change}))
         with pytest.raises(RunError, match=f"has schema {SCHEMA_VERSION + change}.*{needed}"):
             call_ids(run)
+
+
+class TestTrouble:
+    @pytest.fixture
+    def full(self, monkeypatch):
+        """Return a list. While it is not empty, the disk is full."""
+        full, real = [True], os.pwrite
+
+        def pwrite(descriptor, data, offset):
+            if full:
+                raise OSError(errno.EDQUOT, "Disk quota exceeded")
+            return real(descriptor, data, offset)
+
+        monkeypatch.setattr(os, "pwrite", pwrite)
+        return full
+
+    def test_lost_events_are_one_line_when_it_begins_and_one_when_it_ends(self, run, full, caplog):
+        writer = RunWriter(run)
+        for _ in range(2):
+            caplog.clear()
+            full[:] = [True]
+            for _ in range(50):
+                writer.note(Event(kind="refused"))
+            full.clear()
+            for _ in range(3):
+                writer.note(Event(kind="refused"))
+            first, last = [record.getMessage() for record in caplog.records]
+            assert "until further notice: [Errno 122] Disk quota exceeded" in first
+            assert last.endswith("can be written again: 50 events were lost")
+
+    def test_a_commit_says_which_error_it_was(self, run, full):
+        with pytest.raises(OSError, match="quota") as error:
+            RunWriter(run).add_call(make_call(0))
+        assert error.value.errno == errno.EDQUOT
+
+    def test_missing_room_is_one_line_when_it_begins_and_one_when_it_ends(self, run, monkeypatch, caplog):
+        writer = RunWriter(run)
+        writer.require_room()
+        assert caplog.records == []
+        with monkeypatch.context() as patch:
+            patch.setattr(tables, "ROOM_BYTES", 2**62)
+            for _ in range(20):
+                with pytest.raises(OSError, match="MiB are free"):
+                    writer.require_room()
+        for _ in range(3):
+            writer.require_room()
+        first, last = [record.getMessage() for record in caplog.records]
+        assert "MiB are free" in first
+        assert last.endswith("can be written again: 20 calls were refused")

@@ -1,0 +1,103 @@
+"""Rows as batches: text is made writable here, and a row with a value that cannot be written keeps all others."""
+
+import logging
+from collections.abc import Mapping
+from datetime import datetime
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from rolltap.addons.store.digest import DIGEST, row_digest
+from rolltap.addons.store.records import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA, Call, Event, Session
+
+logger = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+
+_TYPES: dict[pa.DataType, tuple[type, ...]] = {
+    pa.string(): (str,),
+    pa.bool_(): (bool,),
+    pa.int32(): (int,),
+    pa.float64(): (float, int),
+    pa.timestamp("us", tz="UTC"): (datetime,),
+}
+_NUMBERS: dict[pa.DataType, type] = {pa.list_(pa.int32()): np.int32, pa.list_(pa.float32()): np.float32}
+_NOTES = {CALL_SCHEMA: "error", SESSION_SCHEMA: "error", EVENT_SCHEMA: "detail"}
+"""The column that says which others could not be written."""
+_TRAINED = {"prompt_length", "prompt_tail_ids", "completion_ids", "logprobs", "weight_versions", "parent_id", "kind"}
+"""Columns of a call without which it is not trained on."""
+
+
+def to_batch(row: Mapping[str, Any], schema: pa.Schema) -> pa.RecordBatch:
+    """Return a row of `schema`, without a digest, as a batch with one.
+
+    Lone surrogates become U+FFFD: a harness chooses the text of many columns, and Arrow strings are UTF-8. A value that
+    does not fit its column is replaced by that of an empty record and named in a note, with an error in the log: in the
+    column `error` or `detail`, and in `violation` when the call cannot be trained on without it.
+    """
+    try:
+        return _batch({name: _writable(row[name], kind) for name, kind in _columns(schema)}, schema)
+    except Exception as error:  # whatever NumPy, pyarrow or JSON raise: a call must not be lost for its metadata
+        return _batch(_mended(row, schema, error), schema)
+
+
+def _batch(row: Row, schema: pa.Schema) -> pa.RecordBatch:
+    row[DIGEST] = row_digest(row, schema)
+    # one struct takes pyarrow half the time of a list of columns
+    return pa.RecordBatch.from_struct_array(pa.array([row], _struct(schema)))
+
+
+def _writable(value: Any, kind: pa.DataType) -> Any:
+    """Return a value as it can be written to a column of a type. Raises for a value of another type."""
+    if value is None:
+        return None
+    if (types := _TYPES.get(kind)) is not None:
+        if not isinstance(value, types):
+            raise TypeError(f"{type(value).__name__} instead of {kind}")
+        return well_formed(value) if type(value) is str else value
+    if (number := _NUMBERS.get(kind)) is not None:
+        return np.array(value, dtype=number)  # pyarrow and the digest take an array faster than a list
+    return [{part.name: _writable(span[part.name], part.type) for part in kind.value_type} for span in value]
+
+
+def well_formed(text: str) -> str:
+    """Return `text` with each lone surrogate replaced by U+FFFD."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def _mended(row: Mapping[str, Any], schema: pa.Schema, error: Exception) -> Row:
+    """Return the row as it can be written: each value as it is read back, or that of an empty record."""
+    mended, lost = _empty(schema), []
+    for name, kind in _columns(schema):
+        try:
+            (mended[name],) = pa.array([_writable(row[name], kind)], kind).to_pylist()
+        except Exception as fault:
+            lost.append(f"{name} ({fault!r})")
+    note = well_formed(f"not written: {', '.join(lost) or repr(error)}")[:1000]
+    logger.error("a row of call %s, session %s: %s", mended.get("call_id"), mended["session_id"], note)
+    mended[_NOTES[schema]] = "; ".join(filter(None, [mended[_NOTES[schema]], note]))
+    if schema is CALL_SCHEMA and any(column.split()[0] in _TRAINED for column in lost):
+        mended["violation"] = "; ".join(filter(None, [mended["violation"], note]))
+    return mended
+
+
+def _empty(schema: pa.Schema) -> Row:
+    if schema is CALL_SCHEMA:
+        return Call(session_id="", call_id="", prompt_ids=[], status="failed").to_row()
+    if schema is SESSION_SCHEMA:
+        return Session(session_id="", status="unknown").to_row()
+    return Event(kind="rejected").to_row()
+
+
+@cache
+def _struct(schema: pa.Schema) -> pa.DataType:
+    return pa.struct(list(schema))
+
+
+@cache
+def _columns(schema: pa.Schema) -> list[tuple[str, pa.DataType]]:
+    return [(field.name, field.type) for field in schema if field.name != DIGEST]

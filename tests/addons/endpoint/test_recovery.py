@@ -1,0 +1,510 @@
+"""A session is what it was after its recorder was killed, as far as its rows tell."""
+
+import itertools
+import json
+import logging
+import random
+import struct
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rolltap.addons.dialects import anthropic, openai_chat
+from rolltap.addons.dialects.anthropic.claude_code import normal_arguments
+from rolltap.addons.dialects.routes import find_route
+from rolltap.addons.dialects.types import ModelCall
+from rolltap.addons.endpoint.recovery import Recovery
+from rolltap.addons.endpoint.server import Endpoint
+from rolltap.addons.store.metadata import write_metadata
+from rolltap.addons.store.records import Call, Event, Session, VersionSpan, utc_now
+from rolltap.addons.store.tables import RunWriter, run_files
+from tests.addons.dialects.openai_chat.test_request import TOOL
+from tests.addons.harness import Harness, content, user
+from tests.addons.prompts import test_continuity
+from tests.addons.prompts.test_continuity import THINKING, arguments, result
+from tests.scripted_engine import Say
+
+RETRY = {"x-stainless-retry-count": "1"}
+NAME = openai_chat.NAME
+
+
+class Recorded(test_continuity.Session):
+    """A session whose calls are recorded in a run, as `Generation` records them."""
+
+    def __init__(self, rendering, encode, run, session_id="s1"):
+        super().__init__(rendering, encode)
+        write_metadata(run, {})
+        self.run = run
+        self.writer = RunWriter(run)
+        self.session_id = session_id
+        self.dialect = NAME
+
+    def ask(self, messages, completion, fields=None):
+        reply = super().ask(messages, completion)
+        prompt, completion_ids = self.calls[-1]
+        parent = prompt.parent
+        call = {
+            "session_id": self.session_id,
+            "call_id": str(len(self.calls) - 1),
+            "prompt_ids": prompt.ids,
+            "completion_ids": completion_ids,
+            "logprobs": [-0.5] * len(completion_ids),
+            "weight_versions": [VersionSpan(version="1", start=0, end=len(completion_ids))],
+            "parent_id": parent.call_id if parent else None,
+            "prefix_length": prompt.prefix_length,
+            "kind": prompt.kind,
+            "kind_reason": prompt.reason,
+            "dialect": self.dialect,
+            "messages": json.dumps(prompt.new_messages, ensure_ascii=False),
+            "tools": None if parent else json.dumps(self.tools, ensure_ascii=False),
+            "reply": json.dumps(reply, ensure_ascii=False),
+            "finished_at": utc_now(),
+        }
+        self.writer.add_call(Call(**{**call, **(fields or {})}))
+        return reply
+
+    def recovered(self, session_id="s1"):
+        """Return the session as another recorder of the same run finds it."""
+        return Recovery(RunWriter(self.run), self.rendering).recover(session_id)
+
+    def prompts(self, messages):
+        """Return the prompts of a request, here and after a restart."""
+        request, recovered = self.decode(messages), self.recovered()
+        recovered.index(self.dialect, request)
+        return self.conversations.prompt(request), recovered.conversations.prompt(request)
+
+
+@pytest.fixture
+def session(rendering, encode, tmp_path):
+    return Recorded(rendering, encode, tmp_path / "run")
+
+
+def seen(prompt):
+    return prompt.kind, prompt.reason, prompt.parent and prompt.parent.call_id, prompt.prefix_length, prompt.ids
+
+
+class TestConversations:
+    def test_a_conversation_goes_on_token_for_token(self, session):
+        messages = [user("Hi")]
+        for _ in range(4):
+            reply = session.ask(messages, THINKING + "<|im_end|>")
+            messages += [reply, result(reply)]
+        before, after = session.prompts(messages)
+        assert (after.kind, after.parent.call_id) == ("bridged", "3")
+        assert seen(after) == seen(before)
+
+    def test_a_session_without_rows_is_empty(self, session):
+        session.ask([user("Hi")], "Hello.<|im_end|>")
+        for other in ("s", "s11", "S1", "s1 ", "", "%"):
+            recovered = session.recovered(other)
+            recovered.index(NAME, session.decode([user("Hi")]))
+            assert (recovered.ended, recovered.finished, recovered.tools_seen) == (False, [], False)
+            assert recovered.conversations.prompt(session.decode([user("Hi")])).reason == "no earlier call"
+
+    def test_reasoning_is_restored_from_the_call_that_the_opaque_field_names(self, session):
+        reply = session.ask([user("Hi")], "<think>\nI look.\n</think>\n\nHello.<|im_end|>")
+        echo = {"role": "assistant", "content": reply["content"], "call_id": "0"}
+        request = ModelCall("m", [user("Hello"), echo, user("Go on")], session.tools)
+        recovered = session.recovered()
+        recovered.index(NAME, request)
+        whole = [user("Hello"), {**echo, "reasoning_content": "I look."}, user("Go on")]
+        assert recovered.conversations.prompt(request).ids == session.rendering.render(whole, session.tools)
+
+    @pytest.mark.parametrize("status", ["failed", "aborted"])
+    def test_a_call_that_did_not_complete_is_not_continued(self, session, status):
+        reply = session.ask([user("Hi")], "Hello.<|im_end|>", {"status": status})
+        _, after = session.prompts([user("Hi"), reply, user("Go on")])
+        assert (after.kind, after.reason) == ("rendered", "no earlier call")
+
+    def test_a_call_with_a_violation_is_continued_as_before(self, session):
+        reply = session.ask([user("Hi")], "Hello.<|im_end|>", {"violation": "its log-probability 0 is positive"})
+        before, after = session.prompts([user("Hi"), reply, user("Go on")])
+        assert seen(after) == seen(before)
+        assert after.kind == "bridged"
+
+    def test_calls_of_several_processes_are_one_session(self, session):
+        messages = [user("Hi")]
+        for _ in range(3):
+            messages += [session.ask(messages, "Hello.<|im_end|>"), user("Go on")]
+            session.writer = RunWriter(session.run)
+        before, after = session.prompts(messages)
+        assert seen(after) == seen(before)
+
+    def test_a_child_that_was_written_under_an_earlier_name_finds_its_parent(self, session):
+        """The clock was set back between two recorders, so that the files are in the wrong order."""
+        reply = session.ask([user("Hi")], "Hello.<|im_end|>")
+        session.writer = RunWriter(session.run)
+        session.writer._suffix = "1-1"
+        messages = [user("Hi"), reply, user("Go on")]
+        messages += [session.ask(messages, "Yes.<|im_end|>"), user("More")]
+        assert run_files(session.run, "calls")[0].name.startswith("calls-1-1")
+        assert session.prompts(messages)[1].parent.call_id == "1"
+
+    def test_compacted_rows_are_read_too(self, session):
+        messages = [user("Hi")]
+        for _ in range(3):
+            messages += [session.ask(messages, "Hello.<|im_end|>"), user("Go on")]
+        session.writer.close()
+        before, after = session.prompts(messages)
+        assert seen(after) == seen(before)
+
+
+class TestDamage:
+    def test_a_damaged_call_and_its_descendants_are_not_continued(self, session, caplog):
+        messages, requests = [user("Hi")], []
+        for text in ("One.", "Two.", "Three."):
+            messages = [*messages, session.ask(messages, f"{text}<|im_end|>"), user("Go on")]
+            requests.append(messages)
+        (path,) = run_files(session.run, "calls")
+        contents = path.read_bytes()
+        assert contents.count(b'"content": "Two."') == 1
+        path.write_bytes(contents.replace(b'"content": "Two."', b'"content": "Six."'))
+        with caplog.at_level(logging.WARNING):
+            kinds = [session.prompts(request)[1].kind for request in requests]
+        assert kinds == ["bridged", "rendered", "rendered"]
+        assert "session s1: the row of a call is damaged" in caplog.text
+        assert "call 2 cannot be continued after a restart: its parent 1 cannot be read" in caplog.text
+
+    def test_a_time_beyond_all_years_is_damage(self, session, caplog):
+        start = datetime(2026, 1, 1, tzinfo=UTC)
+        reply = session.ask([user("Hi")], "Hello.<|im_end|>", {"started_at": start})
+        (path,) = run_files(session.run, "calls")
+        stored, beyond = (struct.pack("<q", time) for time in (int(start.timestamp()) * 10**6, 2**62))
+        contents = path.read_bytes()
+        assert contents.count(stored) == 1
+        path.write_bytes(contents.replace(stored, beyond))
+        _, after = session.prompts([user("Hi"), reply, user("Go on")])
+        assert after.kind == "rendered"
+        assert "session s1: the row of a call is damaged" in caplog.text
+
+    def test_an_uncommitted_tail_is_ignored(self, session):
+        messages = [user("Hi")]
+        for _ in range(2):
+            messages += [session.ask(messages, "Hello.<|im_end|>"), user("Go on")]
+        (path,) = run_files(session.run, "calls")
+        with path.open("ab") as file:
+            file.write(bytes(8) + b"half of a commit")
+        before, after = session.prompts(messages)
+        assert seen(after) == seen(before)
+
+    def test_flipped_bits_anywhere_keep_no_session_from_being_served(self, session):
+        messages = [user("Hi")]
+        for _ in range(4):
+            reply = session.ask(messages, THINKING + "<|im_end|>")
+            messages += [reply, result(reply)]
+        session.writer.add_event(Event(kind="ended", session_id="s2"))
+        files = [(path, path.read_bytes()) for table in ("calls", "events") for path in run_files(session.run, table)]
+        some = random.Random(0)
+        kinds = set()
+        for _ in range(150):
+            for path, contents in files:
+                damaged = bytearray(contents)
+                for _ in range(some.randrange(1, 4)):
+                    damaged[some.randrange(len(damaged))] ^= 1 << some.randrange(8)
+                path.write_bytes(damaged)
+            _, after = session.prompts(messages)
+            kinds.add(after.kind)
+            if after.parent is not None:
+                assert after.ids[: after.prefix_length] == session.token_ids(after.parent.call_id)
+        assert kinds == {"bridged", "rendered"}
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"messages": "not JSON"},
+            {"reply": None},
+            {"reply": "[}"},
+            {"reply": '{"content": null}'},
+            {"messages": "[1]"},
+            {"sampling": "?"},
+            {"parent_id": "unknown", "prefix_length": 3},
+            {"parent_id": "0"},
+            {"prefix_length": 1},
+        ],
+        ids=[
+            "messages",
+            "no reply",
+            "reply",
+            "no content",
+            "no message",
+            "sampling",
+            "unknown parent",
+            "its own parent",
+            "too short",
+        ],
+    )
+    def test_a_row_that_makes_no_sense_is_left_out(self, session, fields):
+        reply = session.ask([user("Hi")], "Hello.<|im_end|>", fields)
+        _, after = session.prompts([user("Hi"), reply, user("Go on")])
+        assert (after.kind, after.reason) == ("rendered", "no earlier call")
+
+
+class TestEchoRule:
+    """Claude Code's echoes lack `cd FOLDER && `. Its rule is not recorded."""
+
+    @pytest.fixture
+    def claude(self, session, monkeypatch):
+        def decode(messages, user_id='{"device_id": "d", "session_id": "s"}'):
+            tool = {"name": "look", "input_schema": {"type": "object"}}
+            request = {"max_tokens": 9, "tools": [tool], "messages": messages, "metadata": {"user_id": user_id}}
+            return anthropic.decode(json.dumps(request).encode(), "/v1/messages")
+
+        monkeypatch.setattr(session, "decode", decode)
+        session.dialect = anthropic.NAME
+        return session
+
+    def echo(self, reply, command):
+        call_id = reply["tool_calls"][0]["id"]
+        use = {"type": "tool_use", "id": call_id, "name": "look", "input": {"command": command}}
+        answer = {"type": "tool_result", "tool_use_id": call_id, "content": "Nothing."}
+        return [{"role": "assistant", "content": [use]}, {"role": "user", "content": [answer]}]
+
+    def test_the_rule_of_the_request_is_that_of_the_recorded_calls(self, claude):
+        claude.tools = claude.decode([user("Hi")]).tools
+        reply = claude.ask([user("Hi")], test_continuity.TestEchoRule.COMMAND)
+        before, after = claude.prompts([user("Hi"), *self.echo(reply, "ls")])
+        assert seen(after) == seen(before)
+        assert after.kind == "bridged"
+
+    def test_another_program_does_not_take_the_calls_away(self, claude):
+        claude.tools = claude.decode([user("Hi")]).tools
+        reply = claude.ask([user("Hi")], test_continuity.TestEchoRule.COMMAND)
+        recovered = claude.recovered()
+        kinds = []
+        for user_id, command in (("me", "ls"), ("me", "cd a && ls"), ('{"device_id": "d", "session_id": "s"}', "ls")):
+            request = claude.decode([user("Hi"), *self.echo(reply, command)], user_id)
+            recovered.index(anthropic.NAME, request)
+            kinds.append(recovered.conversations.prompt(request).kind)
+        assert kinds == ["rendered", "bridged", "bridged"]
+
+    def test_calls_of_other_apis_have_no_rule(self, session):
+        reply = session.ask([user("Hi")], test_continuity.TestEchoRule.COMMAND)
+        recovered = session.recovered()
+        recovered.index(anthropic.NAME, ModelCall("m", [user("Hi")], [], echo_rule=normal_arguments))
+        request = session.decode([user("Hi"), arguments('{"command": "cd a && ls"}')(reply), result(reply)])
+        recovered.index(NAME, request)
+        assert recovered.conversations.prompt(request).kind == "bridged"
+
+
+said = st.text(max_size=5) | st.sampled_from(test_continuity.MARKUP)
+folders = itertools.count()
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_every_prompt_and_its_reason_are_what_they_would_have_been(rendering, encode, tmp_path_factory, data):
+    folder = tmp_path_factory.getbasetemp() / f"run-{next(folders)}"
+    session = Recorded(rendering, encode, folder)
+    branches = [[user("Hi")], [user("Ho")]]
+    for _ in range(data.draw(st.integers(1, 6))):
+        messages = data.draw(st.sampled_from(branches))
+        text = data.draw(st.sampled_from([THINKING, "Hello.", "<think>\nOne\n</think>\n\nHello.", data.draw(said)]))
+        session.tools = data.draw(st.sampled_from([[TOOL], [TOOL], []]))
+        reply = session.ask(
+            messages, text + data.draw(st.sampled_from(["<|im_end|>", "<|im_end|>", "", "<|im_end|>a"]))
+        )
+        answers = [result(reply, data.draw(said))] if reply.get("tool_calls") else [user(data.draw(said))]
+        branches.append([*messages, reply, *answers])
+        branches.append([*messages, {**reply, "content": "Other."}, *answers])
+        if data.draw(st.booleans()):
+            session.writer = RunWriter(folder)
+    for session.tools, messages in itertools.product(([TOOL], []), branches):
+        before, after = session.prompts(messages)
+        assert seen(after) == seen(before)
+
+
+@asynccontextmanager
+async def recorder(rendering, engine, run):
+    """Yield a client of an endpoint that is killed at the end: its files stay as they are."""
+    endpoint = Endpoint(rendering, [engine.url], RunWriter(run), {}, patience=0)
+    await endpoint.start()
+    async with Harness.connect(endpoint) as harness:
+        yield harness
+    await endpoint.close()
+
+
+@pytest.fixture
+def restart(rendering, scripted_engine, tmp_path):
+    write_metadata(tmp_path, {})
+    return lambda: recorder(rendering, scripted_engine, tmp_path)
+
+
+def without_time(reply):
+    return {key: value for key, value in reply.items() if key != "created"}
+
+
+class TestLostReply:
+    async def ask(self, harness, *messages, headers=None, **fields):
+        async with harness.post({"model": "m", "messages": list(messages), **fields}, headers=headers) as response:
+            assert response.status == 200
+            return without_time(await response.json())
+
+    async def test_it_is_given_again_once(self, restart, scripted_engine):
+        scripted_engine.replies += [Say(THINKING), Say("New.")]
+        async with restart() as harness:
+            first = await self.ask(harness, user(), tools=[TOOL])
+        async with restart() as harness:
+            again = await self.ask(harness, user(), tools=[TOOL])
+            new = await self.ask(harness, user(), tools=[TOOL])
+            (event,) = harness.events("replayed")
+            assert event["call_id"] == harness.calls()[0]["call_id"]
+        assert first == again
+        assert first["choices"][0]["message"]["tool_calls"]
+        assert new["choices"][0]["message"]["content"] == "New."
+        assert len(scripted_engine.requests) == 2
+
+    async def test_a_marked_retry_gets_it_as_often_as_it_asks(self, restart, scripted_engine):
+        scripted_engine.replies.append(Say("Hi."))
+        async with restart() as harness:
+            first = await self.ask(harness, user())
+        async with restart() as harness:
+            for _ in range(3):
+                assert await self.ask(harness, user(), headers=RETRY) == first
+        assert len(scripted_engine.requests) == 1
+
+    async def test_it_is_given_as_a_stream_too(self, restart, scripted_engine):
+        scripted_engine.replies.append(Say("Hi there."))
+        async with restart() as harness:
+            await self.ask(harness, user())
+        async with restart() as harness:
+            async with harness.post({"model": "m", "messages": [user()], "stream": True}) as response:
+                events = await response.text()
+            assert content(events) == "Hi there."
+            assert "[DONE]" in events
+
+    @pytest.mark.parametrize(
+        "changes",
+        [{"model": "other"}, {"max_tokens": 5}, {"temperature": 0.5}, {"stop": "x"}, {"messages": [user("Other")]}],
+        ids=lambda changes: next(iter(changes)),
+    )
+    async def test_another_request_is_a_new_sample(self, restart, scripted_engine, changes):
+        scripted_engine.replies += [Say("Hi."), Say("New.")]
+        async with restart() as harness:
+            await self.ask(harness, user())
+        async with restart() as harness, harness.post({"model": "m", "messages": [user()], **changes}) as response:
+            assert "New." in await response.text()
+
+    async def test_a_request_of_another_session_is_a_new_sample(self, restart, scripted_engine):
+        scripted_engine.replies += [Say("Hi."), Say("New.")]
+        async with restart() as harness:
+            await self.ask(harness, user())
+        body = {"model": "m", "messages": [user()]}
+        async with restart() as harness, harness.post(body, session="s2", headers=RETRY) as response:
+            assert "New." in await response.text()
+
+    async def test_a_call_after_which_another_one_was_started_was_delivered(self, restart, scripted_engine):
+        scripted_engine.replies += [Say("One."), Say("Two."), Say("New.")]
+        async with restart() as harness:
+            await self.ask(harness, user("a"))
+            await self.ask(harness, user("b"))
+        async with restart() as harness:
+            for text, reply in (("a", "New."), ("b", "Two.")):
+                assert (await self.ask(harness, user(text)))["choices"][0]["message"]["content"] == reply
+
+    async def test_a_call_that_failed_is_sampled_anew(self, restart, scripted_engine):
+        scripted_engine.replies += [Say("one two", break_after=1), Say("New.")]
+        async with restart() as harness:
+            assert (await harness.ask(user()))[0] == 503
+        async with restart() as harness:
+            assert (await self.ask(harness, user()))["choices"][0]["message"]["content"] == "New."
+
+    @pytest.mark.parametrize(
+        ("say", "fields"),
+        [
+            (Say("one two", finish_reason="length"), {"max_tokens": 2}),
+            (Say("one two"), {"stop": ["thr", "tw"]}),
+            (Say("<think>\nI think.\n</think>\n\nYes."), {}),
+        ],
+        ids=["token limit", "stop text", "reasoning"],
+    )
+    async def test_its_ending_and_usage_are_the_same(self, restart, scripted_engine, say, fields):
+        scripted_engine.replies.append(say)
+        body = {"model": "m", "messages": [user()], "max_tokens": 99, **fields}
+        if "stop" in fields:
+            body["stop_sequences"] = body.pop("stop")
+        replies = []
+        for _ in range(2):
+            async with restart() as harness:
+                headers = harness.endpoint.headers("s1", "api", find_route("POST", "/v1/messages", {}))
+                async with harness.client.post(harness.url("/v1/messages"), json=body, headers=headers) as response:
+                    replies.append(await response.json())
+        assert replies[0] == replies[1]
+        assert len(scripted_engine.requests) == 1
+
+
+class TestEnd:
+    async def test_an_ended_session_stays_ended(self, restart, scripted_engine):
+        scripted_engine.replies.append(Say("Hi."))
+        async with restart() as harness:
+            await harness.ask(user())
+            assert (await harness.end())[0] == 200
+        async with restart() as harness:
+            assert (await harness.ask(user()))[0] == 410
+        assert len(scripted_engine.requests) == 1
+
+    def test_a_session_with_a_row_has_ended(self, session):
+        session.ask([user("Hi")], "Hello.<|im_end|>")
+        RunWriter(session.run).add_session(Session(session_id="s1", status="completed"))
+        assert session.recovered().ended
+        assert not session.recovered("s2").ended
+
+
+async def test_side_questions_are_recognised_after_a_restart(restart, scripted_engine):
+    scripted_engine.replies += [Say("Hi."), Say("A title.")]
+    async with restart() as harness:
+        await harness.ask(user(), tools=[TOOL])
+    async with restart() as harness:
+        await harness.ask(user("Name this."))
+        assert [call["role"] for call in harness.calls()] == ["agent", "auxiliary"]
+
+
+def test_a_session_that_was_forgotten_is_found_among_the_rows_of_the_own_process(session):
+    recovery = Recovery(session.writer, session.rendering)
+    assert recovery.recover("s1").finished == []
+    reply = session.ask([user("Hi")], "Hello.<|im_end|>")
+    request = session.decode([user("Hi"), reply, user("Go on")])
+    for _ in range(2):
+        recovered = recovery.recover("s1")
+        recovered.index(NAME, request)
+        assert recovered.conversations.prompt(request).kind == "bridged"
+        assert [call.delivered for call in recovered.finished] == [True]
+
+
+def test_the_rows_of_the_own_process_are_not_read_for_a_new_session(session, monkeypatch):
+    recovery = Recovery(session.writer, session.rendering)
+    recovery.load()
+    session.ask([user("Hi")], "Hello.<|im_end|>")
+
+    def refuse(path, *_):
+        raise AssertionError(f"{path} was read")
+
+    monkeypatch.setattr("rolltap.addons.store.scan.SegmentReader", refuse)
+    for number in range(5):
+        recovery.recover(f"new {number}").index(NAME, session.decode([user("Hi")]))
+
+
+def test_many_threads_recover_sessions_while_calls_are_committed_and_compacted(session):
+    sessions = [f"s{number}" for number in range(8)]
+    messages = [user("Hi")]
+    for name in sessions:
+        session.session_id = name
+        messages = [user("Hi"), session.ask([user("Hi")], f"I am {name}.<|im_end|>"), user("Go on")]
+    recovery = Recovery(RunWriter(session.run), session.rendering)
+
+    def recover(name):
+        request = session.decode([user("Hi"), {"role": "assistant", "content": f"I am {name}."}, user("Go on")])
+        recovered = recovery.recover(name)
+        recovered.index(NAME, request)
+        return recovered.conversations.prompt(request).kind
+
+    with ThreadPoolExecutor(4) as threads:
+        found = [threads.submit(recover, name) for name in sessions * 4]
+        session.session_id = "other"
+        for _ in range(3):
+            session.ask(messages, "More.<|im_end|>")
+            session.writer.close()
+        assert [kind.result() for kind in found] == ["bridged"] * len(found)

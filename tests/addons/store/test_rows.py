@@ -1,0 +1,118 @@
+"""A row is written whatever its values are."""
+
+import json
+import logging
+from datetime import UTC, datetime
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rolltap.addons.store.digest import row_digest
+from rolltap.addons.store.metadata import write_metadata
+from rolltap.addons.store.records import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA, Call, Event, Session, VersionSpan
+from rolltap.addons.store.rows import to_batch
+from rolltap.addons.store.tables import RunWriter, batch_rows, read_rows
+
+CALL = Call(
+    session_id="s",
+    call_id="c",
+    prompt_ids=[1, 2],
+    completion_ids=[3, 4],
+    logprobs=[-0.5, -0.25],
+    weight_versions=[VersionSpan(version="1", start=0, end=2)],
+    messages=json.dumps([{"role": "user", "content": "café"}], ensure_ascii=False),
+    started_at=datetime(2026, 1, 1, tzinfo=UTC),
+)
+TABLES = {
+    "calls": (CALL_SCHEMA, CALL.to_row()),
+    "sessions": (SESSION_SCHEMA, Session(session_id="s", status="completed").to_row()),
+    "events": (EVENT_SCHEMA, Event(kind="refused", session_id="s").to_row()),
+}
+COLUMNS = [(table, name) for table, (_, row) in TABLES.items() for name in row]
+odd = st.one_of(
+    st.none(),
+    st.text(st.characters(), max_size=5),
+    st.sampled_from(["\ud800", "a\udfffb", "\ud83d\ude00", "\x00", b"bytes", object(), {}, [], True]),
+    st.integers(-(2**70), 2**70),
+    st.sampled_from([2**31 - 1, 2**31, -(2**31) - 1]),
+    st.floats(),
+    st.lists(st.integers(-(2**40), 2**40) | st.none() | st.floats(), max_size=3),
+    st.lists(st.fixed_dictionaries({"version": st.text(max_size=3) | st.none(), "start": st.integers()}), max_size=2),
+    st.datetimes(timezones=st.just(UTC)),
+)
+
+
+def stored(table, row):
+    """Return the row as it is read back. Its digest matches."""
+    (found,) = batch_rows(to_batch(row, TABLES[table][0]))
+    assert found["digest"] == row_digest(found, TABLES[table][0])
+    return found
+
+
+@pytest.mark.parametrize(("table", "column"), COLUMNS)
+@given(value=odd)
+@settings(max_examples=15, deadline=None)
+def test_an_odd_value_of_one_column_leaves_all_others_as_they_are(table, column, value):
+    row = TABLES[table][1]
+    found = stored(table, {**row, column: value})
+    notes = {"error", "detail", "violation", column}
+    assert {name: found[name] for name in row if name not in notes} == {
+        name: value for name, value in row.items() if name not in notes
+    }
+
+
+@given(st.fixed_dictionaries(dict.fromkeys(TABLES["calls"][1], odd)))
+@settings(max_examples=50, deadline=None)
+def test_a_row_of_odd_values_is_written(row):
+    stored("calls", row)
+
+
+@pytest.mark.parametrize("column", ["host", "path", "role_evidence", "model", "error", "messages", "reply", "call_id"])
+def test_a_lone_surrogate_becomes_a_replacement_character(column, caplog):
+    found = stored("calls", {**TABLES["calls"][1], column: "a\ud800b\U0001f600"})
+    assert found[column] == "a\ufffdb\U0001f600"
+    assert found["violation"] is None
+    assert caplog.records == []
+
+
+def test_a_lone_surrogate_in_a_weight_version_keeps_the_tokens():
+    found = stored("calls", {**TABLES["calls"][1], "weight_versions": [{"version": "\ud800", "start": 0, "end": 2}]})
+    assert found["weight_versions"] == [{"version": "\ufffd", "start": 0, "end": 2}]
+    assert found["violation"] is None
+
+
+def test_a_value_that_does_not_fit_is_named_in_the_row_and_in_the_log(caplog):
+    found = stored("calls", {**TABLES["calls"][1], "cached_tokens": 2**31, "error": "before"})
+    assert found["cached_tokens"] is None
+    assert found["error"].startswith("before; not written: cached_tokens (")
+    assert found["violation"] is None
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert "call c, session s: not written: cached_tokens" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("completion_ids", [3, 2**40]),
+        ("logprobs", ["x"]),
+        ("kind", 5),
+        ("prompt_length", 2**31),
+    ],
+)
+def test_a_call_whose_tokens_cannot_be_written_is_not_trained_on(column, value):
+    found = stored("calls", {**TABLES["calls"][1], column: value})
+    assert found["violation"].startswith(f"not written: {column} (")
+
+
+def test_a_call_with_odd_text_is_committed(tmp_path):
+    write_metadata(tmp_path, {})
+    odd = Call(session_id="s", call_id="c", prompt_ids=[1], role_evidence="header x: \udcff", path="/\udcff")
+    with RunWriter(tmp_path) as writer:
+        writer.add_call(odd)
+        writer.add_event(Event(kind="rejected", detail="\udcff", path="/\udcff"))
+    (row,) = read_rows(tmp_path, "calls")
+    assert (row["role_evidence"], row["path"]) == ("header x: \ufffd", "/\ufffd")
+    (event,) = read_rows(tmp_path, "events")
+    assert event["detail"] == "\ufffd"
