@@ -103,6 +103,7 @@ class Endpoint:
             max_line_size=HEADER_BYTES,
             max_field_size=HEADER_BYTES,
         )
+        await asyncio.to_thread(recovery.load)
         await self._runner.setup()
         await web.SockSite(self._runner, self._socket).start()
         self._forgetting = asyncio.create_task(self._forget())
