@@ -20,7 +20,7 @@ from rolltap.addons.endpoint.work import Workers
 from rolltap.addons.engine.completion import sample
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.engine.pool import EnginePool
-from rolltap.addons.errors import EngineError
+from rolltap.addons.errors import EngineError, RunError
 from rolltap.addons.prompts.continuity import Prompt
 from rolltap.addons.prompts.growing_reply import GrowingReply
 from rolltap.addons.prompts.rendering import Rendering
@@ -294,6 +294,8 @@ def as_dialect_error(error: Exception) -> DialectError:
         return error
     if isinstance(error, EngineError):
         return DialectError(str(error), status=error.status, code="engine_error")
+    if isinstance(error, RunError):
+        return DialectError(f"the recorder cannot read its run: {error}", status=500, code="not_recorded")
     if isinstance(error, OSError):
         message = f"the recorder cannot write this call: {error}"
         if error.errno in _PASSING:

@@ -103,7 +103,11 @@ class Endpoint:
             max_line_size=HEADER_BYTES,
             max_field_size=HEADER_BYTES,
         )
-        await asyncio.to_thread(recovery.load)
+        try:
+            await asyncio.to_thread(recovery.load)
+        except (OSError, RunError) as error:
+            # the first request of each session tries again, and its error is the answer
+            logger.error("cannot read %s: %s", self.writer.run, error)
         await self._runner.setup()
         await web.SockSite(self._runner, self._socket).start()
         self._forgetting = asyncio.create_task(self._forget())

@@ -147,7 +147,7 @@ def test_a_recorder_whose_disk_is_full_refuses_calls_until_there_is_room(start, 
             "the recorder cannot write this call: [Errno 28] No space left"
         )
         refused = client.post(CHAT, json=HELLO)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (500, "not_recorded")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_recorded")
         assert "less than 4 MiB are free" in refused.json()["error"]["message"]
         assert len(recorder.rows("calls")) == 1
         (recorder.run / "ballast").unlink()
@@ -160,10 +160,10 @@ def test_a_recorder_whose_disk_is_full_refuses_calls_until_there_is_room(start, 
 
 
 def test_a_second_recorder_goes_on_in_the_same_run(start, scripted_engine):
-    for _ in range(2):
+    for session in ("s1", "s2"):
         recorder = start()
         scripted_engine.replies.append(Say("Hi."))
-        with recorder.client() as client:
+        with recorder.client(session) as client:
             assert client.post(CHAT, json=HELLO).status_code == 200
         recorder.stop()
     assert len(recorder.rows("calls")) == 2
