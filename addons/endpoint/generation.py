@@ -258,7 +258,7 @@ class Generation:
         """Commit the call to the run. Raises `OSError`."""
         call = self.call
         call.status, call.finished_at = status, utc_now()
-        call.sampling = json.dumps({**self._sampling, "asked": asked(self.model_call)})
+        call.sampling = json.dumps({**self._sampling, "asked": unapplied(self.model_call)})
         call.reply = call.violation = None
         if isinstance(outcome, Reply):
             call.reply = json.dumps(outcome.to_message(), ensure_ascii=False)
@@ -282,7 +282,7 @@ class Generation:
             self.pieces.append(piece)
 
 
-def asked(model_call: ModelCall) -> dict[str, Any]:
+def unapplied(model_call: ModelCall) -> dict[str, Any]:
     """Return what a harness asked for and did not get, for the record."""
     hosted = model_call.hosted_tools
     return model_call.requested_sampling | ({"hosted_tools": hosted} if hosted else {})

@@ -136,6 +136,11 @@ class RecoveredSession:
         self._recovered: set[str] | None = None
         """Ids of the calls that were recorded before; None before `index`."""
 
+    @property
+    def indexed(self) -> bool:
+        """True once the session's rows were read."""
+        return self._recovered is not None
+
     def index(self, dialect: str, model_call: ModelCall) -> None:
         """Make the recorded calls findable for a request of an API. Reads the session's rows for the first request.
 

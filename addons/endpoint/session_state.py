@@ -4,12 +4,13 @@ import asyncio
 import json
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.types import ContextOverflow, DialectError, ModelCall, Reply
 from rolltap.addons.endpoint.client_request import ClientRequest
-from rolltap.addons.endpoint.generation import Generation, Services, asked
+from rolltap.addons.endpoint.generation import Generation, Services, unapplied
 from rolltap.addons.endpoint.recovery import RecoveredSession
 from rolltap.addons.endpoint.retries import FinishedCall, find_retried, newest, request_digest
 from rolltap.addons.endpoint.roles import find_role
@@ -18,6 +19,20 @@ from rolltap.addons.prompts.continuity import Prompt
 from rolltap.addons.store.records import Call, Event, EventKind
 
 AnyCall = Generation | FinishedCall
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request as it was prepared in a thread."""
+
+    model_call: ModelCall
+    prompt: Prompt
+    sampling: dict[str, Any]
+    """vLLM's sampling parameters."""
+    digest: bytes
+    """The `request_digest`."""
+    messages: str
+    """JSON list of the prompt's new messages."""
 
 
 class SessionState:
@@ -61,33 +76,30 @@ class SessionState:
         """
         self.used_at = asyncio.get_running_loop().time()
         async with self._order:
-            recovered, model_call, prompt = await self._prepare(dialect, body, request, context_window)
-            max_new_tokens = context_window - len(prompt.ids)
-            if max_new_tokens < 1:
-                raise ContextOverflow(len(prompt.ids), context_window)
-            sampling = self._sampling_for(model_call, max_new_tokens)
-            recorded = {**sampling, "asked": asked(model_call)}
-            digest = request_digest(dialect.NAME, model_call.model, prompt.ids, recorded)
+            recovered = await self._open()
+            asked = await self._prepare(recovered, dialect, body, request, context_window)
             self.settle()
             calls: list[AnyCall] = [*recovered.finished, *self.generations]
-            retried = find_retried(calls, digest, request.headers)
+            retried = find_retried(calls, asked.digest, request.headers)
             if retried is not None:
                 kind: EventKind = "replayed" if retried.done else "joined"
                 self._services.writer.add_event(self._event(kind, request, retried.call_id))
-                return retried, model_call
-            call = self._call(recovered, dialect, model_call, prompt, request)
+                return retried, asked.model_call
+            call = self._call(recovered, dialect, asked, request)
             self._services.writer.require_room()
             self._services.writer.add_event(self._event("call_started", request, call.call_id))
-            generation = Generation(self._services, self._add, call, prompt, model_call, sampling, digest)
+            generation = Generation(
+                self._services, self._add, call, asked.prompt, asked.model_call, asked.sampling, asked.digest
+            )
             self.generations.append(generation)
-            return generation, model_call
+            return generation, asked.model_call
 
     async def count_tokens(self, dialect: Dialect, body: bytes, request: ClientRequest, context_window: int) -> int:
         """Return the number of prompt tokens of a call. Raises `DialectError` as `begin` does."""
         self.used_at = asyncio.get_running_loop().time()
         async with self._order:
-            _, _, prompt = await self._prepare(dialect, body, request, context_window)
-            return len(prompt.ids)
+            asked = await self._prepare(await self._open(), dialect, body, request, context_window)
+            return len(asked.prompt.ids)
 
     def settle(self) -> None:
         """Replace finished generations without listeners by what a retry needs of them, which is small."""
@@ -116,14 +128,8 @@ class SessionState:
             await asyncio.to_thread(self._services.recovery.end, self._session_id)
             self._end_recorded = True
 
-    def _call(
-        self,
-        recovered: RecoveredSession,
-        dialect: Dialect,
-        model_call: ModelCall,
-        prompt: Prompt,
-        request: ClientRequest,
-    ) -> Call:
+    def _call(self, recovered: RecoveredSession, dialect: Dialect, asked: "_Asked", request: ClientRequest) -> Call:
+        model_call, prompt = asked.model_call, asked.prompt
         role = find_role(model_call, request.headers, tools_before=recovered.tools_seen)
         recovered.tools_seen |= bool(model_call.tools)
         return Call(
@@ -141,46 +147,63 @@ class SessionState:
             path=request.path,
             model=model_call.model,
             stream=model_call.stream,
-            messages=json.dumps(prompt.new_messages, ensure_ascii=False),
+            messages=asked.messages,
             tools=json.dumps(model_call.tools, ensure_ascii=False) if prompt.parent is None else None,
         )
 
-    async def _prepare(
-        self, dialect: Dialect, body: bytes, request: ClientRequest, context_window: int
-    ) -> tuple[RecoveredSession, ModelCall, Prompt]:
-        """Decode a request and make its prompt. Hold `_order`: conversations are not thread-safe.
-
-        A conversation that cannot fit into the context window is refused before it is tokenised.
-        """
+    async def _open(self) -> RecoveredSession:
+        """Return what the session's earlier calls were. Raises `DialectError` when the session has ended."""
         self._check_open()
-        first = self._recovered is None
         if self._recovered is None:
             recovered = await asyncio.to_thread(self._services.recovery.recover, self._session_id)
             self._end_recorded = recovered.ended
             self._ended = self._ended or recovered.ended
             self._check_open()
             self._recovered = recovered
-        recovered, rendering = self._recovered, self._services.rendering
+        return self._recovered
 
-        def prepare() -> tuple[ModelCall, Prompt]:
+    async def _prepare(
+        self,
+        recovered: RecoveredSession,
+        dialect: Dialect,
+        body: bytes,
+        request: ClientRequest,
+        context_window: int,
+    ) -> "_Asked":
+        """Decode a request and make its prompt. Hold `_order`: conversations are not thread-safe.
+
+        A conversation that cannot fit into the context window is refused before it is tokenised.
+        """
+
+        def prepare() -> _Asked:
             model_call = dialect.decode(body, request.target)
-            least = rendering.least_tokens(model_call.messages, model_call.tools, context_window)
+            least = self._services.rendering.least_tokens(model_call.messages, model_call.tools, context_window)
             if least > context_window:
                 raise ContextOverflow(least, context_window)
             recovered.index(dialect.NAME, model_call)
-            return model_call, recovered.conversations.prompt(model_call)
+            prompt = recovered.conversations.prompt(model_call)
+            if len(prompt.ids) >= context_window:
+                raise ContextOverflow(len(prompt.ids), context_window)
+            sampling = self._sampling_for(model_call, context_window - len(prompt.ids))
+            recorded = {**sampling, "asked": unapplied(model_call)}
+            digest = request_digest(dialect.NAME, model_call.model, prompt.ids, recorded)
+            return _Asked(model_call, prompt, sampling, digest, json.dumps(prompt.new_messages, ensure_ascii=False))
 
         # the first request reads the session's rows
-        num_bytes = max(len(body), INLINE_BYTES) if first else len(body)
-        model_call, prompt = await self._services.workers.run(num_bytes, prepare)
-        self._check_open()
-        return recovered, model_call, prompt
+        num_bytes = len(body) if recovered.indexed else max(len(body), INLINE_BYTES)
+        asked = await self._services.workers.run(num_bytes, prepare)
+        self._check_open()  # the session may have ended meanwhile
+        return asked
 
     async def _add(self, call: Call, prompt: Prompt, reply: Reply) -> None:
         """Let later calls continue a committed one."""
         async with self._order:
             if self._recovered is not None:
-                self._recovered.conversations.add(call.call_id, prompt, call.completion_ids, reply.to_message())
+                add = self._recovered.conversations.add
+                num_bytes = len(call.messages)
+                await self._services.workers.run(
+                    num_bytes, add, call.call_id, prompt, call.completion_ids, reply.to_message()
+                )
 
     def _event(self, kind: EventKind, request: ClientRequest, call_id: str) -> Event:
         return Event(

@@ -24,6 +24,7 @@ FIRST_PACED = 1_000_000
 each was written: `time.monotonic` in seconds, a clock that all processes share."""
 FIRST_TOKEN_SECONDS = 0.05
 
+_INTERVAL = re.compile(rb'"stream_interval": ?(\d+)')
 _NUMBER = re.compile(rb'"max_tokens": ?(\d+)')
 
 
@@ -34,11 +35,18 @@ class Replies:
     def __init__(self, *, words: list[str], token_ids: list[int], stop_id: int, short: int, pace: float) -> None:
         self.pace = pace
         self.times: dict[int, float] = {}
-        generated = _generate_events([*token_ids[:short], stop_id])
+        self._token_ids = [*token_ids, stop_id]
+        generated = _generate_events([*token_ids[:short], stop_id], 1)
         self.generated = response(b"".join(generated), b"text/event-stream")
-        self.generated_paced = [chunk(event) for event in _generate_events([*token_ids, stop_id])]
+        self._paced: dict[int, list[bytes]] = {}
         self.chat = response(chat_body("".join(words[:short])))
         self.chat_paced = [chunk(chat_event({"content": word})) for word in words] + [chunk(chat_event({}, "stop"))]
+
+    def generated_paced(self, interval: int) -> list[bytes]:
+        """Return the events of the paced reply: as vLLM, `interval` tokens after the first one."""
+        if interval not in self._paced:
+            self._paced[interval] = [chunk(event) for event in _generate_events(self._token_ids, interval)]
+        return self._paced[interval]
 
 
 class PreparedConnection(Connection):
@@ -54,21 +62,23 @@ class PreparedConnection(Connection):
             times = {str(number): seconds for number, seconds in replies.times.items()}
             self.transport.write(response(orjson.dumps(times)))
         elif number and int(number[1]) >= FIRST_PACED:
-            chunks = replies.generated_paced if path.endswith(b"generate") else replies.chat_paced
+            interval = int(found[1]) if (found := _INTERVAL.search(body)) else 1
+            chunks = replies.generated_paced(interval) if path.endswith(b"generate") else replies.chat_paced
 
             def started() -> None:
                 replies.times[int(number[1])] = time.monotonic()
 
-            self.write_stream(chunks, replies.pace, delay=FIRST_TOKEN_SECONDS, started=started)
+            self.write_stream(chunks, replies.pace * interval, delay=FIRST_TOKEN_SECONDS, started=started)
         else:
             self.transport.write(replies.generated if path.endswith(b"generate") else replies.chat)
 
 
-def _generate_events(token_ids: list[int]) -> list[bytes]:
-    last = len(token_ids) - 1
+def _generate_events(token_ids: list[int], interval: int) -> list[bytes]:
+    length = len(token_ids)
+    steps = [token_ids[:1], *(token_ids[first : first + interval] for first in range(1, length, interval))]
+    finishes = [None] * (len(steps) - 1) + ["stop"]
     return [
-        generate_event([token_id], [-0.125], "stop" if i == last else None, len(token_ids))
-        for i, token_id in enumerate(token_ids)
+        generate_event(step, [-0.125] * len(step), finish, length) for step, finish in zip(steps, finishes, strict=True)
     ]
 
 

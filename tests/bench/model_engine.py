@@ -32,6 +32,7 @@ class ModelConnection(Connection):
         request = orjson.loads(body)
         if not path.endswith(b"generate"):
             return self._chat(request)
+        interval = request["sampling_params"].get("stream_interval", 1)
         try:
             completion, done = self._model.begin(request["token_ids"])
         except Divergence as error:
@@ -40,11 +41,11 @@ class ModelConnection(Connection):
             return self.transport.write(response(refusal, status=b"400 Bad Request"))
         end = min(len(completion.token_ids), done + request["sampling_params"]["max_tokens"])
         events = []
-        for first, last in self._steps(done, end):
+        for first, last in self._steps(done, end, interval):
             finish = None if last < end else "stop" if end == len(completion.token_ids) else "length"
             steps = completion.token_ids[first:last], completion.logprobs[first:last]
             events.append(chunk(generate_event(*steps, finish, end - done)))
-        self._stream(events, done, end)
+        self._stream(events, done, end, interval)
 
     def _chat(self, request: dict) -> None:
         completion: Completion = self._model.complete([len(request["messages"])], [])
@@ -52,18 +53,20 @@ class ModelConnection(Connection):
         word = cache(lambda token_id: self._model.text([token_id]))
         if not request.get("stream"):
             return self.transport.write(response(chat_body("".join(map(word, ids)))))
-        texts = ["".join(map(word, ids[first:last])) for first, last in self._steps(0, len(ids))]
-        self._stream([chunk(chat_event({"content": text})) for text in texts], 0, len(ids))
+        texts = ["".join(map(word, ids[first:last])) for first, last in self._steps(0, len(ids), 1)]
+        self._stream([chunk(chat_event({"content": text})) for text in texts], 0, len(ids), 1)
 
-    def _steps(self, done: int, end: int) -> list[tuple[int, int]]:
-        """Return the tokens of each event of a reply, as ranges."""
+    def _steps(self, done: int, end: int, interval: int) -> list[tuple[int, int]]:
+        """Return the tokens of each event of a reply, as ranges: as vLLM, `interval` tokens after the first one."""
         burst_end = max(done, min(end, self._burst))
         burst = [(first, min(first + _BURST_EVENT, burst_end)) for first in range(done, burst_end, _BURST_EVENT)]
-        return burst + [(token, token + 1) for token in range(burst_end, end)]
+        first = [] if burst or burst_end == end else [(burst_end, burst_end + 1)]
+        paced = range(burst_end + len(first), end, interval)
+        return burst + first + [(token, min(token + interval, end)) for token in paced]
 
-    def _stream(self, chunks: list[bytes], done: int, end: int) -> None:
-        at_once = sum(last <= self._burst for _, last in self._steps(done, end))
-        self.write_stream(chunks, self._pace, at_once=at_once)
+    def _stream(self, chunks: list[bytes], done: int, end: int, interval: int) -> None:
+        at_once = sum(last <= self._burst for _, last in self._steps(done, end, interval))
+        self.write_stream(chunks, self._pace * interval, at_once=at_once)
 
 
 if __name__ == "__main__":
