@@ -111,7 +111,7 @@ class Generation:
         self.delivered = False
         """True when the whole reply or error was written to a listener's connection."""
         self._state = State.SAMPLING
-        self._growing = GrowingReply(services.rendering, call.prompt_ids, model_call)
+        self._growing = GrowingReply(services.rendering, prompt.ids, model_call)
         self._parsed_tokens = 0
         self._stop: str | None = None
         self._changed = asyncio.Event()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import uuid
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,8 @@ class _Asked:
 
     model_call: ModelCall
     prompt: Prompt
+    prompt_ids: "array[int]"
+    """The prompt's token ids, in the form that is written to the disk."""
     sampling: dict[str, Any]
     """vLLM's sampling parameters."""
     digest: bytes
@@ -135,7 +138,7 @@ class SessionState:
         return Call(
             session_id=self._session_id,
             call_id=uuid.uuid4().hex,
-            prompt_ids=prompt.ids,
+            prompt_ids=asked.prompt_ids,
             parent_id=prompt.parent.call_id if prompt.parent else None,
             prefix_length=prompt.prefix_length,
             kind=prompt.kind,
@@ -186,8 +189,10 @@ class SessionState:
                 raise ContextOverflow(len(prompt.ids), context_window)
             sampling = self._sampling_for(model_call, context_window - len(prompt.ids))
             recorded = {**sampling, "asked": unapplied(model_call)}
-            digest = request_digest(dialect.NAME, model_call.model, prompt.ids, recorded)
-            return _Asked(model_call, prompt, sampling, digest, json.dumps(prompt.new_messages, ensure_ascii=False))
+            prompt_ids = array("i", prompt.ids)
+            digest = request_digest(dialect.NAME, model_call.model, prompt_ids, recorded)
+            messages = json.dumps(prompt.new_messages, ensure_ascii=False)
+            return _Asked(model_call, prompt, prompt_ids, sampling, digest, messages)
 
         # the first request reads the session's rows
         num_bytes = len(body) if recovered.indexed else max(len(body), INLINE_BYTES)
