@@ -73,12 +73,11 @@ class Model:
 
     def complete(self, prompt_ids: Sequence[int], sampled: Sequence[int]) -> Completion:
         """Return the reply to a prompt that begins with `sampled`. Words that it lacks are drawn."""
-        seed = crc32(np.asarray(prompt_ids, np.int32).tobytes())
-        opening = self._think if seed & 1 else []
+        prompt = crc32(np.asarray(prompt_ids, np.int32).tobytes())
+        opening = self._think if prompt & 1 else []
         drawn = list(sampled[len(opening) : len(opening) + _DRAWN])
         drawn += random.choices(self._words, k=_DRAWN - len(drawn))
-        seed = crc32(np.asarray(drawn, np.int32).tobytes(), seed)
-        rng = random.Random(seed)
+        rng = random.Random(crc32(np.asarray(drawn, np.int32).tobytes(), prompt))
         quarter = rng.randint(self._shortest, self._longest) // 4
         ids = opening + drawn + self._prose(rng, quarter)
         ids += (self._answer if opening else []) + self._prose(rng, 2 * quarter)
@@ -87,7 +86,8 @@ class Model:
         else:
             ids += self._prose(rng, quarter)
         ids.append(self._stop)
-        logprobs = (((np.arange(len(ids)) * 40503 + seed) % 4096) / -1024.0).tolist()
+        # of the prompt alone: a reply may be interrupted between the drawn words
+        logprobs = (((np.arange(len(ids)) * 40503 + prompt) % 4096) / -1024.0).tolist()
         return Completion(ids, logprobs)
 
     def _prose(self, rng: random.Random, length: int) -> list[int]:
