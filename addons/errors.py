@@ -28,13 +28,14 @@ class EngineError(RolltapError):
     """The engine did not start, does not answer, or refused a request.
 
     `status` is the HTTP status of the recorder's error reply to the harness. `retryable` is True when the same request
-    may succeed later.
+    may succeed later. `answered` is True when the engine refused this request: it may still serve others.
     """
 
-    def __init__(self, message: str, *, status: int = 503, retryable: bool = False) -> None:
+    def __init__(self, message: str, *, status: int = 503, retryable: bool = False, answered: bool = False) -> None:
         super().__init__(message)
         self.status = status
         self.retryable = retryable
+        self.answered = answered
 
 
 class HubError(RolltapError):

@@ -5,7 +5,6 @@ engine failure sampling continues from the last sampled token.
 """
 
 import asyncio
-import errno
 import json
 import logging
 from collections.abc import Awaitable, Callable, Iterator
@@ -15,12 +14,13 @@ from enum import Enum, auto
 from typing import Any
 
 from rolltap.addons.dialects.types import DialectError, ModelCall, Reply, Usage
+from rolltap.addons.endpoint.failures import as_dialect_error
 from rolltap.addons.endpoint.recovery import Recovery
+from rolltap.addons.endpoint.refusals import Refusals
 from rolltap.addons.endpoint.work import Workers
 from rolltap.addons.engine.completion import sample
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.engine.pool import EnginePool
-from rolltap.addons.errors import EngineError, RunError
 from rolltap.addons.prompts.continuity import Prompt
 from rolltap.addons.prompts.growing_reply import GrowingReply
 from rolltap.addons.prompts.rendering import Rendering
@@ -29,10 +29,6 @@ from rolltap.addons.store.tables import RunWriter
 
 logger = logging.getLogger(__name__)
 
-RETRY_SECONDS = 10
-"""Value of `retry-after` while the disk is full."""
-_PASSING = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Errors of a commit that end when somebody frees space."""
 LINGER_SECONDS = 10.0
 """Seconds until a generation without listeners is aborted. Harnesses retry a lost call after 0.2 to 5 s."""
 
@@ -48,7 +44,8 @@ class Services:
     recovery: Recovery
     workers: Workers
     patience: float
-    """Seconds of pauses between retries of a failed engine, in total since the last sampled token: see `sample`."""
+    """Seconds after an engine failure during which a call is retried: see `Patience`."""
+    refusals: Refusals
 
 
 AddCall = Callable[[Call, Prompt, Reply], Awaitable[None]]
@@ -246,8 +243,6 @@ class Generation:
         if self.done:
             if isinstance(outcome, Exception):
                 self.error = as_dialect_error(outcome)
-                where = f"session {self.call.session_id}: call {self.call.call_id}"
-                logger.warning("%s %s: %s", where, state.name.lower(), str(outcome) or repr(outcome))
             else:
                 self.reply = outcome
             self._linger.cancel()
@@ -286,23 +281,6 @@ def unapplied(model_call: ModelCall) -> dict[str, Any]:
     """Return what a harness asked for and did not get, for the record."""
     hosted = model_call.hosted_tools
     return model_call.requested_sampling | ({"hosted_tools": hosted} if hosted else {})
-
-
-def as_dialect_error(error: Exception) -> DialectError:
-    """Return an error as the harness receives it. Logs the traceback of an unexpected one."""
-    if isinstance(error, DialectError):
-        return error
-    if isinstance(error, EngineError):
-        return DialectError(str(error), status=error.status, code="engine_error")
-    if isinstance(error, RunError):
-        return DialectError(f"the recorder cannot read its run: {error}", status=500, code="not_recorded")
-    if isinstance(error, OSError):
-        message = f"the recorder cannot write this call: {error}"
-        if error.errno in _PASSING:
-            return DialectError(message, status=503, code="not_recorded", retry_after=RETRY_SECONDS)
-        return DialectError(message, status=500, code="not_recorded")
-    logger.error("a bug of rolltap or of a renderer", exc_info=error)
-    return DialectError(f"internal error of the recorder: {error!r}", status=500, code="internal_error")
 
 
 async def _happens(event: asyncio.Event, timeout: float) -> bool:

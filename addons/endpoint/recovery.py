@@ -137,9 +137,9 @@ class RecoveredSession:
         """Ids of the calls that were recorded before; None before `index`."""
 
     @property
-    def indexed(self) -> bool:
-        """True once the session's rows were read."""
-        return self._recovered is not None
+    def without_rows(self) -> bool:
+        """True once it is known that the session had no rows: `index` reads nothing."""
+        return self._recovered == set()
 
     def index(self, dialect: str, model_call: ModelCall) -> None:
         """Make the recorded calls findable for a request of an API. Reads the session's rows for the first request.

@@ -1,4 +1,4 @@
-"""Counts refusals: a session that is refused all the time fills neither the run nor the log."""
+"""Counts refusals and retries: a session that is refused all the time fills neither the run nor the log."""
 
 import logging
 from collections import OrderedDict
@@ -74,7 +74,7 @@ class Refusals:
             self._tell(replace(tally.last, detail=detail))
 
     def _tell(self, event: Event) -> None:
-        level = logging.INFO if event.kind == "refused" else logging.WARNING
+        level = logging.INFO if event.kind in ("refused", "joined", "replayed") else logging.WARNING
         target = f"{event.method} {event.host}{event.path}".strip()
         logger.log(level, "session %s: %s %s: %s", event.session_id, event.kind, target, event.detail or "not served")
         self._write(event)

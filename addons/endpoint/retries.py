@@ -134,15 +134,14 @@ def find_retried(calls: Sequence[AnyCall], request: bytes, headers: Mapping[str,
     """Return the newest of `calls` that the request repeats, or None for a request of its own.
 
     A repeated request has the same `request_digest`. It is a retry when the call has no listener and its reply was not
-    delivered, or when the client marks it as a retry (`_RETRY_COUNT`). Other equal requests are new samples: two
-    sub-agents can send the same prompt. Failed and aborted calls are not reused. `headers` need lookups that ignore
-    case, or lower-case keys.
+    delivered, or when the client marks it as a retry (`_RETRY_COUNT`) and there is no such call. Other equal requests
+    are new samples: two sub-agents can send the same prompt. Failed and aborted calls are not reused. `headers` need
+    lookups that ignore case, or lower-case keys.
     """
+    equal = [call for call in reversed(calls) if call.error is None and call.request == request]
+    unheard = [call for call in equal if call.unheard]
     marked = headers.get(_RETRY_COUNT, "0") != "0"
-    for call in reversed(calls):
-        if call.error is None and call.request == request and (marked or call.unheard):
-            return call
-    return None
+    return next(iter(unheard or (equal if marked else [])), None)
 
 
 def newest(finished: Sequence[T]) -> list[T]:

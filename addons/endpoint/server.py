@@ -22,7 +22,8 @@ from rolltap.addons.dialects.types import ModelCall, ReplyContext, ServedModel
 from rolltap.addons.endpoint.body import BODY_LIMIT, read_body
 from rolltap.addons.endpoint.client_request import ClientRequest
 from rolltap.addons.endpoint.exchange import error_response, respond, stream
-from rolltap.addons.endpoint.generation import Services, as_dialect_error
+from rolltap.addons.endpoint.failures import as_dialect_error
+from rolltap.addons.endpoint.generation import Services
 from rolltap.addons.endpoint.recovery import Recovery
 from rolltap.addons.endpoint.refusals import Refusals
 from rolltap.addons.endpoint.session_state import AnyCall, SessionState
@@ -90,7 +91,9 @@ class Endpoint:
         self.engines = EnginePool(self._engine_urls, self._engine_key)
         policy = PolicyFile(self.writer.run)
         workers, recovery = Workers(), Recovery(self.writer, self.rendering)
-        self._services = Services(self.engines, policy, self.rendering, self.writer, recovery, workers, self._patience)
+        self._services = Services(
+            self.engines, policy, self.rendering, self.writer, recovery, workers, self._patience, self.refusals
+        )
         app = web.Application(client_max_size=BODY_LIMIT)
         app.router.add_route("*", "/{target:.*}", self._serve)
         self._runner = web.AppRunner(
@@ -118,12 +121,19 @@ class Endpoint:
             session.abort("the recorder was stopped")
         self._forgetting.cancel()
         await self._runner.cleanup()
+        for session in self.sessions.values():
+            session.abort("the recorder was stopped")  # of requests whose prompt was being made
         self.refusals.close()
         for task in self._described.values():
             task.cancel()
         await asyncio.gather(*self._described.values(), return_exceptions=True)
         await self.engines.close()
         self._services.workers.close()
+
+    def running(self, session_id: str) -> int:
+        """Return the number of generations of a session that run, listened to or not."""
+        session = self.sessions.get(session_id)
+        return 0 if session is None else sum(not generation.done for generation in session.generations)
 
     def forget_idle(self, seconds: float) -> None:
         """Drop the state of sessions that run nothing and have asked nothing for so many seconds."""
@@ -160,8 +170,7 @@ class Endpoint:
                     return _json(dialect.encode_models(request.raw_path, models, int(time.time())))
                 case "count_tokens":
                     body, asked = await read_body(request, BODY_LIMIT), client_request(request)
-                    _, window = await self._engine(request)
-                    num_tokens = await self._session(request).count_tokens(dialect, body, asked, window)
+                    num_tokens = await self._session(request).count_tokens(dialect, body, asked)
                     return _json(dialect.encode_token_count(num_tokens))
                 case "generate":
                     generation, model_call = await self._begin(dialect, await read_body(request, BODY_LIMIT), request)
@@ -185,8 +194,12 @@ class Endpoint:
 
     async def _begin(self, dialect: Dialect, body: bytes, request: web.Request) -> tuple[AnyCall, ModelCall]:
         """Start or join the generation of a request. Raises `EngineError`, and the errors of `SessionState.begin`."""
-        _, window = await self._engine(request)
-        return await self._session(request).begin(dialect, body, client_request(request), window)
+
+        async def context_window() -> int:
+            _, window = await self._engine(request)
+            return window
+
+        return await self._session(request).begin(dialect, body, client_request(request), context_window)
 
     async def _engine(self, request: web.Request) -> tuple[Engine, int]:
         """Return the engine of the session and its context window in tokens.

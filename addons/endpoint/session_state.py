@@ -4,9 +4,9 @@ import asyncio
 import json
 import uuid
 from array import array
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.types import ContextOverflow, DialectError, ModelCall, Reply
@@ -19,6 +19,8 @@ from rolltap.addons.endpoint.work import INLINE_BYTES
 from rolltap.addons.prompts.continuity import Prompt
 from rolltap.addons.store.records import Call, Event, EventKind
 
+P = ParamSpec("P")
+T = TypeVar("T")
 AnyCall = Generation | FinishedCall
 
 
@@ -26,7 +28,6 @@ AnyCall = Generation | FinishedCall
 class _Asked:
     """A request as it was prepared in a thread."""
 
-    model_call: ModelCall
     prompt: Prompt
     prompt_ids: "array[int]"
     """The prompt's token ids, in the form that is written to the disk."""
@@ -53,7 +54,7 @@ class SessionState:
         self.generations: list[Generation] = []
         """Running generations, and finished ones until `settle`, oldest first."""
         self.used_at = asyncio.get_running_loop().time()
-        """Time of the last request, of the event loop's clock."""
+        """Time of the last request or reply, of the event loop's clock."""
         self._session_id = session_id
         self._services = services
         self._sampling = sampling
@@ -69,46 +70,54 @@ class SessionState:
         return not self.generations and not self._order.locked()
 
     async def begin(
-        self, dialect: Dialect, body: bytes, request: ClientRequest, context_window: int
+        self, dialect: Dialect, body: bytes, request: ClientRequest, context_window: Callable[[], Awaitable[int]]
     ) -> tuple[AnyCall, ModelCall]:
         """Return the call that the request repeats, or start a new generation; and the decoded request.
 
-        A new one's `call_started` event is committed before the engine is asked. `context_window` is the
-        engine's, in tokens. Raises `DialectError` for an invalid request, when the session has ended and when the
-        prompt fills the window, and `OSError` when an event cannot be committed or the disk is nearly full.
+        A new one's `call_started` event is committed before the engine is asked. `context_window` returns the
+        engine's, in tokens, and may wait for the engine. Raises what it raises, `DialectError` for an invalid request,
+        when the session has ended and when the prompt fills the window, and `OSError` when a new call cannot be begun:
+        its event cannot be committed, or the disk is nearly full.
         """
         self.used_at = asyncio.get_running_loop().time()
         async with self._order:
             recovered = await self._open()
-            asked = await self._prepare(recovered, dialect, body, request, context_window)
+            model_call = await self._decode(dialect, body, request)
+            asked = await self._prepare(recovered, dialect, model_call, await context_window(), len(body))
             self.settle()
             calls: list[AnyCall] = [*recovered.finished, *self.generations]
             retried = find_retried(calls, asked.digest, request.headers)
             if retried is not None:
                 kind: EventKind = "replayed" if retried.done else "joined"
-                self._services.writer.add_event(self._event(kind, request, retried.call_id))
-                return retried, asked.model_call
-            call = self._call(recovered, dialect, asked, request)
+                self._services.refusals.record(self._event(kind, request, retried.call_id))
+                return retried, model_call
+            call = self._call(recovered, dialect, model_call, asked, request)
             self._services.writer.require_room()
             self._services.writer.add_event(self._event("call_started", request, call.call_id))
             generation = Generation(
-                self._services, self._add, call, asked.prompt, asked.model_call, asked.sampling, asked.digest
+                self._services, self._add, call, asked.prompt, model_call, asked.sampling, asked.digest
             )
             self.generations.append(generation)
-            return generation, asked.model_call
+            return generation, model_call
 
-    async def count_tokens(self, dialect: Dialect, body: bytes, request: ClientRequest, context_window: int) -> int:
-        """Return the number of prompt tokens of a call. Raises `DialectError` as `begin` does."""
+    async def count_tokens(self, dialect: Dialect, body: bytes, request: ClientRequest) -> int:
+        """Return the number of prompt tokens of a call, which may be more than the context window.
+
+        Raises `DialectError` for an invalid request and when the session has ended.
+        """
         self.used_at = asyncio.get_running_loop().time()
         async with self._order:
-            asked = await self._prepare(await self._open(), dialect, body, request, context_window)
-            return len(asked.prompt.ids)
+            recovered = await self._open()
+            model_call = await self._decode(dialect, body, request)
+            prompt = await self._work(recovered, len(body), self._prompt, recovered, dialect, model_call)
+            return len(prompt.ids)
 
     def settle(self) -> None:
         """Replace finished generations without listeners by what a retry needs of them, which is small."""
         over = [generation for generation in self.generations if generation.done and not generation.listeners]
         if not over:
             return
+        self.used_at = asyncio.get_running_loop().time()
         self.generations = [generation for generation in self.generations if generation not in over]
         if self._recovered is not None:
             completed = [FinishedCall.of(generation) for generation in over if generation.reply is not None]
@@ -131,8 +140,15 @@ class SessionState:
             await asyncio.to_thread(self._services.recovery.end, self._session_id)
             self._end_recorded = True
 
-    def _call(self, recovered: RecoveredSession, dialect: Dialect, asked: "_Asked", request: ClientRequest) -> Call:
-        model_call, prompt = asked.model_call, asked.prompt
+    def _call(
+        self,
+        recovered: RecoveredSession,
+        dialect: Dialect,
+        model_call: ModelCall,
+        asked: _Asked,
+        request: ClientRequest,
+    ) -> Call:
+        prompt = asked.prompt
         role = find_role(model_call, request.headers, tools_before=recovered.tools_seen)
         recovered.tools_seen |= bool(model_call.tools)
         return Call(
@@ -165,26 +181,24 @@ class SessionState:
             self._recovered = recovered
         return self._recovered
 
+    async def _decode(self, dialect: Dialect, body: bytes, request: ClientRequest) -> ModelCall:
+        return await self._services.workers.run(len(body), dialect.decode, body, request.target)
+
     async def _prepare(
         self,
         recovered: RecoveredSession,
         dialect: Dialect,
-        body: bytes,
-        request: ClientRequest,
+        model_call: ModelCall,
         context_window: int,
-    ) -> "_Asked":
-        """Decode a request and make its prompt. Hold `_order`: conversations are not thread-safe.
-
-        A conversation that cannot fit into the context window is refused before it is tokenised.
-        """
+        num_bytes: int,
+    ) -> _Asked:
+        """Make the prompt of a request. A conversation that cannot fit into the window is refused untokenised."""
 
         def prepare() -> _Asked:
-            model_call = dialect.decode(body, request.target)
             least = self._services.rendering.least_tokens(model_call.messages, model_call.tools, context_window)
             if least > context_window:
                 raise ContextOverflow(least, context_window)
-            recovered.index(dialect.NAME, model_call)
-            prompt = recovered.conversations.prompt(model_call)
+            prompt = self._prompt(recovered, dialect, model_call)
             if len(prompt.ids) >= context_window:
                 raise ContextOverflow(len(prompt.ids), context_window)
             sampling = self._sampling_for(model_call, context_window - len(prompt.ids))
@@ -192,13 +206,23 @@ class SessionState:
             prompt_ids = array("i", prompt.ids)
             digest = request_digest(dialect.NAME, model_call.model, prompt_ids, recorded)
             messages = json.dumps(prompt.new_messages, ensure_ascii=False)
-            return _Asked(model_call, prompt, prompt_ids, sampling, digest, messages)
+            return _Asked(prompt, prompt_ids, sampling, digest, messages)
 
-        # the first request reads the session's rows
-        num_bytes = len(body) if recovered.indexed else max(len(body), INLINE_BYTES)
-        asked = await self._services.workers.run(num_bytes, prepare)
+        return await self._work(recovered, num_bytes, prepare)
+
+    async def _work(
+        self, recovered: RecoveredSession, num_bytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Do work on the conversations. Hold `_order`: they are not thread-safe."""
+        # the rows of a session are read in a thread
+        num_bytes = num_bytes if recovered.without_rows else max(num_bytes, INLINE_BYTES)
+        done = await self._services.workers.run(num_bytes, work, *args, **kwargs)
         self._check_open()  # the session may have ended meanwhile
-        return asked
+        return done
+
+    def _prompt(self, recovered: RecoveredSession, dialect: Dialect, model_call: ModelCall) -> Prompt:
+        recovered.index(dialect.NAME, model_call)
+        return recovered.conversations.prompt(model_call)
 
     async def _add(self, call: Call, prompt: Prompt, reply: Reply) -> None:
         """Let later calls continue a committed one."""

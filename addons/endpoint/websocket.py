@@ -20,7 +20,7 @@ from rolltap.addons.dialects.fields import parse_object
 from rolltap.addons.dialects.openai_responses.reply import response
 from rolltap.addons.dialects.types import DialectError, ModelCall, ReplyContext, dump_json
 from rolltap.addons.endpoint.exchange import send_events
-from rolltap.addons.endpoint.generation import as_dialect_error
+from rolltap.addons.endpoint.failures import as_dialect_error
 from rolltap.addons.endpoint.session_state import AnyCall
 
 Begin = Callable[[Dialect, bytes, web.Request], Awaitable[tuple[AnyCall, ModelCall]]]

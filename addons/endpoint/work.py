@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -34,11 +35,15 @@ class Workers:
             return function(*args, **kwargs)
         pool = self._large if num_bytes >= LARGE_BYTES else self._usual
         job = pool.submit(function, *args, **kwargs)
+        end = asyncio.wrap_future(job)
         try:
-            return await asyncio.shield(asyncio.wrap_future(job))
+            return await asyncio.shield(end)
         except asyncio.CancelledError:
-            if not job.cancel():
-                await asyncio.wait([asyncio.wrap_future(job)])
+            while not job.cancel() and not end.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([end])
+            if end.done() and not end.cancelled():
+                end.exception()  # asyncio logs errors that nobody has seen
             raise
 
     def close(self) -> None:

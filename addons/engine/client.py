@@ -152,9 +152,11 @@ class Engine:
                     watch.cancel()
                 async with asyncio.timeout(END_SECONDS):
                     await response.read()
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except (aiohttp.ClientError, TimeoutError, EngineError) as error:
             if finished:
                 return  # all tokens have arrived: at most the usage is lost
+            if isinstance(error, EngineError):
+                raise
             message = f"the engine at {self.url} failed: {error or type(error).__name__}"
             raise EngineError(message, retryable=True) from error
         if not finished:
@@ -209,7 +211,9 @@ class Engine:
             return EngineError(advice, status=502)
         hint = f"; {GENERATE} needs vLLM 0.32 or newer with --enable-scale-out" if status in (403, 404) else ""
         message = f"the engine at {self.url} answered {status}: {text}{hint}"
-        return EngineError(message, status=status if status in (400, 413, 503) else 502, retryable=status >= 500)
+        return EngineError(
+            message, status=status if status in (400, 413, 503) else 502, retryable=status >= 500, answered=True
+        )
 
 
 def _socket_with_probes(address: aiohttp.AddrInfoType) -> socket.socket:

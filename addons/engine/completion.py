@@ -21,7 +21,7 @@ async def sample(
 ) -> AsyncIterator[Chunk]:
     """Sample into `call` until it has a finish reason. Yields each chunk after its tokens were appended to `call`.
 
-    After a retryable failure the rest is sampled at once by another engine of the pool or, if all are down, after a
+    After a retryable failure the rest is sampled at once by another engine of the pool or, if all have failed, after a
     pause. `patience` bounds these retries: the last one starts at most so many seconds after the first failure since
     the last sampled token. `writer` records each retry as an event `continued`.
 
@@ -29,8 +29,9 @@ async def sample(
     repeated. Raises `EngineError` when it is not retryable or `patience` is used up.
     """
     pauses, num_sampled = Patience(patience), 0
+    failed: set[Engine] = set()
     while call.finish_reason is None:
-        policy, start, engine = policies.read(), len(call.completion_ids), engines.of(call.session_id)
+        policy, start, engine = policies.read(), len(call.completion_ids), engines.of(call.session_id, failed)
         try:
             async for chunk in _sample_rest(call, sampling, engine, policy):
                 yield chunk
@@ -39,15 +40,18 @@ async def sample(
                 continue
             if not error.retryable:
                 raise
-            other_engine = engines.failed(engine, error)
+            failed.add(engine)
+            other_engine = engines.failed(engine, error, failed)
             _infer_lost_fields(call, sampling, start, policy, policies)
             if call.finish_reason is not None:
                 return
             if len(call.completion_ids) > num_sampled:
                 pauses.reset()
                 num_sampled = len(call.completion_ids)
-            if not other_engine and not await pauses.wait():
-                raise
+            if not other_engine:
+                if not await pauses.wait():
+                    raise
+                failed.clear()
             writer.note(
                 Event(
                     kind="continued",
@@ -85,7 +89,7 @@ async def _sample_rest(call: Call, sampling: dict[str, Any], engine: Engine, pol
         call.weight_versions = [span for span in call.weight_versions if span.start < start]
         call.weight_versions.append(VersionSpan(version=policy.version, start=start, end=len(call.completion_ids)))
     if finish_reason == "abort":
-        raise EngineError(f"the engine at {engine.url} aborted the generation", retryable=True)
+        raise EngineError(f"the engine at {engine.url} aborted the generation", retryable=True, answered=True)
     if finish_reason not in ("stop", "length"):
         raise EngineError(f"the engine at {engine.url} ended the generation with {finish_reason!r}", status=500)
     call.finish_reason = finish_reason

@@ -55,7 +55,7 @@ def decode(url: str, data: bytes) -> Chunk:
         if "error" in event:
             status = int(event["error"].get("code") or 500)
             message = f"the engine at {url} refused: {event['error'].get('message')}"
-            raise EngineError(message, status=max(status, 400), retryable=status >= 500)
+            raise EngineError(message, status=max(status, 400), retryable=status >= 500, answered=True)
         usage = event.get("usage") or {}
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         if not event["choices"]:

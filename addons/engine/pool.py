@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from rolltap.addons.engine.client import Engine
@@ -37,9 +37,10 @@ class EnginePool:
         self._engines = [Engine(url, key) for url in urls]
         self._down: dict[Engine, _Outage] = {}
 
-    def of(self, session_id: str) -> Engine:
-        """Return the engine of a session: among those that are up, or among all if none is."""
-        return max(self._up() or self._engines, key=lambda engine: _weight(engine.url, session_id))
+    def of(self, session_id: str, avoid: Collection[Engine] = ()) -> Engine:
+        """Return the engine of a session: among those that are up and not in `avoid`, or among all if none is."""
+        engines = self._up(avoid) or self._up() or self._engines
+        return max(engines, key=lambda engine: _weight(engine.url, session_id))
 
     async def ready(self, session_id: str, patience: float) -> tuple[Engine, int]:
         """Return the engine of a session and its context window in tokens, once an engine has told its window.
@@ -56,13 +57,17 @@ class EnginePool:
                 if not self.failed(engine, error) and not (error.retryable and await pauses.wait()):
                     raise
 
-    def failed(self, engine: Engine, error: EngineError) -> bool:
-        """Exclude an engine until it is healthy again. Returns True when another one is up."""
-        if engine not in self._down:
-            logger.warning("engine down: %s", error)
-            self._down[engine] = _Outage(asyncio.create_task(self._watch(engine)))
-        self._down[engine].failures += 1
-        return bool(self._up())
+    def failed(self, engine: Engine, error: EngineError, avoid: Collection[Engine] = ()) -> bool:
+        """Exclude an engine until it is healthy again. Returns True when another one is up and not in `avoid`.
+
+        An engine that answered with an error is not excluded: one session's request must not take it from the others.
+        """
+        if not error.answered:
+            if engine not in self._down:
+                logger.warning("engine down: %s", error)
+                self._down[engine] = _Outage(asyncio.create_task(self._watch(engine)))
+            self._down[engine].failures += 1
+        return bool(self._up(avoid))
 
     async def _watch(self, engine: Engine) -> None:
         """Wait until an engine is healthy, then let sessions use it again."""
@@ -76,8 +81,8 @@ class EnginePool:
         seconds = loop.time() - started
         logger.info("engine back: %s after %.0f s, in which %d requests failed", engine.url, seconds, outage.failures)
 
-    def _up(self) -> list[Engine]:
-        return [engine for engine in self._engines if engine not in self._down]
+    def _up(self, avoid: Collection[Engine] = ()) -> list[Engine]:
+        return [engine for engine in self._engines if engine not in self._down and engine not in avoid]
 
     async def close(self) -> None:
         """Close the connections."""

@@ -68,7 +68,8 @@ class Recorder:
 
     def __enter__(self) -> Self:
         hide_process()
-        secret = secrets.token_urlsafe(32)
+        # one for each process: a session's password works only where its calls are recorded and ended
+        keys = [secrets.token_urlsafe(32) for _ in range(self._number)]
         confdir = Path(self._options.get("confdir", ["~/.mitmproxy"])[-1]).expanduser()
         self.path.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
@@ -79,10 +80,13 @@ class Recorder:
             for number in range(self._number):
                 if number == 1 and not all((confdir / name).exists() for name in _CA_FILES):
                     addresses.append(self._processes[0].address())  # it makes the CA
-                self._start(number + 1, secret)
+                self._start(number + 1, keys[number])
             addresses += [process.address() for process in self._processes[len(addresses) :]]
             ca = confdir / "mitmproxy-ca-cert.pem"
-            proxies = [Proxy(f"http://{address}", ca=ca, secret=secret, bundle=bundle) for address in addresses]
+            proxies = [
+                Proxy(f"http://{address}", ca=ca, secret=key, bundle=bundle)
+                for address, key in zip(addresses, keys, strict=True)
+            ]
             self._writer = stack.enter_context(RunWriter(self.path))
             self._proxies, self._cleanup = proxies, stack.pop_all()
         return self

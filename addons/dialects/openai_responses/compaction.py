@@ -23,9 +23,10 @@ _HEADING = "Summary of the conversation so far:\n\n"
 
 
 def ask_for_summary(model_call: ModelCall) -> None:
-    """Append the request for a summary to the messages, and mark the call as a compaction."""
+    """Append the request for a summary to the messages, and mark the call as a compaction, whose reply is a text."""
     model_call.messages.append({"role": "user", "content": _REQUEST})
     model_call.client_metadata[_HINT] = _TRIGGER
+    model_call.may_call = False
 
 
 def is_compaction(context: ReplyContext) -> bool:
