@@ -1,6 +1,7 @@
 """A retry of a call whose reply was lost does not sample again."""
 
 import asyncio
+import errno
 
 import pytest
 
@@ -157,3 +158,39 @@ class TestReplay:
         async with harness.post({"messages": [user()]}, headers=RETRY) as response:
             assert "Hi." in await text(response)
         assert [call["status"] for call in harness.calls()] == ["failed", "completed"]
+
+
+async def test_a_marked_retry_joins_its_own_call_and_not_that_of_an_equal_request(harness, scripted_engine):
+    scripted_engine.replies += [Say("one two", hold_after=1), Say("three four", hold_after=1)]
+    lost = await harness.post(STREAM)
+    await asyncio.to_thread(scripted_engine.holding.wait, 30)
+    async with harness.post(STREAM) as heard:
+        lost.close()
+        session = harness.endpoint.sessions["s1"]
+        while session.generations[0].listeners:  # noqa: ASYNC110 - there is no event to wait for
+            await asyncio.sleep(0)
+        async with harness.post(STREAM, headers=RETRY) as again:
+            scripted_engine.release()
+            assert content(await text(again)) == "one two"
+        assert content(await text(heard)) == "three four"
+
+
+async def test_a_retry_is_answered_though_its_event_cannot_be_written(harness, scripted_engine, monkeypatch):
+    def fail(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    scripted_engine.replies.append(Say("Hi."))
+    await harness.ask(user(), model=None)
+    monkeypatch.setattr(harness.endpoint.writer, "add_event", fail)
+    async with harness.post({"messages": [user()]}, headers=RETRY) as response:
+        assert "Hi." in await text(response)
+
+
+async def test_retries_without_end_are_counted(harness, scripted_engine):
+    scripted_engine.replies.append(Say("Hi."))
+    await harness.ask(user(), model=None)
+    for _ in range(100):
+        async with harness.post({"messages": [user()]}, headers=RETRY) as response:
+            await text(response)
+    await harness.end()
+    assert [event["detail"] for event in harness.events("replayed")] == [""] * 64 + ["100 replayed in all, the last: "]

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import threading
 
 import aiohttp
 import pytest
@@ -11,6 +12,7 @@ from rolltap.addons.dialects import openai_chat
 from rolltap.addons.dialects.routes import Route, find_route
 from rolltap.addons.endpoint import exchange, generation
 from rolltap.addons.endpoint.server import SECRET_HEADER, Endpoint
+from rolltap.addons.endpoint.session_state import SessionState
 from rolltap.addons.engine.client import Engine
 from rolltap.addons.prompts.continuity import Conversations
 from rolltap.addons.store import tables
@@ -505,3 +507,86 @@ class TestIdleSessions:
         await harness.end()
         harness.endpoint.forget_idle(0)
         assert (await harness.ask(user()))[0] == 410
+
+
+class TestEngineIsDown:
+    """What needs no engine is answered at once: the engine of these tests would be waited for."""
+
+    @pytest.fixture
+    async def waiting(self, rendering, tmp_path):
+        write_metadata(tmp_path, {})
+        endpoint = Endpoint(rendering, ["http://127.0.0.1:1"], RunWriter(tmp_path), {}, patience=3600)
+        await endpoint.start()
+        async with Harness.connect(endpoint) as client:
+            yield client
+        await endpoint.close()
+
+    async def test_an_invalid_request_is_refused(self, waiting):
+        async with waiting.post(b"{") as response:
+            assert response.status == 400
+
+    async def test_a_call_of_an_ended_session_is_refused(self, waiting):
+        await waiting.end()
+        assert (await waiting.ask(user()))[0] == 410
+
+    async def test_tokens_are_counted(self, waiting):
+        assert await count(waiting, "Hello") > 0
+
+
+async def count(harness, text):
+    path = "/v1/messages/count_tokens"
+    headers = harness.endpoint.headers("s1", "api", find_route("POST", path, {}))
+    async with harness.client.post(harness.url(path), json={"messages": [user(text)]}, headers=headers) as response:
+        assert response.status == 200
+        return (await response.json())["input_tokens"]
+
+
+async def test_more_tokens_than_the_window_are_counted(harness):
+    """Harnesses count in order to compact their history."""
+    assert await count(harness, "word " * 40_000) > 40_000
+
+
+async def test_a_streamed_reply_that_was_not_held_to_its_schema_is_the_same_as_a_plain_one(harness, scripted_engine):
+    said = '<think>\nLet me think about it.\n</think>\n\n{"answer": 42}'
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    replies = []
+    for stream in (False, True):
+        scripted_engine.replies += [Answer(400, '{"error": {"message": "no such grammar"}}'), Say(said)]
+        body = {"messages": [user()], "stream": stream, "response_format": form}
+        async with harness.post(body) as response:
+            body = await response.text()
+            replies.append(content(body) if stream else json.loads(body)["choices"][0]["message"]["content"])
+    assert replies == ['{"answer": 42}'] * 2
+
+
+async def test_a_call_whose_prompt_is_made_while_the_recorder_stops_is_recorded(
+    rendering, scripted_engine, tmp_path, monkeypatch
+):
+    write_metadata(tmp_path, {})
+    endpoint = Endpoint(rendering, [scripted_engine.url], RunWriter(tmp_path), {}, patience=0)
+    await endpoint.start()
+    scripted_engine.replies.append(Say("one two three", hold_after=1))
+    begun, stopping = threading.Event(), threading.Event()
+    prompt = Conversations.prompt
+
+    def slow(*arguments):
+        begun.set()
+        stopping.wait()
+        return prompt(*arguments)
+
+    monkeypatch.setattr(Conversations, "prompt", slow)
+    abort = SessionState.abort
+
+    def aborted(*arguments):
+        abort(*arguments)
+        stopping.set()
+
+    monkeypatch.setattr(SessionState, "abort", aborted)
+    async with Harness.connect(endpoint) as harness:
+        asked = asyncio.create_task(harness.ask(user("long " * 5_000)))
+        await asyncio.to_thread(begun.wait)
+        await endpoint.close()
+        await asyncio.wait([asked])
+        assert not asked.exception() or isinstance(asked.exception(), aiohttp.ClientError)
+    started = {event["call_id"] for event in harness.events("call_started")}
+    assert {call["call_id"] for call in harness.calls()} == started

@@ -1,4 +1,5 @@
 import asyncio
+import gc
 import threading
 
 import pytest
@@ -68,3 +69,23 @@ async def test_work_that_has_not_begun_is_dropped_with_its_caller(workers):
     free.set()
     await running
     assert ran == []
+
+
+async def test_an_error_after_its_caller_was_cancelled_is_not_logged(workers, caplog):
+    begun, free = threading.Event(), threading.Event()
+
+    def work():
+        begun.set()
+        free.wait()
+        raise ValueError("bad body")
+
+    asked = asyncio.create_task(workers.run(INLINE_BYTES, work))
+    await asyncio.to_thread(begun.wait)
+    asked.cancel()
+    await asyncio.sleep(0)
+    free.set()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    del asked
+    gc.collect()
+    assert caplog.records == []

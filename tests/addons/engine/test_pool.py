@@ -217,3 +217,17 @@ async def test_a_silent_generation_of_an_engine_that_is_healthy_is_waited_for(to
             status, reply = await asked
     assert (status, reply["choices"][0]["message"]["content"]) == (200, "one two three")
     assert len(engine.requests) == 1
+
+
+async def test_a_request_that_engines_answer_with_an_error_takes_none_from_the_others(
+    tokenizer, rendering, tmp_path, quick, caplog
+):
+    with ScriptedEngine(tokenizer) as one, ScriptedEngine(tokenizer) as two:
+        async with recorded(rendering, tmp_path, one.url, two.url) as harness:
+            for engine in (one, two):
+                engine.replies.append(Answer(500, "a grammar that breaks"))
+                engine.otherwise = lambda body: Say("Hi.")
+            assert (await harness.ask(user()))[0] == 200
+            assert len(one.requests) + len(two.requests) == 3
+            assert harness.endpoint.engines._down == {}
+            assert await statuses(harness) == {200}

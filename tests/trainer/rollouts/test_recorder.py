@@ -120,6 +120,12 @@ class TestSeveralProcesses:
                 recorder.end(Session(session_id=session_id, status="completed", reward=1.0))
             statuses = {session_id: ask(recorder, session_id, "More").status_code for session_id in self.SESSIONS}
             assert statuses == dict.fromkeys(self.SESSIONS[:4], 410) | dict.fromkeys(self.SESSIONS[4:], 200)
+            # another process than its own refuses the session: it would not know of its end
+            own, other = recorder._proxies[0], recorder._proxies[1]
+            theirs = next(name for name, place in self.places(recorder).items() if place == 0)
+            credentials = own.url(theirs).rpartition("@")[0]
+            with httpx.Client(proxy=f"{credentials}@{other.url(theirs).rpartition('@')[2]}", trust_env=False) as client:
+                assert client.get("http://a.example/").status_code == 407
         files = run_files(recorder.path, "calls")
         assert len(files) == 2
         assert sorted(call["session_id"] for call in read_rows(recorder.path, "calls")) == sorted(

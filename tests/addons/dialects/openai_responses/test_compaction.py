@@ -18,6 +18,7 @@ def test_a_trigger_asks_for_a_summary():
     assert call.messages[-1]["role"] == "user"
     assert "summary" in call.messages[-1]["content"]
     assert call.client_metadata["compaction"] == "trigger"
+    assert not call.may_call  # a call instead of a summary would lose the history
     assert call.tools == decode().tools
 
 
