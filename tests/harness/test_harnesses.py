@@ -150,5 +150,5 @@ def test_a_session_with_tools_is_one_unbroken_line_of_calls_and_changes_no_confi
     ledger.check()
     assert ledger.sampled == sum(len(call.completion_ids) for call in calls)
     assert ledger.trained == sum(len(call.completion_ids) for call in main)
-    assert {event["kind"] for event in read_rows(run, "events")} <= {"call_started", "refused"}
+    assert {event["kind"] for event in read_rows(run, "events")} <= {"call_started", "refused", "ended"}
     assert summarize(run).uncaptured_calls == 0

@@ -57,7 +57,7 @@ def test_a_script_that_uses_an_sdk_is_recorded(script, scripted_engine, tokenize
         assert [call.kind for call in agents[1:]] == ["bridged", "bridged"]
     assert {(call.status, call.violation, call.role) for call in calls} == {("completed", None, "agent")}
     assert [request["token_ids"] for request in scripted_engine.requests] == [call.prompt_ids for call in calls]
-    assert {event["kind"] for event in read_rows(run, "events")} == {"call_started"}
+    assert {event["kind"] for event in read_rows(run, "events")} == {"call_started", "ended"}
     summary = summarize(run)
     assert summary.uncaptured_calls == 0
     sampled = sum(len(call.completion_ids) for call in calls)
