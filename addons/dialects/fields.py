@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from rolltap.addons.dialects.json_size import TooManyValues
 from rolltap.addons.dialects.recordable import described
 from rolltap.addons.dialects.types import DialectError, parse_json
 
@@ -11,12 +12,17 @@ T = TypeVar("T")
 
 _MOST_STOPS, _LONGEST_STOPS = 64, 4096
 """Limits of stop texts, which are searched for in each new text of a reply. OpenAI takes 4 texts, Google 5."""
+LONGEST_NAME, LONGEST_ID = 256, 1024
+"""Characters of names, which each event of a stream repeats, and of ids. The APIs take names of 64 or 128. A model may
+sample a longer name of a tool, so calls are read with any name."""
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
     """Parse a request body, which must be a JSON object. Raises `DialectError`."""
     try:
         request = parse_json(body.decode())
+    except TooManyValues as error:
+        raise DialectError(f"The request body is too large: {error}.", status=413, code="request_too_large") from None
     except (ValueError, RecursionError) as error:
         raise DialectError(f"We could not parse the JSON body of your request: {error}") from None
     if not isinstance(request, dict):
@@ -102,6 +108,25 @@ class Fields:
         if value and isinstance(value, str):
             return value
         raise self.refusal(key, "a non-empty string")
+
+    def tool_name(self, key: str) -> str:
+        """Return a non-empty string of at most `LONGEST_NAME` characters. Raises."""
+        self.name(key)
+        return self.label(key)
+
+    def label(self, key: str) -> str:
+        """Return a string of at most `LONGEST_NAME` characters, which may be empty. Raises."""
+        return self._short(key, LONGEST_NAME)
+
+    def identifier(self, key: str) -> str:
+        """Return a string of at most `LONGEST_ID` characters, which may be empty. Raises."""
+        return self._short(key, LONGEST_ID)
+
+    def _short(self, key: str, longest: int) -> str:
+        text = self.text(key)
+        if len(text) > longest:
+            raise self.refusal(key, f"a string of at most {longest:,} characters")
+        return text
 
     def choice(self, key: str, choices: tuple[str, ...]) -> str:
         """Return one of the strings in `choices`. Raises."""

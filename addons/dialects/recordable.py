@@ -16,6 +16,7 @@ _ORIGIN = re.compile(r"(https?|wss?)://(?:[^/?#]*@)?([\w.-]{1,253}(?::\d{1,5})?)
 _LONGEST = 4096
 """Characters of an option as JSON."""
 _DEEPEST = 8
+_MOST_TOOLS = 64
 _APPLIED = frozenset({"schema", "responseSchema", "responseJsonSchema"})
 """Options with a JSON schema, which is applied and recorded with the applied parameters."""
 _URLS = frozenset({"server_url", "url"})
@@ -47,9 +48,11 @@ def recordable(options: dict[str, Any], names: Collection[str] = ()) -> dict[str
 def recordable_tools(tools: list[dict[str, Any]]) -> list[Any]:
     """Return hosted tools as they are recorded: their known fields, and the names of the others under `left_out`.
 
-    Of a URL, only scheme, host and port are kept: user, path and query may be secret.
+    Of more than `_MOST_TOOLS` tools, the others become their number. Of a URL, only scheme, host and port are kept:
+    user, path and query may be secret.
     """
-    return [_bounded(_cleaned(tool, (), _TOOL_KEYS)) for tool in tools]
+    recorded = [_bounded(_cleaned(tool, (), _TOOL_KEYS)) for tool in tools[:_MOST_TOOLS]]
+    return recorded if len(tools) <= _MOST_TOOLS else [*recorded, f"({len(tools) - _MOST_TOOLS} more)"]
 
 
 def is_word(text: str) -> bool:

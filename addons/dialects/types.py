@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rolltap.addons.dialects.json_size import check_values
+
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 Message = dict[str, Any]
@@ -28,10 +30,15 @@ FREEFORM_ARGUMENT = "input"
 
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 _SIGNATURE = "rolltap:"
+_LONGEST_SIGNATURE = 256
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a JSON text, with all strings `well_formed`. Raises `ValueError` and `RecursionError`."""
+    """Return the value of a JSON text, with all strings `well_formed`.
+
+    Raises `ValueError`, `TooManyValues` (one kind of it) and `RecursionError`.
+    """
+    check_values(text.encode("utf-8", "surrogatepass"))
     value = json.loads(text)
     if _SURROGATE_ESCAPE.search(text):  # also true for valid pairs, which are kept; they are rare
         value = json.loads(well_formed(json.dumps(value, ensure_ascii=False)))
@@ -39,7 +46,7 @@ def parse_json(text: str) -> Any:
 
 
 def parse_arguments(text: str) -> Any:
-    """Return the value of arguments in JSON, or `text` unchanged when it is not JSON."""
+    """Return the value of arguments in JSON, or `text` unchanged when it is not JSON, or JSON of too many values."""
     try:
         return parse_json(text)
     except (ValueError, RecursionError):
@@ -83,6 +90,8 @@ def sign(call_id: str) -> str:
 
 def signed_call(signature: str | None) -> str | None:
     """Return the id of the call that an opaque field was issued with, or None when `sign` did not write the field."""
+    if len(signature or "") > _LONGEST_SIGNATURE:
+        return None
     try:
         text = base64.b64decode(signature or "", validate=True).decode()
     except (binascii.Error, ValueError):

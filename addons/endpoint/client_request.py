@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """A request of a session, without its body."""
+    """A request of a session, without its body.
+
+    `host`, `method` and `path` are recorded, so they are printable and cut.
+    """
 
     session_id: str
     host: str

@@ -12,6 +12,7 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -19,7 +20,7 @@ from aiohttp import web
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.routes import ROUTES, Route
 from rolltap.addons.dialects.types import ModelCall, ReplyContext, ServedModel
-from rolltap.addons.endpoint.body import BODY_LIMIT, read_body
+from rolltap.addons.endpoint.body import BODY_LIMIT, Bodies
 from rolltap.addons.endpoint.client_request import ClientRequest
 from rolltap.addons.endpoint.exchange import error_response, respond, stream
 from rolltap.addons.endpoint.failures import as_dialect_error
@@ -38,6 +39,7 @@ from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.metadata import RUN_FILE, add_engine
 from rolltap.addons.store.records import Event
 from rolltap.addons.store.tables import RunWriter
+from rolltap.addons.store.text import printable
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +92,7 @@ class Endpoint:
         """Start to serve; returns when requests are accepted."""
         self.engines = EnginePool(self._engine_urls, self._engine_key)
         policy = PolicyFile(self.writer.run)
+        self._bodies = Bodies()
         workers, recovery = Workers(), Recovery(self.writer, self.rendering)
         self._services = Services(
             self.engines, policy, self.rendering, self.writer, recovery, workers, self._patience, self.refusals
@@ -129,6 +132,7 @@ class Endpoint:
         await asyncio.gather(*self._described.values(), return_exceptions=True)
         await self.engines.close()
         self._services.workers.close()
+        self._bodies.close()
 
     def running(self, session_id: str) -> int:
         """Return the number of generations of a session that run, listened to or not."""
@@ -161,7 +165,8 @@ class Endpoint:
         route = ROUTES[request.headers[ROUTE_HEADER]]
         dialect = route.dialect
         if route.service == "websocket":
-            return await serve_socket(request, self._begin, self._reject)
+            share = partial(self._bodies.room.share, request.headers[SESSION_HEADER])
+            return await serve_socket(request, self._begin, self._reject, self._services.workers, share)
         try:
             match route.service:
                 case "models":
@@ -169,11 +174,13 @@ class Endpoint:
                     models = [ServedModel(engine.model, window)]
                     return _json(dialect.encode_models(request.raw_path, models, int(time.time())))
                 case "count_tokens":
-                    body, asked = await read_body(request, BODY_LIMIT), client_request(request)
-                    num_tokens = await self._session(request).count_tokens(dialect, body, asked)
+                    asked = client_request(request)
+                    async with self._bodies.read(request, asked.session_id) as body:
+                        num_tokens = await self._session(request).count_tokens(dialect, body, asked)
                     return _json(dialect.encode_token_count(num_tokens))
                 case "generate":
-                    generation, model_call = await self._begin(dialect, await read_body(request, BODY_LIMIT), request)
+                    async with self._bodies.read(request, request.headers[SESSION_HEADER]) as body:
+                        generation, model_call = await self._begin(dialect, body, request)
         except Exception as error:
             self._reject(request, str(error) or repr(error))
             return error_response(dialect, as_dialect_error(error))
@@ -241,9 +248,9 @@ def client_request(request: web.Request) -> ClientRequest:
     headers = request.headers
     return ClientRequest(
         session_id=headers[SESSION_HEADER],
-        host=headers[HOST_HEADER],
-        method=request.method,
-        path=request.path,
+        host=printable(headers[HOST_HEADER]),
+        method=printable(request.method),
+        path=printable(request.path),
         target=request.raw_path,
         headers=headers,
     )

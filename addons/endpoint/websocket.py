@@ -2,45 +2,71 @@
 
 A message of type `response.create` asks for a response. The answer is the events of a stream, one message each. A
 request may name an earlier response (`previous_response_id`) and send only the new items. A connection therefore keeps
-the conversations of its last responses. `generate: false` creates a response without asking the model.
+the conversations of its last responses, as JSON, as far as there is room for them. `generate: false` creates a response
+without asking the model.
 """
 
+import itertools
 import json
 import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from aiohttp import WSMsgType, web
 
 from rolltap.addons.dialects import openai_responses
 from rolltap.addons.dialects.dialect import Dialect
-from rolltap.addons.dialects.fields import parse_object
+from rolltap.addons.dialects.fields import Fields, parse_object
+from rolltap.addons.dialects.openai import WORDING
 from rolltap.addons.dialects.openai_responses.reply import response
-from rolltap.addons.dialects.types import DialectError, ModelCall, ReplyContext, dump_json
+from rolltap.addons.dialects.types import DialectError, ModelCall, ReplyContext, dump_json, parse_json
+from rolltap.addons.endpoint.body import BODY_LIMIT
+from rolltap.addons.endpoint.decompress import too_large
 from rolltap.addons.endpoint.exchange import send_events
 from rolltap.addons.endpoint.failures import as_dialect_error
+from rolltap.addons.endpoint.room import Share
 from rolltap.addons.endpoint.session_state import AnyCall
+from rolltap.addons.endpoint.work import Workers
+from rolltap.addons.store.text import printable
+from rolltap.addons.wire import MESSAGE_LIMIT
 
+NewShare = Callable[[], AbstractContextManager[Share]]
 Begin = Callable[[Dialect, bytes, web.Request], Awaitable[tuple[AnyCall, ModelCall]]]
 
 _REMEMBERED = 8
 """Number of responses of a connection that can be named as `previous_response_id`. Clients name the last or, for a
 retry, the one before."""
+_KEPT_BYTES = BODY_LIMIT // 2
+"""Maximum bytes of these responses. With a message and the request that is made of it they fit into the session's
+room."""
 _ENDS = (b"event: response.completed", b"event: response.incomplete")
 
 
 async def serve_socket(
-    request: web.Request, begin: Begin, reject: Callable[[web.Request, str], None]
+    request: web.Request, begin: Begin, reject: Callable[[web.Request, str], None], workers: Workers, share: NewShare
 ) -> web.WebSocketResponse:
     """Answer the messages of one connection, one after another, until it is closed.
 
     `begin` starts or joins the generation of a request. `reject` records the reason why a message was refused.
+    Long messages are parsed by `workers`. `share` makes a share of the memory that the session may
+    take.
     """
-    socket = web.WebSocketResponse(max_msg_size=request.client_max_size)
+    socket = web.WebSocketResponse(max_msg_size=MESSAGE_LIMIT)
     await socket.prepare(request)
-    connection = _Connection(socket, request, begin)
+    with share() as kept:
+        await _answer_all(socket, request, _Connection(socket, request, begin, workers, share, kept), reject)
+    return socket
+
+
+async def _answer_all(
+    socket: web.WebSocketResponse,
+    request: web.Request,
+    connection: "_Connection",
+    reject: Callable[[web.Request, str], None],
+) -> None:
     async for message in socket:
         if message.type in (WSMsgType.TEXT, WSMsgType.BINARY):
             data = message.data.encode() if isinstance(message.data, str) else message.data
@@ -51,57 +77,87 @@ async def serve_socket(
             except Exception as error:
                 reject(request, str(error) or repr(error))
                 await connection.refuse(as_dialect_error(error))
-    return socket
 
 
 class _Connection:
-    def __init__(self, socket: web.WebSocketResponse, request: web.Request, begin: Begin) -> None:
+    def __init__(
+        self,
+        socket: web.WebSocketResponse,
+        request: web.Request,
+        begin: Begin,
+        workers: Workers,
+        share: NewShare,
+        kept: Share,
+    ) -> None:
         self._socket = socket
         self._request = request
         self._begin = begin
-        self._bodies: OrderedDict[str, dict[str, Any]] = OrderedDict()
-        """Response id -> the request body whose `input` is the conversation up to and with that response."""
+        self._workers, self._share, self._kept = workers, share, kept
+        self._responses: OrderedDict[str, tuple[bytes, bytes]] = OrderedDict()
+        """Response id -> the request whose `input` is the conversation before the response, and the response's items,
+        both as JSON."""
         self._ended: dict[str, Any] = {}
 
     async def answer(self, data: bytes) -> None:
         """Answer one message. Raises `DialectError` and whatever `begin` raises."""
-        body = self._whole_request(parse_object(data))
-        if body.pop("generate", True) is False:
+        with self._share() as share:
+            await share.take(len(data))
+            num_bytes = len(data) + max(map(len, itertools.chain(*self._responses.values())), default=0)
+            asked, model, generate = await self._workers.run(num_bytes, self._whole_request, data)
+            await share.take(len(asked))
+            begun = await self._begin(openai_responses, asked, self._request) if generate else None
+        if begun is None:
             response_id = f"resp_{uuid.uuid4().hex}"
-            model_call = ModelCall(str(body.get("model") or ""), [], [])
+            model_call = ModelCall(model, [], [])
             context = self._reply_context(response_id.removeprefix("resp_"), model_call)
             empty = response(context, status="completed", output=[])
             for event in ("response.created", "response.completed"):
                 await self._send(dump_json({"type": event, "response": empty}))
-            return self._remember(response_id, body, [])
-        asked = dump_json({**body, "stream": True})
-        generation, model_call = await self._begin(openai_responses, asked, self._request)
+            return self._remember(response_id, asked, [])
+        generation, model_call = begun
         encoder = openai_responses.stream_encoder(self._reply_context(generation.call_id, model_call))
         with generation.listening():
             await send_events(generation, encoder, self._send_events)
         if generation.reply is not None:
-            self._remember(self._ended["id"], body, self._ended["output"])
+            self._remember(self._ended["id"], asked, self._ended["output"])
 
     async def refuse(self, error: DialectError) -> None:
         """Send an error message."""
         fields = json.loads(openai_responses.encode_error(error))
         await self._send(dump_json({"type": "error", "status": error.status, **fields}))
 
-    def _whole_request(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _whole_request(self, data: bytes) -> tuple[bytes, str, bool]:
+        """Return the request of a message with its whole conversation, its model, and whether to ask the model."""
+        message = parse_object(data)
         if message.pop("type", None) != "response.create":
             raise DialectError("A message must have the type 'response.create'.")
         previous = message.pop("previous_response_id", None)
-        if previous is None:
-            return message
-        before = self._bodies.get(str(previous))
-        if before is None:
-            raise DialectError(f"Previous response with id '{previous}' not found.", code="previous_response_not_found")
-        return {**before, **message, "input": before["input"] + _items(message.get("input"))}
+        if previous is not None:
+            named = self._responses.get(str(previous))
+            if named is None:
+                why = f"Previous response with id '{printable(str(previous))}' not found."
+                raise DialectError(why, code="previous_response_not_found")
+            before, output = parse_object(named[0]), parse_json(named[1].decode())
+            message = {**before, **message, "input": _items(before["input"]) + output + _items(message.get("input"))}
+        generate = message.pop("generate", True) is not False
+        asked = dump_json({**message, "stream": True})
+        if len(asked) > BODY_LIMIT:
+            raise too_large(BODY_LIMIT)
+        return asked, Fields(message, WORDING).optional("model", Fields.label) or "", generate
 
-    def _remember(self, response_id: str, body: dict[str, Any], output: list[Any]) -> None:
-        self._bodies[response_id] = {**body, "input": _items(body.get("input")) + output}
-        while len(self._bodies) > _REMEMBERED:
-            self._bodies.popitem(last=False)
+    def _remember(self, response_id: str, asked: bytes, output: list[Any]) -> None:
+        """Keep a response, and forget the oldest ones where there is no room for all."""
+        items = dump_json(output)
+        num_bytes = len(asked) + len(items)
+        while self._responses and (
+            len(self._responses) >= _REMEMBERED
+            or self._kept.held + num_bytes > _KEPT_BYTES
+            or not self._kept.fits(num_bytes)
+        ):
+            _, forgotten = self._responses.popitem(last=False)
+            self._kept.free(sum(map(len, forgotten)))
+        if num_bytes <= _KEPT_BYTES and self._kept.try_take(num_bytes):
+            self._responses[response_id] = asked, items
 
     def _reply_context(self, call_id: str, model_call: ModelCall) -> ReplyContext:
         return ReplyContext(call_id, int(time.time()), self._request.raw_path, model_call)

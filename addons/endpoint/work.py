@@ -15,6 +15,25 @@ LARGE_BYTES = 1024 * 1024
 """Requests of at least so many bytes share one thread, so that they do not keep the others waiting."""
 
 
+async def finished_in(pool: ThreadPoolExecutor, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call `function` in a thread of `pool`, and return its result.
+
+    A thread cannot be cancelled. When the caller is cancelled, CancelledError is raised after the function has
+    returned: until then what the caller holds for it must be held.
+    """
+    job = pool.submit(function, *args, **kwargs)
+    end = asyncio.wrap_future(job)
+    try:
+        return await asyncio.shield(end)
+    except asyncio.CancelledError:
+        while not job.cancel() and not end.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([end])
+        if end.done() and not end.cancelled():
+            end.exception()  # asyncio logs errors that nobody has seen
+        raise
+
+
 class Workers:
     """Threads for the work of the sessions. Create it inside the event loop that uses it.
 
@@ -28,23 +47,12 @@ class Workers:
     async def run(self, num_bytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call `function` in a thread, or here if the request has few bytes, and return its result.
 
-        A thread cannot be cancelled. When the caller is cancelled, CancelledError is raised after the function has
-        returned: until then the caller's lock must be held.
+        When the caller is cancelled, it is as in `finished_in`: until then the caller's lock must be held.
         """
         if num_bytes < INLINE_BYTES:
             return function(*args, **kwargs)
         pool = self._large if num_bytes >= LARGE_BYTES else self._usual
-        job = pool.submit(function, *args, **kwargs)
-        end = asyncio.wrap_future(job)
-        try:
-            return await asyncio.shield(end)
-        except asyncio.CancelledError:
-            while not job.cancel() and not end.done():
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait([end])
-            if end.done() and not end.cancelled():
-                end.exception()  # asyncio logs errors that nobody has seen
-            raise
+        return await finished_in(pool, function, *args, **kwargs)
 
     def close(self) -> None:
         """Forget the work that has not begun. Does not wait for the work that has."""

@@ -238,7 +238,8 @@ def _texts(messages: list[Message], tools: list[Tool], *, reasoning: bool) -> It
         if reasoning:
             yield message.get("reasoning_content") or ""
         for call in message.get("tool_calls", ()):
-            arguments = call["function"]["arguments"]
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            yield name
             yield arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     if tools:
         yield json.dumps(tools, ensure_ascii=False)

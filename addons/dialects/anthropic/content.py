@@ -74,7 +74,7 @@ def _assistant(blocks: list[Fields], tools: dict[str, Tool]) -> Message:
                 call_id = call_id or signed_call(block.maybe("data", str))
             case "tool_use":
                 name, arguments = block.name("name"), from_object(block.object("input"))
-                tool_calls.append(message_tool_call(block.text("id"), name, arguments))
+                tool_calls.append(message_tool_call(block.identifier("id"), name, arguments))
             case _:
                 texts.append(_text(block, tools))
     return assistant_message("".join(texts), "".join(thoughts), tool_calls, call_id)
@@ -97,7 +97,7 @@ def _tool_result(block: Fields, tools: dict[str, Tool]) -> Message:
     text = "\n".join(_text(inner, tools) for inner in _blocks(block, "content"))
     if block["is_error"] is True:
         text = f"Error: {text}"  # chat templates have no field for the flag
-    return {"role": "tool", "content": text, "tool_call_id": block.text("tool_use_id")}
+    return {"role": "tool", "content": text, "tool_call_id": block.identifier("tool_use_id")}
 
 
 def _text(block: Fields, tools: dict[str, Tool]) -> str:
@@ -110,7 +110,7 @@ def _text(block: Fields, tools: dict[str, Tool]) -> str:
     if kind == "text":
         return block.text("text")
     if kind == "tool_reference":
-        name = block.text("tool_name")
+        name = block.label("tool_name")
         return _json_text(block, tools.pop(name, None) or {"name": name})
     if kind in _HOSTED_BLOCKS or kind.endswith("_tool_result"):
         return _json_text(block, {key: value for key, value in block.values.items() if key != "cache_control"})

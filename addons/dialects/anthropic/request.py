@@ -40,7 +40,7 @@ def decode(body: bytes, target: str) -> ModelCall:
         form = request.inner("output_format")  # the older name
     metadata, diagnostics = request.inner("metadata"), request.inner("diagnostics")
     model_call = ModelCall(
-        model=request.optional("model", Fields.text) or "",
+        model=request.optional("model", Fields.label) or "",
         messages=messages,
         tools=shown,
         stream=request["stream"] is True,
@@ -77,7 +77,7 @@ def _read_tools(request: Fields) -> tuple[dict[str, Tool], list[Tool], list[Any]
         if tool["type"] not in (None, "custom"):
             hosted.append(tool.values)
             continue
-        name = tool.name("name")
+        name = tool.tool_name("name")
         callable_tools[name] = function_tool(name, tool.maybe("description", str), tool.maybe("input_schema", dict))
         if tool["defer_loading"] is not True:
             shown.append(callable_tools[name])

@@ -93,14 +93,14 @@ class _Conversation:
     def _tool_call(self, call: Fields) -> dict[str, Any]:
         name, arguments = call.name("name"), call.optional("args", Fields.object) or {}
         index = len(self._calls)
-        tool_call_id = call.optional("id", Fields.text) or f"call_{index + 1}"
+        tool_call_id = call.optional("id", Fields.identifier) or f"call_{index + 1}"
         self._calls.append(tool_call_id)
         self._by_id[tool_call_id].append(index)
         self._by_name[name].append(index)
         return message_tool_call(tool_call_id, name, from_object(arguments))
 
     def _response(self, response: Fields) -> Message:
-        name, tool_call_id = response.name("name"), response.optional("id", Fields.text) or ""
+        name, tool_call_id = response.name("name"), response.optional("id", Fields.identifier) or ""
         if response["parts"]:
             raise DialectError(f"'{response.place('parts')}' is not supported: this model takes text only.")
         answered = self._first_open(self._by_id[tool_call_id])

@@ -50,6 +50,7 @@ def decode(body: bytes, target: str) -> ModelCall:
     match = METHOD.fullmatch(target.partition("?")[0])
     if match is None:
         raise DialectError("This path is not a method of this API.", status=404)
+    named = Fields({"model": unquote(match["model"])}, WORDING)  # it is in the path
     parsed = parse_object(body)
     if nests_deeper(parsed, _BODY_LEVELS):
         raise DialectError(f"The request body nests deeper than {_BODY_LEVELS} levels.")
@@ -65,7 +66,7 @@ def decode(body: bytes, target: str) -> ModelCall:
     calling = message_field(message_field(request, "toolConfig"), "functionCallingConfig")
     thoughts = message_field(config, "thinkingConfig")["includeThoughts"]
     model_call = ModelCall(
-        model=unquote(match["model"]),
+        model=named.label("model"),
         messages=system_message(request) + conversation(request),
         tools=[],
         stream=match["method"] == "streamGenerateContent",
@@ -94,7 +95,9 @@ def _refuse_unsupported(config: Fields, model: str) -> None:
 def _read_tool(tool: Fields, model_call: ModelCall) -> None:
     for function in repeated_field(tool, "functionDeclarations"):
         parameters = _schema(function, "parametersJsonSchema", "parameters")
-        model_call.tools.append(function_tool(function.name("name"), function.maybe("description", str), parameters))
+        model_call.tools.append(
+            function_tool(function.tool_name("name"), function.maybe("description", str), parameters)
+        )
     model_call.hosted_tools += [{kind: value} for kind, value in tool.values.items() if kind != "functionDeclarations"]
 
 

@@ -58,7 +58,7 @@ def decode(body: bytes, target: str) -> ModelCall:
     limit = "max_tokens" if request["max_completion_tokens"] is None else "max_completion_tokens"
     form, metadata = request.inner("response_format"), request.inner("metadata")
     model_call = ModelCall(
-        model=request.optional("model", Fields.text) or "",
+        model=request.optional("model", Fields.label) or "",
         messages=messages,
         tools=[],
         stream=request["stream"] is True,
@@ -81,11 +81,11 @@ def _read_tool(tool: Fields, model_call: ModelCall) -> None:
     kind = tool.optional("type", Fields.text) or "function"
     if kind == "function":
         described = tool.inner("function")
-        described.name("name")
+        described.tool_name("name")
         model_call.tools.append({"type": kind, "function": described.values})
     elif kind == "custom":
         custom = tool.inner("custom")
-        name, grammar = custom.name("name"), custom.inner("format").inner("grammar")
+        name, grammar = custom.tool_name("name"), custom.inner("format").inner("grammar")
         function = freeform_tool(name, custom.maybe("description", str), grammar.maybe("definition", str))
         model_call.tools.append(function)
         model_call.wire_tools[name] = WireTool(name, freeform=True)
@@ -101,14 +101,15 @@ def _message(message: Fields) -> Message:
         reasoning = message.maybe("reasoning_content", str) or message.maybe("reasoning", str)
         return assistant_message(content, reasoning or "", [_tool_call(call) for call in message.objects("tool_calls")])
     if role == "tool":
-        result = {"role": role, "content": content, "tool_call_id": message.optional("tool_call_id", Fields.text) or ""}
+        tool_call_id = message.optional("tool_call_id", Fields.identifier) or ""
+        result = {"role": role, "content": content, "tool_call_id": tool_call_id}
         name = message.maybe("name", str)
         return {**result, "name": name} if name else result
     return {"role": "system" if role == "developer" else role, "content": content}
 
 
 def _tool_call(call: Fields) -> dict[str, Any]:
-    tool_call_id = call.optional("id", Fields.text) or ""
+    tool_call_id = call.optional("id", Fields.identifier) or ""
     function = call.inner("function")
     if not function.values and call["custom"]:
         custom = call.inner("custom")

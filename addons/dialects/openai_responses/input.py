@@ -101,7 +101,7 @@ def _tool_call(kind: str, item: Fields, names: ToolNames) -> dict[str, Any]:
         arguments = parse_arguments(item.text("arguments"))
     else:
         arguments = {FREEFORM_ARGUMENT: item.text("input")}
-    return message_tool_call(item.text("call_id"), name, arguments)
+    return message_tool_call(item.identifier("call_id"), name, arguments)
 
 
 def _other_message(kind: str, item: Fields) -> Message:
@@ -112,7 +112,7 @@ def _other_message(kind: str, item: Fields) -> Message:
             return {"role": "user" if role == "user" else "system", "content": content}
         case "function_call_output" | "custom_tool_call_output":
             content = content_text(item, "output", _TEXT_KEYS)
-            return {"role": "tool", "content": content, "tool_call_id": item.text("call_id")}
+            return {"role": "tool", "content": content, "tool_call_id": item.identifier("call_id")}
         case "compaction":
             summary = unseal(item.maybe("encrypted_content", str))
             if summary is None:

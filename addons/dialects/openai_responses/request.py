@@ -33,7 +33,7 @@ def decode(body: bytes, target: str) -> ModelCall:
         raise request.refusal("include", f"a list without '{_LOGPROBS}', which is not supported with this model")
     form, metadata = request.inner("text").inner("format"), request.inner("client_metadata")
     model_call = ModelCall(
-        model=request.optional("model", Fields.text) or "",
+        model=request.optional("model", Fields.label) or "",
         messages=[],
         tools=[],
         stream=request["stream"] is True,

@@ -45,7 +45,7 @@ def read_tools(fields: Fields, model_call: ModelCall, names: ToolNames) -> None:
     for tool in fields.objects("tools"):
         kind = tool.text("type")
         if kind == "namespace":
-            namespace = tool.name("name")
+            namespace = tool.tool_name("name")
             for inner in tool.objects("tools"):
                 _add_tool(inner, namespace, model_call, names)
         elif kind in ("function", "custom"):
@@ -56,7 +56,7 @@ def read_tools(fields: Fields, model_call: ModelCall, names: ToolNames) -> None:
 
 def _add_tool(tool: Fields, namespace: str | None, model_call: ModelCall, names: ToolNames) -> None:
     freeform = tool.choice("type", ("function", "custom")) == "custom"
-    name, description = tool.name("name"), tool.maybe("description", str)
+    name, description = tool.tool_name("name"), tool.maybe("description", str)
     shown, index = names.add(namespace, name)
     if freeform:
         function = freeform_tool(shown, description, tool.inner("format").maybe("definition", str))

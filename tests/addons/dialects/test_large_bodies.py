@@ -31,7 +31,7 @@ def test_many_tools_have_their_own_names():
 
 
 def test_many_tools_that_would_have_the_same_name_have_different_ones():
-    parts = ["a"] * 1500
+    parts = ["a"] * 80
     tools = [
         {
             "type": "namespace",
