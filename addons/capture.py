@@ -5,10 +5,12 @@ import logging
 import string
 from urllib.parse import quote
 
-from mitmproxy import ctx, exceptions, http
+from mitmproxy import connection, ctx, exceptions, http
 from mitmproxy.addonmanager import Loader
+from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 
 from rolltap.addons.dialects.routes import Route, find_route
+from rolltap.addons.endpoint.gate import Expected
 from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.open_run import RUN_OPTIONS, add_options, open_run
 from rolltap.addons.sessions import SESSION
@@ -38,6 +40,7 @@ class Capture:
         self.endpoint: Endpoint | None = None
         """None until a run is open."""
         self._starting: asyncio.Task[None] | None = None
+        self._expected = Expected()
 
     def load(self, loader: Loader) -> None:
         """Declare the options."""
@@ -65,6 +68,7 @@ class Capture:
             )
         try:
             self.endpoint = open_run(ctx.options)
+            self.endpoint.expected = self._expected
         except exceptions.OptionsError as error:
             # raised while the script is loaded, the error would get a traceback; a logged error also stops mitmdump
             logger.error("%s", error)
@@ -115,6 +119,30 @@ class Capture:
         request.path = quote(request.data.path, safe=_PATH_CHARACTERS)
         request.scheme, request.host, request.port = "http", "127.0.0.1", self.endpoint.port
         flow.metadata[CAPTURED] = True
+
+    def server_connect(self, data: ServerConnectionHookData) -> None:
+        """Choose the local port of a connection to the endpoint, which lets in no others."""
+        if self.endpoint is not None and data.server.address == ("127.0.0.1", self.endpoint.port):
+            try:
+                data.server.sockname = self._expected.choose()
+            except OSError as error:
+                data.server.error = f"no port for a connection to the endpoint: {error}"
+
+    def server_connect_error(self, data: ServerConnectionHookData) -> None:
+        """Forget a connection that was not opened."""
+        self._forget(data.server)
+
+    def server_disconnected(self, data: ServerConnectionHookData) -> None:
+        """Forget a connection that was closed."""
+        self._forget(data.server)
+
+    def _forget(self, server: connection.Server) -> None:
+        if self.endpoint is not None and server.sockname and server.address == ("127.0.0.1", self.endpoint.port):
+            self._expected.forget(server.sockname[1])
+
+    def running_calls(self, session_id: str) -> int:
+        """Return the number of generations of a session that run."""
+        return 0 if self.endpoint is None else self.endpoint.running(session_id)
 
     def record(self, event: Event) -> None:
         """Write or count a refusal, if a run is open. Logs an `OSError` instead of raising it."""

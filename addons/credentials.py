@@ -16,9 +16,9 @@ def password(secret: str, session_id: str) -> str:
 def valid(secret: str, session_id: str, given: str) -> bool:
     """Return True when `given` is the session's password. With an empty secret every password is accepted.
 
-    Empty and unprintable session ids are refused: the id becomes the value of a header.
+    Empty and unprintable session ids, and blanks at an end, are refused: the id becomes the value of a header.
     """
-    if not session_id or not session_id.isprintable():
+    if not session_id or not session_id.isprintable() or session_id != session_id.strip():
         return False
     return not secret or hmac.compare_digest(password(secret, session_id).encode(), given.encode())
 

@@ -1,45 +1,31 @@
 """Addon: egress filter. Denies by default: only the endpoint and the hosts of `rolltap_allow` can be reached."""
 
-import fnmatch
+import logging
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Literal
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
-from mitmproxy import connection, ctx, dns, flow, http, tcp, tls, udp
+from mitmproxy import connection, ctx, dns, exceptions, flow, http, tcp, tls, udp
 from mitmproxy.addonmanager import Loader
 from mitmproxy.net.check import is_valid_host
 from mitmproxy.net.http.url import parse_authority
-from mitmproxy.net.tls import starts_like_tls_record
 from mitmproxy.proxy.layer import NextLayer
 from mitmproxy.proxy.layers import ClientTLSLayer, ServerTLSLayer
 from mitmproxy.proxy.layers.http import HTTPMode
 from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 
 from rolltap.addons.capture import CAPTURED
+from rolltap.addons.client_connections import close_server
 from rolltap.addons.dialects.routes import looks_like_model_call, not_served
+from rolltap.addons.first_bytes import BoundedClientTLS, FirstBytes, is_open, is_tls
+from rolltap.addons.hosts import Pattern, is_allowed, may_be_used, one_name
 from rolltap.addons.sessions import SESSION
 from rolltap.addons.store.records import Event
 from rolltap.addons.wire import Http
 
+logger = logging.getLogger(__name__)
+
 Decision = Literal["served", "allowed", "refused"]
-
-
-def decide(host: str, *, served: bool, allow: Sequence[str]) -> Decision:
-    """Return `served` when the target is the endpoint, `allowed` when `host` matches a pattern, else `refused`.
-
-    `served` is True for the endpoint. `allow` are `fnmatch` patterns, matched without case. `host` must be the host
-    that mitmproxy connects to: the harness can put anything into the Host header.
-    """
-    if served:
-        return "served"
-    name = one_name(host)
-    valid = name.isascii() and is_valid_host(name)
-    return "allowed" if valid and any(fnmatch.fnmatch(name, one_name(pattern)) for pattern in allow) else "refused"
-
-
-def one_name(host: str) -> str:
-    """Return a host in the form in which names are compared: lower case, without brackets or a final dot."""
-    return host.lower().removeprefix("[").removesuffix("]").removesuffix(".")
 
 
 def other_name(request: http.Request, sni: str | None) -> str:
@@ -78,32 +64,49 @@ class Egress:
     def __init__(self, record: Callable[[Event], None], session_of: Callable[[connection.Client], str | None]) -> None:
         self._record = record
         self._session_of = session_of
+        self._patterns: list[Pattern] = []
         self._let_through: MutableMapping[connection.Client, tuple[str, int]] = WeakKeyDictionary()
+        self._served: WeakSet[connection.Client] = WeakSet()
+        """Clients whose last request was for the endpoint."""
 
     def load(self, loader: Loader) -> None:
         """Declare the option, and make mitmproxy answer CONNECT and TLS without connecting to the host first."""
         text = (
-            "Host that sessions may reach: a name or a pattern, for instance `pypi.org` or `*.pythonhosted.org`. "
-            "Repeat the option for more hosts. Model calls to any host are answered by the recorder and never reach "
-            "their host. Other requests to other hosts get 404."
+            "Host that sessions may reach: a name or a pattern, for instance `pypi.org` or `*.pythonhosted.org`. It "
+            "stands for the ports 80 and 443, `pypi.org:8443` for another, `pypi.org:*` for all. An address that is "
+            "not public, also that of an allowed name, is reached only if a pattern is that very address or "
+            "`localhost`. Repeat the option for more hosts. Model calls to any host are answered by the recorder and "
+            "never reach their host. Other requests to other hosts get 404."
         )
         loader.add_option("rolltap_allow", Sequence[str], [], text)
         ctx.options.update(connection_strategy="lazy", upstream_cert=False, rawtcp=False)
+
+    def configure(self, updated: set[str]) -> None:
+        """Read the patterns. A wrong one is refused, and none is used."""
+        if "rolltap_allow" not in updated:
+            return
+        self._patterns = []
+        try:
+            self._patterns = [Pattern.parse(text) for text in ctx.options.rolltap_allow]
+        except ValueError as error:
+            if ctx.master.addons.get("proxyserver").is_running:
+                raise exceptions.OptionsError(f"rolltap_allow: {error}") from error
+            logger.error("rolltap_allow: %s", error)  # see `Capture.configure`
 
     def next_layer(self, nextlayer: NextLayer) -> None:
         """Choose what a connection speaks: HTTP, or TLS to us and then HTTP. mitmproxy does not choose after that."""
         context, data = nextlayer.context, nextlayer.data_client()
         in_tunnel = context.server.address is not None
-        if data[:1] == b"\x16" and len(data) < 3:
-            return  # the first three bytes of TLS tell it from HTTP
-        if not starts_like_tls_record(data) or isinstance(context.layers[-1], ClientTLSLayer):
+        if is_open(data):
+            nextlayer.layer = FirstBytes(context)
+        elif not is_tls(data) or isinstance(context.layers[-1], ClientTLSLayer):
             mode = HTTPMode.transparent if in_tunnel else HTTPMode.regular
             nextlayer.layer = Http(context, mode, self._report)
         elif in_tunnel:
             nextlayer.layer = ServerTLSLayer(context)
-            nextlayer.layer.child_layer = ClientTLSLayer(context)
+            nextlayer.layer.child_layer = BoundedClientTLS(context)
         else:
-            nextlayer.layer = ClientTLSLayer(context)
+            nextlayer.layer = BoundedClientTLS(context)
 
     def tls_clienthello(self, data: tls.ClientHelloData) -> None:
         """Forget a server name that is none: mitmproxy cannot make a certificate for it."""
@@ -124,7 +127,7 @@ class Egress:
         request = flow.request
         if flow.response is not None or flow.error is not None:
             return
-        decision = decide(request.host, served=bool(flow.metadata.get(CAPTURED)), allow=ctx.options.rolltap_allow)
+        decision = self._decide(flow)
         if decision == "refused":
             flow.response = http.Response.make(404, b"{}", {"content-type": "application/json"})
             flow.response.content = not_served(request.method, request.path, request.headers)
@@ -137,6 +140,7 @@ class Egress:
             _keep_to_http(request)
             request.stream = request.stream or True
             self._let_through[flow.client_conn] = (request.host, request.port)
+            (self._served.add if decision == "served" else self._served.discard)(flow.client_conn)
 
     def responseheaders(self, flow: http.HTTPFlow) -> None:
         """Forward a reply as it arrives. Close a connection that would change to another protocol than WebSocket."""
@@ -164,6 +168,16 @@ class Egress:
             detail = "a connection for a request that no addon answered"
             self._record(Event(kind="refused", session_id=self._session_of(data.client), host=host, detail=detail))
 
+    def server_connected(self, data: ServerConnectionHookData) -> None:
+        """Close a connection to an allowed host that is on this machine or in a private network, before it is used."""
+        assert data.server.address is not None
+        assert data.server.peername is not None
+        (host, port, *_), address = data.server.address, data.server.peername[0]
+        if data.client not in self._served and not may_be_used(self._patterns, host, address, port):
+            close_server(data.client, data.server)
+            detail = f"the host has the address {address}, which is not public: allow {address}:{port}"
+            self._record(Event(kind="refused", session_id=self._session_of(data.client), host=host, detail=detail))
+
     def tcp_start(self, flow: tcp.TCPFlow) -> None:
         """Close a connection that speaks no HTTP. `next_layer` lets none begin, unless it raised."""
         self._close(flow)
@@ -175,6 +189,12 @@ class Egress:
     def dns_request(self, flow: dns.DNSFlow) -> None:
         """Close a connection that speaks no HTTP."""
         self._close(flow)
+
+    def _decide(self, flow: http.HTTPFlow) -> Decision:
+        """Decide by the host that mitmproxy connects to: the harness can put anything into the Host header."""
+        if flow.metadata.get(CAPTURED):
+            return "served"
+        return "allowed" if is_allowed(self._patterns, flow.request.host, flow.request.port) else "refused"
 
     def _close(self, flow: flow.Flow) -> None:
         flow.kill()

@@ -1,6 +1,7 @@
 """Addon: limits of a session. All are off by default."""
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -10,6 +11,9 @@ from rolltap.addons.answers import refuse
 from rolltap.addons.dialects.types import DialectError
 from rolltap.addons.sessions import SESSION
 from rolltap.addons.store.records import Event
+
+REMEMBERED = 100_000
+"""Number of sessions whose usage is known. A session that is forgotten begins again at nothing."""
 
 
 @dataclass(slots=True)
@@ -31,12 +35,15 @@ class Limits:
     """Answers 429 to a request over a limit of its session, and records it as `rejected`.
 
     All requests of a session count, also to hosts that are refused. Bytes are those of bodies. They are counted while
-    they pass, and compared with the limit when a request begins. Must come after `Sessions`.
+    they pass, and compared with the limit when a request begins. `running` returns the number of generations of a
+    session that run. One may run on for a while after its request was dropped: with more of them than the limit, no
+    request begins; with as many, one may, because it may be a retry that joins one. Must come after `Sessions`.
     """
 
     record: Callable[[Event], None]
-    _usage: dict[str, _Usage] = field(default_factory=dict)
-    """Session id -> what it used. Empty while no limit is set."""
+    running: Callable[[str], int]
+    _usage: OrderedDict[str, _Usage] = field(default_factory=OrderedDict)
+    """Session id -> what it used, of the `REMEMBERED` sessions that asked last. Empty while no limit is set."""
     _running: dict[connection.Client, _Usage] = field(default_factory=dict)
     """Connection of a running request -> usage of its session. A connection has one request at a time."""
 
@@ -47,12 +54,12 @@ class Limits:
         requests = options.rolltap_max_requests_per_minute
         if flow.response is not None or flow.error is not None or not (calls or size or requests):
             return
-        usage = self._usage.setdefault(flow.metadata[SESSION], _Usage())
+        usage = self._used(flow.metadata[SESSION])
         minute, second = divmod(int(time.monotonic()), 60)
         if usage.minute != minute:
             usage.minute, usage.requests = minute, 0
         usage.requests += 1
-        if calls and usage.running >= calls:
+        if calls and (usage.running >= calls or self.running(flow.metadata[SESSION]) > calls):
             self._refuse(flow, f"{calls} requests of this session run already: the limit.", 1)
         elif requests and usage.requests > requests:
             self._refuse(flow, f"This session may send {requests} requests a minute.", 60 - second)
@@ -85,6 +92,13 @@ class Limits:
     def client_disconnected(self, client: connection.Client) -> None:
         """End the request of a connection that was closed."""
         self._end(client)
+
+    def _used(self, session_id: str) -> _Usage:
+        usage = self._usage.setdefault(session_id, _Usage())
+        self._usage.move_to_end(session_id)
+        while len(self._usage) > REMEMBERED:
+            self._usage.popitem(last=False)
+        return usage
 
     def _end(self, client: connection.Client) -> None:
         usage = self._running.pop(client, None)

@@ -6,11 +6,12 @@ import traceback
 from mitmproxy import ctx
 from mitmproxy.addonmanager import Loader
 
+from rolltap.addons.endpoint import refusals
 from rolltap.addons.endpoint.refusals import is_told
 from rolltap.addons.store.text import printable
 
 LISTED = 100
-"""Number of lines that a place in the code of another package can log. Later ones are counted."""
+"""Number of lines that a place in the code can log. Later ones are counted."""
 LONGEST_LINE = 2_000
 """Maximum number of characters of a log line."""
 
@@ -18,8 +19,8 @@ LONGEST_LINE = 2_000
 class Log:
     """Cuts mitmproxy's lines for connections and requests, which hold queries, and filters all other lines.
 
-    Each line becomes printable text of at most `LONGEST_LINE` characters. A place in the code of mitmproxy or another
-    package logs `LISTED` lines, and after that those at powers of two.
+    Each line becomes printable text of at most `LONGEST_LINE` characters. A place in the code logs `LISTED` lines, and
+    after that those at powers of two. Lines of refusals are counted by session, see `Refusals`.
     """
 
     def __init__(self) -> None:
@@ -56,8 +57,8 @@ class Log:
         return is_told(self._last_count, LISTED)
 
     def _count(self, record: logging.LogRecord) -> int:
-        if record.name.startswith("rolltap."):
-            return 1  # refusals are counted before they are logged
+        if record.name == refusals.__name__:
+            return 1  # they are counted before they are logged
         place = record.pathname, record.lineno
         self._counts[place] = self._counts.get(place, 0) + 1
         return self._counts[place]

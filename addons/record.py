@@ -20,7 +20,7 @@ addons = [
     Log(),
     Listen(),
     sessions,
-    Limits(capture.record),
+    Limits(capture.record, capture.running_calls),
     Descriptors(capture.record),
     capture,
     Egress(capture.record, sessions.session_of),

@@ -19,8 +19,9 @@ SESSION = "rolltap_session"
 
 _HELP = (
     "The rolltap recorder requires proxy credentials: HTTPS_PROXY=http://SESSION:PASSWORD@HOST:PORT\n"
-    "SESSION is a non-empty, printable session id of your choice. PASSWORD is the hexadecimal HMAC-SHA256 of SESSION "
-    "with the secret in rolltap_secret_file as key;\nif that option is not set, any PASSWORD is accepted.\n"
+    "SESSION is a non-empty, printable session id of your choice, without blanks at its ends. PASSWORD is the "
+    "hexadecimal HMAC-SHA256 of SESSION\nwith the secret in rolltap_secret_file as key; if that option is not set, any "
+    "PASSWORD is accepted.\n"
 )
 
 

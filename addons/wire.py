@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable
 
+from h11._readers import ChunkedReader
 from mitmproxy import connection, http
 from mitmproxy.net.http import http1
 from mitmproxy.proxy import commands, events, layer
@@ -26,18 +27,26 @@ from mitmproxy.proxy.layers.http._events import (
 from mitmproxy.proxy.layers.http._http1 import Http1Server
 from mitmproxy.proxy.layers.websocket import WebsocketLayer
 
+from rolltap.addons.frames import Frames
+
 HEADER_LIMIT = 64 * 1024
 """Maximum bytes of a request line and its headers, and of what a client sends before it has the reply."""
 HEADER_COUNT = 100
 """Maximum number of headers. aiohttp's own limit is 128."""
 MESSAGE_LIMIT = 16 * 1024 * 1024
 """Maximum bytes of a WebSocket message. mitmproxy takes quadratic time to join its parts."""
+SMALL_CHUNKS = 1_000
+"""Number of chunks of a body that may have any size."""
+CHUNK_BYTES = 64
+"""Minimum bytes of the chunks of a body with more of them, on average."""
 
 Report = Callable[[connection.Client, http.Request | None, str], None]
 """Takes the connection, the request if it could be read, and the reason of a refusal."""
 
 _TOKEN = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 """RFC 9110: the characters of methods and of header names."""
+_BROKEN = re.compile(rb"[\r\n\0]")
+"""RFC 9110, 5.5: what no value has. A server may read a line break in a value as the end of the header."""
 _SILENT = 444
 """mitmproxy's status for a connection that is closed without an answer."""
 
@@ -61,6 +70,7 @@ class _Stream(HttpStream):
     def __init__(self, context: Context, stream_id: int, report: Report) -> None:
         super().__init__(context, stream_id)
         self._report = report
+        self._frames = Frames()
 
     def state_consume_request_body(
         self, event: RequestData | RequestTrailers | RequestEndOfMessage
@@ -70,21 +80,27 @@ class _Stream(HttpStream):
             yield from super().state_consume_request_body(event)
 
     def passthrough(self, event: events.Event) -> layer.CommandGenerator[None]:
-        """Close a WebSocket whose message is too long."""
-        yield from super().passthrough(event)
+        """Close a WebSocket whose message is too long, or whose client sends too many frames."""
         child = self.child_layer
+        if isinstance(child, WebsocketLayer) and isinstance(event, RequestData) and not self._frames.accept(event.data):
+            return (yield from self._close("too many WebSocket frames"))
+        yield from super().passthrough(event)
         if isinstance(child, WebsocketLayer) and (
             max(sum(map(len, side.frame_buf)) for side in (child.client_ws, child.server_ws)) > MESSAGE_LIMIT
         ):
-            self._report(self.context.client, self.flow.request, f"a WebSocket message over {MESSAGE_LIMIT} bytes")
-            self._handle_event = self.state_errored  # what still arrives is dropped
-            yield commands.CloseConnection(self.context.client)
+            yield from self._close(f"a WebSocket message over {MESSAGE_LIMIT} bytes")
+
+    def _close(self, reason: str) -> layer.CommandGenerator[None]:
+        self._report(self.context.client, self.flow.request, reason)
+        self._handle_event = self.state_errored  # what still arrives is dropped
+        yield commands.CloseConnection(self.context.client)
 
 
 class _Server(Http1Server):
     def __init__(self, context: Context, report: Report) -> None:
         super().__init__(context)
         self._report = report
+        self._chunk_count = self._chunk_bytes = 0
 
     def _handle_event(self, event: events.Event) -> layer.CommandGenerator[None]:
         yield from super()._handle_event(event)
@@ -97,6 +113,7 @@ class _Server(Http1Server):
             if isinstance(command, commands.SendData):  # mitmproxy's answer to bytes that it cannot parse
                 return (yield from self._refuse(400, "not an HTTP/1.1 request"))
             if isinstance(command, ReceiveHttp) and isinstance(command.event, RequestHeaders):
+                self._chunk_count = self._chunk_bytes = 0
                 status, mistake = _mistake(command.event.request)
                 if mistake:
                     return (yield from self._refuse(status, mistake))
@@ -109,10 +126,19 @@ class _Server(Http1Server):
             yield from self._refuse(400, "not an HTTP/1.1 request")
 
     def read_body(self, event: events.Event) -> layer.CommandGenerator[None]:
-        """Read a body, and report one that breaks the protocol."""
+        """Read a body, and report one that breaks the protocol. The chunks of one read become one."""
         hangs_up = isinstance(event, events.ConnectionClosed)
+        chunks: list[bytes] = []
         try:
             for command in super().read_body(event):
+                if isinstance(command, ReceiveHttp) and isinstance(command.event, RequestData):
+                    chunks.append(command.event.data)
+                    if self._are_too_small(command.event.data):
+                        yield from self._break(f"chunks of less than {CHUNK_BYTES} bytes")
+                        return
+                    continue
+                if chunks:
+                    yield self._joined(chunks)
                 if (
                     not hangs_up
                     and isinstance(command, ReceiveHttp)
@@ -120,11 +146,18 @@ class _Server(Http1Server):
                 ):
                     self._tell("the body breaks HTTP/1.1")
                 yield command
+            if chunks:
+                yield self._joined(chunks)
         except NotImplementedError:
-            reason = "trailers are not served"
-            self._tell(reason)
-            yield commands.CloseConnection(self.conn)
-            yield ReceiveHttp(RequestProtocolError(self.stream_id, reason, RequestProtocolError.code))
+            yield from self._break("trailers are not served")
+
+    def _break(self, reason: str) -> layer.CommandGenerator[None]:
+        """End a request within its body."""
+        assert self.stream_id is not None
+        self._tell(reason)
+        yield commands.CloseConnection(self.conn)
+        yield ReceiveHttp(RequestProtocolError(self.stream_id, reason, RequestProtocolError.code))
+        self.state = self.done
 
     def send(self, event: HttpEvent) -> layer.CommandGenerator[None]:
         """Send a part of a response, and report an error of the client that mitmproxy answers by itself."""
@@ -134,6 +167,21 @@ class _Server(Http1Server):
             if status is not None and status < 500 and status != _SILENT:
                 self._tell(event.message)
         yield from super().send(event)
+
+    def _are_too_small(self, chunk: bytes) -> bool:
+        self._chunk_count += 1
+        self._chunk_bytes += len(chunk)
+        return (
+            isinstance(self.body_reader, ChunkedReader)
+            and self._chunk_count > SMALL_CHUNKS
+            and self._chunk_bytes < self._chunk_count * CHUNK_BYTES
+        )
+
+    def _joined(self, chunks: list[bytes]) -> ReceiveHttp:
+        assert self.stream_id is not None
+        data = b"".join(chunks)
+        chunks.clear()
+        return ReceiveHttp(RequestData(self.stream_id, data))
 
     def _tell(self, reason: str) -> None:
         assert isinstance(self.conn, connection.Client)
@@ -161,6 +209,8 @@ def _mistake(request: http.Request) -> tuple[int, str]:
         return 431, f"more than {HEADER_LIMIT} bytes of headers"
     if not all(map(_TOKEN.fullmatch, (method, *names))):
         return 400, "a method or the name of a header has a character that is not allowed"
+    if any(map(_BROKEN.search, (request.data.path, *(value for _, value in request.headers.fields)))):
+        return 400, "a path or the value of a header has a line break or a NUL"
     if method.upper() == b"CONNECT" and (
         method != b"CONNECT"
         or request.headers.get("content-length", "0") != "0"

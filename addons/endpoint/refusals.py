@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from rolltap.addons.endpoint.bucket import Bucket
 from rolltap.addons.store.records import Event, EventKind
 from rolltap.addons.store.text import printable
 
@@ -12,6 +13,10 @@ logger = logging.getLogger(__name__)
 
 LISTED = 64
 """Number of refusals of a session and a kind that have an event each. Later ones are counted."""
+BURST = 20_000
+"""Number of events of refusals that all sessions together may cause at once."""
+PER_SECOND = 20.0
+"""Number of such events each second after that."""
 REMEMBERED = 10_000
 """Number of pairs of a session and a kind that are counted at the same time."""
 
@@ -33,12 +38,15 @@ class Refusals:
 
     The first `LISTED` refusals of a session and a kind have an event each. After that an event at each power of two has
     the number so far in `detail`, and one at the end of the session the number in all. The texts of an event come from
-    the wire: they are made printable and cut.
+    the wire: they are made printable and cut. Sessions are free to choose their names without a secret: events of all
+    of them together are bounded by a rate too, and those over it are counted, with an event at each power of two.
     """
 
     def __init__(self, write: Callable[[Event], None]) -> None:
         self._write = write
         self._tallies: OrderedDict[tuple[str | None, EventKind], _Tally] = OrderedDict()
+        self._room = Bucket(BURST, PER_SECOND)
+        self._untold = 0
 
     def record(self, event: Event) -> None:
         """Write or count one refusal."""
@@ -66,6 +74,8 @@ class Refusals:
         """Write the counts of all sessions."""
         while self._tallies:
             self._end(next(iter(self._tallies)))
+        if self._untold:
+            self._write(Event(kind="refused", detail=f"{self._untold} events of refusals in all were left out"))
 
     def _end(self, key: tuple[str | None, EventKind]) -> None:
         tally = self._tallies.pop(key)
@@ -74,6 +84,12 @@ class Refusals:
             self._tell(replace(tally.last, detail=detail))
 
     def _tell(self, event: Event) -> None:
+        if not self._room.take():
+            self._untold += 1
+            if not is_told(self._untold, 0):
+                return
+            detail = f"{self._untold} events of refusals in all were left out, the last: {event.detail}"
+            event = replace(event, session_id=None, detail=detail)
         level = logging.INFO if event.kind in ("refused", "joined", "replayed") else logging.WARNING
         target = f"{event.method} {event.host}{event.path}".strip()
         logger.log(level, "session %s: %s %s: %s", event.session_id, event.kind, target, event.detail or "not served")

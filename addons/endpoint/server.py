@@ -24,6 +24,7 @@ from rolltap.addons.endpoint.body import BODY_LIMIT, Bodies
 from rolltap.addons.endpoint.client_request import ClientRequest
 from rolltap.addons.endpoint.exchange import error_response, respond, stream
 from rolltap.addons.endpoint.failures import as_dialect_error
+from rolltap.addons.endpoint.gate import Expected, Gate
 from rolltap.addons.endpoint.generation import Services
 from rolltap.addons.endpoint.recovery import Recovery
 from rolltap.addons.endpoint.refusals import Refusals
@@ -52,6 +53,10 @@ END = "end"
 
 HEADER_BYTES = 512 * 1024
 """Maximum bytes of a request line, and of a header."""
+BACKLOG = 1024
+"""Number of connections that may wait to be accepted."""
+ACCEPTED = 20
+"""Number of connections that are accepted before the first one is looked at."""
 IDLE_SECONDS = 300.0
 """Seconds after which the state of a session that asks nothing is dropped. To read it again takes milliseconds."""
 
@@ -84,9 +89,11 @@ class Endpoint:
         self._patience = patience
         self._described: dict[str, asyncio.Task[None]] = {}
         # bound and listening from here on, so that requests queue before `start`
-        self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
         self.port: int = self._socket.getsockname()[1]
         self.engines: EnginePool
+        self.expected: Expected | None = None
+        """The connections that are let in. None lets in all."""
 
     async def start(self) -> None:
         """Start to serve; returns when requests are accepted."""
@@ -115,11 +122,19 @@ class Endpoint:
             # the first request of each session tries again, and its error is the answer
             logger.error("cannot read %s: %s", self.writer.run, error)
         await self._runner.setup()
-        await web.SockSite(self._runner, self._socket).start()
+        await self._listen()
         self._forgetting = asyncio.create_task(self._forget())
+
+    async def _listen(self) -> None:
+        make = self._runner.server
+        assert make is not None
+        gate = make if self.expected is None else partial(Gate, self.expected, make)
+        self._server = await asyncio.get_running_loop().create_server(gate, sock=self._socket, backlog=ACCEPTED)
+        self._socket.listen(BACKLOG)
 
     async def close(self) -> None:
         """Stop serving. Running calls are recorded as aborted."""
+        self._server.close()
         for session in self.sessions.values():
             session.abort("the recorder was stopped")
         self._forgetting.cancel()

@@ -6,6 +6,8 @@ import pyarrow
 import pytest
 from mitmproxy import ctx, exceptions, http
 from mitmproxy.addons.proxyserver import Proxyserver
+from mitmproxy.connection import Server
+from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 from mitmproxy.test import taddons, tflow
 
 from rolltap.addons.capture import CAPTURED, Capture
@@ -162,11 +164,17 @@ class TestModelCalls:
     async def test_the_endpoint_answers_what_was_captured(self, capture):
         flow = request()
         capture.requestheaders(flow)
-        async with aiohttp.ClientSession() as client:
-            async with client.post(flow.request.url, data=b"{", headers=dict(flow.request.headers)) as response:
-                assert response.status == 503  # its engine does not run
-            async with client.post(flow.request.url, data=b"{") as response:
-                assert response.status == 403
+
+        async def status(headers):
+            connector = aiohttp.TCPConnector(local_addr=capture.endpoint.expected.choose())
+            async with (
+                aiohttp.ClientSession(connector=connector) as client,
+                client.post(flow.request.url, data=b"{", headers=headers) as response,
+            ):
+                return response.status
+
+        assert await status(dict(flow.request.headers)) == 503  # its engine does not run
+        assert await status({}) == 403
         assert [event["kind"] for event in read_rows(capture.endpoint.writer.run, "events")] == ["rejected"]
 
 
@@ -271,3 +279,14 @@ async def test_nothing_is_captured_before_a_run_is_open():
         capture.record(Event(kind="refused"))
         await capture.done()
     assert CAPTURED not in flow.metadata
+
+
+def test_a_connection_to_the_endpoint_gets_a_port_that_is_expected_until_it_is_closed(capture):
+    data = ServerConnectionHookData(Server(address=("127.0.0.1", capture.endpoint.port)), tflow.tclient_conn())
+    capture.server_connect(data)
+    assert data.server.sockname[1] in capture.endpoint.expected
+    capture.server_disconnected(data)
+    assert data.server.sockname[1] not in capture.endpoint.expected
+    other = ServerConnectionHookData(Server(address=("127.0.0.1", 1)), tflow.tclient_conn())
+    capture.server_connect(other)
+    assert other.server.sockname is None

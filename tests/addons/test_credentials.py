@@ -29,6 +29,8 @@ def test_a_password_is_the_hmac_of_the_session_id():
         ("", "s1", "", True),
         ("", "", "anything", False),
         ("", "s\n", "anything", False),
+        ("key", "s9 ", password("key", "s9 "), False),
+        ("", " s9", "anything", False),
     ],
     ids=[
         "its own",
@@ -42,6 +44,8 @@ def test_a_password_is_the_hmac_of_the_session_id():
         "none without a secret",
         "no session, without a secret",
         "a header's end, without a secret",
+        "a blank at the end",
+        "a blank at the beginning",
     ],
 )
 def test_a_password_is_valid_for_its_session_only(secret, session_id, password, accepted):

@@ -54,9 +54,7 @@ def connect(egress, flow, address=None, error=None):
     return server.error
 
 
-@pytest.mark.parametrize(
-    "url", ["https://pypi.org/simple/", "http://PyPI.org:8080/", "https://files.pythonhosted.org/x"]
-)
+@pytest.mark.parametrize("url", ["https://pypi.org/simple/", "http://PyPI.org:80/", "https://files.pythonhosted.org/x"])
 def test_allowed_hosts_are_reached(egress, events, url):
     flow = request(url)
     egress.requestheaders(flow)
@@ -72,6 +70,8 @@ def test_allowed_hosts_are_reached(egress, events, url):
         "https://notpypi.org/",
         "https://pythonhosted.org/",
         "https://127.0.0.1:8000/",
+        "https://pypi.org:8443/",
+        "http://pypi.org:22/",
     ],
 )
 def test_hosts_that_only_look_allowed_are_not(egress, url):
@@ -246,3 +246,27 @@ def test_an_unknown_path_of_a_model_api_gets_that_apis_404(egress, url, headers,
     assert flow.response.status_code == 404
     body = json.loads(flow.response.content)
     assert error["error"].items() <= body["error"].items()
+
+
+def test_a_connection_that_reached_a_private_address_is_closed_before_it_is_used(egress, events, monkeypatch):
+    closed = []
+    monkeypatch.setattr("rolltap.addons.egress.close_server", lambda client, server: closed.append(server))
+    for address, url, metadata in [
+        ("93.184.216.34", "https://pypi.org/", {}),
+        ("127.0.0.1", "http://127.0.0.1:9/", {CAPTURED: True}),
+        ("127.0.0.1", "https://pypi.org/", {}),
+    ]:
+        flow = request(url, **metadata)
+        egress.requestheaders(flow)
+        server = Server(address=(flow.request.host, flow.request.port), peername=(address, flow.request.port))
+        egress.server_connected(ServerConnectionHookData(server, flow.client_conn))
+    assert closed == [server]
+    assert [event.detail for event in events] == [
+        "the host has the address 127.0.0.1, which is not public: allow 127.0.0.1:443"
+    ]
+
+
+def test_a_wrong_pattern_is_an_error_of_the_start(egress, caplog):
+    ctx.options.rolltap_allow = ["pypi.org", "pypi.org:https"]
+    assert caplog.messages == ["rolltap_allow: 'pypi.org:https' has the port 'https': give a number up to 65535, or *"]
+    assert egress._patterns == []

@@ -17,8 +17,14 @@ def events():
 
 
 @pytest.fixture
-async def limits(events):
-    addon = Limits(events.append)
+def generations():
+    """Return a map of sessions to their numbers of running generations."""
+    return {}
+
+
+@pytest.fixture
+async def limits(events, generations):
+    addon = Limits(events.append, lambda session_id: generations.get(session_id, 0))
     with taddons.context(Capture(), addon):
         yield addon
 
@@ -84,3 +90,22 @@ def test_a_session_has_so_many_requests_a_minute(limits, monkeypatch):
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "10")
     now = 180.0
     assert request(limits).response is None
+
+
+def test_generations_that_nobody_listens_to_count_but_one_may_be_joined(limits, generations):
+    ctx.options.rolltap_max_concurrent_calls = 2
+    generations["s1"] = 2
+    joining = request(limits)
+    assert joining.response is None
+    limits.error(joining)
+    generations["s1"] = 3
+    assert request(limits).response.status_code == 429
+    assert request(limits, "s2").response is None
+
+
+def test_the_usage_of_sessions_is_bounded(limits, monkeypatch):
+    monkeypatch.setattr("rolltap.addons.limits.REMEMBERED", 10)
+    ctx.options.rolltap_max_requests_per_minute = 3
+    for i in range(30):
+        request(limits, f"s{i}")
+    assert list(limits._usage) == [f"s{i}" for i in range(20, 30)]

@@ -47,7 +47,7 @@ def test_a_model_call_is_answered_over_tls_and_everything_else_is_refused(start,
 def test_only_an_allowed_host_is_connected_to_even_when_no_addon_answers_a_request(start, tmp_path):
     (tmp_path / "fail.py").write_text("def request(flow): flow.response = None")
     with socket.create_server(("127.0.0.2", 0)) as other:
-        recorder = start("rolltap_allow=127.0.0.1", scripts=["-s", tmp_path / "fail.py"])
+        recorder = start("rolltap_allow=127.0.0.1:*", scripts=["-s", tmp_path / "fail.py"])
         with recorder.client() as client:
             port = other.getsockname()[1]
             for url in (f"http://127.0.0.2:{port}/x", f"https://127.0.0.2:{port}/x"):

@@ -20,7 +20,7 @@ ROOM = 100 * MEGABYTE
 @pytest.fixture(scope="module")
 def recorder(tmp_path_factory, tokenizer, tokenizer_folder):
     folder = tmp_path_factory.mktemp("bodies")
-    with recording(folder, tokenizer, tokenizer_folder, "rolltap_allow=127.0.0.3") as recorder:
+    with recording(folder, tokenizer, tokenizer_folder, "rolltap_allow=127.0.0.3:*") as recorder:
         with recorder.client() as client:
             client.post(CHAT, json=HELLO)
         yield recorder

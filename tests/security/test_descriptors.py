@@ -9,6 +9,20 @@ from tests.security.raw import call, plain, read_head
 LIMIT = 320
 
 
+def test_silent_connections_make_room_for_a_call(start, scripted_engine):
+    recorder = start(command=["prlimit", f"--nofile=64:{LIMIT}"])
+    scripted_engine.otherwise = lambda body: Say("Hi.")
+    with ExitStack() as stack:
+        for _ in range(LIMIT):
+            stack.enter_context(plain(recorder))
+        with plain(recorder) as connection:
+            connection.sendall(call())
+            assert read_head(connection).startswith(b"HTTP/1.1 200")
+    assert recorder.stop() == 0
+    details = {event["detail"] for event in recorder.rows("events") if event["kind"] == "refused"}
+    assert "closed to make room for others" in details
+
+
 def test_calls_that_do_not_fit_are_refused_and_the_others_go_on(start, scripted_engine):
     recorder = start(command=["prlimit", f"--nofile=64:{LIMIT}"])
     room = int(re.search(rf"room for (\d+) sessions .* {LIMIT} open files", recorder.log())[1])

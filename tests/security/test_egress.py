@@ -18,7 +18,9 @@ OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 def recorder(tmp_path_factory, tokenizer, tokenizer_folder):
     folder = tmp_path_factory.mktemp("egress")
     trusted = f"ssl_verify_upstream_trusted_ca={folder / 'conf' / 'mitmproxy-ca-cert.pem'}"
-    with recording(folder, tokenizer, tokenizer_folder, "rolltap_allow=127.0.0.3", "rawtcp=true", trusted) as recorder:
+    with recording(
+        folder, tokenizer, tokenizer_folder, "rolltap_allow=127.0.0.3:*", "rawtcp=true", trusted
+    ) as recorder:
         yield recorder
         assert recorder.stop() == 0
         assert "Traceback" not in recorder.log()
@@ -56,6 +58,19 @@ def test_what_is_not_http_leaves_by_no_tunnel(recorder, refusals, sent):
             read(connection)
         assert outside.connections == []
     assert len(refusals()) == 1
+
+
+def test_a_name_of_this_machine_is_not_reached_by_a_pattern_that_matches_it(start):
+    recorder = start("rolltap_allow=*:*")
+    news = News(recorder)
+    with listening("127.0.0.1", answer=OK) as outside:
+        for host in ("localhost", "127.0.0.1"):
+            with tunnel(recorder, f"{host}:{outside.port}") as connection:
+                connection.sendall(request(f"{host}:{outside.port}"))
+                assert read_head(connection).startswith(b"HTTP/1.1 502")
+        assert set(outside.connections) <= {b""}
+    assert all("which is not public: allow" in detail for _, detail in news())
+    assert len(news()) == 2
 
 
 def request(host, path="/", more=b""):

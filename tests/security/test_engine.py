@@ -72,7 +72,7 @@ def group(leader):
 @pytest.mark.engine
 def test_an_agent_cannot_operate_vllm(engine, start):
     """Neither directly nor through the proxy, though its host is allowed and its calls are answered."""
-    recorder = start("rolltap_allow=127.0.0.1")
+    recorder = start("rolltap_allow=127.0.0.1:*")
     with recorder.client() as proxied, httpx.Client(trust_env=False, timeout=30) as direct:
         for client in (proxied, direct):
             for method, path in ROUTES:

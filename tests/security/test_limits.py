@@ -4,6 +4,7 @@ import json
 
 from tests.recorder_process import CHAT, HELLO
 from tests.scripted_engine import Say
+from tests.security.raw import call, plain, read_head
 
 
 def test_limits_of_a_session_hold_and_are_recorded(start, scripted_engine):
@@ -30,6 +31,19 @@ def test_limits_of_a_session_hold_and_are_recorded(start, scripted_engine):
         "max_session_bytes": 0,
         "max_requests_per_minute": 50,
     }
+
+
+def test_calls_that_were_hung_up_count_while_they_run(start, scripted_engine):
+    recorder = start("rolltap_max_concurrent_calls=1")
+    scripted_engine.otherwise = lambda body: Say("one two three", hold_after=1)
+    statuses = []
+    for i in range(8):
+        with plain(recorder) as connection:
+            connection.sendall(call(f"Question {i}", stream=True))
+            statuses.append(read_head(connection).split()[1])
+    assert statuses.count(b"200") == 2  # one more than the limit, since it could join the first
+    assert len(scripted_engine.requests) <= 2
+    scripted_engine.release()
 
 
 def test_a_limit_below_zero_is_refused_at_start(start):

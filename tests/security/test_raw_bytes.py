@@ -39,7 +39,7 @@ def recorder(tmp_path_factory, tokenizer, tokenizer_folder, outside):
     script, watched = folder / "watch.py", folder / "watched"
     script.write_text(WATCH)
     more = {"env": {"WATCHED": str(watched)}, "scripts": ["-s", script]}
-    with recording(folder, tokenizer, tokenizer_folder, "rolltap_allow=127.0.0.3", **more) as recorder:
+    with recording(folder, tokenizer, tokenizer_folder, "rolltap_allow=127.0.0.3:*", **more) as recorder:
         yield recorder
         engine = recorder.engine_url.removeprefix("http://").replace(":", " ")
         assert recorder.stop() == 0

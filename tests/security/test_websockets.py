@@ -8,7 +8,7 @@ SWITCHED = b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade:
 def test_a_message_of_an_accepted_websocket_is_bounded(tmp_path, tokenizer, tokenizer_folder):
     with (
         listening("127.0.0.3", answer=SWITCHED) as outside,
-        recording(tmp_path, tokenizer, tokenizer_folder, "rolltap_allow=127.0.0.3") as recorder,
+        recording(tmp_path, tokenizer, tokenizer_folder, "rolltap_allow=127.0.0.3:*") as recorder,
         plain(recorder) as connection,
     ):
         news = News(recorder)

@@ -74,3 +74,15 @@ def test_the_texts_of_an_event_are_printable_and_cut(counted, written, caplog):
         assert len(text) < 600
     assert caplog.messages[0].isprintable()
     pa.RecordBatch.from_pylist([event.to_row()], schema=EVENT_SCHEMA)
+
+
+def test_new_names_do_not_bring_new_events_without_end(counted, written, monkeypatch):
+    monkeypatch.setattr(refusals, "PER_SECOND", 0.0)
+    monkeypatch.setattr(refusals, "BURST", 100)
+    counted = Refusals(written.append)
+    for i in range(500):
+        refuse(counted, 1, f"s{i}")
+    assert [event.session_id for event in written[:100]] == [f"s{i}" for i in range(100)]
+    assert [event.detail.split()[0] for event in written[100:]] == ["1", "2", "4", "8", "16", "32", "64", "128", "256"]
+    counted.close()
+    assert written[-1].detail == "400 events of refusals in all were left out"

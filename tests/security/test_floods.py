@@ -1,0 +1,125 @@
+"""An agent sends many tiny pieces, each of which costs the recorder more than its bytes."""
+
+import json
+import os
+import socket
+import struct
+from pathlib import Path
+
+import pytest
+
+from tests.recorder_process import CHAT, HELLO
+from tests.security.raw import News, address, call, credentials, plain, read, read_head, recording, tunnel
+
+MEGABYTE = 1 << 20
+RECORD = b"\x16\x03\x01\x00\x01"
+
+
+@pytest.fixture(scope="module")
+def recorder(tmp_path_factory, tokenizer, tokenizer_folder):
+    with recording(
+        tmp_path_factory.mktemp("floods"), tokenizer, tokenizer_folder, "rolltap_websocket=true"
+    ) as recorder:
+        yield recorder
+        with recorder.client("other") as client:
+            assert client.post(CHAT, json=HELLO).status_code == 200
+        assert recorder.stop() == 0
+        assert "Traceback" not in recorder.log()
+
+
+@pytest.fixture
+def news(recorder):
+    return News(recorder)
+
+
+def send(connection, data):
+    """Send `data`, and return True unless the other side closed the connection before the end."""
+    try:
+        connection.sendall(data)
+        return not read(connection)
+    except ConnectionError:
+        return False
+
+
+@pytest.mark.parametrize("in_tunnel", [False, True], ids=["proxy", "tunnel"])
+def test_a_first_byte_that_looks_like_tls_does_not_lead_past_the_bounds(recorder, news, in_tunnel):
+    with tunnel(recorder, "api.openai.com:53") if in_tunnel else plain(recorder) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(b"\x16")
+        # the second byte is sent when the first one was read
+        while unread(recorder, connection):
+            pass
+        connection.sendall(b"a / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert read(connection).startswith(b"HTTP/1.1 400")
+    assert [detail for _, detail in news()] == ["a method or the name of a header has a character that is not allowed"]
+
+
+def unread(recorder, connection):
+    """Return the number of bytes that the recorder has not read from a connection."""
+    host, port = connection.getsockname()
+    peer = f"{struct.unpack('<I', socket.inet_aton(host))[0]:08X}:{port:04X}"
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(int(row[4].partition(":")[2], 16) for row in rows if row[2] == peer)
+
+
+@pytest.mark.parametrize("in_tunnel", [False, True], ids=["proxy", "tunnel"])
+def test_a_client_hello_is_bounded(recorder, news, in_tunnel):
+    hello = b"".join(RECORD + bytes([byte]) for byte in b"\x01\xff\xff\xff") + (RECORD + b"\0") * (MEGABYTE // 6)
+    with tunnel(recorder, "a.example:443") if in_tunnel else plain(recorder) as connection:
+        send(connection, hello)
+    ((_, detail),) = news()
+    assert "a ClientHello over 16384 bytes or 32 pieces" in detail
+
+
+def test_chunks_of_one_byte_without_end_close_the_connection(recorder, news):
+    text = json.dumps({**HELLO, "metadata": {"long": "x" * 100_000}}).encode()
+    body = b"".join(b"1\r\n%c\r\n" % byte for byte in text) + b"0\r\n\r\n"
+    with plain(recorder) as connection:
+        connection.sendall(call().partition(b"Content-Length")[0] + b"Transfer-Encoding: chunked\r\n\r\n" + body)
+        assert read(connection) == b""
+    assert [detail for _, detail in news()] == ["chunks of less than 64 bytes"]
+
+
+def test_few_chunks_of_one_byte_are_a_body(recorder):
+    text = json.dumps(HELLO).encode()
+    body = b"".join(b"1\r\n%c\r\n" % byte for byte in text) + b"0\r\n\r\n"
+    with plain(recorder) as connection:
+        connection.sendall(call().partition(b"Content-Length")[0] + b"Transfer-Encoding: chunked\r\n\r\n" + body)
+        assert read_head(connection).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    "frame", [b"\x89\x80mask", b"\x8a\x80mask", b"\x00\x81mask0"], ids=["ping", "pong", "fragment"]
+)
+def test_websocket_frames_without_end_close_the_connection(recorder, news, frame):
+    with plain(recorder) as connection:
+        connection.sendall(
+            b"GET http://api.openai.com/v1/responses HTTP/1.1\r\nHost: api.openai.com\r\n" + credentials() + b"Connecti"
+            b"on: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: "
+            b"AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+        )
+        assert read_head(connection).startswith(b"HTTP/1.1 101")
+        assert not send(connection, b"\x01\x81mask0" + frame * 200_000) or read(connection) == b""
+    assert [detail for _, detail in news()] == ["too many WebSocket frames"]
+
+
+@pytest.mark.parametrize("line", [b"A: b\rC: d", b"A: b\0", b"A: b\r\n folded"], ids=["CR", "NUL", "folded"])
+def test_a_value_with_a_line_break_or_a_nul_is_refused(recorder, news, line):
+    with plain(recorder) as connection:
+        connection.sendall(b"GET http://a.example/ HTTP/1.1\r\n" + line + b"\r\n" + credentials() + b"\r\n")
+        assert read_head(connection).startswith(b"HTTP/1.1 400")
+    assert [detail for _, detail in news()] == ["a path or the value of a header has a line break or a NUL"]
+
+
+def test_the_endpoint_talks_to_nobody_but_the_proxy(recorder):
+    ports = listening_ports(recorder) - {address(recorder)[1]}
+    assert len(ports) == 1
+    with socket.create_connection(("127.0.0.1", *ports), timeout=10) as connection:
+        assert read(connection) == b""
+
+
+def listening_ports(recorder):
+    folder = Path("/proc", str(recorder.process.pid), "fd")
+    sockets = {os.readlink(link) for link in folder.iterdir() if link.is_symlink()}
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}
