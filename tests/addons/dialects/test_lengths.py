@@ -42,7 +42,7 @@ def with_ids(body):
     ],
 )
 def test_a_name_or_an_id_that_is_too_long_is_refused_with_its_place(dialect, target, body, place):
-    with pytest.raises(DialectError, match="a string of at most (256|1,024) characters") as refused:
+    with pytest.raises(DialectError, match=r"a string of at most (256|1,024) characters") as refused:
         decode(dialect, target, body)
     assert place in str(refused.value)
     assert len(str(refused.value)) < 300
