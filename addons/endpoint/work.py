@@ -27,6 +27,8 @@ async def finished_in(pool: ThreadPoolExecutor, function: Callable[P, T], *args:
         if not job.cancel():
             await asyncio.wait([asyncio.wrap_future(job)])
         raise
+    finally:
+        del job  # its error refers to this frame: the cycle would keep what the function held
 
 
 class Workers:
