@@ -20,7 +20,7 @@ sample a longer name of a tool, so calls are read with any name."""
 def parse_object(body: bytes) -> dict[str, Any]:
     """Parse a request body, which must be a JSON object. Raises `DialectError`."""
     try:
-        request = parse_json(body.decode())
+        request = parse_json(body)
     except TooManyValues as error:
         raise DialectError(f"The request body is too large: {error}.", status=413, code="request_too_large") from None
     except (ValueError, RecursionError) as error:

@@ -33,12 +33,13 @@ _SIGNATURE = "rolltap:"
 _LONGEST_SIGNATURE = 256
 
 
-def parse_json(text: str) -> Any:
-    """Return the value of a JSON text, with all strings `well_formed`.
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text, which may be UTF-8, with all strings `well_formed`.
 
     Raises `ValueError`, `TooManyValues` (one kind of it) and `RecursionError`.
     """
-    check_values(text.encode("utf-8", "surrogatepass"))
+    check_values(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
+    text = text.decode() if isinstance(text, bytes) else text
     value = json.loads(text)
     if _SURROGATE_ESCAPE.search(text):  # also true for valid pairs, which are kept; they are rare
         value = json.loads(well_formed(json.dumps(value, ensure_ascii=False)))

@@ -1,6 +1,7 @@
 """Reads the bodies of requests: bounded on the wire, in memory, in time, and decompressed with a bound."""
 
 import asyncio
+import io
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -72,15 +73,15 @@ class Bodies:
     async def _received(self, request: web.Request, share: Share) -> bytes:
         if (request.content_length or 0) > self._limit:
             raise too_large(self._limit)
-        body = bytearray()
+        body = io.BytesIO()  # its value is not a copy
         try:
             async with asyncio.timeout(self._seconds):
                 async for piece in request.content.iter_any():
-                    if len(body) + len(piece) > self._limit:
+                    if body.tell() + len(piece) > self._limit:
                         raise too_large(self._limit)
                     await share.take(len(piece))
-                    body += piece
+                    body.write(piece)
         except TimeoutError:
             why = f"The request body did not arrive within {self._seconds:g} seconds."
             raise DialectError(why, status=408, code="request_timeout") from None
-        return bytes(body)
+        return body.getvalue()

@@ -1,5 +1,6 @@
 """Decompresses bodies, with a bound of what they become and of the work that they make."""
 
+import io
 import zlib
 from collections.abc import Callable, Generator, Iterator
 
@@ -24,15 +25,15 @@ def decompress(body: bytes, encoding: str, limit: int) -> bytes:
     if encoding not in _DECODERS:
         known = ", ".join(_DECODERS)
         raise DialectError(f"The request body has the content encoding {encoding[:50]!r}: use one of {known}.")
-    plain = bytearray()
+    plain = io.BytesIO()  # its value is not a copy
     try:
         for piece in _DECODERS[encoding](body):
-            plain += piece
-            if len(plain) > limit:
+            plain.write(piece)
+            if plain.tell() > limit:
                 raise too_large(limit)
     except (EOFError, zlib.error, zstandard.ZstdError, brotli.error) as error:
         raise DialectError(f"The request body cannot be decompressed: {error}") from error
-    return bytes(plain)
+    return plain.getvalue()
 
 
 def too_large(limit: int) -> DialectError:

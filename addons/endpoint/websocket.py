@@ -31,11 +31,12 @@ from rolltap.addons.endpoint.room import Share
 from rolltap.addons.endpoint.session_state import AnyCall
 from rolltap.addons.endpoint.work import Workers
 from rolltap.addons.store.text import printable
-from rolltap.addons.wire import MESSAGE_LIMIT
 
 NewShare = Callable[[], AbstractContextManager[Share]]
 Begin = Callable[[Dialect, bytes, web.Request], Awaitable[tuple[AnyCall, ModelCall]]]
 
+_MESSAGE_BYTES = 16 * 1024 * 1024
+"""Maximum bytes of a message. The proxy has the same limit, `wire.MESSAGE_LIMIT`."""
 _REMEMBERED = 8
 """Number of responses of a connection that can be named as `previous_response_id`. Clients name the last or, for a
 retry, the one before."""
@@ -54,7 +55,7 @@ async def serve_socket(
     Long messages are parsed by `workers`. `share` makes a share of the memory that the session may
     take.
     """
-    socket = web.WebSocketResponse(max_msg_size=MESSAGE_LIMIT)
+    socket = web.WebSocketResponse(max_msg_size=_MESSAGE_BYTES)
     await socket.prepare(request)
     with share() as kept:
         await _answer_all(socket, request, _Connection(socket, request, begin, workers, share, kept), reject)
@@ -137,7 +138,7 @@ class _Connection:
             if named is None:
                 why = f"Previous response with id '{printable(str(previous))}' not found."
                 raise DialectError(why, code="previous_response_not_found")
-            before, output = parse_object(named[0]), parse_json(named[1].decode())
+            before, output = parse_object(named[0]), parse_json(named[1])
             message = {**before, **message, "input": _items(before["input"]) + output + _items(message.get("input"))}
         generate = message.pop("generate", True) is not False
         asked = dump_json({**message, "stream": True})

@@ -32,6 +32,8 @@ async def finished_in(pool: ThreadPoolExecutor, function: Callable[P, T], *args:
         if end.done() and not end.cancelled():
             end.exception()  # asyncio logs errors that nobody has seen
         raise
+    finally:
+        del job  # its error refers to this frame: the cycle would keep what the function held
 
 
 class Workers:

@@ -127,7 +127,7 @@ class TestLeastTokens:
                     {
                         "role": "assistant",
                         "content": "",
-                        "tool_calls": [{"function": {"arguments": {"a": "Hi " * 10**6}}}],
+                        "tool_calls": [{"function": {"name": "f", "arguments": {"a": "Hi " * 10**6}}}],
                     }
                 ],
                 [],
