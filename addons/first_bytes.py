@@ -48,3 +48,8 @@ class BoundedClientTLS(ClientTLSLayer):
             if len(self.recv_buffer) + len(data) > HELLO_BYTES or self._reads > HELLO_READS:
                 return False, f"a ClientHello over {HELLO_BYTES} bytes or {HELLO_READS} pieces"
         return (yield from super().receive_handshake_data(data))
+
+    def receive_data(self, data: bytes) -> layer.CommandGenerator[None]:
+        """Take data after the handshake. Drop what still arrives after one that failed."""
+        if self.tls is not None:
+            yield from super().receive_data(data)

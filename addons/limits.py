@@ -35,13 +35,13 @@ class Limits:
     """Answers 429 to a request over a limit of its session, and records it as `rejected`.
 
     All requests of a session count, also to hosts that are refused. Bytes are those of bodies. They are counted while
-    they pass, and compared with the limit when a request begins. `running` returns the number of generations of a
+    they pass, and compared with the limit when a request begins. `generations` returns the number of those of a
     session that run. One may run on for a while after its request was dropped: with more of them than the limit, no
     request begins; with as many, one may, because it may be a retry that joins one. Must come after `Sessions`.
     """
 
     record: Callable[[Event], None]
-    running: Callable[[str], int]
+    generations: Callable[[str], int]
     _usage: OrderedDict[str, _Usage] = field(default_factory=OrderedDict)
     """Session id -> what it used, of the `REMEMBERED` sessions that asked last. Empty while no limit is set."""
     _running: dict[connection.Client, _Usage] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Limits:
         if usage.minute != minute:
             usage.minute, usage.requests = minute, 0
         usage.requests += 1
-        if calls and (usage.running >= calls or self.running(flow.metadata[SESSION]) > calls):
+        if calls and (usage.running >= calls or self.generations(flow.metadata[SESSION]) > calls):
             self._refuse(flow, f"{calls} requests of this session run already: the limit.", 1)
         elif requests and usage.requests > requests:
             self._refuse(flow, f"This session may send {requests} requests a minute.", 60 - second)

@@ -51,7 +51,7 @@ def test_a_first_byte_that_looks_like_tls_does_not_lead_past_the_bounds(recorder
             pass
         connection.sendall(b"a / HTTP/1.1\r\nHost: x\r\n\r\n")
         assert read(connection).startswith(b"HTTP/1.1 400")
-    assert [detail for _, detail in news()] == ["a method or the name of a header has a character that is not allowed"]
+    assert [detail for _, detail in news()] == ["not an HTTP/1.1 request"]
 
 
 def unread(recorder, connection):
