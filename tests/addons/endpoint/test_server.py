@@ -510,7 +510,7 @@ class TestIdleSessions:
 
 
 class TestEngineIsDown:
-    """What needs no engine is answered at once: the engine of these tests would be waited for."""
+    """Answers without an engine come at once: the engine of these tests would be waited for."""
 
     @pytest.fixture
     async def waiting(self, rendering, tmp_path):
