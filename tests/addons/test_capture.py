@@ -173,7 +173,7 @@ class TestModelCalls:
             ):
                 return response.status
 
-        assert await status(dict(flow.request.headers)) == 503  # its engine does not run
+        assert await status(dict(flow.request.headers)) == 400
         assert await status({}) == 403
         assert [event["kind"] for event in read_rows(capture.endpoint.writer.run, "events")] == ["rejected"]
 

@@ -1,9 +1,11 @@
 """Codex over one WebSocket for its whole session, as with OpenAI's service."""
 
-import re
+import json
 
 import pytest
 
+from rolltap.trainer.rollouts import mitmdump
+from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.task import Task
 from tests.harness.play import installed, play, shell
 from tests.scripted_engine import Say
@@ -14,8 +16,30 @@ TASK = Task(
     id="lines", instruction="Write one line after the other.", evaluate=["grep", "-qz", "^0\n1\n2\n$", "lines.txt"]
 )
 
+SPY = """
+import json
+import runpy
 
-async def test_every_turn_goes_over_the_socket_with_only_its_new_items(scripted_engine, tokenizer_folder, tmp_path):
+def tell(**fact):
+    with open({seen!r}, "a") as file:
+        file.write(json.dumps(fact) + "\\n")
+
+class Spy:
+    def requestheaders(self, flow):
+        tell(method=flow.request.method, path=flow.request.path)
+
+    def websocket_message(self, flow):
+        if flow.websocket.messages[-1].from_client:
+            tell(message=flow.websocket.messages[-1].text)
+
+addons = [*runpy.run_path({recorder!r})["addons"], Spy()]
+"""
+"""The recorder's script, which also writes what the program sends."""
+
+
+async def test_every_turn_goes_over_the_socket_with_only_its_new_items(
+    scripted_engine, tokenizer_folder, tmp_path, monkeypatch
+):
     codex = installed("codex")
 
     def reply(request):
@@ -23,7 +47,10 @@ async def test_every_turn_goes_over_the_socket_with_only_its_new_items(scripted_
         return Say(shell(codex, f"echo {turn} >> lines.txt") if turn < 3 else "Done.")
 
     scripted_engine.otherwise = reply
-    options = {"rolltap_websocket": "true", "flow_detail": "4"}  # the log shows each message
+    spy, seen = tmp_path / "spy.py", tmp_path / "seen.jsonl"
+    spy.write_text(SPY.format(seen=str(seen), recorder=str(Recorder.script())))
+    monkeypatch.setattr(mitmdump, "script", lambda: spy)
+    options = {"rolltap_websocket": "true"}
     played = await play(codex, TASK, scripted_engine, tokenizer_folder, tmp_path, options)
     assert (played.session.status, played.session.reward) == ("completed", 1.0), played.log
     assert [(call.kind, call.role) for call in played.calls] == [("root", "agent")] + [("bridged", "agent")] * 3
@@ -33,8 +60,9 @@ async def test_every_turn_goes_over_the_socket_with_only_its_new_items(scripted_
     assert [request["token_ids"] for request in scripted_engine.requests] == [call.prompt_ids for call in played.calls]
     assert {event["kind"] for event in played.events} == {"call_started", "ended"}
     assert played.summary.uncaptured_calls == 0
-    assert "101 Switching Protocols" in played.recorder_log
+    facts = [json.loads(line) for line in seen.read_text().splitlines()]
     # the only POST is the scheduler's, which ends the session
-    assert set(re.findall(r"POST http://[^/]+(\S*)", played.recorder_log)) == {"/end"}
-    assert played.recorder_log.count("-> WebSocket text message") == 1 + 4  # the first one prepares the session
-    assert played.recorder_log.count(TASK.instruction) == 1
+    assert {fact["path"] for fact in facts if fact.get("method") == "POST"} == {"/end"}
+    messages = [fact["message"] for fact in facts if "message" in fact]
+    assert len(messages) == 1 + 4  # the first one prepares the session
+    assert sum(TASK.instruction in message for message in messages) == 1
