@@ -33,7 +33,7 @@ async def finished_in(pool: ThreadPoolExecutor, function: Callable[P, T], *args:
             end.exception()  # asyncio logs errors that nobody has seen
         raise
     finally:
-        del job  # its error refers to this frame: the cycle would keep what the function held
+        del job, end  # their error refers to this frame: the cycle would keep what the function held
 
 
 class Workers:

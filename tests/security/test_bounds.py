@@ -64,7 +64,8 @@ def test_slow_decompression_keeps_no_other_session_waiting(recorder):
                 assert other.post(CHAT, json=HELLO).status_code == 200
             answered += 1
     assert answered > 3
-    assert all(end.result().startswith(b"HTTP/1.1 400") for end in ends)
+    # not JSON; or, on a slow machine, no room for it in time
+    assert all(end.result().startswith((b"HTTP/1.1 400", b"HTTP/1.1 503")) for end in ends)
 
 
 def test_unfinished_bodies_of_a_session_share_a_bounded_memory(recorder, peak):
