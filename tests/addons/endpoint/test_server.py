@@ -10,7 +10,7 @@ import pytest
 
 from rolltap.addons.dialects import openai_chat
 from rolltap.addons.dialects.routes import Route, find_route
-from rolltap.addons.endpoint import exchange, generation
+from rolltap.addons.endpoint import exchange, generation, work
 from rolltap.addons.endpoint.server import SECRET_HEADER, Endpoint
 from rolltap.addons.endpoint.session_state import SessionState
 from rolltap.addons.engine.client import Engine
@@ -575,6 +575,7 @@ async def test_a_call_whose_prompt_is_made_while_the_recorder_stops_is_recorded(
         return prompt(*arguments)
 
     monkeypatch.setattr(Conversations, "prompt", slow)
+    monkeypatch.setattr(work, "INLINE_BYTES", 1)  # in a thread
     abort = SessionState.abort
 
     def aborted(*arguments):
@@ -583,7 +584,7 @@ async def test_a_call_whose_prompt_is_made_while_the_recorder_stops_is_recorded(
 
     monkeypatch.setattr(SessionState, "abort", aborted)
     async with Harness.connect(endpoint) as harness:
-        asked = asyncio.create_task(harness.ask(user("long " * 5_000)))
+        asked = asyncio.create_task(harness.ask(user()))
         await asyncio.to_thread(begun.wait)
         await endpoint.close()
         await asyncio.wait([asked])
