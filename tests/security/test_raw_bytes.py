@@ -138,7 +138,7 @@ def talk(connection, pieces):
 
 
 CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
-SETTINGS = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+SETTINGS = settings(max_examples=120, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @SETTINGS
