@@ -60,6 +60,21 @@ class Http(HttpLayer):
         # mitmproxy keeps a connection that exists; otherwise a client could choose HTTP/2
         self.connections[context.client] = _Server(context.fork(), report)
 
+    def handle_event(self, event: events.Event) -> layer.CommandGenerator[None]:
+        """Handle an event. An error in mitmproxy's layers costs this connection, and is recorded."""
+        try:
+            yield from super().handle_event(event)
+        except Exception as error:
+            self._report(self.context.client, None, f"an error in mitmproxy's layers: {error!r}")
+            self._handle_event = self._drop  # type: ignore[method-assign]
+            self._paused = None
+            self._paused_event_queue.clear()
+            yield commands.CloseConnection(self.context.client)
+
+    def _drop(self, event: events.Event) -> layer.CommandGenerator[None]:
+        """Drop what still arrives."""
+        yield from ()
+
     def make_stream(self, stream_id: int) -> layer.CommandGenerator[None]:
         """Start the exchange of one request."""
         self.streams[stream_id] = _Stream(self.context.fork(), stream_id, self._report)
