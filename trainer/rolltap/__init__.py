@@ -25,7 +25,7 @@ Read
 Train
     `Trace`, `TraceBatch`, `GroupReward`, `Ledger`
     `build_traces`       the calls of one session -> its traces and their ledger
-    `TraceGRPOTrainer`   a `trl.GRPOTrainer` that trains on traces; needs the extra `train`
+    `TraceGRPOTrainer`, `TraceGRPOConfig`   a `trl.GRPOTrainer` that trains on traces; needs the extra `train`
     `train`              roll out, train, publish and repeat, by a recipe; needs the extra `train`
 
 Errors that a caller may handle derive from `RolltapError`, except `OSError` for a file that cannot be read or written;
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from rolltap.rollouts import rollout, rollout_async
     from rolltap.runs import Run, import_calls, merge_runs, open_run, verify_run
     from rolltap.trainer.engine.serve import EngineServer
+    from rolltap.trainer.grpo.config import TraceGRPOConfig
     from rolltap.trainer.grpo.trainer import TraceGRPOTrainer
     from rolltap.trainer.rollouts.environment import Proxy
     from rolltap.trainer.rollouts.harness import Harness
@@ -74,6 +75,7 @@ __all__ = [
     "Task",
     "Trace",
     "TraceBatch",
+    "TraceGRPOConfig",
     "TraceGRPOTrainer",
     "build_traces",
     "import_calls",
@@ -92,6 +94,7 @@ _MODULES = {
     "rolltap.rollouts": ("rollout", "rollout_async"),
     "rolltap.runs": ("Run", "import_calls", "merge_runs", "open_run", "verify_run"),
     "rolltap.trainer.engine.serve": ("EngineServer",),
+    "rolltap.trainer.grpo.config": ("TraceGRPOConfig",),
     "rolltap.trainer.grpo.trainer": ("TraceGRPOTrainer",),
     "rolltap.trainer.rollouts.environment": ("Proxy",),
     "rolltap.trainer.rollouts.harness": ("Harness",),
@@ -101,6 +104,7 @@ _MODULES = {
     "rolltap.trainer.traces.ledger": ("Ledger",),
     "rolltap.training": ("train",),
 }
+_TRAINER = {"TraceGRPOConfig", "TraceGRPOTrainer"}
 _SUBMODULES = ("errors", "types")
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -117,7 +121,7 @@ def _load(name: str) -> Any:
     except ImportError as error:
         from rolltap.addons.errors import MissingPackageError
 
-        extra = "train" if name == "TraceGRPOTrainer" else "record"
+        extra = "train" if name in _TRAINER else "record"
         message = f"rolltap.{name} needs packages that are not installed ({error}): pip install 'rolltap[{extra}]'"
         raise MissingPackageError(message) from error
 
@@ -128,4 +132,4 @@ if not TYPE_CHECKING:  # a type checker would believe that the module has every 
 
 def __dir__() -> list[str]:
     names = {*globals(), *__all__, *_SUBMODULES, "__version__"}
-    return sorted(names if find_spec("trl") else names - {"TraceGRPOTrainer"})
+    return sorted(names if find_spec("trl") else names - _TRAINER)

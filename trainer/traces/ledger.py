@@ -11,7 +11,15 @@ from rolltap.addons.errors import LedgerError
 from rolltap.addons.store.records import CallRole
 
 LeftOut = Literal[
-    "aborted", "failed", "missing_logprobs", "violation", CallRole, "superseded", "over_length", "no_reward"
+    "aborted",
+    "failed",
+    "missing_logprobs",
+    "violation",
+    CallRole,
+    "superseded",
+    "over_length",
+    "no_reward",
+    "no_signal",
 ]
 """Why sampled tokens are not trained. A role: the call's role was not selected. When several reasons hold, the first in
 this order counts."""

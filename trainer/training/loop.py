@@ -18,13 +18,13 @@ from peft import LoraConfig
 from rich.console import Console
 from transformers import PrinterCallback, set_seed
 from transformers.utils import logging as transformers_logging
-from trl import GRPOConfig
 
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.blocking import run_blocking
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.publish import CheckpointPublisher, LoraPublisher, Publisher
+from rolltap.trainer.grpo.config import TraceGRPOConfig
 from rolltap.trainer.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.progress import progress_bar
 from rolltap.trainer.rollouts.harness import Harness
@@ -140,10 +140,10 @@ def sampling(recipe: Recipe) -> dict[str, Any]:
     return {**own, "temperature": temperature}
 
 
-_OURS = ("output_dir", "max_steps", "seed", "num_generations", "save_strategy", "save_steps")
+_OURS = ("output_dir", "max_steps", "seed", "save_strategy", "save_steps")
 
 
-def training_arguments(recipe: Recipe, run: Path, seed: int, tasks: Sequence[Task]) -> GRPOConfig:
+def training_arguments(recipe: Recipe, run: Path, seed: int, tasks: Sequence[Task]) -> TraceGRPOConfig:
     """Return TRL's arguments: the recipe's, and those that the loop sets. Raises `InputError` for what TRL refuses."""
     for key in _OURS:
         if key in recipe.grpo:
@@ -151,7 +151,7 @@ def training_arguments(recipe: Recipe, run: Path, seed: int, tasks: Sequence[Tas
     if recipe.groups_per_step > len(tasks):
         raise InputError(f"groups_per_step is {recipe.groups_per_step}, but {recipe.tasks} has {len(tasks)} tasks")
     cuda = torch.cuda.is_available()
-    defaults = {
+    defaults: dict[str, Any] = {
         "bf16": cuda,
         "use_cpu": not cuda,
         "activation_checkpointing": True,  # TRL's default, by the name that is not deprecated
@@ -160,15 +160,13 @@ def training_arguments(recipe: Recipe, run: Path, seed: int, tasks: Sequence[Tas
         "logging_steps": 1,
         "disable_tqdm": True,
         "save_total_limit": 2,
-        "per_device_train_batch_size": recipe.sessions_per_group,
     }
     try:
-        return GRPOConfig(
+        return TraceGRPOConfig(
             **defaults | recipe.grpo,
             output_dir=str(run / CHECKPOINTS),
             max_steps=recipe.steps * recipe.grpo.get("num_iterations", 1),
             seed=seed,
-            num_generations=recipe.sessions_per_group,
             save_strategy="steps",
             save_steps=recipe.save_steps * recipe.grpo.get("num_iterations", 1),
         )

@@ -51,7 +51,7 @@ class Recipe(BaseModel):
     recorder: dict[str, str | list[str]] = {}
     """Further options of the recorder, for example `rolltap_sampling` or `rolltap_renderer`."""
     grpo: dict[str, Any] = {}
-    """Arguments of TRL's `GRPOConfig`."""
+    """Arguments of `rolltap.TraceGRPOConfig`: those of TRL's `GRPOConfig`, and its own."""
     lora: dict[str, Any] = {}
     """Arguments of PEFT's `LoraConfig`. If given, an adapter is trained instead of the full model."""
 
