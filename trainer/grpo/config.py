@@ -29,8 +29,7 @@ ACCEPTED = _names(
     "gradient_accumulation_steps steps_per_generation num_iterations shuffle_dataset",
     "loss_type beta use_bias_correction_kl epsilon epsilon_high delta scale_rewards temperature max_completion_length",
     "model_init_kwargs trust_remote_code disable_dropout bf16 tf32",
-    "activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs",
-    "torch_empty_cache_steps",
+    "activation_checkpointing activation_checkpointing_kwargs torch_empty_cache_steps",
     "logging_strategy logging_steps logging_first_step log_on_each_node logging_nan_inf_filter log_level",
     "log_level_replica disable_tqdm report_to run_name project",
     "trackio_space_id trackio_bucket_id trackio_static_space_id",
@@ -84,6 +83,7 @@ _WHY_REFUSED: Mapping[str, str] = {
     "it replaces parts of the model, which was not tested": """
         torch_compile torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config fp16
         cast_lm_head_to_fp32""",
+    "its name is deprecated; use activation_checkpointing": "gradient_checkpointing gradient_checkpointing_kwargs",
     "a stopped training could not be resumed": """
         save_only_model enable_jit_checkpoint restore_callback_states_from_checkpoint""",
     "give it to train()": "resume_from_checkpoint do_train",
@@ -137,6 +137,7 @@ class TraceGRPOConfig(GRPOConfig):
     mismatch_max: float = field(default=2.0, metadata={"help": "Upper limit of the weight trainer / engine."})
 
     # defaults that differ from TRL's
+    activation_checkpointing: bool | None = True
     router_aux_loss_coef: float | None = 0.0
     ignore_data_skip: bool = True
     dataloader_pin_memory: bool = False
