@@ -140,7 +140,6 @@ class TraceGRPOConfig(GRPOConfig):
     activation_checkpointing: bool | None = True
     router_aux_loss_coef: float | None = 0.0
     ignore_data_skip: bool = True
-    dataloader_pin_memory: bool = False
 
     def __post_init__(self) -> None:
         """Check the fields as they were given, then let TRL derive its own."""

@@ -59,4 +59,4 @@ def test_defaults_are_trls_but_for_a_few(tmp_path):
         for declared in fields(GRPOConfig)
         if getattr(ours, declared.name) != getattr(theirs, declared.name) and declared.name != "logging_dir"
     }
-    assert different == {"router_aux_loss_coef", "ignore_data_skip", "dataloader_pin_memory"}
+    assert different == {"router_aux_loss_coef", "ignore_data_skip"}
