@@ -1,0 +1,141 @@
+"""One gradient, computed in many ways: cases of `test_invariance.py`, and the program that its two processes run."""
+
+import copy
+import random
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+from tests.trainer.grpo import tiny
+from tests.trainer.grpo.two_processes import is_first
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "dapo": {},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.02},
+    "epsilon": {"epsilon": 0.02, "epsilon_high": 0.03},
+    "delta": {"delta": 1.05},
+    "scale by batch": {"scale_rewards": "batch"},
+    "no scale": {"scale_rewards": "none"},
+    "sessions": {"normalise": "sessions"},
+    "constant": {"normalise": "constant", "max_completion_length": 20},
+    "temperature": {"temperature": 0.7},
+    "truncate": {"mismatch": "truncate", "mismatch_min": 0.9, "mismatch_max": 1.1},
+    "mask": {"mismatch": "mask", "mismatch_min": 0.9, "mismatch_max": 1.1},
+    "reference": {"beta": 0.3},
+    "reference without correction": {"beta": 0.3, "use_bias_correction_kl": False},
+    "reference of LoRA": {"beta": 0.3, "lora": True},
+    "LoRA": {"lora": True},
+    "two iterations": {"num_iterations": 2},
+    "two iterations, masked": {"num_iterations": 2, "mismatch": "mask", "mismatch_min": 0.9, "mismatch_max": 1.1},
+    "sessions with a reference": {"normalise": "sessions", "beta": 0.3},
+}
+"""Name -> arguments that change the gradient off policy; `lora` is our own."""
+
+WAYS: dict[str, dict[str, Any]] = {
+    "a trace for each call": {"strategy": "per_request", "gradient_accumulation_steps": 1},
+    "micro-batches": {"gradient_accumulation_steps": 3},
+    "more micro-batches than traces": {"strategy": "tree", "gradient_accumulation_steps": 20},
+    "checkpointing": {"strategy": "per_request", "activation_checkpointing": True},
+}
+"""Name -> ways to compute the same gradient."""
+
+
+@dataclass
+class Case:
+    """A model, the sessions that it sampled or, off policy, that an older one sampled."""
+
+    model: PreTrainedModel
+    off_policy: bool
+    reference: Path
+    traces: dict[str, list[Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for strategy in ("per_request", "prefix_merging", "tree"):
+            self.traces[strategy] = tiny.record(self.model, random.Random(7), strategy, sessions=3)
+        if self.off_policy:
+            torch.manual_seed(3)
+            self.model = copy.deepcopy(self.model)
+            for weight in self.model.parameters():
+                weight.data += 0.02 * torch.randn_like(weight)
+
+    def gradients(self, **way: Any) -> dict[str, torch.Tensor]:
+        """Return the gradients of the last step."""
+        way = {"gradient_accumulation_steps": 1, "activation_checkpointing": False} | way
+        traces = self.traces[way.pop("strategy", "prefix_merging")]
+        lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if way.pop("lora", None) else None
+        spy = tiny.Spy()
+        self.model.config._name_or_path = str(self.reference)
+        with tempfile.TemporaryDirectory() as folder:
+            torch.manual_seed(5)  # for the adapter
+            steps = way.get("num_iterations", 1)
+            source = lambda rows: traces  # noqa: E731
+            trainer = tiny.make_trainer(
+                self.model, Path(folder, "out"), source, peft_config=lora, spy=spy, max_steps=steps, optim="sgd", **way
+            )
+            trainer.train()
+        return spy.gradients[-1]
+
+
+def cases(folder: Path) -> Iterator[tuple[str, Case]]:
+    """Yield the cases by name. References are saved to `folder`, unless they are there."""
+    for name, model in {"attention": tiny.tiny_model(), "hybrid": hybrid_model()}.items():
+        if not (folder / name).exists():
+            model.save_pretrained(folder / name)
+        for off_policy in (False, True):
+            yield f"{name}, {'off' if off_policy else 'on'} policy", Case(model, off_policy, folder / name)
+
+
+def hybrid_model() -> PreTrainedModel:
+    """Return a model with three Gated DeltaNet layers and one of attention."""
+    torch.manual_seed(0)
+    config = Qwen3_5TextConfig(
+        vocab_size=tiny.VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    return Qwen3_5ForCausalLM(config).eval()
+
+
+def relative_difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+    """Return |first - second| / |first| over all parameters together."""
+    assert first.keys() == second.keys()
+    norm = sum(float((gradient**2).sum()) for gradient in first.values()) ** 0.5
+    return sum(float(((first[name] - second[name]) ** 2).sum()) for name in first) ** 0.5 / norm
+
+
+def every_option(folder: Path, forward: str) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the gradients of every option, of the cases off policy in `folder`."""
+    found = {}
+    for name, case in cases(folder):
+        if case.off_policy:
+            for option, values in OPTIONS.items():
+                found[f"{name}: {option}"] = case.gradients(**values, forward=forward, gradient_accumulation_steps=2)
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    gradients = every_option(folder, sys.argv[2])
+    if is_first():
+        torch.save(gradients, folder / "two.pt")

@@ -1,0 +1,66 @@
+"""The gradient depends neither on the strategy nor on the split into micro-batches and processes nor on the forward.
+
+Differences are relative to the gradient of merged traces in one padded batch, in float32.
+"""
+
+import pytest
+import torch
+
+from tests.trainer.grpo.invariance import OPTIONS, WAYS, cases, every_option, relative_difference
+from tests.trainer.grpo.two_processes import run_two
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+TOLERANCE = {"attention": 1e-5, "hybrid": 2e-4}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("references")
+
+
+@pytest.fixture(scope="module")
+def case_by_name(folder):
+    return dict(cases(folder))
+
+
+NAMES = [f"{model}, {policy} policy" for model in TOLERANCE for policy in ("on", "off")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_way_gives_the_same_gradient(case_by_name, name, option):
+    case, values = case_by_name[name], OPTIONS[option]
+    expected = case.gradients(**values, forward="padded")
+    for way in WAYS.values():
+        assert (
+            relative_difference(expected, case.gradients(**{"forward": "padded"} | values | way))
+            < TOLERANCE[name.partition(",")[0]]
+        )
+
+
+def test_options_are_not_the_same_gradient_by_another_name(case_by_name):
+    """Options that change nothing here would prove nothing."""
+    case = case_by_name["attention, off policy"]
+    plain = {lora: case.gradients(forward="padded", lora=lora) for lora in (False, True)}
+    for option, values in OPTIONS.items():
+        if values not in ({}, {"lora": True}):
+            other = case.gradients(**values, forward="padded")
+            assert relative_difference(plain[bool(values.get("lora"))], other) > 1e-3, option
+
+
+@pytest.mark.parametrize("forward", ["padded"])
+def test_two_processes_compute_the_gradient_of_one(case_by_name, folder, forward):
+    run_two("tests.trainer.grpo.invariance", str(folder), forward)
+    two, one = torch.load(folder / "two.pt"), every_option(folder, "padded")
+    assert two.keys() == one.keys()
+    for name in one:
+        assert relative_difference(one[name], two[name]) < TOLERANCE[name.partition(",")[0]], name
