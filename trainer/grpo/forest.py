@@ -1,8 +1,9 @@
 """Rows as a prefix forest: segments that hold each shared token once, and batches of segments that can run together."""
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -16,8 +17,9 @@ LEAST_SHARED = 16
 by each branch, because a forward pass of its own costs more. Kernels of linear attention have no gradient for a segment
 of one token that continues a state; so it is at least 2."""
 
-LEAST_WASTE = 512
-"""Tokens of padding that a batch may have however small it is. Beyond them, at most a quarter of its tokens."""
+LEAST_WASTE = 1024
+"""Tokens of padding that a batch may have however small it is: about what another batch costs. Beyond them, at most a
+quarter of its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +51,14 @@ class Segment:
 class _Path(NamedTuple):
     """The segments from a row's first token on."""
 
-    ends: NDArray[np.int64]
+    ends: list[int]
     """Position after each segment's last token, ascending."""
-    indices: NDArray[np.int64]
+    indices: list[int]
     """Index of each segment."""
 
     def until(self, position: int) -> "_Path":
         """Return the segments that end at or before `position`."""
-        n = int(np.searchsorted(self.ends, position, side="right"))
+        n = bisect_right(self.ends, position)
         return _Path(self.ends[:n], self.indices[:n])
 
 
@@ -68,7 +70,7 @@ def build_forest(rows: Sequence[Row], tokens_per_segment: int) -> list[Segment]:
     """
     used = {i: row.ids[: row.scored[-1]].tobytes() for i, row in enumerate(rows) if len(row.scored)}
     order = sorted(used, key=used.__getitem__)
-    shared = [0] + [common_length(used[a], used[b]) for a, b in pairwise(order)]
+    shared = [0] * bool(order) + [common_length(used[a], used[b]) for a, b in pairwise(order)]
     # A row that the next one begins with has no tokens of its own.
     covered = [False] * len(order)
     for k in range(len(order) - 1):
@@ -78,12 +80,13 @@ def build_forest(rows: Sequence[Row], tokens_per_segment: int) -> list[Segment]:
     owners, branches = _branches(shared, covered)
     parents: list[int] = []
     spans: list[tuple[int, int, int]] = []  # row, start, end
-    paths: list[_Path] = [_Path(np.zeros(0, np.int64), np.zeros(0, np.int64))] * len(order)
+    nothing = _Path([], [])
+    paths = [nothing] * len(order)
     starts = [0] * len(order)
     for k, i in enumerate(order):
         if covered[k]:
             continue
-        before = paths[owners[k]].until(starts[k]) if owners[k] >= 0 else paths[k]
+        before = paths[owners[k]].until(starts[k]) if starts[k] else nothing
         cuts = [starts[k]]
         for depth, child in sorted((shared[child], child) for child in branches[k]):
             if depth - cuts[-1] >= LEAST_SHARED:
@@ -91,16 +94,14 @@ def build_forest(rows: Sequence[Row], tokens_per_segment: int) -> list[Segment]:
             starts[child] = cuts[-1]
         cuts.append(len(used[i]) // 4)
         ends = [end for a, b in pairwise(cuts) for end in _parts(a, b, tokens_per_segment)]
-        first = len(spans)
-        spans += [(i, a, b) for a, b in zip([starts[k], *ends], ends, strict=False)]
-        parents += [int(before.indices[-1]) if len(before.indices) else -1, *range(first, len(spans) - 1)]
-        paths[k] = _Path(np.append(before.ends, ends), np.append(before.indices, np.arange(first, len(spans))))
+        own = list(range(len(spans), len(spans) + len(ends)))
+        spans += zip(repeat(i), [starts[k], *ends], ends, strict=False)
+        parents += [before.indices[-1] if before.indices else -1, *own[:-1]]
+        paths[k] = _Path(before.ends + ends, before.indices + own)
     for k in reversed(range(len(order))):
         if covered[k]:
             paths[k] = paths[k + 1]
-
-    path_of = dict(zip(order, paths, strict=True))
-    return _with_targets(rows, spans, parents, path_of)
+    return _with_targets(rows, spans, parents, dict(zip(order, paths, strict=True)))
 
 
 def _branches(shared: Sequence[int], covered: Sequence[bool]) -> tuple[list[int], list[list[int]]]:
@@ -130,31 +131,32 @@ def _parts(start: int, end: int, size: int) -> list[int]:
 
 
 def _with_targets(
-    rows: Sequence[Row], spans: Sequence[tuple[int, int, int]], parents: Sequence[int], path_of: dict[int, _Path]
+    rows: Sequence[Row], spans: Sequence[tuple[int, int, int]], parents: Sequence[int], paths: dict[int, _Path]
 ) -> list[Segment]:
     if not spans:
         return []
-    starts = np.array([start for _, start, _ in spans])
-    where = []
-    for i, path in path_of.items():
-        # the token at p is predicted at p - 1
-        where.append(path.indices[np.searchsorted(path.ends, rows[i].scored - 1, side="right")])
+    # the token at p is predicted at p - 1; a row's positions come after all of the rows before it
+    apart = max(path.ends[-1] for path in paths.values()) + 1
+    lengths = [len(rows[i].scored) for i in paths]
+    predicted = np.concatenate([rows[i].scored for i in paths]) - 1
+    offsets = np.arange(len(paths)) * apart
+    ends = np.repeat(offsets, [len(path.ends) for path in paths.values()])
+    ends += np.fromiter(chain.from_iterable(path.ends for path in paths.values()), np.int64)
+    indices = np.fromiter(chain.from_iterable(path.indices for path in paths.values()), np.int64)
+    segment = indices[np.searchsorted(ends, np.repeat(offsets, lengths) + predicted, side="right")]
+    at = predicted - np.array([start for _, start, _ in spans])[segment]
+    tokens = np.concatenate([rows[i].ids[rows[i].scored] for i in paths])
     first = np.cumsum([0, *(len(row.scored) for row in rows)])
-    segment = np.concatenate(where)
-    at = np.concatenate([rows[i].scored - 1 for i in path_of]) - starts[segment]
-    tokens = np.concatenate([rows[i].ids[rows[i].scored] for i in path_of])
-    flat = np.concatenate([np.arange(first[i], first[i + 1]) for i in path_of])
+    flat = np.concatenate([np.arange(first[i], first[i + 1]) for i in paths])
+
     by_segment = np.argsort(segment, kind="stable")
-    bounds = np.searchsorted(segment[by_segment], np.arange(len(spans) + 1))
-    has_children = np.zeros(len(spans), bool)
-    has_children[[parent for parent in parents if parent >= 0]] = True
-    segments = []
-    for k, (i, start, end) in enumerate(spans):
-        own = by_segment[bounds[k] : bounds[k + 1]]
-        segments.append(
-            Segment(parents[k], start, rows[i].ids[start:end], bool(has_children[k]), at[own], tokens[own], flat[own])
-        )
-    return segments
+    at, tokens, flat = at[by_segment], tokens[by_segment], flat[by_segment]
+    bounds = np.searchsorted(segment[by_segment], np.arange(len(spans) + 1)).tolist()
+    inner = set(parents)
+    return [
+        Segment(parents[k], start, rows[i].ids[start:end], k in inner, at[a:b], tokens[a:b], flat[a:b])
+        for k, ((i, start, end), (a, b)) in enumerate(zip(spans, pairwise(bounds), strict=True))
+    ]
 
 
 def batches(segments: Sequence[Segment], tokens: int, positions: int, *, same_length: bool) -> list[list[int]]:
