@@ -1,0 +1,218 @@
+"""The two passes over the segments of a prefix forest.
+
+The forward pass runs them parents first, and keeps the state of each that others continue: keys and values, or the
+states of linear attention. The backward pass runs them again, children first, from the states of their ancestors as
+leaf tensors. So a segment's backward pass begins with the gradient of its state, which its descendants have added up.
+The activations of one batch of segments are alive at a time.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from rolltap.trainer.grpo.caches import State, state_of
+from rolltap.trainer.grpo.decoder import Decoder
+from rolltap.trainer.grpo.forest import batches, build_forest
+from rolltap.trainer.grpo.rows import Row
+from rolltap.trainer.grpo.scoring import Scores
+
+POSITIONS = 8
+"""Positions of a batch (its segments and all their ancestors) for each token that a batch may have. A position costs a
+copy of its keys and values, a small part of a token's activations. A batch of one segment may have more."""
+
+
+class Grove:
+    """Rows whose states are kept together: a forest, and its execution."""
+
+    def __init__(self, decoder: Decoder, rows: Sequence[Row], tokens: int, *, offload: bool) -> None:
+        """`tokens` is what a batch may have. With `offload` states rest in the CPU's memory."""
+        self.decoder = decoder
+        self.segments = build_forest(rows, tokens)
+        self.size = sum(len(row.scored) for row in rows)
+        positions = max([POSITIONS * tokens, *(segment.end for segment in self.segments)])
+        self.batches = batches(self.segments, tokens, positions, same_length=decoder.layers.linear)
+        self._offload = offload
+        self._ancestors: list[list[int]] = []
+        for segment in self.segments:
+            above = [] if segment.parent < 0 else [*self._ancestors[segment.parent], segment.parent]
+            self._ancestors.append(above)
+        # each batch after which states are not read any more
+        last = {k: i for i, batch in enumerate(self.batches) for k in batch}
+        for k in reversed(range(len(self.segments))):
+            if (parent := self.segments[k].parent) >= 0:
+                last[parent] = max(last[parent], last[k])
+        self._done: list[list[int]] = [[] for _ in self.batches]
+        for k, i in last.items():
+            self._done[i].append(k)
+        self._random: list[_RandomState] = []
+
+    @property
+    def forwarded(self) -> int:
+        """Tokens that go through the model, padding included."""
+        return sum(len(batch) * max(len(self.segments[k].ids) for k in batch) for batch in self.batches)
+
+    def score(self, *, keep: bool) -> tuple[Scores, dict[int, State]]:
+        """Run all segments, parents first, with a graph if gradients are enabled.
+
+        Returns the scores, and the states of inner segments if `keep`.
+        """
+        states: dict[int, State] = {}
+        found, places = [], []
+        for i, batch in enumerate(self.batches):
+            self._random.append(_random_state(self.decoder.device))
+            with self.decoder.autocast():
+                hidden, new = self._run(batch, states)
+                flat, at, tokens = self._targets(batch, hidden)
+                found += [self._head(at[part], tokens[part]) for part in self._chunks(len(flat))]
+            places.append(flat)
+            states |= new if torch.is_grad_enabled() else {k: self._at_rest(state) for k, state in new.items()}
+            if not keep:
+                for k in self._done[i]:
+                    states.pop(k, None)
+        order = torch.from_numpy(np.argsort(np.concatenate(places))).to(self.decoder.device)
+        logprobs, entropies = (torch.cat(values)[order] for values in zip(*found, strict=True))
+        return Scores(logprobs, entropies), states
+
+    def states(self) -> dict[int, State]:
+        """Run the inner segments alone, without a graph, and return their states."""
+        states: dict[int, State] = {}
+        for batch, random in zip(self.batches, self._random, strict=True):
+            if self.segments[batch[0]].inner:
+                with _as_before(random, self.decoder.device), self.decoder.autocast():
+                    _, new = self._run(batch, states)
+                states |= {k: self._at_rest(state) for k, state in new.items()}
+        return states
+
+    def backward(self, states: dict[int, State], gradient: Tensor) -> None:
+        """Add the gradients of the parameters to their `.grad`, and take the `states` apart as they are done.
+
+        `gradient` is that of the flat scores, shape (N,).
+        """
+        gradients: dict[int, list[list[Tensor | None]]] = {}
+        for k, state in states.items():
+            gradients[k] = [[None] * len(layer) for layer in state]
+            for layer, own in zip(state, gradients[k], strict=True):
+                for i, leaf in enumerate(layer):
+                    leaf.requires_grad_().register_post_accumulate_grad_hook(_adder(own, i))
+        for batch, random in zip(reversed(self.batches), reversed(self._random), strict=True):
+            with torch.enable_grad(), _as_before(random, self.decoder.device):
+                self._backward_batch(batch, states, gradients, gradient)
+
+    def _backward_batch(
+        self,
+        batch: Sequence[int],
+        states: dict[int, State],
+        gradients: dict[int, list[list[Tensor | None]]],
+        gradient: Tensor,
+    ) -> None:
+        with self.decoder.autocast():
+            hidden, new = self._run(batch, states)
+            flat, at, tokens = self._targets(batch, hidden)
+        ends = [(at, self._backward_head(at, tokens, gradient[self._tensor(flat)]))] if len(flat) else []
+        for k, state in new.items():
+            del states[k]
+            for layer, own in zip(state, gradients.pop(k), strict=True):
+                ends += [(x, g.to(x)) for x, g in zip(layer, own, strict=True) if g is not None]
+        ends = [(x, g) for x, g in ends if x.requires_grad]
+        if ends:
+            torch.autograd.backward([x for x, _ in ends], [g for _, g in ends])
+
+    def _backward_head(self, hidden: Tensor, tokens: Tensor, gradient: Tensor) -> Tensor:
+        """Add the gradients of the head, and return that of its hidden states (E, H)."""
+        leaf = hidden.detach().requires_grad_()
+        for part in self._chunks(len(tokens)):
+            with self.decoder.autocast():
+                logprobs, _ = self.decoder.head(leaf[part], tokens[part])
+            logprobs.backward(gradient[part])
+        assert leaf.grad is not None
+        return leaf.grad
+
+    def _head(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        if torch.is_grad_enabled():
+            # not the logits are kept, but the hidden states
+            scores: tuple[Tensor, Tensor] = checkpoint(self.decoder.head, hidden, tokens, use_reentrant=False)
+            return scores
+        return self.decoder.head(hidden, tokens)
+
+    def _chunks(self, tokens: int) -> list[slice]:
+        size = self.decoder.head.chunk
+        return [slice(i, i + size) for i in range(0, max(tokens, 1), size)]
+
+    def _run(self, batch: Sequence[int], states: dict[int, State]) -> tuple[Tensor, dict[int, State]]:
+        """Return the hidden states (B, n, H) of a batch's segments, and the states after the inner ones."""
+        segments = [self.segments[k] for k in batch]
+        width, past = (max(values) for values in zip(*((len(s.ids), s.start) for s in segments), strict=True))
+        ids = np.zeros((len(batch), width), np.int64)
+        for row, segment in zip(ids, segments, strict=True):
+            row[: len(segment.ids)] = segment.ids
+        options: dict[str, Any] = {"use_cache": False}
+        if past or any(segment.inner for segment in segments):
+            starts = np.array([[segment.start] for segment in segments])
+            positions = starts + np.arange(width)
+            ancestors = [[states[a] for a in self._ancestors[k]] for k in batch]
+            cache = self.decoder.layers.cache(ancestors, past, self.decoder.device)
+            options = {"use_cache": True, "past_key_values": cache, "position_ids": self._tensor(positions)}
+            if starts.min() < past:
+                # what is on the right of a segment needs no mask: it is later
+                options["attention_mask"] = self._tensor(np.arange(past + width) >= past - starts)
+        hidden = self.decoder.body(input_ids=self._tensor(ids), **options).last_hidden_state
+        inner = [(row, k) for row, k in enumerate(batch) if self.segments[k].inner]
+        return hidden, {k: state_of(cache, row, len(self.segments[k].ids)) for row, k in inner}
+
+    def _targets(self, batch: Sequence[int], hidden: Tensor) -> tuple[NDArray[np.int64], Tensor, Tensor]:
+        """Return flat indices of the scored tokens (E,), the hidden states before them (E, H), and the tokens (E,)."""
+        segments = [self.segments[k] for k in batch]
+        rows = np.repeat(np.arange(len(batch)), [len(segment.at) for segment in segments])
+        flat, at, tokens = (
+            np.concatenate([getattr(segment, name) for segment in segments]) for name in ("flat", "at", "tokens")
+        )
+        return flat, hidden[self._tensor(rows), self._tensor(at)], self._tensor(tokens.astype(np.int64))
+
+    def _tensor(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(self.decoder.device)
+
+    def _at_rest(self, state: State) -> State:
+        """Return a state that does not hold the batch it was a part of, in the CPU's memory if that is asked for."""
+        return [tuple(self._moved(tensor) for tensor in layer) for layer in state]
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        if self._offload and tensor.is_cuda:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+        return tensor.detach().clone()
+
+
+_RandomState = tuple[Tensor, Tensor | None]
+"""State of the random numbers of the CPU, and of the device. Dropout must be the same in both passes."""
+
+
+def _random_state(device: torch.device) -> _RandomState:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+@contextmanager
+def _as_before(state: _RandomState, device: torch.device) -> Iterator[None]:
+    """Draw the same random numbers as when the state was taken, then go on as if nothing had been drawn."""
+    on_cpu, on_device = state
+    with torch.random.fork_rng([device] if on_device is not None else []):
+        torch.set_rng_state(on_cpu)
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device, device)
+        yield
+
+
+def _adder(sums: list[Tensor | None], i: int) -> Callable[[Tensor], None]:
+    """Return a hook that adds a leaf's gradient to `sums[i]` in float32: in bfloat16, small ones would be lost."""
+
+    def add(leaf: Tensor) -> None:
+        assert leaf.grad is not None
+        so_far = sums[i]
+        sums[i] = leaf.grad.float() if so_far is None else so_far.add_(leaf.grad)
+        leaf.grad = None
+
+    return add
