@@ -5,12 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-<<<<<<< HEAD
 from rolltap.addons.errors import InputError
 from rolltap.trainer.traces.build import Trace
 
-=======
->>>>>>> segments
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -24,7 +21,6 @@ class Row:
 
     ids: NDArray[np.int32]
     scored: NDArray[np.int64]
-<<<<<<< HEAD
 
 
 def trace_row(trace: Trace) -> Row:
@@ -40,5 +36,3 @@ def trace_row(trace: Trace) -> Row:
     if len(scored) and scored[0] == 0:
         raise InputError(f"trace {trace.trace_id} trains its first token, which nothing precedes")
     return Row(ids, scored)
-=======
->>>>>>> segments

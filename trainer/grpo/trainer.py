@@ -50,6 +50,7 @@ from rolltap.trainer.grpo.order import rows_of_step
 from rolltap.trainer.grpo.ranks import average_gradients, on_main, together
 from rolltap.trainer.grpo.rows import Row, trace_row
 from rolltap.trainer.grpo.scoring import PaddedScorer, Scorer, Scores
+from rolltap.trainer.grpo.segments import SegmentScorer
 from rolltap.trainer.traces.build import Trace, TraceBatch
 
 logger = logging.getLogger(__name__)
@@ -241,7 +242,15 @@ class TraceGRPOTrainer(GRPOTrainer):
 
     @cached_property
     def _scorer(self) -> Scorer:
-        return PaddedScorer(self.accelerator)
+        if self.args.forward == "padded":
+            return PaddedScorer(self.accelerator)
+        return SegmentScorer(
+            self.accelerator.autocast,
+            self.temperature,
+            tokens_per_segment=self.args.tokens_per_segment or 4096,
+            keep_graph=not self.args.activation_checkpointing,
+            offload_states=self.args.offload_states,
+        )
 
     @property
     def _unwrapped(self) -> Any:

@@ -57,7 +57,7 @@ def test_options_are_not_the_same_gradient_by_another_name(case_by_name):
             assert relative_difference(plain[bool(values.get("lora"))], other) > 1e-3, option
 
 
-@pytest.mark.parametrize("forward", ["padded"])
+@pytest.mark.parametrize("forward", ["padded", "segments"])
 def test_two_processes_compute_the_gradient_of_one(case_by_name, folder, forward):
     run_two("tests.trainer.grpo.invariance", str(folder), forward)
     two, one = torch.load(folder / "two.pt"), every_option(folder, "padded")
