@@ -1,6 +1,7 @@
 """One gradient, computed in many ways: cases of `test_invariance.py`, and the program that its two processes run."""
 
 import copy
+import gc
 import random
 import sys
 import tempfile
@@ -39,7 +40,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """Name -> arguments that change the gradient off policy; `lora` is our own."""
 
 WAYS: dict[str, dict[str, Any]] = {
-    "a trace for each call": {"strategy": "per_request", "gradient_accumulation_steps": 1},
     "micro-batches": {"gradient_accumulation_steps": 3},
     "more micro-batches than traces": {"strategy": "tree", "gradient_accumulation_steps": 20},
     "checkpointing": {"strategy": "per_request", "activation_checkpointing": True},
@@ -126,10 +126,10 @@ def relative_difference(first: dict[str, torch.Tensor], second: dict[str, torch.
 
 
 def every_option(folder: Path, forward: str) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the gradients of every option, of the cases off policy in `folder`."""
+    """Return the gradients of every option, of the attention model off policy in `folder`."""
     found = {}
     for name, case in cases(folder):
-        if case.off_policy:
+        if name == "attention, off policy":
             for option, values in OPTIONS.items():
                 found[f"{name}: {option}"] = case.gradients(**values, forward=forward, gradient_accumulation_steps=2)
     return found
@@ -137,6 +137,7 @@ def every_option(folder: Path, forward: str) -> dict[str, dict[str, torch.Tensor
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    gc.freeze()
     folder = Path(sys.argv[1])
     gradients = every_option(folder, sys.argv[2])
     if is_first():

@@ -27,15 +27,6 @@ from tests.trainer.grpo.tiny import (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    # with tensors this small, several threads cost more than they save
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def model() -> Qwen3ForCausalLM:
     return tiny_model()
@@ -214,8 +205,8 @@ def test_lora_trains_the_adapter_alone(model, traces, tmp_path):
 
 
 def test_tokens_lost_on_the_way_to_the_loss_are_an_error(model, traces, tmp_path, monkeypatch):
-    split = module.spread_by_length
-    monkeypatch.setattr(module, "spread_by_length", lambda rows, parts: split(rows[1:], parts))
+    split = module.spread_by_prefix
+    monkeypatch.setattr(module, "spread_by_prefix", lambda rows, parts: split(rows[1:], parts))
     with pytest.raises(LedgerError, match="but the loss would see"):
         make_trainer(model, tmp_path, lambda rows: traces).train()
 
