@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Cache
 
+from rolltap.trainer.grpo.attention import segment_attention
 from rolltap.trainer.grpo.caches import Layers, State
 from rolltap.trainer.grpo.head import Head
 
@@ -65,13 +66,14 @@ class Decoder:
         torch.clear_autocast_cache()
 
     @contextmanager
-    def without_checkpointing(self) -> Iterator[None]:
-        """Turn the layers' gradient checkpointing off, under which they drop their cache."""
+    def prepared(self) -> Iterator[None]:
+        """Let the layers share masks, and turn their gradient checkpointing off, under which they drop their cache."""
         on = [module for module in self.body.modules() if getattr(module, "gradient_checkpointing", False)]
         for module in on:
             module.gradient_checkpointing = False
         try:
-            yield
+            with segment_attention(self.body.config):
+                yield
         finally:
             for module in on:
                 module.gradient_checkpointing = True

@@ -48,6 +48,8 @@ class Costs:
     """Activations of a token in one batch."""
     graph_per_position: float
     """Copies of a position's keys and values."""
+    heads_per_key: int
+    """Copies of them in a batch of several segments: heads that share keys."""
     graph_per_pair: float
     """Attention of a token to a position: a mask, or the weights where the model's attention keeps them."""
     graph: float
@@ -60,7 +62,7 @@ class Costs:
     def of_batch(self, tokens: int, longest: int) -> float:
         """Return the bytes of one batch in the backward pass. `longest` is the number of tokens of the longest row."""
         graph = self.graph + self.graph_per_token * tokens + self.graph_per_pair * tokens * longest
-        graph += self.graph_per_position * max(POSITIONS * tokens, longest)
+        graph += self.graph_per_position * max(POSITIONS * tokens * self.heads_per_key, longest)
         return WORKING * graph + self.logits_per_token * min(tokens, self.logits_tokens)
 
     def of_states(self, tokens: int, tokens_per_segment: int) -> float:
@@ -101,8 +103,8 @@ def measure(model: Any, autocast: Callable[[], AbstractContextManager[Any]]) -> 
     states are not known.
     """
     decoder = Decoder(model, 1.0, autocast)
-    n = MEASURED
-    with decoder.without_checkpointing():
+    n, config = MEASURED, decoder.body.config
+    with decoder.prepared():
         pasts = {past: _state(decoder, past) for past in (n, 2 * n)}
         saved = {(new, past): _saved(decoder, new, past, pasts[past]) for new in pasts for past in pasts}
     states = {past: sum(tensor.nbytes for layer in state for tensor in layer) for past, state in pasts.items()}
@@ -119,6 +121,7 @@ def measure(model: Any, autocast: Callable[[], AbstractContextManager[Any]]) -> 
         state_gradient=4 * values / states[n],
         graph_per_token=per_token,
         graph_per_position=per_position,
+        heads_per_key=getattr(config, "num_attention_heads", 1) // (getattr(config, "num_key_value_heads", None) or 1),
         graph_per_pair=per_pair,
         graph=max(0.0, saved[n, n] - per_token * n - 2 * per_position * n - 2 * per_pair * n**2),
         logits_per_token=COPIES * 4.0 * decoder.head.vocabulary,
