@@ -1,13 +1,18 @@
-"""A causal language model without its wrappers: decoder, head, kinds of cache layers."""
+"""A causal language model without its wrappers: runs its decoder on batches of segments."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import extract_model_from_parallel
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import Cache
 
-from rolltap.trainer.grpo.caches import Layers
+from rolltap.trainer.grpo.attention import segment_attention
+from rolltap.trainer.grpo.caches import Layers, State
 from rolltap.trainer.grpo.head import Head
 
 
@@ -26,6 +31,32 @@ class Decoder:
         self.device = model.get_input_embeddings().weight.device
         self._autocast = autocast
 
+    def run(
+        self, ids: NDArray[np.int64], starts: NDArray[np.int64], ancestors: Sequence[Sequence[State]], *, keep: bool
+    ) -> tuple[Tensor, Cache | None]:
+        """Run a batch of segments, each after its ancestors.
+
+        `ids` are their tokens, padded on the right, (B, n). `starts` are their positions, (B,): the number of tokens of
+        the `ancestors`, whose states are given in order of position. Returns the hidden states (B, n, H) and, if `keep`
+        or if there are ancestors, the cache with the new states.
+        """
+        past = int(starts.max())
+        options: dict[str, Any] = {"use_cache": False}
+        cache = None
+        if keep or past:
+            cache = self.layers.cache(ancestors, past, self.device)
+            positions = starts[:, None] + np.arange(ids.shape[1])
+            options = {"use_cache": True, "past_key_values": cache, "position_ids": self.tensor(positions)}
+            if starts.min() < past:
+                # what is on the right of a segment needs no mask: it is later
+                options["attention_mask"] = self.tensor(np.arange(past + ids.shape[1]) >= past - starts[:, None])
+        hidden: Tensor = self.body(input_ids=self.tensor(ids), **options).last_hidden_state
+        return hidden, cache
+
+    def tensor(self, array: NDArray[Any]) -> Tensor:
+        """Return the array's values on the model's device."""
+        return torch.from_numpy(array).to(self.device)
+
     @contextmanager
     def autocast(self) -> Iterator[None]:
         """Run in mixed precision. Weights that were cast before without a gradient are cast again."""
@@ -35,13 +66,14 @@ class Decoder:
         torch.clear_autocast_cache()
 
     @contextmanager
-    def without_checkpointing(self) -> Iterator[None]:
-        """Turn the layers' gradient checkpointing off, under which they drop their cache."""
+    def prepared(self) -> Iterator[None]:
+        """Let the layers share masks, and turn their gradient checkpointing off, under which they drop their cache."""
         on = [module for module in self.body.modules() if getattr(module, "gradient_checkpointing", False)]
         for module in on:
             module.gradient_checkpointing = False
         try:
-            yield
+            with segment_attention(self.body.config):
+                yield
         finally:
             for module in on:
                 module.gradient_checkpointing = True

@@ -20,7 +20,8 @@ class Head:
         self._scale = _logit_scale(config)
         self._cap = getattr(config, "final_logit_softcapping", None)
         self._temperature = temperature
-        self.chunk = max(1, LOGITS // int(self._project.weight.shape[0]))
+        self.vocabulary = int(self._project.weight.shape[0])
+        self.chunk = max(1, LOGITS // self.vocabulary)
         """Tokens of a chunk."""
 
     def __call__(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

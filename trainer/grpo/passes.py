@@ -8,7 +8,6 @@ The activations of one batch of segments are alive at a time.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +33,6 @@ class Grove:
         """`tokens` is what a batch may have. With `offload` states rest in the CPU's memory."""
         self.decoder = decoder
         self.segments = build_forest(rows, tokens)
-        self.size = sum(len(row.scored) for row in rows)
         positions = max([POSITIONS * tokens, *(segment.end for segment in self.segments)])
         self.batches = batches(self.segments, tokens, positions, same_length=decoder.layers.linear)
         self._offload = offload
@@ -75,7 +73,7 @@ class Grove:
             if not keep:
                 for k in self._done[i]:
                     states.pop(k, None)
-        order = torch.from_numpy(np.argsort(np.concatenate(places))).to(self.decoder.device)
+        order = self.decoder.tensor(np.argsort(np.concatenate(places)))
         logprobs, entropies = (torch.cat(values)[order] for values in zip(*found, strict=True))
         return Scores(logprobs, entropies), states
 
@@ -114,7 +112,7 @@ class Grove:
         with self.decoder.autocast():
             hidden, new = self._run(batch, states)
             flat, at, tokens = self._targets(batch, hidden)
-        ends = [(at, self._backward_head(at, tokens, gradient[self._tensor(flat)]))] if len(flat) else []
+        ends = [(at, self._backward_head(at, tokens, gradient[self.decoder.tensor(flat)]))] if len(flat) else []
         for k, state in new.items():
             del states[k]
             for layer, own in zip(state, gradients.pop(k), strict=True):
@@ -147,21 +145,12 @@ class Grove:
     def _run(self, batch: Sequence[int], states: dict[int, State]) -> tuple[Tensor, dict[int, State]]:
         """Return the hidden states (B, n, H) of a batch's segments, and the states after the inner ones."""
         segments = [self.segments[k] for k in batch]
-        width, past = (max(values) for values in zip(*((len(s.ids), s.start) for s in segments), strict=True))
-        ids = np.zeros((len(batch), width), np.int64)
+        ids = np.zeros((len(batch), max(len(segment.ids) for segment in segments)), np.int64)
         for row, segment in zip(ids, segments, strict=True):
             row[: len(segment.ids)] = segment.ids
-        options: dict[str, Any] = {"use_cache": False}
-        if past or any(segment.inner for segment in segments):
-            starts = np.array([[segment.start] for segment in segments])
-            positions = starts + np.arange(width)
-            ancestors = [[states[a] for a in self._ancestors[k]] for k in batch]
-            cache = self.decoder.layers.cache(ancestors, past, self.decoder.device)
-            options = {"use_cache": True, "past_key_values": cache, "position_ids": self._tensor(positions)}
-            if starts.min() < past:
-                # what is on the right of a segment needs no mask: it is later
-                options["attention_mask"] = self._tensor(np.arange(past + width) >= past - starts)
-        hidden = self.decoder.body(input_ids=self._tensor(ids), **options).last_hidden_state
+        starts = np.array([segment.start for segment in segments])
+        ancestors = [[states[a] for a in self._ancestors[k]] for k in batch]
+        hidden, cache = self.decoder.run(ids, starts, ancestors, keep=segments[0].inner)
         inner = [(row, k) for row, k in enumerate(batch) if self.segments[k].inner]
         return hidden, {k: state_of(cache, row, len(self.segments[k].ids)) for row, k in inner}
 
@@ -172,10 +161,11 @@ class Grove:
         flat, at, tokens = (
             np.concatenate([getattr(segment, name) for segment in segments]) for name in ("flat", "at", "tokens")
         )
-        return flat, hidden[self._tensor(rows), self._tensor(at)], self._tensor(tokens.astype(np.int64))
-
-    def _tensor(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self.decoder.device)
+        return (
+            flat,
+            hidden[self.decoder.tensor(rows), self.decoder.tensor(at)],
+            self.decoder.tensor(tokens.astype(np.int64)),
+        )
 
     def _at_rest(self, state: State) -> State:
         """Return a state that does not hold the batch it was a part of, in the CPU's memory if that is asked for."""

@@ -27,7 +27,7 @@ class _TwoPasses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[None, None, None]:
-        with ctx.grove.decoder.without_checkpointing():
+        with ctx.grove.decoder.prepared():
             ctx.grove.backward(ctx.states or ctx.grove.states(), gradient)
         return None, None, None
 
@@ -72,7 +72,7 @@ class SegmentScorer:
         self.forwarded = sum(grove.forwarded for grove in groves)
         hook = torch.zeros(0, device=decoder.device, requires_grad=torch.is_grad_enabled())
         found = [Scores(hook.clone(), hook.detach())]
-        with decoder.without_checkpointing():
+        with decoder.prepared():
             for grove in groves:
                 if hook.requires_grad and not self._keep_graph:
                     scores = _TwoPasses.apply(hook, grove, len(groves) == 1)  # type: ignore[no-untyped-call]

@@ -1,0 +1,119 @@
+"""What segments cost, counted on the model, and the sizes chosen for it."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rolltap.trainer.grpo.plan import SIZES, Costs, measure
+from rolltap.trainer.grpo.rows import Row
+from rolltap.trainer.grpo.segments import SegmentScorer
+from tests.trainer.grpo.tiny_models import COMMON, FAMILIES, VOCABULARY, tiny
+
+HEADS, SIZE = COMMON["num_key_value_heads"], COMMON["head_dim"]
+
+COSTS = Costs(
+    state_per_token=100.0,
+    state_per_segment=0.0,
+    state_gradient=1.0,
+    graph_per_token=1000.0,
+    graph_per_position=10.0,
+    heads_per_key=1,
+    graph_per_pair=0.0,
+    graph=0.0,
+    logits_per_token=0.0,
+    logits_tokens=100,
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_costs_are_counted_on_the_model(family):
+    costs = measure(tiny(family), nullcontext)
+    attention = FAMILIES[family][1].layer_types.count("full_attention") if family == "qwen3.5" else 2
+    assert costs.state_per_token == attention * 2 * HEADS * SIZE * 4
+    assert (costs.state_per_segment > 0) == (family == "qwen3.5")
+    assert costs.state_gradient == 1.0
+    assert costs.graph_per_token > 10 * costs.state_per_token
+    assert costs.heads_per_key == 2
+    # the layers share a mask of float32 numbers for each kind of window; gpt-oss keeps its attention weights
+    masks = {"gemma3": 2, "gpt-oss": 2 * COMMON["num_attention_heads"]}
+    assert costs.graph_per_pair == 4 * masks.get(family, 1)
+    assert costs.logits_per_token >= 4 * VOCABULARY
+    assert len(costs.table().splitlines()) == 10
+
+
+def test_in_bf16_a_state_is_half_as_large_and_its_gradient_is_not():
+    costs = measure(tiny("llama").bfloat16(), nullcontext)
+    assert costs.state_per_token == 2 * 2 * HEADS * SIZE * 2
+    assert costs.state_gradient == 2.0
+
+
+def test_a_model_is_as_before_afterwards():
+    model = tiny("qwen3.5")
+    measure(model, nullcontext)
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3.5"])
+def test_costs_predict_what_the_backward_pass_of_a_long_row_saves(family):
+    model = tiny(family)
+    own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
+    costs = measure(model, nullcontext)
+    now: dict[int, int] = {}
+    most = 0
+
+    class Saved:
+        def __init__(self, tensor: Tensor) -> None:
+            nonlocal most
+            self.tensor, storage = tensor, tensor.untyped_storage()
+            self.key = storage.data_ptr()
+            if self.key not in own:
+                now[self.key] = storage.nbytes()
+            most = max(most, sum(now.values()))
+
+        def __del__(self) -> None:
+            now.pop(self.key, None)
+
+    length, size = 1200, 256
+    ids = np.random.default_rng(0).integers(3, VOCABULARY, length).astype(np.int32)
+    with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
+        rows = [Row(ids, np.arange(length - 5, length))]
+        SegmentScorer(nullcontext, 1.0, tokens_per_segment=size)(model, rows).logprobs.sum().backward()
+    costs = replace(costs, heads_per_key=0)  # batches of one segment
+    predicted = (costs.of_batch(240, length) - costs.logits_per_token * 240) / 1.25
+    assert most == pytest.approx(predicted, rel=0.1)
+
+
+def sizes(memory: float, **options: Any) -> Any:
+    return COSTS.sizes(memory, longest=10_000, tokens=40_000, **options)
+
+
+def test_the_largest_size_that_fits_is_chosen():
+    plenty = sizes(1e9)
+    assert plenty.tokens_per_segment == SIZES[0]
+    assert plenty.tokens_in_memory is None
+    less = sizes(8e6 + 1.25 * 1080 * 1024 + 1)
+    assert less.tokens_per_segment == 1024
+    assert less.tokens_in_memory is None
+
+
+def test_rows_run_in_parts_when_not_all_states_fit():
+    parts = sizes(6e6)
+    assert 10_000 <= parts.tokens_in_memory < 40_000
+    assert parts.expected_bytes <= 6e6
+
+
+def test_offloaded_states_take_no_room():
+    assert sizes(8e6 + 1, offload_states=True).tokens_in_memory is None
+
+
+def test_when_nothing_fits_the_smallest_sizes_say_what_they_need():
+    smallest = sizes(1e5)
+    assert smallest.tokens_per_segment == SIZES[-1]
+    assert smallest.tokens_in_memory == 10_000
+    assert smallest.expected_bytes > 1e5

@@ -1,0 +1,156 @@
+"""What segments cost in memory, measured on the model itself, and the sizes that fit into a budget."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rolltap.trainer.grpo.caches import State, state_of
+from rolltap.trainer.grpo.decoder import Decoder
+from rolltap.trainer.grpo.head import COPIES
+from rolltap.trainer.grpo.passes import POSITIONS
+
+SIZES = (8192, 4096, 2048, 1024, 512, 256)
+"""Numbers of tokens that a batch of segments may have, best first."""
+
+MEASURED = 64
+"""Tokens of the segments that are measured: a block of linear attention's kernels."""
+
+WORKING = 1.25
+"""Memory of a batch over what its graph saves: what the running layer needs besides."""
+
+
+class Sizes(NamedTuple):
+    """Settings of a `SegmentScorer`, and the bytes that they are expected to take."""
+
+    tokens_per_segment: int
+    tokens_in_memory: int | None
+    """None if the states of all rows fit."""
+    expected_bytes: int
+    """Peak memory besides weights, their gradients and the optimizer's state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Bytes of memory. A position is a token of a batch, or of the ancestors of one of its segments."""
+
+    state_per_token: float
+    """Keys and values of a token, in all layers."""
+    state_per_segment: float
+    """States of linear attention after a segment."""
+    state_gradient: float
+    """Bytes of a state's gradient for each byte of the state."""
+    graph_per_token: float
+    """Activations of a token in one batch."""
+    graph_per_position: float
+    """Copies of a position's keys and values."""
+    heads_per_key: int
+    """Copies of them in a batch of several segments: heads that share keys."""
+    graph_per_pair: float
+    """Attention of a token to a position: a mask, or the weights where the model's attention keeps them."""
+    graph: float
+    """What a batch takes whatever its size, such as weights that are cast."""
+    logits_per_token: float
+    """Logits of a scored token, and what is computed from them."""
+    logits_tokens: int
+    """Tokens of a chunk of logits."""
+
+    def of_batch(self, tokens: int, longest: int) -> float:
+        """Return the bytes of one batch in the backward pass. `longest` is the number of tokens of the longest row."""
+        graph = self.graph + self.graph_per_token * tokens + self.graph_per_pair * tokens * longest
+        graph += self.graph_per_position * max(POSITIONS * tokens * self.heads_per_key, longest)
+        return WORKING * graph + self.logits_per_token * min(tokens, self.logits_tokens)
+
+    def of_states(self, tokens: int, tokens_per_segment: int) -> float:
+        """Return the bytes of the states of `tokens` tokens, and of their gradients."""
+        segments = -(-tokens // tokens_per_segment)
+        return (self.state_per_token * tokens + self.state_per_segment * segments) * (1 + self.state_gradient)
+
+    def sizes(self, memory: float, longest: int, tokens: int, *, offload_states: bool = False) -> Sizes:
+        """Return the settings for `memory` bytes, rows of at most `longest` tokens, and `tokens` in all of them.
+
+        The largest size of which all states fit, or else the largest of which one row's do. If none does, the smallest:
+        `expected_bytes` is then more than `memory`. Tokens that rows share count once in `tokens`.
+        """
+        for at_once in (tokens, longest):
+            for size in SIZES:
+                batch = self.of_batch(size, longest)
+                states = 0.0 if offload_states else self.of_states(at_once, size)
+                if batch + states <= memory:
+                    return self._with_room(size, batch, states, memory, tokens, at_once)
+        return self._with_room(size, batch, states, memory, tokens, longest)
+
+    def _with_room(self, size: int, batch: float, states: float, memory: float, tokens: int, at_once: int) -> Sizes:
+        if at_once >= tokens:
+            return Sizes(size, None, int(batch + states))
+        at_once = max(at_once, int((memory - batch) / (self.of_states(size, size) / size)))
+        return Sizes(size, at_once, int(batch + self.of_states(at_once, size)))
+
+    def table(self) -> str:
+        """Return the costs as lines of a name and a number of bytes."""
+        width = max(len(name) for name in self.__slots__)
+        return "\n".join(f"{name:{width}} {getattr(self, name):>16,.1f}" for name in self.__slots__)
+
+
+def measure(model: Any, autocast: Callable[[], AbstractContextManager[Any]]) -> Costs:
+    """Return the costs of `model`, from the tensors that autograd saves in four short forward passes.
+
+    The parameters and their gradients are as before afterwards. Raises `InputError` for a model with layers whose
+    states are not known.
+    """
+    decoder = Decoder(model, 1.0, autocast)
+    n, config = MEASURED, decoder.body.config
+    with decoder.prepared():
+        pasts = {past: _state(decoder, past) for past in (n, 2 * n)}
+        saved = {(new, past): _saved(decoder, new, past, pasts[past]) for new in pasts for past in pasts}
+    states = {past: sum(tensor.nbytes for layer in state for tensor in layer) for past, state in pasts.items()}
+    values = sum(tensor.numel() for layer in pasts[n] for tensor in layer)
+
+    # saved = graph + per_token * new + per_position * (past + new) + per_pair * new * (past + new)
+    per_pair = (saved[2 * n, 2 * n] - saved[n, 2 * n] - saved[2 * n, n] + saved[n, n]) / n**2
+    per_position = (saved[n, 2 * n] - saved[n, n]) / n - per_pair * n
+    per_token = (saved[2 * n, n] - saved[n, n]) / n - per_position - 4 * per_pair * n
+    per_state_token = (states[2 * n] - states[n]) / n
+    return Costs(
+        state_per_token=per_state_token,
+        state_per_segment=states[n] - per_state_token * n,
+        state_gradient=4 * values / states[n],
+        graph_per_token=per_token,
+        graph_per_position=per_position,
+        heads_per_key=getattr(config, "num_attention_heads", 1) // (getattr(config, "num_key_value_heads", None) or 1),
+        graph_per_pair=per_pair,
+        graph=max(0.0, saved[n, n] - per_token * n - 2 * per_position * n - 2 * per_pair * n**2),
+        logits_per_token=COPIES * 4.0 * decoder.head.vocabulary,
+        logits_tokens=decoder.head.chunk,
+    )
+
+
+def _state(decoder: Decoder, tokens: int) -> State:
+    with torch.no_grad(), decoder.autocast():
+        _, cache = decoder.run(np.zeros((1, tokens), np.int64), np.array([0]), [[]], keep=True)
+    return [tuple(tensor.clone() for tensor in layer) for layer in state_of(cache, 0, tokens)]
+
+
+def _saved(decoder: Decoder, new: int, past: int, state: State) -> int:
+    """Return the bytes that autograd saves for `new` tokens after the `past` ones of `state`, without the weights."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in decoder.body.parameters()}
+    own |= {tensor.untyped_storage().data_ptr() for tensor in decoder.body.buffers()}
+    saved: dict[int, int] = {}
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    leaves = [tuple(tensor.detach().requires_grad_() for tensor in layer) for layer in state]
+    hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
+    with torch.enable_grad(), hooks, decoder.autocast():
+        # the hidden states hold the graph, and so what it saved, until all is counted
+        hidden, _ = decoder.run(np.zeros((1, new), np.int64), np.array([past]), [[leaves]], keep=True)
+    del hidden
+    return sum(saved.values())
