@@ -15,6 +15,7 @@ from rolltap.trainer.grpo.rows import Row
 from rolltap.trainer.traces.build import GroupReward, Trace, TraceBatch
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.shared_prefixes import common_length
+from rolltap.trainer.traces.tokens import TOKEN_BYTES
 
 Normalise = Literal["tokens", "sessions", "constant"]
 
@@ -96,9 +97,7 @@ def spread_by_prefix(rows: Sequence[Row], parts: int) -> list[list[int]]:
     packed = [row.ids.tobytes() for row in rows]
     order = sorted(range(len(rows)), key=packed.__getitem__)
     whole = [len(rows[i].ids) for i in order]
-    new = [
-        length - (common_length(packed[order[k - 1]], packed[order[k]]) if k else 0) for k, length in enumerate(whole)
-    ]
+    new = _new_tokens([packed[i] for i in order])
     low, high = max(whole, default=0), max(sum(new), max(whole, default=0))
     while low < high:
         middle = (low + high) // 2
@@ -109,6 +108,17 @@ def spread_by_prefix(rows: Sequence[Row], parts: int) -> list[list[int]]:
     stretches = sorted(_stretches(whole, new, low), key=lambda stretch: -stretch.tokens)
     lists = [[order[k] for k in range(stretch.start, stretch.end)] for stretch in stretches]
     return lists + [[] for _ in range(parts - len(lists))]
+
+
+def distinct_tokens(rows: Sequence[Row]) -> int:
+    """Return the number of tokens of rows, those of a shared prefix once."""
+    return sum(_new_tokens(sorted(row.ids.tobytes() for row in rows)))
+
+
+def _new_tokens(packed: Sequence[bytes]) -> list[int]:
+    """Return the number of tokens of each packed sequence after the prefix that it shares with the one before."""
+    shared = [0, *(common_length(a, b) for a, b in pairwise(packed))]
+    return [len(ids) // TOKEN_BYTES - length for ids, length in zip(packed, shared, strict=False)]
 
 
 @dataclass(slots=True)

@@ -46,11 +46,11 @@ from rolltap.trainer.grpo.batch import (
     with_signal,
 )
 from rolltap.trainer.grpo.config import TraceGRPOConfig
+from rolltap.trainer.grpo.forward import Forward
 from rolltap.trainer.grpo.order import rows_of_step
 from rolltap.trainer.grpo.ranks import average_gradients, on_main, together
 from rolltap.trainer.grpo.rows import Row, trace_row
-from rolltap.trainer.grpo.scoring import PaddedScorer, Scorer, Scores
-from rolltap.trainer.grpo.segments import SegmentScorer
+from rolltap.trainer.grpo.scoring import Scores
 from rolltap.trainer.traces.build import Trace, TraceBatch
 
 logger = logging.getLogger(__name__)
@@ -137,6 +137,7 @@ class TraceGRPOTrainer(GRPOTrainer):
     def _prepare_inputs(self, _: Any) -> dict[str, Any]:
         generation = self.state.global_step // self.num_iterations
         if generation != self._generation:
+            _ = self._forward  # probes the model, which is collective
             batch = on_main(lambda: self.trace_source(self._rows_of(generation)))
             self._micro_batches = together(lambda: self._build(batch), self.accelerator.device)
             self._generation = generation
@@ -182,7 +183,8 @@ class TraceGRPOTrainer(GRPOTrainer):
         self._check_ids(traces, rows)
         processes = self.accelerator.num_processes
         number = self.args.gradient_accumulation_steps * processes
-        parts = (spread_by_length if isinstance(self._scorer, PaddedScorer) else spread_by_prefix)(rows, number)
+        parts = (spread_by_prefix if self._forward.shares_prefixes else spread_by_length)(rows, number)
+        self._forward.fit([rows[i] for i in parts[0]], self.optimizer)
         flat = [flatten([traces[i] for i in part], advantages) for part in parts]
         in_loss = sum(int(micro_batch["completion_mask"].sum()) for micro_batch in flat)
         if in_loss != (expected := sum(trace.completion_mask.count(1) for trace in traces)):
@@ -238,19 +240,11 @@ class TraceGRPOTrainer(GRPOTrainer):
         return scores.logprobs[None], scores.entropies[None], None
 
     def _score(self, model: Any, rows: Sequence[Row]) -> Scores:
-        return self._scorer(model, rows)
+        return self._forward.scorer(model, rows)
 
     @cached_property
-    def _scorer(self) -> Scorer:
-        if self.args.forward == "padded":
-            return PaddedScorer(self.accelerator)
-        return SegmentScorer(
-            self.accelerator.autocast,
-            self.temperature,
-            tokens_per_segment=self.args.tokens_per_segment or 4096,
-            keep_graph=not self.args.activation_checkpointing,
-            offload_states=self.args.offload_states,
-        )
+    def _forward(self) -> Forward:
+        return Forward(self._unwrapped, self.accelerator, self.args)
 
     @property
     def _unwrapped(self) -> Any:

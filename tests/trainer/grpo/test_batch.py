@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.grpo.batch import (
+    distinct_tokens,
     flatten,
     groups_without_signal,
     session_weights,
@@ -42,7 +43,7 @@ def row(ids):
     return Row(np.array(ids, np.int32), np.array([], np.int64))
 
 
-def distinct_tokens(rows):
+def nodes(rows):
     """Return the number of nodes of the rows' prefix tree."""
     return len({tuple(ids[: n + 1]) for ids in rows for n in range(len(ids))})
 
@@ -104,7 +105,7 @@ class TestSpread:
     @given(st.lists(IDS, min_size=1, max_size=7), st.integers(1, 4))
     def test_the_largest_part_is_as_small_as_cuts_of_the_prefix_order_allow(self, ids, parts):
         lists = spread_by_prefix([row(i) for i in ids], parts)
-        sizes = [distinct_tokens([ids[i] for i in part]) for part in lists]
+        sizes = [nodes([ids[i] for i in part]) for part in lists]
         assert sizes == sorted(sizes, reverse=True)
         ordered = sorted(ids, key=lambda i: np.array(i, np.int32).tobytes())
 
@@ -114,9 +115,13 @@ class TestSpread:
             if not parts:
                 return 10**9
             cuts = range(start + 1, len(ordered) + 1)
-            return min(max(distinct_tokens(ordered[start:cut]), best(cut, parts - 1)) for cut in cuts)
+            return min(max(nodes(ordered[start:cut]), best(cut, parts - 1)) for cut in cuts)
 
         assert max(sizes) == best(0, parts)
+
+    @given(st.lists(IDS, max_size=7))
+    def test_tokens_of_a_shared_prefix_count_once(self, ids):
+        assert distinct_tokens([row(i) for i in ids]) == nodes(ids)
 
     def test_rows_of_a_group_stay_together(self):
         ids = [[1] * 50 + [i] for i in range(4)] + [[2] * 50 + [i] for i in range(4)]

@@ -1,0 +1,89 @@
+"""Chooses how rows run through a model, and in what sizes."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from rolltap.trainer.grpo.batch import distinct_tokens
+from rolltap.trainer.grpo.config import TraceGRPOConfig
+from rolltap.trainer.grpo.plan import Costs, measure
+from rolltap.trainer.grpo.probe import probe
+from rolltap.trainer.grpo.ranks import on_main
+from rolltap.trainer.grpo.rows import Row
+from rolltap.trainer.grpo.scoring import PaddedScorer, Scorer
+from rolltap.trainer.grpo.segments import SegmentScorer
+
+logger = logging.getLogger(__name__)
+
+TOKENS_PER_SEGMENT = 4096
+"""Size of segments without a limit of memory."""
+
+HEADROOM = 0.9
+"""Share of a device's free memory that is planned with."""
+
+
+class Forward:
+    """The scorer of a model, fitted to each batch."""
+
+    def __init__(self, model: Any, accelerator: Accelerator, args: TraceGRPOConfig) -> None:
+        """Collective: the main process probes the model, and all do as it finds.
+
+        A model that segments do not fit runs padded, and a warning says why.
+        """
+        self._model, self._args, self._device = model, args, accelerator.device
+        self._costs: Costs | None = None
+        self.scorer: Scorer = PaddedScorer(accelerator)
+        if args.forward == "segments":
+            reason = on_main(lambda: probe(model, accelerator.autocast, offload_states=args.offload_states))
+            if reason is not None:
+                logger.warning("traces run as padded rows, not as segments: %s", reason)
+                return
+            self.scorer = SegmentScorer(
+                accelerator.autocast,
+                args.temperature,
+                tokens_per_segment=args.tokens_per_segment or TOKENS_PER_SEGMENT,
+                keep_graph=not args.activation_checkpointing,
+                offload_states=args.offload_states,
+            )
+            if args.activation_checkpointing and (args.memory_gib or self._device.type == "cuda"):
+                self._costs = measure(model, accelerator.autocast)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """True if a prefix that rows share is computed once."""
+        return isinstance(self.scorer, SegmentScorer)
+
+    def fit(self, rows: Sequence[Row], optimizer: Any) -> None:
+        """Choose the sizes of segments for the largest micro-batch, `rows`, and the memory that there is."""
+        if self._costs is None or not rows:
+            return
+        assert isinstance(self.scorer, SegmentScorer)
+        memory = self._args.memory_gib * 2**30 if self._args.memory_gib else self._free_memory(optimizer)
+        sizes = self._costs.sizes(
+            memory,
+            max(len(row.ids) for row in rows),
+            distinct_tokens(rows),
+            offload_states=self._args.offload_states,
+        )
+        if sizes.expected_bytes > memory:
+            logger.warning(
+                "the traces need about %.1f GiB besides weights and optimizer, but have %.1f: set offload_states, "
+                "max_tokens or a larger memory_gib if they do not fit",
+                sizes.expected_bytes / 2**30,
+                memory / 2**30,
+            )
+        self.scorer.tokens_per_segment = self._args.tokens_per_segment or sizes.tokens_per_segment
+        self.scorer.tokens_in_memory = sizes.tokens_in_memory
+
+    def _free_memory(self, optimizer: Any) -> float:
+        """Return the bytes that are free on the CUDA device, less what gradients and the optimizer will still take."""
+        free, _ = torch.cuda.mem_get_info(self._device)
+        unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        pending = sum(parameter.nbytes for parameter in trained if parameter.grad is None)
+        if not getattr(optimizer, "state", None):
+            pending += sum(2 * parameter.nbytes for parameter in trained)
+        return HEADROOM * float(free + unused) - pending
