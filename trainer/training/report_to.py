@@ -1,6 +1,6 @@
 """The reporters of a training: programs to which TRL's trainer sends its metrics."""
 
-from collections.abc import Sequence
+from typing import Any
 
 from transformers import integrations
 
@@ -14,17 +14,22 @@ _EXTRAS = {
 """Reporters that are extras of this package -> whether they are installed."""
 
 
-def check_report_to(names: str | Sequence[str]) -> None:
-    """Raise `InputError` for a reporter that does not exist or is not installed.
+def check_report_to(value: Any) -> None:
+    """Raise `InputError` for a `report_to` with a reporter that does not exist or is not installed.
 
-    `names` is the value of `report_to`: one name or several, `none`, or `all` for those that are installed.
+    `value` is a name, a list of names, `none`, or `all` for the reporters that are installed.
     """
-    for name in [names] if isinstance(names, str) else names:
-        if name in ("none", "all"):
-            continue
+    names = [value] if isinstance(value, str) else value
+    if names in (["none"], ["all"]):
+        return
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise InputError(f"grpo.report_to = {value!r}: give a name or a list of names")
+    for name in names:
         if name not in integrations.INTEGRATION_TO_CALLBACK:
-            choices = ", ".join(["none", *_EXTRAS])
-            raise InputError(f"grpo.report_to = {name!r}: there is no such reporter; choose {choices}")
+            choices = ", ".join(_EXTRAS)
+            raise InputError(
+                f"grpo.report_to = {value!r}: there is no reporter {name!r}; choose from {choices}, or 'none' alone"
+            )
         if name in _EXTRAS:
             if not _EXTRAS[name]():
                 raise InputError(f"grpo.report_to = {name!r}: it is not installed: pip install 'rolltap[{name}]'")

@@ -208,6 +208,15 @@ class TestStep:
     def test_memory_is_that_of_the_process_without_a_gpu(self):
         assert 2**20 < peak_memory(CPU) < 2**40
 
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+    def test_memory_of_a_gpu_is_the_peak_since_the_last_call(self):
+        device = torch.device("cuda")
+        peak_memory(device)
+        torch.zeros(2**26, dtype=torch.uint8, device=device)
+        assert peak_memory(device) >= 2**26
+        assert peak_memory(device) < 2**26
+
     @pytest.mark.parametrize("changed", [{}, {"loss_type": "cispo", "epsilon_high": 1.1}, {"epsilon_high": 0.05}])
     @pytest.mark.parametrize("beta", [0.0, 0.3])
     def test_of_one_micro_batch_trl_logs_the_same(self, changed, beta):

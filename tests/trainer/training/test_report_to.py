@@ -31,12 +31,20 @@ def test_what_is_installed_is_accepted(installed, names):
 def test_an_extra_that_is_missing_is_named_with_the_command_that_installs_it(installed, name):
     installed()
     with pytest.raises(InputError, match=rf"grpo\.report_to = '{name}': .*pip install 'rolltap\[{name}\]'"):
-        check_report_to(["none", name])
+        check_report_to([name])
 
 
-def test_a_reporter_that_does_not_exist_is_refused_with_the_choices():
-    with pytest.raises(InputError, match=r"'tensorbord': .* choose none, tensorboard, trackio, wandb"):
-        check_report_to("tensorbord")
+@pytest.mark.parametrize("value", ["tensorbord", ["tensorboard", "tensorbord"], ["none", "tensorboard"], ""])
+def test_a_reporter_that_does_not_exist_is_refused_with_the_choices(installed, value):
+    installed("tensorboard")
+    with pytest.raises(InputError, match=r"there is no reporter .*; choose from tensorboard, trackio, wandb"):
+        check_report_to(value)
+
+
+@pytest.mark.parametrize("value", [5, True, [5], {"tensorboard": True}, [["tensorboard"]]])
+def test_what_is_no_name_is_refused(value):
+    with pytest.raises(InputError, match=r"grpo\.report_to = .*: give a name or a list of names"):
+        check_report_to(value)
 
 
 def test_other_reporters_of_transformers_are_accepted_where_they_work(monkeypatch):
