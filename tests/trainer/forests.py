@@ -2,10 +2,11 @@
 
 from collections import Counter
 from datetime import UTC, datetime, timedelta
+from typing import get_args
 
 from hypothesis import strategies as st
 
-from rolltap.addons.store.records import Call, VersionSpan
+from rolltap.addons.store.records import Call, CallKind, VersionSpan
 from rolltap.trainer.traces import sessions
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -79,6 +80,7 @@ def forests(draw):
                 completion_ids,
                 parent_id=draw(st.sampled_from([None, "unknown", earlier.call_id, *(call.call_id for call in calls)])),
                 role=draw(st.sampled_from(["agent", "agent", *ROLES])),
+                kind=draw(st.sampled_from(get_args(CallKind))),
                 weight_versions=draw(version_spans(len(completion_ids))),
                 # several calls may start in the same instant
                 started_at=START + timedelta(seconds=number // 2),

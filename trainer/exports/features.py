@@ -27,6 +27,7 @@ TRACE_FEATURES = Features(
         "completion_mask": List(Value("int8")),
         "logprobs": List(Value("float32")),
         "weight_versions": List({"version": Value("string"), "start": Value("int32"), "end": Value("int32")}),
+        "continuity": List({"kind": Value("string"), "start": Value("int32"), "end": Value("int32")}),
         "shared_trace_id": Value("string"),
         "shared_tokens": Value("int32"),
     }
@@ -45,6 +46,8 @@ TRACE_COLUMNS = {
     "completion_mask": "C values, 1 where the policy sampled the token and this trace trains it",
     "logprobs": "C natural-log probabilities under the sampling policy, 0 where the mask is 0",
     "weight_versions": "the version of the weights that sampled `completion_ids[start:end]`",
+    "continuity": "how the prompt of the call that sampled `completion_ids[start:end]` was made: `root`, `rendered` or "
+    "`bridged` (the recorded tokens continued)",
     "shared_trace_id, shared_tokens": "strategy `tree`: the earlier trace with the longest shared prefix, its length",
 }
 """Descriptions of the columns of `TRACE_FEATURES`, for the card. A key may name several columns."""
@@ -62,5 +65,6 @@ EVENT_FEATURES = _features(EVENT_SCHEMA)
 def trace_row(trace: Trace) -> dict[str, Any]:
     """Return a trace as a row of `TRACE_FEATURES`."""
     row = {name: getattr(trace, name) for name in TRACE_FEATURES}
-    row["weight_versions"] = [asdict(span) for span in trace.weight_versions]
+    for name in ("weight_versions", "continuity"):
+        row[name] = [asdict(span) for span in row[name]]
     return row

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rolltap.addons.errors import InputError
+from rolltap.trainer.grpo.metrics import token_kinds
 from rolltap.trainer.grpo.rows import Row
 from rolltap.trainer.traces.build import GroupReward, Trace, TraceBatch
 from rolltap.trainer.traces.ledger import Ledger
@@ -150,13 +151,15 @@ def flatten(traces: Sequence[Trace], advantages: Mapping[str, float]) -> dict[st
 
     - `prompt_ids`, `prompt_mask`: (1, 1), of no meaning.
     - `completion_ids`, `completion_mask`, `old_per_token_logps` (the engine's), `advantages`: (1, N).
+    - `kinds`: (1, N), for metrics (`token_kinds`).
     """
     ids: list[float] = [0]
-    logprobs, values = [0.0], [0.0]
+    logprobs, values, kinds = [0.0], [0.0], [-1.0]
     if total := sum(trace.completion_mask.count(1) for trace in traces):
         masks = [np.array(trace.completion_mask, bool) for trace in traces]
         ids = _join([np.array(t.completion_ids)[mask] for t, mask in zip(traces, masks, strict=True)])
         logprobs = _join([np.array(t.logprobs, np.float32)[mask] for t, mask in zip(traces, masks, strict=True)])
+        kinds = _join([token_kinds(trace) for trace in traces])
         values = _join([np.full(mask.sum(), advantages[t.session_id]) for t, mask in zip(traces, masks, strict=True)])
     return {
         "prompt_ids": torch.zeros(1, 1, dtype=torch.long),
@@ -165,6 +168,7 @@ def flatten(traces: Sequence[Trace], advantages: Mapping[str, float]) -> dict[st
         "completion_mask": torch.full((1, len(ids)), int(total > 0)),
         "old_per_token_logps": torch.tensor([logprobs], dtype=torch.float32),
         "advantages": torch.tensor([values], dtype=torch.float32),
+        "kinds": torch.tensor([kinds], dtype=torch.int8),
     }
 
 

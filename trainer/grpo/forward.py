@@ -86,4 +86,4 @@ class Forward:
         pending = sum(parameter.nbytes for parameter in trained if parameter.grad is None)
         if not getattr(optimizer, "state", None):
             pending += sum(2 * parameter.nbytes for parameter in trained)
-        return HEADROOM * float(free + unused) - pending
+        return float(HEADROOM * (free + unused) - pending)

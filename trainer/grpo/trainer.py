@@ -22,9 +22,8 @@ The way of a generation batch:
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -35,10 +34,9 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from rolltap.addons.errors import InputError, LedgerError
-from rolltap.trainer.grpo.advantages import mean_group_std, session_advantages
+from rolltap.trainer.grpo.advantages import session_advantages
 from rolltap.trainer.grpo.batch import (
     flatten,
-    groups_without_signal,
     session_weights,
     spread_by_length,
     spread_by_prefix,
@@ -47,6 +45,7 @@ from rolltap.trainer.grpo.batch import (
 )
 from rolltap.trainer.grpo.config import TraceGRPOConfig
 from rolltap.trainer.grpo.forward import Forward
+from rolltap.trainer.grpo.metrics import StepMetrics, Tokens, batch_metrics, forget_trls
 from rolltap.trainer.grpo.order import rows_of_step
 from rolltap.trainer.grpo.ranks import average_gradients, on_main, together
 from rolltap.trainer.grpo.rows import Row, trace_row
@@ -106,7 +105,8 @@ class TraceGRPOTrainer(GRPOTrainer):
         self.has_gradient = False
         self._generation = -1
         self._micro_batches: list[dict[str, Any]] = []
-        self._rows: list[Row] = []
+        self._inputs: dict[str, Any] = {}
+        self._step_metrics = StepMetrics(args, first_step_of_version=True)
         super().__init__(
             model=model,
             reward_funcs=_recorded_reward,
@@ -129,9 +129,12 @@ class TraceGRPOTrainer(GRPOTrainer):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Compute and add the gradients of a micro-batch; after the last one, average them over the processes."""
         step = super().training_step
-        loss: Tensor = together(lambda: step(model, inputs, num_items_in_batch), self.accelerator.device)
+        loss: Tensor = together(lambda: step(model, inputs, num_items_in_batch), self._device)
+        self._step_metrics.stop(self._device)
         if self.accelerator.sync_gradients:
             average_gradients(self._unwrapped.parameters())
+            values = self._step_metrics.values(self.accelerator.gather(self._step_metrics.local(self._device)))
+            self._log_values(values)
         return loss
 
     def _prepare_inputs(self, _: Any) -> dict[str, Any]:
@@ -141,6 +144,9 @@ class TraceGRPOTrainer(GRPOTrainer):
             batch = on_main(lambda: self.trace_source(self._rows_of(generation)))
             self._micro_batches = together(lambda: self._build(batch), self.accelerator.device)
             self._generation = generation
+        if self._step % self.args.gradient_accumulation_steps == 0:
+            first = self.state.global_step % self.num_iterations == 0
+            self._step_metrics = StepMetrics(self.args, first_step_of_version=first)
         micro_batch: dict[str, Any] = self._micro_batches[self._step % self.args.gradient_accumulation_steps]
         return micro_batch
 
@@ -172,7 +178,12 @@ class TraceGRPOTrainer(GRPOTrainer):
         # without a reference, a trace without advantage has no gradient; its tokens count in the mean
         computed = [trace for trace in trained.traces if self.beta or advantages.get(trace.session_id)]
         self.has_gradient = bool(computed)
-        self._log_batch(batch, trained)
+        if not self.has_gradient and self.accelerator.is_main_process:
+            logger.warning(
+                "step %d was skipped: its sessions have no token to train on, or all rewards of each group are equal",
+                self.state.global_step + 1,
+            )
+        self._log_values(batch_metrics(batch, trained, len(self.train_dataset)))
         micro_batches = self._spread(computed, advantages)
         for micro_batch in micro_batches:
             micro_batch["num_items_in_batch"] = torch.tensor(max(1, sum(tokens.values())), device=self._device)
@@ -202,7 +213,7 @@ class TraceGRPOTrainer(GRPOTrainer):
     @torch.no_grad()
     def _frozen(self, rows: Sequence[Row], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return what the weights before the step, and the reference, say about the rows."""
-        values = {}
+        values = {"sampler_per_token_logps": inputs["old_per_token_logps"]}
         if self.beta and inputs["completion_mask"].any():
             values["ref_per_token_logps"] = self._reference(rows)[None]
         elif self.beta:
@@ -210,6 +221,7 @@ class TraceGRPOTrainer(GRPOTrainer):
         if self.args.mismatch != "clip" and inputs["completion_mask"].any():
             own = self._score(self._unwrapped, rows)[0][None]
             weight = torch.exp(own - inputs["old_per_token_logps"])
+            values["mismatch"] = weight
             low, high = self.args.mismatch_min, self.args.mismatch_max
             if self.args.mismatch == "truncate":
                 weight = weight.clamp(low, high)
@@ -225,15 +237,19 @@ class TraceGRPOTrainer(GRPOTrainer):
             return self._score(self._unwrapped, rows)[0]
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        self._rows = inputs["rows"]
+        self._inputs = inputs
+        self._step_metrics.start()
         loss: Tensor = super()._compute_loss(model, inputs)
+        forget_trls(self._metrics["train"])
         return loss
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor, None]:
         """Return the log-probabilities and entropies of the micro-batch's tokens, each (1, N), in place of TRL's."""
-        scores = together(lambda: self._score(self._unwrapped, self._rows), self.accelerator.device)
+        rows = self._inputs["rows"]
+        scores = together(lambda: self._score(self._unwrapped, rows), self._device)
+        self._add_metrics(scores)
         if not len(scores.logprobs):
             nothing = torch.zeros(1, 1, device=self._device)
             return nothing.clone().requires_grad_(), nothing, None
@@ -266,20 +282,27 @@ class TraceGRPOTrainer(GRPOTrainer):
                     "train the model that the traces were recorded with"
                 )
 
-    def _log_batch(self, batch: TraceBatch, trained: TraceBatch) -> None:
-        tokens = sum(trace.completion_mask.count(1) for trace in trained.traces)
-        if not self.has_gradient and self.accelerator.is_main_process:
-            logger.warning(
-                "step %d was skipped: its sessions have no token to train on, or all rewards of each group are equal",
-                self.state.global_step + 1,
-            )
-        metrics = self._metrics["train"]
-        metrics["tokens_trained"].append(float(tokens))
-        if batch.rewards:
-            metrics["reward"].append(fmean(labelled.reward for labelled in batch.rewards.values()))
-            metrics["reward_std"].append(mean_group_std(batch.rewards))
-            metrics["traces_per_session"].append(len(batch.traces) / len(batch.rewards))
-            metrics["groups_without_signal"].append(float(len(groups_without_signal(batch.rewards))))
+    def _add_metrics(self, scores: Scores) -> None:
+        inputs = self._inputs
+        rows, forwarded = sum(len(row.ids) for row in inputs["rows"]), self._forward.scorer.forwarded
+        if not len(scores.logprobs):
+            self._step_metrics.add(None, in_rows=rows, forwarded=forwarded)
+            return
+        optional = {"weights": "mismatch", "reference_logprobs": "ref_per_token_logps"}
+        tokens = Tokens(
+            logprobs=scores.logprobs,
+            entropies=scores.entropies,
+            sampler_logprobs=inputs["sampler_per_token_logps"][0],
+            old_logprobs=inputs["old_per_token_logps"][0],
+            advantages=inputs["advantages"][0],
+            kinds=inputs["kinds"][0],
+            **{name: inputs[key][0] for name, key in optional.items() if key in inputs},
+        )
+        self._step_metrics.add(tokens, in_rows=rows, forwarded=forwarded)
+
+    def _log_values(self, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._metrics["train"][name].append(value)
 
 
 class _SkipSteps(TrainerCallback):

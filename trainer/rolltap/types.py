@@ -8,7 +8,7 @@ from rolltap.trainer.runs.import_calls import ImportSummary
 from rolltap.trainer.runs.merge import LeftBehind
 from rolltap.trainer.runs.parts import SplitBy
 from rolltap.trainer.runs.verify import Verification
-from rolltap.trainer.traces.build import TRAINED_ROLES, Strategy
+from rolltap.trainer.traces.build import TRAINED_ROLES, KindSpan, Strategy
 from rolltap.trainer.traces.ledger import LeftOut
 from rolltap.trainer.traces.reader import RecordedCalls, RecordedSession
 from rolltap.trainer.traces.sessions import Totals, TracedSession
@@ -29,6 +29,7 @@ __all__ = [
     "ExportFormat",
     "Finding",
     "ImportSummary",
+    "KindSpan",
     "LeftBehind",
     "LeftOut",
     "RecordedCalls",

@@ -28,7 +28,7 @@ from urllib.parse import quote
 import numpy as np
 
 from rolltap.addons.errors import InputError, LedgerError
-from rolltap.addons.store.records import Call, CallRole, VersionSpan, find_violation
+from rolltap.addons.store.records import Call, CallKind, CallRole, VersionSpan, find_violation
 from rolltap.trainer.traces.ledger import Ledger, LeftOut
 from rolltap.trainer.traces.shared_prefixes import shared_prefixes
 from rolltap.trainer.traces.tree import find_ends, link_calls, path_to, start_order
@@ -47,6 +47,15 @@ TRAINED_ROLES: tuple[CallRole, ...] = ("agent", "subagent", "compaction")
 """Roles of the calls that are part of solving the task."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindSpan:
+    """The kind of the call that sampled `completion_ids[start:end]`: how its prompt was made (`Call.kind`)."""
+
+    kind: CallKind
+    start: int
+    end: int
+
+
 @dataclass(slots=True, kw_only=True)
 class Trace:
     """One sequence to train on. `completion_mask` and `logprobs` have the length C of `completion_ids`.
@@ -62,6 +71,8 @@ class Trace:
         logprobs: Natural-log probabilities under the sampling policy, 0.0 where the mask is 0; shape (C,).
         weight_versions: The weights that sampled the tokens with mask 1; positions are those of
             `completion_ids`.
+        continuity: One span for each call that sampled tokens with mask 1; positions are those of
+            `completion_ids`. Empty when it is not known.
         role: Role of the last call.
         shared_trace_id: Strategy `tree`: the earlier trace of the session with the longest shared prefix; None
             when no earlier trace begins with the same token.
@@ -76,6 +87,7 @@ class Trace:
     completion_mask: list[int]
     logprobs: list[float]
     weight_versions: list[VersionSpan]
+    continuity: list[KindSpan] = field(default_factory=list)
     role: CallRole = "agent"
     shared_trace_id: str | None = None
     shared_tokens: int = 0
@@ -88,16 +100,19 @@ class Trace:
         """Return the trace as JSON values. A log-probability is the shortest decimal that rounds to its 32 bits."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values["logprobs"] = [float(str(logprob)) for logprob in np.array(self.logprobs, np.float32)]
-        values["weight_versions"] = [asdict(span) for span in self.weight_versions]
+        for name in ("weight_versions", "continuity"):
+            values[name] = [asdict(span) for span in values[name]]
         return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReward:
-    """Reward of a session, and the group of sessions that it is compared with."""
+    """Reward of a session, and the group of sessions that it is compared with. The other labels are for metrics."""
 
     group_id: str
     reward: float
+    task_id: str = ""
+    harness: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -243,7 +258,7 @@ def _trace(path: Sequence[Call], owned: Iterable[tuple[Call, int]], end: int) ->
     completion_ids = [*last.prompt_ids[start:], *last.completion_ids[:end]]
     mask = [0] * len(completion_ids)
     logprobs = [0.0] * len(completion_ids)
-    versions = []
+    versions, continuity = [], []
     for call, trained in owned:
         begin = len(call.prompt_ids) - start
         mask[begin : begin + trained] = [1] * trained
@@ -253,6 +268,7 @@ def _trace(path: Sequence[Call], owned: Iterable[tuple[Call, int]], end: int) ->
             for span in call.weight_versions
             if span.start < trained
         ]
+        continuity.append(KindSpan(kind=call.kind, start=begin, end=begin + trained))
     return Trace(
         session_id=last.session_id,
         # percent-encoded: an imported session id may contain a slash
@@ -263,6 +279,7 @@ def _trace(path: Sequence[Call], owned: Iterable[tuple[Call, int]], end: int) ->
         completion_mask=mask,
         logprobs=logprobs,
         weight_versions=versions,
+        continuity=continuity,
         role=last.role,
     )
 

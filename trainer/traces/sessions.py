@@ -131,8 +131,12 @@ def load_batch(run: Path, sessions: Collection[str] | None, options: TraceOption
         batch.ledger += traced.ledger
         batch.traces += traced.traces
         if (session := traced.recorded.session) is not None and session.reward is not None:
-            group_id = session.group_id or session.session_id
-            batch.rewards[session.session_id] = GroupReward(group_id=group_id, reward=session.reward)
+            batch.rewards[session.session_id] = GroupReward(
+                group_id=session.group_id or session.session_id,
+                reward=session.reward,
+                task_id=session.task_id,
+                harness=session.harness,
+            )
     if missing:
         raise InputError(f"{run} has no session {min(missing)!r}")
     batch.ledger.check()

@@ -50,6 +50,7 @@ def test_the_dataset_opens_from_disk_with_the_columns_that_trl_expects(run, tmp_
         "completion_mask": [1, 1, 0, 1, 1],
         "logprobs": [-0.5, -1.5, 0.0, -0.5, -1.5],
         "weight_versions": [{"version": "1", "start": 0, "end": 2}, {"version": "1", "start": 3, "end": 5}],
+        "continuity": [{"kind": "root", "start": 0, "end": 2}, {"kind": "bridged", "start": 3, "end": 5}],
         "shared_trace_id": None,
         "shared_tokens": 0,
     }

@@ -146,6 +146,7 @@ class TestFlatten:
         assert flat["completion_mask"].tolist() == [[1, 1, 1]]
         assert flat["old_per_token_logps"].tolist() == [[-0.5, -0.25, -2.0]]
         assert flat["advantages"].tolist() == [[0.5, 0.5, -1.0]]
+        assert flat["kinds"].tolist() == [[-1, -1, -1]]
 
     def test_its_order_is_that_of_the_scored_positions(self):
         one = trace("a", [1, 2], [3, 4, 5], [1, 0, 1])

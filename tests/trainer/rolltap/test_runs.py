@@ -124,7 +124,7 @@ class TestRunTraces:
     def test_a_batch_has_traces_rewards_and_a_checked_ledger(self, run):
         batch = run.traces("per_request").batch()
         assert [trace.call_ids for trace in batch.traces] == [["s-0"], ["s-1"], ["s-3"]]
-        assert batch.rewards == {"s": rolltap.GroupReward(group_id="g", reward=0.25)}
+        assert batch.rewards == {"s": rolltap.GroupReward(group_id="g", reward=0.25, task_id="task", harness="pi")}
         assert batch.ledger.trained == sum(sum(trace.completion_mask) for trace in batch.traces) == 7
         assert run.traces().batch(["t"]).ledger.left_out == {"no_reward": 2}
 

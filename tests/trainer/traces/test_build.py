@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rolltap.addons.errors import LedgerError
 from rolltap.addons.store.records import VersionSpan
-from rolltap.trainer.traces.build import build_traces
+from rolltap.trainer.traces.build import KindSpan, build_traces
 from rolltap.trainer.traces.ledger import Ledger
 from tests.trainer.forests import (
     ROLES,
@@ -264,6 +264,17 @@ class TestTrace:
             VersionSpan(version="2", start=5, end=6),
         ]
 
+    def test_the_kind_of_the_call_that_sampled_a_token_is_known_where_it_is_trained(self):
+        root = make_call(0, [1, 1], [7, 8, 9])
+        first = follow(1, root, [5, 5], [6, 6], kind="bridged")
+        second = follow(2, root, [4], [6, 3], kind="rendered")
+        merged, branch = build_traces([root, first, second], "prefix_merging", max_tokens=8)[0]
+        assert merged.continuity == [
+            KindSpan(kind="root", start=0, end=3),
+            KindSpan(kind="bridged", start=5, end=6),
+        ]
+        assert branch.continuity == [KindSpan(kind="rendered", start=4, end=6)]
+
     def test_the_role_is_that_of_the_last_call(self):
         root = make_call(0, [1], [7])
         [trace], _ = build_traces([root, follow(1, root, [2], [8], role="compaction")], "prefix_merging")
@@ -334,6 +345,7 @@ class TestProperties:
                 (version,) = {span.version for span in call.weight_versions if span.start <= i < span.end}
                 k = position - len(trace.prompt_ids)
                 assert [span.version for span in trace.weight_versions if span.start <= k < span.end] == [version]
+                assert [span.kind for span in trace.continuity if span.start <= k < span.end] == [call.kind]
 
     @given(forests(), selections())
     @settings(max_examples=300, deadline=None)
@@ -361,6 +373,7 @@ class TestProperties:
                 assert trace.completion_mask[-1] == 1
                 versioned = [i for span in trace.weight_versions for i in range(span.start, span.end)]
                 assert versioned == [i for i in range(length) if trace.completion_mask[i]]
+                assert [i for span in trace.continuity for i in range(span.start, span.end)] == versioned
 
     @given(forests(), st.integers(1, 16))
     @settings(max_examples=300, deadline=None)

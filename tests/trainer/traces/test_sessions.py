@@ -98,8 +98,8 @@ def test_a_batch_has_the_selected_traces_and_the_rewards_of_all_its_sessions(tmp
     batch = batch_of("tree", ["agent"], 2)
     assert [(trace.trace_id, trace.completion_ids) for trace in batch.traces] == [("a/a1", [7])]
     assert batch.rewards == {
-        "a": GroupReward(group_id="group", reward=0.5),
-        "idle": GroupReward(group_id="group", reward=0.0),
+        "a": GroupReward(group_id="group", reward=0.5, task_id="task", harness="harness"),
+        "idle": GroupReward(group_id="group", reward=0.0, task_id="task", harness="harness"),
     }
     assert batch.ledger == Ledger(sampled=8, trained=1, left_out={"subagent": 4, "over_length": 2, "no_reward": 1})
     assert [trace.shared_tokens for trace in batch_of("tree").traces] == [0, 1]

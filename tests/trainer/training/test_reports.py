@@ -1,0 +1,176 @@
+import io
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+from rolltap.addons.store.metadata import write_metadata
+from rolltap.addons.store.records import Session
+from rolltap.addons.store.tables import RunWriter
+from rolltap.trainer.metrics_file import METRICS, read_metrics
+from rolltap.trainer.training import reports
+from rolltap.trainer.training.reports import Plots, plot_run, run_reports, step_line
+
+PNG = b"\x89PNG"
+
+
+class Line(torch.nn.Module):
+    """A model with one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, x, labels=None):
+        return {"loss": ((self.weight * x - 1) ** 2).mean()}
+
+
+class Killed(Exception):
+    """Stands for the death of a training process."""
+
+
+class Kill(TrainerCallback):
+    """A callback that ends the training when the metrics of a step were logged, before its checkpoint."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_log(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise Killed
+
+
+@pytest.fixture
+def train(tmp_path):
+    """A function that trains four steps and returns what was printed."""
+
+    def train(*callbacks, resume=None):
+        console = Console(file=(printed := io.StringIO()), width=200)
+        trainer = Trainer(
+            model=Line(),
+            args=TrainingArguments(
+                output_dir=str(tmp_path / "checkpoints"),
+                max_steps=4,
+                save_steps=1,
+                logging_steps=1,
+                use_cpu=True,
+                disable_tqdm=True,
+                report_to="none",
+                dataloader_pin_memory=False,
+            ),
+            train_dataset=[{"x": torch.ones(1)}] * 8,
+            callbacks=[*run_reports(tmp_path, "title", console), *callbacks],
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train(resume_from_checkpoint=resume and str(tmp_path / "checkpoints" / f"checkpoint-{resume}"))
+        return printed.getvalue()
+
+    return train
+
+
+def test_every_step_has_one_line_in_the_file_and_one_on_the_console_and_there_is_a_plot(train, tmp_path):
+    printed = train().splitlines()
+    lines = read_metrics(tmp_path / METRICS)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert all(line.keys() >= {"loss", "learning_rate", "epoch"} for line in lines)
+    assert [line.split("  ")[0] for line in printed] == ["step 1/4", "step 2/4", "step 3/4", "step 4/4"]
+    assert (tmp_path / "training.png").read_bytes().startswith(PNG)
+    assert not (tmp_path / "reward.png").exists()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_training_that_resumes_writes_no_step_twice(train, tmp_path):
+    with pytest.raises(Killed):
+        train(Kill(3))
+    assert [line["step"] for line in read_metrics(tmp_path / METRICS)] == [1, 2, 3]
+    before = read_metrics(tmp_path / METRICS)[:2]
+    train(resume=2)
+    lines = read_metrics(tmp_path / METRICS)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert lines[:2] == before
+
+
+def test_a_training_that_starts_again_forgets_the_lines_of_the_one_before(train, tmp_path):
+    with pytest.raises(Killed):
+        train(Kill(1))
+    train()
+    assert [line["step"] for line in read_metrics(tmp_path / METRICS)] == [1, 2, 3, 4]
+
+
+def test_a_plot_that_cannot_be_drawn_does_not_stop_the_training(train, tmp_path, caplog):
+    (tmp_path / "training.png").mkdir()
+    train()
+    assert "the plots of the training could not be drawn" in caplog.text
+    assert [line["step"] for line in read_metrics(tmp_path / METRICS)] == [1, 2, 3, 4]
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_the_rewards_of_a_recorded_run_are_drawn_too(tmp_path):
+    write_metadata(tmp_path, {})
+    with RunWriter(tmp_path) as writer:
+        writer.add_session(Session(session_id="a", status="completed", reward=1.0, policy_version="0"))
+    plot_run(tmp_path, "title")
+    assert (tmp_path / "reward.png").read_bytes().startswith(PNG)
+
+
+def test_drawing_takes_at_most_its_share_of_the_time(monkeypatch):
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(reports.time, "monotonic", lambda: clock.now)
+    drawn = []
+
+    def draw():
+        drawn.append(clock.now)
+        clock.now += 2
+
+    plots, state = Plots(draw), SimpleNamespace(is_world_process_zero=True)
+    for _ in range(100):
+        plots.on_log(None, state, None, logs={"loss": 1.0})
+        clock.now += 1
+    plots.on_train_end(None, state, None)
+    assert drawn == [100, 142, 184, clock.now - 2]
+
+
+def test_other_processes_report_nothing(tmp_path):
+    printed = io.StringIO()
+    state = SimpleNamespace(is_world_process_zero=False, global_step=1, max_steps=2)
+    for callback in run_reports(tmp_path, "title", Console(file=printed)):
+        callback.on_train_begin(None, state, None)
+        callback.on_log(None, state, None, logs={"loss": 1.0})
+        callback.on_train_end(None, state, None)
+    assert (printed.getvalue(), list(tmp_path.iterdir())) == ("", [])
+
+
+def test_the_line_of_a_step_has_the_numbers_that_one_looks_at_first():
+    logs = {
+        "reward": 0.625,
+        "groups_without_signal": 2.0,
+        "loss": 0.01234,
+        "difference/bridged": 1e-6,
+        "difference/rendered": 2e-3,
+        "ratio/mean": 1.0004,
+        "clip_ratio/region_mean": 0.0123,
+        "masked/low": 0.001,
+        "masked/high": 0.002,
+        "kl": 0.25,
+        "entropy": 0.5,
+        "tokens_trained": 4210.0,
+        "left_out/aborted": 30.0,
+        "left_out/no_reward": 5.0,
+        "tokens_in_rows": 10_000.0,
+        "tokens_forwarded": 3_800.0,
+        "tokens_per_second": 1300.0,
+        "peak_memory_gib": 2.125,
+        "learning_rate": 1e-6,
+    }
+    assert step_line(3, 5, logs) == (
+        "step 3/5  reward [bold]0.625[/]  groups without signal 2  loss 0.01234  difference 2.0e-03  ratio 1.000  "
+        "clipped 1.2 %  masked 0.3 %  KL 0.25  entropy 0.500  4,210 tokens trained  35 left out  "
+        "38 % of rows computed  1,300 tokens/s  2.1 GiB"
+    )
+
+
+def test_a_step_without_tokens_says_so_and_no_more():
+    logs = {"reward": None, "groups_without_signal": 0.0, "tokens_trained": 0.0, "tokens_in_rows": 0.0}
+    assert step_line(1, 2, logs) == "step 1/2  0 tokens trained"

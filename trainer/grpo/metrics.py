@@ -1,0 +1,264 @@
+"""Numbers of a training step for people. All of them go where TRL's own metrics go: to its log.
+
+`batch_metrics` describes the batch: rewards, groups, tokens trained and left out. `StepMetrics` describes an optimizer
+step: the log-probabilities against those of the sampler, the loss's ratios, the tokens computed, time and memory. Means
+are over tokens, whatever the micro-batches and processes are.
+"""
+
+import math
+import resource
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from statistics import fmean
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rolltap.addons.store.records import CallKind
+from rolltap.trainer.file_names import file_name
+from rolltap.trainer.grpo.advantages import mean_group_std
+from rolltap.trainer.traces.build import GroupReward, Trace, TraceBatch
+from rolltap.trainer.traces.ledger import LeftOut
+
+KINDS: tuple[CallKind, ...] = get_args(CallKind)
+"""Kinds of continuity; `token_kinds` numbers them in this order."""
+
+MOST_TASKS = 50
+"""Most tasks that have a metric each. Dashboards become slow with thousands of names."""
+
+TRLS = (
+    "entropy",
+    "kl",
+    "clip_ratio/low_mean",
+    "clip_ratio/low_min",
+    "clip_ratio/high_mean",
+    "clip_ratio/high_max",
+    "clip_ratio/region_mean",
+    "cispo_clip_ratio",
+)
+"""Names under which TRL 1.16's `_compute_loss` logs means of one micro-batch. TRL then averages these, so that a
+micro-batch of few tokens counts as much as one of many, and one without tokens as 0. `StepMetrics` replaces them."""
+
+_SUMS = (
+    *("tokens", "entropy", "kl", "ratio", "clipped_low", "clipped_high", "cut_low", "cut_high"),
+    *("tokens_in_rows", "tokens_forwarded"),
+    *(f"{name}/{kind}" for name in ("count", "difference", "sampler_ratio") for kind in KINDS),
+)
+_MAXIMA = ("ratio", "-ratio", "difference", "seconds", "peak_bytes")
+
+
+def batch_metrics(batch: TraceBatch, trained: TraceBatch, number_of_tasks: int) -> dict[str, float]:
+    """Return the metrics of a batch by name.
+
+    `trained` is the part of it that has a signal, with its ledger. `number_of_tasks` are those of the data set.
+
+    `reward` is the mean over sessions, `reward/harness/NAME` and `reward/task/ID` over those with this label, with
+    names percent-encoded; by task only with at most `MOST_TASKS` tasks. `reward_std` is the mean over groups.
+    `groups_without_signal` are those whose rewards are all equal. `left_out/REASON` are tokens, for every reason.
+    """
+    rewards = list(batch.rewards.values())
+    metrics = {"tokens_trained": float(sum(trace.completion_mask.count(1) for trace in trained.traces))}
+    if trained.ledger.sampled:
+        metrics |= {f"left_out/{reason}": float(trained.ledger.left_out.get(reason, 0)) for reason in get_args(LeftOut)}
+    if rewards:
+        metrics["traces_per_session"] = len(batch.traces) / len(rewards)
+        groups = _split(rewards, lambda labelled: labelled.group_id)
+        metrics["reward"] = fmean(labelled.reward for labelled in rewards)
+        metrics["reward_std"] = mean_group_std(batch.rewards)
+        metrics["groups"] = float(len(groups))
+        metrics["groups_without_signal"] = float(sum(min(group) == max(group) for group in groups.values()))
+        labels = {"harness": _split(rewards, lambda labelled: labelled.harness)}
+        if number_of_tasks <= MOST_TASKS:
+            labels["task"] = _split(rewards, lambda labelled: labelled.task_id)
+        for label, parts in labels.items():
+            metrics |= {f"reward/{label}/{file_name(name)}": fmean(part) for name, part in parts.items() if name}
+    return metrics
+
+
+def token_kinds(trace: Trace) -> NDArray[np.int8]:
+    """Return the index in `KINDS` of each token with mask 1, shape (n,); -1 where the trace does not say."""
+    kinds = np.full(len(trace.completion_ids), -1, np.int8)
+    for span in trace.continuity:
+        kinds[span.start : span.end] = KINDS.index(span.kind)
+    trained: NDArray[np.int8] = kinds[np.array(trace.completion_mask, bool)]
+    return trained
+
+
+class Tokens(NamedTuple):
+    """The N trained tokens of one micro-batch. Each tensor has the shape (N,); no gradient is taken.
+
+    Attributes:
+        logprobs: Log-probabilities under the weights that are trained.
+        sampler_logprobs: The recorded ones.
+        old_logprobs: Those in the denominator of the loss's ratio.
+        kinds: `token_kinds`.
+        weights: Importance weights between sampler and trainer before they are truncated or masked; None when the
+            loss has none.
+        reference_logprobs: None without a reference model.
+    """
+
+    logprobs: Tensor
+    sampler_logprobs: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+    entropies: Tensor
+    kinds: Tensor
+    weights: Tensor | None = None
+    reference_logprobs: Tensor | None = None
+
+
+class StepMetrics:
+    """Sums over the micro-batches of one optimizer step on one process, and the metrics of all processes.
+
+    Call `add` for each micro-batch, between `start` and `stop`. Gather `local` of all processes in one collective, and
+    give it to `values`.
+    """
+
+    def __init__(self, args: Any, *, first_step_of_version: bool) -> None:
+        """Take the bounds of the loss from `args`, a `TraceGRPOConfig`.
+
+        With `first_step_of_version` the weights are those that sampled, so the difference from the sampler's
+        log-probabilities is numerical, or a fault of the record.
+        """
+        self._args = args
+        self._first = first_step_of_version
+        self._seconds = self._started = 0.0
+        self._sums: defaultdict[str, list[Tensor]] = defaultdict(list)
+        self._maxima: defaultdict[str, list[Tensor]] = defaultdict(list)
+
+    def start(self) -> None:
+        """Begin a stretch of time that counts for `tokens_per_second`."""
+        self._started = time.perf_counter()
+
+    def stop(self, device: torch.device) -> None:
+        """End the stretch, after the work of a CUDA `device`."""
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self._seconds += time.perf_counter() - self._started
+
+    @torch.no_grad()
+    def add(self, tokens: Tokens | None, *, in_rows: int, forwarded: int) -> None:
+        """Add a micro-batch: its trained tokens, the number of tokens in its rows, and that which the model computed.
+
+        `tokens` is None for a micro-batch without trained tokens.
+        """
+        self._sum("tokens_in_rows", torch.tensor(in_rows))
+        self._sum("tokens_forwarded", torch.tensor(forwarded))
+        if tokens is None or not tokens.logprobs.numel():
+            return
+        ratio = (tokens.logprobs - tokens.old_logprobs).exp()
+        low, high = self._clip_bounds()
+        self._sum("tokens", torch.ones_like(ratio))
+        self._sum("entropy", tokens.entropies)
+        self._sum("ratio", ratio)
+        self._sum("clipped_low", (ratio < low) & (tokens.advantages < 0))
+        self._sum("clipped_high", (ratio > high) & (tokens.advantages > 0))
+        self._maxima["ratio"].append(ratio.max())
+        self._maxima["-ratio"].append(-ratio.min())
+        if tokens.weights is not None:
+            self._sum("cut_low", tokens.weights < self._args.mismatch_min)
+            self._sum("cut_high", tokens.weights > self._args.mismatch_max)
+        if tokens.reference_logprobs is not None:
+            difference = tokens.reference_logprobs - tokens.logprobs
+            kl = difference.exp() - difference - 1
+            self._sum("kl", kl * ratio if self._args.use_bias_correction_kl else kl)
+        if self._first:
+            self._add_differences(tokens)
+
+    def local(self, device: torch.device) -> Tensor:
+        """Return this process's part, shape (1, K), float64, on `device`, for `accelerator.gather`.
+
+        K is the same on every process and in every step. Resets the peak of a CUDA device's allocated memory.
+        """
+        self._maxima["seconds"] = [torch.tensor(self._seconds, dtype=torch.float64)]
+        self._maxima["peak_bytes"] = [torch.tensor(peak_memory(device), dtype=torch.float64)]
+        zero, least = torch.zeros(()), torch.tensor(-math.inf)
+        sums = [torch.stack(self._sums.get(name, [zero])).sum() for name in _SUMS]
+        maxima = [torch.stack(self._maxima.get(name, [least])).max() for name in _MAXIMA]
+        return torch.stack([value.to(device, torch.float64) for value in sums + maxima])[None]
+
+    def values(self, gathered: Tensor) -> dict[str, float]:
+        """Return the metrics of all processes by name, from their `local` parts, shape (processes, K).
+
+        A name without a token that it is about is left out. Shares are of the trained tokens. Values can be infinite.
+
+        - `difference/KIND`: mean |log-probability - the sampler's|, `sampler_ratio/KIND`: mean of its exponential
+          (expected: 1), `difference_max`; only with `first_step_of_version`.
+        - `ratio/mean`, `ratio/min`, `ratio/max`, `entropy`, `kl`, `clip_ratio/*` or `cispo_clip_ratio` (TRL's names).
+        - `masked/low`, `masked/high` (or `truncated/`): share with an importance weight out of bounds.
+        - `tokens_in_rows`, `tokens_forwarded`, `tokens_per_second` (in rows), `peak_memory_gib` (the highest process).
+        """
+        sums = dict(zip(_SUMS, gathered[:, : len(_SUMS)].sum(0).tolist(), strict=True))
+        maxima = dict(zip(_MAXIMA, gathered[:, len(_SUMS) :].amax(0).tolist(), strict=True))
+        metrics = {name: sums[name] for name in ("tokens_in_rows", "tokens_forwarded")}
+        metrics["peak_memory_gib"] = maxima["peak_bytes"] / 2**30
+        if maxima["seconds"] > 0:
+            metrics["tokens_per_second"] = sums["tokens_in_rows"] / maxima["seconds"]
+        if number := sums["tokens"]:
+            metrics |= {"ratio/mean": sums["ratio"] / number, "ratio/max": maxima["ratio"]}
+            metrics |= {"ratio/min": -maxima["-ratio"], "entropy": sums["entropy"] / number}
+            metrics |= self._shares({name: value / number for name, value in sums.items()})
+        for kind in KINDS:
+            if count := sums[f"count/{kind}"]:
+                metrics["difference_max"] = maxima["difference"]
+                metrics |= {
+                    f"{name}/{kind}": sums[f"{name}/{kind}"] / count for name in ("difference", "sampler_ratio")
+                }
+        return metrics
+
+    def _add_differences(self, tokens: Tokens) -> None:
+        difference = tokens.logprobs - tokens.sampler_logprobs
+        self._maxima["difference"].append(difference.abs().max())
+        for i, kind in enumerate(KINDS):
+            of_kind = tokens.kinds == i
+            self._sum(f"count/{kind}", of_kind)
+            self._sum(f"difference/{kind}", difference.abs().masked_fill(~of_kind, 0.0))
+            self._sum(f"sampler_ratio/{kind}", difference.exp().masked_fill(~of_kind, 0.0))
+
+    def _shares(self, means: dict[str, float]) -> dict[str, float]:
+        shares = {"kl": means["kl"]} if self._args.beta else {}
+        if self._args.loss_type == "cispo":
+            shares["cispo_clip_ratio"] = means["clipped_high"]
+        else:
+            shares |= {f"clip_ratio/{side}_mean": means[f"clipped_{side}"] for side in ("low", "high")}
+            shares["clip_ratio/region_mean"] = means["clipped_low"] + means["clipped_high"]
+        cut = {"mask": "masked", "truncate": "truncated"}.get(self._args.mismatch)
+        return shares | ({f"{cut}/{side}": means[f"cut_{side}"] for side in ("low", "high")} if cut else {})
+
+    def _clip_bounds(self) -> tuple[float, float]:
+        """Return the ratios beyond which a token has no gradient. Source: TRL 1.16, `GRPOTrainer._compute_loss`."""
+        low, high = self._args.epsilon, self._args.epsilon_high
+        high = low if high is None else high
+        return (-math.inf, high) if self._args.loss_type == "cispo" else (1 - low, 1 + high)
+
+    def _sum(self, name: str, values: Tensor) -> None:
+        self._sums[name].append(values.sum(dtype=torch.float64))
+
+
+def forget_trls(metrics: dict[str, list[float]]) -> None:
+    """Remove what TRL's `_compute_loss` has just appended under the names of `TRLS`. Call it after each one."""
+    for name in TRLS:
+        if metrics.get(name):
+            metrics[name].pop()
+        if not metrics.get(name, [0.0]):
+            del metrics[name]  # TRL logs an empty list as None
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes in use since the last call on a CUDA `device`, or since the process started on the CPU."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _split(rewards: Iterable[GroupReward], label: Callable[[GroupReward], str]) -> dict[str, list[float]]:
+    parts: defaultdict[str, list[float]] = defaultdict(list)
+    for labelled in rewards:
+        parts[label(labelled)].append(labelled.reward)
+    return parts
