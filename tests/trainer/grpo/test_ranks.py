@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rolltap.trainer.grpo.ranks import average_gradients, on_main, several, together
+from tests.trainer.grpo.two_processes import run_two
 
 CPU = torch.device("cpu")
 
@@ -96,3 +97,13 @@ def test_a_process_alone_waits_for_nobody():
     assert not several()
     assert weight.grad.tolist() == [1, 1]
     assert on_main(lambda: 1) == together(lambda: 1, CPU) == 1
+
+
+@pytest.mark.parametrize(
+    ("place", "own", "first"),
+    [("rollout", "OSError: the disk is full", 0), ("forward", "OutOfMemoryError: no memory", 1)],
+)
+def test_a_training_ends_on_all_processes_with_the_error_of_one(tmp_path, place, own, first):
+    run_two("tests.trainer.grpo.fail_in_one", str(tmp_path), place)
+    assert (tmp_path / str(first)).read_text() == own
+    assert (tmp_path / str(1 - first)).read_text() == f"RankError: process {first} failed: {own}"

@@ -1,5 +1,6 @@
 """The trainer on traces sampled by the tiny model itself, through TRL's own training loop, in float32 on the CPU."""
 
+import copy
 import math
 import random
 from dataclasses import replace
@@ -8,12 +9,14 @@ import pytest
 import torch
 from peft import LoraConfig
 from transformers import Qwen3ForCausalLM
+from trl import GRPOConfig
 
 from rolltap.addons.store.records import Call, VersionSpan
 from rolltap.trainer.grpo import trainer as module
 from rolltap.trainer.grpo.config import TraceGRPOConfig
 from rolltap.trainer.grpo.trainer import LedgerError, TraceGRPOTrainer
 from rolltap.trainer.traces.build import GroupReward, Trace, build_traces
+from rolltap.trainer.traces.ledger import Ledger
 from tests.trainer.grpo.tiny import (
     GROUPS,
     Spy,
@@ -25,6 +28,9 @@ from tests.trainer.grpo.tiny import (
     sample,
     tiny_model,
 )
+
+# peft 0.21 uses a name that transformers 5.23 deprecates
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 
 @pytest.fixture(scope="module")
@@ -189,8 +195,6 @@ def test_the_metrics_count_sessions_not_traces(model, tmp_path):
     assert logged["tokens_trained"] == sum(sum(t.completion_mask) for t in traces if t.group_id == "a")
 
 
-# peft 0.21 uses a name that transformers 5.23 deprecates
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_lora_trains_the_adapter_alone(model, traces, tmp_path):
     spy = Spy()
     trainer = make_trainer(
@@ -262,3 +266,139 @@ def test_a_session_that_left_no_trace_counts_in_its_groups_mean(model, tmp_path)
     seen = torch.cat([rows["advantages"] for rows in trainer._build(batch)], dim=1)
     assert (seen >= 0).all()
     assert seen.max() > 0
+
+
+def watch_forwarded(trainer: TraceGRPOTrainer) -> list[int]:
+    """Train and return the numbers of tokens in the rows that were run."""
+    trainer.train()
+    return [int(entry["tokens_in_rows"]) for entry in trainer.state.log_history if "tokens_in_rows" in entry]
+
+
+def test_sessions_without_an_advantage_are_not_computed_and_count_in_the_mean(model, tmp_path):
+    rewards = {"a0": 0.0, "a1": 1.0, "a2": 2.0, "b0": 1.0, "b1": 1.0, "b2": 1.0}
+    traces = [replace(trace, reward=rewards[trace.session_id]) for trace in record(model, random.Random(0))]
+    computed = [trace for trace in traces if trace.session_id in ("a0", "a2")]
+    spy = Spy()
+    trainer = make_trainer(model, tmp_path, lambda rows: traces, spy=spy, scale_rewards="none")
+    assert watch_forwarded(trainer) == [sum(len(t.prompt_ids) + len(t.completion_ids) for t in computed)]
+    trained = sum(sum(t.completion_mask) for t in traces if t.group_id == "a")
+    assert trainer.state.log_history[0]["tokens_trained"] == trained
+    # the same advantages over another mean
+    alone = gradients(model, tmp_path, computed, scale_rewards="none")
+    number = sum(sum(trace.completion_mask) for trace in computed)
+    scaled = {name: gradient * number / trained for name, gradient in alone.items()}
+    assert largest_difference(spy.gradients[0], scaled) < 1e-6
+
+
+def test_a_reference_needs_all_of_a_group_with_signal(model, tmp_path):
+    rewards = {"a0": 0.0, "a1": 1.0, "a2": 2.0, "b0": 1.0, "b1": 1.0, "b2": 1.0}
+    traces = [replace(trace, reward=rewards[trace.session_id]) for trace in record(model, random.Random(0))]
+    lora = LoraConfig(r=4, target_modules="all-linear")
+    trainer = make_trainer(model, tmp_path, lambda rows: traces, beta=0.1, peft_config=lora)
+    group = [len(t.prompt_ids) + len(t.completion_ids) for t in traces if t.group_id == "a"]
+    assert watch_forwarded(trainer) == [sum(group)]
+
+
+def test_a_batch_whose_groups_have_equal_rewards_moves_no_weight_under_adam(model, traces, tmp_path, caplog):
+    silent = [replace(trace, reward=0.5) for trace in traces]
+    batches = iter([traces, silent, traces])
+    spy = Spy()
+    trainer = make_trainer(model, tmp_path, lambda rows: next(batches), spy=spy, max_steps=3, weight_decay=0.1)
+    trainer.train()
+    assert largest_difference(spy.weights[0], spy.weights[1]) == 0
+    assert largest_difference(spy.weights[1], spy.weights[2]) > 0
+    assert "step 2 was skipped" in caplog.text
+
+
+def test_tokens_without_signal_are_left_out_of_the_ledger_by_name(model, traces, tmp_path):
+    number = sum(sum(trace.completion_mask) for trace in traces)
+    silent = [replace(trace, reward=0.5) if trace.group_id == "b" else trace for trace in traces]
+    batch = batch_of(silent)
+    batch.ledger = Ledger(sampled=number + 3, trained=number, left_out={"aborted": 3})
+    trainer = make_trainer(model, tmp_path, lambda rows: silent)
+    trainer.trace_source = lambda rows: batch
+    trainer.train()
+    logged = trainer.state.log_history[0]
+    trained = sum(sum(trace.completion_mask) for trace in silent if trace.group_id == "a")
+    assert (logged["tokens_trained"], logged["left_out/no_signal"]) == (trained, number - trained)
+    assert logged["left_out/aborted"] == 3
+
+
+def test_a_ledger_that_is_not_of_these_traces_is_refused(model, traces, tmp_path):
+    batch = batch_of(traces)
+    batch.ledger = Ledger(sampled=5, trained=5)
+    trainer = make_trainer(model, tmp_path, lambda rows: traces)
+    trainer.trace_source = lambda rows: batch
+    with pytest.raises(ValueError, match="but the batch's ledger says 5"):
+        trainer.train()
+
+
+def test_a_token_that_the_model_does_not_have_is_refused_before_it_is_looked_up(model, traces, tmp_path):
+    traces[0].prompt_ids[0] = 32
+    with pytest.raises(ValueError, match=r"has the token id 32, but the model has 32 embeddings"):
+        make_trainer(model, tmp_path, lambda rows: traces).train()
+
+
+@pytest.mark.parametrize("how", ["lora", "attention"])
+def test_dropout_is_refused(model, tmp_path, how):
+    lora = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1) if how == "lora" else None
+    model = copy.deepcopy(model)
+    if how == "attention":
+        model.model.layers[1].self_attn.attention_dropout = 0.1
+    with pytest.raises(ValueError, match="drops 10% of its values"):
+        make_trainer(model, tmp_path, lambda rows: [], peft_config=lora)
+
+
+def test_trls_own_config_is_refused(model, tmp_path):
+    args = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, activation_checkpointing=False)
+    with pytest.raises(ValueError, match=r"args is a GRPOConfig: give a rolltap\.TraceGRPOConfig"):
+        TraceGRPOTrainer(model, args, GROUPS, trace_source=lambda rows: [], groups_per_step=1)
+
+
+def test_a_training_that_was_stopped_goes_on_with_the_next_rows(model, traces, tmp_path):
+    asked = []
+    config = {"groups_per_step": 1, "save_strategy": "steps", "save_steps": 1, "num_iterations": 2}
+
+    def source(rows):
+        asked.extend(row["task_id"] for row in rows)
+        return traces
+
+    def train(steps, checkpoint=None):
+        trainer = make_trainer(
+            model,
+            tmp_path,
+            lambda rows: asked.extend(row["task_id"] for row in rows) or traces,
+            max_steps=steps,
+            **config,
+        )
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
+
+    whole, order = train(12), list(asked)
+    asked.clear()
+    train(5)
+    resumed = train(12, str(tmp_path / "checkpoint-5"))
+    # the third rows are asked for again: step 6 is their second iteration
+    assert asked == [*order[:3], *order[2:]]
+    assert largest_difference(whole, resumed) == 0
+
+
+def test_a_model_that_segments_do_not_fit_runs_padded_and_says_why(model, traces, tmp_path, monkeypatch, caplog):
+    expected = gradients(model, tmp_path, traces, forward="padded")
+    monkeypatch.setattr("rolltap.trainer.grpo.forward.probe", lambda *args, **kwargs: "its memory is short")
+    assert largest_difference(expected, gradients(model, tmp_path, traces)) == 0
+    assert "traces run as padded rows, not as segments: its memory is short" in caplog.text
+
+
+def test_segments_are_cut_to_the_memory_that_is_given(model, traces, tmp_path, caplog):
+    sizes = {}
+    for gib in (10.0, 1e-5):
+        config = {"memory_gib": gib, "activation_checkpointing": True}
+        trainer = make_trainer(model, tmp_path, lambda rows: traces, **config)
+        trainer.train()
+        scorer = trainer._forward.scorer
+        sizes[gib] = (scorer.tokens_per_segment, scorer.tokens_in_memory)
+    assert sizes[10.0][0] > sizes[1e-5][0]
+    assert sizes[10.0][1] is None
+    assert sizes[1e-5][1] is not None
+    assert "the traces need about" in caplog.text
