@@ -22,6 +22,7 @@ from trl.trainer.utils import RepeatSampler, pad
 
 from rolltap.addons.errors import InputError, LedgerError
 from rolltap.trainer.grpo.advantages import mean_group_std, session_advantages
+from rolltap.trainer.grpo.order import rows_of_step
 from rolltap.trainer.traces.build import Trace, TraceBatch
 
 logger = logging.getLogger(__name__)
@@ -124,10 +125,21 @@ class TraceGRPOTrainer(GRPOTrainer):
     def _prepare_inputs(self, generation_batch: list[dict[str, Any]]) -> dict[str, Tensor]:
         steps: int = self.args.steps_per_generation
         if self._step % (steps * self.num_iterations) == 0 or self._buffered_inputs is None:
-            batch = self.trace_source(generation_batch) if self.accelerator.is_main_process else None
+            batch = self.trace_source(self._rows_of_step()) if self.accelerator.is_main_process else None
             (batch,) = broadcast_object_list([batch])
             self._buffered_inputs = self._build_inputs(batch)
         return self._buffered_inputs[self._step % steps]
+
+    def _rows_of_step(self) -> list[dict[str, Any]]:
+        generation = self.state.global_step // self.num_iterations
+        indices = rows_of_step(
+            generation,
+            len(self.train_dataset),
+            self.groups_per_step,
+            seed=self.args.seed,
+            shuffle=self.shuffle_dataset,
+        )
+        return [self.train_dataset[i] for i in indices]
 
     def _build_inputs(self, batch: TraceBatch) -> list[dict[str, Tensor]]:
         """Return this process's micro-batches of a generation batch, with the keys that `_compute_loss` reads."""

@@ -5,7 +5,7 @@ import pytest
 from rolltap.addons.errors import RecorderError
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.scheduler import Plan, run_groups
+from rolltap.trainer.rollouts.scheduler import Plan, new_group, run_groups
 from rolltap.trainer.rollouts.task import Task
 from rolltap.trainer.traces.reader import load_sessions
 from tests.trainer.rollouts.test_recorder import kill
@@ -20,14 +20,14 @@ def recorder(tmp_path, tokenizer_folder):
 
 def plan_for(script):
     harness = Harness(name="sh", version="1", program="sh", arguments=[], headless=["-c", script])
-    return Plan(harness, sessions_per_group=2, concurrency=2, timeout=60)
+    return Plan(harness, concurrency=2, timeout=60)
 
 
 async def play(recorder, script):
     task = Task(id="count", instruction="go", evaluate=["true"])
     steps: list[tuple[int, int]] = []
     sessions = await run_groups(
-        [task],
+        [new_group(task, 2)],
         plan_for(script),
         recorder,
         policy_version="7",

@@ -1,0 +1,46 @@
+"""`training.json` in the run folder: the name of the training, and how many times it was started."""
+
+import json
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from rolltap.addons.errors import RunError
+from rolltap.addons.store.staging import locked, write_atomically
+from rolltap.trainer.versions import Version
+
+TRAINING_FILE = "training.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One start of a training on a run folder. `number` is how many times it was started before."""
+
+    run: str
+    number: int
+
+    def version(self, step: int) -> Version:
+        """Return the name of the weights after `step` optimizer steps of this attempt."""
+        return Version(self.run, step, self.number)
+
+
+def claim_attempt(run: Path) -> Attempt:
+    """Count a start of the training and return it. No other start on this folder ever gets the same attempt.
+
+    The count is on the disk when this returns, so claim before anything is published. Raises `RunError` when
+    `training.json` is damaged, and `OSError`.
+    """
+    run.mkdir(parents=True, exist_ok=True)
+    path = run / TRAINING_FILE
+    with locked(run, wait=True):
+        try:
+            known = json.loads(path.read_text())
+            attempt = Attempt(known["run"], known["starts"])
+            if Version.parse(str(attempt.version(0))) != attempt.version(0):
+                raise ValueError(f"no name of weights begins with {attempt.run!r} and ends with {attempt.number!r}")
+        except FileNotFoundError:
+            attempt = Attempt(secrets.token_hex(4), 0)
+        except (ValueError, LookupError, TypeError) as error:
+            raise RunError(f"{path} is damaged ({error}): train into a new folder") from error
+        write_atomically(path, json.dumps({"run": attempt.run, "starts": attempt.number + 1}) + "\n")
+    return attempt
