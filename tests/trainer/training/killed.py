@@ -29,7 +29,7 @@ from rolltap.trainer.engine import publish
 from rolltap.trainer.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.traces.reader import load_sessions
 from rolltap.trainer.training import loop, online
-from rolltap.trainer.training.recipe import load_recipe
+from rolltap.trainer.training.recipe import FINISHED, load_recipe
 from tests.trainer.grpo.test_trainer import tiny_model, tokenizer
 from tests.trainer.training.stand_ins import FakeRecorder, FolderEngine, Points, sessions_by
 
@@ -192,6 +192,7 @@ def report_of(plain: Path, folder: Path, kills: Sequence[str]) -> dict[str, Any]
     """Kill a training at points, start it again after each, and compare it with the training that was not killed.
 
     - killed, ended: True when it was killed at each point, and the last start ended.
+    - unfinished: True when the kills left no model: a training with one is not started again.
     - resumed: the steps of the last start.
     - batches, weights: True when all batches, and the final weights bit for bit, are those of the plain training.
     - sessions: True when as many sessions were recorded as without the kill, each once.
@@ -199,6 +200,7 @@ def report_of(plain: Path, folder: Path, kills: Sequence[str]) -> dict[str, Any]
     """
     killed = all(train(folder, point) == -signal.SIGKILL for point in kills)
     before = read_batches(folder)
+    unfinished = not (folder / "run" / FINISHED).exists()
     ended = train(folder) == 0
     if not killed or not ended:
         return {"points": kills, "killed": killed, "ended": ended}
@@ -208,11 +210,12 @@ def report_of(plain: Path, folder: Path, kills: Sequence[str]) -> dict[str, Any]
     left = sorted(path.name for path in (run / "published").iterdir())
     whole = [(path / "rng_state.pth").exists() for path in (run / "checkpoints").glob("checkpoint-*")]
     hidden = [path.name for path in run.iterdir() if path.name.startswith(".") and path.is_dir()]
-    finished = sorted(path.name for path in (plain / "run" / "model").iterdir())
+    finished = sorted(path.name for path in (plain / "run" / FINISHED).iterdir())
     return {
         "points": kills,
         "killed": killed,
         "ended": ended,
+        "unfinished": unfinished,
         "resumed": [batch["step"] for batch in after],
         "batches": all(batch == expected[batch["step"]] for batch in [*before, *after]),
         "weights": weights_of(folder) == weights_of(plain),
@@ -221,13 +224,13 @@ def report_of(plain: Path, folder: Path, kills: Sequence[str]) -> dict[str, Any]
         and not any(name.startswith(".") for name in left)
         and all(whole)
         and not hidden
-        and finished == sorted(path.name for path in (run / "model").iterdir()),
+        and finished == sorted(path.name for path in (run / FINISHED).iterdir()),
     }
 
 
 def weights_of(folder: Path) -> bytes:
     """Return the trained weights."""
-    (file,) = (folder / "run" / "model").glob("*.safetensors")
+    (file,) = (folder / "run" / FINISHED).glob("*.safetensors")
     return file.read_bytes()
 
 
