@@ -2,6 +2,8 @@
 
 import json
 import secrets
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,23 +26,35 @@ class Attempt:
         return Version(self.run, step, self.number)
 
 
-def claim_attempt(run: Path) -> Attempt:
-    """Count a start of the training and return it. No other start on this folder ever gets the same attempt.
+@contextmanager
+def claimed_attempt(run: Path) -> Iterator[Attempt]:
+    """Count a start of the training on the folder `run`, and yield it. No other start ever gets the same attempt.
 
-    The count is on the disk when this returns, so claim before anything is published. Raises `RunError` when
-    `training.json` is damaged, and `OSError`.
+    The count is on the disk when the block begins, so claim before anything is published. Inside the block no other
+    training can start on the folder, not even on this one's incomplete checkpoints. Raises `RunError` when another one
+    is running or `training.json` is damaged, and `OSError`.
     """
     run.mkdir(parents=True, exist_ok=True)
     path = run / TRAINING_FILE
-    with locked(run, wait=True):
-        try:
+    with ExitStack() as stack:
+        with locked(run, wait=True):
+            attempt = _next_attempt(path)
+            write_atomically(path, json.dumps({"run": attempt.run, "starts": attempt.number + 1}) + "\n")
+            stack.enter_context(locked(path))
+        yield attempt
+
+
+def _next_attempt(path: Path) -> Attempt:
+    try:
+        with locked(path) as free:
+            if free is None:
+                raise RunError(f"another training is running on {path.parent}: wait until it has ended, or stop it")
             known = json.loads(path.read_text())
-            attempt = Attempt(known["run"], known["starts"])
-            if Version.parse(str(attempt.version(0))) != attempt.version(0):
-                raise ValueError(f"no name of weights begins with {attempt.run!r} and ends with {attempt.number!r}")
-        except FileNotFoundError:
-            attempt = Attempt(secrets.token_hex(4), 0)
-        except (ValueError, LookupError, TypeError) as error:
-            raise RunError(f"{path} is damaged ({error}): train into a new folder") from error
-        write_atomically(path, json.dumps({"run": attempt.run, "starts": attempt.number + 1}) + "\n")
+        attempt = Attempt(known["run"], known["starts"])
+        if Version.parse(str(attempt.version(0))) != attempt.version(0):
+            raise ValueError(f"no name of weights begins with {attempt.run!r} and ends with {attempt.number!r}")
+    except FileNotFoundError:
+        return Attempt(secrets.token_hex(4), 0)
+    except (ValueError, LookupError, TypeError) as error:
+        raise RunError(f"{path} is damaged ({error}): train into a new folder") from error
     return attempt

@@ -35,7 +35,7 @@ from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.scheduler import Group, Plan, run_groups
 from rolltap.trainer.rollouts.task import Task, load_tasks
 from rolltap.trainer.traces.build import TraceBatch
-from rolltap.trainer.training.attempts import claim_attempt
+from rolltap.trainer.training.attempts import claimed_attempt
 from rolltap.trainer.training.checkpoints import CHECKPOINTS, checkpoint_step, last_checkpoint, remove_incomplete
 from rolltap.trainer.training.online import OnlineTraces
 from rolltap.trainer.training.recipe import FINISHED, Recipe
@@ -55,8 +55,8 @@ def train(recipe: Recipe, *, engine: str, run: Path, seed: int, console: Console
     args = training_arguments(recipe, run, seed, tasks)
     plan = Plan(harness, recipe.concurrency, recipe.session_timeout)
     options = {**recipe.recorder, "rolltap_sampling": json.dumps(sampling(recipe))}
-    attempt = claim_attempt(run)
-    with Recorder(run, engine=engine, model=recipe.model, options=options, processes=recipe.recorders) as recorder:
+    recorder = Recorder(run, engine=engine, model=recipe.model, options=options, processes=recipe.recorders)
+    with claimed_attempt(run) as attempt, recorder:
         publisher = _publisher(recipe, engine, run)
 
         def run_sessions(groups: Sequence[Group], version: str) -> list[Session]:
@@ -66,8 +66,8 @@ def train(recipe: Recipe, *, engine: str, run: Path, seed: int, console: Console
         source = OnlineTraces(recipe, tasks, run, attempt, publisher, run_sessions, console)
         trainer = make_trainer(recipe, args, tasks, source)
         source.trainer = trainer
-        train_to_end(trainer, console)
-        publisher.publish(trainer.model, str(attempt.version(args.max_steps)))
+        steps = train_to_end(trainer, console)
+        publisher.publish(trainer.model, str(attempt.version(steps)))
         save_finished(trainer, run)
 
 
@@ -89,20 +89,21 @@ def make_trainer(
     return trainer
 
 
-def train_to_end(trainer: TraceGRPOTrainer, console: Console) -> None:
-    """Train from the last whole checkpoint in the trainer's folder, or from the start, to the last step."""
+def train_to_end(trainer: TraceGRPOTrainer, console: Console) -> int:
+    """Train from the last whole checkpoint in the trainer's folder, or from the start, to the last step.
+
+    Returns the number of optimizer steps that made the weights.
+    """
     folder = Path(trainer.args.output_dir)
     remove_incomplete(folder)
     checkpoint = last_checkpoint(folder)
-    if checkpoint is None:
-        trainer.train()
-        return
-    console.print(f"resuming from {checkpoint}")
-    if checkpoint_step(checkpoint) < trainer.args.max_steps:
-        trainer.train(resume_from_checkpoint=str(checkpoint))
-    else:
-        # from its last checkpoint the trainer would take one more step
-        trainer._load_from_checkpoint(str(checkpoint))
+    if checkpoint is not None:
+        console.print(f"resuming from {checkpoint}")
+        if checkpoint_step(checkpoint) >= trainer.args.max_steps:
+            trainer._load_from_checkpoint(str(checkpoint))  # `train` would take one more step
+            return checkpoint_step(checkpoint)
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    return int(trainer.state.global_step)
 
 
 def save_finished(trainer: TraceGRPOTrainer, run: Path) -> None:

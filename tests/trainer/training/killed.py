@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, TrainerState
 from rolltap.trainer.engine import publish
 from rolltap.trainer.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.traces.reader import load_sessions
-from rolltap.trainer.training import loop, online
+from rolltap.trainer.training import attempts, loop, online
 from rolltap.trainer.training.recipe import FINISHED, load_recipe
 from tests.trainer.grpo.test_trainer import tiny_model, tokenizer
 from tests.trainer.training.stand_ins import FakeRecorder, FolderEngine, Points, sessions_by
@@ -62,7 +62,7 @@ TASKS = ("a", "b", "flat", "c", "flat2")
 """All rewards of the tasks `flat` are equal."""
 POINTS = {
     "checkpoint": [
-        ["0: after claim_attempt 1"],
+        ["0: after writing training.json 1"],
         ["0: after a session was recorded 1"],
         ["3: before the policy is saved 1"],
         ["3: before renaming .policy-.partial 1"],
@@ -105,7 +105,7 @@ POINTS = {
 
 def make_points(points: Points) -> None:
     """Let the loop and the libraries below it pass points."""
-    points.around(loop, "claim_attempt")
+    points.around(attempts, "write_atomically", lambda path, _: f"writing {path.name}")
     points.around(publish, "_save", lambda *_: "the policy is saved")
     points.around(publish, "_write_policy")
     points.around(Path, "rename", lambda path, _: f"renaming {path.name}")
