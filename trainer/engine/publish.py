@@ -7,7 +7,7 @@ import copy
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Protocol
 
@@ -36,14 +36,13 @@ class CheckpointPublisher:
 
     During the reload the engine is paused: it finishes the requests in flight first, and new ones wait. So no engine
     request is sampled by two versions. A call that is continued after an engine failure takes several requests.
-    `folder` keeps the newest checkpoint.
+    `folder` is the publisher's own: it keeps the newest checkpoint and nothing else.
     """
 
     def __init__(self, engine_url: str, folder: Path, run: Path) -> None:
         self._engine = EngineAdmin(engine_url)
         self._folder = folder.absolute()
         self._run = run
-        self._previous: Path | None = None
 
     def publish(self, model: PreTrainedModel | PeftModel, version: str) -> None:
         """See `Publisher.publish`. A failure during the reload may leave the engine without usable weights."""
@@ -65,9 +64,7 @@ class CheckpointPublisher:
             self._engine.reset_prefix_cache()
             self._engine.set_weight_version(version)
         _write_policy(self._run, None, version)
-        if self._previous not in (None, checkpoint):
-            shutil.rmtree(self._previous)
-        self._previous = checkpoint
+        _keep_only(self._folder, [checkpoint])
 
 
 class LoraPublisher:
@@ -75,7 +72,7 @@ class LoraPublisher:
 
     Publishing does not wait for requests in flight: an engine request keeps the adapter that it started with. The two
     newest adapters stay loaded, and a third is loaded before the oldest is unloaded: the engine needs
-    `--max-cpu-loras` 3 or more.
+    `--max-cpu-loras` 3 or more. `folder` is the publisher's own: it keeps these two adapters and nothing else.
     """
 
     def __init__(self, engine_url: str, folder: Path, run: Path) -> None:
@@ -89,7 +86,7 @@ class LoraPublisher:
         if not isinstance(model, PeftModel):
             raise InputError("the model has no LoRA adapter: train with a peft_config, or publish checkpoints")
         name = f"policy-{version}"
-        # a resumed run publishes a version again, and vLLM's prefix cache identifies an adapter by name and path
+        # vLLM's prefix cache identifies an adapter by name and path: a version that is published again has a new path
         adapter = self._folder / f"{name}-{time.time_ns():x}"
         _save(adapter, lambda folder: model.save_pretrained(folder, save_embedding_layers=False))
         loaded = self._engine.models().adapters
@@ -99,12 +96,11 @@ class LoraPublisher:
         _write_policy(self._run, name, version)
 
         self._kept.append((name, adapter))
-        dropped, self._kept = self._kept[:-2], self._kept[-2:]
+        self._kept = self._kept[-2:]
         for old in loaded - {name for name, _ in self._kept}:
             if old.startswith("policy-"):
                 self._engine.unload_adapter(old)
-        for _, folder in dropped:
-            shutil.rmtree(folder)
+        _keep_only(self._folder, [folder for _, folder in self._kept])
 
 
 def _merged(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
@@ -123,6 +119,13 @@ def _save(target: Path, write: Callable[[Path], None]) -> None:
         partial.rename(target)
     except OSError as error:
         raise RunError(f"{target} could not be written: {error}; the engine is unchanged") from error
+
+
+def _keep_only(folder: Path, kept: Collection[Path]) -> None:
+    """Remove all other weights from a publisher's folder: older ones, and those that a killed training left there."""
+    for path in [*folder.glob("policy-*"), *folder.glob(".policy-*")]:
+        if path not in kept:
+            shutil.rmtree(path)
 
 
 def _write_policy(run: Path, model: str | None, version: str) -> None:

@@ -24,20 +24,34 @@ class Plan:
     """Parameters of running sessions. `timeout` is in seconds, for the harness without its evaluator."""
 
     harness: Harness
-    sessions_per_group: int
     concurrency: int
     timeout: float
 
 
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Sessions to run of one task. A group may have others that were run before."""
+
+    task: Task
+    group_id: str
+    session_ids: Sequence[str]
+
+
+def new_group(task: Task, sessions: int) -> Group:
+    """Return a group of a new id with a number of sessions."""
+    group_id = f"{task.id}-{uuid.uuid4().hex[:8]}"
+    return Group(task, group_id, [f"{group_id}-{index}" for index in range(sessions)])
+
+
 async def run_groups(
-    tasks: Sequence[Task],
+    groups: Sequence[Group],
     plan: Plan,
     recorder: Recorder,
     *,
     policy_version: str,
     advance: Advance,
 ) -> list[Session]:
-    """Run one group of sessions for each task and record the outcome of every session, failed ones included.
+    """Run the sessions of groups and record the outcome of every session, failed ones included.
 
     Returns the sessions in the order in which they ended. Raises `RecorderError` when the recorder dies, `EngineError`
     when the engine does not say its context window, and `OSError` when the run folder cannot be written.
@@ -45,20 +59,20 @@ async def run_groups(
     harness_env = await asyncio.to_thread(plan.harness.environment, recorder.engine)
     semaphore = asyncio.Semaphore(plan.concurrency)
     sessions: list[Session] = []
-    total = len(tasks) * plan.sessions_per_group
+    total = sum(len(group.session_ids) for group in groups)
 
-    async def one(task: Task, group_id: str, index: int) -> None:
+    async def one(group: Group, session_id: str) -> None:
         async with semaphore:
             recorder.check()
             session = Session(
-                session_id=f"{group_id}-{index}",
-                task_id=task.id,
-                group_id=group_id,
+                session_id=session_id,
+                task_id=group.task.id,
+                group_id=group.group_id,
                 harness=plan.harness.name,
                 status="error",
                 policy_version=policy_version,
             )
-            await _run_session(session, task, plan, recorder, harness_env)
+            await _run_session(session, group.task, plan, recorder, harness_env)
             session.finished_at = utc_now()
             await run_to_end(recorder.end, session)
             sessions.append(session)
@@ -66,11 +80,10 @@ async def run_groups(
             advance(what, len(sessions), total)
 
     try:
-        async with asyncio.TaskGroup() as group:
-            for task in tasks:
-                group_id = f"{task.id}-{uuid.uuid4().hex[:8]}"
-                for index in range(plan.sessions_per_group):
-                    group.create_task(one(task, group_id, index))
+        async with asyncio.TaskGroup() as running:
+            for group in groups:
+                for session_id in group.session_ids:
+                    running.create_task(one(group, session_id))
     except ExceptionGroup as failures:
         # the first failure cancelled the other sessions; errors that came with it are in `__cause__`
         raise failures.exceptions[0] from failures

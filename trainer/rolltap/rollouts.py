@@ -14,7 +14,7 @@ from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.progress import progress_bar
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.scheduler import Plan, run_groups
+from rolltap.trainer.rollouts.scheduler import Plan, new_group, run_groups
 from rolltap.trainer.rollouts.task import Task, load_tasks
 
 
@@ -98,11 +98,12 @@ async def rollout_async(
     harness.require_program()
     for url in engine.split(","):
         await asyncio.to_thread(EngineAdmin(url.strip()).models)
-    plan = Plan(harness, sessions, concurrency, timeout)
+    plan = Plan(harness, concurrency, timeout)
+    groups = [new_group(task, sessions) for task in task_list]
     recorder = Recorder(out, engine=engine, model=model, options=options, processes=recorders)
     async with _started(recorder):
         with progress_bar(show=progress) as advance:
-            ended = await run_groups(task_list, plan, recorder, policy_version=policy_version, advance=advance)
+            ended = await run_groups(groups, plan, recorder, policy_version=policy_version, advance=advance)
     run = open_run(out)
     run.new_session_ids = tuple(session.session_id for session in ended)
     return run

@@ -3,13 +3,15 @@
 TRL's trainer drives it. For each batch it calls `OnlineTraces`, which publishes the current weights, runs the sessions
 and reads their calls from the run folder. Sessions are not run in a data loader, because data loaders fetch ahead: the
 traces would be off policy.
+
+A stopped training goes on from its last checkpoint. All steps after it are taken again, with the sessions that are in
+the run folder. Nothing else decides on a step: its tasks are a function of the seed and the step, and the checkpoint
+holds the weights, the optimizer and the scheduler.
 """
 
 import json
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import Session
+from rolltap.addons.store.staging import new_folder
 from rolltap.trainer.blocking import run_blocking
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.publish import CheckpointPublisher, LoraPublisher, Publisher
@@ -29,13 +32,13 @@ from rolltap.trainer.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.progress import progress_bar
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.scheduler import Plan, run_groups
+from rolltap.trainer.rollouts.scheduler import Group, Plan, run_groups
 from rolltap.trainer.rollouts.task import Task, load_tasks
 from rolltap.trainer.traces.build import TraceBatch
-from rolltap.trainer.traces.sessions import TraceOptions, load_batch
+from rolltap.trainer.training.attempts import claimed_attempt
+from rolltap.trainer.training.checkpoints import CHECKPOINTS, checkpoint_step, last_checkpoint, remove_incomplete
+from rolltap.trainer.training.online import OnlineTraces
 from rolltap.trainer.training.recipe import FINISHED, Recipe
-
-CHECKPOINTS = "checkpoints"
 
 
 def train(recipe: Recipe, *, engine: str, run: Path, seed: int, console: Console) -> None:
@@ -50,73 +53,66 @@ def train(recipe: Recipe, *, engine: str, run: Path, seed: int, console: Console
         raise InputError(f"engine is {engine!r}: weights are published to one engine, give one URL")
     EngineAdmin(engine).require_endpoints()
     args = training_arguments(recipe, run, seed, tasks)
-    plan = Plan(harness, recipe.sessions_per_group, recipe.concurrency, recipe.session_timeout)
+    plan = Plan(harness, recipe.concurrency, recipe.session_timeout)
     options = {**recipe.recorder, "rolltap_sampling": json.dumps(sampling(recipe))}
-    with Recorder(run, engine=engine, model=recipe.model, options=options, processes=recipe.recorders) as recorder:
+    recorder = Recorder(run, engine=engine, model=recipe.model, options=options, processes=recipe.recorders)
+    with claimed_attempt(run) as attempt, recorder:
         publisher = _publisher(recipe, engine, run)
-        trace_options = TraceOptions(recipe.strategy, recipe.roles, recipe.max_tokens)
-        source = OnlineTraces(plan, recorder, publisher, trace_options, {t.id: t for t in tasks}, console)
-        set_seed(seed)
-        transformers_logging.disable_progress_bar()  # it would show one for every published checkpoint
-        trainer = TraceGRPOTrainer(
-            model=str(recipe.model),
-            args=args,
-            train_dataset=Dataset.from_dict({"task_id": [task.id for task in tasks]}),
-            trace_source=source,
-            groups_per_step=recipe.groups_per_step,
-            peft_config=LoraConfig(**recipe.lora) if recipe.lora else None,
-        )
-        trainer.remove_callback(PrinterCallback)  # `OnlineTraces` prints the line of a step
+
+        def run_sessions(groups: Sequence[Group], version: str) -> list[Session]:
+            with progress_bar(console) as advance:
+                return run_blocking(run_groups(groups, plan, recorder, policy_version=version, advance=advance))
+
+        source = OnlineTraces(recipe, tasks, run, attempt, publisher, run_sessions, console)
+        trainer = make_trainer(recipe, args, tasks, source)
         source.trainer = trainer
-        checkpoint = last_checkpoint(run / CHECKPOINTS)
-        if checkpoint is not None:
-            console.print(f"resuming from {checkpoint}")
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        publisher.publish(trainer.model, str(trainer.state.global_step))
-        trainer.save_model(str(run / FINISHED))
+        steps = train_to_end(trainer, console)
+        publisher.publish(trainer.model, str(attempt.version(steps)))
+        save_finished(trainer, run)
 
 
-class OnlineTraces:
-    """Trace source of an online run. Set `trainer` before the first batch."""
+def make_trainer(
+    recipe: Recipe, args: GRPOConfig, tasks: Sequence[Task], source: Callable[[list[dict[str, Any]]], TraceBatch]
+) -> TraceGRPOTrainer:
+    """Return the trainer of a recipe. Rows of its data set are `{"task_id": id}`."""
+    set_seed(args.seed)
+    transformers_logging.disable_progress_bar()  # it would show one for every published checkpoint
+    trainer = TraceGRPOTrainer(
+        model=str(recipe.model),
+        args=args,
+        train_dataset=Dataset.from_dict({"task_id": [task.id for task in tasks]}),
+        trace_source=source,
+        groups_per_step=recipe.groups_per_step,
+        peft_config=LoraConfig(**recipe.lora) if recipe.lora else None,
+    )
+    trainer.remove_callback(PrinterCallback)  # the trace source prints the line of a step
+    return trainer
 
-    def __init__(
-        self,
-        plan: Plan,
-        recorder: Recorder,
-        publisher: Publisher,
-        trace_options: TraceOptions,
-        tasks: dict[str, Task],
-        console: Console,
-    ) -> None:
-        self.trainer: TraceGRPOTrainer
-        self._plan = plan
-        self._recorder = recorder
-        self._publisher = publisher
-        self._trace_options = trace_options
-        self._tasks = tasks
-        self._console = console
 
-    def __call__(self, rows: list[dict[str, Any]]) -> TraceBatch:
-        """Publish the weights, record one group of sessions for each row (`task_id`), and return their batch."""
-        started = time.monotonic()
-        step = self.trainer.state.global_step
-        self._publisher.publish(self.trainer.model, str(step))
-        published = time.monotonic()
-        sessions = self._rollout([self._tasks[row["task_id"]] for row in rows], str(step))
-        batch = load_batch(self._recorder.path, {s.session_id for s in sessions}, self._trace_options)
-        mean = f"{fmean(labelled.reward for labelled in batch.rewards.values()):.3f}" if batch.rewards else "none"
-        self._console.print(
-            f"step {step + 1}/{self.trainer.args.max_steps}  reward [bold]{mean}[/]  "
-            f"{len(sessions)} sessions in {time.monotonic() - published:.1f} s  "
-            f"sampled tokens {batch.ledger}  published in {published - started:.1f} s",
-            highlight=False,
-            soft_wrap=True,
-        )
-        return batch
+def train_to_end(trainer: TraceGRPOTrainer, console: Console) -> int:
+    """Train from the last whole checkpoint in the trainer's folder, or from the start, to the last step.
 
-    def _rollout(self, tasks: Sequence[Task], version: str) -> list[Session]:
-        with progress_bar(self._console) as advance:
-            return run_blocking(run_groups(tasks, self._plan, self._recorder, policy_version=version, advance=advance))
+    Returns the number of optimizer steps that made the weights.
+    """
+    folder = Path(trainer.args.output_dir)
+    remove_incomplete(folder)
+    checkpoint = last_checkpoint(folder)
+    if checkpoint is not None:
+        console.print(f"resuming from {checkpoint}")
+        if checkpoint_step(checkpoint) >= trainer.args.max_steps:
+            trainer._load_from_checkpoint(str(checkpoint))  # `train` would take one more step
+            return checkpoint_step(checkpoint)
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    return int(trainer.state.global_step)
+
+
+def save_finished(trainer: TraceGRPOTrainer, run: Path) -> None:
+    """Save the trained model as the folder `FINISHED` of the run. It appears when it is complete.
+
+    Raises `RunError` when it cannot be written.
+    """
+    with new_folder(run / FINISHED) as folder:
+        trainer.save_model(str(folder))
 
 
 def sampling(recipe: Recipe) -> dict[str, Any]:
@@ -172,18 +168,6 @@ def training_arguments(recipe: Recipe, run: Path, seed: int, tasks: Sequence[Tas
         )
     except (TypeError, ValueError) as error:
         raise InputError(f"the recipe's [grpo] table: {error}") from error
-
-
-def last_checkpoint(folder: Path) -> Path | None:
-    """Return the newest checkpoint with a readable trainer state, or None."""
-    checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
-    for checkpoint in reversed(checkpoints):
-        try:
-            json.loads((checkpoint / "trainer_state.json").read_text())
-        except (OSError, ValueError):
-            continue
-        return checkpoint
-    return None
 
 
 def _publisher(recipe: Recipe, engine: str, run: Path) -> Publisher:

@@ -31,6 +31,9 @@ class Recipe(BaseModel):
     """Groups per step, each of one task."""
     sessions_per_group: int = Field(default=8, ge=2)
     """Sessions of a group, which GRPO compares with each other."""
+    replace_zero_variance: int = Field(default=0, ge=0)
+    """Maximum number of further groups of a step, of tasks drawn by seed and step. One is run for each group whose
+    rewards are all equal, which trains nothing."""
     concurrency: int = Field(default=8, ge=1)
     """Maximum number of sessions that run at the same time."""
     recorders: int = Field(default=1, ge=1)

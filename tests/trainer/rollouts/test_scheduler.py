@@ -5,7 +5,7 @@ import pytest
 from rolltap.addons.errors import RecorderError
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.scheduler import Plan, run_groups
+from rolltap.trainer.rollouts.scheduler import Group, Plan, new_group, run_groups
 from rolltap.trainer.rollouts.task import Task
 from rolltap.trainer.traces.reader import load_sessions
 from tests.trainer.rollouts.test_recorder import kill
@@ -20,14 +20,14 @@ def recorder(tmp_path, tokenizer_folder):
 
 def plan_for(script):
     harness = Harness(name="sh", version="1", program="sh", arguments=[], headless=["-c", script])
-    return Plan(harness, sessions_per_group=2, concurrency=2, timeout=60)
+    return Plan(harness, concurrency=2, timeout=60)
 
 
 async def play(recorder, script):
     task = Task(id="count", instruction="go", evaluate=["true"])
     steps: list[tuple[int, int]] = []
     sessions = await run_groups(
-        [task],
+        [new_group(task, 2)],
         plan_for(script),
         recorder,
         policy_version="7",
@@ -45,6 +45,16 @@ async def test_every_session_is_recorded_with_its_reward_and_its_group(recorder)
         ("completed", 1.0, "7")
     }
     assert len({session.group_id for session in sessions}) == 1
+
+
+async def test_of_a_group_only_the_given_sessions_are_run(recorder):
+    task = Task(id="count", instruction="go", evaluate=["true"])
+    groups = [Group(task, "count-g", ["count-g-2", "count-g-0"]), Group(task, "count-h", [])]
+    sessions = await run_groups(groups, plan_for("true"), recorder, policy_version="7", advance=lambda *_: None)
+    assert {(session.session_id, session.group_id, session.task_id) for session in sessions} == {
+        ("count-g-0", "count-g", "count"),
+        ("count-g-2", "count-g", "count"),
+    }
 
 
 async def test_a_recorder_that_dies_is_an_error_of_its_own(recorder):

@@ -14,6 +14,7 @@ from rolltap.trainer.engine.publish import CheckpointPublisher
 from rolltap.trainer.rollouts.task import load_tasks
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
 from rolltap.trainer.training import loop
+from rolltap.trainer.training.attempts import TRAINING_FILE
 from rolltap.trainer.training.recipe import FINISHED, load_recipe
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart"
@@ -49,7 +50,8 @@ def test_two_steps_of_recording_training_and_publishing_and_a_resumed_third(engi
 
     try:
         assert train(2).exit_code == 0
-        assert engine.http.get("/weight_info").json() == {"weight_version": "2"}
+        run_name = json.loads((run / TRAINING_FILE).read_text())["run"]
+        assert engine.http.get("/weight_info").json() == {"weight_version": f"{run_name}.2.0"}
         shutil.rmtree(run / FINISHED)  # as if the run had been stopped after its second checkpoint
         assert train(3).exit_code == 0
     finally:
@@ -57,7 +59,8 @@ def test_two_steps_of_recording_training_and_publishing_and_a_resumed_third(engi
         CheckpointPublisher(engine.url, tmp_path / "restored", tmp_path).publish(base, "default")
 
     sessions = load_sessions(run)
-    assert sorted(session.policy_version for session in sessions.values()) == ["0", "0", "1", "1", "2", "2"]
+    versions = sorted(session.policy_version for session in sessions.values())
+    assert versions == [f"{run_name}.{version}" for version in ("0.0", "0.0", "1.0", "1.0", "2.1", "2.1")]
     for session_id, calls in RecordedCalls(run).items():
         for call in calls:
             versions = {span.version for span in call.weight_versions}
@@ -109,16 +112,3 @@ class TestSampling:
         text = "[grpo]\ntemperature = 0.7\n[recorder]\nrolltap_sampling = '{\"temperature\": 0.6}'\n"
         with pytest.raises(InputError, match=r"samples at temperature 0\.6, but grpo\.temperature is 0\.7"):
             loop.sampling(load_recipe(write_recipe(tmp_path, text)))
-
-
-class TestLastCheckpoint:
-    def test_an_incomplete_checkpoint_is_skipped(self, tmp_path):
-        for step, state in [(2, "{}"), (9, "{}"), (10, '{"global'), (11, None)]:
-            folder = tmp_path / f"checkpoint-{step}"
-            folder.mkdir()
-            if state is not None:
-                (folder / "trainer_state.json").write_text(state)
-        assert loop.last_checkpoint(tmp_path) == tmp_path / "checkpoint-9"
-
-    def test_without_a_checkpoint_there_is_none(self, tmp_path):
-        assert loop.last_checkpoint(tmp_path / "nowhere") is None

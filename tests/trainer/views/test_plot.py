@@ -1,3 +1,5 @@
+from matplotlib.figure import Figure
+
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Session
 from rolltap.addons.store.tables import RunWriter
@@ -19,3 +21,19 @@ def test_the_plot_is_a_png_even_of_a_run_without_rewards(tmp_path):
     plot_rewards(tmp_path, tmp_path / "some.png", "something")
     assert (tmp_path / "none.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "some.png").stat().st_size > (tmp_path / "none.png").stat().st_size
+
+
+def test_the_attempts_at_a_step_are_one_point(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    write_metadata(tmp_path, {})
+    versions = ["1a2b3c4d.9.0", "1a2b3c4d.10.0", "1a2b3c4d.10.1", "1a2b3c4d.11.1", "model-2.5"]
+    with RunWriter(tmp_path) as writer:
+        for number, version in enumerate(versions):
+            writer.add_session(
+                Session(session_id=str(number), status="completed", reward=number, policy_version=version)
+            )
+    plot_rewards(tmp_path, tmp_path / "some.png", "something")
+    (axes,) = drawn[0].axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["9", "10", "11", "model-2.5"]
+    assert list(axes.lines[0].get_ydata()) == [0.0, 1.5, 3.0, 4.0]

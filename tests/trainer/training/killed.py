@@ -1,0 +1,267 @@
+"""Trainings that are killed and started again: `python -m tests.trainer.training.killed FOLDER`.
+
+One process imports everything and has no threads. It forks a process for each training. The loop, the trainer, the
+publisher, the checkpoints and the run folder are the real ones. In place of the engine there is a folder with the
+weights that were loaded last, in place of harness and recorder a function that samples from them.
+
+A training passes points with names, and may be killed at one. The report, JSON on stdout, is a list with an object for
+each kill: see `report_of`.
+"""
+
+import gc
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers.trainer
+from rich.console import Console
+from transformers import AutoModelForCausalLM, TrainerState
+
+from rolltap.trainer.engine import publish
+from rolltap.trainer.grpo.trainer import TraceGRPOTrainer
+from rolltap.trainer.traces.reader import load_sessions
+from rolltap.trainer.training import attempts, loop, online
+from rolltap.trainer.training.recipe import FINISHED, load_recipe
+from tests.trainer.grpo.test_trainer import tiny_model, tokenizer
+from tests.trainer.training.stand_ins import FakeRecorder, FolderEngine, Points, sessions_by
+
+STEPS = 5
+SAVE_STEPS = 2
+RECIPE = f"""
+model = "../model"
+tasks = "../tasks.jsonl"
+harness = "../harness.toml"
+steps = {STEPS}
+save_steps = {SAVE_STEPS}
+groups_per_step = 2
+sessions_per_group = 2
+replace_zero_variance = 1
+publish = "{{publish}}"
+
+[grpo]
+learning_rate = 1e-2
+use_cpu = true
+bf16 = false
+activation_checkpointing = false
+gradient_accumulation_steps = 2
+"""
+LORA = """
+[lora]
+r = 2
+target_modules = "all-linear"
+"""
+TASKS = ("a", "b", "flat", "c", "flat2")
+"""All rewards of the tasks `flat` are equal."""
+POINTS = {
+    "checkpoint": [
+        ["0: after writing training.json 1"],
+        ["0: after a session was recorded 1"],
+        ["3: before the policy is saved 1"],
+        ["3: before renaming .policy-.partial 1"],
+        ["3: after renaming .policy-.partial 1"],
+        ["3: paused 1"],
+        ["3: after the engine has loaded the weights 1"],
+        ["3: before the engine goes on 1"],
+        ["3: before renaming .policy.json 1"],
+        ["3: after write_policy 1"],
+        ["3: half of policy- was removed 1"],
+        ["3: after a call was recorded 1"],
+        ["3: after a session was recorded 2"],
+        ["4: after a session was recorded 5"],
+        ["3: after load_batch 1"],
+        ["3: after a micro-batch 1"],
+        ["3: before the optimizer's step 1"],
+        ["3: after the optimizer's step 1"],
+        ["3: before the trainer saves the model 1"],
+        ["3: half of training_args.bin 1"],
+        ["3: half of optimizer.pt 1"],
+        ["3: half of scheduler.pt 1"],
+        ["3: half of rng_state.pth 1"],
+        ["3: half of trainer_state.json 1"],
+        ["3: before rotate_checkpoints 1"],
+        ["4: half of checkpoint-2 was removed 1"],
+        ["4: before save_finished 1"],
+        ["4: half of training_args.bin 2"],
+        ["4: before renaming run 1"],
+        ["3: after a session was recorded 1", "2: after load_batch 1", "3: after a session was recorded 2"],
+    ],
+    "lora": [
+        ["3: after the engine has loaded the adapter 1"],
+        ["3: half of policy- was removed 2"],
+        ["4: before save_finished 1"],
+    ],
+}
+"""Way of publishing -> lists of points at which one training is killed, one after the other. The file before
+`training_args.bin` is the model. The sessions from the fifth on are those of a further group."""
+
+
+def make_points(points: Points) -> None:
+    """Let the loop and the libraries below it pass points."""
+    points.around(attempts, "write_atomically", lambda path, _: f"writing {path.name}")
+    points.around(publish, "_save", lambda *_: "the policy is saved")
+    points.around(publish, "_write_policy")
+    points.around(Path, "rename", lambda path, _: f"renaming {path.name}")
+    points.around(online, "load_batch")
+    points.around(TraceGRPOTrainer, "training_step", lambda *_: "a micro-batch")
+    points.around(torch.optim.AdamW, "step", lambda *_: "the optimizer's step")
+    points.around(TraceGRPOTrainer, "save_model", lambda *_: "the trainer saves the model")
+    points.around(transformers.trainer, "rotate_checkpoints")
+    points.around(loop, "save_finished")
+
+    save, remove, to_json = torch.save, shutil.rmtree, TrainerState.save_to_json
+
+    def save_in_two(what: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        save(what, path, *args, **kwargs)
+        whole = Path(path).read_bytes()
+        Path(path).write_bytes(whole[: len(whole) // 2])
+        points.reach(f"half of {Path(path).name}")
+        Path(path).write_bytes(whole)
+
+    def state_in_two(state: TrainerState, path: str) -> None:
+        points.reach("before trainer_state.json")
+        to_json(state, path)
+        whole = Path(path).read_text()
+        Path(path).write_text(whole[: len(whole) // 2])
+        points.reach("half of trainer_state.json")
+        Path(path).write_text(whole)
+
+    def remove_in_two(path: Any, *args: Any, **kwargs: Any) -> None:
+        for file in list(Path(path).glob("*.*"))[:1]:
+            file.unlink()
+            points.reach(f"half of {Path(path).name} was removed")
+        remove(path, *args, **kwargs)
+
+    torch.save, shutil.rmtree, TrainerState.save_to_json = save_in_two, remove_in_two, state_in_two
+
+
+def train(folder: Path, kill_at: str | None = None) -> int:
+    """Train in a process of its own, and return its status. Leaves `batches` and `points` in the folder."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    status = 1
+    try:
+        points = Points(kill_at)
+        make_points(points)
+        FolderEngine.folder, FolderEngine.points = folder / "engine", points
+        publish.EngineAdmin = loop.EngineAdmin = FolderEngine
+        loop.Recorder, loop.run_groups = FakeRecorder, sessions_by(points)
+        call = online.OnlineTraces.__call__
+
+        def noted(source: online.OnlineTraces, rows: list[dict[str, Any]]) -> Any:
+            points.step = source.trainer.state.global_step
+            batch = call(source, rows)
+            traces = [
+                [trace.prompt_ids, trace.completion_ids, trace.completion_mask, trace.logprobs]
+                for trace in batch.traces
+            ]
+            rewards = [[labelled.group_id.partition(".")[2], labelled.reward] for labelled in batch.rewards.values()]
+            with (folder / "batches").open("a") as file:
+                line = {"step": points.step, "rewards": rewards, "traces": traces, "ledger": str(batch.ledger)}
+                file.write(json.dumps(line) + "\n")
+            return batch
+
+        online.OnlineTraces.__call__ = noted
+        recipe = load_recipe(folder.parent / "recipe.toml")
+        with open(os.devnull, "w") as silent:
+            loop.train(recipe, engine="http://127.0.0.1:9", run=folder / "run", seed=3, console=Console(file=silent))
+        (folder / "points").write_text("\n".join(points.passed))  # to choose from
+        status = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def read_batches(folder: Path) -> list[dict[str, Any]]:
+    """Return the batches that were trained, in their order."""
+    path = folder / "batches"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def report_of(plain: Path, folder: Path, kills: Sequence[str]) -> dict[str, Any]:
+    """Kill a training at points, start it again after each, and compare it with the training that was not killed.
+
+    - killed, ended: True when it was killed at each point, and the last start ended.
+    - unfinished: True when the kills left no model: a training with one is not started again.
+    - resumed: the steps of the last start.
+    - batches, weights: True when all batches, and the final weights bit for bit, are those of the plain training.
+    - sessions: True when as many sessions were recorded as without the kill, each once.
+    - tidy: True when the folders hold nothing but the newest policy, whole checkpoints and the model.
+    """
+    killed = all(train(folder, point) == -signal.SIGKILL for point in kills)
+    before = read_batches(folder)
+    unfinished = not (folder / "run" / FINISHED).exists()
+    ended = train(folder) == 0
+    if not killed or not ended:
+        return {"points": kills, "killed": killed, "ended": ended}
+    expected = {batch["step"]: batch for batch in read_batches(plain)}
+    after = read_batches(folder)[len(before) :]
+    run = folder / "run"
+    left = sorted(path.name for path in (run / "published").iterdir())
+    whole = [(path / "rng_state.pth").exists() for path in (run / "checkpoints").glob("checkpoint-*")]
+    hidden = [path.name for path in run.iterdir() if path.name.startswith(".") and path.is_dir()]
+    finished = sorted(path.name for path in (plain / "run" / FINISHED).iterdir())
+    return {
+        "points": kills,
+        "killed": killed,
+        "ended": ended,
+        "unfinished": unfinished,
+        "resumed": [batch["step"] for batch in after],
+        "batches": all(batch == expected[batch["step"]] for batch in [*before, *after]),
+        "weights": weights_of(folder) == weights_of(plain),
+        "sessions": names_of(run) == names_of(plain / "run"),
+        "tidy": len(left) <= 2
+        and not any(name.startswith(".") for name in left)
+        and all(whole)
+        and not hidden
+        and finished == sorted(path.name for path in (run / FINISHED).iterdir()),
+    }
+
+
+def weights_of(folder: Path) -> bytes:
+    """Return the trained weights."""
+    (file,) = (folder / "run" / FINISHED).glob("*.safetensors")
+    return file.read_bytes()
+
+
+def names_of(run: Path) -> list[str]:
+    """Return the recorded sessions, without the name of the run and the attempt."""
+    return sorted(re.sub(r"[0-9a-f]{8}\.|\.\d+$", "", session_id) for session_id in load_sessions(run))
+
+
+def main(folder: Path) -> None:
+    """Write the recipe, train without a kill, and then once for each point."""
+    torch.set_num_threads(1)
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # no threads before the forks
+    tiny_model().save_pretrained(folder / "model")
+    tokenizer().save_pretrained(folder / "model")
+    tasks = [{"id": task, "instruction": "go", "evaluate": ["true"]} for task in TASKS]
+    AutoModelForCausalLM.from_pretrained(folder / "model")  # fills caches of transformers
+    gc.freeze()
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    (folder / "harness.toml").write_text('name = "h"\nprogram = "true"\nheadless = []\n')
+    reports = []
+    for kind in ("checkpoint", "lora"):
+        place = folder / kind
+        place.mkdir()
+        (place / "recipe.toml").write_text(RECIPE.format(publish=kind) + (LORA if kind == "lora" else ""))
+        (place / "plain").mkdir()
+        assert train(place / "plain") == 0
+        for number, kills in enumerate(POINTS[kind]):
+            (place / str(number)).mkdir()
+            reports.append({"publish": kind, **report_of(place / "plain", place / str(number), kills)})
+    print(json.dumps(reports))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,125 @@
+"""The ids of a step's sessions, and which of them an earlier attempt has finished."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolltap.addons.store.records import Session
+from rolltap.trainer.rollouts.scheduler import Group
+from rolltap.trainer.rollouts.task import Task
+from rolltap.trainer.training.steps import FinishedSessions, further_tasks, has_signal, step_group
+from rolltap.trainer.versions import Version
+
+TASKS = [Task(id=name, instruction="go", evaluate=["true"]) for name in ("a", "a-1", "b-0.0", "c")]
+
+
+def group_of(attempt: int, *, step: int = 4, position: int = 0, task: Task = TASKS[0], sessions: int = 3) -> Group:
+    return step_group(Version("1a2b3c4d", step, attempt), position, task, sessions)
+
+
+def ended(group: Group, *indices: int, status="completed", reward=1.0) -> list[Session]:
+    return [
+        Session(session_id=group.session_ids[i], group_id=group.group_id, status=status, reward=reward) for i in indices
+    ]
+
+
+def test_a_group_has_the_same_id_in_every_attempt_and_its_sessions_have_not():
+    assert group_of(0).group_id == group_of(1).group_id == "a-1a2b3c4d.4.0"
+    assert group_of(1).session_ids == [f"a-1a2b3c4d.4.0-{index}.1" for index in range(3)]
+
+
+def test_no_two_sessions_of_a_training_have_the_same_id():
+    groups = [
+        group_of(attempt, step=step, position=position, task=task, sessions=12)
+        for attempt in (0, 1, 10)
+        for step in (1, 10)
+        for position in (0, 1, 10)
+        for task in TASKS
+    ]
+    ids = [session_id for group in groups for session_id in group.session_ids]
+    assert len(set(ids)) == len(ids)
+
+
+def test_sessions_of_any_attempt_are_found_under_the_ids_of_this_one():
+    sessions = ended(group_of(0), 0) + ended(group_of(1), 2)
+    found = FinishedSessions(sessions).of([group_of(2)])
+    names = group_of(2).session_ids
+    assert found == {names[0]: sessions[0], names[2]: sessions[1]}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        group_of(0, step=5),
+        group_of(0, position=1),
+        group_of(0, task=TASKS[1]),
+        Group(TASKS[0], "a-1a2b3c4d.4.0", ["a-1a2b3c4d.4.0-x", "s", ""]),
+        Group(TASKS[0], "a-0f0f0f0f", [f"a-0f0f0f0f-{i}" for i in range(3)]),
+    ],
+    ids=lambda group: group.session_ids[0],
+)
+def test_sessions_of_another_group_or_of_another_form_are_not_found(other):
+    assert FinishedSessions(ended(other, 0, 1, 2)).of([group_of(1)]) == {}
+
+
+def test_sessions_beyond_the_size_of_the_group_are_not_found():
+    found = FinishedSessions(ended(group_of(0, sessions=8), 1, 7)).of([group_of(1)])
+    assert [session.session_id for session in found.values()] == ["a-1a2b3c4d.4.0-1.0"]
+
+
+def test_the_first_attempt_at_a_session_counts_whatever_the_order_of_the_rows():
+    first, second, third = (ended(group_of(attempt), 0, reward=attempt)[0] for attempt in (2, 9, 10))
+    for sessions in ([first, second, third], [third, second, first]):
+        (found,) = FinishedSessions(sessions).of([group_of(11, sessions=1)]).values()
+        assert found is first
+
+
+class TestFaults:
+    def test_a_fault_of_a_step_that_was_interrupted_is_run_again(self):
+        sessions = ended(group_of(0), 0) + ended(group_of(0), 1, status="error", reward=None)
+        found = FinishedSessions(sessions).of([group_of(1)])
+        assert list(found.values()) == sessions[:1]
+
+    def test_a_fault_in_another_group_of_the_interrupted_step_is_run_again(self):
+        complete, other = group_of(0), group_of(0, position=1)
+        sessions = ended(complete, 0, 1) + ended(complete, 2, status="error", reward=None) + ended(other, 0)
+        found = FinishedSessions(sessions).of([group_of(1), group_of(1, position=1)])
+        assert [session.status for session in found.values()] == ["completed"] * 3
+
+    def test_a_fault_of_a_step_that_was_trained_without_it_stays(self):
+        sessions = ended(group_of(0), 0, 1) + ended(group_of(0), 2, status="error", reward=None)
+        assert list(FinishedSessions(sessions).of([group_of(1)]).values()) == sessions
+
+    def test_the_session_that_was_run_in_place_of_a_fault_counts(self):
+        fault, again = ended(group_of(0), 0, status="error", reward=None), ended(group_of(1), 0)
+        assert list(FinishedSessions(fault + again).of([group_of(2)]).values()) == again
+
+
+@pytest.mark.parametrize(
+    ("rewards", "signal"),
+    [([0.0, 1.0], True), ([1.0, 1.0], False), ([1.0], False), ([None, 1.0], False), ([None], False), ([], False)],
+)
+def test_a_group_has_a_signal_when_its_rewards_differ(rewards, signal):
+    sessions = [Session(session_id=str(i), status="completed", reward=reward) for i, reward in enumerate(rewards)]
+    assert has_signal(sessions) is signal
+
+
+class TestFurtherTasks:
+    @given(st.integers(), st.integers(0, 1000), st.integers(0, 12), st.sets(st.sampled_from(range(4)), min_size=1))
+    def test_tasks_that_the_step_has_not_used_come_first_and_each_once(self, seed, step, number, used):
+        given_tasks = [TASKS[i] for i in used]
+        drawn = further_tasks(TASKS, given_tasks, number, seed=seed, step=step)
+        assert drawn == further_tasks(TASKS, given_tasks, number, seed=seed, step=step)
+        assert len(drawn) == number
+        unused = [task for task in TASKS if task not in given_tasks]
+        assert {task.id for task in drawn[: len(unused)]} <= {task.id for task in unused}
+        for start in range(0, number, 4):
+            assert len({task.id for task in drawn[start : start + 4]}) == len(drawn[start : start + 4])
+
+    def test_steps_and_seeds_draw_other_tasks(self):
+        draws = {
+            tuple(task.id for task in further_tasks(TASKS, TASKS[:1], 4, seed=seed, step=step))
+            for seed in range(3)
+            for step in range(3)
+        }
+        assert len(draws) > 3

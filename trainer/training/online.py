@@ -1,0 +1,136 @@
+"""The trace source of an online run: publishes the weights, runs the sessions of a step, and reads their traces.
+
+A step of a resumed run takes the sessions that it finds in the run folder, and runs only those that are missing.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+
+from rolltap.addons.store.records import Session
+from rolltap.trainer.engine.publish import Publisher
+from rolltap.trainer.grpo.trainer import TraceGRPOTrainer
+from rolltap.trainer.rollouts.scheduler import Group
+from rolltap.trainer.rollouts.task import Task
+from rolltap.trainer.traces.build import TraceBatch
+from rolltap.trainer.traces.reader import load_sessions
+from rolltap.trainer.traces.sessions import TraceOptions, load_batch
+from rolltap.trainer.training.attempts import Attempt
+from rolltap.trainer.training.recipe import Recipe
+from rolltap.trainer.training.steps import FinishedSessions, further_tasks, has_signal, step_group
+from rolltap.trainer.versions import Version
+
+RunSessions = Callable[[Sequence[Group], str], list[Session]]
+"""Runs and records the sessions of groups. The second argument is their policy version."""
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Numbers of a step for its line."""
+
+    recorded_before: int = 0
+    publish_seconds: float = 0.0
+    session_seconds: float = 0.0
+
+
+class OnlineTraces:
+    """Trace source of an online run. Set `trainer` before the first batch.
+
+    `run` is the run folder. `run_sessions` records into it.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        tasks: Sequence[Task],
+        run: Path,
+        attempt: Attempt,
+        publisher: Publisher,
+        run_sessions: RunSessions,
+        console: Console,
+    ) -> None:
+        self.trainer: TraceGRPOTrainer
+        self._recipe = recipe
+        self._tasks = {task.id: task for task in tasks}
+        self._run = run
+        self._trace_options = TraceOptions(recipe.strategy, recipe.roles, recipe.max_tokens)
+        self._attempt = attempt
+        self._publisher = publisher
+        self._run_sessions = run_sessions
+        self._console = console
+        self._finished = FinishedSessions(load_sessions(run).values())
+        self._published: Version | None = None
+
+    def __call__(self, rows: list[dict[str, Any]]) -> TraceBatch:
+        """Return the batch of a step: one group of sessions for each row (`task_id`), and those that replace groups
+        without signal. Publish the weights if any session has to be run."""
+        version = self._attempt.version(self.trainer.state.global_step)
+        counts = _Counts()
+        tasks = [self._tasks[row["task_id"]] for row in rows]
+        groups = self._record(tasks, 0, version, counts)
+        further = further_tasks(
+            list(self._tasks.values()),
+            tasks,
+            self._recipe.replace_zero_variance,
+            seed=self.trainer.args.seed,
+            step=version.step,
+        )
+        while further and (lacking := len(tasks) - sum(map(has_signal, groups))):
+            drawn, further = further[:lacking], further[lacking:]
+            groups += self._record(drawn, len(groups), version, counts)
+        sessions = [session for group in groups for session in group]
+        batch = self._load(sessions)
+        self._print(batch, len(sessions), version, counts)
+        return batch
+
+    def _record(self, tasks: Sequence[Task], position: int, version: Version, counts: _Counts) -> list[list[Session]]:
+        """Return the sessions of one group for each task. `position` is the place of the first group in the step."""
+        size = self._recipe.sessions_per_group
+        groups = [step_group(version, place, task, size) for place, task in enumerate(tasks, position)]
+        sessions = self._finished.of(groups)
+        counts.recorded_before += len(sessions)
+        missing = [
+            replace(group, session_ids=[name for name in group.session_ids if name not in sessions]) for group in groups
+        ]
+        if any(group.session_ids for group in missing):
+            started = time.monotonic()
+            self._publish(version)
+            published = time.monotonic()
+            sessions |= {session.session_id: session for session in self._run_sessions(missing, str(version))}
+            counts.publish_seconds += published - started
+            counts.session_seconds += time.monotonic() - published
+        return [[sessions[name] for name in group.session_ids] for group in groups]
+
+    def _publish(self, version: Version) -> None:
+        if self._published != version:
+            self._publisher.publish(self.trainer.model, str(version))
+            self._published = version
+
+    def _load(self, sessions: Sequence[Session]) -> TraceBatch:
+        """Return the batch of sessions, in their order.
+
+        The order on the disk is another one after an interruption, and sums of floats depend on it.
+        """
+        order = {session.session_id: place for place, session in enumerate(sessions)}
+        batch = load_batch(self._run, order.keys(), self._trace_options)
+        return TraceBatch(
+            traces=sorted(batch.traces, key=lambda trace: order[trace.session_id]),
+            rewards={name: batch.rewards[name] for name in order if name in batch.rewards},
+            ledger=batch.ledger,
+        )
+
+    def _print(self, batch: TraceBatch, sessions: int, version: Version, counts: _Counts) -> None:
+        mean = f"{fmean(labelled.reward for labelled in batch.rewards.values()):.3f}" if batch.rewards else "none"
+        before = f" ({counts.recorded_before} recorded before)" if counts.recorded_before else ""
+        self._console.print(
+            f"step {version.step + 1}/{self.trainer.args.max_steps}  reward [bold]{mean}[/]  "
+            f"{sessions} sessions{before} in {counts.session_seconds:.1f} s  "
+            f"sampled tokens {batch.ledger}  published in {counts.publish_seconds:.1f} s",
+            highlight=False,
+            soft_wrap=True,
+        )
