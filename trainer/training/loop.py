@@ -72,7 +72,7 @@ def train(recipe: Recipe, *, engine: str, run: Path, seed: int, console: Console
 
 
 def make_trainer(
-    recipe: Recipe, args: GRPOConfig, tasks: Sequence[Task], source: Callable[[list[dict[str, Any]]], TraceBatch]
+    recipe: Recipe, args: TraceGRPOConfig, tasks: Sequence[Task], source: Callable[[list[dict[str, Any]]], TraceBatch]
 ) -> TraceGRPOTrainer:
     """Return the trainer of a recipe. Rows of its data set are `{"task_id": id}`."""
     set_seed(args.seed)

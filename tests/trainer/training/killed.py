@@ -30,7 +30,7 @@ from rolltap.trainer.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.traces.reader import load_sessions
 from rolltap.trainer.training import attempts, loop, online
 from rolltap.trainer.training.recipe import FINISHED, load_recipe
-from tests.trainer.grpo.test_trainer import tiny_model, tokenizer
+from tests.trainer.grpo.tiny import tiny_model, tokenizer
 from tests.trainer.training.stand_ins import FakeRecorder, FolderEngine, Points, sessions_by
 
 STEPS = 5

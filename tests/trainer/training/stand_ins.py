@@ -22,7 +22,7 @@ from rolltap.addons.store.records import Call, Session, VersionSpan
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.engine.admin import Models
 from rolltap.trainer.rollouts.scheduler import Group, Plan
-from tests.trainer.grpo.test_trainer import VOCABULARY, tiny_model
+from tests.trainer.grpo.tiny import VOCABULARY, tiny_model
 
 PROMPT = 6
 
