@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 from rolltap.addons.store.records import Call
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.scheduler import Plan, run_groups
+from rolltap.trainer.rollouts.scheduler import Plan, new_group, run_groups
 from rolltap.trainer.rollouts.task import Task
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
 from tests.bench.awkward import replies
@@ -66,13 +66,13 @@ def _model(harness: str, tokenizer: Any) -> Callable[[dict[str, Any]], Reply]:
 def play(harness: Harness, sessions: int, run: Path, model: Path) -> None:
     """Record `sessions` sessions into `run`."""
     tokenizer = AutoTokenizer.from_pretrained(model)
-    plan = Plan(harness, 1, CONCURRENCY, TIMEOUT)
-    tasks = [_task(number) for number in range(sessions)]
+    plan = Plan(harness, CONCURRENCY, TIMEOUT)
+    groups = [new_group(_task(number), 1) for number in range(sessions)]
     with ScriptedEngine(tokenizer, max_model_len=200_000) as engine:
         engine.otherwise = _model(harness.name, tokenizer)
         options = {"confdir": str(run.parent / "mitmproxy")}
         with Recorder(run, engine=engine.url, model=str(model), options=options) as recorder:
-            asyncio.run(run_groups(tasks, plan, recorder, policy_version="default", advance=lambda *_: None))
+            asyncio.run(run_groups(groups, plan, recorder, policy_version="default", advance=lambda *_: None))
 
 
 def count(harness: str, run: Path) -> dict[str, Any]:
