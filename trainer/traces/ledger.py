@@ -11,10 +11,11 @@ from rolltap.addons.errors import LedgerError
 from rolltap.addons.store.records import CallRole
 
 LeftOut = Literal[
-    "aborted", "failed", "missing_logprobs", "violation", CallRole, "superseded", "over_length", "no_reward"
+    "aborted", "failed", "missing_logprobs", "violation", CallRole, "superseded", "over_length", "fault", "no_reward"
 ]
-"""Why sampled tokens are not trained. A role: the call's role was not selected. When several reasons hold, the first in
-this order counts."""
+"""Why sampled tokens are not trained. A role: the call's role was not selected. `fault`: the session failed because of
+the engine, the recorder or the machine. `no_reward`: it has no reward for another reason. When several reasons hold,
+the first in this order counts."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rolltap.addons.errors import InputError, LedgerError
-from rolltap.addons.store.records import CallRole
+from rolltap.addons.store.records import CallRole, Session
 from rolltap.trainer.traces.build import (
     TRAINED_ROLES,
     GroupReward,
@@ -43,23 +43,31 @@ class TracedSession:
 
     @property
     def reward(self) -> float | None:
-        """Reward of the session; None when it has none, or no row."""
-        return self.recorded.session.reward if self.recorded.session else None
+        """Reward of the session; None when it has none, no row, or the status `error`."""
+        return _reward(self.recorded.session)
 
     def rewarded(self) -> "TracedSession":
         """Return the session as a trainer needs it. Without a reward it has no traces, and its tokens are left out as
-        `no_reward`."""
+        `fault` if its status is `error`, else as `no_reward`."""
         if self.reward is not None:
             return self
-        moved = Ledger(trained=-self.ledger.trained, left_out={"no_reward": self.ledger.trained})
+        session = self.recorded.session
+        reason = "fault" if session is not None and session.status == "error" else "no_reward"
+        moved = Ledger(trained=-self.ledger.trained, left_out={reason: self.ledger.trained})
         return replace(self, traces=[], ledger=self.ledger + moved)
+
+
+def _reward(session: Session | None) -> float | None:
+    # not that of a fault, whoever recorded it
+    return None if session is None or session.status == "error" else session.reward
 
 
 @dataclass(slots=True)
 class Totals:
     """Counts over sessions: their calls, traces, rewards and sampled tokens.
 
-    In `ledger`, tokens of sessions without a reward count as trained: a trainer leaves them out as `no_reward`.
+    In `ledger`, tokens of sessions without a reward count as trained: a trainer leaves them out as `fault` or
+    `no_reward`.
 
     Attributes:
         harnesses: Sessions of each.
@@ -104,7 +112,7 @@ def trace_session(recorded: RecordedSession, options: TraceOptions) -> TracedSes
     if session is not None:
         for trace in traces:
             trace.task_id, trace.group_id = session.task_id, session.group_id or session.session_id
-            trace.harness, trace.reward = session.harness, session.reward
+            trace.harness, trace.reward = session.harness, _reward(session)
     return TracedSession(recorded=recorded, traces=traces, ledger=ledger)
 
 
@@ -130,9 +138,9 @@ def load_batch(run: Path, sessions: Collection[str] | None, options: TraceOption
         traced = traced.rewarded()
         batch.ledger += traced.ledger
         batch.traces += traced.traces
-        if (session := traced.recorded.session) is not None and session.reward is not None:
+        if (session := traced.recorded.session) is not None and traced.reward is not None:
             group_id = session.group_id or session.session_id
-            batch.rewards[session.session_id] = GroupReward(group_id=group_id, reward=session.reward)
+            batch.rewards[session.session_id] = GroupReward(group_id=group_id, reward=traced.reward)
     if missing:
         raise InputError(f"{run} has no session {min(missing)!r}")
     batch.ledger.check()
