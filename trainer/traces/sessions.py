@@ -1,7 +1,7 @@
 """Recorded sessions -> labelled traces and their ledger."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -44,7 +44,7 @@ class TracedSession:
     @property
     def reward(self) -> float | None:
         """Reward of the session; None when it has none, no row, or the status `error`."""
-        return _reward(self.recorded.session)
+        return session_reward(self.recorded.session)
 
     def rewarded(self) -> "TracedSession":
         """Return the session as a trainer needs it. Without a reward it has no traces, and its tokens are left out as
@@ -57,8 +57,8 @@ class TracedSession:
         return replace(self, traces=[], ledger=self.ledger + moved)
 
 
-def _reward(session: Session | None) -> float | None:
-    # not that of a fault, whoever recorded it
+def session_reward(session: Session | None) -> float | None:
+    """Return the reward that a trainer uses. A fault has none, whoever recorded one."""
     return None if session is None or session.status == "error" else session.reward
 
 
@@ -112,7 +112,7 @@ def trace_session(recorded: RecordedSession, options: TraceOptions) -> TracedSes
     if session is not None:
         for trace in traces:
             trace.task_id, trace.group_id = session.task_id, session.group_id or session.session_id
-            trace.harness, trace.reward = session.harness, _reward(session)
+            trace.harness, trace.reward = session.harness, session_reward(session)
     return TracedSession(recorded=recorded, traces=traces, ledger=ledger)
 
 
@@ -129,19 +129,30 @@ def load_batch(run: Path, sessions: Collection[str] | None, options: TraceOption
 
     Raises `InputError` when the run does not have one of them; also raises as `iter_traces`.
     """
-    batch, missing = TraceBatch(), set()
     if sessions is not None:
         require_collection(sessions)
-        missing = set(sessions)
-    for traced in iter_traces(run, options, sessions):
-        missing.discard(traced.recorded.session_id)
+    missing = set(sessions or ())
+
+    def found() -> Iterator[TracedSession]:
+        for traced in iter_traces(run, options, sessions):
+            missing.discard(traced.recorded.session_id)
+            yield traced
+
+    batch = make_batch(found())
+    if missing:
+        raise InputError(f"{run} has no session {min(missing)!r}")
+    return batch
+
+
+def make_batch(sessions: Iterable[TracedSession]) -> TraceBatch:
+    """Return the batch of sessions. Those without a reward are in its ledger alone. Raises `LedgerError`."""
+    batch = TraceBatch()
+    for traced in sessions:
         traced = traced.rewarded()
         batch.ledger += traced.ledger
         batch.traces += traced.traces
         if (session := traced.recorded.session) is not None and traced.reward is not None:
             group_id = session.group_id or session.session_id
             batch.rewards[session.session_id] = GroupReward(group_id=group_id, reward=traced.reward)
-    if missing:
-        raise InputError(f"{run} has no session {min(missing)!r}")
     batch.ledger.check()
     return batch

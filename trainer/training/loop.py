@@ -7,7 +7,7 @@ traces would be off policy.
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -43,8 +43,7 @@ def train(recipe: Recipe, *, engine: str, run: Path, seed: int, console: Console
 
     `engine` is the URL of a vLLM server that serves the recipe's model. Raises `InputError`.
     """
-    tasks = load_tasks(recipe.tasks)
-    harness = Harness.load(recipe.harness)
+    tasks, harness = _rollouts(recipe)
     harness.require_program()
     if "," in engine:
         raise InputError(f"engine is {engine!r}: weights are published to one engine, give one URL")
@@ -56,24 +55,50 @@ def train(recipe: Recipe, *, engine: str, run: Path, seed: int, console: Console
         publisher = _publisher(recipe, engine, run)
         trace_options = TraceOptions(recipe.strategy, recipe.roles, recipe.max_tokens)
         source = OnlineTraces(plan, recorder, publisher, trace_options, {t.id: t for t in tasks}, console)
-        set_seed(seed)
-        transformers_logging.disable_progress_bar()  # it would show one for every published checkpoint
-        trainer = TraceGRPOTrainer(
-            model=str(recipe.model),
-            args=args,
-            train_dataset=Dataset.from_dict({"task_id": [task.id for task in tasks]}),
-            trace_source=source,
-            groups_per_step=recipe.groups_per_step,
-            peft_config=LoraConfig(**recipe.lora) if recipe.lora else None,
-        )
-        trainer.remove_callback(PrinterCallback)  # `OnlineTraces` prints the line of a step
+        trainer = make_trainer(recipe, args, Dataset.from_dict({"task_id": [task.id for task in tasks]}), source)
         source.trainer = trainer
-        checkpoint = last_checkpoint(run / CHECKPOINTS)
-        if checkpoint is not None:
-            console.print(f"resuming from {checkpoint}")
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        train_to_end(trainer, console)
         publisher.publish(trainer.model, str(trainer.state.global_step))
-        trainer.save_model(str(run / FINISHED))
+        save_finished(trainer, run)
+
+
+def _rollouts(recipe: Recipe) -> tuple[list[Task], Harness]:
+    """Return the tasks and the harness of a recipe. Raises `InputError`, also when it has none."""
+    if recipe.tasks is None or recipe.harness is None:
+        missing = "tasks" if recipe.tasks is None else "harness"
+        raise InputError(f"the recipe has no key {missing!r}: rollouts need it; add it, or train from recorded runs")
+    return load_tasks(recipe.tasks), Harness.load(recipe.harness)
+
+
+def make_trainer(
+    recipe: Recipe, args: GRPOConfig, rows: Dataset, source: Callable[[list[dict[str, Any]]], TraceBatch]
+) -> TraceGRPOTrainer:
+    """Return the trainer of a recipe. `source` is called with the rows of a step."""
+    set_seed(args.seed)
+    transformers_logging.disable_progress_bar()  # it would show one for every published checkpoint
+    trainer = TraceGRPOTrainer(
+        model=str(recipe.model),
+        args=args,
+        train_dataset=rows,
+        trace_source=source,
+        groups_per_step=recipe.groups_per_step,
+        peft_config=LoraConfig(**recipe.lora) if recipe.lora else None,
+    )
+    trainer.remove_callback(PrinterCallback)  # the trace source prints the line of a step
+    return trainer
+
+
+def train_to_end(trainer: TraceGRPOTrainer, console: Console) -> None:
+    """Train from the last checkpoint in the trainer's folder, or from the start, to the last step."""
+    checkpoint = last_checkpoint(Path(trainer.args.output_dir))
+    if checkpoint is not None:
+        console.print(f"resuming from {checkpoint}")
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+
+
+def save_finished(trainer: TraceGRPOTrainer, run: Path) -> None:
+    """Save the trained model as the folder `FINISHED` of the run."""
+    trainer.save_model(str(run / FINISHED))
 
 
 class OnlineTraces:
@@ -143,7 +168,7 @@ def sampling(recipe: Recipe) -> dict[str, Any]:
 _OURS = ("output_dir", "max_steps", "seed", "num_generations", "save_strategy", "save_steps")
 
 
-def training_arguments(recipe: Recipe, run: Path, seed: int, tasks: Sequence[Task]) -> GRPOConfig:
+def training_arguments(recipe: Recipe, run: Path, seed: int, tasks: Sequence[object]) -> GRPOConfig:
     """Return TRL's arguments: the recipe's, and those that the loop sets. Raises `InputError` for what TRL refuses."""
     for key in _OURS:
         if key in recipe.grpo:
