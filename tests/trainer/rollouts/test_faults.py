@@ -6,12 +6,10 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+import rolltap
 from rolltap.addons.store.tables import read_rows
+from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.rollouts.faults import Asked, Told, find_fault
-from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.scheduler import Plan, run_groups
-from rolltap.trainer.rollouts.task import Task
 from rolltap.trainer.traces.reader import load_sessions
 from rolltap.trainer.traces.sessions import TraceOptions, load_batch
 from tests.scripted_engine import Answer, Say
@@ -87,13 +85,16 @@ def play(tmp_path, scripted_engine, tokenizer_folder):
         """Run one session of a harness. Return its row, and the ledger of the run."""
         scripted_engine.replies.extend(replies)
         run = tmp_path / "run"
-        harness = Harness(name="x", program=sys.executable, headless=["-c", ASKER + script])
-        plan = Plan(harness, sessions_per_group=1, concurrency=1, timeout=timeout)
-        task = Task(id="t", instruction="go", evaluate=list(evaluate))
-        options = {"rolltap_patience": str(patience)}
-        url = engine or scripted_engine.url
-        with Recorder(run, engine=url, model=tokenizer_folder, options=options) as recorder:
-            await run_groups([task], plan, recorder, policy_version="0", advance=lambda *_: None)
+        await rolltap.rollout_async(
+            [rolltap.Task(id="t", instruction="go", evaluate=list(evaluate))],
+            harness=rolltap.Harness(name="x", program=sys.executable, headless=["-c", ASKER + script]),
+            engine=engine or scripted_engine.url,
+            model=tokenizer_folder,
+            out=run,
+            sessions=1,
+            timeout=timeout,
+            options={"rolltap_patience": str(patience)},
+        )
         (session,) = load_sessions(run).values()
         batch = load_batch(run, None, TraceOptions())
         assert len(batch.rewards) == (session.reward is not None)
@@ -103,7 +104,8 @@ def play(tmp_path, scripted_engine, tokenizer_folder):
     return play
 
 
-async def test_an_engine_that_is_down_from_the_start_is_a_fault(play):
+async def test_an_engine_that_is_down_from_the_start_is_a_fault(play, monkeypatch):
+    monkeypatch.setattr(EngineAdmin, "models", lambda admin: None)  # as if it had answered before
     session, ledger = await play("ask('a')", engine="http://127.0.0.1:9")
     assert (session.status, session.reward) == ("error", None)
     assert "no token was sampled" in session.error
@@ -136,6 +138,13 @@ async def test_a_harness_that_gives_up_while_the_engine_is_down_has_a_fault(play
     session, _ = await play("assert (ask('a'), ask('b', 2)) == (200, None)", SAY, patience=600)
     assert (session.status, session.exit_status, session.reward) == ("error", 0, None)
     assert "the engine is broken" in session.error
+
+
+async def test_a_call_that_goes_on_after_a_failure_and_is_given_up_is_no_fault(play, scripted_engine):
+    session, ledger = await play("ask('a'); ask('b', 6)", SAY, DOWN, Say("Hello there.", hold_after=2), patience=60)
+    scripted_engine.release()
+    assert (session.status, session.reward) == ("completed", 1.0)
+    assert ledger.left_out == {"aborted": 2}
 
 
 @pytest.mark.parametrize("patience", [0, 60])
