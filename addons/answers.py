@@ -4,12 +4,13 @@ from mitmproxy import http
 
 from rolltap.addons.dialects.routes import find_route
 from rolltap.addons.dialects.types import DialectError
+from rolltap.addons.endpoint.failures import event_kind
 from rolltap.addons.sessions import SESSION
 from rolltap.addons.store.records import Event
 
 
 def refuse(flow: http.HTTPFlow, error: DialectError, *, retry_after: int | None = None) -> Event:
-    """Answer `flow` with `error`, and return the event of kind `rejected` to record.
+    """Answer `flow` with `error`, and return the event to record.
 
     `retry_after` is in seconds; None leaves the header out, when the same request will not succeed later.
     """
@@ -20,7 +21,7 @@ def refuse(flow: http.HTTPFlow, error: DialectError, *, retry_after: int | None 
         headers["retry-after"] = str(retry_after)
     flow.response = http.Response.make(error.status, route.dialect.encode_error(error) if route else b"{}", headers)
     return Event(
-        kind="rejected",
+        kind=event_kind(error),
         session_id=flow.metadata.get(SESSION),
         host=request.host,
         method=request.method,

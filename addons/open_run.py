@@ -105,8 +105,7 @@ def open_run(options: OptManager) -> Endpoint:
         "model": resolve_model(options.rolltap_model),
         "renderer": rendering.name,
         "bridge_refusal": rendering.refusal,
-        "tokenizer_sha256": rendering.tokenizer_sha256,
-        "chat_template_sha256": rendering.chat_template_sha256,
+        **rendering.digests,
     }
     recorder = {
         "engines": engines,

@@ -5,13 +5,22 @@ import logging
 
 from rolltap.addons.dialects.types import DialectError
 from rolltap.addons.errors import EngineError, RunError
+from rolltap.addons.store.records import EventKind
 
 logger = logging.getLogger(__name__)
+
+_OUR_STATUS = 500
+"""The lowest HTTP status of an error that is not the harness's: of the engine, the recorder or the machine."""
 
 RETRY_SECONDS = 10
 """Value of `retry-after` while the disk is full."""
 _PASSING = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Errors of a commit that end when somebody frees space."""
+
+
+def event_kind(error: DialectError) -> EventKind:
+    """Return the kind of the event for a model call that is answered with `error`: `fault` or `rejected`."""
+    return "fault" if error.status >= _OUR_STATUS else "rejected"
 
 
 def as_dialect_error(error: Exception) -> DialectError:

@@ -14,7 +14,7 @@ from enum import Enum, auto
 from typing import Any
 
 from rolltap.addons.dialects.types import DialectError, ModelCall, Reply, Usage
-from rolltap.addons.endpoint.failures import as_dialect_error
+from rolltap.addons.endpoint.failures import as_dialect_error, event_kind
 from rolltap.addons.endpoint.recovery import Recovery
 from rolltap.addons.endpoint.refusals import Refusals
 from rolltap.addons.endpoint.work import Workers
@@ -24,7 +24,7 @@ from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.prompts.continuity import Prompt
 from rolltap.addons.prompts.growing_reply import GrowingReply
 from rolltap.addons.prompts.rendering import Rendering
-from rolltap.addons.store.records import Call, CallStatus, find_violation, utc_now
+from rolltap.addons.store.records import Call, CallStatus, Event, find_violation, utc_now
 from rolltap.addons.store.tables import RunWriter
 
 logger = logging.getLogger(__name__)
@@ -232,6 +232,9 @@ class Generation:
         """
         if state not in _NEXT.get(self._state, ()):
             raise RuntimeError(f"call {self.call.call_id} is {self._state.name} and cannot become {state.name}")
+        if isinstance(outcome, Exception):
+            self.error = as_dialect_error(outcome)
+            self._note_fault(state, self.error)
         if self._state in _UNRECORDED and state not in _UNRECORDED:
             try:
                 self._record(_STATUS[state], outcome)
@@ -241,17 +244,35 @@ class Generation:
                 logger.error("cannot write call %s to %s: %s", self.call.call_id, self._services.writer.run, failure)
         self._state = state
         if self.done:
-            if isinstance(outcome, Exception):
-                self.error = as_dialect_error(outcome)
-            else:
+            if not isinstance(outcome, Exception):
                 self.reply = outcome
             self._linger.cancel()
             self._done.set()
             self._changed.set()
 
+    def _note_fault(self, state: State, error: DialectError) -> None:
+        """Record an event `fault` when the call ends for a reason of ours, before the harness gets the error.
+
+        Reasons of ours are errors, and an abort while the call waited for an engine that had failed.
+        """
+        detail = self.call.error if state is State.ABORTED else str(error)
+        if detail is not None and event_kind(error) == "fault":
+            call = self.call
+            event = Event(
+                kind="fault",
+                session_id=call.session_id,
+                host=call.host,
+                method="POST",
+                path=call.path,
+                detail=detail,
+                call_id=call.call_id,
+            )
+            self._services.writer.note(event)
+
     def _record(self, status: CallStatus, outcome: Reply | Exception | None) -> None:
         """Commit the call to the run. Raises `OSError`."""
         call = self.call
+        outage, call.error = call.error, None
         call.status, call.finished_at = status, utc_now()
         call.sampling = json.dumps({**self._sampling, "asked": unapplied(self.model_call)})
         call.reply = call.violation = None
@@ -260,6 +281,8 @@ class Generation:
             call.violation = find_violation(call.completion_ids, call.logprobs, call.weight_versions)
         else:
             call.error = str(outcome) or repr(outcome)
+            if outage is not None and status == "aborted":
+                call.error += f", while it waited for an engine: {outage}"
         if call.violation:
             logger.warning("call %s is excluded from training: %s", call.call_id, call.violation)
         self._services.writer.add_call(call)

@@ -30,7 +30,7 @@ def is_told(count: int, listed: int = LISTED) -> bool:
 class _Tally:
     count: int = 0
     last: Event | None = None
-    """The newest refusal, unless it was told."""
+    """The newest event, unless it was told."""
 
 
 class Refusals:
@@ -40,6 +40,7 @@ class Refusals:
     the number so far in `detail`, and one at the end of the session the number in all. The texts of an event come from
     the wire: they are made printable and cut. Sessions are free to choose their names without a secret: events of all
     of them together are bounded by a rate too, and those over it are counted, with an event at each power of two.
+    The last fault of a session has an event at its end in any case: a reward depends on it.
     """
 
     def __init__(self, write: Callable[[Event], None]) -> None:
@@ -58,17 +59,18 @@ class Refusals:
         tally.last = None
         if not is_told(tally.count):
             tally.last = event
-        elif tally.count <= LISTED:
-            self._tell(event)
         else:
-            self._tell(replace(event, detail=f"{tally.count} {event.kind} so far, the last: {event.detail}"))
+            so_far = f"{tally.count} {event.kind} so far, the last: {event.detail}"
+            told = self._tell(event if tally.count <= LISTED else replace(event, detail=so_far))
+            if event.kind == "fault" and not told:
+                tally.last = event
         while len(self._tallies) > REMEMBERED:
             self._end(next(iter(self._tallies)))
 
     def end(self, session_id: str | None) -> None:
         """Write the counts of a session, and forget them."""
         for key in [key for key in self._tallies if key[0] == session_id]:
-            self._end(key)
+            self._end(key, always=key[1] == "fault")
 
     def close(self) -> None:
         """Write the counts of all sessions."""
@@ -77,23 +79,26 @@ class Refusals:
         if self._untold:
             self._write(Event(kind="refused", detail=f"{self._untold} events of refusals in all were left out"))
 
-    def _end(self, key: tuple[str | None, EventKind]) -> None:
+    def _end(self, key: tuple[str | None, EventKind], *, always: bool = False) -> None:
         tally = self._tallies.pop(key)
         if tally.last is not None:
             detail = f"{tally.count} {tally.last.kind} in all, the last: {tally.last.detail}"
-            self._tell(replace(tally.last, detail=detail))
+            self._tell(replace(tally.last, detail=detail), always=always)
 
-    def _tell(self, event: Event) -> None:
-        if not self._room.take():
+    def _tell(self, event: Event, *, always: bool = False) -> bool:
+        """Write an event if the rate has room for it. Return False when it is counted without its session."""
+        told = self._room.take() or always
+        if not told:
             self._untold += 1
             if not is_told(self._untold, 0):
-                return
+                return False
             detail = f"{self._untold} events of refusals in all were left out, the last: {event.detail}"
             event = replace(event, session_id=None, detail=detail)
         level = logging.INFO if event.kind in ("refused", "joined", "replayed") else logging.WARNING
         target = f"{event.method} {event.host}{event.path}".strip()
         logger.log(level, "session %s: %s %s: %s", event.session_id, event.kind, target, event.detail or "not served")
         self._write(event)
+        return told
 
 
 def _printable(event: Event) -> Event:

@@ -19,11 +19,11 @@ from aiohttp import web
 
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.routes import ROUTES, Route
-from rolltap.addons.dialects.types import ModelCall, ReplyContext, ServedModel
+from rolltap.addons.dialects.types import DialectError, ModelCall, ReplyContext, ServedModel
 from rolltap.addons.endpoint.body import BODY_LIMIT, Bodies
 from rolltap.addons.endpoint.client_request import ClientRequest
 from rolltap.addons.endpoint.exchange import error_response, respond, stream
-from rolltap.addons.endpoint.failures import as_dialect_error
+from rolltap.addons.endpoint.failures import as_dialect_error, event_kind
 from rolltap.addons.endpoint.gate import Expected, Gate
 from rolltap.addons.endpoint.generation import Services
 from rolltap.addons.endpoint.recovery import Recovery
@@ -197,8 +197,7 @@ class Endpoint:
                     async with self._bodies.read(request, request.headers[SESSION_HEADER]) as body:
                         generation, model_call = await self._begin(dialect, body, request)
         except Exception as error:
-            self._reject(request, str(error) or repr(error))
-            return error_response(dialect, as_dialect_error(error))
+            return error_response(dialect, self._reject(request, error))
         prompt_tokens = generation.usage.prompt
         context = ReplyContext(generation.call_id, int(time.time()), request.raw_path, model_call, prompt_tokens)
         answer = stream if model_call.stream else respond
@@ -251,11 +250,20 @@ class Endpoint:
             return web.Response(status=500, text=f"the session has ended, but its calls may not be on disk: {error}")
         return web.Response()
 
-    def _reject(self, request: web.Request, detail: str) -> None:
-        session_id, host, path = request.headers[SESSION_HEADER], request.headers[HOST_HEADER], request.path
+    def _reject(self, request: web.Request, error: Exception) -> DialectError:
+        """Record a request that no generation answers. Return the error as the harness receives it."""
+        answer = as_dialect_error(error)
         self.refusals.record(
-            Event(kind="rejected", session_id=session_id, host=host, method=request.method, path=path, detail=detail)
+            Event(
+                kind=event_kind(answer),
+                session_id=request.headers[SESSION_HEADER],
+                host=request.headers[HOST_HEADER],
+                method=request.method,
+                path=request.path,
+                detail=str(error) or repr(error),
+            )
         )
+        return answer
 
 
 def client_request(request: web.Request) -> ClientRequest:

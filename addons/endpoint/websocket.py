@@ -26,7 +26,6 @@ from rolltap.addons.dialects.types import DialectError, ModelCall, ReplyContext,
 from rolltap.addons.endpoint.body import BODY_LIMIT
 from rolltap.addons.endpoint.decompress import too_large
 from rolltap.addons.endpoint.exchange import send_events
-from rolltap.addons.endpoint.failures import as_dialect_error
 from rolltap.addons.endpoint.room import Share
 from rolltap.addons.endpoint.session_state import AnyCall
 from rolltap.addons.endpoint.work import Workers
@@ -47,7 +46,11 @@ _ENDS = (b"event: response.completed", b"event: response.incomplete")
 
 
 async def serve_socket(
-    request: web.Request, begin: Begin, reject: Callable[[web.Request, str], None], workers: Workers, share: NewShare
+    request: web.Request,
+    begin: Begin,
+    reject: Callable[[web.Request, Exception], DialectError],
+    workers: Workers,
+    share: NewShare,
 ) -> web.WebSocketResponse:
     """Answer the messages of one connection, one after another, until it is closed.
 
@@ -66,7 +69,7 @@ async def _answer_all(
     socket: web.WebSocketResponse,
     request: web.Request,
     connection: "_Connection",
-    reject: Callable[[web.Request, str], None],
+    reject: Callable[[web.Request, Exception], DialectError],
 ) -> None:
     async for message in socket:
         if message.type in (WSMsgType.TEXT, WSMsgType.BINARY):
@@ -76,8 +79,7 @@ async def _answer_all(
             except ConnectionError:
                 break
             except Exception as error:
-                reject(request, str(error) or repr(error))
-                await connection.refuse(as_dialect_error(error))
+                await connection.refuse(reject(request, error))
 
 
 class _Connection:

@@ -25,6 +25,8 @@ async def sample(
     pause. `patience` bounds these retries: the last one starts at most so many seconds after the first failure since
     the last sampled token. `writer` records each retry as an event `continued`.
 
+    `call.error` is the last failure while no token has been sampled after it, and None otherwise.
+
     If the engine answers 400 before the first token, `structured_outputs` is removed from `sampling` and the request is
     repeated. Raises `EngineError` when it is not retryable or `patience` is used up.
     """
@@ -48,6 +50,7 @@ async def sample(
             if len(call.completion_ids) > num_sampled:
                 pauses.reset()
                 num_sampled = len(call.completion_ids)
+            call.error = str(error)
             if not other_engine:
                 if not await pauses.wait():
                     raise
@@ -74,6 +77,8 @@ async def _sample_rest(call: Call, sampling: dict[str, Any], engine: Engine, pol
     async for chunk in engine.generate([*call.prompt_ids, *call.completion_ids], request_sampling, policy.model):
         if chunk.token_ids and call.first_token_at is None:
             call.first_token_at = utc_now()
+        if chunk.token_ids:
+            call.error = None
         call.completion_ids += chunk.token_ids
         call.logprobs += chunk.logprobs
         finish_reason = chunk.finish_reason or finish_reason

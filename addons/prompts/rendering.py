@@ -1,6 +1,5 @@
 """Conversation to token ids and back with the `renderers` library, and the choice of a model's renderer."""
 
-import hashlib
 import json
 import uuid
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from rolltap.addons.prompts.markup import Markup
 from rolltap.addons.prompts.parse_budget import ParseBudget
 from rolltap.addons.prompts.template_bridge import PARALLEL_PROBE, PROBE, PROBE_TOOLS, TemplateBridge
 from rolltap.addons.prompts.tokenizer import CachingTokenizer
+from rolltap.addons.store.metadata import tokenizer_digests
 
 _PROBES: list[tuple[list[Message], list[Tool] | None]] = [
     ([{"role": "user", "content": "Hello"}], None),
@@ -80,10 +80,8 @@ class Rendering:
         self._template_bridge = (
             TemplateBridge(self._tokenizer, self.stop_token_ids()) if self.name == "default" else None
         )
-        template = self._tokenizer.chat_template
-        self.chat_template_sha256 = hashlib.sha256(str(template).encode()).hexdigest()
-        vocabulary = json.dumps(self._tokenizer.get_vocab(), sort_keys=True)
-        self.tokenizer_sha256 = hashlib.sha256(vocabulary.encode()).hexdigest()
+        self.digests = tokenizer_digests(self._tokenizer.get_vocab(), self._tokenizer.chat_template)
+        """The entries of `run.json` that name the tokenizer and the chat template."""
 
     @property
     def refusal(self) -> str | None:

@@ -1,6 +1,8 @@
 """`run.json`: the schema version, tokenizer, recorders and engines of a run."""
 
+import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,15 @@ from rolltap.addons.store.records import SCHEMA_VERSION
 from rolltap.addons.store.staging import locked, write_atomically
 
 RUN_FILE = "run.json"
+
+
+def tokenizer_digests(vocabulary: Mapping[str, int], chat_template: object) -> dict[str, str]:
+    """Return the entries of `run.json` by which two models are known to have the same tokenizer and chat template.
+
+    `vocabulary` is token -> id, as `get_vocab` of a Transformers tokenizer returns it.
+    """
+    texts = {"tokenizer": json.dumps(vocabulary, sort_keys=True), "chat_template": str(chat_template)}
+    return {f"{name}_sha256": hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
 
 
 def read_metadata(run: Path) -> dict[str, Any]:

@@ -28,9 +28,19 @@ commit message) that is not part of solving the task."""
 CallStatus = Literal["completed", "aborted", "failed"]
 SessionStatus = Literal["completed", "failed", "timeout", "error", "unknown"]
 """Outcome of a session. `completed`: the harness exited with status 0; `failed`: with another status; `timeout`: it was
-stopped at the time limit; `error`: it could not be run; `unknown`: only calls were recorded."""
+stopped at the time limit; `error`: it failed because of the engine, the recorder or the machine, so that it has no
+reward; `unknown`: only calls were recorded."""
 EventKind = Literal[
-    "call_started", "refused", "uncaptured", "unauthorised", "rejected", "joined", "replayed", "continued", "ended"
+    "call_started",
+    "refused",
+    "uncaptured",
+    "unauthorised",
+    "rejected",
+    "fault",
+    "joined",
+    "replayed",
+    "continued",
+    "ended",
 ]
 
 _TIME = pa.timestamp("us", tz="UTC")
@@ -224,7 +234,7 @@ class Session:
         group_id: Sessions with the same `group_id` are compared with each other. An empty one makes a group of
             its own.
         exit_status: Exit status of the harness; None when it was stopped or not started.
-        reward: None when there is none. Such a session is not trained on.
+        reward: None when there is none. Such a session is not trained on. With the status `error` there is none.
         policy_version: The newest weights that had been published when the session started.
     """
 
@@ -255,7 +265,9 @@ class Event:
     | `refused` | request to a host or path that is not served |
     | `uncaptured` | request that looks like a model call and was not answered by the recorder |
     | `unauthorised` | bad proxy credentials |
-    | `rejected` | model call that was answered with an error before it reached the engine |
+    | `rejected` | model call that was refused for what it asked, before it reached the engine |
+    | `fault` | model call that failed because of the engine, the recorder or the machine; `call_id` is None when it \
+failed before it began |
     | `joined` | retry of a call that was still running |
     | `replayed` | retry that received the finished reply again |
     | `continued` | engine failure during a call, which went on from the last sampled token |

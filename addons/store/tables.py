@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -40,6 +41,9 @@ SEGMENT_BYTES = 64 * 1024 * 1024
 ROOM_BYTES = 4 * 1024 * 1024
 """Free space in bytes that a new call requires: the record of a long call."""
 
+MOST_LATE = 10_000
+"""Number of faults that wait to be committed. Those over it are lost."""
+
 
 class RunWriter:
     """Appends calls, sessions and events to a run folder; a context manager.
@@ -64,6 +68,8 @@ class RunWriter:
         self._sync_error: OSError | None = None
         """The first error of fdatasync. All later commits and syncs raise."""
         self._no_room = Trouble(run, "calls were refused")
+        self._late: deque[Event] = deque()
+        """Faults that could not be committed."""
         self._lost_events = Trouble(run, "events were lost")
         pa.array([0])  # pyarrow imports pandas on the first call, which takes a second: not during a model call
 
@@ -106,16 +112,29 @@ class RunWriter:
     def add_event(self, event: Event) -> None:
         """Commit one event."""
         self._add_row("events", event.to_row())
+        while True:
+            try:
+                late = self._late.popleft()
+            except IndexError:
+                return
+            try:
+                self._add_row("events", late.to_row())
+            except OSError:
+                return self._late.appendleft(late)
 
     def note(self, event: Event) -> None:
         """Commit one event. An `OSError` is not raised, so that a full disk does not prevent the reply.
 
-        The log says when events begin to be lost, and how many were lost when one can be written again.
+        A fault decides on a reward: it is committed later, after the next event that can be. Others are lost. The log
+        says when events begin to be lost, and how many were lost when one can be written again.
         """
         try:
             self.add_event(event)
         except OSError as error:
-            self._lost_events.failed(error)
+            if event.kind == "fault" and len(self._late) < MOST_LATE:
+                self._late.append(event)
+            else:
+                self._lost_events.failed(error)
         else:
             self._lost_events.passed()
 

@@ -153,6 +153,9 @@ def test_a_recorder_whose_disk_is_full_refuses_calls_until_there_is_room(start, 
         (recorder.run / "ballast").unlink()
         assert client.post(CHAT, json=HELLO).status_code == 200
         assert [json.loads(call["reply"])["content"] for call in recorder.rows("calls")] == ["Hi.", "Ho."]
+        faults = [event["detail"] for event in recorder.rows("events") if event["kind"] == "fault"]
+        whys = sorted(re.sub(r".*(No space|less than).*", r"\1", detail) for detail in faults)
+        assert whys == ["No space", "less than"]
     recorder.stop()
     log = recorder.log()
     assert re.search(r"cannot write call \w+ to .*No space left", log)

@@ -54,4 +54,4 @@ def test_calls_that_do_not_fit_are_refused_and_the_others_go_on(start, scripted_
     assert "Too many open files" not in log
     assert len(recorder.rows("calls")) == 2 * len(served)
     told = [event["kind"] for event in recorder.rows("events")]
-    assert min(told.count("rejected"), told.count("refused")) > 0
+    assert min(told.count("fault"), told.count("refused")) > 0

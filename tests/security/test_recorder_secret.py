@@ -95,7 +95,8 @@ def test_a_session_finds_no_secret_and_no_credentials_of_another_in_proc(
     command += ["--harness", tmp_path / "thief.toml", "-n", "2", "--concurrency", "1", "--out", tmp_path / "run"]
     command += ["--engine", scripted_engine.url, "--model", tokenizer_folder]
     ended = subprocess.run([str(part) for part in command], capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
+    assert ended.returncode == 1, ended.stderr
+    assert "2 of 2 sessions have no reward" in ended.stderr  # it makes no model call
     logs = [path for path in (tmp_path / "run" / "logs").iterdir() if "evaluate" not in path.name]
     assert len(logs) == 2
     for log in logs:

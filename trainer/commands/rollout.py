@@ -1,5 +1,7 @@
 """`rolltap rollout`: runs the tasks of a file, several sessions each."""
 
+import sys
+from collections import Counter
 from pathlib import Path
 
 import click
@@ -44,7 +46,8 @@ def rollout_command(
 ) -> None:
     """Run every task of a file several times and record it.
 
-    TASKS is JSON Lines, one task a line. Each task's own evaluator gives the reward.
+    TASKS is JSON Lines, one task a line. Each task's own evaluator gives the reward. A session that failed because of
+    the engine, the recorder or the machine has the status error and no reward. Exit status 1: all of them failed so.
     """
     run = rolltap.rollout(
         tasks,
@@ -59,3 +62,21 @@ def rollout_command(
         options=settings,
     )
     print_result(run.summary(), as_json)
+    _report_faults(run)
+
+
+def _report_faults(run: rolltap.Run) -> None:
+    """Say on stderr how many of the new sessions have no reward, and why. Exits with 1 when it is all of them."""
+    new = [session for session in run.sessions() if session.session_id in set(run.new_session_ids)]
+    faults = Counter(session.error or "" for session in new if session.status == "error")
+    if not faults:
+        return
+    ((first, _),) = faults.most_common(1)
+    click.echo(
+        f"{faults.total()} of {len(new)} sessions have no reward, because the engine, the recorder or the machine "
+        f"failed, or the harness made no call. The most frequent reason: {first}. See {run.path / 'logs'} and the "
+        "recorder's log in the run; once it is mended, the same command adds new sessions.",
+        err=True,
+    )
+    if faults.total() == len(new):
+        sys.exit(1)

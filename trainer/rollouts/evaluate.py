@@ -14,17 +14,19 @@ async def evaluate(task: Task, workspace: Path, env: dict[str, str], log: Path) 
 
     The reward is the last line of the evaluator's output if that is a finite number. Otherwise it is 1.0 for exit
     status 0 and 0.0 for other statuses. There is no reward when the evaluator cannot be run (the shell's statuses for
-    that are 126 and 127), is killed by a signal, or runs longer than `EVALUATE_SECONDS`.
+    that are 126 and 127), is killed by a signal, or runs longer than `EVALUATE_SECONDS`: the reward would not be the
+    agent's.
     """
     try:
         status = await run(task.evaluate, cwd=workspace, env=env, timeout=EVALUATE_SECONDS, log=log)
+        output = log.read_text(errors="replace")
     except OSError as error:
-        return None, f"the evaluator {task.evaluate[0]!r} could not be started: {error.strerror}"
+        return None, f"the evaluator {task.evaluate[0]!r} could not be started or read: {error.strerror}"
     if status is None:
-        return None, f"the evaluator took more than {EVALUATE_SECONDS:g} s"
+        return None, f"the evaluator took more than {EVALUATE_SECONDS:g} s: give it a time limit of its own"
     if status in (126, 127) or status < 0:
         return None, f"the evaluator ended with status {status}; its output is in {log}"
-    return _number(log.read_text(errors="replace"), default=1.0 if status == 0 else 0.0), None
+    return _number(output, default=1.0 if status == 0 else 0.0), None
 
 
 def _number(output: str, *, default: float) -> float:

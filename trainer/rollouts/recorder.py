@@ -16,6 +16,7 @@ from rolltap.addons.store.records import Session, SessionStatus, utc_now
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.rollouts import mitmdump
 from rolltap.trainer.rollouts.environment import Proxy
+from rolltap.trainer.rollouts.faults import RunFaults
 from rolltap.trainer.rollouts.mitmdump import Mitmdump
 
 _CA_FILES = ("mitmproxy-ca.pem", "mitmproxy-dhparam.pem")
@@ -88,6 +89,7 @@ class Recorder:
                 for address, key in zip(addresses, keys, strict=True)
             ]
             self._writer = stack.enter_context(RunWriter(self.path))
+            self._faults = RunFaults(self.path)
             self._proxies, self._cleanup = proxies, stack.pop_all()
         return self
 
@@ -113,15 +115,28 @@ class Recorder:
         """
         return self._proxy(session_id).environment(session_id)
 
+    def end_calls(self, session_id: str) -> str | None:
+        """End the calls of a session, before its result is judged. Return why the session has no reward, or None.
+
+        Running calls are recorded, later ones are refused. The text names what failed in the engine, the recorder or
+        the machine and kept the program from going on; for None the result is the program's own. `end` comes after it.
+
+        Raises `RecorderError` outside of the `with` block and when the recorder has died or cannot do that; `RunError`
+        and `OSError` when the run folder cannot be read.
+        """
+        self._end_calls(session_id)
+        return self._faults.of(session_id)
+
     def end(self, session: Session) -> None:
         """Record how a session ended and end it. Its running calls are recorded, and its commits are synced to the disk
         unless `rolltap_fsync` is `never`. `finished_at` is set if it is None.
 
-        Raises `InputError` for an empty id, a status that a session cannot end with, and a reward that is not finite;
+        Raises `InputError` for an empty id, a status that a session cannot end with, and a reward that is not finite or
+        comes with the status `error`;
         `RecorderError` outside of the `with` block and when the recorder has died or cannot do that; `OSError` when the
         run folder cannot be written.
         """
-        proxy = self._proxy(session.session_id)
+        self._proxy(session.session_id)
         if not session.session_id:
             raise InputError("the session has an empty session_id")
         statuses = [status for status in get_args(SessionStatus) if status != "unknown"]
@@ -129,18 +144,24 @@ class Recorder:
             raise InputError(f"session {session.session_id}: status={session.status!r}: choose {', '.join(statuses)}")
         if session.reward is not None and not math.isfinite(session.reward):
             raise InputError(f"session {session.session_id}: the reward {session.reward} is not finite")
+        if session.status == "error" and session.reward is not None:
+            raise InputError(f"session {session.session_id}: it has the status error and the reward {session.reward}")
         session.finished_at = session.finished_at or utc_now()
         self._writer.add_session(session)
-        try:
-            proxy.end_session(session.session_id)
-        except RecorderError:
-            self.check()
-            raise
+        self._end_calls(session.session_id)
 
     def check(self) -> None:
         """Raise `RecorderError` if a process has died."""
         for process in self._processes:
             process.check()
+
+    def _end_calls(self, session_id: str) -> None:
+        proxy = self._proxy(session_id)
+        try:
+            proxy.end_session(session_id)
+        except RecorderError:
+            self.check()
+            raise
 
     def _proxy(self, session_id: str) -> Proxy:
         """Return the process of a session. It depends on the id and the number of processes only."""

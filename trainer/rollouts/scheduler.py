@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rolltap.addons.store.records import Session, utc_now
+from rolltap.addons.errors import RecorderError, RunError
+from rolltap.addons.store.records import Session, SessionStatus, utc_now
 from rolltap.trainer.blocking import run_to_end
 from rolltap.trainer.progress import Advance
 from rolltap.trainer.rollouts.environment import clean_environment
@@ -93,35 +94,42 @@ async def run_groups(
 async def _run_session(
     session: Session, task: Task, plan: Plan, recorder: Recorder, harness_env: dict[str, str]
 ) -> None:
-    """Run the harness and the evaluator, and set the outcome in `session`."""
-    logs = recorder.path / "logs"
-    logs.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="rolltap-", ignore_cleanup_errors=True) as folder:
-        workspace, home = Path(folder, "workspace"), Path(folder, "home")
-        home.mkdir()
-        try:
+    """Run the harness and the evaluator, and set the outcome in `session`.
+
+    A session with a fault has the status `error` and no reward, and is not evaluated.
+    """
+    try:
+        logs = recorder.path / "logs"
+        logs.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="rolltap-", ignore_cleanup_errors=True) as folder:
+            workspace, home = Path(folder, "workspace"), Path(folder, "home")
+            home.mkdir()
             if task.workspace is not None:
                 await asyncio.to_thread(shutil.copytree, task.workspace, workspace, symlinks=True)
             else:
                 workspace.mkdir()
             base = clean_environment(home)
             env = {**base, **harness_env, **recorder.environment(session.session_id)}
-            session.exit_status = await run(
-                plan.harness.command_for(task.instruction),
-                cwd=workspace,
-                env=env,
-                timeout=plan.timeout,
-                log=logs / f"{session.session_id}.log",
-            )
-        except OSError as error:
-            session.error = f"the session could not be started: {error}"
-            return
-        if session.exit_status is None:
-            session.status, session.error = "timeout", f"stopped after {plan.timeout:g} s"
-        elif session.exit_status != 0:
-            session.status, session.error = "failed", f"the harness ended with status {session.exit_status}"
-        else:
-            session.status = "completed"
-        log = logs / f"{session.session_id}.evaluate.log"
-        session.reward, fault = await evaluate(task, workspace, base, log)
-        session.error = session.error or fault
+            log = logs / f"{session.session_id}.log"
+            command = plan.harness.command_for(task.instruction)
+            session.exit_status = await run(command, cwd=workspace, env=env, timeout=plan.timeout, log=log)
+            status, ended = _outcome(session.exit_status, plan.timeout)
+            session.error = await run_to_end(recorder.end_calls, session.session_id)
+            if session.error is not None:
+                session.error += f" ({ended or 'the harness ended with status 0'}; its output is in {log})"
+                return
+            session.reward, fault = await evaluate(task, workspace, base, logs / f"{session.session_id}.evaluate.log")
+            session.status, session.error = ("error", fault) if fault is not None else (status, ended)
+    except OSError as error:
+        session.error = f"the session could not be run: {error}"
+    except (RecorderError, RunError) as error:
+        session.error = str(error)  # `Recorder.end` raises it once this session has its row
+
+
+def _outcome(exit_status: int | None, timeout: float) -> tuple[SessionStatus, str | None]:
+    """Return the status of a session that had no fault, and why it is not `completed`."""
+    if exit_status is None:
+        return "timeout", f"stopped after {timeout:g} s"
+    if exit_status != 0:
+        return "failed", f"the harness ended with status {exit_status}"
+    return "completed", None

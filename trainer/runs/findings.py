@@ -149,7 +149,7 @@ def _check_events(where: str, calls: Counter[str], events: Iterable[pa.RecordBat
     for batch in events:
         columns = (batch.column(name).to_pylist() for name in ("kind", "call_id", "detail"))
         for kind, call_id, detail in zip(*columns, strict=True):
-            refused += kind == "rejected" and _DISK_FULL in (detail or "")
+            refused += kind == "fault" and _DISK_FULL in (detail or "")
             if kind == "call_started" and call_id not in calls:
                 what = "it was started, not recorded: it still runs, its recorder was killed, or the disk was full"
                 yield Finding("notice", f"{where}, call {call_id}", what)

@@ -18,11 +18,13 @@ LeftOut = Literal[
     CallRole,
     "superseded",
     "over_length",
+    "fault",
     "no_reward",
     "no_signal",
 ]
-"""Why sampled tokens are not trained. A role: the call's role was not selected. When several reasons hold, the first in
-this order counts."""
+"""Why sampled tokens are not trained. A role: the call's role was not selected. `fault`: the session failed because of
+the engine, the recorder or the machine. `no_reward`: it has no reward for another reason. When several reasons hold,
+the first in this order counts."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,12 +1,12 @@
 """Recorded sessions -> labelled traces and their ledger."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rolltap.addons.errors import InputError, LedgerError
-from rolltap.addons.store.records import CallRole
+from rolltap.addons.store.records import CallRole, Session
 from rolltap.trainer.traces.build import (
     TRAINED_ROLES,
     GroupReward,
@@ -43,23 +43,31 @@ class TracedSession:
 
     @property
     def reward(self) -> float | None:
-        """Reward of the session; None when it has none, or no row."""
-        return self.recorded.session.reward if self.recorded.session else None
+        """Reward of the session; None when it has none, no row, or the status `error`."""
+        return session_reward(self.recorded.session)
 
     def rewarded(self) -> "TracedSession":
         """Return the session as a trainer needs it. Without a reward it has no traces, and its tokens are left out as
-        `no_reward`."""
+        `fault` if its status is `error`, else as `no_reward`."""
         if self.reward is not None:
             return self
-        moved = Ledger(trained=-self.ledger.trained, left_out={"no_reward": self.ledger.trained})
+        session = self.recorded.session
+        reason = "fault" if session is not None and session.status == "error" else "no_reward"
+        moved = Ledger(trained=-self.ledger.trained, left_out={reason: self.ledger.trained})
         return replace(self, traces=[], ledger=self.ledger + moved)
+
+
+def session_reward(session: Session | None) -> float | None:
+    """Return the reward that a trainer uses. A fault has none, whoever recorded one."""
+    return None if session is None or session.status == "error" else session.reward
 
 
 @dataclass(slots=True)
 class Totals:
     """Counts over sessions: their calls, traces, rewards and sampled tokens.
 
-    In `ledger`, tokens of sessions without a reward count as trained: a trainer leaves them out as `no_reward`.
+    In `ledger`, tokens of sessions without a reward count as trained: a trainer leaves them out as `fault` or
+    `no_reward`.
 
     Attributes:
         harnesses: Sessions of each.
@@ -104,7 +112,7 @@ def trace_session(recorded: RecordedSession, options: TraceOptions) -> TracedSes
     if session is not None:
         for trace in traces:
             trace.task_id, trace.group_id = session.task_id, session.group_id or session.session_id
-            trace.harness, trace.reward = session.harness, session.reward
+            trace.harness, trace.reward = session.harness, session_reward(session)
     return TracedSession(recorded=recorded, traces=traces, ledger=ledger)
 
 
@@ -121,23 +129,34 @@ def load_batch(run: Path, sessions: Collection[str] | None, options: TraceOption
 
     Raises `InputError` when the run does not have one of them; also raises as `iter_traces`.
     """
-    batch, missing = TraceBatch(), set()
     if sessions is not None:
         require_collection(sessions)
-        missing = set(sessions)
-    for traced in iter_traces(run, options, sessions):
-        missing.discard(traced.recorded.session_id)
+    missing = set(sessions or ())
+
+    def found() -> Iterator[TracedSession]:
+        for traced in iter_traces(run, options, sessions):
+            missing.discard(traced.recorded.session_id)
+            yield traced
+
+    batch = make_batch(found())
+    if missing:
+        raise InputError(f"{run} has no session {min(missing)!r}")
+    return batch
+
+
+def make_batch(sessions: Iterable[TracedSession]) -> TraceBatch:
+    """Return the batch of sessions. Those without a reward are in its ledger alone. Raises `LedgerError`."""
+    batch = TraceBatch()
+    for traced in sessions:
         traced = traced.rewarded()
         batch.ledger += traced.ledger
         batch.traces += traced.traces
-        if (session := traced.recorded.session) is not None and session.reward is not None:
+        if (session := traced.recorded.session) is not None and traced.reward is not None:
             batch.rewards[session.session_id] = GroupReward(
                 group_id=session.group_id or session.session_id,
-                reward=session.reward,
+                reward=traced.reward,
                 task_id=session.task_id,
                 harness=session.harness,
             )
-    if missing:
-        raise InputError(f"{run} has no session {min(missing)!r}")
     batch.ledger.check()
     return batch

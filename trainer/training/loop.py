@@ -18,7 +18,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from rich.console import Console
-from transformers import PrinterCallback, set_seed
+from transformers import PrinterCallback, TrainerCallback, set_seed
 from transformers.utils import logging as transformers_logging
 
 from rolltap.addons.errors import InputError
@@ -39,15 +39,17 @@ from rolltap.trainer.training.attempts import claimed_attempt
 from rolltap.trainer.training.checkpoints import CHECKPOINTS, checkpoint_step, last_checkpoint, remove_incomplete
 from rolltap.trainer.training.online import OnlineTraces
 from rolltap.trainer.training.recipe import FINISHED, Recipe
+from rolltap.trainer.training.report_to import check_report_to
+from rolltap.trainer.training.reports import run_reports
 
 
-def train(recipe: Recipe, *, engine: str, run: Path, seed: int, console: Console) -> None:
+def train(recipe: Recipe, *, engine: str, run: Path, title: str, seed: int, console: Console) -> None:
     """Run a recipe from its start, or from the last checkpoint in `run`, to its end.
 
-    `engine` is the URL of a vLLM server that serves the recipe's model. Raises `InputError`.
+    `engine` is the URL of a vLLM server that serves the recipe's model. `title` is that of the plots. Raises
+    `InputError`.
     """
-    tasks = load_tasks(recipe.tasks)
-    harness = Harness.load(recipe.harness)
+    tasks, harness = _rollouts(recipe)
     harness.require_program()
     if "," in engine:
         raise InputError(f"engine is {engine!r}: weights are published to one engine, give one URL")
@@ -63,29 +65,43 @@ def train(recipe: Recipe, *, engine: str, run: Path, seed: int, console: Console
             with progress_bar(console) as advance:
                 return run_blocking(run_groups(groups, plan, recorder, policy_version=version, advance=advance))
 
+        rows = Dataset.from_dict({"task_id": [task.id for task in tasks]})
         source = OnlineTraces(recipe, tasks, run, attempt, publisher, run_sessions, console)
-        trainer = make_trainer(recipe, args, tasks, source)
+        trainer = make_trainer(recipe, args, rows, source, run_reports(run, title, console))
         source.trainer = trainer
         steps = train_to_end(trainer, console)
         publisher.publish(trainer.model, str(attempt.version(steps)))
         save_finished(trainer, run)
 
 
+def _rollouts(recipe: Recipe) -> tuple[list[Task], Harness]:
+    """Return the tasks and the harness of a recipe. Raises `InputError`, also when it has none."""
+    if recipe.tasks is None or recipe.harness is None:
+        missing = "tasks" if recipe.tasks is None else "harness"
+        raise InputError(f"the recipe has no key {missing!r}: rollouts need it; add it, or train from recorded runs")
+    return load_tasks(recipe.tasks), Harness.load(recipe.harness)
+
+
 def make_trainer(
-    recipe: Recipe, args: TraceGRPOConfig, tasks: Sequence[Task], source: Callable[[list[dict[str, Any]]], TraceBatch]
+    recipe: Recipe,
+    args: TraceGRPOConfig,
+    rows: Dataset,
+    source: Callable[[list[dict[str, Any]]], TraceBatch],
+    reports: list[TrainerCallback],
 ) -> TraceGRPOTrainer:
-    """Return the trainer of a recipe. Rows of its data set are `{"task_id": id}`."""
+    """Return the trainer of a recipe. `source` is called with the `rows` of a step. `reports` are of `run_reports`."""
     set_seed(args.seed)
     transformers_logging.disable_progress_bar()  # it would show one for every published checkpoint
     trainer = TraceGRPOTrainer(
         model=str(recipe.model),
         args=args,
-        train_dataset=Dataset.from_dict({"task_id": [task.id for task in tasks]}),
+        train_dataset=rows,
         trace_source=source,
         groups_per_step=recipe.groups_per_step,
+        callbacks=reports,
         peft_config=LoraConfig(**recipe.lora) if recipe.lora else None,
     )
-    trainer.remove_callback(PrinterCallback)  # the trace source prints the line of a step
+    trainer.remove_callback(PrinterCallback)  # the reports print the line of a step
     return trainer
 
 
@@ -139,20 +155,21 @@ def sampling(recipe: Recipe) -> dict[str, Any]:
 _OURS = ("output_dir", "max_steps", "seed", "save_strategy", "save_steps")
 
 
-def training_arguments(recipe: Recipe, run: Path, seed: int, tasks: Sequence[Task]) -> TraceGRPOConfig:
+def training_arguments(recipe: Recipe, run: Path, seed: int, rows: Sequence[object]) -> TraceGRPOConfig:
     """Return TRL's arguments: the recipe's, and those that the loop sets. Raises `InputError` for what TRL refuses."""
     for key in _OURS:
         if key in recipe.grpo:
             raise InputError(f"grpo.{key} is set by rolltap: remove it")
-    if recipe.groups_per_step > len(tasks):
-        raise InputError(f"groups_per_step is {recipe.groups_per_step}, but {recipe.tasks} has {len(tasks)} tasks")
+    if recipe.groups_per_step > len(rows):
+        raise InputError(f"groups_per_step is {recipe.groups_per_step}, but {recipe.tasks} has {len(rows)} tasks")
+    check_report_to(recipe.grpo.get("report_to", "none"))
     cuda = torch.cuda.is_available()
     defaults: dict[str, Any] = {
         "bf16": cuda,
         "use_cpu": not cuda,
-        "activation_checkpointing": True,  # TRL's default, by the name that is not deprecated
-        "beta": 0.0,
         "report_to": "none",
+        "run_name": run.name,
+        "project": "rolltap",
         "logging_steps": 1,
         "disable_tqdm": True,
         "save_total_limit": 2,

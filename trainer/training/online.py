@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -85,7 +84,7 @@ class OnlineTraces:
             groups += self._record(drawn, len(groups), version, counts)
         sessions = [session for group in groups for session in group]
         batch = self._load(sessions)
-        self._print(batch, len(sessions), version, counts)
+        self._print(len(sessions), version, counts)
         return batch
 
     def _record(self, tasks: Sequence[Task], position: int, version: Version, counts: _Counts) -> list[list[Session]]:
@@ -124,13 +123,11 @@ class OnlineTraces:
             ledger=batch.ledger,
         )
 
-    def _print(self, batch: TraceBatch, sessions: int, version: Version, counts: _Counts) -> None:
-        mean = f"{fmean(labelled.reward for labelled in batch.rewards.values()):.3f}" if batch.rewards else "none"
+    def _print(self, sessions: int, version: Version, counts: _Counts) -> None:
         before = f" ({counts.recorded_before} recorded before)" if counts.recorded_before else ""
         self._console.print(
-            f"step {version.step + 1}/{self.trainer.args.max_steps}  reward [bold]{mean}[/]  "
-            f"{sessions} sessions{before} in {counts.session_seconds:.1f} s  "
-            f"sampled tokens {batch.ledger}  published in {counts.publish_seconds:.1f} s",
+            f"step {version.step + 1}/{self.trainer.args.max_steps}  {sessions} sessions{before} in "
+            f"{counts.session_seconds:.1f} s, weights published in {counts.publish_seconds:.1f} s",
             highlight=False,
             soft_wrap=True,
         )

@@ -21,12 +21,13 @@ class Recipe(BaseModel):
 
     model: Path
     """Folder of the model to train; the engine serves the same model."""
-    tasks: Path
-    """Task file (JSON Lines)."""
-    harness: str
-    """Name of a harness preset, or path of a preset file that ends in `.toml`."""
+    tasks: Path | None = None
+    """Task file (JSON Lines). Required to roll out; recorded runs need none."""
+    harness: str | None = None
+    """Name of a harness preset, or path of a preset file that ends in `.toml`. Required to roll out."""
     steps: int = Field(ge=1)
-    """Number of rollout and training rounds. Each trains on newly recorded sessions, `grpo.num_iterations` times."""
+    """Number of rollout and training rounds. Each trains on newly recorded sessions, `grpo.num_iterations` times.
+    Recorded runs are passed over until there are as many."""
     groups_per_step: int = Field(default=1, ge=1)
     """Groups per step, each of one task."""
     sessions_per_group: int = Field(default=8, ge=2)
@@ -64,7 +65,9 @@ def load_recipe(path: Path) -> Recipe:
     recipe = load_toml(path, Recipe)
     if recipe.publish == "lora" and not recipe.lora:
         raise InputError(f'{path}: publish = "lora" needs a [lora] table; publish = "checkpoint" trains without one')
-    paths: dict[str, Any] = {name: (path.parent / getattr(recipe, name)).resolve() for name in ("model", "tasks")}
-    if recipe.harness.endswith(".toml"):
+    paths: dict[str, Any] = {
+        name: (path.parent / getattr(recipe, name)).resolve() for name in ("model", "tasks") if getattr(recipe, name)
+    }
+    if recipe.harness is not None and recipe.harness.endswith(".toml"):
         paths["harness"] = str((path.parent / recipe.harness).resolve())
     return recipe.model_copy(update=paths)

@@ -60,7 +60,8 @@ class Summary(JupyterMixin):
             gap in the record.
         retried: Requests that received the reply of an earlier call. That call is recorded once.
         continued: Failures of an engine during a call after which the call went on.
-        rejected: Requests to a model API that were answered with an error before a call began.
+        rejected: Requests to a model API that were refused for what they asked, before a call began.
+        faults: Requests to a model API that failed because of the engine, the recorder or the machine.
         unauthorised: Requests with bad proxy credentials.
         interrupted: Calls that began and were not recorded: they run, or the recorder was killed.
         session_rows: In the order in which the sessions started.
@@ -77,6 +78,7 @@ class Summary(JupyterMixin):
     retried: int
     continued: int
     rejected: int
+    faults: int
     unauthorised: int
     interrupted: int
     ledger: Ledger
@@ -131,6 +133,7 @@ def summarize(run: Path) -> Summary:
         retried=events["joined"] + events["replayed"],
         continued=events["continued"],
         rejected=events["rejected"],
+        faults=events["fault"],
         unauthorised=events["unauthorised"],
         interrupted=interrupted,
         ledger=sum((row.ledger for _, row in rows), Ledger()),
@@ -208,6 +211,7 @@ def _count_table(summary: Summary) -> Table:
         "retried requests": summary.retried,
         "continued after an engine failure": summary.continued,
         "rejected requests": summary.rejected,
+        "requests that failed by a fault": summary.faults,
         "unauthorised requests": summary.unauthorised,
         "interrupted calls": summary.interrupted,
     }

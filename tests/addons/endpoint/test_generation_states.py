@@ -90,7 +90,7 @@ class Disk(ThreadPoolExecutor):
         self.sync_policy = policy
         self.refusals = 0
         """Number of the next commits that fail."""
-        self.calls, self.told_no, self.waiting = [], 0, []
+        self.calls, self.faults, self.told_no, self.waiting = [], [], 0, []
         self.synced = self.lost = False
 
     def add_call(self, call):
@@ -103,6 +103,11 @@ class Disk(ThreadPoolExecutor):
     def add_event(self, event):
         if self.refusals:
             raise OSError("No space left on device")
+
+    def note(self, event):
+        if event.kind == "fault":
+            assert not self.generation.done
+            self.faults.append(event)
 
     def sync(self):
         if self.lost:
@@ -313,6 +318,9 @@ class Scenario:
         assert len(disk.calls) == 1 or (disk.told_no and generation.error is not None)
         for engine in self.engines:
             assert engine.requested_sampling == engine.expected
+        assert len(disk.faults) <= (generation.error is not None)
+        if generation.error is not None and generation.error.code != "aborted":
+            assert len(disk.faults) == (generation.error.status >= 500)
         for call in disk.calls:
             assert call["completion_ids"] == self.sent
             assert call["violation"] is None

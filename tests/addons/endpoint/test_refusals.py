@@ -76,6 +76,18 @@ def test_the_texts_of_an_event_are_printable_and_cut(counted, written, caplog):
     pa.RecordBatch.from_pylist([event.to_row()], schema=EVENT_SCHEMA)
 
 
+def test_the_last_fault_of_a_session_is_told_at_its_end_whatever_others_do(counted, written, monkeypatch):
+    monkeypatch.setattr(refusals, "PER_SECOND", 0.0)
+    monkeypatch.setattr(refusals, "BURST", 1)
+    counted = Refusals(written.append)
+    refuse(counted, 10, "loud")
+    for kind in ("fault", "rejected"):
+        refuse(counted, 3, "quiet", kind)
+    before = len(written)
+    counted.end("quiet")
+    assert [(event.session_id, event.kind, event.path) for event in written[before:]] == [("quiet", "fault", "/2")]
+
+
 def test_new_names_do_not_bring_new_events_without_end(counted, written, monkeypatch):
     monkeypatch.setattr(refusals, "PER_SECOND", 0.0)
     monkeypatch.setattr(refusals, "BURST", 100)

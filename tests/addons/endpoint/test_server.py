@@ -326,7 +326,7 @@ class TestErrors:
         monkeypatch.setattr(harness.endpoint.rendering, "render", broken)
         status, reply = await harness.ask(user())
         assert (status, reply["error"]["code"]) == (500, "internal_error")
-        assert harness.events("rejected")[0]["detail"] == "too deep"
+        assert harness.events("fault")[0]["detail"] == "too deep"
 
 
 class TestAccess:

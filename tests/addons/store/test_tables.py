@@ -422,6 +422,17 @@ class TestTrouble:
             assert "until further notice: [Errno 122] Disk quota exceeded" in first
             assert last.endswith("can be written again: 50 events were lost")
 
+    def test_a_fault_is_written_once_the_disk_has_room(self, run, full, caplog):
+        with RunWriter(run) as writer:
+            for call_id in ("a", "b"):
+                writer.note(Event(kind="fault", call_id=call_id))
+            assert list(read_rows(run, "events")) == []
+            full.clear()
+            writer.add_event(Event(kind="ended", call_id="c"))
+            writer.add_event(Event(kind="ended", call_id="d"))
+        assert [event["call_id"] for event in read_rows(run, "events")] == ["c", "a", "b", "d"]
+        assert caplog.records == []
+
     def test_a_commit_says_which_error_it_was(self, run, full):
         with pytest.raises(OSError, match="quota") as error:
             RunWriter(run).add_call(make_call(0))

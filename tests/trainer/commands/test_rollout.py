@@ -64,12 +64,26 @@ def test_rollout_records_every_session_and_prints_the_summary_as_json(
 
 
 def test_a_harness_that_takes_too_long_is_data(scripted_engine, tokenizer_folder, tmp_path, tasks, preset):
+    scripted_engine.otherwise = lambda request: Say("0.5")
     options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder)
-    harness = preset(["sleep", "600"])
-    assert rolltap("rollout", tasks, "--harness", harness, "-n", 1, "--timeout", 0.1, *options).returncode == 0
+    harness = preset([sys.executable, "-c", ASK.replace("sys.exit(3)", "import time; time.sleep(600)")])
+    assert rolltap("rollout", tasks, "--harness", harness, "-n", 1, "--timeout", 8, *options).returncode == 0
     (session,) = load_sessions(tmp_path / "run").values()
-    assert (session.status, session.exit_status, session.error) == ("timeout", None, "stopped after 0.1 s")
+    assert (session.status, session.exit_status, session.error) == ("timeout", None, "stopped after 8 s")
     assert session.reward == 0.0
+
+
+@pytest.mark.parametrize("answered", [0, 1])
+def test_sessions_without_a_reward_are_counted_and_when_it_is_all_of_them_the_status_is_1(
+    scripted_engine, tokenizer_folder, tmp_path, tasks, preset, answered
+):
+    scripted_engine.replies.extend([Say("0.5")] * answered)
+    out = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder)
+    options = (*out, "--set", "rolltap_patience=0", "-n", 2, "--concurrency", 1)
+    ended = rolltap("rollout", tasks, "--harness", preset([sys.executable, "-c", ASK]), *options)
+    assert ended.returncode == (0 if answered else 1)
+    assert f"{2 - answered} of 2 sessions have no reward" in ended.stderr
+    assert "answered 500: the script is over" in ended.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

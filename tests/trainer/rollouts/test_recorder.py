@@ -13,7 +13,7 @@ from rolltap.addons.store.tables import read_rows, run_files
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.traces.reader import load_sessions
 from tests.recorder_process import CHAT, HELLO
-from tests.scripted_engine import Say
+from tests.scripted_engine import Answer, Say
 
 
 def kill(process):
@@ -57,6 +57,7 @@ def test_a_recorder_that_dies_inside_the_block_is_an_error_at_its_end(tmp_path, 
         ({"status": "done"}, "session s: status='done': choose completed, failed, timeout, error"),
         ({"status": "unknown"}, "status='unknown': choose"),
         ({"reward": float("nan")}, "session s: the reward nan is not finite"),
+        ({"status": "error", "reward": 1.0}, "session s: it has the status error and the reward 1.0"),
     ],
 )
 def test_a_session_that_cannot_be_is_refused_and_not_recorded(running, fields, message):
@@ -86,6 +87,18 @@ def test_a_recorder_that_does_not_start_says_why(tmp_path):
 def test_a_number_of_processes_below_one_is_refused(tmp_path):
     with pytest.raises(InputError, match="processes=0: give at least 1"):
         Recorder(tmp_path, engine="http://127.0.0.1:9", model="m", processes=0)
+
+
+def test_the_calls_of_a_program_end_before_its_result_is_judged(tmp_path, scripted_engine, tokenizer_folder):
+    scripted_engine.replies.extend([Say("Hi."), Say("Hi."), Answer(500, "broken")])
+    options = {"rolltap_patience": "0"}
+    with Recorder(tmp_path, engine=scripted_engine.url, model=tokenizer_folder, options=options) as recorder:
+        assert [ask(recorder, session_id).status_code for session_id in ("good", "bad")] == [200, 200]
+        assert ask(recorder, "bad", "More").status_code == 502
+        assert recorder.end_calls("good") is None
+        assert "broken" in recorder.end_calls("bad")
+        assert ask(recorder, "good", "More").status_code == 410
+        recorder.end(Session(session_id="good", status="completed", reward=1.0))
 
 
 class TestSeveralProcesses:

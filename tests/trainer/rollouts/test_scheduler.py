@@ -1,3 +1,5 @@
+import shlex
+import sys
 from contextlib import suppress
 
 import pytest
@@ -8,12 +10,17 @@ from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.scheduler import Group, Plan, new_group, run_groups
 from rolltap.trainer.rollouts.task import Task
 from rolltap.trainer.traces.reader import load_sessions
+from tests.scripted_engine import Say
+from tests.trainer.commands.program import ASK
 from tests.trainer.rollouts.test_recorder import kill
+
+ONE_CALL = shlex.join([sys.executable, "-c", ASK.replace("sys.exit(3)", "")])
 
 
 @pytest.fixture
-def recorder(tmp_path, tokenizer_folder):
-    recorder = Recorder(tmp_path / "run", engine="http://127.0.0.1:9", model=str(tokenizer_folder))
+def recorder(tmp_path, scripted_engine, tokenizer_folder):
+    scripted_engine.otherwise = lambda request: Say("Hi.")
+    recorder = Recorder(tmp_path / "run", engine=scripted_engine.url, model=str(tokenizer_folder))
     with suppress(RecorderError), recorder:  # some tests kill it
         yield recorder
 
@@ -37,7 +44,7 @@ async def play(recorder, script):
 
 
 async def test_every_session_is_recorded_with_its_reward_and_its_group(recorder):
-    sessions, steps = await play(recorder, "true")
+    sessions, steps = await play(recorder, ONE_CALL)
     assert steps == [(1, 2), (2, 2)]
     recorded = load_sessions(recorder.path)
     assert [recorded[session.session_id] for session in sessions] == sessions
@@ -66,4 +73,6 @@ async def test_a_recorder_that_dies_is_an_error_of_its_own(recorder):
 async def test_a_recorder_that_dies_during_a_session_is_an_error_of_its_own(recorder):
     with pytest.raises(RecorderError, match=r"the recorder (died|does not end)"):
         await play(recorder, f"kill -9 {recorder._processes[0]._process.pid}")
-    assert load_sessions(recorder.path)  # the session's row was written
+    (session, *_) = load_sessions(recorder.path).values()
+    assert (session.status, session.reward) == ("error", None)
+    assert "the recorder" in session.error

@@ -446,8 +446,8 @@ class TestFullDisk:
                 with pytest.raises(OSError, match="No space left"):
                     writer.add_call(make_call("b", [1], [2]))
             detail = f"[Errno {errno.ENOSPC}] less than 4 MiB are free"
-            writer.add_event(Event(kind="rejected", session_id="s", detail=detail))
-            writer.add_event(Event(kind="rejected", session_id="s", detail="another fault"))
+            writer.add_event(Event(kind="fault", session_id="s", detail=detail))
+            writer.add_event(Event(kind="fault", session_id="s", detail="another fault"))
             path = calls_file(tmp_path)
         assert verify(tmp_path).verdict == "needs repair"
         started = "it was started, not recorded: it still runs, its recorder was killed, or the disk was full"

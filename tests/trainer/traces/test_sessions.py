@@ -60,6 +60,17 @@ def test_without_a_reward_no_token_is_trained_and_those_left_out_before_keep_the
     )
 
 
+@pytest.mark.parametrize("reward", [None, 1.0])
+def test_tokens_of_a_session_with_a_fault_are_left_out_as_such_whatever_its_row_says(reward):
+    fault = recorded(reward, make_call("s", 1, [1]), make_call("s", 2, [2], status="failed"))
+    fault.session.status = "error"
+    traced = trace_session(fault, TraceOptions())
+    assert [trace.reward for trace in traced.traces] == [None]
+    rewarded = traced.rewarded()
+    assert (rewarded.reward, rewarded.traces) == (None, [])
+    assert rewarded.ledger == Ledger(sampled=4, trained=0, left_out={"failed": 2, "fault": 2})
+
+
 def test_a_reward_of_zero_is_a_reward():
     traced = trace_session(recorded(0.0, make_call("s", 1, [1])), TraceOptions())
     assert traced.rewarded() == traced
@@ -69,6 +80,15 @@ def test_tokens_that_the_ledger_misses_are_an_error_that_names_the_session(monke
     forget_a_call(monkeypatch)
     with pytest.raises(LedgerError, match="session s: the calls hold 4 sampled tokens, the ledger says 2"):
         trace_session(recorded(1.0, make_call("s", 1, [1]), make_call("s", 2, [9])), TraceOptions())
+
+
+def test_a_fault_does_not_count_in_the_mean_of_its_group_and_a_session_without_calls_does(tmp_path):
+    write_metadata(tmp_path, {})
+    with RunWriter(tmp_path) as writer:
+        writer.add_session(Session(session_id="fault", group_id="g", status="error", reward=1.0))
+        writer.add_session(Session(session_id="failed", group_id="g", status="failed", reward=0.0))
+    batch = load_batch(tmp_path, None, TraceOptions())
+    assert batch.rewards == {"failed": GroupReward(group_id="g", reward=0.0)}
 
 
 def test_a_batch_has_the_selected_traces_and_the_rewards_of_all_its_sessions(tmp_path):

@@ -1,0 +1,196 @@
+"""Which sessions have a fault: by their rows, and on real recorders with an engine that fails."""
+
+import re
+import sys
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+import rolltap
+from rolltap.addons.store.tables import read_rows
+from rolltap.trainer.engine.admin import EngineAdmin
+from rolltap.trainer.rollouts.faults import Asked, Told, find_fault
+from rolltap.trainer.traces.reader import load_sessions
+from rolltap.trainer.traces.sessions import TraceOptions, load_batch
+from tests.scripted_engine import Answer, Say
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def at(second):
+    return START + timedelta(seconds=second)
+
+
+def call(second, role="agent", status="completed", sampled=2):
+    return Asked(f"c{second}", role, status, at(second), sampled)
+
+
+def fault(second, call_id=None):
+    return Told("fault", call_id, f"fault {second}", at(second))
+
+
+def begun(second):
+    return Told("call_started", f"c{second}", "", at(second))
+
+
+@pytest.mark.parametrize(
+    ("calls", "events", "reason"),
+    [
+        ([], [], "no token was sampled"),
+        ([], [fault(1), fault(3), fault(2)], "no token was sampled.*: fault 3"),
+        ([call(1, status="failed", sampled=0)], [begun(1)], "no token was sampled"),
+        ([call(1), call(2)], [begun(1), begun(2)], None),
+        ([call(1, status="aborted")], [begun(1)], None),
+        ([call(1), call(2, status="failed", sampled=0)], [fault(3, "c2")], "did not recover from: fault 3"),
+        ([call(1), call(2, status="failed"), call(4)], [fault(3, "c2")], None),
+        ([call(1), call(2, status="failed"), call(4, status="aborted")], [fault(3, "c2")], "fault 3"),
+        ([call(1), call(2, status="failed"), call(4)], [fault(3, "c2"), fault(5)], "fault 5"),
+        # a call that ran beside the failed one and ended later did not see the failure
+        ([call(1), call(2, status="failed")], [fault(3, "c2")], "fault 3"),
+        # a side question does not stand for the agent, nor a sub-agent
+        ([call(1), call(2, status="failed"), call(4, "auxiliary")], [fault(3, "c2")], "fault 3"),
+        ([call(1), call(2, status="failed"), call(4, "subagent")], [fault(3, "c2")], "fault 3"),
+        ([call(1), call(2, "subagent", "failed"), call(4, "subagent")], [fault(3, "c2")], None),
+        ([call(1), call(2, "subagent", "failed"), call(4)], [fault(3, "c2")], None),
+        ([call(1), call(2, "auxiliary", "failed")], [fault(3, "c2")], "fault 3"),
+        # refused before it had a role
+        ([call(1), call(4, "subagent")], [fault(3)], None),
+        ([call(1), call(4, "auxiliary")], [fault(3)], "fault 3"),
+        # the row of a call could not be written
+        ([call(1)], [begun(1), begun(2)], "call c2 began and could not be recorded"),
+        ([call(1), call(3)], [begun(1), begun(2), begun(3)], None),
+    ],
+)
+def test_a_fault_is_a_failure_of_ours_that_nothing_followed(calls, events, reason):
+    found = find_fault(calls, events)
+    assert found is None if reason is None else re.search(reason, found)
+
+
+ASKER = """
+import httpx, sys
+def ask(text, timeout=60):
+    body = {"model": "m", "messages": [{"role": "user", "content": text}]}
+    try:
+        return httpx.post("https://api.openai.com/v1/chat/completions", json=body, timeout=timeout).status_code
+    except httpx.TimeoutException:
+        return None
+"""
+SAY = Say("Hi.")
+DOWN = Answer(500, "the engine is broken")
+
+
+@pytest.fixture
+def play(tmp_path, scripted_engine, tokenizer_folder):
+    async def play(script, *replies, patience=0, timeout=60.0, evaluate=("true",), engine=None):
+        """Run one session of a harness. Return its row, and the ledger of the run."""
+        scripted_engine.replies.extend(replies)
+        run = tmp_path / "run"
+        await rolltap.rollout_async(
+            [rolltap.Task(id="t", instruction="go", evaluate=list(evaluate))],
+            harness=rolltap.Harness(name="x", program=sys.executable, headless=["-c", ASKER + script]),
+            engine=engine or scripted_engine.url,
+            model=tokenizer_folder,
+            out=run,
+            sessions=1,
+            timeout=timeout,
+            options={"rolltap_patience": str(patience)},
+        )
+        (session,) = load_sessions(run).values()
+        batch = load_batch(run, None, TraceOptions())
+        assert len(batch.rewards) == (session.reward is not None)
+        batch.ledger.check()
+        return session, batch.ledger
+
+    return play
+
+
+async def test_an_engine_that_is_down_from_the_start_is_a_fault(play, monkeypatch):
+    monkeypatch.setattr(EngineAdmin, "models", lambda admin: None)  # as if it had answered before
+    session, ledger = await play("ask('a')", engine="http://127.0.0.1:9")
+    assert (session.status, session.reward) == ("error", None)
+    assert "no token was sampled" in session.error
+    assert "the engine at http://127.0.0.1:9 cannot be reached" in session.error
+    assert ledger.sampled == 0
+
+
+async def test_a_harness_that_makes_no_call_has_no_reward(play, tmp_path):
+    session, _ = await play("sys.exit(3)")
+    assert (session.status, session.exit_status, session.reward) == ("error", 3, None)
+    assert f"the harness ended with status 3; its output is in {tmp_path}" in session.error
+
+
+async def test_an_engine_that_dies_in_the_middle_and_stays_dead_is_a_fault(play):
+    session, ledger = await play("assert (ask('a'), ask('b'), ask('c')) == (200, 502, 502)", SAY, DOWN, DOWN)
+    assert (session.status, session.exit_status, session.reward) == ("error", 0, None)
+    assert "it did not recover from: the engine at" in session.error
+    assert ledger.left_out == {"fault": ledger.sampled}
+    assert ledger.sampled > 0
+
+
+async def test_an_engine_that_dies_within_a_reply_is_a_fault(play):
+    session, ledger = await play("ask('a'); ask('b')", SAY, Say("Hello there.", break_after=1))
+    assert (session.status, session.reward) == ("error", None)
+    assert ledger.left_out == {"failed": 1, "fault": ledger.sampled - 1}
+
+
+async def test_a_harness_that_gives_up_while_the_engine_is_down_has_a_fault(play, scripted_engine):
+    scripted_engine.otherwise = lambda request: DOWN
+    session, _ = await play("assert (ask('a'), ask('b', 2)) == (200, None)", SAY, patience=600)
+    assert (session.status, session.exit_status, session.reward) == ("error", 0, None)
+    assert "the engine is broken" in session.error
+
+
+async def test_a_call_that_goes_on_after_a_failure_and_is_given_up_is_no_fault(play, scripted_engine):
+    session, ledger = await play("ask('a'); ask('b', 6)", SAY, DOWN, Say("Hello there.", hold_after=2), patience=60)
+    scripted_engine.release()
+    assert (session.status, session.reward) == ("completed", 1.0)
+    assert ledger.left_out == {"aborted": 2}
+
+
+@pytest.mark.parametrize("patience", [0, 60])
+async def test_a_failure_from_which_harness_or_recorder_recover_is_no_fault(play, patience):
+    script = "ask('a'); ask('b') == 200 or ask('b'); sys.exit(ask('c') != 200)"
+    session, ledger = await play(script, SAY, DOWN, SAY, SAY, patience=patience)
+    assert (session.status, session.reward, session.error) == ("completed", 1.0, None)
+    assert ledger.left_out == {}
+
+
+async def test_what_the_agent_does_is_no_fault(play):
+    wrong = "httpx.post('https://api.openai.com/v1/chat/completions', content=b'{')"
+    session, ledger = await play(f"ask('a'); assert {wrong}.status_code == 400; sys.exit(1)", SAY)
+    assert (session.status, session.reward, session.error) == ("failed", 1.0, "the harness ended with status 1")
+    assert ledger.trained == ledger.sampled > 0
+
+
+async def test_a_prompt_that_fills_the_context_window_is_no_fault(play):
+    session, _ = await play("ask('a'); assert ask('so ' * 20_000) == 400", SAY)
+    assert (session.status, session.reward) == ("completed", 1.0)
+
+
+async def test_a_harness_that_is_stopped_while_it_is_answered_has_its_reward(play):
+    script = "ask('a'); import time; time.sleep(600)"
+    session, _ = await play(script, SAY, timeout=8.0, evaluate=["false"])
+    assert (session.status, session.reward, session.error) == ("timeout", 0.0, "stopped after 8 s")
+
+
+async def test_a_first_call_that_still_samples_at_the_time_limit_is_no_fault(play, scripted_engine):
+    session, ledger = await play("ask('a', 4)", Say("Hello there.", hold_after=2), evaluate=["false"])
+    scripted_engine.release()
+    assert (session.status, session.reward) == ("completed", 0.0)
+    assert ledger.left_out == {"aborted": 2}
+
+
+async def test_a_missing_evaluator_is_a_fault(play):
+    session, ledger = await play("ask('a')", SAY, evaluate=["no-such-evaluator"])
+    assert (session.status, session.exit_status, session.reward) == ("error", 0, None)
+    assert "'no-such-evaluator' could not be started" in session.error
+    assert ledger.left_out == {"fault": ledger.sampled}
+
+
+async def test_events_name_what_was_ours_and_what_was_the_harnesss(play, tmp_path):
+    wrong = "httpx.post('https://api.openai.com/v1/chat/completions', content=b'{')"
+    await play(f"{wrong}; ask('a'); ask('b')", SAY, DOWN)
+    events = [event for event in read_rows(tmp_path / "run", "events") if event["kind"] in ("rejected", "fault")]
+    assert [event["kind"] for event in events] == ["rejected", "fault"]
+    failed = [call["call_id"] for call in read_rows(tmp_path / "run", "calls") if call["status"] == "failed"]
+    assert [event["call_id"] for event in events] == [None, *failed]

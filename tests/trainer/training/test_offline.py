@@ -1,0 +1,209 @@
+"""Training from recorded runs, with a tiny model."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+import rolltap
+from rolltap.addons.store.metadata import tokenizer_digests, write_metadata
+from rolltap.addons.store.records import Call, Session, VersionSpan
+from rolltap.addons.store.tables import RunWriter
+from rolltap.errors import InputError, RunError
+from rolltap.trainer import cli
+from rolltap.trainer.traces.sessions import TraceOptions
+from rolltap.trainer.training.offline import RecordedGroup, RecordedTraces, recorded_groups
+
+GRPO = "[grpo]\nlearning_rate = 1e-2\nactivation_checkpointing = false\nmax_grad_norm = 0.0\n"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, tokenizer_folder) -> Path:
+    """Return the folder of a model with random weights."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def write_run(run, model, groups, *, prefix="", sampling="{}", **metadata):
+    """Write a run with one session for each reward of `groups` (group id -> rewards; None is a fault)."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    digests = tokenizer_digests(tokenizer.get_vocab(), tokenizer.chat_template)
+    write_metadata(run, {"model": "recorded", **digests, **metadata})
+    with RunWriter(run) as writer:
+        for number, (group, rewards) in enumerate(groups.items()):
+            for index, reward in enumerate(rewards):
+                session_id = f"{prefix}{group}-{index}"
+                # about the log-probabilities of random weights
+                logprobs = [-torch.tensor(float(len(tokenizer))).log().item()] * 4
+                writer.add_call(
+                    Call(
+                        session_id=session_id,
+                        call_id="c",
+                        prompt_ids=[5 + number, 6, 7],
+                        completion_ids=[8 + index, 9, 10, 11 + number],
+                        logprobs=logprobs,
+                        weight_versions=[VersionSpan(version=str(index), start=0, end=4)],
+                        sampling=sampling,
+                    )
+                )
+                status = "error" if reward is None else "completed"
+                writer.add_session(Session(session_id=session_id, group_id=group, status=status, reward=reward))
+    return run
+
+
+@pytest.fixture
+def write_recipe(tmp_path, model):
+    def write_recipe(text=GRPO, **values):
+        settings = {"model": str(model), "steps": 2, **values}
+        path = tmp_path / "recipe.toml"
+        path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items()) + text)
+        return path
+
+    return write_recipe
+
+
+@pytest.fixture
+def run(tmp_path, model):
+    return write_run(tmp_path / "run", model, {"a": [0.0, 1.0], "b": [1.0, 0.0, 0.5], "c": [1.0, 0.0, None]})
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def equal(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_two_steps_change_the_weights_a_second_time_in_the_same_way_and_a_resumed_training_too(
+    run, model, write_recipe, tmp_path
+):
+    trained = []
+    for name in ("once", "again"):
+        arguments = ["train", str(write_recipe()), "--from", str(run), "--out", str(tmp_path / name)]
+        ended = CliRunner().invoke(cli.rolltap, arguments, catch_exceptions=False)
+        assert ended.exit_code == 0
+        trained.append(weights(tmp_path / name / "model"))
+    assert equal(*trained)
+    assert not equal(trained[0], weights(model))
+
+    stopped = tmp_path / "stopped"
+    shutil.copytree(tmp_path / "once", stopped)
+    shutil.rmtree(stopped / "model")
+    shutil.rmtree(stopped / "checkpoints" / "checkpoint-2")
+    assert rolltap.train_offline(write_recipe(), [run], out=stopped) == stopped / "model"
+    assert equal(weights(stopped / "model"), trained[0])
+
+
+def test_a_resumed_training_needs_the_same_groups(run, model, write_recipe, tmp_path):
+    rolltap.train_offline(write_recipe(steps=1), [run], out=tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "model")
+    other = write_run(tmp_path / "other", model, {"z": [0.0, 1.0]})
+    with pytest.raises(InputError, match=rf"was begun with other recorded groups, of {run}: name the same runs"):
+        rolltap.train_offline(write_recipe(), [other], out=tmp_path / "out")
+
+
+def test_a_finished_training_is_not_overwritten(run, write_recipe, tmp_path):
+    (tmp_path / "out" / "model").mkdir(parents=True)
+    with pytest.raises(InputError, match="holds a finished training"):
+        rolltap.train_offline(write_recipe(), [run], out=tmp_path / "out")
+
+
+def test_groups_have_the_sessions_with_a_reward_if_the_rewards_differ(tmp_path, model):
+    first = write_run(tmp_path / "first", model, {"a": [0.0, 1.0, None], "same": [1.0, 1.0], "none": [None]})
+    second = write_run(tmp_path / "second", model, {"a": [0.0, 1.0]}, prefix="x")
+    assert recorded_groups([first, second]) == [
+        RecordedGroup(0, "a", ("a-0", "a-1")),
+        RecordedGroup(1, "a", ("xa-0", "xa-1")),
+    ]
+
+
+def test_groups_of_one_name_in_two_runs_are_two_groups(tmp_path, model, monkeypatch):
+    runs = [write_run(tmp_path / name, model, {"a": [0.0, 1.0]}, prefix=name) for name in ("x", "y")]
+    source = RecordedTraces(runs, recorded_groups(runs), TraceOptions(), monkeypatch)
+    batch = source._load(source._groups[1])
+    assert {reward.group_id for reward in batch.rewards.values()} == {"1/a"}
+    assert [(trace.session_id, trace.group_id) for trace in batch.traces] == [("ya-0", "1/a"), ("ya-1", "1/a")]
+    assert batch.ledger.trained == batch.ledger.sampled == 8
+
+
+@pytest.mark.parametrize(
+    ("groups", "how", "text", "message"),
+    [
+        ({"a": [None]}, {}, GRPO, "nothing to train on in .*: no session has a reward"),
+        ({"a": [1.0, 1.0]}, {}, GRPO, "the rewards of each of its 1 groups are equal"),
+        ({"a": [0.0, 1.0]}, {"tokenizer_sha256": "other"}, GRPO, "another tokenizer than .*; its model was recorded"),
+        ({"a": [0.0, 1.0]}, {"chat_template_sha256": "other"}, GRPO, "recorded with another chat template"),
+        (
+            {"a": [0.0, 1.0]},
+            {"sampling": '{"temperature": 0.7}'},
+            GRPO,
+            r"call c of session a-[01] was sampled at temperature 0\.7, but grpo\.temperature is 1\.0",
+        ),
+        ({"a": [0.0, 1.0]}, {}, "groups_per_step = 2\n", "groups_per_step is 2, but the runs have 1 groups to train"),
+        ({"a": [0.0, 1.0]}, {}, "[grpo]\nlearning_rat = 1\n", "learning_rat"),
+    ],
+)
+def test_runs_that_do_not_fit_the_recipe_are_refused(tmp_path, model, write_recipe, groups, how, text, message):
+    run = write_run(tmp_path / "run", model, groups, **how)
+    with pytest.raises(InputError, match=message):
+        rolltap.train_offline(write_recipe(text), [run], out=tmp_path / "out")
+
+
+def test_the_recorded_temperature_may_be_the_recipes(tmp_path, model, write_recipe):
+    run = write_run(tmp_path / "run", model, {"a": [0.0, 1.0]}, sampling='{"temperature": 0.7}')
+    rolltap.train_offline(write_recipe(GRPO + "temperature = 0.7\n", steps=1), [run], out=tmp_path / "out")
+
+
+def test_a_folder_that_is_not_a_run_and_a_run_named_twice_are_refused(tmp_path, run, write_recipe):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RunError, match="empty is not a run folder"):
+        rolltap.train_offline(write_recipe(), [run, tmp_path / "empty"], out=tmp_path / "out")
+    with pytest.raises(InputError, match=r"session a-0 is in .* and in .*: name each run once"):
+        rolltap.train_offline(write_recipe(), [run, run], out=tmp_path / "out")
+    with pytest.raises(InputError, match="the list of runs is empty"):
+        rolltap.train_offline(write_recipe(), [], out=tmp_path / "out")
+
+
+def test_from_and_an_engine_exclude_each_other(tmp_path, run, write_recipe):
+    arguments = ["train", str(write_recipe()), "--from", str(run), "--engine", "http://e", "--out", str(tmp_path / "o")]
+    ended = CliRunner().invoke(cli.rolltap, arguments)
+    assert ended.exit_code == 2
+    assert "--from trains without an engine" in ended.output
+
+
+def test_a_recipe_without_tasks_cannot_roll_out(tmp_path, write_recipe):
+    with pytest.raises(InputError, match="the recipe has no key 'tasks': rollouts need it"):
+        rolltap.train(write_recipe(), engine="http://127.0.0.1:9", out=tmp_path / "out")
+    with pytest.raises(InputError, match="the recipe has no key 'harness'"):
+        rolltap.train(write_recipe(tasks="tasks.jsonl"), engine="http://127.0.0.1:9", out=tmp_path / "out")
+
+
+def test_a_recorder_names_the_tokenizer_as_the_trainer_does(tmp_path, model, scripted_engine, write_recipe):
+    run = tmp_path / "run"
+    with rolltap.Recorder(run, engine=scripted_engine.url, model=model):
+        pass
+    recorded = json.loads((run / "run.json").read_text())
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    digests = tokenizer_digests(tokenizer.get_vocab(), tokenizer.chat_template)
+    assert digests == {name: recorded[name] for name in digests}

@@ -1,0 +1,101 @@
+"""Faults: sessions that failed because of the engine, the recorder or the machine. They have no reward.
+
+What the recorder has written decides. A session has a fault if no token was sampled in it, because its reward would say
+nothing about the policy. It has one too if a model call failed for a reason of ours (an event `fault`), or began and
+could not be recorded, and the harness did not recover: no later call of the same role, or of the agent itself, was
+completed. A request that was refused before it became a call has no role: later calls other than side questions are
+taken for its recovery.
+
+All else that ends a session is the agent's: requests that were wrong, the limits of the session and of the context
+window, its time limit while it was being answered, and its exit status.
+"""
+
+import threading
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rolltap.addons.store.records import CallRole, CallStatus
+from rolltap.addons.store.session_index import SessionIndex
+
+
+class Asked(NamedTuple):
+    """A recorded call. `sampled` is the number of its sampled tokens."""
+
+    call_id: str
+    role: CallRole
+    status: CallStatus
+    started_at: datetime
+    sampled: int
+
+
+class Told(NamedTuple):
+    """A recorded event of the kind `fault` or `call_started`."""
+
+    kind: str
+    call_id: str | None
+    detail: str
+    at: datetime
+
+
+def find_fault(calls: Sequence[Asked], events: Sequence[Told]) -> str | None:
+    """Return the fault of a session whose calls have ended, in words, or None when it failed by itself or not at all.
+
+    When there are several, the newest is named.
+    """
+    roles = {call.call_id: call.role for call in calls}
+    faults = [event for event in events if event.kind == "fault"]
+    lost = [
+        event._replace(detail=f"call {event.call_id} began and could not be recorded")
+        for event in events
+        if event.kind == "call_started" and event.call_id not in roles
+    ]
+    if not any(call.sampled for call in calls):
+        why = f": {_newest(faults).detail}" if faults else ""
+        return f"no token was sampled, so that no reward can be the policy's{why}"
+    open_faults = [fault for fault in faults + lost if not _recovered(fault, roles.get(fault.call_id or ""), calls)]
+    return f"it did not recover from: {_newest(open_faults).detail}" if open_faults else None
+
+
+def _newest(events: Sequence[Told]) -> Told:
+    return max(events, key=lambda event: event.at)
+
+
+def _recovered(fault: Told, role: CallRole | None, calls: Sequence[Asked]) -> bool:
+    enough = {"agent", role} if role is not None else {"agent", "subagent", "compaction"}
+    return any(call.status == "completed" and call.started_at > fault.at and call.role in enough for call in calls)
+
+
+class RunFaults:
+    """The faults of the sessions of a run that is being recorded. Reads each commit once. Thread-safe."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._lock = threading.Lock()
+        self._indexes: dict[str, SessionIndex] = {}
+
+    def of(self, session_id: str) -> str | None:
+        """Return the fault of a session whose calls have ended, or None.
+
+        Raises `RunError` and `OSError` when the folder cannot be read.
+        """
+        with self._lock:
+            calls = [
+                Asked(call_id, role, status, started_at, len(completion_ids or ()))
+                for call_id, role, status, started_at, completion_ids in self._rows(
+                    "calls", session_id, ("call_id", "role", "status", "started_at", "completion_ids")
+                )
+            ]
+            events = [Told(*row) for row in self._rows("events", session_id, Told._fields)]
+        return find_fault(calls, events)
+
+    def _rows(self, table: str, session_id: str, columns: Sequence[str]) -> list[tuple[Any, ...]]:
+        if table in self._indexes:
+            self._indexes[table].refresh()
+        else:
+            self._indexes[table] = SessionIndex(self._run, table)
+        index = self._indexes[table]
+        batches = [batch.select(columns).to_pydict() for batch in index.batches(session_id)]
+        index.close()
+        return [row for batch in batches for row in zip(*batch.values(), strict=True)]

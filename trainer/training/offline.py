@@ -1,0 +1,193 @@
+"""Offline training: the groups of recorded runs are the rows, and no engine and no recorder run.
+
+The runs may hold sessions of other policies than the model: the loss corrects by the recorded log-probabilities.
+"""
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from rolltap.addons.errors import InputError
+from rolltap.addons.store.metadata import read_metadata, tokenizer_digests
+from rolltap.addons.store.staging import write_atomically
+from rolltap.addons.store.tables import read_batches
+from rolltap.trainer.traces.build import TraceBatch
+from rolltap.trainer.traces.reader import RecordedCalls, RecordedSession, load_sessions
+from rolltap.trainer.traces.sessions import TraceOptions, make_batch, session_reward, trace_session
+from rolltap.trainer.training.attempts import claimed_attempt
+from rolltap.trainer.training.loop import make_trainer, save_finished, train_to_end, training_arguments
+from rolltap.trainer.training.recipe import Recipe
+from rolltap.trainer.training.reports import run_reports
+
+OFFLINE_FILE = "offline.json"
+"""File in the training's folder that names its runs and rows. A resumed training must have the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedGroup:
+    """A group of a recorded run that trains something: sessions with rewards that differ."""
+
+    run: int
+    """Index of the run."""
+    group_id: str
+    session_ids: tuple[str, ...]
+
+
+def train(recipe: Recipe, runs: Sequence[Path], *, out: Path, title: str, seed: int, console: Console) -> None:
+    """Train on recorded runs, from the start or from the last checkpoint in `out`, to the recipe's last step.
+
+    Raises `InputError` for runs that the recipe's model cannot be trained on, and `RunError`.
+    """
+    temperature = recipe.grpo.get("temperature", 1.0)
+    for run in runs:
+        _require_tokenizer(run, recipe.model)
+    groups = recorded_groups(runs)
+    for number, run in enumerate(runs):
+        _require_temperature(
+            run, {i for group in groups if group.run == number for i in group.session_ids}, temperature
+        )
+    if recipe.groups_per_step > len(groups):
+        raise InputError(
+            f"groups_per_step is {recipe.groups_per_step}, but the runs have {len(groups)} groups to train"
+        )
+    args = training_arguments(recipe, out, seed, groups)
+    with claimed_attempt(out):
+        _require_same_rows(out, runs, groups)
+        sessions = sum(len(group.session_ids) for group in groups)
+        console.print(f"{len(groups)} groups whose rewards differ, of {sessions} sessions")
+        rows = Dataset.from_dict({"group": list(range(len(groups)))})
+        source = RecordedTraces(runs, groups, TraceOptions(recipe.strategy, recipe.roles, recipe.max_tokens))
+        trainer = make_trainer(recipe, args, rows, source, run_reports(out, title, console))
+        train_to_end(trainer, console)
+        save_finished(trainer, out)
+
+
+class RecordedTraces:
+    """Trace source of an offline training."""
+
+    def __init__(self, runs: Sequence[Path], groups: Sequence[RecordedGroup], options: TraceOptions) -> None:
+        self._groups = groups
+        self._options = options
+        self._sessions = [load_sessions(run) for run in runs]
+        self._calls = [RecordedCalls(run) for run in runs]
+
+    def __call__(self, rows: list[dict[str, Any]]) -> TraceBatch:
+        """Return the batch of the groups that the rows name (`group`: index of a group)."""
+        batch = TraceBatch()
+        for row in rows:
+            part = self._load(self._groups[row["group"]])
+            batch = TraceBatch(
+                traces=batch.traces + part.traces,
+                rewards=batch.rewards | part.rewards,
+                ledger=batch.ledger + part.ledger,
+            )
+        return batch
+
+    def _load(self, group: RecordedGroup) -> TraceBatch:
+        """Return the batch of one group. Its id gets the index of its run: two runs may have groups of one name."""
+        sessions, calls = self._sessions[group.run], self._calls[group.run]
+        batch = make_batch(
+            trace_session(
+                RecordedSession(
+                    session_id=session_id, session=sessions[session_id], calls=list(calls.get(session_id, []))
+                ),
+                self._options,
+            )
+            for session_id in group.session_ids
+        )
+        name = f"{group.run}/{group.group_id}"
+        for trace in batch.traces:
+            trace.group_id = name
+        batch.rewards = {session: replace(reward, group_id=name) for session, reward in batch.rewards.items()}
+        return batch
+
+
+def recorded_groups(runs: Sequence[Path]) -> list[RecordedGroup]:
+    """Return the groups of runs that train something, by run and id.
+
+    Sessions without a reward are left out, and then groups whose rewards are all equal: they have no advantage.
+
+    Raises `InputError` when a session id is in two runs and when no group is left, and `RunError` for a folder that is
+    not a run.
+    """
+    owners: dict[str, Path] = {}
+    groups: list[RecordedGroup] = []
+    rewarded = 0
+    for number, run in enumerate(runs):
+        rewards: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        for session_id, session in load_sessions(run).items():
+            if session_id in owners:
+                raise InputError(f"session {session_id} is in {owners[session_id]} and in {run}: name each run once")
+            owners[session_id] = run
+            if (reward := session_reward(session)) is not None:
+                rewards[session.group_id or session_id][session_id] = reward
+        rewarded += len(rewards)
+        groups += [
+            RecordedGroup(number, group_id, tuple(sorted(rewards[group_id])))
+            for group_id in sorted(rewards)
+            if len(set(rewards[group_id].values())) > 1
+        ]
+    if not groups:
+        where = ", ".join(map(str, runs))
+        why = f"the rewards of each of its {rewarded} groups are equal" if rewarded else "no session has a reward"
+        raise InputError(f"nothing to train on in {where}: {why}")
+    return groups
+
+
+def _require_tokenizer(run: Path, model: Path) -> None:
+    """Raise `InputError` unless the run has the model's tokenizer and chat template, as far as it names them."""
+    metadata = read_metadata(run)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(model))
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot load a tokenizer from the recipe's model {model}: {error}") from error
+    for name, digest in tokenizer_digests(tokenizer.get_vocab(), tokenizer.chat_template).items():
+        if metadata.get(name, digest) != digest:
+            what = name.removesuffix("_sha256").replace("_", " ")
+            raise InputError(
+                f"{run} was recorded with another {what} than that of {model}; its model was {metadata.get('model')}"
+            )
+
+
+def _require_temperature(run: Path, sessions: set[str], temperature: float) -> None:
+    """Raise `InputError` when a call of the sessions was sampled at another temperature, as far as calls name it."""
+    for batch in read_batches(run, "calls", sessions):
+        columns = (batch.column(name).to_pylist() for name in ("session_id", "call_id", "sampling"))
+        for session_id, call_id, sampling in zip(*columns, strict=True):
+            recorded = json.loads(sampling).get("temperature", temperature)
+            if recorded != temperature:
+                raise InputError(
+                    f"{run}: call {call_id} of session {session_id} was sampled at temperature {recorded}, but "
+                    f"grpo.temperature is {temperature}: the trainer would divide the logits by another number than "
+                    "the engine did"
+                )
+
+
+def _require_same_rows(out: Path, runs: Sequence[Path], groups: Sequence[RecordedGroup]) -> None:
+    """Write the runs and a digest of the rows to `OFFLINE_FILE`, or check that they are those of an earlier start.
+
+    Raises `InputError` when they differ: the steps would be others than those that were trained.
+    """
+    named = json.dumps([[group.run, group.group_id, group.session_ids] for group in groups])
+    rows = {"groups": len(groups), "groups_sha256": hashlib.sha256(named.encode()).hexdigest()}
+    path = out / OFFLINE_FILE
+    try:
+        known = json.loads(path.read_text())
+    except FileNotFoundError:
+        described = {"runs": [str(run.resolve()) for run in runs], **rows}
+        return write_atomically(path, json.dumps(described, indent=2) + "\n")
+    except ValueError as error:
+        raise InputError(f"{path} is damaged ({error}): train into a new folder") from error
+    if {name: known.get(name) for name in rows} != rows:
+        raise InputError(
+            f"{out} was begun with other recorded groups, of {', '.join(known.get('runs', []))}: name the same runs, "
+            "as they were, or another folder"
+        )
