@@ -115,6 +115,15 @@ def test_two_steps_change_the_weights_a_second_time_in_the_same_way_and_a_resume
     assert equal(weights(stopped / "model"), trained[0])
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_an_adapter_is_trained_on_several_runs(tmp_path, model, write_recipe):
+    runs = [write_run(tmp_path / name, model, {"a": [0.0, 1.0]}, prefix=name) for name in ("x", "y")]
+    recipe = write_recipe(f'{GRPO}[lora]\nr = 4\ntarget_modules = ["q_proj"]\n', steps=1, groups_per_step=2)
+    folder = rolltap.train_offline(recipe, runs, out=tmp_path / "out")
+    adapter = load_file(folder / "adapter_model.safetensors")
+    assert any(weight.abs().max() > 0 for name, weight in adapter.items() if "lora_B" in name)  # it begins as 0
+
+
 def test_a_resumed_training_needs_the_same_groups(run, model, write_recipe, tmp_path):
     rolltap.train_offline(write_recipe(steps=1), [run], out=tmp_path / "out")
     shutil.rmtree(tmp_path / "out" / "model")
