@@ -137,20 +137,17 @@ def _state(decoder: Decoder, tokens: int) -> State:
 
 def _saved(decoder: Decoder, new: int, past: int, state: State) -> int:
     """Return the bytes that autograd saves for `new` tokens after the `past` ones of `state`, without the weights."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in decoder.body.parameters()}
-    own |= {tensor.untyped_storage().data_ptr() for tensor in decoder.body.buffers()}
-    saved: dict[int, int] = {}
-
-    def count(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
+    weights = {tensor.untyped_storage().data_ptr() for tensor in [*decoder.body.parameters(), *decoder.body.buffers()]}
     leaves = [tuple(tensor.detach().requires_grad_() for tensor in layer) for layer in state]
-    hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
+    saved: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        # with its graph, which holds what this returns, it would be in a cycle
+        saved.append(tensor.detach())
+        return saved[-1]
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with torch.enable_grad(), hooks, decoder.autocast():
-        # the hidden states hold the graph, and so what it saved, until all is counted
-        hidden, _ = decoder.run(np.zeros((1, new), np.int64), np.array([past]), [[leaves]], keep=True)
-    del hidden
-    return sum(saved.values())
+        decoder.run(np.zeros((1, new), np.int64), np.array([past]), [[leaves]], keep=True)
+    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
+    return sum(size for storage, size in sizes.items() if storage not in weights)

@@ -260,7 +260,8 @@ def test_the_activations_of_one_segment_are_alive_at_a_time():
         class Saved:
             def __init__(self, tensor: Tensor) -> None:
                 nonlocal now, most
-                self.tensor, self.size = tensor, 0 if tensor.data_ptr() in own else tensor.nbytes
+                # an output that kept its graph would be in a cycle
+                self.tensor, self.size = tensor.detach(), 0 if tensor.data_ptr() in own else tensor.nbytes
                 now += self.size
                 most = max(most, now)
 
