@@ -1,18 +1,21 @@
 """What segments cost in memory, measured on the model itself, and the sizes that fit into a budget."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
 from rolltap.trainer.grpo.caches import State, state_of
 from rolltap.trainer.grpo.decoder import Decoder
+from rolltap.trainer.grpo.forest import own_tokens
 from rolltap.trainer.grpo.head import COPIES
 from rolltap.trainer.grpo.passes import POSITIONS
+from rolltap.trainer.grpo.rows import Row
 
 SIZES = (8192, 4096, 2048, 1024, 512, 256)
 """Numbers of tokens that a batch of segments may have, best first."""
@@ -70,12 +73,14 @@ class Costs:
         segments = -(-tokens // tokens_per_segment)
         return (self.state_per_token * tokens + self.state_per_segment * segments) * (1 + self.state_gradient)
 
-    def sizes(self, memory: float, longest: int, tokens: int, *, offload_states: bool = False) -> Sizes:
-        """Return the settings for `memory` bytes, rows of at most `longest` tokens, and `tokens` in all of them.
+    def sizes(self, memory: float, rows: Sequence[Row], *, offload_states: bool = False) -> Sizes:
+        """Return the settings for these rows and `memory` bytes.
 
-        The largest size of which all states fit, or else the largest of which one row's do. If none does, the smallest:
-        `expected_bytes` is then more than `memory`. Tokens that rows share count once in `tokens`.
+        The largest size of which all states fit, or else the largest of which those of the longest row do. If none
+        does, the smallest: `expected_bytes` is then more than `memory`.
         """
+        longest = max((len(row.ids) for row in rows), default=0)
+        tokens = sum(own_tokens(rows))
         for at_once in (tokens, longest):
             for size in SIZES:
                 batch = self.of_batch(size, longest)
@@ -94,6 +99,20 @@ class Costs:
         """Return the costs as lines of a name and a number of bytes."""
         width = max(len(name) for name in self.__slots__)
         return "\n".join(f"{name:{width}} {getattr(self, name):>16,.1f}" for name in self.__slots__)
+
+
+def free_memory(model: Any) -> int:
+    """Return the bytes that training may use on the model's device, before the first step.
+
+    On a CUDA device: what is free, less the gradients and Adam's two moments of the parameters that are trained. On the
+    CPU: half of what is available.
+    """
+    parameters = list(model.parameters())
+    device = parameters[0].device
+    if device.type != "cuda":
+        return int(psutil.virtual_memory().available // 2)
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free) - sum(3 * parameter.nbytes for parameter in parameters if parameter.requires_grad)
 
 
 def measure(model: Any, autocast: Callable[[], AbstractContextManager[Any]]) -> Costs:

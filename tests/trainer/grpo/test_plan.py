@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import Tensor
 
-from rolltap.trainer.grpo.plan import SIZES, WORKING, Costs, measure
+from rolltap.trainer.grpo.plan import SIZES, WORKING, Costs, free_memory, measure
 from rolltap.trainer.grpo.rows import Row
 from rolltap.trainer.grpo.segments import SegmentScorer
 from tests.trainer.grpo.tiny_models import COMMON, FAMILIES, VOCABULARY, tiny
@@ -89,7 +90,8 @@ def test_costs_predict_what_the_backward_pass_of_a_long_row_saves(family):
 
 
 def sizes(memory: float, **options: Any) -> Any:
-    return COSTS.sizes(memory, longest=10_000, tokens=40_000, **options)
+    """The sizes for four rows of 10,000 tokens that share nothing."""
+    return COSTS.sizes(memory, [Row(np.full(10_000, i, np.int32), np.array([9_999])) for i in range(4)], **options)
 
 
 def test_the_largest_size_that_fits_is_chosen():
@@ -116,3 +118,17 @@ def test_when_nothing_fits_the_smallest_sizes_say_what_they_need():
     assert smallest.tokens_per_segment == SIZES[-1]
     assert smallest.tokens_in_memory == 10_000
     assert smallest.expected_bytes > 1e5
+
+
+def test_shared_tokens_count_once():
+    rows = [Row(np.append(np.zeros(9_999, np.int32), i).astype(np.int32), np.array([9_999])) for i in range(4)]
+    assert COSTS.sizes(1e9, rows).expected_bytes < sizes(1e9).expected_bytes
+    assert COSTS.sizes(4.5e6, rows).tokens_in_memory is None
+
+
+def test_no_rows_need_no_memory_for_states():
+    assert COSTS.sizes(1e9, []).tokens_in_memory is None
+
+
+def test_half_of_the_memory_is_free_to_use_on_the_cpu():
+    assert 2**20 < free_memory(tiny("llama")) < psutil.virtual_memory().total / 2
