@@ -112,7 +112,7 @@ def free_memory(model: Any) -> int:
     if device.type != "cuda":
         return int(psutil.virtual_memory().available // 2)
     free, _ = torch.cuda.mem_get_info(device)
-    return int(free) - sum(3 * parameter.nbytes for parameter in parameters if parameter.requires_grad)
+    return int(free - sum(3 * parameter.nbytes for parameter in parameters if parameter.requires_grad))
 
 
 def measure(model: Any, autocast: Callable[[], AbstractContextManager[Any]]) -> Costs:
