@@ -83,7 +83,7 @@ def _attention(
     if later:
         bias: Tensor = causal_lower_right(n, key.shape[2])
         if not can_use_flash_attention(SDPAParams(query, key, value, None, dropout, False, groups > 1)):
-            bias = bias._materialize(query.device)  # type: ignore[operator]
+            bias = torch.ones(n, key.shape[2], dtype=torch.bool, device=key.device).tril(key.shape[2] - n)
         out = scaled_dot_product_attention(query, key, value, bias, dropout, scale=scaling, enable_gqa=groups > 1)
     else:
         # each group of heads becomes a row, whose keys are not copied but read again

@@ -104,6 +104,13 @@ def build_forest(rows: Sequence[Row], tokens_per_segment: int) -> list[Segment]:
     return _with_targets(rows, spans, parents, dict(zip(order, paths, strict=True)))
 
 
+def own_tokens(rows: Sequence[Row]) -> list[int]:
+    """Return for each row its number of tokens that the row before it does not share."""
+    packed = [row.ids.tobytes() for row in rows]
+    shared = [0] * bool(rows) + [common_length(a, b) for a, b in pairwise(packed)]
+    return [len(row.ids) - n for row, n in zip(rows, shared, strict=True)]
+
+
 def _branches(shared: Sequence[int], covered: Sequence[bool]) -> tuple[list[int], list[list[int]]]:
     """Return for each sorted row the row that it branches from (-1: none), and the rows that branch from it.
 

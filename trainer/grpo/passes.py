@@ -53,7 +53,13 @@ class Grove:
     @property
     def forwarded(self) -> int:
         """Tokens that go through the model, padding included."""
-        return sum(len(batch) * max(len(self.segments[k].ids) for k in batch) for batch in self.batches)
+        return sum(len(batch) * self._width(batch) for batch in self.batches)
+
+    def _width(self, batch: Sequence[int]) -> int:
+        """Return the tokens of each row of a batch."""
+        width = max(len(self.segments[k].ids) for k in batch)
+        # kernels of linear attention have no gradient for one token that continues a state
+        return max(width, 2) if self.decoder.layers.linear and not self.segments[batch[0]].inner else width
 
     def score(self, *, keep: bool) -> tuple[Scores, dict[int, State]]:
         """Run all segments, parents first, with a graph if gradients are enabled.
@@ -145,7 +151,7 @@ class Grove:
     def _run(self, batch: Sequence[int], states: dict[int, State]) -> tuple[Tensor, dict[int, State]]:
         """Return the hidden states (B, n, H) of a batch's segments, and the states after the inner ones."""
         segments = [self.segments[k] for k in batch]
-        ids = np.zeros((len(batch), max(len(segment.ids) for segment in segments)), np.int64)
+        ids = np.zeros((len(batch), self._width(batch)), np.int64)
         for row, segment in zip(ids, segments, strict=True):
             row[: len(segment.ids)] = segment.ids
         starts = np.array([segment.start for segment in segments])

@@ -1,18 +1,21 @@
 """What segments cost in memory, measured on the model itself, and the sizes that fit into a budget."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
 from rolltap.trainer.grpo.caches import State, state_of
 from rolltap.trainer.grpo.decoder import Decoder
+from rolltap.trainer.grpo.forest import own_tokens
 from rolltap.trainer.grpo.head import COPIES
 from rolltap.trainer.grpo.passes import POSITIONS
+from rolltap.trainer.grpo.rows import Row
 
 SIZES = (8192, 4096, 2048, 1024, 512, 256)
 """Numbers of tokens that a batch of segments may have, best first."""
@@ -70,12 +73,14 @@ class Costs:
         segments = -(-tokens // tokens_per_segment)
         return (self.state_per_token * tokens + self.state_per_segment * segments) * (1 + self.state_gradient)
 
-    def sizes(self, memory: float, longest: int, tokens: int, *, offload_states: bool = False) -> Sizes:
-        """Return the settings for `memory` bytes, rows of at most `longest` tokens, and `tokens` in all of them.
+    def sizes(self, memory: float, rows: Sequence[Row], *, offload_states: bool = False) -> Sizes:
+        """Return the settings for these rows and `memory` bytes.
 
-        The largest size of which all states fit, or else the largest of which one row's do. If none does, the smallest:
-        `expected_bytes` is then more than `memory`. Tokens that rows share count once in `tokens`.
+        The largest size of which all states fit, or else the largest of which those of the longest row do. If none
+        does, the smallest: `expected_bytes` is then more than `memory`.
         """
+        longest = max((len(row.ids) for row in rows), default=0)
+        tokens = sum(own_tokens(rows))
         for at_once in (tokens, longest):
             for size in SIZES:
                 batch = self.of_batch(size, longest)
@@ -94,6 +99,20 @@ class Costs:
         """Return the costs as lines of a name and a number of bytes."""
         width = max(len(name) for name in self.__slots__)
         return "\n".join(f"{name:{width}} {getattr(self, name):>16,.1f}" for name in self.__slots__)
+
+
+def free_memory(model: Any) -> int:
+    """Return the bytes that training may use on the model's device, before the first step.
+
+    On a CUDA device: what is free, less the gradients and Adam's two moments of the parameters that are trained. On the
+    CPU: half of what is available.
+    """
+    parameters = list(model.parameters())
+    device = parameters[0].device
+    if device.type != "cuda":
+        return int(psutil.virtual_memory().available // 2)
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free - sum(3 * parameter.nbytes for parameter in parameters if parameter.requires_grad))
 
 
 def measure(model: Any, autocast: Callable[[], AbstractContextManager[Any]]) -> Costs:
@@ -137,20 +156,17 @@ def _state(decoder: Decoder, tokens: int) -> State:
 
 def _saved(decoder: Decoder, new: int, past: int, state: State) -> int:
     """Return the bytes that autograd saves for `new` tokens after the `past` ones of `state`, without the weights."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in decoder.body.parameters()}
-    own |= {tensor.untyped_storage().data_ptr() for tensor in decoder.body.buffers()}
-    saved: dict[int, int] = {}
-
-    def count(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
+    weights = {tensor.untyped_storage().data_ptr() for tensor in [*decoder.body.parameters(), *decoder.body.buffers()]}
     leaves = [tuple(tensor.detach().requires_grad_() for tensor in layer) for layer in state]
-    hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
+    saved: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        # with its graph, which holds what this returns, it would be in a cycle
+        saved.append(tensor.detach())
+        return saved[-1]
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with torch.enable_grad(), hooks, decoder.autocast():
-        # the hidden states hold the graph, and so what it saved, until all is counted
-        hidden, _ = decoder.run(np.zeros((1, new), np.int64), np.array([past]), [[leaves]], keep=True)
-    del hidden
-    return sum(saved.values())
+        decoder.run(np.zeros((1, new), np.int64), np.array([past]), [[leaves]], keep=True)
+    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
+    return sum(size for storage, size in sizes.items() if storage not in weights)

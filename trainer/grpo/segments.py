@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from rolltap.trainer.grpo.decoder import Decoder
+from rolltap.trainer.grpo.forest import own_tokens
 from rolltap.trainer.grpo.passes import Grove
 from rolltap.trainer.grpo.rows import Row
 from rolltap.trainer.grpo.scoring import Scores
-from rolltap.trainer.traces.shared_prefixes import common_length
 
 
 class _TwoPasses(torch.autograd.Function):
@@ -89,13 +89,11 @@ def split_rows(rows: Sequence[Row], tokens: int | None) -> list[list[Row]]:
     """
     parts: list[list[Row]] = []
     used = 0
-    for row in rows:
-        if parts:
-            new = len(row.ids) - common_length(parts[-1][-1].ids.tobytes(), row.ids.tobytes())
-            if tokens is None or used + new <= tokens:
-                parts[-1].append(row)
-                used += new
-                continue
-        parts.append([row])
-        used = len(row.ids)
+    for row, own in zip(rows, own_tokens(rows), strict=True):
+        if parts and (tokens is None or used + own <= tokens):
+            parts[-1].append(row)
+            used += own
+        else:
+            parts.append([row])
+            used = len(row.ids)
     return parts

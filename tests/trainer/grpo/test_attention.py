@@ -1,5 +1,7 @@
 """Attention of segments, against torch's own with a mask of booleans."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 
@@ -33,7 +35,7 @@ def test_new_tokens_see_all_positions_up_to_their_own(batch, past, masked):
 
 def test_a_model_has_this_attention_only_meanwhile():
     config = tiny("qwen3").config
-    with pytest.raises(ZeroDivisionError), segment_attention(config):
+    with suppress(ZeroDivisionError), segment_attention(config):
         assert config._attn_implementation == NAME
         raise ZeroDivisionError
     assert config._attn_implementation == "sdpa"

@@ -1,15 +1,17 @@
 """What segments cost, counted on the model, and the sizes chosen for it."""
 
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import Tensor
 
-from rolltap.trainer.grpo.plan import SIZES, Costs, measure
+from rolltap.trainer.grpo.plan import SIZES, WORKING, Costs, free_memory, measure
 from rolltap.trainer.grpo.rows import Row
 from rolltap.trainer.grpo.segments import SegmentScorer
 from tests.trainer.grpo.tiny_models import COMMON, FAMILIES, VOCABULARY, tiny
@@ -64,40 +66,39 @@ def test_costs_predict_what_the_backward_pass_of_a_long_row_saves(family):
     model = tiny(family)
     own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
     costs = measure(model, nullcontext)
-    now: dict[int, int] = {}
+    now: Counter[tuple[int, int]] = Counter()
     most = 0
 
     class Saved:
         def __init__(self, tensor: Tensor) -> None:
             nonlocal most
-            self.tensor, storage = tensor, tensor.untyped_storage()
-            self.key = storage.data_ptr()
-            if self.key not in own:
-                now[self.key] = storage.nbytes()
-            most = max(most, sum(now.values()))
+            self.tensor, storage = tensor.detach(), tensor.untyped_storage()
+            self.key = (storage.data_ptr(), storage.nbytes())
+            now[self.key] += storage.data_ptr() not in own
+            most = max(most, sum(size for (_, size), count in now.items() if count))
 
         def __del__(self) -> None:
-            now.pop(self.key, None)
+            now[self.key] -= self.key[0] not in own
 
     length, size = 1200, 256
     ids = np.random.default_rng(0).integers(3, VOCABULARY, length).astype(np.int32)
     with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
         rows = [Row(ids, np.arange(length - 5, length))]
         SegmentScorer(nullcontext, 1.0, tokens_per_segment=size)(model, rows).logprobs.sum().backward()
-    costs = replace(costs, heads_per_key=0)  # batches of one segment
-    predicted = (costs.of_batch(240, length) - costs.logits_per_token * 240) / 1.25
-    assert most == pytest.approx(predicted, rel=0.1)
+    batch = replace(costs, heads_per_key=0, logits_tokens=0).of_batch(length // 5, length)  # of one segment
+    assert most == pytest.approx(batch / WORKING, rel=0.1)
 
 
 def sizes(memory: float, **options: Any) -> Any:
-    return COSTS.sizes(memory, longest=10_000, tokens=40_000, **options)
+    """The sizes for four rows of 10,000 tokens that share nothing."""
+    return COSTS.sizes(memory, [Row(np.full(10_000, i, np.int32), np.array([9_999])) for i in range(4)], **options)
 
 
 def test_the_largest_size_that_fits_is_chosen():
     plenty = sizes(1e9)
     assert plenty.tokens_per_segment == SIZES[0]
     assert plenty.tokens_in_memory is None
-    less = sizes(8e6 + 1.25 * 1080 * 1024 + 1)
+    less = sizes(8e6 + 1.25 * (1080 * 1024 + 20_000))
     assert less.tokens_per_segment == 1024
     assert less.tokens_in_memory is None
 
@@ -117,3 +118,17 @@ def test_when_nothing_fits_the_smallest_sizes_say_what_they_need():
     assert smallest.tokens_per_segment == SIZES[-1]
     assert smallest.tokens_in_memory == 10_000
     assert smallest.expected_bytes > 1e5
+
+
+def test_shared_tokens_count_once():
+    rows = [Row(np.append(np.zeros(9_999, np.int32), i).astype(np.int32), np.array([9_999])) for i in range(4)]
+    assert COSTS.sizes(1e9, rows).expected_bytes < sizes(1e9).expected_bytes
+    assert COSTS.sizes(4.5e6, rows).tokens_in_memory is None
+
+
+def test_no_rows_need_no_memory_for_states():
+    assert COSTS.sizes(1e9, []).tokens_in_memory is None
+
+
+def test_half_of_the_memory_is_free_to_use_on_the_cpu():
+    assert 2**20 < free_memory(tiny("llama")) < psutil.virtual_memory().total / 2

@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from rolltap.trainer.grpo import passes
+from rolltap.trainer.grpo.decoder import Decoder
 from rolltap.trainer.grpo.rows import Row
 from rolltap.trainer.grpo.scoring import Scores
 from rolltap.trainer.grpo.segments import SegmentScorer, split_rows
@@ -260,7 +261,8 @@ def test_the_activations_of_one_segment_are_alive_at_a_time():
         class Saved:
             def __init__(self, tensor: Tensor) -> None:
                 nonlocal now, most
-                self.tensor, self.size = tensor, 0 if tensor.data_ptr() in own else tensor.nbytes
+                # an output that kept its graph would be in a cycle
+                self.tensor, self.size = tensor.detach(), 0 if tensor.data_ptr() in own else tensor.nbytes
                 now += self.size
                 most = max(most, now)
 
@@ -294,3 +296,19 @@ def test_states_are_freed_as_the_backward_pass_is_done_with_them(monkeypatch):
     with torch.no_grad():
         scorer(20)(model, [row(tokens(40, i), range(2, 40)) for i in range(2)])
     assert counts == [0, 1, 2, 1]
+
+
+def test_linear_attention_never_continues_a_state_with_a_single_token(monkeypatch):
+    found = []
+    run = Decoder.run
+
+    def watched(self, ids, starts, ancestors, *, keep):
+        found.append((ids.shape[1], starts.max() > 0))
+        return run(self, ids, starts, ancestors, keep=keep)
+
+    monkeypatch.setattr(Decoder, "run", watched)
+    prompt = tokens(40, 0)
+    rows = [row(prompt + tokens(2, i), [41]) for i in range(1, 3)]
+    assert_same(tiny("qwen3.5"), scorer(), rows, 2e-4)
+    assert all(width > 1 for width, continues in found if continues)
+    assert any(continues for _, continues in found)
