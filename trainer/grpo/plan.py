@@ -1,4 +1,4 @@
-"""What segments cost in memory, measured on the model itself, and the sizes that fit into a budget."""
+"""Memory of segments, measured on the model itself, and the sizes that fit into a budget."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

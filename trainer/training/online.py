@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from rolltap.addons.errors import RecorderError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.engine.publish import Publisher
 from rolltap.trainer.grpo.trainer import TraceGRPOTrainer
@@ -67,7 +68,10 @@ class OnlineTraces:
 
     def __call__(self, rows: list[dict[str, Any]]) -> TraceBatch:
         """Return the batch of a step: one group of sessions for each row (`task_id`), and those that replace groups
-        without signal. Publish the weights if any session has to be run."""
+        without signal. Publish the weights if any session has to be run.
+
+        Raises `RecorderError` when every session failed because of the engine, the recorder or the machine.
+        """
         version = self._attempt.version(self.trainer.state.global_step)
         counts = _Counts()
         tasks = [self._tasks[row["task_id"]] for row in rows]
@@ -83,6 +87,11 @@ class OnlineTraces:
             drawn, further = further[:lacking], further[lacking:]
             groups += self._record(drawn, len(groups), version, counts)
         sessions = [session for group in groups for session in group]
+        if all(session.status == "error" for session in sessions):
+            raise RecorderError(
+                f"all {len(sessions)} sessions of step {version.step + 1} failed for a reason that is not the agent's; "
+                f"the first: {sessions[0].error}; put it right and start the training again, which goes on from here"
+            )
         batch = self._load(sessions)
         self._print(len(sessions), version, counts)
         return batch

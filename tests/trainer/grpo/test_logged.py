@@ -1,4 +1,4 @@
-"""What the trainer logs of a step."""
+"""The log of a step."""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What segments cost, counted on the model, and the sizes chosen for it."""
+"""Costs of segments, counted on the model, and the sizes chosen for it."""
 
 from collections import Counter
 from contextlib import nullcontext

@@ -172,7 +172,14 @@ def train(folder: Path, kill_at: str | None = None) -> int:
         online.OnlineTraces.__call__ = noted
         recipe = load_recipe(folder.parent / "recipe.toml")
         with open(os.devnull, "w") as silent:
-            loop.train(recipe, engine="http://127.0.0.1:9", run=folder / "run", seed=3, console=Console(file=silent))
+            loop.train(
+                recipe,
+                engine="http://127.0.0.1:9",
+                run=folder / "run",
+                title="killed",
+                seed=3,
+                console=Console(file=silent),
+            )
         (folder / "points").write_text("\n".join(points.passed))  # to choose from
         status = 0
     except Exception:

@@ -147,9 +147,9 @@ def test_groups_have_the_sessions_with_a_reward_if_the_rewards_differ(tmp_path, 
     ]
 
 
-def test_groups_of_one_name_in_two_runs_are_two_groups(tmp_path, model, monkeypatch):
+def test_groups_of_one_name_in_two_runs_are_two_groups(tmp_path, model):
     runs = [write_run(tmp_path / name, model, {"a": [0.0, 1.0]}, prefix=name) for name in ("x", "y")]
-    source = RecordedTraces(runs, recorded_groups(runs), TraceOptions(), monkeypatch)
+    source = RecordedTraces(runs, recorded_groups(runs), TraceOptions())
     batch = source._load(source._groups[1])
     assert {reward.group_id for reward in batch.rewards.values()} == {"1/a"}
     assert [(trace.session_id, trace.group_id) for trace in batch.traces] == [("ya-0", "1/a"), ("ya-1", "1/a")]

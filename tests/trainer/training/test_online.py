@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from rolltap.addons.errors import RecorderError
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Session
 from rolltap.addons.store.tables import RunWriter
@@ -27,6 +28,7 @@ class Loop:
         self.recipe = Recipe(model="m", tasks="t", harness="h", steps=9, sessions_per_group=2, **settings)
         self.run: list[str] = []
         self.published: list[str] = []
+        self.faults = False
         self.console = Console(file=StringIO(), width=1000)
 
     def publish(self, model, version):
@@ -45,6 +47,9 @@ class Loop:
             for group in groups
             for session_id in group.session_ids
         ]
+        if self.faults:
+            for session in sessions:
+                session.status, session.reward, session.error = "error", None, "the engine is down"
         with RunWriter(self.folder, "never") as writer:
             for session in reversed(sessions):
                 writer.add_call(make_call(session.session_id, "c", [1], [2, 3]))
@@ -69,7 +74,7 @@ def test_a_step_runs_one_group_for_each_row_and_has_their_order(tmp_path):
     ids = ["b-1a2b3c4d.3.0-0.0", "b-1a2b3c4d.3.0-1.0", "a-1a2b3c4d.3.1-0.0", "a-1a2b3c4d.3.1-1.0"]
     assert loop.run == list(batch.rewards) == [trace.session_id for trace in batch.traces] == ids
     assert loop.published == ["1a2b3c4d.3.0"]
-    assert "step 4/9  reward 0.500  4 sessions in " in loop.console.file.getvalue()
+    assert "step 4/9  4 sessions in " in loop.console.file.getvalue()
 
 
 def test_a_step_that_is_on_the_disk_is_neither_run_nor_published_again(tmp_path):
@@ -88,6 +93,15 @@ def test_only_the_missing_sessions_of_a_step_are_run_by_newly_published_weights(
     assert loop.run[2:] == ["a-1a2b3c4d.3.1-0.1", "a-1a2b3c4d.3.1-1.1"]
     assert loop.published == ["1a2b3c4d.3.0", "1a2b3c4d.3.1"]
     assert list(batch.rewards) == loop.run
+
+
+def test_a_step_whose_sessions_are_all_faults_ends_the_training_and_runs_again_at_the_next_start(tmp_path):
+    loop = Loop(tmp_path)
+    loop.faults = True
+    with pytest.raises(RecorderError, match=r"all 2 sessions of step 4 failed .*; the first: the engine is down; put"):
+        loop.step(3, "b")
+    loop.faults = False
+    assert len(loop.step(3, "b", attempt=1).rewards) == 2
 
 
 class TestGroupsWithoutSignal:
