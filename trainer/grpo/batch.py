@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from rolltap.addons.errors import InputError
+from rolltap.trainer.grpo.forest import own_tokens
 from rolltap.trainer.grpo.metrics import token_kinds
 from rolltap.trainer.grpo.rows import Row
 from rolltap.trainer.traces.build import GroupReward, Trace, TraceBatch
 from rolltap.trainer.traces.ledger import Ledger
-from rolltap.trainer.traces.shared_prefixes import common_length
-from rolltap.trainer.traces.tokens import TOKEN_BYTES
 
 Normalise = Literal["tokens", "sessions", "constant"]
 
@@ -98,7 +97,7 @@ def spread_by_prefix(rows: Sequence[Row], parts: int) -> list[list[int]]:
     packed = [row.ids.tobytes() for row in rows]
     order = sorted(range(len(rows)), key=packed.__getitem__)
     whole = [len(rows[i].ids) for i in order]
-    new = _new_tokens([packed[i] for i in order])
+    new = own_tokens([rows[i] for i in order])
     low, high = max(whole, default=0), max(sum(new), max(whole, default=0))
     while low < high:
         middle = (low + high) // 2
@@ -109,17 +108,6 @@ def spread_by_prefix(rows: Sequence[Row], parts: int) -> list[list[int]]:
     stretches = sorted(_stretches(whole, new, low), key=lambda stretch: -stretch.tokens)
     lists = [[order[k] for k in range(stretch.start, stretch.end)] for stretch in stretches]
     return lists + [[] for _ in range(parts - len(lists))]
-
-
-def distinct_tokens(rows: Sequence[Row]) -> int:
-    """Return the number of tokens of rows, those of a shared prefix once."""
-    return sum(_new_tokens(sorted(row.ids.tobytes() for row in rows)))
-
-
-def _new_tokens(packed: Sequence[bytes]) -> list[int]:
-    """Return the number of tokens of each packed sequence after the prefix that it shares with the one before."""
-    shared = [0, *(common_length(a, b) for a, b in pairwise(packed))]
-    return [len(ids) // TOKEN_BYTES - length for ids, length in zip(packed, shared, strict=False)]
 
 
 @dataclass(slots=True)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from rolltap.trainer.grpo.batch import distinct_tokens
 from rolltap.trainer.grpo.config import TraceGRPOConfig
 from rolltap.trainer.grpo.plan import Costs, measure
 from rolltap.trainer.grpo.probe import probe
@@ -62,12 +61,7 @@ class Forward:
             return
         assert isinstance(self.scorer, SegmentScorer)
         memory = self._args.memory_gib * 2**30 if self._args.memory_gib else self._free_memory(optimizer)
-        sizes = self._costs.sizes(
-            memory,
-            max(len(row.ids) for row in rows),
-            distinct_tokens(rows),
-            offload_states=self._args.offload_states,
-        )
+        sizes = self._costs.sizes(memory, rows, offload_states=self._args.offload_states)
         if sizes.expected_bytes > memory:
             logger.warning(
                 "the traces need about %.1f GiB besides weights and optimizer, but have %.1f: set offload_states, "

@@ -56,7 +56,7 @@ class Costs:
     graph_per_pair: float
     """Attention of a token to a position: a mask, or the weights where the model's attention keeps them."""
     graph: float
-    """What a batch takes whatever its size, such as weights that are cast."""
+    """Bytes of a batch whatever its size, such as weights that are cast."""
     logits_per_token: float
     """Logits of a scored token, and what is computed from them."""
     logits_tokens: int

@@ -41,8 +41,8 @@ class FinishedSessions:
         """Return the sessions of groups that are run together: id in `groups` -> session of any attempt.
 
         Of several attempts at a session the first without a fault (status `error`) counts, else the last. Faults count
-        only when every session has ended: then the step was trained without them. Otherwise they are left out, to be
-        run again.
+        only when every session has ended and some are none: then the step was trained without them. Otherwise they are
+        left out, to be run again.
         """
         found = {
             session_id: self._groups[group.group_id][index]
@@ -50,9 +50,8 @@ class FinishedSessions:
             for index, session_id in enumerate(group.session_ids)
             if index in self._groups[group.group_id]
         }
-        if len(found) == sum(len(group.session_ids) for group in groups):
-            return found
-        return {session_id: session for session_id, session in found.items() if session.status != "error"}
+        sound = {session_id: session for session_id, session in found.items() if session.status != "error"}
+        return found if sound and len(found) == sum(len(group.session_ids) for group in groups) else sound
 
 
 def has_signal(sessions: Iterable[Session]) -> bool:

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.grpo.batch import (
-    distinct_tokens,
     flatten,
     groups_without_signal,
     session_weights,
@@ -118,10 +117,6 @@ class TestSpread:
             return min(max(nodes(ordered[start:cut]), best(cut, parts - 1)) for cut in cuts)
 
         assert max(sizes) == best(0, parts)
-
-    @given(st.lists(IDS, max_size=7))
-    def test_tokens_of_a_shared_prefix_count_once(self, ids):
-        assert distinct_tokens([row(i) for i in ids]) == nodes(ids)
 
     def test_rows_of_a_group_stay_together(self):
         ids = [[1] * 50 + [i] for i in range(4)] + [[2] * 50 + [i] for i in range(4)]
