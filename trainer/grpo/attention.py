@@ -25,6 +25,10 @@ NAME = "rolltap_segments"
 ALIGNED = 8
 """Values of which a row of a mask has a multiple, or CUDA's kernel copies the mask in each layer."""
 
+BLOCK = 512
+"""New tokens that are multiplied at once with all that they may see. With a mask, torch multiplies what is later too,
+and adds minus infinity."""
+
 
 @contextmanager
 def segment_attention(config: Any) -> Iterator[None]:
@@ -70,9 +74,9 @@ def _attention(
     """Return (B, n, heads, size) for queries (B, heads, n, size), and keys and values (B, fewer heads, P, size)."""
     batch, heads, n, _ = query.shape
     groups = heads // key.shape[1]
-    later = attention_mask is None and 1 < n < key.shape[2]
+    unmasked = attention_mask is None and 1 < n < key.shape[2]
     usual = options.get("position_bias") is not None or options.get("softcap") is not None
-    if usual or not (later or (attention_mask is not None and batch == 1 and groups > 1)):
+    if usual or not (unmasked or (attention_mask is not None and batch == 1)):
         found: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
         )
@@ -80,7 +84,7 @@ def _attention(
     # as torch's attention does under autocast
     dtype = _compute_type(query.device, query.dtype)
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if later:
+    if attention_mask is None:
         bias: Tensor = causal_lower_right(n, key.shape[2])
         if not can_use_flash_attention(SDPAParams(query, key, value, None, dropout, False, groups > 1)):
             bias = torch.ones(n, key.shape[2], dtype=torch.bool, device=key.device).tril(key.shape[2] - n)
@@ -89,8 +93,17 @@ def _attention(
         # each group of heads becomes a row, whose keys are not copied but read again
         query = query.reshape(heads // groups, groups, n, -1)
         key, value = (x.transpose(0, 1).expand(-1, groups, -1, -1) for x in (key, value))
-        out = scaled_dot_product_attention(query, key, value, attention_mask, dropout, scale=scaling)
-        out = out.reshape(1, heads, n, -1)
+        parts = []
+        for start in range(0, n, BLOCK):
+            new = slice(start, start + BLOCK)
+            seen = slice(key.shape[2] - n + min(start + BLOCK, n))
+            mask = attention_mask[:, :, new, seen]
+            parts.append(
+                scaled_dot_product_attention(
+                    query[:, :, new], key[:, :, seen], value[:, :, seen], mask, dropout, scale=scaling
+                )
+            )
+        out = torch.cat(parts, 2).reshape(1, heads, n, -1)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -59,7 +59,7 @@ class Decoder:
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Run in mixed precision. Weights that were cast before without a gradient are cast again."""
+        """Run in mixed precision. Older versions of torch reuse casts of weights that were made without a gradient."""
         torch.clear_autocast_cache()
         with self._autocast():
             yield

@@ -20,9 +20,12 @@ class Head:
         self._scale = _logit_scale(config)
         self._cap = getattr(config, "final_logit_softcapping", None)
         self._temperature = temperature
-        self.vocabulary = int(self._project.weight.shape[0])
+        weight = self._project.weight
+        self.vocabulary = int(weight.shape[0])
         self.chunk = max(1, LOGITS // self.vocabulary)
         """Tokens of a chunk."""
+        self.gradient_bytes = int(weight.nbytes) if weight.requires_grad else 0
+        """Size of the weight's gradient, which each chunk computes before it is added."""
 
     def __call__(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return values of the `tokens` (E,) that follow the hidden states (E, H), both (E,) float32.

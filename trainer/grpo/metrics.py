@@ -189,7 +189,8 @@ class StepMetrics:
         - `difference/KIND`: mean |log-probability - the sampler's|, `sampler_ratio/KIND`: mean of its exponential
           (expected: 1), `difference_max`; only with `first_step_of_version`.
         - `ratio/mean`, `ratio/min`, `ratio/max`, `entropy`, `kl`, `clip_ratio/*` or `cispo_clip_ratio` (TRL's names).
-        - `masked/low`, `masked/high` (or `truncated/`): share with an importance weight out of bounds.
+        - `masked/low`, `masked/high` (or `truncated/`): share with an importance weight out of bounds;
+          `tokens_masked`: their number.
         - `tokens_in_rows`, `tokens_forwarded`, `tokens_per_second` (in rows), `peak_memory_gib` (the highest process).
         """
         sums = dict(zip(_SUMS, gathered[:, : len(_SUMS)].sum(0).tolist(), strict=True))
@@ -202,6 +203,8 @@ class StepMetrics:
             metrics |= {"ratio/mean": sums["ratio"] / number, "ratio/max": maxima["ratio"]}
             metrics |= {"ratio/min": -maxima["-ratio"], "entropy": sums["entropy"] / number}
             metrics |= self._shares({name: value / number for name, value in sums.items()})
+            if self._args.mismatch == "mask":
+                metrics["tokens_masked"] = sums["cut_low"] + sums["cut_high"]
         for kind in KINDS:
             if count := sums[f"count/{kind}"]:
                 metrics["difference_max"] = maxima["difference"]

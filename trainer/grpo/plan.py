@@ -1,4 +1,8 @@
+<<<<<<< HEAD
 """Memory of segments, measured on the model itself, and the sizes that fit into a budget."""
+=======
+"""Memory that segments take, measured on the model itself, and the sizes that fit into a budget."""
+>>>>>>> segments
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -56,7 +60,13 @@ class Costs:
     graph_per_pair: float
     """Attention of a token to a position: a mask, or the weights where the model's attention keeps them."""
     graph: float
+<<<<<<< HEAD
     """Bytes of a batch whatever its size, such as weights that are cast."""
+=======
+    """A batch whatever its size, such as weights that are cast."""
+    head_gradient: float
+    """Gradient of the head's weight from one chunk of logits."""
+>>>>>>> segments
     logits_per_token: float
     """Logits of a scored token, and what is computed from them."""
     logits_tokens: int
@@ -66,7 +76,8 @@ class Costs:
         """Return the bytes of one batch in the backward pass. `longest` is the number of tokens of the longest row."""
         graph = self.graph + self.graph_per_token * tokens + self.graph_per_pair * tokens * longest
         graph += self.graph_per_position * max(POSITIONS * tokens * self.heads_per_key, longest)
-        return WORKING * graph + self.logits_per_token * min(tokens, self.logits_tokens)
+        head = self.head_gradient + self.logits_per_token * min(tokens, self.logits_tokens)
+        return WORKING * graph + head
 
     def of_states(self, tokens: int, tokens_per_segment: int) -> float:
         """Return the bytes of the states of `tokens` tokens, and of their gradients."""
@@ -143,6 +154,7 @@ def measure(model: Any, autocast: Callable[[], AbstractContextManager[Any]]) -> 
         heads_per_key=getattr(config, "num_attention_heads", 1) // (getattr(config, "num_key_value_heads", None) or 1),
         graph_per_pair=per_pair,
         graph=max(0.0, saved[n, n] - per_token * n - 2 * per_position * n - 2 * per_pair * n**2),
+        head_gradient=decoder.head.gradient_bytes,
         logits_per_token=COPIES * 4.0 * decoder.head.vocabulary,
         logits_tokens=decoder.head.chunk,
     )

@@ -18,7 +18,9 @@ class Module:
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("past", [0, 13])
 @pytest.mark.parametrize("masked", [True, False])
-def test_new_tokens_see_all_positions_up_to_their_own(batch, past, masked):
+@pytest.mark.parametrize("block", [2, 512])
+def test_new_tokens_see_all_positions_up_to_their_own(batch, past, masked, block, monkeypatch):
+    monkeypatch.setattr(attention, "BLOCK", block)
     torch.manual_seed(0)
     query = torch.randn(batch, 6, 5, 8, requires_grad=True)
     key, value = (torch.randn(batch, 2, past + 5, 8, requires_grad=True) for _ in range(2))

@@ -180,6 +180,7 @@ class TestStep:
         micro_batch = tokens([-1.0] * 4, [-1.0] * 4, weights=[0.4, 0.5, 2.0, 3.0])
         masked = values(micro_batch, mismatch="mask", mismatch_max=1.9)
         assert (masked["masked/low"], masked["masked/high"]) == (0.25, 0.5)
+        assert masked["tokens_masked"] == 3
         truncated = values(micro_batch, mismatch="truncate")
         assert (truncated["truncated/low"], truncated["truncated/high"]) == (0.25, 0.25)
         assert not [name for name in values(micro_batch) if name.startswith(("masked", "truncated"))]

@@ -1,4 +1,8 @@
+<<<<<<< HEAD
 """Costs of segments, counted on the model, and the sizes chosen for it."""
+=======
+"""Memory that segments take, counted on the model, and the sizes chosen for it."""
+>>>>>>> segments
 
 from collections import Counter
 from contextlib import nullcontext
@@ -27,6 +31,7 @@ COSTS = Costs(
     heads_per_key=1,
     graph_per_pair=0.0,
     graph=0.0,
+    head_gradient=0.0,
     logits_per_token=0.0,
     logits_tokens=100,
 )
@@ -45,7 +50,7 @@ def test_costs_are_counted_on_the_model(family):
     masks = {"gemma3": 2, "gpt-oss": 2 * COMMON["num_attention_heads"]}
     assert costs.graph_per_pair == 4 * masks.get(family, 1)
     assert costs.logits_per_token >= 4 * VOCABULARY
-    assert len(costs.table().splitlines()) == 10
+    assert len(costs.table().splitlines()) == 11
 
 
 def test_in_bf16_a_state_is_half_as_large_and_its_gradient_is_not():
@@ -85,7 +90,8 @@ def test_costs_predict_what_the_backward_pass_of_a_long_row_saves(family):
     with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
         rows = [Row(ids, np.arange(length - 5, length))]
         SegmentScorer(nullcontext, 1.0, tokens_per_segment=size)(model, rows).logprobs.sum().backward()
-    batch = replace(costs, heads_per_key=0, logits_tokens=0).of_batch(length // 5, length)  # of one segment
+    body = replace(costs, heads_per_key=0, logits_tokens=0, head_gradient=0.0)  # of batches of one segment
+    batch = body.of_batch(length // 5, length)
     assert most == pytest.approx(batch / WORKING, rel=0.1)
 
 
