@@ -92,7 +92,10 @@ def test_the_files_are_what_the_commands_expect(tmp_path):
     assert load_recipe(tmp_path / "recipe.toml").tasks == tmp_path / "tasks.jsonl"
 
 
-def test_a_command_that_is_not_run_has_options_that_exist():
+def test_a_command_that_is_not_run_has_options_that_exist(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "recipe.toml").touch()
     commands = [command for block in BLOCKS if block.first_line in SKIPPED for command in COMMAND.findall(block.text)]
     for command in commands:
         name, *arguments = shlex.split(command, comments=True)

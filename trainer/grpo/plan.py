@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Memory of segments, measured on the model itself, and the sizes that fit into a budget."""
-=======
 """Memory that segments take, measured on the model itself, and the sizes that fit into a budget."""
->>>>>>> segments
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -60,13 +56,9 @@ class Costs:
     graph_per_pair: float
     """Attention of a token to a position: a mask, or the weights where the model's attention keeps them."""
     graph: float
-<<<<<<< HEAD
-    """Bytes of a batch whatever its size, such as weights that are cast."""
-=======
     """A batch whatever its size, such as weights that are cast."""
     head_gradient: float
     """Gradient of the head's weight from one chunk of logits."""
->>>>>>> segments
     logits_per_token: float
     """Logits of a scored token, and what is computed from them."""
     logits_tokens: int
