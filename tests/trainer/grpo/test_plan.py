@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Costs of segments, counted on the model, and the sizes chosen for it."""
-=======
 """Memory that segments take, counted on the model, and the sizes chosen for it."""
->>>>>>> segments
 
 from collections import Counter
 from contextlib import nullcontext
