@@ -55,9 +55,7 @@ def together(function: Callable[[], T], device: torch.device) -> T:
         result = function()
     except Exception as error:
         failure = error
-    failed = torch.tensor(int(failure is not None), device=device)
-    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-    if failed:
+    if anywhere(failure is not None, device):
         messages: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(messages, failure and f"{type(failure).__name__}: {failure}")
         if failure is not None:
@@ -65,6 +63,15 @@ def together(function: Callable[[], T], device: torch.device) -> T:
         rank, message = next((rank, message) for rank, message in enumerate(messages) if message)
         raise RankError(f"process {rank} failed: {message}")
     return result  # type: ignore[return-value]
+
+
+def anywhere(value: bool, device: torch.device) -> bool:
+    """Return True if `value` is true on any process. Collective; `device` is where the processes communicate from."""
+    if not several():
+        return value
+    flag = torch.tensor(int(value), device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)
 
 
 def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:

@@ -43,11 +43,12 @@ from rolltap.trainer.grpo.batch import (
     tokens_by_session,
     with_signal,
 )
+from rolltap.trainer.grpo.checks import refuse_dropout, require_embeddings
 from rolltap.trainer.grpo.config import TraceGRPOConfig
 from rolltap.trainer.grpo.forward import Forward
 from rolltap.trainer.grpo.metrics import StepMetrics, Tokens, batch_metrics, forget_trls
 from rolltap.trainer.grpo.order import rows_of_step
-from rolltap.trainer.grpo.ranks import average_gradients, on_main, together
+from rolltap.trainer.grpo.ranks import anywhere, average_gradients, on_main, together
 from rolltap.trainer.grpo.rows import Row, trace_row
 from rolltap.trainer.grpo.scoring import Scores
 from rolltap.trainer.traces.build import Trace, TraceBatch
@@ -117,7 +118,7 @@ class TraceGRPOTrainer(GRPOTrainer):
             optimizers=optimizers,
             peft_config=peft_config,
         )
-        _refuse_dropout(self.model)
+        refuse_dropout(self.model)
         self.add_callback(_SkipSteps(self))
 
     def get_train_dataloader(self) -> DataLoader[int]:
@@ -142,8 +143,16 @@ class TraceGRPOTrainer(GRPOTrainer):
         if generation != self._generation:
             _ = self._forward  # probes the model, which is collective
             batch = on_main(lambda: self.trace_source(self._rows_of(generation)))
-            self._micro_batches = together(lambda: self._build(batch), self.accelerator.device)
+            self._micro_batches = together(lambda: self._build(batch), self._device)
             self._generation = generation
+            trains = self.beta or any(micro_batch["advantages"].any() for micro_batch in self._micro_batches)
+            self.has_gradient = anywhere(bool(trains and batch.traces), self._device)
+            if not self.has_gradient and self.accelerator.is_main_process:
+                logger.warning(
+                    "step %d was skipped: its sessions have no token to train on, all rewards of each group are equal, "
+                    "or mismatch=mask left none",
+                    self.state.global_step + 1,
+                )
         if self._step % self.args.gradient_accumulation_steps == 0:
             first = self.state.global_step % self.num_iterations == 0
             self._step_metrics = StepMetrics(self.args, first_step_of_version=first)
@@ -177,12 +186,6 @@ class TraceGRPOTrainer(GRPOTrainer):
         advantages = {session: advantages[session] * weight for session, weight in weights.items()}
         # without a reference, a trace without advantage has no gradient; its tokens count in the mean
         computed = [trace for trace in trained.traces if self.beta or advantages.get(trace.session_id)]
-        self.has_gradient = bool(computed)
-        if not self.has_gradient and self.accelerator.is_main_process:
-            logger.warning(
-                "step %d was skipped: its sessions have no token to train on, or all rewards of each group are equal",
-                self.state.global_step + 1,
-            )
         self._log_values(batch_metrics(batch, trained, len(self.train_dataset)))
         micro_batches = self._spread(computed, advantages)
         for micro_batch in micro_batches:
@@ -191,7 +194,7 @@ class TraceGRPOTrainer(GRPOTrainer):
 
     def _spread(self, traces: Sequence[Trace], advantages: dict[str, float]) -> list[dict[str, Any]]:
         rows = [trace_row(trace) for trace in traces]
-        self._check_ids(traces, rows)
+        require_embeddings(self._unwrapped, traces, rows)
         processes = self.accelerator.num_processes
         number = self.args.gradient_accumulation_steps * processes
         parts = (spread_by_prefix if self._forward.shares_prefixes else spread_by_length)(rows, number)
@@ -272,16 +275,6 @@ class TraceGRPOTrainer(GRPOTrainer):
         device: torch.device = self.accelerator.device
         return device
 
-    def _check_ids(self, traces: Sequence[Trace], rows: Sequence[Row]) -> None:
-        """Refuse ids that the model does not have. On a CUDA device they would end the process."""
-        size = self._unwrapped.get_input_embeddings().num_embeddings
-        for trace, row in zip(traces, rows, strict=True):
-            if not 0 <= row.ids.min() <= row.ids.max() < size:
-                raise InputError(
-                    f"trace {trace.trace_id} has the token id {row.ids.max()}, but the model has {size} embeddings: "
-                    "train the model that the traces were recorded with"
-                )
-
     def _add_metrics(self, scores: Scores) -> None:
         inputs = self._inputs
         rows, forwarded = sum(len(row.ids) for row in inputs["rows"]), self._forward.scorer.forwarded
@@ -318,16 +311,6 @@ class _SkipSteps(TrainerCallback):
         """Set the gradients to None: the optimizer then changes neither parameters nor its state."""
         if not self.trainer.has_gradient:
             model.zero_grad(set_to_none=True)
-
-
-def _refuse_dropout(model: Any) -> None:
-    for name, module in model.named_modules():
-        rate = module.p if isinstance(module, torch.nn.Dropout) else getattr(module, "attention_dropout", 0)
-        if isinstance(rate, float) and rate > 0:
-            raise InputError(
-                f"{name} drops {rate:.0%} of its values: the trainer's log-probabilities would not be those of the "
-                "weights; set lora_dropout and the model's dropout to 0, or disable_dropout=True"
-            )
 
 
 def _recorded_reward(prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rolltap.trainer.grpo.ranks import average_gradients, on_main, several, together
+from rolltap.trainer.grpo.ranks import anywhere, average_gradients, on_main, several, together
 from tests.trainer.grpo.two_processes import run_two
 
 CPU = torch.device("cpu")
@@ -71,6 +71,10 @@ def test_an_error_of_any_process_ends_all(bad):
 
 def test_without_an_error_each_process_has_its_own_result():
     assert run_ranks(lambda rank: together(lambda: rank, CPU)) == [0, 1]
+
+
+def test_what_holds_on_one_process_holds_anywhere():
+    assert run_ranks(lambda rank: (anywhere(rank == 1, CPU), anywhere(False, CPU))) == [(True, False)] * 2
 
 
 def test_gradients_become_their_mean_and_a_missing_one_counts_as_zero(monkeypatch):

@@ -402,3 +402,14 @@ def test_segments_are_cut_to_the_memory_that_is_given(model, traces, tmp_path, c
     assert sizes[10.0][1] is None
     assert sizes[1e-5][1] is not None
     assert "the traces need about" in caplog.text
+
+
+def test_a_step_of_which_every_token_is_masked_moves_no_weight(model, traces, tmp_path, caplog):
+    spy = Spy()
+    stale = [replace(trace, logprobs=[logprob - 5.0 for logprob in trace.logprobs]) for trace in traces]
+    batches = iter([traces, stale])
+    trainer = make_trainer(model, tmp_path, lambda rows: next(batches), spy=spy, max_steps=2, mismatch="mask")
+    trainer.train()
+    assert trainer.state.log_history[1]["tokens_masked"] == trainer.state.log_history[1]["tokens_trained"] > 0
+    assert largest_difference(spy.weights[0], spy.weights[1]) == 0
+    assert "step 2 was skipped" in caplog.text

@@ -1,0 +1,36 @@
+"""Checks of a model against the traces that it is to train on."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.grpo.rows import Row
+from rolltap.trainer.traces.build import Trace
+
+
+def refuse_dropout(model: Any) -> None:
+    """Raise `InputError` for a model with a dropout above 0, in a layer or in its attention."""
+    for name, module in model.named_modules():
+        rate = module.p if isinstance(module, torch.nn.Dropout) else getattr(module, "attention_dropout", 0)
+        if isinstance(rate, float) and rate > 0:
+            raise InputError(
+                f"{name} drops {rate:.0%} of its values: the trainer's log-probabilities would not be those of the "
+                "weights; set lora_dropout and the model's dropout to 0, or disable_dropout=True"
+            )
+
+
+def require_embeddings(model: Any, traces: Sequence[Trace], rows: Sequence[Row]) -> None:
+    """Raise `InputError` for a trace with an id that the model does not have. `rows` are those of the traces.
+
+    On a CUDA device such an id would end the process.
+    """
+    size = model.get_input_embeddings().num_embeddings
+    for trace, row in zip(traces, rows, strict=True):
+        if not 0 <= row.ids.min() <= row.ids.max() < size:
+            wrong = row.ids.min() if row.ids.min() < 0 else row.ids.max()
+            raise InputError(
+                f"trace {trace.trace_id} has the token id {wrong}, but the model has {size} embeddings: train the "
+                "model that the traces were recorded with"
+            )
