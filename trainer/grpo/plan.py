@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
@@ -102,20 +101,6 @@ class Costs:
         """Return the costs as lines of a name and a number of bytes."""
         width = max(len(name) for name in self.__slots__)
         return "\n".join(f"{name:{width}} {getattr(self, name):>16,.1f}" for name in self.__slots__)
-
-
-def free_memory(model: Any) -> int:
-    """Return the bytes that training may use on the model's device, before the first step.
-
-    On a CUDA device: what is free, less the gradients and Adam's two moments of the parameters that are trained. On the
-    CPU: half of what is available.
-    """
-    parameters = list(model.parameters())
-    device = parameters[0].device
-    if device.type != "cuda":
-        return int(psutil.virtual_memory().available // 2)
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free - sum(3 * parameter.nbytes for parameter in parameters if parameter.requires_grad))
 
 
 def measure(model: Any, autocast: Callable[[], AbstractContextManager[Any]]) -> Costs:
