@@ -75,8 +75,10 @@ class Costs:
         segments = -(-tokens // tokens_per_segment)
         return (self.state_per_token * tokens + self.state_per_segment * segments) * (1 + self.state_gradient)
 
-    def sizes(self, memory: float, rows: Sequence[Row], *, offload_states: bool = False) -> Sizes:
-        """Return the settings for these rows and `memory` bytes.
+    def sizes(
+        self, memory: float, rows: Sequence[Row], *, offload_states: bool = False, among: Sequence[int] = SIZES
+    ) -> Sizes:
+        """Return the settings for these rows and `memory` bytes, with a size `among` these, in descending order.
 
         The largest size of which all states fit, or else the largest of which those of the longest row do. If none
         does, the smallest: `expected_bytes` is then more than `memory`.
@@ -84,7 +86,7 @@ class Costs:
         longest = max((len(row.ids) for row in rows), default=0)
         tokens = sum(own_tokens(rows))
         for at_once in (tokens, longest):
-            for size in SIZES:
+            for size in among:
                 batch = self.of_batch(size, longest)
                 states = 0.0 if offload_states else self.of_states(at_once, size)
                 if batch + states <= memory:

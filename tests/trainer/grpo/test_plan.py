@@ -104,6 +104,12 @@ def test_the_largest_size_that_fits_is_chosen():
     assert less.tokens_in_memory is None
 
 
+def test_a_given_size_is_kept_and_its_room_planned():
+    given = sizes(6e6, among=[512])
+    assert given.tokens_per_segment == 512
+    assert 10_000 <= given.tokens_in_memory < sizes(6e6, among=[256]).tokens_in_memory
+
+
 def test_rows_run_in_parts_when_not_all_states_fit():
     parts = sizes(6e6)
     assert 10_000 <= parts.tokens_in_memory < 40_000
