@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
@@ -76,8 +75,10 @@ class Costs:
         segments = -(-tokens // tokens_per_segment)
         return (self.state_per_token * tokens + self.state_per_segment * segments) * (1 + self.state_gradient)
 
-    def sizes(self, memory: float, rows: Sequence[Row], *, offload_states: bool = False) -> Sizes:
-        """Return the settings for these rows and `memory` bytes.
+    def sizes(
+        self, memory: float, rows: Sequence[Row], *, offload_states: bool = False, among: Sequence[int] = SIZES
+    ) -> Sizes:
+        """Return the settings for these rows and `memory` bytes, with a size `among` these, in descending order.
 
         The largest size of which all states fit, or else the largest of which those of the longest row do. If none
         does, the smallest: `expected_bytes` is then more than `memory`.
@@ -85,7 +86,7 @@ class Costs:
         longest = max((len(row.ids) for row in rows), default=0)
         tokens = sum(own_tokens(rows))
         for at_once in (tokens, longest):
-            for size in SIZES:
+            for size in among:
                 batch = self.of_batch(size, longest)
                 states = 0.0 if offload_states else self.of_states(at_once, size)
                 if batch + states <= memory:
@@ -102,20 +103,6 @@ class Costs:
         """Return the costs as lines of a name and a number of bytes."""
         width = max(len(name) for name in self.__slots__)
         return "\n".join(f"{name:{width}} {getattr(self, name):>16,.1f}" for name in self.__slots__)
-
-
-def free_memory(model: Any) -> int:
-    """Return the bytes that training may use on the model's device, before the first step.
-
-    On a CUDA device: what is free, less the gradients and Adam's two moments of the parameters that are trained. On the
-    CPU: half of what is available.
-    """
-    parameters = list(model.parameters())
-    device = parameters[0].device
-    if device.type != "cuda":
-        return int(psutil.virtual_memory().available // 2)
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free - sum(3 * parameter.nbytes for parameter in parameters if parameter.requires_grad))
 
 
 def measure(model: Any, autocast: Callable[[], AbstractContextManager[Any]]) -> Costs:

@@ -25,9 +25,9 @@ BRANCHES = (37, 23)
 ALONE = 11
 """Tokens of a row that shares nothing. It runs beside the branches, with padding on its left."""
 
-LOGPROB_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
+LOGPROB_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.3}
 """Root mean square of the difference of log-probabilities in nats, by the type that the model computes in."""
-GRADIENT_TOLERANCE = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.2}
+GRADIENT_TOLERANCE = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.3}
 """Norm of the difference of the gradients, relative to theirs. A cache that cuts the gradient is off by 1."""
 
 

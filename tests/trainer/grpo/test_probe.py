@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
-from transformers import FalconH1Config, FalconH1ForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import (
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+)
 
 from rolltap.trainer.grpo import caches
 from rolltap.trainer.grpo.probe import probe
@@ -93,3 +100,9 @@ def test_a_model_without_attention_is_refused_with_its_own_error():
 def test_virtual_tokens_of_an_adapter_are_noticed():
     model = get_peft_model(tiny("llama"), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
     assert probe(model, nullcontext)
+
+
+def test_a_model_that_also_sees_images_may_run_as_segments():
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+    config = Qwen3_5Config(text_config=FAMILIES["qwen3.5"][1].to_dict(), vision_config=vision)
+    assert probe(Qwen3_5ForConditionalGeneration(config).float(), nullcontext) is None
