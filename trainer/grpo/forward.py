@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 
 from rolltap.trainer.grpo.config import TraceGRPOConfig
-from rolltap.trainer.grpo.plan import Costs, measure
+from rolltap.trainer.grpo.plan import SIZES, Costs, measure
 from rolltap.trainer.grpo.probe import probe
 from rolltap.trainer.grpo.ranks import on_main
 from rolltap.trainer.grpo.rows import Row
@@ -61,7 +61,9 @@ class Forward:
             return
         assert isinstance(self.scorer, SegmentScorer)
         memory = self._args.memory_gib * 2**30 if self._args.memory_gib else self._free_memory(optimizer)
-        sizes = self._costs.sizes(memory, rows, offload_states=self._args.offload_states)
+        given = self._args.tokens_per_segment
+        among = (given,) if given else SIZES
+        sizes = self._costs.sizes(memory, rows, offload_states=self._args.offload_states, among=among)
         if sizes.expected_bytes > memory:
             logger.warning(
                 "the traces need about %.1f GiB besides weights and optimizer, but have %.1f: set offload_states, "
@@ -69,7 +71,7 @@ class Forward:
                 sizes.expected_bytes / 2**30,
                 memory / 2**30,
             )
-        self.scorer.tokens_per_segment = self._args.tokens_per_segment or sizes.tokens_per_segment
+        self.scorer.tokens_per_segment = sizes.tokens_per_segment
         self.scorer.tokens_in_memory = sizes.tokens_in_memory
 
     def _free_memory(self, optimizer: Any) -> float:

@@ -6,8 +6,7 @@ leaf tensors. So a segment's backward pass begins with the gradient of its state
 The activations of one batch of segments are alive at a time.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -48,7 +47,6 @@ class Grove:
         self._done: list[list[int]] = [[] for _ in self.batches]
         for k, i in last.items():
             self._done[i].append(k)
-        self._random: list[_RandomState] = []
 
     @property
     def forwarded(self) -> int:
@@ -69,7 +67,6 @@ class Grove:
         states: dict[int, State] = {}
         found, places = [], []
         for i, batch in enumerate(self.batches):
-            self._random.append(_random_state(self.decoder.device))
             with self.decoder.autocast():
                 hidden, new = self._run(batch, states)
                 flat, at, tokens = self._targets(batch, hidden)
@@ -86,9 +83,9 @@ class Grove:
     def states(self) -> dict[int, State]:
         """Run the inner segments alone, without a graph, and return their states."""
         states: dict[int, State] = {}
-        for batch, random in zip(self.batches, self._random, strict=True):
+        for batch in self.batches:
             if self.segments[batch[0]].inner:
-                with _as_before(random, self.decoder.device), self.decoder.autocast():
+                with self.decoder.autocast():
                     _, new = self._run(batch, states)
                 states |= {k: self._at_rest(state) for k, state in new.items()}
         return states
@@ -104,8 +101,8 @@ class Grove:
             for layer, own in zip(state, gradients[k], strict=True):
                 for i, leaf in enumerate(layer):
                     leaf.requires_grad_().register_post_accumulate_grad_hook(_adder(own, i))
-        for batch, random in zip(reversed(self.batches), reversed(self._random), strict=True):
-            with torch.enable_grad(), _as_before(random, self.decoder.device):
+        for batch in reversed(self.batches):
+            with torch.enable_grad():
                 self._backward_batch(batch, states, gradients, gradient)
 
     def _backward_batch(
@@ -181,25 +178,6 @@ class Grove:
         if self._offload and tensor.is_cuda:
             return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
         return tensor.detach().clone()
-
-
-_RandomState = tuple[Tensor, Tensor | None]
-"""State of the random numbers of the CPU, and of the device. Dropout must be the same in both passes."""
-
-
-def _random_state(device: torch.device) -> _RandomState:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-@contextmanager
-def _as_before(state: _RandomState, device: torch.device) -> Iterator[None]:
-    """Draw the same random numbers as when the state was taken, then go on as if nothing had been drawn."""
-    on_cpu, on_device = state
-    with torch.random.fork_rng([device] if on_device is not None else []):
-        torch.set_rng_state(on_cpu)
-        if on_device is not None:
-            torch.cuda.set_rng_state(on_device, device)
-        yield
 
 
 def _adder(sums: list[Tensor | None], i: int) -> Callable[[Tensor], None]:
