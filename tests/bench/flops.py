@@ -7,17 +7,19 @@ is not.
   its input, and as much again for that of its weight, if it is trained.
 - Attention takes 4 * heads * head size forward for each pair of a query and a key that it sees. The backward pass of
   flash attention takes 2.5 times that: five products instead of two.
+- Checkpointing runs each layer forward again, except for its last linear layer: nothing needs that one's output.
 - The head takes 4 times its forward pass for each scored token: logits are not kept, but computed again backward.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from rolltap.trainer.grpo.rows import Row
 
+Again = Literal["nothing", "layers", "segments"]
 ATTENTION_BACKWARD = 2.5
 """Backward over forward, of attention."""
 _CHUNK = 64
@@ -36,6 +38,8 @@ class Costs:
     """Of a query and a key, forward."""
     head: float
     """Of a scored token, forward."""
+    last: float
+    """Of a token in the last linear layers of all layers, forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +58,14 @@ def costs(model: Any) -> Costs:
     """Return the costs of a Qwen3 or Qwen3.5 model, or of a `PeftModel` around one."""
     config = model.config.get_text_config()
     head = model.get_output_embeddings()
-    forward = backward = 0.0
-    for module in model.modules():
+    forward = backward = last = 0.0
+    for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and module is not head:
             once = 2.0 * module.in_features * module.out_features
             forward += once
             backward += once * (2 if module.weight.requires_grad else 1)
+            # with an adapter it is not the last one
+            last += once if name.endswith("down_proj") else 0.0
         elif isinstance(module, nn.Conv1d):
             once = 2.0 * module.weight.numel()
             forward += once
@@ -69,7 +75,7 @@ def costs(model: Any) -> Costs:
         delta = linear * config.linear_num_value_heads * _delta_rule(config)
         forward, backward = forward + delta, backward + 2 * delta
     pair = 4.0 * kinds.count("full_attention") * config.num_attention_heads * config.head_dim
-    return Costs(forward, backward, pair, 2.0 * head.in_features * head.out_features)
+    return Costs(forward, backward, pair, 2.0 * head.in_features * head.out_features, last)
 
 
 def _delta_rule(config: Any) -> float:
@@ -96,8 +102,13 @@ def of_pieces(pieces: Iterable[tuple[int, int]], scored: int) -> Work:
     return total
 
 
-def step_flops(model: Costs, work: Work, *, checkpointing: bool) -> float:
-    """Return the operations of forward and backward. With `checkpointing`, all but the head runs forward twice."""
+def step_flops(model: Costs, work: Work, again: Again) -> float:
+    """Return the operations of forward and backward.
+
+    `again` is what runs forward a second time: nothing, each layer (`layers`, checkpointing), or each segment
+    (`segments`).
+    """
     forward = work.tokens * model.forward + work.pairs * model.pair
     backward = work.tokens * model.backward + work.pairs * model.pair * ATTENTION_BACKWARD
-    return (2 if checkpointing else 1) * forward + backward + 4 * work.scored * model.head
+    second = {"nothing": 0.0, "layers": forward - work.tokens * model.last, "segments": forward}[again]
+    return forward + second + backward + 4 * work.scored * model.head

@@ -37,7 +37,8 @@ class Shape:
 
 
 LONG = Shape(20_000, (60, 120))
-SHAPES = {"8k prompt, 20 to 40 turns": Shape(8_000, (20, 40)), "20k prompt, 60 to 120 turns": LONG}
+SHAPES = {"8k, 20 to 40": Shape(8_000, (20, 40)), "20k, 60 to 120": LONG}
+"""Shapes by tokens of the shared prompt and numbers of turns."""
 SHORT, SHORT_SCALE = Shape(600, (2, 3), compactions=(), subagents=()), 6
 """Sessions of about 200 tokens, as those of the quickstart, and their scale."""
 

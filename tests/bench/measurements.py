@@ -36,6 +36,7 @@ class Measurements:
         self.options: dict[str, Any] = {"dtype": torch.float32, "lora": False}
         if device == "cuda":
             self.options = {"dtype": torch.bfloat16, "lora": True}
+        self._forwarded = 0
         self.vocabulary = NETWORKS[name][1]["vocab_size"]
 
     def groups(self) -> list[dict[str, Any]]:
@@ -46,19 +47,22 @@ class Measurements:
             batch = generate(shape, scale=self.scale, vocabulary=self.vocabulary, seed=0)
             rows = rows_of(batch)
             padded = {size: Variant("trl", -(-len(rows) // size)) for size in MICRO_BATCH_ROWS}
-            seconds = self._by_turns(model, batch, {**padded, "segments": self._segments()})
-            size = min(padded, key=lambda size: seconds[size] or float("inf"))
+            sizes = self._by_turns(model, batch, padded, rounds=1)
+            size = min(padded, key=lambda size: sizes[size] or float("inf"))
+            seconds = self._by_turns(model, batch, {"padded": padded[size], "segments": self._segments()})
+            forwarded = self._forwarded
             parts = spread_by_length(rows, padded[size].micro_batches)
             scored = sum(len(row.scored) for row in rows)
             pieces = [(s.start, len(s.ids)) for s in build_forest(rows, self.tokens_per_segment or 2**30)]
             model_costs = costs(model)
-            before = step_flops(model_costs, of_padded(rows, parts), checkpointing=True)
-            after = step_flops(model_costs, of_pieces(pieces, scored), checkpointing=True)
+            before = step_flops(model_costs, of_padded(rows, parts), "layers")
+            after = step_flops(model_costs, of_pieces(pieces, scored), "segments")
             tokens = sum(len(row.ids) for row in rows)
             row: dict[str, Any] = {"group": title, "scale": self.scale, "rows": len(rows), "tokens": tokens}
-            row |= {"tokens_segments": sum(n for _, n in pieces), "scored": scored, "trl_rows": size}
-            row |= {"trl_seconds": {str(key): seconds[key] for key in padded}}
-            row |= _against(seconds[size], seconds["segments"], before, after)
+            row |= {"tokens_segments": sum(n for _, n in pieces), "forwarded": forwarded}
+            row |= {"scored": scored, "trl_rows": size}
+            row |= {"trl_seconds": {str(key): sizes[key] for key in padded}}
+            row |= _against(seconds["padded"], seconds["segments"], before, after)
             found.append(row | {"tokens_per_second": _ratio(tokens, seconds["segments"])})
         return found
 
@@ -118,9 +122,7 @@ class Measurements:
 
     def gradients(self, layers: int) -> list[dict[str, Any]]:
         """Return a row for each way and type of numbers."""
-        batch = generate(
-            SHAPES["8k prompt, 20 to 40 turns"], scale=max(16, self.scale), vocabulary=self.vocabulary, seed=0
-        )
+        batch = generate(SHAPES["8k, 20 to 40"], scale=max(16, self.scale), vocabulary=self.vocabulary, seed=0)
         return differences(
             self.name,
             self.device,
@@ -178,7 +180,8 @@ class Measurements:
                 if (best := seconds[name]) is None:
                     continue
                 try:
-                    seconds[name] = min(best, *run_steps(model, batch, variant, 1).seconds)
+                    watch = run_steps(model, batch, variant, 1)
+                    seconds[name], self._forwarded = min(best, *watch.seconds), watch.forwarded
                 except torch.OutOfMemoryError:
                     seconds[name] = None
                     torch.cuda.empty_cache()

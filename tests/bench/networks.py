@@ -19,7 +19,7 @@ _SMALL: dict[str, Any] = {
     "vocab_size": 2048,
     "hidden_size": 256,
     "intermediate_size": 768,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 64,
@@ -90,7 +90,7 @@ NETWORKS: dict[str, tuple[bool, dict[str, Any]]] = {
     "narrow": (False, _NARROW),
     "quickstart": (False, _QUICKSTART),
     "small": (False, _SMALL),
-    "small-hybrid": (True, _SMALL | _narrow(2, 64)),
+    "small-hybrid": (True, _SMALL | _narrow(2, 64) | {"num_hidden_layers": 4}),
     "4b": (False, _4B),
     "4b-hybrid": (True, _4B_HYBRID),
 }

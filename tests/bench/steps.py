@@ -68,11 +68,16 @@ class TRLScorer(PaddedScorer):
 
 
 class Watch(TrainerCallback):
-    """A callback that takes the time of each step (CPU time on the CPU), and the gradients of the first."""
+    """A callback that takes the time of each step (CPU time on the CPU), and the gradients of the first.
+
+    Attributes:
+        forwarded: Tokens of the last micro-batch that went through the model, padding included.
+    """
 
     def __init__(self, device: str, *, gradients: bool = False) -> None:
         self.seconds: list[float] = []
         self.gradients: dict[str, Tensor] = {}
+        self.forwarded = 0
         self._device, self._wanted, self._began = device, gradients, 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -138,6 +143,7 @@ def run_steps(model: Any, batch: TraceBatch, variant: Variant, steps: int, *, gr
             forward.scorer = TRLScorer(trainer.accelerator)
         with patch("trl.trainer.utils._use_triton", return_value=True):
             trainer.train()
+        watch.forwarded = forward.scorer.forwarded
         model.zero_grad(set_to_none=True)
     return watch
 

@@ -20,7 +20,7 @@ CPU = {"device": "cpu", "dtype": torch.float32, "lora": False}
 
 
 def small_group():
-    return generate(SHAPES["8k prompt, 20 to 40 turns"], scale=200, vocabulary=128, seed=0)
+    return generate(SHAPES["8k, 20 to 40"], scale=200, vocabulary=128, seed=0)
 
 
 def test_a_group_has_a_shared_prompt_forks_and_the_same_tokens_for_the_same_seed():
@@ -89,9 +89,20 @@ def test_work_of_padded_rows_has_padding_and_work_of_pieces_has_what_they_follow
     length = len(rows[0].ids)
     pieces = of_pieces([(0, 10), (10, length - 10)], len(rows[0].scored))
     assert pieces == of_padded(rows[:1], [[0]])
-    assert step_flops(costs(network("tiny", **CPU)), whole, checkpointing=True) > step_flops(
-        costs(network("tiny", **CPU)), whole, checkpointing=False
-    )
+
+
+def test_checkpointing_runs_all_but_the_last_linear_layer_of_a_layer_again():
+    model = network("tiny", **CPU)
+    model.config._attn_implementation = "eager"
+    model.activation_checkpointing_enable()
+    model_costs = costs(model)
+    work = Work(96, 0, 0)
+    with FlopCounterMode(display=False) as counter:
+        model.get_decoder()(input_ids=torch.ones(1, 96, dtype=torch.long)).last_hidden_state.sum().backward()
+    pairs = 96 * 96 * model_costs.pair
+    assert counter.get_total_flops() == step_flops(model_costs, work, "layers") + 4 * pairs
+    once, twice = (step_flops(model_costs, work, again) for again in ("nothing", "segments"))
+    assert twice - once == work.tokens * model_costs.forward
 
 
 def test_every_way_to_run_a_group_has_the_same_gradients():

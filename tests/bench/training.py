@@ -104,7 +104,7 @@ def _text(value: Any) -> str:
 @click.command(help="Measure training steps on traces that share prefixes: segments against padded rows.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--model", type=click.Choice(list(NETWORKS)), help="small on the CPU, 4b on a CUDA device.")
-@click.option("--scale", type=float, help="Divides numbers of tokens. 32 on the CPU, 4 on a CUDA device.")
+@click.option("--scale", type=float, help="Divides numbers of tokens. 16 on the CPU, 4 on a CUDA device.")
 @click.option("--tokens-per-segment", type=int, help="512 on the CPU, planned on a CUDA device.")
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), help="All; longest only on a CUDA device.")
@@ -126,7 +126,7 @@ def main(
     for found in measure(
         device,
         model or ("4b" if cuda else "small"),
-        scale or (4 if cuda else 32),
+        scale or (4 if cuda else 16),
         rounds,
         tokens_per_segment or (None if cuda else 512),
         parts or (PARTS if cuda else PARTS[:-1]),
