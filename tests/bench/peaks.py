@@ -28,7 +28,7 @@ def peaks(name: str, device: str, lengths: list[int], variant: Variant, **option
     """
     if device == "cuda":
         model = network(name, device=device, **options)
-        return [_cuda_peak(model, length, variant) for length in lengths]
+        return [cuda_peak(model, length, variant) for length in lengths]
     pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
     with patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536"), pool:
         return pool.submit(_resident_peaks, name, lengths, variant, options).result()
@@ -62,7 +62,8 @@ def longest(fits: Callable[[int], bool | None], first: int, *, precision: float 
     return low, True
 
 
-def _cuda_peak(model: Any, length: int, variant: Variant) -> int:
+def cuda_peak(model: Any, length: int, variant: Variant) -> int:
+    """Return the bytes of the allocator's peak in a step on one trace, more than before the step."""
     vocabulary = model.config.get_text_config().vocab_size
     run_steps(model, single(WARM_UP, vocabulary=vocabulary), variant, 1)
     batch = single(length, vocabulary=vocabulary)

@@ -11,7 +11,7 @@ from tests.bench.gradients import RUNS, distance
 from tests.bench.groups import LONG, SHAPES, SHORT, SHORT_SCALE, generate, rows_of, single
 from tests.bench.measurements import Measurements
 from tests.bench.networks import NETWORKS, network, state_bytes
-from tests.bench.peaks import longest, slope
+from tests.bench.peaks import cuda_peak, longest, slope
 from tests.bench.steps import Variant, run_steps
 
 # PEFT asks for it
@@ -180,6 +180,36 @@ def test_every_part_is_measured(name, tmp_path, monkeypatch):
     assert all(row["difference"] < 0.5 for row in found["gradients"])
     assert [(row["forward"], len(row["mib"])) for row in found["memory"]] == [("segments", 4), ("trl", 2)]
     assert all(0.9 * 350 < row["tokens"] <= 350 and row["ended_by"] == "memory" for row in found["longest"])
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-hybrid"])
+def test_the_parts_of_a_cuda_device_run_with_its_options(name, monkeypatch):
+    bench = Measurements(name, "cpu", scale=400, rounds=1, tokens_per_segment=None)
+    bench.options = {"dtype": torch.bfloat16, "lora": True}
+    monkeypatch.setattr("tests.bench.measurements.MICRO_BATCH_ROWS", (4,))
+    assert all(row["segments"] > 0 for row in bench.groups())
+    assert all(row["difference"] < 0.2 for row in bench.gradients(4))
+
+
+def test_the_peak_of_a_cuda_device_is_that_of_its_allocator(monkeypatch):
+    for function in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, function, lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 150)
+    assert cuda_peak(network("tiny", **CPU), 64, Variant("segments")) == 50
+
+
+def test_a_step_that_does_not_fit_has_no_time(monkeypatch):
+    def full(model, batch, variant, steps):
+        if variant.forward == "trl" and len(batch.traces) > 1:
+            raise torch.OutOfMemoryError("a device that is full")
+        return run_steps(model, batch, variant, steps)
+
+    monkeypatch.setattr("tests.bench.measurements.run_steps", full)
+    (row, _) = Measurements("tiny", "cpu", scale=400, rounds=1, tokens_per_segment=None).groups()
+    assert row["padded"] is None
+    assert row["ratio"] is None
+    assert row["segments"] > 0
 
 
 def test_a_machine_without_a_cuda_device_is_told_so():
