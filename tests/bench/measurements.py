@@ -117,8 +117,18 @@ class Measurements:
             half = (len(tokens) - 1) // 2
             row: dict[str, Any] = {"forward": title, "model": name, "tokens": tokens}
             row |= {"mib": [value / 2**20 for value in values], "state_bytes_per_token": state}
-            found.append(row | {"bytes_per_token": slope(tokens[half:], values[half:])})
+            row |= {"bytes_per_token": slope(tokens[half:], values[half:])}
+            found.append(row | {"explained": self._explained(state) if title == "segments" else {}})
         return found
+
+    def _explained(self, state: int) -> dict[str, int]:
+        """Return the parts of the bytes that a token of a trace takes with segments."""
+        size = self.options["dtype"].itemsize
+        parts = {"state": state, "its gradient in float32": 4 * state // size, "copy for one segment": state}
+        if self.device == "cpu":
+            # a boolean and a number for each of the segment's tokens; CUDA's kernel needs no mask
+            parts["mask"] = (1 + size) * (self.tokens_per_segment or 0)
+        return parts
 
     def gradients(self, layers: int) -> list[dict[str, Any]]:
         """Return a row for each way and type of numbers."""

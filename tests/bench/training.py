@@ -44,7 +44,7 @@ MEMORY_NETWORK = "narrow"
 """The model of that measurement on the CPU. A trace of 32k tokens takes it less than a minute."""
 COLUMNS = {
     "groups": ["group", "rows", "tokens", "tokens_segments", "flops_ratio", "padded", "segments", "ratio", "share"],
-    "memory": ["forward", "mib", "bytes_per_token", "state_bytes_per_token"],
+    "memory": ["forward", "mib", "bytes_per_token", "explained"],
 }
 """Figures of a part's table. All are in the other tables, and in the JSON file."""
 PARTS = ("layout", "groups", "single", "short", "memory", "gradients", "longest")
