@@ -1,0 +1,114 @@
+"""Floating-point operations of an optimizer step, counted from shapes. A multiply and an add are two.
+
+Counted are the matrices: linear layers and convolutions, attention and the delta rule, and the head. Element-wise work
+is not.
+
+- A linear layer takes 2 * inputs * outputs forward for each token. Its backward pass takes as much for the gradient of
+  its input, and as much again for that of its weight, if it is trained.
+- Attention takes 4 * heads * head size forward for each pair of a query and a key that it sees. The backward pass of
+  flash attention takes 2.5 times that: five products instead of two.
+- Checkpointing runs each layer forward again, except for its last linear layer: nothing needs that one's output.
+- The head takes 4 times its forward pass for each scored token: logits are not kept, but computed again backward.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from rolltap.trainer.grpo.rows import Row
+
+Again = Literal["nothing", "layers", "segments"]
+ATTENTION_BACKWARD = 2.5
+"""Backward over forward, of attention."""
+_CHUNK = 64
+"""Tokens of a chunk of the delta rule, as in Hugging Face's and FLA's kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Operations of one model."""
+
+    forward: float
+    """Of a token, without attention and head."""
+    backward: float
+    """Of a token, likewise."""
+    pair: float
+    """Of a query and a key, forward."""
+    head: float
+    """Of a scored token, forward."""
+    last: float
+    """Of a token in the last linear layers of all layers, forward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Numbers of what one pass over some rows computes."""
+
+    tokens: int
+    pairs: int
+    scored: int
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(self.tokens + other.tokens, self.pairs + other.pairs, self.scored + other.scored)
+
+
+def costs(model: Any) -> Costs:
+    """Return the costs of a Qwen3 or Qwen3.5 model, or of a `PeftModel` around one."""
+    config = model.config.get_text_config()
+    head = model.get_output_embeddings()
+    forward = backward = last = 0.0
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module is not head:
+            once = 2.0 * module.in_features * module.out_features
+            forward += once
+            backward += once * (2 if module.weight.requires_grad else 1)
+            # with an adapter it is not the last one
+            last += once if name.endswith("down_proj") else 0.0
+        elif isinstance(module, nn.Conv1d):
+            once = 2.0 * module.weight.numel()
+            forward += once
+            backward += once * (2 if module.weight.requires_grad else 1)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    if linear := kinds.count("linear_attention"):
+        delta = linear * config.linear_num_value_heads * _delta_rule(config)
+        forward, backward = forward + delta, backward + 2 * delta
+    pair = 4.0 * kinds.count("full_attention") * config.num_attention_heads * config.head_dim
+    return Costs(forward, backward, pair, 2.0 * head.in_features * head.out_features, last)
+
+
+def _delta_rule(config: Any) -> float:
+    """Return the operations of a token and value head: products in its chunk, and with the state."""
+    k, v = config.linear_key_head_dim, config.linear_value_head_dim
+    return 2.0 * _CHUNK * (3 * k + 2 * v) + 6.0 * k * v
+
+
+def of_padded(rows: Sequence[Row], parts: Iterable[Sequence[int]]) -> Work:
+    """Return the work of rows as batches, each as wide as its longest row. `parts` are the indices of each batch."""
+    total = Work(0, 0, 0)
+    for part in parts:
+        width = max((len(rows[i].ids) for i in part), default=0)
+        scored = sum(len(rows[i].scored) for i in part)
+        total += Work(len(part) * width, len(part) * width * (width + 1) // 2, scored)
+    return total
+
+
+def of_pieces(pieces: Iterable[tuple[int, int]], scored: int) -> Work:
+    """Return the work of pieces of a forest, each (tokens before it, its own tokens). A token sees all before it."""
+    total = Work(0, 0, scored)
+    for past, n in pieces:
+        total += Work(n, n * past + n * (n + 1) // 2, 0)
+    return total
+
+
+def step_flops(model: Costs, work: Work, again: Again) -> float:
+    """Return the operations of forward and backward.
+
+    `again` is what runs forward a second time: nothing, each layer (`layers`, checkpointing), or each segment
+    (`segments`).
+    """
+    forward = work.tokens * model.forward + work.pairs * model.pair
+    backward = work.tokens * model.backward + work.pairs * model.pair * ATTENTION_BACKWARD
+    second = {"nothing": 0.0, "layers": forward - work.tokens * model.last, "segments": forward}[again]
+    return forward + second + backward + 4 * work.scored * model.head

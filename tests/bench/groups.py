@@ -1,0 +1,145 @@
+"""Generated groups of sessions: shared prompts, turns of sampled tokens and results, compactions and sub-agents.
+
+The numbers of tokens are those of coding agents, divided by a scale. The token ids are random, but the same for the
+same seed.
+"""
+
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+
+import numpy as np
+
+from rolltap.addons.store.records import Call, CallRole, VersionSpan
+from rolltap.trainer.grpo.rows import Row, trace_row
+from rolltap.trainer.traces.build import GroupReward, Trace, TraceBatch, build_traces
+from rolltap.trainer.traces.ledger import Ledger
+
+SAMPLED, RESULT = (40, 200), (40, 520)
+"""Least and largest number of tokens that a turn samples, and of the result that follows."""
+SUMMARY, TASK = 600, 400
+"""Tokens of a compaction's summary, and of a sub-agent's task."""
+START = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of the sessions of one group, before they are scaled."""
+
+    prompt: int
+    """Tokens of the prompt that all sessions share."""
+    turns: tuple[int, int]
+    """Least and largest number of turns."""
+    sessions: int = 8
+    compactions: tuple[int, ...] = (2, 6)
+    """Sessions that are compacted after 60 % of their turns: they go on with the shared prompt and a summary."""
+    subagents: tuple[int, ...] = (4,)
+    """Sessions with a sub-agent of a quarter of their turns. It has the first half of the shared prompt."""
+
+
+LONG = Shape(20_000, (60, 120))
+SHAPES = {"8k, 20 to 40": Shape(8_000, (20, 40)), "20k, 60 to 120": LONG}
+"""Shapes by tokens of the shared prompt and numbers of turns."""
+SHORT, SHORT_SCALE = Shape(600, (2, 3), compactions=(), subagents=()), 6
+"""Sessions of about 200 tokens, as those of the quickstart, and their scale."""
+
+
+def generate(shape: Shape, *, scale: float, vocabulary: int, seed: int, group: str = "group") -> TraceBatch:
+    """Return the labelled `prefix_merging` traces of one group, all numbers of tokens divided by `scale`.
+
+    Every second session has reward 1, the others 0. The log-probabilities are those of a model that knows nothing.
+    """
+    sampler = _Sampler(np.random.default_rng([seed, *group.encode()]), scale, vocabulary)
+    shared = sampler.ids(shape.prompt)
+    batch = TraceBatch(ledger=Ledger())
+    for number in range(shape.sessions):
+        session = _Session(f"{group}-{number}", sampler)
+        turns = int(sampler.rng.integers(shape.turns[0], shape.turns[1] + 1))
+        first = round(0.6 * turns) if number in shape.compactions else turns
+        ids = session.play(shared, first)
+        if number in shape.compactions:
+            _, summary = session.call(ids, SUMMARY, "compaction")
+            session.play(shared + summary, turns - first)
+        if number in shape.subagents:
+            session.play(shared[: len(shared) // 2] + sampler.ids(TASK), turns // 4, "subagent")
+        traces, ledger = build_traces(session.calls, "prefix_merging")
+        batch.traces += [replace(trace, group_id=group) for trace in traces]
+        batch.rewards[session.name] = GroupReward(group_id=group, reward=float(number % 2))
+        batch.ledger += ledger
+    return batch
+
+
+def single(length: int, *, vocabulary: int) -> TraceBatch:
+    """Return one trace of `length` tokens: a prompt of a quarter of them, then turns that sample 16 of 64 tokens.
+
+    Its session has reward 1, and another without a trace has 0, so that it has an advantage.
+    """
+    rng = np.random.default_rng(length)
+    prompt = length // 4
+    count = length - prompt
+    mask = [int(i % 64 < 16) for i in range(count)]
+    trace = Trace(
+        session_id="long",
+        trace_id="long/0",
+        call_ids=["0"],
+        prompt_ids=rng.integers(2, vocabulary, size=prompt).tolist(),
+        completion_ids=rng.integers(2, vocabulary, size=count).tolist(),
+        completion_mask=mask,
+        logprobs=[-float(np.log(vocabulary)) * trained for trained in mask],
+        weight_versions=[VersionSpan(version="0", start=0, end=count)],
+        group_id="group",
+    )
+    rewards = {"long": GroupReward(group_id="group", reward=1.0), "other": GroupReward(group_id="group", reward=0.0)}
+    return TraceBatch(traces=[trace], rewards=rewards)
+
+
+def rows_of(batch: TraceBatch) -> list[Row]:
+    """Return the rows of a batch's traces."""
+    return [trace_row(trace) for trace in batch.traces]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampler:
+    rng: np.random.Generator
+    scale: float
+    vocabulary: int
+
+    def ids(self, tokens: float) -> list[int]:
+        """Return random ids, as many as `tokens` divided by the scale, and at least 1."""
+        # 0 and 1 are the padding and the end token
+        return list(self.rng.integers(2, self.vocabulary, size=max(1, round(tokens / self.scale))).tolist())
+
+
+class _Session:
+    """The calls of one session as they are made."""
+
+    def __init__(self, name: str, sampler: _Sampler) -> None:
+        self.name = name
+        self.calls: list[Call] = []
+        self._sampler = sampler
+
+    def play(self, prompt: list[int], turns: int, role: CallRole = "agent") -> list[int]:
+        """Add the calls of one conversation. Return the tokens of the last."""
+        ids = prompt
+        for turn in range(turns):
+            if turn:
+                ids = ids + self._sampler.ids(self._sampler.rng.integers(*RESULT))
+            ids, _ = self.call(ids, self._sampler.rng.integers(*SAMPLED), role)
+        return ids
+
+    def call(self, prompt: list[int], tokens: float, role: CallRole) -> tuple[list[int], list[int]]:
+        """Add a call. Return all its tokens, and those that it sampled."""
+        ids = self._sampler.ids(tokens)
+        number = len(self.calls)
+        self.calls.append(
+            Call(
+                session_id=self.name,
+                call_id=f"{self.name}-{number:04}",
+                role=role,
+                prompt_ids=prompt,
+                completion_ids=ids,
+                logprobs=[-float(np.log(self._sampler.vocabulary))] * len(ids),
+                weight_versions=[VersionSpan(version="0", start=0, end=len(ids))],
+                started_at=START + timedelta(seconds=number),
+            )
+        )
+        return prompt + ids, ids

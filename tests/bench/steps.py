@@ -1,0 +1,159 @@
+"""Optimizer steps of `TraceGRPOTrainer` with several ways to run the same traces through the same model.
+
+- `segments`: each shared token once (`SegmentScorer`).
+- `padded`: each trace whole, as a row of a batch padded on the right (`PaddedScorer`).
+- `trl`: TRL's own inputs: prompts padded on the left, completions on the right, and an attention mask. Rows of similar
+  length are in one micro-batch, which TRL does not do.
+
+The head is equal: TRL's fused head on CUDA devices computes logits where a label is; here it does so on the CPU too,
+where it would compute all. Labels are only where a token is trained.
+"""
+
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+from unittest.mock import patch
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import PrinterCallback, TrainerCallback
+
+from rolltap.trainer.grpo.config import TraceGRPOConfig
+from rolltap.trainer.grpo.rows import Row
+from rolltap.trainer.grpo.scoring import PaddedScorer, Scores
+from rolltap.trainer.grpo.trainer import TraceGRPOTrainer
+from rolltap.trainer.traces.build import TraceBatch
+from tests.bench.networks import tokenizer
+
+Forward = Literal["segments", "padded", "trl"]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A way to make the steps of one batch."""
+
+    forward: Forward
+    micro_batches: int = 1
+    checkpointing: bool = True
+    tokens_per_segment: int | None = None
+    """None: planned by the trainer."""
+
+
+class TRLScorer(PaddedScorer):
+    """Runs rows as TRL's `_get_per_token_logps_and_entropies` does. A prompt ends at the row's first scored token."""
+
+    def __call__(self, model: Any, rows: Sequence[Row]) -> Scores:
+        """See `Scorer.__call__`."""
+        device = self._accelerator.device
+        prompt = max(int(row.scored[0]) for row in rows)
+        width = prompt + max(len(row.ids) - int(row.scored[0]) for row in rows)
+        ids, mask = torch.zeros(2, len(rows), width, dtype=torch.long)
+        labels = torch.full((len(rows), width), -100)
+        for i, row in enumerate(rows):
+            start = prompt - int(row.scored[0])
+            ids[i, start : start + len(row.ids)] = torch.from_numpy(row.ids)
+            mask[i, start : start + len(row.ids)] = 1
+            labels[i, start + row.scored] = torch.from_numpy(row.ids[row.scored]).long()
+        self.forwarded = ids.numel()
+        with self._accelerator.autocast():
+            output = model(
+                input_ids=ids.to(device), attention_mask=mask.to(device), labels=labels.to(device), fused_lm_head=True
+            )
+        scored = (labels[:, 1:] != -100).to(device)
+        return Scores(output.log_probs[scored].float(), output.entropy[scored].float().detach())
+
+
+class Watch(TrainerCallback):
+    """A callback that takes the time of each step (CPU time on the CPU), and the gradients of the first.
+
+    Attributes:
+        forwarded: Tokens of the last micro-batch that went through the model, padding included.
+    """
+
+    def __init__(self, device: str, *, gradients: bool = False) -> None:
+        self.seconds: list[float] = []
+        self.gradients: dict[str, Tensor] = {}
+        self.forwarded = 0
+        self._device, self._wanted, self._began = device, gradients, 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start the clock."""
+        self._began = self._now()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Keep the gradients of the first step, on the CPU."""
+        if self._wanted and not self.gradients:
+            named = model.named_parameters()
+            self.gradients = {name: p.grad.float().cpu() for name, p in named if p.grad is not None}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop the clock."""
+        self.seconds.append(self._now() - self._began)
+
+    def _now(self) -> float:
+        if self._device == "cpu":
+            return time.process_time()
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def run_steps(model: Any, batch: TraceBatch, variant: Variant, steps: int, *, gradients: bool = False) -> Watch:
+    """Train `steps` steps on the same batch with a learning rate of 0, and return what was seen.
+
+    The model keeps its weights. Raises torch's out-of-memory error when a step does not fit.
+    """
+    device = next(model.parameters()).device.type
+    watch = Watch(device, gradients=gradients)
+    with tempfile.TemporaryDirectory() as folder, _as_before(model):
+        config = TraceGRPOConfig(
+            output_dir=folder,
+            use_cpu=device == "cpu",
+            bf16=model.dtype == torch.bfloat16,
+            report_to="none",
+            disable_tqdm=True,
+            save_strategy="no",
+            logging_strategy="no",
+            max_steps=steps,
+            learning_rate=0.0,
+            max_grad_norm=0.0,
+            gradient_accumulation_steps=variant.micro_batches,
+            activation_checkpointing=variant.checkpointing,
+            forward="segments" if variant.forward == "segments" else "padded",
+            tokens_per_segment=variant.tokens_per_segment,
+        )
+        trainer = TraceGRPOTrainer(
+            model,
+            config,
+            Dataset.from_dict({"task_id": ["bench"]}),
+            trace_source=lambda _: batch,
+            groups_per_step=1,
+            processing_class=tokenizer(),
+            callbacks=[watch],
+        )
+        trainer.remove_callback(PrinterCallback)
+        # here the model is probed, which a training does once
+        forward = trainer._forward
+        if forward.shares_prefixes != (variant.forward == "segments"):
+            raise RuntimeError("the model does not run as segments: see the warning above")
+        if variant.forward == "trl":
+            forward.scorer = TRLScorer(trainer.accelerator)
+        with patch("trl.trainer.utils._use_triton", return_value=True):
+            trainer.train()
+        watch.forwarded = forward.scorer.forwarded
+        model.zero_grad(set_to_none=True)
+    return watch
+
+
+@contextmanager
+def _as_before(model: Any) -> Iterator[None]:
+    """Take away what a trainer puts on a model: wrapped forward functions, and checkpointing."""
+    try:
+        yield
+    finally:
+        for module in {model, model.get_base_model() if hasattr(model, "get_base_model") else model}:
+            module.__dict__.pop("forward", None)
+            module.activation_checkpointing_disable()
