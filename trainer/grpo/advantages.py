@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 from rolltap.addons.errors import InputError
@@ -13,6 +13,16 @@ Scale = Literal["group", "batch", "none"]
 
 EPSILON = 1e-4
 """Added to the standard deviation, as in TRL."""
+
+
+SAME = 1e-6
+"""Largest difference between equal rewards, relative to their size if that is more than 1. An advantage that is only
+such a difference would still move the weights by a whole step of Adam."""
+
+
+def rewards_differ(rewards: Collection[float]) -> bool:
+    """Return True if the rewards of a group's sessions give a signal: some differ by more than `SAME`."""
+    return bool(rewards) and max(rewards) - min(rewards) > SAME * max(1.0, *map(abs, rewards))
 
 
 def session_advantages(rewards: Mapping[str, GroupReward], scale: Scale) -> dict[str, float]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rolltap.addons.errors import InputError
+from rolltap.trainer.grpo.advantages import rewards_differ
 from rolltap.trainer.grpo.forest import own_tokens
 from rolltap.trainer.grpo.metrics import token_kinds
 from rolltap.trainer.grpo.rows import Row
@@ -19,13 +20,17 @@ from rolltap.trainer.traces.ledger import Ledger
 
 Normalise = Literal["tokens", "sessions", "constant"]
 
+LEAST_LOGPROB = -40.0
+"""Smallest log-probability of the engine that the loss sees: the exponential of a larger difference is infinite in
+float32, and its gradient is NaN. No token is sampled with a smaller one."""
+
 
 def groups_without_signal(rewards: Mapping[str, GroupReward]) -> set[str]:
-    """Return the ids of the groups whose rewards are all equal: every advantage in them is 0."""
-    groups: defaultdict[str, set[float]] = defaultdict(set)
+    """Return the ids of the groups whose rewards do not differ (`rewards_differ`)."""
+    groups: defaultdict[str, list[float]] = defaultdict(list)
     for labelled in rewards.values():
-        groups[labelled.group_id].add(labelled.reward)
-    return {group for group, values in groups.items() if len(values) == 1}
+        groups[labelled.group_id].append(labelled.reward)
+    return {group for group, values in groups.items() if not rewards_differ(values)}
 
 
 def with_signal(batch: TraceBatch) -> TraceBatch:
@@ -138,7 +143,8 @@ def flatten(traces: Sequence[Trace], advantages: Mapping[str, float]) -> dict[st
     A loss that sums over tokens needs neither their traces nor padding. Without a token N is 1, and the mask 0.
 
     - `prompt_ids`, `prompt_mask`: (1, 1), of no meaning.
-    - `completion_ids`, `completion_mask`, `old_per_token_logps` (the engine's), `advantages`: (1, N).
+    - `completion_ids`, `completion_mask`, `old_per_token_logps` (the engine's, at least `LEAST_LOGPROB`), `advantages`:
+      (1, N).
     - `kinds`: (1, N), for metrics (`token_kinds`).
     """
     ids: list[float] = [0]
@@ -154,7 +160,7 @@ def flatten(traces: Sequence[Trace], advantages: Mapping[str, float]) -> dict[st
         "prompt_mask": torch.ones(1, 1, dtype=torch.long),
         "completion_ids": torch.tensor([ids], dtype=torch.long),
         "completion_mask": torch.full((1, len(ids)), int(total > 0)),
-        "old_per_token_logps": torch.tensor([logprobs], dtype=torch.float32),
+        "old_per_token_logps": torch.tensor([logprobs], dtype=torch.float32).clamp(min=LEAST_LOGPROB),
         "advantages": torch.tensor([values], dtype=torch.float32),
         "kinds": torch.tensor([kinds], dtype=torch.int8),
     }

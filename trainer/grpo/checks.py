@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from accelerate import Accelerator, DistributedType
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.grpo.rows import Row
@@ -21,12 +22,21 @@ def refuse_dropout(model: Any) -> None:
             )
 
 
+def require_whole_weights(accelerator: Accelerator) -> None:
+    """Raise `InputError` when Accelerate shards the weights or scales the loss, as its own settings may ask for."""
+    kind = accelerator.distributed_type
+    if kind not in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
+        raise InputError(f"Accelerate is set up for {kind.value}: run `accelerate launch --multi_gpu`, or `torchrun`")
+    if accelerator.scaler is not None:
+        raise InputError("Accelerate is set up for float16: set mixed_precision to bf16 or no")
+
+
 def require_embeddings(model: Any, traces: Sequence[Trace], rows: Sequence[Row]) -> None:
     """Raise `InputError` for a trace with an id that the model does not have. `rows` are those of the traces.
 
     On a CUDA device such an id would end the process.
     """
-    size = model.get_input_embeddings().num_embeddings
+    size = model.get_input_embeddings().weight.shape[0]
     for trace, row in zip(traces, rows, strict=True):
         if not 0 <= row.ids.min() <= row.ids.max() < size:
             wrong = row.ids.min() if row.ids.min() < 0 else row.ids.max()

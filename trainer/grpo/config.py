@@ -1,7 +1,7 @@
 """The trainer's arguments: TRL's `GRPOConfig`, and which of its fields keep the gradient what it should be.
 
 The gradient of a batch must not depend on how sessions are cut into traces, nor on how traces are spread over
-micro-batches and processes. Each field of `GRPOConfig` is either accepted, and then a property test covers it, or
+micro-batches and processes. Each field of `GRPOConfig` is accepted, and tested where it changes the gradient, or
 refused unless it has its default.
 """
 
@@ -22,14 +22,18 @@ def _names(*lines: str) -> frozenset[str]:
     return frozenset(name for line in lines for name in line.split())
 
 
-ACCEPTED = _names(
-    "output_dir max_steps num_train_epochs seed full_determinism use_cpu",
+CHANGING = _names(
+    "loss_type beta use_bias_correction_kl epsilon epsilon_high delta scale_rewards temperature max_completion_length",
+    "num_iterations gradient_accumulation_steps activation_checkpointing",
+)
+"""Fields that change the gradient or the way to it. The tests of invariance set each of them."""
+
+OTHERS = _names(
+    "output_dir max_steps num_train_epochs seed full_determinism use_cpu shuffle_dataset",
     "learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps weight_decay max_grad_norm",
     "optim optim_args optim_target_modules adam_beta1 adam_beta2 adam_epsilon",
-    "gradient_accumulation_steps steps_per_generation num_iterations shuffle_dataset",
-    "loss_type beta use_bias_correction_kl epsilon epsilon_high delta scale_rewards temperature max_completion_length",
     "model_init_kwargs trust_remote_code disable_dropout bf16 tf32",
-    "activation_checkpointing activation_checkpointing_kwargs torch_empty_cache_steps",
+    "steps_per_generation activation_checkpointing_kwargs torch_empty_cache_steps",
     "logging_strategy logging_steps logging_first_step log_on_each_node logging_nan_inf_filter log_level",
     "log_level_replica disable_tqdm report_to run_name project",
     "trackio_space_id trackio_bucket_id trackio_static_space_id",
@@ -37,8 +41,15 @@ ACCEPTED = _names(
     "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision",
     "ddp_backend ddp_timeout local_rank debug skip_memory_metrics",
 )
-"""Fields that may have any value that TRL takes. `loss_type`, `steps_per_generation` and `max_completion_length` have
-checks of their own."""
+"""Fields that choose the model, the numbers that it computes with, what is done with a gradient, and what is told."""
+
+ACCEPTED = CHANGING | OTHERS
+
+LEAST_TOKENS = 16
+"""Smallest `tokens_per_segment`: kernels of linear attention have no gradient for a single token after a state."""
+
+STEPPING = ("lomo", "layerwise")
+"""Parts of the names of optimizers that step inside the backward pass. They would change weights between segments."""
 
 _WHY_REFUSED: Mapping[str, str] = {
     "the traces are already sampled; sampling is an option of the recorder (rolltap_sampling)": """
@@ -166,16 +177,32 @@ class TraceGRPOConfig(GRPOConfig):
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise InputError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(choices)}")
+        if any(part in str(self.optim) for part in STEPPING):
+            raise InputError(f"optim={self.optim!r} steps inside the backward pass: choose another optimizer")
         if not 0 <= self.mismatch_min <= 1 <= self.mismatch_max:
             raise InputError(
                 f"mismatch_min={self.mismatch_min}, mismatch_max={self.mismatch_max}: give limits with "
                 "0 <= mismatch_min <= 1 <= mismatch_max"
             )
-        if self.tokens_per_segment is not None and self.tokens_per_segment < 1:
-            raise InputError(f"tokens_per_segment={self.tokens_per_segment}: give at least 1, or leave it out")
+        if self.tokens_per_segment is not None and self.tokens_per_segment < LEAST_TOKENS:
+            raise InputError(
+                f"tokens_per_segment={self.tokens_per_segment}: give at least {LEAST_TOKENS}, or leave it out"
+            )
         if self.memory_gib is not None and not self.memory_gib > 0:
             raise InputError(f"memory_gib={self.memory_gib}: give a number above 0, or leave it out")
+        if self.activation_checkpointing is None:
+            self.activation_checkpointing = True
+        self._refuse_without_effect("forward='padded'", self.forward == "padded", _SIZES)
+        one_pass = "activation_checkpointing=False, which keeps all activations"
+        self._refuse_without_effect(one_pass, not self.activation_checkpointing, ("memory_gib", "offload_states"))
+        self._refuse_without_effect("mismatch='clip'", self.mismatch == "clip", ("mismatch_min", "mismatch_max"))
         super().__post_init__()
+
+    def _refuse_without_effect(self, setting: str, holds: bool, names: tuple[str, ...]) -> None:
+        for declared in fields(self):
+            if holds and declared.name in names and getattr(self, declared.name) != _default(declared):
+                value = getattr(self, declared.name)
+                raise InputError(f"{declared.name}={value!r} has no effect with {setting}: leave one of them out")
 
 
 def _default(declared: Field[Any]) -> Any:
@@ -183,6 +210,7 @@ def _default(declared: Field[Any]) -> Any:
 
 
 _OURS = {declared.name for declared in fields(TraceGRPOConfig)} - {declared.name for declared in fields(GRPOConfig)}
+_SIZES = ("tokens_per_segment", "memory_gib", "offload_states")
 _CHOICES = {
     "forward": ("segments", "padded"),
     "normalise": ("tokens", "sessions", "constant"),

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from rolltap.trainer.grpo.config import TraceGRPOConfig
 from rolltap.trainer.grpo.plan import SIZES, Costs, measure
 from rolltap.trainer.grpo.probe import probe
-from rolltap.trainer.grpo.ranks import on_main
+from rolltap.trainer.grpo.ranks import on_main, together
 from rolltap.trainer.grpo.rows import Row
 from rolltap.trainer.grpo.scoring import PaddedScorer, Scorer
 from rolltap.trainer.grpo.segments import SegmentScorer
@@ -48,17 +48,19 @@ class Forward:
                 offload_states=args.offload_states,
             )
             if args.activation_checkpointing and (args.memory_gib or self._device.type == "cuda"):
-                self._costs = measure(model, accelerator.autocast)
+                self._costs = together(lambda: measure(model, accelerator.autocast), self._device)
 
     @property
     def shares_prefixes(self) -> bool:
         """True if a prefix that rows share is computed once."""
         return isinstance(self.scorer, SegmentScorer)
 
-    def fit(self, rows: Sequence[Row], optimizer: Any) -> None:
-        """Choose the sizes of segments for the largest micro-batch, `rows`, and the memory that there is."""
+    def fit(self, micro_batches: Sequence[Sequence[Row]], optimizer: Any) -> None:
+        """Choose the sizes of segments for the memory that there is. The first micro-batch has the most tokens."""
+        rows = [*micro_batches[0]]
         if self._costs is None or not rows:
             return
+        rows.append(max((row for part in micro_batches for row in part), key=lambda row: len(row.ids)))
         assert isinstance(self.scorer, SegmentScorer)
         memory = self._args.memory_gib * 2**30 if self._args.memory_gib else self._free_memory(optimizer)
         given = self._args.tokens_per_segment

@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 from trl import GRPOTrainer
+from trl.trainer.utils import use_adapter
 
 from rolltap.addons.errors import InputError, LedgerError
 from rolltap.trainer.grpo.advantages import session_advantages
@@ -43,7 +44,7 @@ from rolltap.trainer.grpo.batch import (
     tokens_by_session,
     with_signal,
 )
-from rolltap.trainer.grpo.checks import refuse_dropout, require_embeddings
+from rolltap.trainer.grpo.checks import refuse_dropout, require_embeddings, require_whole_weights
 from rolltap.trainer.grpo.config import TraceGRPOConfig
 from rolltap.trainer.grpo.forward import Forward
 from rolltap.trainer.grpo.metrics import StepMetrics, Tokens, batch_metrics, forget_trls
@@ -62,8 +63,8 @@ class TraceGRPOTrainer(GRPOTrainer):
     One row of `train_dataset` is one group. A step trains `groups_per_step` rows, chosen from `args.seed` and the step
     (`rows_of_step`). `trace_source` is called with these rows on the main process and returns a `TraceBatch` of any
     number of sessions and traces, which are distributed over the processes. The other processes wait for it in a
-    collective operation: keep `args.ddp_timeout` longer than the rollouts of a batch. An error on any process ends all
-    with that error.
+    collective operation: keep `args.ddp_timeout` longer than the rollouts of a batch. An error in `trace_source`, or of
+    any process in building a batch, in a forward or in a backward pass, ends all with that error.
 
     Each trace has its session's advantage (`session_advantages` with `args.scale_rewards`), times the session's weight
     (`session_weights` with `args.normalise`). Groups without signal are not computed. For a batch without any signal a
@@ -72,7 +73,8 @@ class TraceGRPOTrainer(GRPOTrainer):
     A generation batch makes `num_iterations` optimizer steps of `gradient_accumulation_steps` micro-batches. The
     gradient depends neither on their number nor on that of processes, nor on how sessions were cut into traces.
     `args.temperature` must be the sampling temperature of the traces, which is not checked here. With `args.beta`, the
-    reference is the model with its adapter disabled, or the model that `model` was loaded from.
+    reference is the model with its adapter disabled (of a `PeftModel` that was given, the adapter as it was), or the
+    model that `model` was loaded from. The divergence from it is a mean over tokens, whatever the weights of sessions.
 
     `processing_class`, `callbacks`, `optimizers` and `peft_config` are those of `GRPOTrainer`.
 
@@ -101,6 +103,9 @@ class TraceGRPOTrainer(GRPOTrainer):
             raise InputError(f"train_dataset must be a datasets.Dataset, not {type(train_dataset).__name__}")
         if not 1 <= groups_per_step <= len(train_dataset):
             raise InputError(f"groups_per_step={groups_per_step} must be between 1 and the {len(train_dataset)} rows")
+        if isinstance(model, str):
+            # TRL would spread it over all GPUs of this process
+            args.model_init_kwargs = {"device_map": None} | (args.model_init_kwargs or {})
         self.trace_source = trace_source
         self.groups_per_step = groups_per_step
         self.has_gradient = False
@@ -118,8 +123,9 @@ class TraceGRPOTrainer(GRPOTrainer):
             optimizers=optimizers,
             peft_config=peft_config,
         )
+        require_whole_weights(self.accelerator)
         refuse_dropout(self.model)
-        self.add_callback(_SkipSteps(self))
+        self.add_callback(_Steps(self))
 
     def get_train_dataloader(self) -> DataLoader[int]:
         """Return a loader of as many numbers as one pass over the rows has micro-batches. They are not used."""
@@ -145,8 +151,9 @@ class TraceGRPOTrainer(GRPOTrainer):
             batch = on_main(lambda: self.trace_source(self._rows_of(generation)))
             self._micro_batches = together(lambda: self._build(batch), self._device)
             self._generation = generation
-            trains = self.beta or any(micro_batch["advantages"].any() for micro_batch in self._micro_batches)
-            self.has_gradient = anywhere(bool(trains and batch.traces), self._device)
+            weights = "completion_mask" if self.beta else "advantages"
+            trains = any(bool(micro_batch[weights].any()) for micro_batch in self._micro_batches)
+            self.has_gradient = anywhere(trains, self._device)
             if not self.has_gradient and self.accelerator.is_main_process:
                 logger.warning(
                     "step %d was skipped: its sessions have no token to train on, all rewards of each group are equal, "
@@ -198,7 +205,7 @@ class TraceGRPOTrainer(GRPOTrainer):
         processes = self.accelerator.num_processes
         number = self.args.gradient_accumulation_steps * processes
         parts = (spread_by_prefix if self._forward.shares_prefixes else spread_by_length)(rows, number)
-        self._forward.fit([rows[i] for i in parts[0]], self.optimizer)
+        self._forward.fit([[rows[i] for i in part] for part in parts], self.optimizer)
         flat = [flatten([traces[i] for i in part], advantages) for part in parts]
         in_loss = sum(int(micro_batch["completion_mask"].sum()) for micro_batch in flat)
         if in_loss != (expected := sum(trace.completion_mask.count(1) for trace in traces)):
@@ -229,14 +236,14 @@ class TraceGRPOTrainer(GRPOTrainer):
             if self.args.mismatch == "truncate":
                 weight = weight.clamp(low, high)
             else:
-                weight = weight * ((weight >= low) & (weight <= high))
+                weight = weight.masked_fill((weight < low) | (weight > high), 0.0)
             values |= {"old_per_token_logps": own, "advantages": inputs["advantages"] * weight}
         return values
 
     def _reference(self, rows: Sequence[Row]) -> Tensor:
         if self.ref_model is not None:
             return self._score(self.accelerator.unwrap_model(self.ref_model), rows)[0]
-        with self._unwrapped.disable_adapter():
+        with use_adapter(self._unwrapped, "ref" if "ref" in self._unwrapped.peft_config else None):
             return self._score(self._unwrapped, rows)[0]
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
@@ -244,19 +251,23 @@ class TraceGRPOTrainer(GRPOTrainer):
         self._step_metrics.start()
         loss: Tensor = super()._compute_loss(model, inputs)
         forget_trls(self._metrics["train"])
+        self._inputs = {}
         return loss
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor, None]:
         """Return the log-probabilities and entropies of the micro-batch's tokens, each (1, N), in place of TRL's."""
-        rows = self._inputs["rows"]
-        scores = together(lambda: self._score(self._unwrapped, rows), self._device)
-        self._add_metrics(scores)
+        scores = together(self._score_inputs, self._device)
         if not len(scores.logprobs):
             nothing = torch.zeros(1, 1, device=self._device)
             return nothing.clone().requires_grad_(), nothing, None
         return scores.logprobs[None], scores.entropies[None], None
+
+    def _score_inputs(self) -> Scores:
+        scores = self._score(self._unwrapped, self._inputs["rows"])
+        self._add_metrics(scores)
+        return scores
 
     def _score(self, model: Any, rows: Sequence[Row]) -> Scores:
         return self._forward.scorer(model, rows)
@@ -298,14 +309,24 @@ class TraceGRPOTrainer(GRPOTrainer):
             self._metrics["train"][name].append(value)
 
 
-class _SkipSteps(TrainerCallback):
-    """Callback that drops the gradients of a step that trains nothing.
+class _Steps(TrainerCallback):
+    """Callback that begins a training with a batch of its own, and drops the gradients of a step that trains nothing.
 
-    They are zero, but with them the optimizer's momentum and weight decay would still change the weights.
+    These are zero, but with them the optimizer's momentum and weight decay would still change the weights.
     """
 
     def __init__(self, trainer: TraceGRPOTrainer) -> None:
         self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Forget the batch and the micro-batches of an earlier `train()`. Raises `InputError`."""
+        self.trainer._generation, self.trainer._step = -1, 0
+        if args.mismatch != "clip" and state.global_step % args.num_iterations:
+            raise InputError(
+                f"step {state.global_step} is in the middle of the {args.num_iterations} iterations of a batch: with "
+                f"mismatch={args.mismatch!r} resume from a checkpoint after the last one (save_steps a multiple of "
+                "num_iterations)"
+            )
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Set the gradients to None: the optimizer then changes neither parameters nor its state."""

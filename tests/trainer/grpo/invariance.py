@@ -43,7 +43,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "micro-batches": {"gradient_accumulation_steps": 3},
     "more micro-batches than traces": {"strategy": "tree", "gradient_accumulation_steps": 20},
     "checkpointing": {"strategy": "per_request", "activation_checkpointing": True},
-    "segments in two passes": {"forward": "segments", "activation_checkpointing": True, "tokens_per_segment": 7},
+    "segments in two passes": {"forward": "segments", "activation_checkpointing": True, "tokens_per_segment": 16},
     "segments in one pass": {"forward": "segments", "strategy": "per_request", "gradient_accumulation_steps": 2},
 }
 """Name -> ways to compute the same gradient."""

@@ -60,6 +60,13 @@ class TestSignal:
     def test_a_group_of_equal_rewards_and_a_session_alone_have_no_signal(self):
         assert groups_without_signal(REWARDS) == {"a", "c"}
 
+    def test_rewards_that_differ_by_rounding_are_equal(self):
+        sums = {"a": GroupReward(group_id="g", reward=0.3), "b": GroupReward(group_id="g", reward=0.1 + 0.2)}
+        assert sums["a"].reward != sums["b"].reward
+        assert groups_without_signal(sums) == {"g"}
+        sums["c"] = GroupReward(group_id="g", reward=0.3 + 1e-5)
+        assert groups_without_signal(sums) == set()
+
     def test_their_tokens_are_left_out_by_name_and_their_rewards_stay(self):
         traces = [trace("a0", [1], [2, 3], [1, 1]), trace("b0", [1], [2], [1]), trace("c0", [1], [2, 3], [0, 1])]
         ledger = Ledger(sampled=6, trained=4, left_out={"aborted": 2})
@@ -151,6 +158,10 @@ class TestFlatten:
             trace_row(one).ids[trace_row(one).scored].tolist()
             == flatten([one], {"a": 1.0})["completion_ids"][0].tolist()
         )
+
+    def test_a_log_probability_whose_ratio_would_be_infinite_is_bounded(self):
+        flat = flatten([trace("a", [1], [2, 3], [1, 1], [-200.0, -3.0])], {"a": 1.0})
+        assert flat["old_per_token_logps"].tolist() == [[-40.0, -3.0]]
 
     @pytest.mark.parametrize("traces", [[], [trace("a", [1], [2], [0])]])
     def test_without_a_trained_token_there_is_one_that_does_not_count(self, traces):

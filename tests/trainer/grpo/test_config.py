@@ -43,7 +43,13 @@ def test_a_field_that_a_newer_trl_brings_is_refused_until_it_is_known(tmp_path, 
         ({"mismatch": "sequence"}, "choose one of clip, truncate, mask"),
         ({"mismatch_min": 1.5}, "give limits with 0 <= mismatch_min <= 1 <= mismatch_max"),
         ({"mismatch_max": 0.9}, "give limits with 0 <= mismatch_min <= 1 <= mismatch_max"),
-        ({"tokens_per_segment": 0}, "tokens_per_segment=0: give at least 1"),
+        ({"tokens_per_segment": 15}, "tokens_per_segment=15: give at least 16"),
+        ({"optim": "adalomo"}, "optim='adalomo' steps inside the backward pass"),
+        ({"optim": "galore_adamw_layerwise"}, "steps inside the backward pass"),
+        ({"forward": "padded", "memory_gib": 3.0}, "memory_gib=3.0 has no effect with forward='padded'"),
+        ({"forward": "padded", "tokens_per_segment": 64}, "tokens_per_segment=64 has no effect"),
+        ({"activation_checkpointing": False, "offload_states": True}, "has no effect with activation_checkpointing=F"),
+        ({"mismatch_max": 3.0}, "mismatch_max=3.0 has no effect with mismatch='clip'"),
         ({"memory_gib": 0}, "memory_gib=0: give a number above 0"),
     ],
 )
@@ -60,3 +66,7 @@ def test_defaults_are_trls_but_for_a_few(tmp_path):
         if getattr(ours, declared.name) != getattr(theirs, declared.name) and declared.name != "logging_dir"
     }
     assert different == {"router_aux_loss_coef", "ignore_data_skip"}
+
+
+def test_checkpointing_that_is_not_set_is_on(tmp_path):
+    assert config(tmp_path, activation_checkpointing=None).activation_checkpointing is True

@@ -6,6 +6,7 @@ Differences are relative to the gradient of merged traces in one padded batch, i
 import pytest
 import torch
 
+from rolltap.trainer.grpo.config import CHANGING
 from tests.trainer.grpo.invariance import OPTIONS, WAYS, cases, every_option, relative_difference
 from tests.trainer.grpo.two_processes import run_two
 
@@ -43,6 +44,11 @@ def test_every_way_gives_the_same_gradient(case_by_name, name, option):
             relative_difference(expected, case.gradients(**{"forward": "padded"} | values | way))
             < TOLERANCE[name.partition(",")[0]]
         )
+
+
+def test_every_field_that_changes_the_gradient_is_set():
+    set_by_cases = {name for values in (*OPTIONS.values(), *WAYS.values()) for name in values}
+    assert set_by_cases >= CHANGING
 
 
 def test_options_are_not_the_same_gradient_by_another_name(case_by_name):

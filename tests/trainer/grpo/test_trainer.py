@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from peft import LoraConfig
+from accelerate import DistributedType
+from peft import LoraConfig, get_peft_model
 from transformers import Qwen3ForCausalLM
 from trl import GRPOConfig
 
@@ -113,7 +114,7 @@ def test_the_gradient_does_not_depend_on_how_sessions_are_cut_into_traces(model,
     assert difference < 1e-6
 
 
-def test_the_gradient_depends_neither_on_the_order_of_the_traces_nor_on_filler_rows(model, traces, tmp_path):
+def test_the_gradient_depends_neither_on_the_order_of_the_traces_nor_on_their_split(model, traces, tmp_path):
     plain = gradients(model, tmp_path, traces, gradient_accumulation_steps=1)
     assert max(float(gradient.abs().max()) for gradient in plain.values()) > 1e-2
     for steps in (1, 4, 2 * len(traces)):
@@ -413,3 +414,53 @@ def test_a_step_of_which_every_token_is_masked_moves_no_weight(model, traces, tm
     assert trainer.state.log_history[1]["tokens_masked"] == trainer.state.log_history[1]["tokens_trained"] > 0
     assert largest_difference(spy.weights[0], spy.weights[1]) == 0
     assert "step 2 was skipped" in caplog.text
+
+
+@pytest.mark.parametrize("mismatch", ["clip", "truncate", "mask"])
+def test_a_token_that_the_engine_thought_impossible_does_not_spoil_the_gradient(model, traces, tmp_path, mismatch):
+    traces[0].logprobs[0] = -150.0
+    found = gradients(model, tmp_path, traces, mismatch=mismatch)
+    assert all(gradient.isfinite().all() for gradient in found.values())
+
+
+def test_a_masked_batch_is_not_taken_up_in_the_middle_of_its_iterations(model, traces, tmp_path):
+    config = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 1, "mismatch": "truncate"}
+    make_trainer(model, tmp_path, lambda rows: traces, max_steps=3, **config).train()
+    trainer = make_trainer(model, tmp_path, lambda rows: traces, max_steps=4, **config)
+    with pytest.raises(ValueError, match="step 3 is in the middle of the 2 iterations of a batch"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+def test_a_second_training_has_batches_of_its_own(model, traces, tmp_path):
+    asked = []
+    trainer = make_trainer(model, tmp_path, lambda rows: asked.append(rows) or traces)
+    trainer.train()
+    trainer.train()
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [{"target_modules": ["q_proj", "embed_tokens"]}, {"target_modules": ["q_proj"], "trainable_token_indices": [3]}],
+)
+def test_adapters_of_embeddings_train(model, traces, tmp_path, adapter):
+    spy = Spy()
+    trainer = make_trainer(model, tmp_path, lambda rows: traces, spy=spy, peft_config=LoraConfig(r=4, **adapter))
+    trainer.train()
+    assert spy.gradients[0]
+
+
+def test_the_reference_of_a_given_adapter_is_that_adapter(model, traces, tmp_path):
+    torch.manual_seed(2)
+    adapted = get_peft_model(
+        copy.deepcopy(model), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    )
+    trainer = make_trainer(adapted, tmp_path, lambda rows: traces, beta=0.1)
+    trainer.train()
+    assert trainer.state.log_history[0]["kl"] < 1e-6
+
+
+def test_settings_of_accelerate_that_shard_weights_are_refused(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("accelerate.Accelerator.distributed_type", DistributedType.FSDP)
+    with pytest.raises(ValueError, match="Accelerate is set up for FSDP"):
+        make_trainer(model, tmp_path, lambda rows: [])
