@@ -240,7 +240,7 @@ class TestRun:
         metadata = read_metadata(capture.endpoint.writer.run)
         assert metadata["model"] == options["rolltap_model"]
         assert metadata["renderer"] == "qwen3"
-        assert metadata["tokenizer_sha256"] == rendering.tokenizer_sha256
+        assert metadata["tokenizer_sha256"] == rendering.digests["tokenizer_sha256"]
         (recorder,) = metadata["recorders"]
         assert (recorder["engines"], recorder["sampling"]) == (["http://127.0.0.1:1"], NEUTRAL_SAMPLING)
         assert recorder["versions"]["pyarrow"] == pyarrow.__version__

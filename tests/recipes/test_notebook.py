@@ -57,7 +57,7 @@ def test_ruff_finds_nothing_in_its_cells():
         assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-def test_it_imports_the_public_page_torch_trl_datasets_and_the_standard_library(code):
+def test_it_imports_the_public_page_torch_datasets_and_the_standard_library(code):
     imported, names = set(), set()
     for node in ast.walk(ast.parse("\n".join(cell.source for cell in code))):
         if isinstance(node, ast.Import):
@@ -66,7 +66,7 @@ def test_it_imports_the_public_page_torch_trl_datasets_and_the_standard_library(
             imported.add(node.module.partition(".")[0])
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "rolltap":
             names.add(node.attr)
-    assert imported - sys.stdlib_module_names == {"rolltap", "torch", "trl", "datasets"}
+    assert imported - sys.stdlib_module_names == {"rolltap", "torch", "datasets"}
     assert {"Task", "rollout", "TraceGRPOTrainer"} <= names <= set(rolltap.__all__)
 
 
