@@ -166,5 +166,13 @@ def flatten(traces: Sequence[Trace], advantages: Mapping[str, float]) -> dict[st
     }
 
 
+def limited_weights(weights: Tensor, mismatch: Literal["truncate", "mask"], low: float, high: float) -> Tensor:
+    """Return importance weights (trainer / engine) within `low` and `high`: set to the limit, or 0 outside of them."""
+    if mismatch == "truncate":
+        return weights.clamp(low, high)
+    # not a product with 0: a weight may be infinite
+    return weights.masked_fill((weights < low) | (weights > high), 0.0)
+
+
 def _join(parts: Sequence[np.ndarray]) -> list[float]:
     return list(np.concatenate(parts).tolist())

@@ -38,6 +38,7 @@ from rolltap.addons.errors import InputError, LedgerError
 from rolltap.trainer.grpo.advantages import session_advantages
 from rolltap.trainer.grpo.batch import (
     flatten,
+    limited_weights,
     session_weights,
     spread_by_length,
     spread_by_prefix,
@@ -52,6 +53,7 @@ from rolltap.trainer.grpo.order import rows_of_step
 from rolltap.trainer.grpo.ranks import anywhere, average_gradients, on_main, together
 from rolltap.trainer.grpo.rows import Row, trace_row
 from rolltap.trainer.grpo.scoring import Scores
+from rolltap.trainer.grpo.step_guard import StepGuard
 from rolltap.trainer.traces.build import Trace, TraceBatch
 
 logger = logging.getLogger(__name__)
@@ -125,7 +127,7 @@ class TraceGRPOTrainer(GRPOTrainer):
         )
         require_whole_weights(self.accelerator)
         refuse_dropout(self.model)
-        self.add_callback(_Steps(self))
+        self.add_callback(StepGuard(self))
 
     def get_train_dataloader(self) -> DataLoader[int]:
         """Return a loader of as many numbers as one pass over the rows has micro-batches. They are not used."""
@@ -232,12 +234,8 @@ class TraceGRPOTrainer(GRPOTrainer):
             own = self._score(self._unwrapped, rows)[0][None]
             weight = torch.exp(own - inputs["old_per_token_logps"])
             values["mismatch"] = weight
-            low, high = self.args.mismatch_min, self.args.mismatch_max
-            if self.args.mismatch == "truncate":
-                weight = weight.clamp(low, high)
-            else:
-                weight = weight.masked_fill((weight < low) | (weight > high), 0.0)
-            values |= {"old_per_token_logps": own, "advantages": inputs["advantages"] * weight}
+            limited = limited_weights(weight, self.args.mismatch, self.args.mismatch_min, self.args.mismatch_max)
+            values |= {"old_per_token_logps": own, "advantages": inputs["advantages"] * limited}
         return values
 
     def _reference(self, rows: Sequence[Row]) -> Tensor:
@@ -307,31 +305,6 @@ class TraceGRPOTrainer(GRPOTrainer):
     def _log_values(self, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._metrics["train"][name].append(value)
-
-
-class _Steps(TrainerCallback):
-    """Callback that begins a training with a batch of its own, and drops the gradients of a step that trains nothing.
-
-    These are zero, but with them the optimizer's momentum and weight decay would still change the weights.
-    """
-
-    def __init__(self, trainer: TraceGRPOTrainer) -> None:
-        self.trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Forget the batch and the micro-batches of an earlier `train()`. Raises `InputError`."""
-        self.trainer._generation, self.trainer._step = -1, 0
-        if args.mismatch != "clip" and state.global_step % args.num_iterations:
-            raise InputError(
-                f"step {state.global_step} is in the middle of the {args.num_iterations} iterations of a batch: with "
-                f"mismatch={args.mismatch!r} resume from a checkpoint after the last one (save_steps a multiple of "
-                "num_iterations)"
-            )
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Set the gradients to None: the optimizer then changes neither parameters nor its state."""
-        if not self.trainer.has_gradient:
-            model.zero_grad(set_to_none=True)
 
 
 def _recorded_reward(prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:

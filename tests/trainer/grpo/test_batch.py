@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +12,7 @@ from rolltap.addons.errors import InputError
 from rolltap.trainer.grpo.batch import (
     flatten,
     groups_without_signal,
+    limited_weights,
     session_weights,
     spread_by_length,
     spread_by_prefix,
@@ -135,6 +137,12 @@ class TestSpread:
         lists = spread_by_length([row([0] * n) for n in (3, 9, 1, 5, 7)], 2)
         lengths = [[(3, 9, 1, 5, 7)[i] for i in part] for part in lists]
         assert [length for part in lengths for length in part] == [9, 7, 5, 3, 1]
+
+
+def test_weights_beyond_their_limits_are_truncated_or_masked():
+    weights = torch.tensor([0.4, 0.5, 1.0, 2.0, 2.1, float("inf")])
+    assert limited_weights(weights, "truncate", 0.5, 2.0).tolist() == [0.5, 0.5, 1.0, 2.0, 2.0, 2.0]
+    assert limited_weights(weights, "mask", 0.5, 2.0).tolist() == [0.0, 0.5, 1.0, 2.0, 0.0, 0.0]
 
 
 class TestFlatten:
