@@ -26,7 +26,8 @@ _TRACES = """\
 ## Traces
 
 A trace is one sequence to train on. Each sampled token is trained by exactly one trace, or left out for a reason that
-is counted above. Tokens that the policy did not sample (tool results, later instructions) have mask 0.
+is counted above. Traces of sessions without a reward are here too, with the reward null; the count above has their
+tokens as `fault` or `no_reward`. Tokens that the policy did not sample (tool results, later instructions) have mask 0.
 
 {columns}
 """

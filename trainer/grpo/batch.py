@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -50,7 +50,7 @@ def with_signal(batch: TraceBatch) -> TraceBatch:
     ledger = batch.ledger
     if ledger.sampled and dropped:
         ledger = ledger + Ledger(trained=-dropped, left_out={"no_signal": dropped})
-    return TraceBatch(traces=kept, rewards=batch.rewards, ledger=ledger)
+    return replace(batch, traces=kept, ledger=ledger)
 
 
 def tokens_by_session(traces: Sequence[Trace]) -> dict[str, int]:

@@ -1,20 +1,23 @@
 """Numbers of a training step for people. All of them go where TRL's own metrics go: to its log.
 
-`batch_metrics` describes the batch: rewards, groups, tokens trained and left out. `StepMetrics` describes an optimizer
-step: the log-probabilities against those of the sampler, the loss's ratios, the tokens computed, time and memory. Means
-are over tokens, whatever the micro-batches and processes are.
+`batch_metrics` describes the batch: sessions, rewards, groups, tokens trained and left out. `StepMetrics` describes an
+optimizer step: the log-probabilities against those of the sampler, the loss's ratios, the tokens computed, time and
+memory. Means are over tokens, whatever the micro-batches and processes are.
+
+With `logging_steps` above 1 TRL logs the mean over the steps that have a value: of counts and maxima too.
 """
 
 import math
 import resource
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable
 from statistics import fmean
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
+from datasets import Dataset
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -51,29 +54,49 @@ _SUMS = (
 _MAXIMA = ("ratio", "-ratio", "difference", "seconds", "peak_bytes")
 
 
-def batch_metrics(batch: TraceBatch, trained: TraceBatch, number_of_tasks: int) -> dict[str, float]:
+def named_tasks(dataset: Dataset) -> set[str]:
+    """Return the tasks that have a metric each: the values of the column `task_id`, if there are at most `MOST_TASKS`.
+
+    They are the same in all steps, and after a resume. Without the column no task has one.
+    """
+    tasks = set(dataset["task_id"]) if "task_id" in dataset.column_names else set()
+    return tasks if len(tasks) <= MOST_TASKS else set()
+
+
+def batch_metrics(batch: TraceBatch, trained: TraceBatch, tasks: Collection[str]) -> dict[str, float]:
     """Return the metrics of a batch by name.
 
-    `trained` is the part of it that has a signal, with its ledger. `number_of_tasks` are those of the data set.
+    `trained` is the part of it that has a signal, with its ledger. `tasks` are those with a metric each.
 
-    `reward` is the mean over sessions, `reward/harness/NAME` and `reward/task/ID` over those with this label, with
-    names percent-encoded; by task only with at most `MOST_TASKS` tasks. `reward_std` is the mean over groups.
-    `groups_without_signal` are those whose rewards are all equal. `left_out/REASON` are tokens, for every reason.
+    `sessions` and `groups` are all; `sessions_fault` and `sessions_no_reward` those without a reward, by reason;
+    `groups_without_reward` those without any, `groups_without_signal` those whose rewards are all equal.
+    `reward` is the mean over sessions with a reward, `reward/harness/NAME` and `reward/task/ID` over those with this
+    label, with names percent-encoded. `reward_std` is the mean over groups with a reward. `traces_per_session` is of
+    sessions with a reward. `left_out/REASON` are tokens, for every reason.
     """
     rewards = list(batch.rewards.values())
-    metrics = {"tokens_trained": float(sum(trace.completion_mask.count(1) for trace in trained.traces))}
+    groups = _split(rewards, lambda labelled: labelled.group_id)
+    reasons = Counter(unrewarded.reason for unrewarded in batch.unrewarded.values())
+    without_reward = {unrewarded.group_id for unrewarded in batch.unrewarded.values()} - groups.keys()
+    metrics = {
+        "sessions": float(len(rewards) + len(batch.unrewarded)),
+        "sessions_fault": float(reasons["fault"]),
+        "sessions_no_reward": float(reasons["no_reward"]),
+        "groups": float(len(groups) + len(without_reward)),
+        "groups_without_signal": float(sum(min(group) == max(group) for group in groups.values())),
+        "groups_without_reward": float(len(without_reward)),
+        "tokens_trained": float(sum(trace.completion_mask.count(1) for trace in trained.traces)),
+    }
     if trained.ledger.sampled:
         metrics |= {f"left_out/{reason}": float(trained.ledger.left_out.get(reason, 0)) for reason in get_args(LeftOut)}
     if rewards:
         metrics["traces_per_session"] = len(batch.traces) / len(rewards)
-        groups = _split(rewards, lambda labelled: labelled.group_id)
         metrics["reward"] = fmean(labelled.reward for labelled in rewards)
         metrics["reward_std"] = mean_group_std(batch.rewards)
-        metrics["groups"] = float(len(groups))
-        metrics["groups_without_signal"] = float(sum(min(group) == max(group) for group in groups.values()))
-        labels = {"harness": _split(rewards, lambda labelled: labelled.harness)}
-        if number_of_tasks <= MOST_TASKS:
-            labels["task"] = _split(rewards, lambda labelled: labelled.task_id)
+        labels = {
+            "harness": _split(rewards, lambda labelled: labelled.harness),
+            "task": _split((r for r in rewards if r.task_id in tasks), lambda labelled: labelled.task_id),
+        }
         for label, parts in labels.items():
             metrics |= {f"reward/{label}/{file_name(name)}": fmean(part) for name, part in parts.items() if name}
     return metrics
@@ -89,7 +112,7 @@ def token_kinds(trace: Trace) -> NDArray[np.int8]:
 
 
 class Tokens(NamedTuple):
-    """The N trained tokens of one micro-batch. Each tensor has the shape (N,); no gradient is taken.
+    """The N tokens of one micro-batch that are in the loss. Each tensor has the shape (N,); no gradient is taken.
 
     Attributes:
         logprobs: Log-probabilities under the weights that are trained.
@@ -118,14 +141,14 @@ class StepMetrics:
     give it to `values`.
     """
 
-    def __init__(self, args: Any, *, first_step_of_version: bool) -> None:
+    def __init__(self, args: Any, *, on_policy: bool) -> None:
         """Take the bounds of the loss from `args`, a `TraceGRPOConfig`.
 
-        With `first_step_of_version` the weights are those that sampled, so the difference from the sampler's
-        log-probabilities is numerical, or a fault of the record.
+        With `on_policy` the weights are those that sampled, so the difference from the sampler's log-probabilities is
+        numerical, or a fault of the record.
         """
         self._args = args
-        self._first = first_step_of_version
+        self._on_policy = on_policy
         self._seconds = self._started = 0.0
         self._sums: defaultdict[str, list[Tensor]] = defaultdict(list)
         self._maxima: defaultdict[str, list[Tensor]] = defaultdict(list)
@@ -142,9 +165,10 @@ class StepMetrics:
 
     @torch.no_grad()
     def add(self, tokens: Tokens | None, *, in_rows: int, forwarded: int) -> None:
-        """Add a micro-batch: its trained tokens, the number of tokens in its rows, and that which the model computed.
+        """Add a micro-batch: its tokens in the loss, the number of tokens in its rows, and that which went through the
+        model.
 
-        `tokens` is None for a micro-batch without trained tokens.
+        `tokens` is None for a micro-batch without tokens in the loss.
         """
         self._sum("tokens_in_rows", torch.tensor(in_rows))
         self._sum("tokens_forwarded", torch.tensor(forwarded))
@@ -166,8 +190,7 @@ class StepMetrics:
             difference = tokens.reference_logprobs - tokens.logprobs
             kl = difference.exp() - difference - 1
             self._sum("kl", kl * ratio if self._args.use_bias_correction_kl else kl)
-        if self._first:
-            self._add_differences(tokens)
+        self._add_differences(tokens)
 
     def local(self, device: torch.device) -> Tensor:
         """Return this process's part, shape (1, K), float64, on `device`, for `accelerator.gather`.
@@ -184,10 +207,14 @@ class StepMetrics:
     def values(self, gathered: Tensor) -> dict[str, float]:
         """Return the metrics of all processes by name, from their `local` parts, shape (processes, K).
 
-        A name without a token that it is about is left out. Shares are of the trained tokens. Values can be infinite.
+        A name without a token that it is about is left out. Means and shares are of the computed tokens. Values can be
+        infinite.
 
+        - `tokens_computed`: trained tokens in the loss. Without a reference, those of a session with advantage 0 are
+          not: they have no gradient.
         - `difference/KIND`: mean |log-probability - the sampler's|, `sampler_ratio/KIND`: mean of its exponential
-          (expected: 1), `difference_max`; only with `first_step_of_version`.
+          (expected: 1), `difference_max`; only with `on_policy`.
+        - `off_policy/KIND`: as `difference/KIND`, without `on_policy`: weights differ, which is no fault.
         - `ratio/mean`, `ratio/min`, `ratio/max`, `entropy`, `kl`, `clip_ratio/*` or `cispo_clip_ratio` (TRL's names).
         - `masked/low`, `masked/high` (or `truncated/`): share with an importance weight out of bounds;
           `tokens_masked`: their number.
@@ -195,7 +222,8 @@ class StepMetrics:
         """
         sums = dict(zip(_SUMS, gathered[:, : len(_SUMS)].sum(0).tolist(), strict=True))
         maxima = dict(zip(_MAXIMA, gathered[:, len(_SUMS) :].amax(0).tolist(), strict=True))
-        metrics = {name: sums[name] for name in ("tokens_in_rows", "tokens_forwarded")}
+        metrics = {"tokens_computed": sums["tokens"]}
+        metrics |= {name: sums[name] for name in ("tokens_in_rows", "tokens_forwarded")}
         metrics["peak_memory_gib"] = maxima["peak_bytes"] / 2**30
         if maxima["seconds"] > 0:
             metrics["tokens_per_second"] = sums["tokens_in_rows"] / maxima["seconds"]
@@ -207,10 +235,12 @@ class StepMetrics:
                 metrics["tokens_masked"] = sums["cut_low"] + sums["cut_high"]
         for kind in KINDS:
             if count := sums[f"count/{kind}"]:
-                metrics["difference_max"] = maxima["difference"]
-                metrics |= {
-                    f"{name}/{kind}": sums[f"{name}/{kind}"] / count for name in ("difference", "sampler_ratio")
-                }
+                difference = sums[f"difference/{kind}"] / count
+                if self._on_policy:
+                    metrics |= {f"difference/{kind}": difference, "difference_max": maxima["difference"]}
+                    metrics[f"sampler_ratio/{kind}"] = sums[f"sampler_ratio/{kind}"] / count
+                else:
+                    metrics[f"off_policy/{kind}"] = difference
         return metrics
 
     def _add_differences(self, tokens: Tokens) -> None:

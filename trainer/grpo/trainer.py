@@ -48,7 +48,7 @@ from rolltap.trainer.grpo.batch import (
 from rolltap.trainer.grpo.checks import refuse_dropout, require_embeddings, require_whole_weights
 from rolltap.trainer.grpo.config import TraceGRPOConfig
 from rolltap.trainer.grpo.forward import Forward
-from rolltap.trainer.grpo.metrics import StepMetrics, Tokens, batch_metrics, forget_trls
+from rolltap.trainer.grpo.metrics import StepMetrics, Tokens, batch_metrics, forget_trls, named_tasks
 from rolltap.trainer.grpo.order import rows_of_step
 from rolltap.trainer.grpo.ranks import anywhere, average_gradients, on_main, together
 from rolltap.trainer.grpo.rows import Row, trace_row
@@ -114,7 +114,9 @@ class TraceGRPOTrainer(GRPOTrainer):
         self._generation = -1
         self._micro_batches: list[dict[str, Any]] = []
         self._inputs: dict[str, Any] = {}
-        self._step_metrics = StepMetrics(args, first_step_of_version=True)
+        self._named_tasks = named_tasks(train_dataset)
+        self._on_policy = False
+        self._step_metrics = StepMetrics(args, on_policy=False)
         super().__init__(
             model=model,
             reward_funcs=_recorded_reward,
@@ -153,6 +155,7 @@ class TraceGRPOTrainer(GRPOTrainer):
             batch = on_main(lambda: self.trace_source(self._rows_of(generation)))
             self._micro_batches = together(lambda: self._build(batch), self._device)
             self._generation = generation
+            self._on_policy = batch.on_policy
             weights = "completion_mask" if self.beta else "advantages"
             trains = any(bool(micro_batch[weights].any()) for micro_batch in self._micro_batches)
             self.has_gradient = anywhere(trains, self._device)
@@ -164,7 +167,7 @@ class TraceGRPOTrainer(GRPOTrainer):
                 )
         if self._step % self.args.gradient_accumulation_steps == 0:
             first = self.state.global_step % self.num_iterations == 0
-            self._step_metrics = StepMetrics(self.args, first_step_of_version=first)
+            self._step_metrics = StepMetrics(self.args, on_policy=self._on_policy and first)
         micro_batch: dict[str, Any] = self._micro_batches[self._step % self.args.gradient_accumulation_steps]
         return micro_batch
 
@@ -195,7 +198,7 @@ class TraceGRPOTrainer(GRPOTrainer):
         advantages = {session: advantages[session] * weight for session, weight in weights.items()}
         # without a reference, a trace without advantage has no gradient; its tokens count in the mean
         computed = [trace for trace in trained.traces if self.beta or advantages.get(trace.session_id)]
-        self._log_values(batch_metrics(batch, trained, len(self.train_dataset)))
+        self._log_values(batch_metrics(batch, trained, self._named_tasks))
         micro_batches = self._spread(computed, advantages)
         for micro_batch in micro_batches:
             micro_batch["num_items_in_batch"] = torch.tensor(max(1, sum(tokens.values())), device=self._device)

@@ -8,7 +8,7 @@ from rolltap.trainer.runs.import_calls import ImportSummary
 from rolltap.trainer.runs.merge import LeftBehind
 from rolltap.trainer.runs.parts import SplitBy
 from rolltap.trainer.runs.verify import Verification
-from rolltap.trainer.traces.build import TRAINED_ROLES, KindSpan, Strategy
+from rolltap.trainer.traces.build import TRAINED_ROLES, KindSpan, Strategy, Unrewarded
 from rolltap.trainer.traces.ledger import LeftOut
 from rolltap.trainer.traces.reader import RecordedCalls, RecordedSession
 from rolltap.trainer.traces.sessions import Totals, TracedSession
@@ -44,6 +44,7 @@ __all__ = [
     "Summary",
     "Totals",
     "TracedSession",
+    "Unrewarded",
     "Verification",
     "VersionRewards",
     "VersionSpan",

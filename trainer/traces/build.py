@@ -115,6 +115,14 @@ class GroupReward:
     harness: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unrewarded:
+    """Why a session has no reward: `fault` or `no_reward`. Its group may have other sessions."""
+
+    group_id: str
+    reason: LeftOut
+
+
 @dataclass(slots=True, kw_only=True)
 class TraceBatch:
     """Traces of one generation batch, and the reward of every session that has one.
@@ -123,13 +131,18 @@ class TraceBatch:
 
     Attributes:
         rewards: Session id -> group and reward.
+        unrewarded: Session id -> group and reason, for sessions without a reward. They are only counted.
         ledger: The account of the sampled tokens of all its sessions; empty when the traces come from
             elsewhere.
+        on_policy: True when it is known that the weights to be trained sampled all sessions. Differences of
+            log-probabilities are then numerical, or a fault of the record, and are logged as such.
     """
 
     traces: list[Trace] = field(default_factory=list)
     rewards: dict[str, GroupReward] = field(default_factory=dict)
+    unrewarded: dict[str, Unrewarded] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
+    on_policy: bool = False
 
 
 def check_arguments(strategy: Strategy, roles: Collection[CallRole], max_tokens: int | None) -> None:

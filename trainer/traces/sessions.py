@@ -13,6 +13,7 @@ from rolltap.trainer.traces.build import (
     Strategy,
     Trace,
     TraceBatch,
+    Unrewarded,
     build_traces,
     check_arguments,
     require_collection,
@@ -46,14 +47,27 @@ class TracedSession:
         """Reward of the session; None when it has none, no row, or the status `error`."""
         return session_reward(self.recorded.session)
 
-    def rewarded(self) -> "TracedSession":
-        """Return the session as a trainer needs it. Without a reward it has no traces, and its tokens are left out as
-        `fault` if its status is `error`, else as `no_reward`."""
-        if self.reward is not None:
-            return self
+    @property
+    def group_id(self) -> str:
+        """Group of the session; its own id when it has none."""
         session = self.recorded.session
-        reason = "fault" if session is not None and session.status == "error" else "no_reward"
-        moved = Ledger(trained=-self.ledger.trained, left_out={reason: self.ledger.trained})
+        return (session.group_id if session else "") or self.recorded.session_id
+
+    @property
+    def unrewarded(self) -> Unrewarded | None:
+        """Why the session has no reward: `fault` if its status is `error`, else `no_reward`. None when it has one."""
+        if self.reward is not None:
+            return None
+        session = self.recorded.session
+        fault = session is not None and session.status == "error"
+        return Unrewarded(group_id=self.group_id, reason="fault" if fault else "no_reward")
+
+    def rewarded(self) -> "TracedSession":
+        """Return the session as a trainer needs it. Without a reward it has no traces, and its tokens are left out for
+        the reason in `unrewarded`."""
+        if self.unrewarded is None:
+            return self
+        moved = Ledger(trained=-self.ledger.trained, left_out={self.unrewarded.reason: self.ledger.trained})
         return replace(self, traces=[], ledger=self.ledger + moved)
 
 
@@ -66,11 +80,11 @@ def session_reward(session: Session | None) -> float | None:
 class Totals:
     """Counts over sessions: their calls, traces, rewards and sampled tokens.
 
-    In `ledger`, tokens of sessions without a reward count as trained: a trainer leaves them out as `fault` or
-    `no_reward`.
-
     Attributes:
         harnesses: Sessions of each.
+        traces: Those of sessions without a reward included.
+        ledger: As a trainer sees the tokens: those of sessions without a reward are left out as `fault` or
+            `no_reward`.
     """
 
     sessions: int = 0
@@ -87,7 +101,7 @@ class Totals:
         self.sessions += 1
         self.calls += len(traced.recorded.calls)
         self.traces += len(traced.traces)
-        self.ledger += traced.ledger
+        self.ledger += traced.rewarded().ledger
         if session := traced.recorded.session:
             self.harnesses.update(filter(None, [session.harness]))
             self.tasks.update(filter(None, [session.task_id]))
@@ -145,15 +159,17 @@ def load_batch(run: Path, sessions: Collection[str] | None, options: TraceOption
 
 
 def make_batch(sessions: Iterable[TracedSession]) -> TraceBatch:
-    """Return the batch of sessions. Those without a reward are in its ledger alone. Raises `LedgerError`."""
+    """Return the batch of sessions. Those without a reward have no traces in it. Raises `LedgerError`."""
     batch = TraceBatch()
     for traced in sessions:
         traced = traced.rewarded()
         batch.ledger += traced.ledger
         batch.traces += traced.traces
-        if (session := traced.recorded.session) is not None and traced.reward is not None:
+        if traced.unrewarded is not None:
+            batch.unrewarded[traced.recorded.session_id] = traced.unrewarded
+        elif (session := traced.recorded.session) is not None and traced.reward is not None:
             batch.rewards[session.session_id] = GroupReward(
-                group_id=session.group_id or session.session_id,
+                group_id=traced.group_id,
                 reward=traced.reward,
                 task_id=session.task_id,
                 harness=session.harness,

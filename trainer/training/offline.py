@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from rolltap.addons.store.metadata import read_metadata, tokenizer_digests
 from rolltap.addons.store.staging import write_atomically
 from rolltap.addons.store.tables import read_batches
 from rolltap.trainer.traces.build import TraceBatch
+from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import RecordedCalls, RecordedSession, load_sessions
-from rolltap.trainer.traces.sessions import TraceOptions, make_batch, session_reward, trace_session
+from rolltap.trainer.traces.sessions import TracedSession, TraceOptions, make_batch, session_reward, trace_session
 from rolltap.trainer.training.attempts import claimed_attempt
 from rolltap.trainer.training.loop import make_trainer, save_finished, train_to_end, training_arguments
 from rolltap.trainer.training.recipe import Recipe
@@ -33,12 +34,49 @@ OFFLINE_FILE = "offline.json"
 
 @dataclass(frozen=True, slots=True)
 class RecordedGroup:
-    """A group of a recorded run that trains something: sessions with rewards that differ."""
+    """A group of a recorded run that trains something: it has sessions with rewards that differ."""
 
     run: int
     """Index of the run."""
     group_id: str
     session_ids: tuple[str, ...]
+    """Sessions with a reward."""
+    unrewarded: tuple[str, ...] = ()
+    """The others. They are only counted."""
+    task_id: str = ""
+    """Task of the first session."""
+
+
+@dataclass(slots=True)
+class Skipped:
+    """Sessions of recorded runs that are in no row, and the account of their tokens.
+
+    Attributes:
+        groups: Run and group -> number of sessions, and whether one has a reward.
+    """
+
+    groups: dict[tuple[int, str], tuple[int, bool]] = field(default_factory=dict)
+    ledger: Ledger = field(default_factory=Ledger)
+
+    def add(self, run: int, traced: TracedSession) -> None:
+        """Add a session of the run with this index. Its tokens that a trainer would train have no signal."""
+        key = run, traced.group_id
+        sessions, rewarded = self.groups.get(key, (0, False))
+        self.groups[key] = sessions + 1, rewarded or traced.reward is not None
+        ledger = traced.rewarded().ledger
+        self.ledger += ledger + Ledger(trained=-ledger.trained, left_out={"no_signal": ledger.trained})
+
+    def __str__(self) -> str:
+        kinds = {True: "whose rewards are equal", False: "without a reward"}
+        parts = []
+        for rewarded, kind in kinds.items():
+            if sizes := [sessions for sessions, any_reward in self.groups.values() if any_reward == rewarded]:
+                parts.append(f"{_count(len(sizes), 'group')} {kind} ({_count(sum(sizes), 'session')})")
+        return f"{', '.join(parts)}; tokens {self.ledger}"
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number:,} {name}{'s' if number != 1 else ''}"
 
 
 def train(recipe: Recipe, runs: Sequence[Path], *, out: Path, title: str, seed: int, console: Console) -> None:
@@ -63,8 +101,11 @@ def train(recipe: Recipe, runs: Sequence[Path], *, out: Path, title: str, seed: 
         _require_same_rows(out, runs, groups)
         sessions = sum(len(group.session_ids) for group in groups)
         console.print(f"{len(groups)} groups whose rewards differ, of {sessions} sessions")
-        rows = Dataset.from_dict({"group": list(range(len(groups)))})
         source = RecordedTraces(runs, groups, TraceOptions(recipe.strategy, recipe.roles, recipe.max_tokens))
+        if (skipped := source.skipped()).groups:
+            console.print(f"not trained: {skipped}", highlight=False)
+        tasks = [group.task_id for group in groups]
+        rows = Dataset.from_dict({"group": list(range(len(groups))), "task_id": tasks})
         trainer = make_trainer(recipe, args, rows, source, run_reports(out, title, console))
         train_to_end(trainer, console)
         save_finished(trainer, out)
@@ -87,33 +128,40 @@ class RecordedTraces:
             batch = TraceBatch(
                 traces=batch.traces + part.traces,
                 rewards=batch.rewards | part.rewards,
+                unrewarded=batch.unrewarded | part.unrewarded,
                 ledger=batch.ledger + part.ledger,
             )
         return batch
 
+    def skipped(self) -> Skipped:
+        """Count the sessions that are in no row. Reads their calls."""
+        skipped = Skipped()
+        for run, (sessions, calls) in enumerate(zip(self._sessions, self._calls, strict=True)):
+            rows = {name for group in self._groups if group.run == run for name in group.session_ids + group.unrewarded}
+            for session_id in {*sessions, *calls} - rows:
+                skipped.add(run, self._trace(run, session_id))
+        return skipped
+
     def _load(self, group: RecordedGroup) -> TraceBatch:
         """Return the batch of one group. Its id gets the index of its run: two runs may have groups of one name."""
-        sessions, calls = self._sessions[group.run], self._calls[group.run]
-        batch = make_batch(
-            trace_session(
-                RecordedSession(
-                    session_id=session_id, session=sessions[session_id], calls=list(calls.get(session_id, []))
-                ),
-                self._options,
-            )
-            for session_id in group.session_ids
-        )
+        batch = make_batch(self._trace(group.run, name) for name in group.session_ids + group.unrewarded)
         name = f"{group.run}/{group.group_id}"
         for trace in batch.traces:
             trace.group_id = name
         batch.rewards = {session: replace(reward, group_id=name) for session, reward in batch.rewards.items()}
+        batch.unrewarded = {session: replace(why, group_id=name) for session, why in batch.unrewarded.items()}
         return batch
+
+    def _trace(self, run: int, session_id: str) -> TracedSession:
+        calls = list(self._calls[run].get(session_id, []))
+        session = self._sessions[run].get(session_id)
+        return trace_session(RecordedSession(session_id=session_id, session=session, calls=calls), self._options)
 
 
 def recorded_groups(runs: Sequence[Path]) -> list[RecordedGroup]:
     """Return the groups of runs that train something, by run and id.
 
-    Sessions without a reward are left out, and then groups whose rewards are all equal: they have no advantage.
+    Groups whose rewards are all equal are left out: they have no advantage. A session without a reward does not count.
 
     Raises `InputError` when a session id is in two runs and when no group is left, and `RunError` for a folder that is
     not a run.
@@ -123,18 +171,22 @@ def recorded_groups(runs: Sequence[Path]) -> list[RecordedGroup]:
     rewarded = 0
     for number, run in enumerate(runs):
         rewards: defaultdict[str, dict[str, float]] = defaultdict(dict)
-        for session_id, session in load_sessions(run).items():
+        unrewarded: defaultdict[str, list[str]] = defaultdict(list)
+        sessions = load_sessions(run)
+        for session_id, session in sessions.items():
             if session_id in owners:
                 raise InputError(f"session {session_id} is in {owners[session_id]} and in {run}: name each run once")
             owners[session_id] = run
             if (reward := session_reward(session)) is not None:
                 rewards[session.group_id or session_id][session_id] = reward
+            else:
+                unrewarded[session.group_id or session_id].append(session_id)
         rewarded += len(rewards)
-        groups += [
-            RecordedGroup(number, group_id, tuple(sorted(rewards[group_id])))
-            for group_id in sorted(rewards)
-            if len(set(rewards[group_id].values())) > 1
-        ]
+        for group_id in sorted(rewards):
+            if len(set(rewards[group_id].values())) > 1:
+                first, *others = sorted(rewards[group_id])
+                without = tuple(sorted(unrewarded[group_id]))
+                groups.append(RecordedGroup(number, group_id, (first, *others), without, sessions[first].task_id))
     if not groups:
         where = ", ".join(map(str, runs))
         why = f"the rewards of each of its {rewarded} groups are equal" if rewarded else "no session has a reward"

@@ -126,10 +126,11 @@ class OnlineTraces:
         """
         order = {session.session_id: place for place, session in enumerate(sessions)}
         batch = load_batch(self._run, order.keys(), self._trace_options)
-        return TraceBatch(
+        return replace(
+            batch,
             traces=sorted(batch.traces, key=lambda trace: order[trace.session_id]),
             rewards={name: batch.rewards[name] for name in order if name in batch.rewards},
-            ledger=batch.ledger,
+            on_policy=True,  # the groups' ids have the run and the step of the weights, whatever the attempt
         )
 
     def _print(self, sessions: int, version: Version, counts: _Counts) -> None:

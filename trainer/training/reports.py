@@ -99,7 +99,7 @@ class StepLines(TrainerCallback):
 def step_line(step: int, steps: int, logs: Mapping[str, Any]) -> str:
     """Return the metrics of a step that a person looks at first, in rich's markup. Those that are missing are left out.
 
-    The difference is the largest of the means by kind of continuity.
+    The difference, or `off policy`, is the largest of the means by kind of continuity.
     """
     number = {name: value for name, value in logs.items() if isinstance(value, int | float)}
 
@@ -113,9 +113,12 @@ def step_line(step: int, steps: int, logs: Mapping[str, Any]) -> str:
     rows = number.get("tokens_in_rows")
     parts: list[tuple[str, float | None]] = [
         ("reward [bold]{:.3f}[/]", number.get("reward")),
+        ("sessions with faults {:.0f}", number.get("sessions_fault") or None),
+        ("sessions without a reward {:.0f}", number.get("sessions_no_reward") or None),
         ("groups without signal {:.0f}", number.get("groups_without_signal") or None),
         ("loss {:.4g}", number.get("loss")),
         ("difference {:.1e}", largest("difference/")),
+        ("off policy {:.1e}", largest("off_policy/")),
         ("ratio {:.3f}", number.get("ratio/mean")),
         ("clipped {:.1f} %", share("clip_ratio/region_mean", "cispo_clip_ratio")),
         ("masked {:.1f} %", share("masked/low", "masked/high")),
@@ -124,7 +127,7 @@ def step_line(step: int, steps: int, logs: Mapping[str, Any]) -> str:
         ("entropy {:.3f}", number.get("entropy")),
         ("{:,.0f} tokens trained", number.get("tokens_trained")),
         ("{:,.0f} left out", sum(value for name, value in number.items() if name.startswith("left_out/")) or None),
-        ("{:.0f} % of rows computed", 100 * number["tokens_forwarded"] / rows if rows else None),
+        ("{:.0f} % of rows forwarded", 100 * number["tokens_forwarded"] / rows if rows else None),
         ("{:,.0f} tokens/s", number.get("tokens_per_second")),
         ("{:.1f} GiB", number.get("peak_memory_gib")),
     ]

@@ -13,13 +13,15 @@ from rolltap.trainer.metrics_file import read_metrics
 
 _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("reward", ("reward", "reward/harness/*", "reward/task/*")),
-    ("groups of sessions", ("groups", "groups_without_signal")),
+    ("sessions", ("sessions", "sessions_fault", "sessions_no_reward")),
+    ("groups of sessions", ("groups", "groups_without_signal", "groups_without_reward")),
     ("sampler and trainer: mean difference of log-probabilities", ("difference/*",)),
+    ("off policy: mean difference of log-probabilities", ("off_policy/*",)),
     ("importance ratio", ("ratio/max", "ratio/mean", "ratio/min")),
     ("share of tokens", ("clip_ratio/low_mean", "clip_ratio/high_mean", "cispo_clip_ratio", "masked/*", "truncated/*")),
     ("entropy, KL", ("entropy", "kl")),
-    ("sampled tokens", ("tokens_trained", "left_out/*")),
-    ("tokens computed / tokens in rows", ("forwarded_share",)),
+    ("sampled tokens", ("tokens_trained", "tokens_computed", "left_out/*")),
+    ("tokens forwarded / tokens in rows", ("forwarded_share",)),
     ("tokens in rows a second", ("tokens_per_second",)),
     ("peak memory, GiB", ("peak_memory_gib",)),
 )

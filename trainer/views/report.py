@@ -19,7 +19,8 @@ from rich.text import Text
 from rolltap.addons.store.records import Call, Session
 from rolltap.addons.store.session_index import SessionIndex
 from rolltap.trainer.traces.ledger import Ledger
-from rolltap.trainer.traces.sessions import TracedSession, TraceOptions, iter_traces
+from rolltap.trainer.traces.sessions import TracedSession, TraceOptions, iter_traces, session_reward
+from rolltap.trainer.versions import Version
 
 MOST_SESSIONS = 50
 """Most rows that the printed table of sessions has."""
@@ -30,6 +31,7 @@ class VersionRewards:
     """Rewards of the sessions of one policy version."""
 
     policy_version: str
+    """As `weights_name` returns it."""
     sessions: int
     mean_reward: float | None
     best_reward: float | None
@@ -174,16 +176,26 @@ def _session_row(traced: TracedSession) -> SessionRow:
 
 
 def reward_steps(sessions: Iterable[Session]) -> list[VersionRewards]:
-    """Return one entry per policy version, in the order of first use."""
+    """Return one entry per policy version, in the order of first use. A fault has no reward."""
     versions: defaultdict[str, list[Session]] = defaultdict(list)
     for session in sorted(sessions, key=lambda session: session.started_at):
-        versions[session.policy_version or "default"].append(session)
+        versions[weights_name(session)].append(session)
     steps = []
     for version, group in versions.items():
-        rewards = [session.reward for session in group if session.reward is not None]
+        rewards = [reward for reward in map(session_reward, group) if reward is not None]
         mean, best = (fmean(rewards), max(rewards)) if rewards else (None, None)
         steps.append(VersionRewards(version, len(group), mean, best))
     return steps
+
+
+def weights_name(session: Session) -> str:
+    """Return the policy version of a session without its attempt: the attempts at a step have the same weights.
+
+    A version of another form stays as it is. Without one the name is `default`, as in vLLM.
+    """
+    name = session.policy_version or "default"
+    version = Version.parse(name)
+    return f"{version.run}.{version.step}" if version else name
 
 
 def _reward_table(steps: Sequence[VersionRewards]) -> Table:

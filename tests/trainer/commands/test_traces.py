@@ -4,6 +4,7 @@ import resource
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from rolltap.addons.errors import RunError
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.commands.traces import traces_command
+from rolltap.trainer.views.report import summarize
 from tests.trainer.outgoing import follow, json_lines, make_call, write_run
 
 ROLLTAP = Path(sys.executable).with_name("rolltap")
@@ -63,7 +65,8 @@ def test_the_ledger_alone_is_a_file_of_json(run, tmp_path):
     ended = traces(run, "--ledger", tmp_path / "ledger.json")
     assert (ended.exit_code, ended.stdout) == (0, "")
     ledger = json.loads((tmp_path / "ledger.json").read_text())
-    assert ledger == {"sampled": 14, "trained": 12, "left_out": {"aborted": 1, "auxiliary": 1}}
+    assert ledger == {"sampled": 14, "trained": 7, "left_out": {"aborted": 1, "auxiliary": 1, "no_reward": 5}}
+    assert ledger == asdict(summarize(run).ledger)
 
 
 def test_the_ledger_can_go_to_a_pipe(run, tmp_path):
@@ -79,7 +82,7 @@ def test_dataset_lines_and_ledger_of_one_command_agree(run, tmp_path):
     printed = json_lines(ended.stdout)
     assert list(load_from_disk(tmp_path / "out")) == printed
     trained = json.loads((tmp_path / "ledger.json").read_text())["trained"]
-    assert trained == sum(sum(trace["completion_mask"]) for trace in printed)
+    assert trained == sum(sum(trace["completion_mask"]) for trace in printed if trace["reward"] is not None)
 
 
 def test_the_summary_for_people_is_on_stderr(run, tmp_path):

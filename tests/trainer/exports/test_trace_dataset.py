@@ -101,9 +101,10 @@ def test_a_run_without_calls_is_a_dataset_without_rows(tmp_path):
 
 def test_sampled_tokens_are_counted_and_accounted_for(run, tmp_path):
     totals = save(run, tmp_path / "out")
-    assert totals.ledger == Ledger(sampled=14, trained=12, left_out={"aborted": 1, "auxiliary": 1})
+    assert totals.ledger == Ledger(sampled=14, trained=7, left_out={"aborted": 1, "auxiliary": 1, "no_reward": 5})
     assert (totals.sessions, totals.calls, totals.traces) == (3, 7, 4)
-    trained = sum(sum(trace["completion_mask"]) for trace in load_from_disk(tmp_path / "out"))
+    rows = load_from_disk(tmp_path / "out")
+    trained = sum(sum(trace["completion_mask"]) for trace in rows if trace["reward"] is not None)
     assert trained == totals.ledger.trained
 
 
@@ -121,7 +122,7 @@ class TestCard:
             "rewards": "1 of 3 sessions, mean 0.250",
             "model calls": "7",
             "traces": "4 by `prefix_merging` of agent, subagent, compaction calls",
-            "sampled tokens": "14: 12 to train, left out: 1 aborted, 1 auxiliary",
+            "sampled tokens": "14: 7 to train, left out: 1 aborted, 1 auxiliary, 5 no_reward",
             "model": "tiny",
             "tokenizer, SHA-256": "`aa11`",
             "chat template, SHA-256": "`bb22`",

@@ -49,4 +49,29 @@ def test_means_are_over_tokens_whatever_the_micro_batches(model, traces, tmp_pat
     assert first["tokens_forwarded"] > 0
     assert 0 < first["difference/bridged"] < 1e-5
     assert not [name for name in second if name.startswith(("difference", "sampler_ratio", "reward", "left_out"))]
+    assert second["off_policy/bridged"] > 1e-3
+    assert first["tokens_computed"] == first["tokens_trained"]
     assert second["ratio/max"] > 1.1 > first["ratio/max"] > 0.9
+
+
+def test_a_batch_of_other_weights_shows_no_numerical_fault(model, traces, tmp_path):
+    trainer = make_trainer(model, tmp_path, lambda rows: traces)
+    source = trainer.trace_source
+    trainer.trace_source = lambda rows: replace(source(rows), on_policy=False)
+    trainer.train()
+    logged = trainer.state.log_history[0]
+    assert logged["off_policy/bridged"] < 1e-5
+    assert not [name for name in logged if name.startswith(("difference", "sampler_ratio"))]
+
+
+def test_tokens_of_a_session_without_an_advantage_count_in_the_mean_and_are_not_computed(model, traces, tmp_path):
+    rewards = {"a0": 0.0, "a1": 0.5, "a2": 1.0, "b0": 0.0, "b1": 0.5, "b2": 1.0}
+    rewarded = [replace(trace, reward=rewards[trace.session_id]) for trace in traces]
+    trainer = make_trainer(model, tmp_path, lambda rows: rewarded)
+    trainer.train()
+    logged = trainer.state.log_history[0]
+    tokens = dict.fromkeys((True, False), 0)
+    for trace in rewarded:
+        tokens[trace.reward == 0.5] += trace.completion_mask.count(1)
+    assert (logged["tokens_trained"], logged["tokens_computed"]) == (sum(tokens.values()), tokens[False])
+    assert tokens[True] > 0

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl import GRPOTrainer
@@ -16,12 +17,14 @@ from rolltap.trainer.grpo.metrics import (
     Tokens,
     batch_metrics,
     forget_trls,
+    named_tasks,
     peak_memory,
     token_kinds,
 )
-from rolltap.trainer.traces.build import GroupReward, KindSpan, Trace, TraceBatch
+from rolltap.trainer.traces.build import GroupReward, KindSpan, Trace, TraceBatch, Unrewarded
 from rolltap.trainer.traces.ledger import Ledger
 
+TASKS = {"x", "y"}
 CPU = torch.device("cpu")
 ROOT, BRIDGED, RENDERED = range(3)
 
@@ -56,9 +59,9 @@ def tokens(logprobs, sampler, advantages=None, kinds=None, **fields):
     )
 
 
-def values(*micro_batches, first=True, **args):
+def values(*micro_batches, on_policy=True, **args):
     """Return the metrics of a step of one process with these micro-batches."""
-    metrics = StepMetrics(arguments(**args), first_step_of_version=first)
+    metrics = StepMetrics(arguments(**args), on_policy=on_policy)
     for micro_batch in micro_batches:
         metrics.add(micro_batch, in_rows=10, forwarded=4)
     return metrics.values(metrics.local(CPU))
@@ -101,7 +104,7 @@ class TestBatch:
         )
 
     def test_rewards_are_means_over_the_sessions_of_each_harness_and_task(self, batch, trained):
-        metrics = batch_metrics(batch, trained, 2)
+        metrics = batch_metrics(batch, trained, TASKS)
         assert {name: value for name, value in metrics.items() if name.startswith("reward")} == {
             "reward": 0.25,
             "reward_std": pytest.approx(math.sqrt(0.5) / 2),
@@ -112,11 +115,11 @@ class TestBatch:
         }
 
     def test_groups_with_equal_rewards_have_no_signal(self, batch, trained):
-        metrics = batch_metrics(batch, trained, 2)
+        metrics = batch_metrics(batch, trained, TASKS)
         assert (metrics["groups"], metrics["groups_without_signal"], metrics["traces_per_session"]) == (2, 1, 1.25)
 
     def test_tokens_are_trained_or_left_out_and_every_reason_is_there(self, batch, trained):
-        metrics = batch_metrics(batch, trained, 2)
+        metrics = batch_metrics(batch, trained, TASKS)
         assert metrics["tokens_trained"] == 4
         left_out = {name: value for name, value in metrics.items() if name.startswith("left_out/") and value}
         assert left_out == {"left_out/aborted": 3, "left_out/over_length": 2}
@@ -128,14 +131,47 @@ class TestBatch:
             "t": GroupReward(group_id="g", reward=0.0, harness="own"),
         }
         batch = TraceBatch(rewards=rewards)
-        named = {name for name in batch_metrics(batch, batch, 1) if name.startswith("reward/")}
+        named = {name for name in batch_metrics(batch, batch, {"repo/issue 7", ""}) if name.startswith("reward/")}
         assert named == {"reward/task/repo%2Fissue%207", "reward/harness/own"}
 
-    def test_thousands_of_tasks_have_no_metric_each(self, batch, trained):
-        assert not any(name.startswith("reward/task/") for name in batch_metrics(batch, trained, MOST_TASKS + 1))
+    def test_only_named_tasks_have_a_metric(self, batch, trained):
+        named = {name for name in batch_metrics(batch, trained, {"y", "z"}) if name.startswith("reward/task/")}
+        assert named == {"reward/task/y"}
+
+    def test_sessions_without_a_reward_are_counted_though_they_sampled_nothing(self, batch, trained):
+        batch.unrewarded = {
+            "e": Unrewarded(group_id="x", reason="fault"),
+            "f": Unrewarded(group_id="dead", reason="fault"),
+            "g": Unrewarded(group_id="dead", reason="no_reward"),
+        }
+        metrics = batch_metrics(batch, trained, TASKS)
+        assert (metrics["sessions"], metrics["sessions_fault"], metrics["sessions_no_reward"]) == (7, 2, 1)
+        assert (metrics["groups"], metrics["groups_without_signal"], metrics["groups_without_reward"]) == (3, 1, 1)
+        assert (metrics["reward"], metrics["traces_per_session"]) == (0.25, 1.25)
+
+    def test_a_batch_of_faults_alone_has_no_reward_and_says_why(self):
+        batch = TraceBatch(unrewarded={"a": Unrewarded(group_id="x", reason="fault")})
+        metrics = batch_metrics(batch, batch, TASKS)
+        assert {name: value for name, value in metrics.items() if value} == {
+            **{"sessions": 1, "sessions_fault": 1},
+            **{"groups": 1, "groups_without_reward": 1},
+        }
+        assert "reward" not in metrics
 
     def test_a_batch_without_sessions_trains_nothing(self):
-        assert batch_metrics(TraceBatch(), TraceBatch(), 1) == {"tokens_trained": 0}
+        assert set(batch_metrics(TraceBatch(), TraceBatch(), TASKS).values()) == {0}
+
+
+class TestNamedTasks:
+    def test_they_are_those_of_the_data_set_whatever_the_number_of_its_rows(self):
+        tasks = [str(row % MOST_TASKS) for row in range(3 * MOST_TASKS)]
+        assert named_tasks(Dataset.from_dict({"task_id": tasks})) == set(tasks)
+
+    def test_of_more_than_a_dashboard_holds_none_is_named(self):
+        assert not named_tasks(Dataset.from_dict({"task_id": list(map(str, range(MOST_TASKS + 1)))}))
+
+    def test_without_a_column_of_tasks_none_is_named(self):
+        assert not named_tasks(Dataset.from_dict({"group": [0, 1]}))
 
 
 def test_a_trained_token_has_the_kind_of_its_call():
@@ -158,9 +194,11 @@ class TestStep:
         assert step["difference_max"] == 8.0
         assert "difference/root" not in step
 
-    def test_weights_that_have_been_trained_are_not_compared_with_the_sampler(self):
-        step = values(tokens([-1.0], [-1.5]), first=False)
+    def test_a_difference_from_other_weights_than_those_that_sampled_has_another_name(self):
+        step = values(tokens([-1.0, -2.0], [-1.5, -2.25]), on_policy=False)
+        assert step["off_policy/bridged"] == pytest.approx(0.375)
         assert not [name for name in step if name.startswith(("difference", "sampler_ratio"))]
+        assert not [name for name in values(tokens([-1.0], [-1.5])) if name.startswith("off_policy")]
 
     def test_a_token_is_clipped_where_the_loss_has_no_gradient(self):
         ratios, advantages = [0.7, 0.7, 0.9, 1.3, 1.3, 1.3], [-1.0, 1.0, -1.0, 1.0, -1.0, 1.0]
@@ -180,6 +218,7 @@ class TestStep:
         micro_batch = tokens([-1.0] * 4, [-1.0] * 4, weights=[0.4, 0.5, 2.0, 3.0])
         masked = values(micro_batch, mismatch="mask", mismatch_max=1.9)
         assert (masked["masked/low"], masked["masked/high"]) == (0.25, 0.5)
+        assert masked["tokens_computed"] == 4
         assert masked["tokens_masked"] == 3
         truncated = values(micro_batch, mismatch="truncate")
         assert (truncated["truncated/low"], truncated["truncated/high"]) == (0.25, 0.25)
@@ -193,12 +232,14 @@ class TestStep:
         assert "kl" not in values(micro_batch)
 
     def test_a_step_without_tokens_has_no_means_of_them(self):
-        assert values(None, tokens([], [])).keys() == {"tokens_in_rows", "tokens_forwarded", "peak_memory_gib"}
+        step = values(None, tokens([], []))
+        assert step.keys() == {"tokens_computed", "tokens_in_rows", "tokens_forwarded", "peak_memory_gib"}
+        assert step["tokens_computed"] == 0
 
     def test_tokens_a_second_count_the_time_between_start_and_stop(self, monkeypatch):
         clock = iter([0.0, 1.5, 100.0, 100.5])
         monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
-        metrics = StepMetrics(arguments(), first_step_of_version=True)
+        metrics = StepMetrics(arguments(), on_policy=True)
         for _ in range(2):
             metrics.start()
             metrics.add(None, in_rows=30, forwarded=12)
@@ -250,13 +291,13 @@ class TestStep:
         parts = column(st.integers(0, 3))  # process 0 or 1, and one of its two micro-batches
         processes = []
         for process in (0, 1):
-            metrics = StepMetrics(args, first_step_of_version=True)
+            metrics = StepMetrics(args, on_policy=True)
             for micro_batch in (2 * process, 2 * process + 1):
                 mine = [i for i in range(number) if parts[i] == micro_batch]
                 part = {name: [values[i] for i in mine] for name, values in fields.items()}
                 metrics.add(tokens(**part) if mine else None, in_rows=len(mine), forwarded=1)
             processes.append(metrics.local(CPU))
-        whole = StepMetrics(args, first_step_of_version=True)
+        whole = StepMetrics(args, on_policy=True)
         whole.add(tokens(**fields), in_rows=number, forwarded=4)
         together, alone = metrics.values(torch.cat(processes)), whole.values(whole.local(CPU))
         assert together.pop("peak_memory_gib") <= alone.pop("peak_memory_gib")

@@ -114,6 +114,7 @@ def batch_of(traces: list[Trace]) -> TraceBatch:
         rewards={
             t.session_id: GroupReward(group_id=t.group_id, reward=t.reward) for t in traces if t.reward is not None
         },
+        on_policy=True,
     )
 
 

@@ -164,7 +164,7 @@ class TestRunTraces:
         assert load_from_disk(tmp_path / "traces")["trace_id"][:] == [trace.trace_id for trace in seen]
         assert totals == run.traces().totals(progress=False)
         assert isinstance(totals, Totals)
-        assert (totals.sessions, totals.traces, totals.ledger.trained) == (3, len(seen), 12)
+        assert (totals.sessions, totals.traces, totals.ledger) == (3, len(seen), run.ledger())
 
     @pytest.mark.parametrize(
         ("arguments", "message"),

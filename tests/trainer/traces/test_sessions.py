@@ -6,10 +6,10 @@ from rolltap.addons.errors import LedgerError
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call, Session, VersionSpan
 from rolltap.addons.store.tables import RunWriter
-from rolltap.trainer.traces.build import GroupReward
+from rolltap.trainer.traces.build import GroupReward, Unrewarded
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import RecordedSession
-from rolltap.trainer.traces.sessions import TraceOptions, load_batch, trace_session
+from rolltap.trainer.traces.sessions import Totals, TraceOptions, load_batch, make_batch, trace_session
 from tests.trainer.forests import forget_a_call
 
 
@@ -89,6 +89,35 @@ def test_a_fault_does_not_count_in_the_mean_of_its_group_and_a_session_without_c
         writer.add_session(Session(session_id="failed", group_id="g", status="failed", reward=0.0))
     batch = load_batch(tmp_path, None, TraceOptions())
     assert batch.rewards == {"failed": GroupReward(group_id="g", reward=0.0)}
+
+
+def test_a_batch_names_every_session_without_a_reward_and_why_even_if_it_sampled_nothing():
+    dead = RecordedSession(
+        session_id="dead", session=Session(session_id="dead", group_id="g", status="error"), calls=[]
+    )
+    late = RecordedSession(session_id="late", session=Session(session_id="late", status="timeout"), calls=[])
+    unknown = RecordedSession(session_id="u", session=None, calls=[make_call("u", 1, [1])])
+    batch = make_batch(trace_session(session, TraceOptions()) for session in (dead, late, unknown))
+    assert (batch.rewards, batch.traces) == ({}, [])
+    assert batch.unrewarded == {
+        "dead": Unrewarded(group_id="g", reason="fault"),
+        "late": Unrewarded(group_id="late", reason="no_reward"),
+        "u": Unrewarded(group_id="u", reason="no_reward"),
+    }
+
+
+def test_totals_account_for_tokens_as_a_batch_does():
+    fault, late = (recorded(None, make_call("s", 1, [1])) for _ in range(2))
+    fault.session.status = "error"
+    traced = [
+        trace_session(session, TraceOptions()) for session in (fault, late, recorded(1.0, make_call("s", 1, [1])))
+    ]
+    totals = Totals()
+    for session in traced:
+        totals.add(session)
+    assert totals.ledger == make_batch(traced).ledger
+    assert totals.ledger == Ledger(sampled=6, trained=2, left_out={"fault": 2, "no_reward": 2})
+    assert totals.traces == 3
 
 
 def test_a_batch_has_the_selected_traces_and_the_rewards_of_all_its_sessions(tmp_path):

@@ -16,8 +16,12 @@ from rolltap.addons.store.records import Call, Session, VersionSpan
 from rolltap.addons.store.tables import RunWriter
 from rolltap.errors import InputError, RunError
 from rolltap.trainer import cli
+from rolltap.trainer.metrics_file import METRICS, read_metrics
+from rolltap.trainer.traces.build import Unrewarded
+from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.sessions import TraceOptions
 from rolltap.trainer.training.offline import RecordedGroup, RecordedTraces, recorded_groups
+from rolltap.trainer.views.report import summarize
 
 GRPO = "[grpo]\nlearning_rate = 1e-2\nactivation_checkpointing = false\nmax_grad_norm = 0.0\n"
 
@@ -67,7 +71,8 @@ def write_run(run, model, groups, *, prefix="", sampling="{}", **metadata):
                     )
                 )
                 status = "error" if reward is None else "completed"
-                writer.add_session(Session(session_id=session_id, group_id=group, status=status, reward=reward))
+                labels = {"group_id": group, "task_id": f"task {group}"}
+                writer.add_session(Session(session_id=session_id, status=status, reward=reward, **labels))
     return run
 
 
@@ -142,9 +147,50 @@ def test_groups_have_the_sessions_with_a_reward_if_the_rewards_differ(tmp_path, 
     first = write_run(tmp_path / "first", model, {"a": [0.0, 1.0, None], "same": [1.0, 1.0], "none": [None]})
     second = write_run(tmp_path / "second", model, {"a": [0.0, 1.0]}, prefix="x")
     assert recorded_groups([first, second]) == [
-        RecordedGroup(0, "a", ("a-0", "a-1")),
-        RecordedGroup(1, "a", ("xa-0", "xa-1")),
+        RecordedGroup(0, "a", ("a-0", "a-1"), ("a-2",), "task a"),
+        RecordedGroup(1, "a", ("xa-0", "xa-1"), (), "task a"),
     ]
+
+
+def test_the_ledgers_of_all_rows_and_of_the_groups_that_are_none_add_up_to_that_of_the_run(tmp_path, model):
+    rewards = {"a": [0.0, 1.0, None], "same": [1.0, 1.0, None], "none": [None], "b": [1.0, 0.0]}
+    run = write_run(tmp_path / "run", model, rewards)
+    with RunWriter(run) as writer:
+        spans = [VersionSpan(version="0", start=0, end=1)]
+        fields = {"prompt_ids": [1], "completion_ids": [2], "logprobs": [-1.0], "weight_versions": spans}
+        writer.add_call(Call(session_id="unknown", call_id="c", **fields))
+    groups = recorded_groups([run])
+    source = RecordedTraces([run], groups, TraceOptions())
+    batch = source([{"group": group} for group in range(len(groups))])
+    skipped = source.skipped()
+    assert batch.ledger == Ledger(sampled=20, trained=16, left_out={"fault": 4})
+    assert skipped.ledger == Ledger(sampled=17, left_out={"no_signal": 8, "fault": 8, "no_reward": 1})
+    total, recorded = batch.ledger + skipped.ledger, summarize(run).ledger
+    assert total == recorded + Ledger(trained=-8, left_out={"no_signal": 8})
+    assert batch.unrewarded == {"a-2": Unrewarded(group_id="0/a", reason="fault")}
+    assert str(skipped) == (
+        "1 group whose rewards are equal (3 sessions), 2 groups without a reward (2 sessions); "
+        "tokens 17: 0 to train, left out: 8 fault, 1 no_reward, 8 no_signal"
+    )
+
+
+def test_what_is_no_row_is_printed_at_the_start_and_what_has_no_reward_is_in_the_metrics(tmp_path, model, write_recipe):
+    run = write_run(tmp_path / "run", model, {"a": [0.0, 1.0, None], "same": [1.0, 1.0]})
+    arguments = ["train", str(write_recipe(steps=1)), "--from", str(run), "--out", str(tmp_path / "out")]
+    ended = CliRunner().invoke(cli.rolltap, arguments, catch_exceptions=False)
+    printed = " ".join(ended.output.split())
+    assert "1 groups whose rewards differ, of 2 sessions" in printed
+    assert "not trained: 1 group whose rewards are equal (2 sessions); tokens 8: 0 to train" in printed
+    [line] = read_metrics(tmp_path / "out" / METRICS)
+    assert (line["sessions"], line["sessions_fault"], line["left_out/fault"]) == (3, 1, 4)
+    assert line["reward/task/task%20a"] == 0.5
+    assert line["off_policy/root"] > 0
+    assert "difference/root" not in line
+
+
+def test_nothing_is_said_when_all_groups_are_rows(tmp_path, model):
+    run = write_run(tmp_path / "run", model, {"a": [0.0, 1.0, None]})
+    assert not RecordedTraces([run], recorded_groups([run]), TraceOptions()).skipped().ledger.sampled
 
 
 def test_groups_of_one_name_in_two_runs_are_two_groups(tmp_path, model):

@@ -73,6 +73,7 @@ def test_a_step_runs_one_group_for_each_row_and_has_their_order(tmp_path):
     batch = loop.step(3, "ba")
     ids = ["b-1a2b3c4d.3.0-0.0", "b-1a2b3c4d.3.0-1.0", "a-1a2b3c4d.3.1-0.0", "a-1a2b3c4d.3.1-1.0"]
     assert loop.run == list(batch.rewards) == [trace.session_id for trace in batch.traces] == ids
+    assert batch.on_policy
     assert loop.published == ["1a2b3c4d.3.0"]
     assert "step 4/9  4 sessions in " in loop.console.file.getvalue()
 

@@ -145,7 +145,11 @@ def test_other_processes_report_nothing(tmp_path):
 def test_the_line_of_a_step_has_the_numbers_that_one_looks_at_first():
     logs = {
         "reward": 0.625,
+        "sessions": 16.0,
+        "sessions_fault": 3.0,
+        "sessions_no_reward": 1.0,
         "groups_without_signal": 2.0,
+        "groups_without_reward": 1.0,
         "loss": 0.01234,
         "difference/bridged": 1e-6,
         "difference/rendered": 2e-3,
@@ -165,12 +169,23 @@ def test_the_line_of_a_step_has_the_numbers_that_one_looks_at_first():
         "learning_rate": 1e-6,
     }
     assert step_line(3, 5, logs) == (
-        "step 3/5  reward [bold]0.625[/]  groups without signal 2  loss 0.01234  difference 2.0e-03  ratio 1.000  "
+        "step 3/5  reward [bold]0.625[/]  sessions with faults 3  sessions without a reward 1  "
+        "groups without signal 2  loss 0.01234  difference 2.0e-03  ratio 1.000  "
         "clipped 1.2 %  masked 0.3 %  KL 0.25  entropy 0.500  4,210 tokens trained  35 left out  "
-        "38 % of rows computed  1,300 tokens/s  2.1 GiB"
+        "38 % of rows forwarded  1,300 tokens/s  2.1 GiB"
     )
 
 
+def test_a_difference_from_other_weights_is_called_so():
+    assert step_line(1, 2, {"off_policy/root": 0.25, "off_policy/bridged": 0.5}) == "step 1/2  off policy 5.0e-01"
+
+
 def test_a_step_without_tokens_says_so_and_no_more():
-    logs = {"reward": None, "groups_without_signal": 0.0, "tokens_trained": 0.0, "tokens_in_rows": 0.0}
+    logs = {
+        "reward": None,
+        "sessions_fault": 0.0,
+        "groups_without_signal": 0.0,
+        "tokens_trained": 0.0,
+        "tokens_in_rows": 0.0,
+    }
     assert step_line(1, 2, logs) == "step 1/2  0 tokens trained"

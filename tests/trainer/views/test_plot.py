@@ -33,7 +33,11 @@ def test_the_attempts_at_a_step_are_one_point(tmp_path, monkeypatch):
             writer.add_session(
                 Session(session_id=str(number), status="completed", reward=number, policy_version=version)
             )
+        writer.add_session(Session(session_id="fault", status="error", reward=9.0, policy_version="1a2b3c4d.11.1"))
+        writer.add_session(Session(session_id="unknown", status="completed", reward=5.0))
     plot_rewards(tmp_path, tmp_path / "some.png", "something")
     (axes,) = drawn[0].axes
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["9", "10", "11", "model-2.5"]
-    assert list(axes.lines[0].get_ydata()) == [0.0, 1.5, 3.0, 4.0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["9", "10", "11", "model-2.5", "default"]
+    assert list(axes.lines[0].get_ydata()) == [0.0, 1.5, 3.0, 4.0, 5.0]
+    dots = axes.collections[0].get_offsets().tolist()
+    assert sorted(dots) == [[0, 0], [1, 1], [1, 2], [2, 3], [3, 4], [4, 5]]

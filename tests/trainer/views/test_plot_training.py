@@ -11,8 +11,13 @@ STEP = {
     "reward/harness/codex": 0.25,
     "reward/harness/my%20own": 0.75,
     "reward/task/only": 0.5,
+    "sessions": 16,
+    "sessions_fault": 3,
+    "sessions_no_reward": 0,
     "groups": 4,
     "groups_without_signal": 1,
+    "groups_without_reward": 0,
+    "off_policy/bridged": 0.25,
     "difference/bridged": 0.0,
     "difference/rendered": 1e-3,
     "ratio/mean": 1.0,
@@ -24,6 +29,7 @@ STEP = {
     "masked/high": 0.2,
     "entropy": 0.5,
     "tokens_trained": 100,
+    "tokens_computed": 90,
     "left_out/aborted": 7,
     "left_out/no_reward": 0,
     "tokens_in_rows": 1000,
@@ -63,14 +69,17 @@ def test_every_metric_has_its_panel(drawn):
     assert panels["reward"].keys() == {"reward", "reward/harness/codex", "reward/harness/my own"}
     differences = panels["sampler and trainer: mean difference of log-probabilities"]
     assert differences == {"difference/bridged": [(1, 0), (2, 0)], "difference/rendered": [(1, 1e-3), (2, 1e-3)]}
-    assert panels["sampled tokens"].keys() == {"tokens_trained", "left_out/aborted"}
-    assert panels["tokens computed / tokens in rows"] == {"forwarded_share": [(1, 0.4), (2, 0.4)]}
+    assert panels["sampled tokens"].keys() == {"tokens_trained", "tokens_computed", "left_out/aborted"}
+    assert panels["tokens forwarded / tokens in rows"] == {"forwarded_share": [(1, 0.4), (2, 0.4)]}
     assert panels["share of tokens"].keys() == {
         "clip_ratio/low_mean",
         "clip_ratio/high_mean",
         "masked/low",
         "masked/high",
     }
+    assert panels["sessions"].keys() == {"sessions", "sessions_fault", "sessions_no_reward"}
+    assert panels["groups of sessions"].keys() == {"groups", "groups_without_signal", "groups_without_reward"}
+    assert panels["off policy: mean difference of log-probabilities"].keys() == {"off_policy/bridged"}
     assert panels["importance ratio"].keys() == {"ratio/mean", "ratio/min"}
     assert all(panels.values())
 

@@ -36,6 +36,20 @@ def test_steps_are_in_the_order_in_which_the_versions_were_used():
     ]
 
 
+def test_the_attempts_at_a_step_are_one_entry_for_they_have_the_same_weights():
+    sessions = [session(1, "1a2b3c4d.9.0", 0.0), session(2, "1a2b3c4d.9.1", 1.0), session(3, "1a2b3c4d.10.1", 1.0)]
+    assert reward_steps(sessions) == [
+        VersionRewards("1a2b3c4d.9", 2, 0.5, 1.0),
+        VersionRewards("1a2b3c4d.10", 1, 1.0, 1.0),
+    ]
+
+
+def test_a_fault_has_no_reward_whoever_recorded_one():
+    fault = session(1, "9", 1.0)
+    fault.status = "error"
+    assert reward_steps([fault, session(2, "9", 0.5)]) == [VersionRewards("9", 2, 0.5, 0.5)]
+
+
 def test_a_runs_sessions_calls_and_failures_are_counted(tmp_path):
     write_metadata(tmp_path, {})
     writer = RunWriter(tmp_path)
