@@ -72,8 +72,8 @@ class LoraPublisher:
 
     Publishing does not wait for requests in flight: an engine request keeps the adapter that it started with. The two
     newest adapters of the run stay loaded, and a third is loaded before the oldest is unloaded: the engine needs
-    `--max-cpu-loras` 3 or more. Adapters of other runs (`policy-<run>.`) stay. `folder` is the publisher's own: it keeps
-    these two adapters and nothing else.
+    `--max-cpu-loras` 3 or more. Adapters of other runs (`policy-<run>.`) stay. `folder` is the publisher's own: it
+    keeps these two adapters and nothing else.
     """
 
     def __init__(self, engine_url: str, folder: Path, run: Path) -> None:
