@@ -1,4 +1,4 @@
-"""What decides the steps of a training. A folder that was begun with other values is not gone on with."""
+"""The values that decide the steps of a training. A folder that was begun with others is not gone on with."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What may change between two starts of a training, and what may not."""
+"""Some values may change between two starts of a training, and others may not."""
 
 import json
 from pathlib import Path
