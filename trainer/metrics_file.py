@@ -50,9 +50,8 @@ def cut_metrics(path: Path, step: int) -> None:
     """
     if not path.exists():
         return
-    text = path.read_text()
     kept = "".join(json.dumps(line) + "\n" for line in read_metrics(path) if line["step"] <= step)
-    if kept != text:
+    if kept.encode() != path.read_bytes():
         write_atomically(path, kept)
 
 

@@ -37,12 +37,13 @@ def test_a_line_that_is_being_written_is_not_read(path):
     assert read_metrics(path) == [{"step": 1}]
 
 
+@pytest.mark.parametrize("torn", [b'{"step": 4', b'{"step": 4, "note": "\xc3'])
 @pytest.mark.parametrize(("step", "kept"), [(0, []), (2, [1, 2]), (9, [1, 2, 3])])
-def test_lines_after_the_checkpoint_and_half_a_line_are_cut(path, step, kept):
+def test_lines_after_the_checkpoint_and_half_a_line_are_cut(path, step, kept, torn):
     for taken in (1, 2, 3):
         append_metrics(path, taken, {"reward": taken / 3})
-    with path.open("a") as file:
-        file.write('{"step": 4')
+    with path.open("ab") as file:
+        file.write(torn)
     cut_metrics(path, step)
     append_metrics(path, step + 1, {})
     assert [line["step"] for line in read_metrics(path)] == [*kept, step + 1]

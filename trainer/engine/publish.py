@@ -71,8 +71,9 @@ class LoraPublisher:
     """Saves the adapter, and loads it into the engine under a new name, `policy-<version>`.
 
     Publishing does not wait for requests in flight: an engine request keeps the adapter that it started with. The two
-    newest adapters stay loaded, and a third is loaded before the oldest is unloaded: the engine needs
-    `--max-cpu-loras` 3 or more. `folder` is the publisher's own: it keeps these two adapters and nothing else.
+    newest adapters of the run stay loaded, and a third is loaded before the oldest is unloaded: the engine needs
+    `--max-cpu-loras` 3 or more. Adapters of other runs (`policy-<run>.`) stay. `folder` is the publisher's own: it
+    keeps these two adapters and nothing else.
     """
 
     def __init__(self, engine_url: str, folder: Path, run: Path) -> None:
@@ -97,8 +98,9 @@ class LoraPublisher:
 
         self._kept.append((name, adapter))
         self._kept = self._kept[-2:]
+        of_this_run = f"policy-{version.partition('.')[0]}."
         for old in loaded - {name for name, _ in self._kept}:
-            if old.startswith("policy-"):
+            if old.startswith(of_this_run):
                 self._engine.unload_adapter(old)
         _keep_only(self._folder, [folder for _, folder in self._kept])
 

@@ -20,7 +20,8 @@ def train(recipe: str | Path, *, engine: str, out: str | Path, seed: int = 0) ->
     run, and plots to `reward.png` and `training.png`. The trained model is in the folder `model` of the run.
 
     Raises `MissingPackageError` without the extra `train`; `InputError` for a wrong recipe, and for an `out` whose
-    training is finished; `EngineError` when the engine refuses; `RecorderError` when the recorder dies.
+    training is finished or was begun with another recipe or seed; `EngineError` when the engine refuses;
+    `RecorderError` when the recorder dies.
     """
     recipe, out = Path(recipe), Path(out)
     _require_unfinished(out)
@@ -45,8 +46,8 @@ def train_offline(recipe: str | Path, runs: Sequence[str | Path], *, out: str | 
     `training.png`.
 
     Raises `MissingPackageError` without the extra `train`; `RunError` for a folder that is not a run; `InputError` for
-    a wrong recipe, an `out` whose training is finished or was begun with other groups, no group to train on, a
-    session in two runs, and a tokenizer or a sampling temperature that is not the recipe's.
+    a wrong recipe, an `out` whose training is finished or was begun with another recipe, seed or other groups, no
+    group to train on, a session in two runs, and a tokenizer or a sampling temperature that is not the recipe's.
     """
     require_collection(runs)
     if not runs:

@@ -6,7 +6,7 @@ traces would be off policy.
 
 A stopped training goes on from its last checkpoint. All steps after it are taken again, with the sessions that are in
 the run folder. Nothing else decides on a step: its tasks are a function of the seed and the step, and the checkpoint
-holds the weights, the optimizer and the scheduler.
+holds the weights, the optimizer and the scheduler. What else decides is refused to change (`begun`).
 """
 
 import json
@@ -14,9 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset
-from peft import LoraConfig
 from rich.console import Console
 from transformers import PrinterCallback, TrainerCallback, set_seed
 from transformers.utils import logging as transformers_logging
@@ -35,11 +33,12 @@ from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.scheduler import Group, Plan, run_groups
 from rolltap.trainer.rollouts.task import Task, load_tasks
 from rolltap.trainer.traces.build import TraceBatch
+from rolltap.trainer.training.arguments import check_arguments, lora_config, sampling, training_arguments
 from rolltap.trainer.training.attempts import claimed_attempt
-from rolltap.trainer.training.checkpoints import CHECKPOINTS, checkpoint_step, last_checkpoint, remove_incomplete
+from rolltap.trainer.training.begun import begun_online
+from rolltap.trainer.training.checkpoints import checkpoint_step, last_checkpoint, remove_incomplete
 from rolltap.trainer.training.online import OnlineTraces
 from rolltap.trainer.training.recipe import FINISHED, Recipe
-from rolltap.trainer.training.report_to import check_report_to
 from rolltap.trainer.training.reports import run_reports
 
 
@@ -49,6 +48,7 @@ def train(recipe: Recipe, *, engine: str, run: Path, title: str, seed: int, cons
     `engine` is the URL of a vLLM server that serves the recipe's model. `title` is that of the plots. Raises
     `InputError`.
     """
+    check_arguments(recipe)
     tasks, harness = _rollouts(recipe)
     harness.require_program()
     if "," in engine:
@@ -58,7 +58,8 @@ def train(recipe: Recipe, *, engine: str, run: Path, title: str, seed: int, cons
     plan = Plan(harness, recipe.concurrency, recipe.session_timeout)
     options = {**recipe.recorder, "rolltap_sampling": json.dumps(sampling(recipe))}
     recorder = Recorder(run, engine=engine, model=recipe.model, options=options, processes=recipe.recorders)
-    with claimed_attempt(run) as attempt, recorder:
+    begun = begun_online(recipe, tasks, harness, seed)
+    with claimed_attempt(run, begun) as attempt, recorder:
         publisher = _publisher(recipe, engine, run)
 
         def run_sessions(groups: Sequence[Group], version: str) -> list[Session]:
@@ -99,7 +100,7 @@ def make_trainer(
         trace_source=source,
         groups_per_step=recipe.groups_per_step,
         callbacks=reports,
-        peft_config=LoraConfig(**recipe.lora) if recipe.lora else None,
+        peft_config=lora_config(recipe),
     )
     trainer.remove_callback(PrinterCallback)  # the reports print the line of a step
     return trainer
@@ -129,62 +130,6 @@ def save_finished(trainer: TraceGRPOTrainer, run: Path) -> None:
     """
     with new_folder(run / FINISHED) as folder:
         trainer.save_model(str(folder))
-
-
-def sampling(recipe: Recipe) -> dict[str, Any]:
-    """Return the recorder's sampling parameters: the recipe's own, and the temperature by which the trainer divides.
-
-    Raises `InputError` when the two temperatures differ.
-    """
-    text = recipe.recorder.get("rolltap_sampling", "{}")
-    if not isinstance(text, str):
-        raise InputError("recorder.rolltap_sampling is a list: give one JSON object as text")
-    try:
-        own: dict[str, Any] = json.loads(text)
-    except ValueError as error:
-        raise InputError(f"recorder.rolltap_sampling is not JSON: {error}") from error
-    temperature = recipe.grpo.get("temperature", 1.0)
-    if own.get("temperature", temperature) != temperature:
-        raise InputError(
-            f"recorder.rolltap_sampling samples at temperature {own['temperature']}, but grpo.temperature is "
-            f"{temperature}: the trainer would divide the logits by another number than the engine"
-        )
-    return {**own, "temperature": temperature}
-
-
-_OURS = ("output_dir", "max_steps", "seed", "save_strategy", "save_steps")
-
-
-def training_arguments(recipe: Recipe, run: Path, seed: int, rows: Sequence[object]) -> TraceGRPOConfig:
-    """Return TRL's arguments: the recipe's, and those that the loop sets. Raises `InputError` for what TRL refuses."""
-    for key in _OURS:
-        if key in recipe.grpo:
-            raise InputError(f"grpo.{key} is set by rolltap: remove it")
-    if recipe.groups_per_step > len(rows):
-        raise InputError(f"groups_per_step is {recipe.groups_per_step}, but {recipe.tasks} has {len(rows)} tasks")
-    check_report_to(recipe.grpo.get("report_to", "none"))
-    cuda = torch.cuda.is_available()
-    defaults: dict[str, Any] = {
-        "bf16": cuda,
-        "use_cpu": not cuda,
-        "report_to": "none",
-        "run_name": run.name,
-        "project": "rolltap",
-        "logging_steps": 1,
-        "disable_tqdm": True,
-        "save_total_limit": 2,
-    }
-    try:
-        return TraceGRPOConfig(
-            **defaults | recipe.grpo,
-            output_dir=str(run / CHECKPOINTS),
-            max_steps=recipe.steps * recipe.grpo.get("num_iterations", 1),
-            seed=seed,
-            save_strategy="steps",
-            save_steps=recipe.save_steps * recipe.grpo.get("num_iterations", 1),
-        )
-    except (TypeError, ValueError) as error:
-        raise InputError(f"the recipe's [grpo] table: {error}") from error
 
 
 def _publisher(recipe: Recipe, engine: str, run: Path) -> Publisher:

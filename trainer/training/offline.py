@@ -3,11 +3,10 @@
 The runs may hold sessions of other policies than the model: the loss corrects by the recorded log-probabilities.
 """
 
-import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,17 @@ from transformers import AutoTokenizer
 
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.metadata import read_metadata, tokenizer_digests
-from rolltap.addons.store.staging import write_atomically
 from rolltap.addons.store.tables import read_batches
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import RecordedCalls, RecordedSession, load_sessions
 from rolltap.trainer.traces.sessions import TracedSession, TraceOptions, make_batch, session_reward, trace_session
+from rolltap.trainer.training.arguments import check_arguments, training_arguments
 from rolltap.trainer.training.attempts import claimed_attempt
-from rolltap.trainer.training.loop import make_trainer, save_finished, train_to_end, training_arguments
+from rolltap.trainer.training.begun import begun_offline
+from rolltap.trainer.training.loop import make_trainer, save_finished, train_to_end
 from rolltap.trainer.training.recipe import Recipe
 from rolltap.trainer.training.reports import run_reports
-
-OFFLINE_FILE = "offline.json"
-"""File in the training's folder that names its runs and rows. A resumed training must have the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +81,7 @@ def train(recipe: Recipe, runs: Sequence[Path], *, out: Path, title: str, seed: 
 
     Raises `InputError` for runs that the recipe's model cannot be trained on, and `RunError`.
     """
+    check_arguments(recipe)
     temperature = recipe.grpo.get("temperature", 1.0)
     for run in runs:
         _require_tokenizer(run, recipe.model)
@@ -97,8 +95,7 @@ def train(recipe: Recipe, runs: Sequence[Path], *, out: Path, title: str, seed: 
             f"groups_per_step is {recipe.groups_per_step}, but the runs have {len(groups)} groups to train"
         )
     args = training_arguments(recipe, out, seed, groups)
-    with claimed_attempt(out):
-        _require_same_rows(out, runs, groups)
+    with claimed_attempt(out, begun_offline(recipe, [astuple(group) for group in groups], seed)):
         sessions = sum(len(group.session_ids) for group in groups)
         console.print(f"{len(groups)} groups whose rewards differ, of {sessions} sessions")
         source = RecordedTraces(runs, groups, TraceOptions(recipe.strategy, recipe.roles, recipe.max_tokens))
@@ -221,25 +218,3 @@ def _require_temperature(run: Path, sessions: set[str], temperature: float) -> N
                     f"grpo.temperature is {temperature}: the trainer would divide the logits by another number than "
                     "the engine did"
                 )
-
-
-def _require_same_rows(out: Path, runs: Sequence[Path], groups: Sequence[RecordedGroup]) -> None:
-    """Write the runs and a digest of the rows to `OFFLINE_FILE`, or check that they are those of an earlier start.
-
-    Raises `InputError` when they differ: the steps would be others than those that were trained.
-    """
-    named = json.dumps([[group.run, group.group_id, group.session_ids] for group in groups])
-    rows = {"groups": len(groups), "groups_sha256": hashlib.sha256(named.encode()).hexdigest()}
-    path = out / OFFLINE_FILE
-    try:
-        known = json.loads(path.read_text())
-    except FileNotFoundError:
-        described = {"runs": [str(run.resolve()) for run in runs], **rows}
-        return write_atomically(path, json.dumps(described, indent=2) + "\n")
-    except ValueError as error:
-        raise InputError(f"{path} is damaged ({error}): train into a new folder") from error
-    if {name: known.get(name) for name in rows} != rows:
-        raise InputError(
-            f"{out} was begun with other recorded groups, of {', '.join(known.get('runs', []))}: name the same runs, "
-            "as they were, or another folder"
-        )

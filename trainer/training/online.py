@@ -1,6 +1,7 @@
 """The trace source of an online run: publishes the weights, runs the sessions of a step, and reads their traces.
 
-A step of a resumed run takes the sessions that it finds in the run folder, and runs only those that are missing.
+A step that an earlier attempt trained has the same batch again. Another step of a resumed run takes the sessions that
+it finds in the run folder, and runs only those that are missing or were faults.
 """
 
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from rolltap.addons.errors import RecorderError
+from rolltap.addons.errors import RecorderError, RunError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.engine.publish import Publisher
 from rolltap.trainer.grpo.trainer import TraceGRPOTrainer
@@ -21,6 +22,7 @@ from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.traces.reader import load_sessions
 from rolltap.trainer.traces.sessions import TraceOptions, load_batch
 from rolltap.trainer.training.attempts import Attempt
+from rolltap.trainer.training.batches import BATCHES, TrainedBatches
 from rolltap.trainer.training.recipe import Recipe
 from rolltap.trainer.training.steps import FinishedSessions, further_tasks, has_signal, step_group
 from rolltap.trainer.versions import Version
@@ -63,17 +65,39 @@ class OnlineTraces:
         self._publisher = publisher
         self._run_sessions = run_sessions
         self._console = console
-        self._finished = FinishedSessions(load_sessions(run).values())
+        self._recorded = load_sessions(run)
+        self._finished = FinishedSessions(self._recorded.values())
+        self._trained = TrainedBatches(run)
         self._published: Version | None = None
 
     def __call__(self, rows: list[dict[str, Any]]) -> TraceBatch:
         """Return the batch of a step: one group of sessions for each row (`task_id`), and those that replace groups
         without signal. Publish the weights if any session has to be run.
 
-        Raises `RecorderError` when every session failed because of the engine, the recorder or the machine.
+        Raises `RecorderError` when every session failed because of the engine, the recorder or the machine, and
+        `RunError` when the run lacks a session of a step that was trained.
         """
         version = self._attempt.version(self.trainer.state.global_step)
         counts = _Counts()
+        trained = self._trained.get(version.step)
+        sessions = self._sessions_of(rows, version, counts) if trained is None else self._again(trained, counts)
+        batch = self._load(sessions)
+        if trained is None:
+            self._trained.add(version.step, [session.session_id for session in sessions])
+        self._print(len(sessions), version, counts)
+        return batch
+
+    def _again(self, session_ids: Sequence[str], counts: _Counts) -> list[Session]:
+        counts.recorded_before += len(session_ids)
+        if missing := [name for name in session_ids if name not in self._recorded]:
+            raise RunError(
+                f"{self._run} has no session {missing[0]}, but {BATCHES} says that a step was trained on it: the step "
+                "cannot be taken again; train into a new folder"
+            )
+        return [self._recorded[name] for name in session_ids]
+
+    def _sessions_of(self, rows: list[dict[str, Any]], version: Version, counts: _Counts) -> list[Session]:
+        """Return the sessions of a step that was not trained before."""
         tasks = [self._tasks[row["task_id"]] for row in rows]
         groups = self._record(tasks, 0, version, counts)
         further = further_tasks(
@@ -92,15 +116,13 @@ class OnlineTraces:
                 f"all {len(sessions)} sessions of step {version.step + 1} failed for a reason that is not the agent's; "
                 f"the first: {sessions[0].error}; put it right and start the training again, which goes on from here"
             )
-        batch = self._load(sessions)
-        self._print(len(sessions), version, counts)
-        return batch
+        return sessions
 
     def _record(self, tasks: Sequence[Task], position: int, version: Version, counts: _Counts) -> list[list[Session]]:
         """Return the sessions of one group for each task. `position` is the place of the first group in the step."""
         size = self._recipe.sessions_per_group
         groups = [step_group(version, place, task, size) for place, task in enumerate(tasks, position)]
-        sessions = self._finished.of(groups)
+        sessions = {name: session for group in groups for name, session in self._finished.of(group).items()}
         counts.recorded_before += len(sessions)
         missing = [
             replace(group, session_ids=[name for name in group.session_ids if name not in sessions]) for group in groups

@@ -4,6 +4,7 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 
 from rolltap.addons.store.records import Session
 from rolltap.trainer.rollouts.scheduler import Group
@@ -25,33 +26,24 @@ def step_group(version: Version, position: int, task: Task, sessions: int) -> Gr
 
 
 class FinishedSessions:
-    """Sessions with a row in the run folder, by group and index."""
+    """Sessions with a row in the run folder that were no faults, by group and index."""
 
     def __init__(self, sessions: Iterable[Session]) -> None:
-        tried: defaultdict[tuple[str, int], dict[int, Session]] = defaultdict(dict)
+        self._groups: defaultdict[str, dict[int, tuple[int, Session]]] = defaultdict(dict)
         for session in sessions:
-            if found := _PLACE.fullmatch(session.session_id.removeprefix(session.group_id)):
-                tried[session.group_id, int(found[1])][int(found[2])] = session
-        self._groups: defaultdict[str, dict[int, Session]] = defaultdict(dict)
-        for (group_id, index), attempts in tried.items():
-            *_, last = ended = [attempts[attempt] for attempt in sorted(attempts)]
-            self._groups[group_id][index] = next((session for session in ended if session.status != "error"), last)
+            found = _PLACE.fullmatch(session.session_id.removeprefix(session.group_id))
+            if found and session.status != "error":
+                index, attempt = int(found[1]), int(found[2])
+                group = self._groups[session.group_id]
+                group[index] = min(group.get(index, (attempt, session)), (attempt, session), key=itemgetter(0))
 
-    def of(self, groups: Sequence[Group]) -> dict[str, Session]:
-        """Return the sessions of groups that are run together: id in `groups` -> session of any attempt.
+    def of(self, group: Group) -> dict[str, Session]:
+        """Return the sessions of a group: id in `group` -> session of the first attempt that was no fault.
 
-        Of several attempts at a session the first without a fault (status `error`) counts, else the last. Faults count
-        only when every session has ended and some are none: then the step was trained without them. Otherwise they are
-        left out, to be run again.
+        Faults (status `error`) are not among them: they are run again.
         """
-        found = {
-            session_id: self._groups[group.group_id][index]
-            for group in groups
-            for index, session_id in enumerate(group.session_ids)
-            if index in self._groups[group.group_id]
-        }
-        sound = {session_id: session for session_id, session in found.items() if session.status != "error"}
-        return found if sound and len(found) == sum(len(group.session_ids) for group in groups) else sound
+        finished = self._groups[group.group_id]
+        return {name: finished[index][1] for index, name in enumerate(group.session_ids) if index in finished}
 
 
 def has_signal(sessions: Iterable[Session]) -> bool:

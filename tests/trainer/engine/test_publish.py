@@ -158,25 +158,26 @@ def test_a_published_adapter_is_served_under_its_own_name_beside_the_base(engine
 
 def test_the_newest_two_adapters_stay_loaded(engine, base, restored, tmp_path):
     publisher = LoraPublisher(engine.url, tmp_path / "published", tmp_path)
-    models = {version: with_adapter(base, seed=int(version)) for version in ("1", "2", "3")}
+    models = {f"1a2b3c4d.{step}.0": with_adapter(base, seed=step) for step in (1, 2, 3)}
     for version, model in models.items():
         publisher.publish(model, version)
     served = {model["id"] for model in engine.http.get("/v1/models").json()["data"] if model["parent"]}
-    assert served == {"policy-2", "policy-3"}
+    assert served == {"policy-1a2b3c4d.2.0", "policy-1a2b3c4d.3.0"}
     assert sorted(path.name.rpartition("-")[0] for path in (tmp_path / "published").iterdir()) == sorted(served)
-    for version in ("2", "3"):
+    for version in ("1a2b3c4d.2.0", "1a2b3c4d.3.0"):
         assert_samples_like(models[version], generate(engine, f"policy-{version}"))
 
 
 def test_a_resumed_run_replaces_the_adapters_of_the_earlier_one(engine, base, restored, tmp_path):
     earlier = LoraPublisher(engine.url, tmp_path / "published", tmp_path)
-    earlier.publish(with_adapter(base, seed=1), "1")
-    earlier.publish(with_adapter(base, seed=2), "2")
-    generate(engine, "policy-1")
+    earlier.publish(with_adapter(base, seed=1), "1a2b3c4d.1.0")
+    earlier.publish(with_adapter(base, seed=2), "1a2b3c4d.2.0")
+    generate(engine, "policy-1a2b3c4d.1.0")
     model = with_adapter(base, seed=3)
-    LoraPublisher(engine.url, tmp_path / "published", tmp_path).publish(model, "1")
-    assert_samples_like(model, generate(engine, "policy-1"))
-    assert {model["id"] for model in engine.http.get("/v1/models").json()["data"] if model["parent"]} == {"policy-1"}
+    LoraPublisher(engine.url, tmp_path / "published", tmp_path).publish(model, "1a2b3c4d.1.0")
+    assert_samples_like(model, generate(engine, "policy-1a2b3c4d.1.0"))
+    served = {model["id"] for model in engine.http.get("/v1/models").json()["data"] if model["parent"]}
+    assert served == {"policy-1a2b3c4d.1.0"}
 
 
 def test_an_adapter_that_the_engine_refuses_is_not_the_policy(engine, base, restored, tmp_path):

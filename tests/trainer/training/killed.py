@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, TrainerState
 
 from rolltap.trainer.engine import publish
 from rolltap.trainer.grpo.trainer import TraceGRPOTrainer
+from rolltap.trainer.metrics_file import METRICS, read_metrics
 from rolltap.trainer.traces.reader import load_sessions
 from rolltap.trainer.training import attempts, loop, online
 from rolltap.trainer.training.recipe import FINISHED, load_recipe
@@ -52,6 +53,7 @@ use_cpu = true
 bf16 = false
 activation_checkpointing = false
 gradient_accumulation_steps = 2
+num_iterations = {{iterations}}
 """
 LORA = """
 [lora]
@@ -98,9 +100,14 @@ POINTS = {
         ["3: half of policy- was removed 2"],
         ["4: before save_finished 1"],
     ],
+    "twice": [
+        ["2: after a micro-batch 1", "6: after a session was recorded 1"],
+        ["6: after the optimizer's step 2"],
+    ],
 }
-"""Way of publishing -> lists of points at which one training is killed, one after the other. The file before
-`training_args.bin` is the model. The sessions from the fifth on are those of a further group."""
+"""Way of publishing (`twice`: as a checkpoint, with two optimizer steps a batch) -> lists of points at which one
+training is killed, one after the other. The file before `training_args.bin` is the model. The sessions from the fifth
+on are those of a further group."""
 
 
 def make_points(points: Points) -> None:
@@ -203,6 +210,7 @@ def report_of(plain: Path, folder: Path, kills: Sequence[str]) -> dict[str, Any]
     - resumed: the steps of the last start.
     - batches, weights: True when all batches, and the final weights bit for bit, are those of the plain training.
     - sessions: True when as many sessions were recorded as without the kill, each once.
+    - metrics: True when each optimizer step has one line of metrics, in their order.
     - tidy: True when the folders hold nothing but the newest policy, whole checkpoints and the model.
     """
     killed = all(train(folder, point) == -signal.SIGKILL for point in kills)
@@ -214,6 +222,7 @@ def report_of(plain: Path, folder: Path, kills: Sequence[str]) -> dict[str, Any]
     expected = {batch["step"]: batch for batch in read_batches(plain)}
     after = read_batches(folder)[len(before) :]
     run = folder / "run"
+    iterations = load_recipe(folder.parent / "recipe.toml").grpo["num_iterations"]
     left = sorted(path.name for path in (run / "published").iterdir())
     whole = [(path / "rng_state.pth").exists() for path in (run / "checkpoints").glob("checkpoint-*")]
     hidden = [path.name for path in run.iterdir() if path.name.startswith(".") and path.is_dir()]
@@ -227,6 +236,7 @@ def report_of(plain: Path, folder: Path, kills: Sequence[str]) -> dict[str, Any]
         "batches": all(batch == expected[batch["step"]] for batch in [*before, *after]),
         "weights": weights_of(folder) == weights_of(plain),
         "sessions": names_of(run) == names_of(plain / "run"),
+        "metrics": [line["step"] for line in read_metrics(run / METRICS)] == list(range(1, STEPS * iterations + 1)),
         "tidy": len(left) <= 2
         and not any(name.startswith(".") for name in left)
         and all(whole)
@@ -246,6 +256,13 @@ def names_of(run: Path) -> list[str]:
     return sorted(re.sub(r"[0-9a-f]{8}\.|\.\d+$", "", session_id) for session_id in load_sessions(run))
 
 
+def recipe_of(kind: str) -> str:
+    """Return the recipe of a key of `POINTS`."""
+    publishing = "lora" if kind == "lora" else "checkpoint"
+    recipe = RECIPE.format(publish=publishing, iterations=2 if kind == "twice" else 1)
+    return recipe + (LORA if kind == "lora" else "")
+
+
 def main(folder: Path) -> None:
     """Write the recipe, train without a kill, and then once for each point."""
     torch.set_num_threads(1)
@@ -258,10 +275,10 @@ def main(folder: Path) -> None:
     (folder / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     (folder / "harness.toml").write_text('name = "h"\nprogram = "true"\nheadless = []\n')
     reports = []
-    for kind in ("checkpoint", "lora"):
+    for kind in POINTS:
         place = folder / kind
         place.mkdir()
-        (place / "recipe.toml").write_text(RECIPE.format(publish=kind) + (LORA if kind == "lora" else ""))
+        (place / "recipe.toml").write_text(recipe_of(kind))
         (place / "plain").mkdir()
         assert train(place / "plain") == 0
         for number, kills in enumerate(POINTS[kind]):

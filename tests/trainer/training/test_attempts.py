@@ -6,14 +6,16 @@ import signal
 
 import pytest
 
-from rolltap.addons.errors import RunError
+from rolltap.addons.errors import InputError, RunError
 from rolltap.addons.store import staging
 from rolltap.trainer.training.attempts import TRAINING_FILE, Attempt, claimed_attempt
 
+BEGUN = {"kind": "online", "seed": 0}
 
-def start(run) -> Attempt:
+
+def start(run, begun=BEGUN) -> Attempt:
     """Start a training that ends at once."""
-    with claimed_attempt(run) as attempt:
+    with claimed_attempt(run, begun) as attempt:
         return attempt
 
 
@@ -36,7 +38,7 @@ def test_a_start_that_is_killed_leaves_a_count_that_can_be_read(tmp_path, monkey
         try:
             if killed_before == "rename":
                 monkeypatch.setattr(staging.Path, "rename", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-            with claimed_attempt(tmp_path):
+            with claimed_attempt(tmp_path, BEGUN):
                 os.kill(os.getpid(), signal.SIGKILL)
         finally:
             os._exit(1)
@@ -45,7 +47,16 @@ def test_a_start_that_is_killed_leaves_a_count_that_can_be_read(tmp_path, monkey
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "{}", '{"run": "short", "starts": 1}', '{"run": "1a2b3c4d", "starts": -1}']
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"run": "short", "starts": 1}',
+        '{"run": "1a2b3c4d", "starts": -1}',
+        '{"run": "1a2b3c4d", "starts": 1}',
+    ],
 )
 def test_a_damaged_file_is_not_counted_on(tmp_path, text):
     (tmp_path / TRAINING_FILE).write_text(text)
@@ -56,12 +67,27 @@ def test_a_damaged_file_is_not_counted_on(tmp_path, text):
 
 def test_the_file_says_what_it_counts(tmp_path):
     attempt = start(tmp_path)
-    assert json.loads((tmp_path / TRAINING_FILE).read_text()) == {"run": attempt.run, "starts": 1}
+    assert json.loads((tmp_path / TRAINING_FILE).read_text()) == {"run": attempt.run, "starts": 1, "begun": BEGUN}
 
 
 def test_two_trainings_do_not_run_on_one_folder(tmp_path):
-    with claimed_attempt(tmp_path) as attempt:
+    with claimed_attempt(tmp_path, BEGUN) as attempt:
         for _ in range(2):
             with pytest.raises(RunError, match=r"another training is running on .*: wait until it has ended"):
                 start(tmp_path)
     assert start(tmp_path) == Attempt(attempt.run, 1)
+
+
+def test_a_start_that_would_train_other_steps_is_refused_and_not_counted(tmp_path):
+    attempt = start(tmp_path)
+    with pytest.raises(InputError, match=r"was begun with other values of seed \(it was 0\): start in another folder"):
+        start(tmp_path, {**BEGUN, "seed": 1})
+    assert start(tmp_path) == Attempt(attempt.run, 1)
+
+
+def test_checkpoints_of_an_unknown_training_are_not_gone_on_with(tmp_path):
+    checkpoint = tmp_path / "checkpoints" / "checkpoint-2"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "trainer_state.json").write_text("{}")
+    with pytest.raises(RunError, match=r"checkpoint-2 exists, but not .*training\.json"):
+        start(tmp_path)

@@ -1,4 +1,4 @@
-"""The online loop on real parts, and its pure functions."""
+"""The online loop on real parts."""
 
 import json
 import shutil
@@ -8,14 +8,11 @@ import pytest
 from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
-from rolltap.addons.errors import InputError
 from rolltap.trainer import cli
 from rolltap.trainer.engine.publish import CheckpointPublisher
-from rolltap.trainer.rollouts.task import load_tasks
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
-from rolltap.trainer.training import loop
 from rolltap.trainer.training.attempts import TRAINING_FILE
-from rolltap.trainer.training.recipe import FINISHED, load_recipe
+from rolltap.trainer.training.recipe import FINISHED
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart"
 
@@ -67,48 +64,3 @@ def test_two_steps_of_recording_training_and_publishing_and_a_resumed_third(engi
             assert versions == {sessions[session_id].policy_version}
     assert (run / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert (run / FINISHED / "model.safetensors").exists()
-
-
-class TestArguments:
-    @pytest.fixture
-    def arguments(self, tmp_path):
-        def arguments(text, **values):
-            recipe = load_recipe(write_recipe(tmp_path, text, **values))
-            return loop.training_arguments(recipe, tmp_path, 3, load_tasks(recipe.tasks))
-
-        return arguments
-
-    def test_the_recipes_table_has_trls_names_and_the_rest_is_derived(self, arguments, tmp_path):
-        args = arguments("[grpo]\nlearning_rate = 0.5\nnum_iterations = 2\n", steps=3, sessions_per_group=4)
-        assert (args.learning_rate, args.max_steps, args.seed) == (0.5, 6, 3)
-        assert args.output_dir == str(tmp_path / loop.CHECKPOINTS)
-
-    @pytest.mark.parametrize(
-        ("text", "values", "message"),
-        [
-            ("[grpo]\nlearning_rat = 1\n", {}, "learning_rat"),
-            ("[grpo]\nmax_steps = 1\n", {}, "grpo.max_steps is set by rolltap"),
-            ("", {"groups_per_step": 2}, "groups_per_step is 2, but .* has 1 tasks"),
-        ],
-    )
-    def test_invalid_arguments_are_refused(self, arguments, text, values, message):
-        with pytest.raises(InputError, match=message):
-            arguments(text, **values)
-
-
-class TestSampling:
-    @pytest.mark.parametrize(
-        ("text", "sampling"),
-        [
-            ("", {"temperature": 1.0}),
-            ("[grpo]\ntemperature = 0.7\n", {"temperature": 0.7}),
-            ("[recorder]\nrolltap_sampling = '{\"top_k\": 5}'\n", {"top_k": 5, "temperature": 1.0}),
-        ],
-    )
-    def test_the_engine_samples_at_the_trainers_temperature(self, tmp_path, text, sampling):
-        assert loop.sampling(load_recipe(write_recipe(tmp_path, text))) == sampling
-
-    def test_two_temperatures_are_refused(self, tmp_path):
-        text = "[grpo]\ntemperature = 0.7\n[recorder]\nrolltap_sampling = '{\"temperature\": 0.6}'\n"
-        with pytest.raises(InputError, match=r"samples at temperature 0\.6, but grpo\.temperature is 0\.7"):
-            loop.sampling(load_recipe(write_recipe(tmp_path, text)))

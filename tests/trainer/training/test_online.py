@@ -1,17 +1,19 @@
 """The trace source of an online run, with rewards from a table in place of harness and engine."""
 
+import json
 from io import StringIO
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from rolltap.addons.errors import RecorderError
+from rolltap.addons.errors import RecorderError, RunError
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Session
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.rollouts.task import Task
 from rolltap.trainer.training.attempts import Attempt
+from rolltap.trainer.training.batches import BATCHES, TrainedBatches
 from rolltap.trainer.training.online import OnlineTraces
 from rolltap.trainer.training.recipe import Recipe
 from tests.trainer.runs.recorded_runs import make_call
@@ -20,10 +22,12 @@ TASKS = [Task(id=name, instruction="go", evaluate=["true"]) for name in "abcde"]
 
 
 class Loop:
-    """An online run. `silent` are the tasks whose rewards are all equal; `run` and `published` note what it did."""
+    """An online run. `silent` are the tasks whose rewards are all equal, `at_first` those that are faults in the
+    first attempt; `run` and `published` note what it did."""
 
-    def __init__(self, folder, silent="", **settings):
+    def __init__(self, folder, silent="", at_first="", **settings):
         write_metadata(folder, {})
+        self.at_first = at_first
         self.folder, self.silent = folder, silent
         self.recipe = Recipe(model="m", tasks="t", harness="h", steps=9, sessions_per_group=2, **settings)
         self.run: list[str] = []
@@ -47,8 +51,8 @@ class Loop:
             for group in groups
             for session_id in group.session_ids
         ]
-        if self.faults:
-            for session in sessions:
+        for session in sessions:
+            if self.faults or (session.task_id in self.at_first and version.endswith(".0")):
                 session.status, session.reward, session.error = "error", None, "the engine is down"
         with RunWriter(self.folder, "never") as writer:
             for session in reversed(sessions):
@@ -90,6 +94,7 @@ def test_a_step_that_is_on_the_disk_is_neither_run_nor_published_again(tmp_path)
 def test_only_the_missing_sessions_of_a_step_are_run_by_newly_published_weights(tmp_path):
     loop = Loop(tmp_path)
     loop.step(3, "b")
+    (tmp_path / BATCHES).unlink()  # as if it had been killed before the batch was trained
     batch = loop.step(3, "ba", attempt=1)
     assert loop.run[2:] == ["a-1a2b3c4d.3.1-0.1", "a-1a2b3c4d.3.1-1.1"]
     assert loop.published == ["1a2b3c4d.3.0", "1a2b3c4d.3.1"]
@@ -130,3 +135,39 @@ class TestGroupsWithoutSignal:
         loop.run.clear()
         assert loop.step(3, "ab", attempt=1) == first
         assert loop.run == []
+
+
+class TestFaults:
+    """`at_first` are tasks of which all sessions of the first attempt are faults."""
+
+    @pytest.fixture
+    def loop(self, tmp_path):
+        return Loop(tmp_path, replace_zero_variance=2, at_first="a")
+
+    def test_a_step_that_was_trained_without_a_group_is_trained_without_it_again(self, loop):
+        first = loop.step(3, "a")
+        assert first.rewards
+        loop.run.clear()
+        assert loop.step(3, "a", attempt=1) == first
+        assert loop.run == []
+
+    def test_the_faults_of_a_step_that_was_not_trained_are_run_again(self, loop, monkeypatch):
+        with monkeypatch.context() as killed:
+            killed.setattr(TrainedBatches, "add", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                loop.step(3, "ab")
+        loop.run.clear()
+        batch = loop.step(3, "ab", attempt=1)
+        assert loop.run == ["a-1a2b3c4d.3.0-0.1", "a-1a2b3c4d.3.0-1.1"]
+        assert list(batch.rewards) == [*loop.run, "b-1a2b3c4d.3.1-0.0", "b-1a2b3c4d.3.1-1.0"]
+        loop.run.clear()
+        assert loop.step(3, "ab", attempt=2) == batch
+        assert loop.run == []
+
+    def test_a_step_whose_sessions_are_gone_is_not_taken_again(self, loop):
+        loop.step(3, "b")
+        line = json.loads((loop.folder / BATCHES).read_text())
+        line["sessions"].append("gone")
+        (loop.folder / BATCHES).write_text(json.dumps(line) + "\n")
+        with pytest.raises(RunError, match=r"has no session gone, but batches\.jsonl says .*train into a new folder"):
+            loop.step(3, "b", attempt=1)

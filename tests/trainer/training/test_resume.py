@@ -16,7 +16,9 @@ def test_a_training_that_was_killed_ends_with_the_batches_and_weights_of_one_tha
     assert process.returncode == 0, process.stderr
     reports = json.loads(process.stdout)
     assert len(reports) > 30
-    as_it_should = dict.fromkeys(("killed", "unfinished", "ended", "batches", "weights", "sessions", "tidy"), True)
+    as_it_should = dict.fromkeys(
+        ("killed", "unfinished", "ended", "batches", "weights", "sessions", "metrics", "tidy"), True
+    )
     wrong = [report for report in reports if report != report | as_it_should]
     assert not wrong, process.stderr
     resumed = {"; ".join(report["points"]): report["resumed"] for report in reports}

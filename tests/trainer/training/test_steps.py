@@ -42,7 +42,7 @@ def test_no_two_sessions_of_a_training_have_the_same_id():
 
 def test_sessions_of_any_attempt_are_found_under_the_ids_of_this_one():
     sessions = ended(group_of(0), 0) + ended(group_of(1), 2)
-    found = FinishedSessions(sessions).of([group_of(2)])
+    found = FinishedSessions(sessions).of(group_of(2))
     names = group_of(2).session_ids
     assert found == {names[0]: sessions[0], names[2]: sessions[1]}
 
@@ -59,40 +59,29 @@ def test_sessions_of_any_attempt_are_found_under_the_ids_of_this_one():
     ids=lambda group: group.session_ids[0],
 )
 def test_sessions_of_another_group_or_of_another_form_are_not_found(other):
-    assert FinishedSessions(ended(other, 0, 1, 2)).of([group_of(1)]) == {}
+    assert FinishedSessions(ended(other, 0, 1, 2)).of(group_of(1)) == {}
 
 
 def test_sessions_beyond_the_size_of_the_group_are_not_found():
-    found = FinishedSessions(ended(group_of(0, sessions=8), 1, 7)).of([group_of(1)])
+    found = FinishedSessions(ended(group_of(0, sessions=8), 1, 7)).of(group_of(1))
     assert [session.session_id for session in found.values()] == ["a-1a2b3c4d.4.0-1.0"]
 
 
 def test_the_first_attempt_at_a_session_counts_whatever_the_order_of_the_rows():
     first, second, third = (ended(group_of(attempt), 0, reward=attempt)[0] for attempt in (2, 9, 10))
     for sessions in ([first, second, third], [third, second, first]):
-        (found,) = FinishedSessions(sessions).of([group_of(11, sessions=1)]).values()
+        (found,) = FinishedSessions(sessions).of(group_of(11, sessions=1)).values()
         assert found is first
 
 
 class TestFaults:
-    def test_a_fault_of_a_step_that_was_interrupted_is_run_again(self):
-        sessions = ended(group_of(0), 0) + ended(group_of(0), 1, status="error", reward=None)
-        found = FinishedSessions(sessions).of([group_of(1)])
-        assert list(found.values()) == sessions[:1]
-
-    def test_a_fault_in_another_group_of_the_interrupted_step_is_run_again(self):
-        complete, other = group_of(0), group_of(0, position=1)
-        sessions = ended(complete, 0, 1) + ended(complete, 2, status="error", reward=None) + ended(other, 0)
-        found = FinishedSessions(sessions).of([group_of(1), group_of(1, position=1)])
-        assert [session.status for session in found.values()] == ["completed"] * 3
-
-    def test_a_fault_of_a_step_that_was_trained_without_it_stays(self):
-        sessions = ended(group_of(0), 0, 1) + ended(group_of(0), 2, status="error", reward=None)
-        assert list(FinishedSessions(sessions).of([group_of(1)]).values()) == sessions
+    def test_a_fault_is_run_again(self):
+        sessions = ended(group_of(0), 0) + ended(group_of(0), 1, 2, status="error", reward=None)
+        assert list(FinishedSessions(sessions).of(group_of(1)).values()) == sessions[:1]
 
     def test_the_session_that_was_run_in_place_of_a_fault_counts(self):
         fault, again = ended(group_of(0), 0, status="error", reward=None), ended(group_of(1), 0)
-        assert list(FinishedSessions(fault + again).of([group_of(2)]).values()) == again
+        assert list(FinishedSessions(fault + again).of(group_of(2)).values()) == again
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,123 @@
+"""A recipe's arguments for TRL, PEFT and the recorder."""
+
+import pytest
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.rollouts.task import load_tasks
+from rolltap.trainer.training.arguments import check_arguments, sampling, training_arguments
+from rolltap.trainer.training.checkpoints import CHECKPOINTS
+from rolltap.trainer.training.recipe import load_recipe
+from tests.trainer.grpo.tiny import tiny_model
+from tests.trainer.training.test_loop import write_recipe
+
+
+class TestArguments:
+    @pytest.fixture
+    def arguments(self, tmp_path):
+        def arguments(text, **values):
+            recipe = load_recipe(write_recipe(tmp_path, text, **values))
+            return training_arguments(recipe, tmp_path, 3, load_tasks(recipe.tasks))
+
+        return arguments
+
+    def test_the_recipes_table_has_trls_names_and_the_rest_is_derived(self, arguments, tmp_path):
+        args = arguments("[grpo]\nlearning_rate = 0.5\nnum_iterations = 2\n", steps=3, sessions_per_group=4)
+        assert (args.learning_rate, args.max_steps, args.seed) == (0.5, 6, 3)
+        assert args.output_dir == str(tmp_path / CHECKPOINTS)
+
+    @pytest.mark.parametrize(
+        ("text", "values", "message"),
+        [
+            ("[grpo]\nlearning_rat = 1\n", {}, "learning_rat"),
+            ("", {"groups_per_step": 2}, "groups_per_step is 2, but .* has 1 tasks"),
+        ],
+    )
+    def test_invalid_arguments_are_refused(self, arguments, text, values, message):
+        with pytest.raises(InputError, match=message):
+            arguments(text, **values)
+
+
+class TestSampling:
+    @pytest.mark.parametrize(
+        ("text", "expected"),
+        [
+            ("", {"temperature": 1.0}),
+            ("[grpo]\ntemperature = 0.7\n", {"temperature": 0.7}),
+            ("[recorder]\nrolltap_sampling = '{\"top_k\": 5}'\n", {"top_k": 5, "temperature": 1.0}),
+        ],
+    )
+    def test_the_engine_samples_at_the_trainers_temperature(self, tmp_path, text, expected):
+        assert sampling(load_recipe(write_recipe(tmp_path, text))) == expected
+
+    def test_two_temperatures_are_refused(self, tmp_path):
+        text = "[grpo]\ntemperature = 0.7\n[recorder]\nrolltap_sampling = '{\"temperature\": 0.6}'\n"
+        with pytest.raises(InputError, match=r"samples at temperature 0\.6, but grpo\.temperature is 0\.7"):
+            sampling(load_recipe(write_recipe(tmp_path, text)))
+
+    @pytest.mark.parametrize("value", ["'[]'", "'null'", "'1'", '["{}"]', "'{'"])
+    def test_sampling_that_is_not_one_json_object_is_refused(self, tmp_path, value):
+        recipe = load_recipe(write_recipe(tmp_path, f"[recorder]\nrolltap_sampling = {value}\n"))
+        with pytest.raises(InputError, match=r"recorder\.rolltap_sampling (= .*: give one JSON object|is not JSON)"):
+            sampling(recipe)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model().save_pretrained(folder)
+    return folder
+
+
+class TestChecks:
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("[grpo]\nmax_steps = 1\n", "grpo.max_steps is set by rolltap"),
+            ('[grpo]\ntemperature = "1.0"\n', "grpo.temperature = '1.0': Input should be a valid number"),
+            ("[grpo]\ntemperature = 0\n", "grpo.temperature = 0: give a number above 0"),
+            ('[grpo]\nlearning_rate = "fast"\n', "grpo.learning_rate = 'fast': Input should be a valid number"),
+            ('[grpo]\nbeta = "x"\n', "grpo.beta = 'x'"),
+            ("[grpo]\nbeta = true\n", "grpo.beta = True"),
+            ("[grpo]\nnum_iterations = 0\n", "grpo.num_iterations = 0: give at least 1"),
+            ("[grpo]\nnum_iterations = 1.5\n", "grpo.num_iterations = 1.5: Input should be a valid integer"),
+            ('[grpo]\nnum_iterations = "2"\n', "grpo.num_iterations = '2': Input should be a valid integer"),
+            ('[grpo]\ngradient_accumulation_steps = "8"\n', "grpo.gradient_accumulation_steps = '8'"),
+            ("[grpo]\ngradient_accumulation_steps = 0\n", "grpo.gradient_accumulation_steps = 0: give at least 1"),
+            ('[grpo]\ntokens_per_segment = "64"\n', "grpo.tokens_per_segment = '64': Input should be a valid integer"),
+            ('[grpo]\nmismatch_min = "0.5"\n', "grpo.mismatch_min = '0.5'"),
+            ('[grpo]\nbf16 = "yes"\n', "grpo.bf16 = 'yes': Input should be a valid boolean"),
+            ('[grpo]\nreport_to = "pencil"\n', "there is no reporter 'pencil'"),
+            ("[lora]\nrr = 8\n", r"lora\.rr is not an argument of PEFT's LoraConfig"),
+            ('[lora]\nr = "8"\n', r"lora\.r = '8': Input should be a valid integer"),
+            ('[lora]\nbias = "some"\n', r"lora\.bias = 'some': Input should be 'none', 'all' or 'lora_only'"),
+            ("[lora]\nr = 0\n", r"lora\.r = 0 does not fit the model .*: `r` should be a positive integer"),
+            (
+                '[lora]\ntarget_modules = ["nope"]\n',
+                r"lora\.target_modules = \['nope'\] does not fit .*nope.* not found",
+            ),
+        ],
+    )
+    def test_a_value_that_cannot_be_trained_with_is_named_with_its_key(self, tmp_path, model, text, message):
+        recipe = load_recipe(write_recipe(tmp_path, text, model=str(model)))
+        with pytest.raises(InputError, match=message):
+            check_arguments(recipe)
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "[grpo]\nlearning_rate = 1\nscale_rewards = false\noptim = 'sgd'\nreport_to = ['none']\n",
+            "[grpo]\nmemory_gib = 2\nmodel_init_kwargs = {dtype = 'float32'}\nlogging_strategy = 'steps'\n",
+            "[lora]\nr = 2\ntarget_modules = 'all-linear'\ninit_lora_weights = 'pissa_niter_16'\n",
+            "[lora]\nr = 2\ntarget_modules = ['q_proj']\nmodules_to_save = ['embed_tokens']\n",
+        ],
+    )
+    def test_values_that_trl_and_peft_take_are_accepted(self, tmp_path, model, text):
+        recipe = load_recipe(write_recipe(tmp_path, text, model=str(model)))
+        check_arguments(recipe)
+        training_arguments(recipe, tmp_path, 0, [1])
+
+    def test_a_folder_without_a_model_is_named(self, tmp_path):
+        with pytest.raises(InputError, match=r"model: the folder /nope does not exist"):
+            check_arguments(load_recipe(write_recipe(tmp_path, model="/nope")))
+        with pytest.raises(InputError, match=r"model: the folder .* has no config\.json"):
+            check_arguments(load_recipe(write_recipe(tmp_path, model=str(tmp_path))))

@@ -1,0 +1,66 @@
+"""Some values may change between two starts of a training, and others may not."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.rollouts.task import Task
+from rolltap.trainer.training.begun import begun_offline, begun_online, require_same
+from rolltap.trainer.training.recipe import Recipe
+
+TASK = Task(id="a", instruction="go", evaluate=["true"])
+HARNESS = Harness(name="h", program="p", headless=[])
+
+
+def online(*, tasks=(TASK,), harness=HARNESS, seed=0, **recipe):
+    return begun_online(Recipe(**{"model": "m", "steps": 1} | recipe), tasks, harness, seed)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"steps": 9, "concurrency": 1, "recorders": 2, "session_timeout": 1.0, "save_steps": 2},
+        {"publish": "lora"},
+        {"grpo": {"report_to": "wandb", "logging_steps": 2, "save_total_limit": 9, "run_name": "x"}},
+        {"grpo": {"tokens_per_segment": 8, "memory_gib": 2.0, "offload_states": True, "forward": "padded"}},
+        {"recorder": {"rolltap_patience": "9"}},
+    ],
+)
+def test_how_a_step_is_computed_and_reported_may_change(changed):
+    require_same("here", json.loads(json.dumps(online())), online(**changed))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"seed": 1}, r"seed \(it was 0\)"),
+        ({"model": Path("n")}, r'model \(it was "m"\)'),
+        ({"tasks": (TASK.model_copy(update={"instruction": "stop"}),)}, "tasks"),
+        ({"tasks": (TASK.model_copy(update={"evaluate": ["false"]}),)}, "tasks"),
+        ({"tasks": (TASK.model_copy(update={"workspace": Path("/w")}),)}, "tasks"),
+        ({"harness": HARNESS.model_copy(update={"env": {"A": "1"}})}, "harness"),
+        ({"groups_per_step": 2}, r"groups_per_step \(it was 1\)"),
+        ({"sessions_per_group": 2}, "sessions_per_group"),
+        ({"replace_zero_variance": 2}, "replace_zero_variance"),
+        ({"strategy": "tree"}, "strategy"),
+        ({"roles": ("agent",)}, "roles"),
+        ({"max_tokens": 9}, r"max_tokens \(it was null\)"),
+        ({"recorder": {"rolltap_sampling": "{}"}}, r"recorder\.rolltap_sampling \(it was not given\)"),
+        ({"lora": {"r": 8}}, r"lora\.r \(it was not given\)"),
+        ({"grpo": {"beta": 0.1}, "seed": 2}, r"grpo\.beta \(it was not given\), seed \(it was 0\)"),
+    ],
+)
+def test_what_decides_the_steps_may_not(changed, message):
+    values = rf"^here was begun with other values of {message}( \(it was .*\))?: start in another folder"
+    with pytest.raises(InputError, match=values):
+        require_same("here", json.loads(json.dumps(online())), online(**changed))
+
+
+def test_an_online_training_does_not_go_on_with_an_offline_one():
+    offline = begun_offline(Recipe(model="m", steps=1), [(0, "a", ("a-0", "a-1"))], 0)
+    for known, begun in [(offline, online()), (online(), offline)]:
+        with pytest.raises(InputError, match=r"other values of kind \(it was \"o(ff|n)line\"\)"):
+            require_same("here", known, begun)
