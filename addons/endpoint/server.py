@@ -255,7 +255,7 @@ class Endpoint:
         answer = as_dialect_error(error)
         self.refusals.record(
             Event(
-                kind=event_kind(answer),
+                kind=event_kind(error),
                 session_id=request.headers[SESSION_HEADER],
                 host=request.headers[HOST_HEADER],
                 method=request.method,
