@@ -78,7 +78,7 @@ def _newest(events: Sequence[Told]) -> Told:
 
 def _is_aside(fault: Told, roles: Mapping[str, CallRole]) -> bool:
     """Return True for a fault of a side question, or of a request that asks for no sample."""
-    if fault.call_id in roles:
+    if fault.call_id is not None and fault.call_id in roles:
         return roles[fault.call_id] == "auxiliary"
     route = find_route(fault.method, fault.path, {})
     return route is not None and route.service in ("models", "count_tokens")
