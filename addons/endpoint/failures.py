@@ -10,7 +10,7 @@ from rolltap.addons.store.records import EventKind
 logger = logging.getLogger(__name__)
 
 _OUR_STATUS = 500
-"""The lowest HTTP status of an error that is not the harness's: of the engine, the recorder or the machine."""
+"""The lowest HTTP status of a `DialectError` that is not the harness's: of the recorder or the machine."""
 
 RETRY_SECONDS = 10
 """Value of `retry-after` while the disk is full."""
@@ -18,9 +18,14 @@ _PASSING = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Errors of a commit that end when somebody frees space."""
 
 
-def event_kind(error: DialectError) -> EventKind:
-    """Return the kind of the event for a model call that is answered with `error`: `fault` or `rejected`."""
-    return "fault" if error.status >= _OUR_STATUS else "rejected"
+def event_kind(error: Exception) -> EventKind:
+    """Return the kind of the event for a model call that ends with `error`: `fault` or `rejected`.
+
+    What the harness asked wrongly is a `DialectError`, found before the engine is asked. Any other error is ours: also
+    an engine's refusal with a status below 500, because the recorder made the request that it refuses.
+    """
+    theirs = isinstance(error, DialectError) and error.status < _OUR_STATUS
+    return "rejected" if theirs else "fault"
 
 
 def as_dialect_error(error: Exception) -> DialectError:

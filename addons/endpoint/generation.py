@@ -18,6 +18,7 @@ from rolltap.addons.endpoint.failures import as_dialect_error, event_kind
 from rolltap.addons.endpoint.recovery import Recovery
 from rolltap.addons.endpoint.refusals import Refusals
 from rolltap.addons.endpoint.work import Workers
+from rolltap.addons.engine.client import SILENCE_SECONDS
 from rolltap.addons.engine.completion import sample
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.engine.pool import EnginePool
@@ -31,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 LINGER_SECONDS = 10.0
 """Seconds until a generation without listeners is aborted. Harnesses retry a lost call after 0.2 to 5 s."""
+UNANSWERED_SECONDS = 6 * SILENCE_SECONDS
+"""Seconds without a new token after which an aborted call counts as one that the engine did not answer. It is twice the
+time in which an engine that says nothing is found out, so that a long prefill or a queue is still an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,8 @@ class Generation:
         self._growing = GrowingReply(services.rendering, prompt.ids, model_call)
         self._parsed_tokens = 0
         self._stop: str | None = None
+        self._token_at = asyncio.get_running_loop().time()
+        """Time of the newest tokens, or of the start, of the event loop's clock."""
         self._changed = asyncio.Event()
         self._done = asyncio.Event()
         self._heard = asyncio.Event()
@@ -205,6 +211,7 @@ class Generation:
                 call, self._sampling, services.engines, services.policy, services.writer, services.patience
             ):
                 self._stop = chunk.stop or self._stop
+                self._token_at = asyncio.get_running_loop().time()
                 self._changed.set()
             self._enter(State.SAMPLED)
             while self.unheard:
@@ -234,7 +241,9 @@ class Generation:
             raise RuntimeError(f"call {self.call.call_id} is {self._state.name} and cannot become {state.name}")
         if isinstance(outcome, Exception):
             self.error = as_dialect_error(outcome)
-            self._note_fault(state, self.error)
+            if state is State.ABORTED:
+                self.call.error = self._unanswered()
+            self._note_fault(state, outcome)
         if self._state in _UNRECORDED and state not in _UNRECORDED:
             try:
                 self._record(_STATUS[state], outcome)
@@ -250,12 +259,23 @@ class Generation:
             self._done.set()
             self._changed.set()
 
-    def _note_fault(self, state: State, error: DialectError) -> None:
+    def _unanswered(self) -> str | None:
+        """Return why the engine does not answer the call, or None while it does.
+
+        It has failed and no token came since, or it is silent for more than `UNANSWERED_SECONDS`: a hung engine may
+        answer `/health`.
+        """
+        silence = asyncio.get_running_loop().time() - self._token_at
+        if self.call.error is None and self._state is State.SAMPLING and silence > UNANSWERED_SECONDS:
+            return f"the engine at {self.call.engine} sent no token for {silence:.0f} s"
+        return self.call.error
+
+    def _note_fault(self, state: State, error: Exception) -> None:
         """Record an event `fault` when the call ends for a reason of ours, before the harness gets the error.
 
-        Reasons of ours are errors, and an abort while the call waited for an engine that had failed.
+        Reasons of ours are errors, and an abort of a call that the engine did not answer.
         """
-        detail = self.call.error if state is State.ABORTED else str(error)
+        detail = self.call.error if state is State.ABORTED else str(self.error)
         if detail is not None and event_kind(error) == "fault":
             call = self.call
             event = Event(

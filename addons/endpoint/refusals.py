@@ -40,7 +40,8 @@ class Refusals:
     the number so far in `detail`, and one at the end of the session the number in all. The texts of an event come from
     the wire: they are made printable and cut. Sessions are free to choose their names without a secret: events of all
     of them together are bounded by a rate too, and those over it are counted, with an event at each power of two.
-    The last fault of a session has an event at its end in any case: a reward depends on it.
+    The last fault of a session has an event in any case, when its count is written at the latest: a reward depends on
+    it.
     """
 
     def __init__(self, write: Callable[[Event], None]) -> None:
@@ -70,7 +71,7 @@ class Refusals:
     def end(self, session_id: str | None) -> None:
         """Write the counts of a session, and forget them."""
         for key in [key for key in self._tallies if key[0] == session_id]:
-            self._end(key, always=key[1] == "fault")
+            self._end(key)
 
     def close(self) -> None:
         """Write the counts of all sessions."""
@@ -79,11 +80,11 @@ class Refusals:
         if self._untold:
             self._write(Event(kind="refused", detail=f"{self._untold} events of refusals in all were left out"))
 
-    def _end(self, key: tuple[str | None, EventKind], *, always: bool = False) -> None:
+    def _end(self, key: tuple[str | None, EventKind]) -> None:
         tally = self._tallies.pop(key)
         if tally.last is not None:
             detail = f"{tally.count} {tally.last.kind} in all, the last: {tally.last.detail}"
-            self._tell(replace(tally.last, detail=detail), always=always)
+            self._tell(replace(tally.last, detail=detail), always=tally.last.kind == "fault")
 
     def _tell(self, event: Event, *, always: bool = False) -> bool:
         """Write an event if the rate has room for it. Return False when it is counted without its session."""

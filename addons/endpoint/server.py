@@ -25,7 +25,7 @@ from rolltap.addons.endpoint.client_request import ClientRequest
 from rolltap.addons.endpoint.exchange import error_response, respond, stream
 from rolltap.addons.endpoint.failures import as_dialect_error, event_kind
 from rolltap.addons.endpoint.gate import Expected, Gate
-from rolltap.addons.endpoint.generation import Services
+from rolltap.addons.endpoint.generation import UNANSWERED_SECONDS, Services
 from rolltap.addons.endpoint.recovery import Recovery
 from rolltap.addons.endpoint.refusals import Refusals
 from rolltap.addons.endpoint.session_state import AnyCall, SessionState
@@ -214,13 +214,23 @@ class Endpoint:
         return self.sessions[session_id]
 
     async def _begin(self, dialect: Dialect, body: bytes, request: web.Request) -> tuple[AnyCall, ModelCall]:
-        """Start or join the generation of a request. Raises `EngineError`, and the errors of `SessionState.begin`."""
+        """Start or join the generation of a request. Raises `EngineError`, and the errors of `SessionState.begin`.
+
+        A harness that gives up after more than `UNANSWERED_SECONDS` has an event `fault`: it waited for us.
+        """
 
         async def context_window() -> int:
             _, window = await self._engine(request)
             return window
 
-        return await self._session(request).begin(dialect, body, client_request(request), context_window)
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        try:
+            return await self._session(request).begin(dialect, body, client_request(request), context_window)
+        except asyncio.CancelledError:
+            if (waited := clock() - started) > UNANSWERED_SECONDS:
+                self._reject(request, EngineError(f"the harness gave up: its call had not begun after {waited:.0f} s"))
+            raise
 
     async def _engine(self, request: web.Request) -> tuple[Engine, int]:
         """Return the engine of the session and its context window in tokens.
@@ -255,7 +265,7 @@ class Endpoint:
         answer = as_dialect_error(error)
         self.refusals.record(
             Event(
-                kind=event_kind(answer),
+                kind=event_kind(error),
                 session_id=request.headers[SESSION_HEADER],
                 host=request.headers[HOST_HEADER],
                 method=request.method,

@@ -13,19 +13,22 @@ async def evaluate(task: Task, workspace: Path, env: dict[str, str], log: Path) 
     """Run the evaluator in the workspace. Return the reward and None, or None and why there is no reward.
 
     The reward is the last line of the evaluator's output if that is a finite number. Otherwise it is 1.0 for exit
-    status 0 and 0.0 for other statuses. There is no reward when the evaluator cannot be run (the shell's statuses for
-    that are 126 and 127), is killed by a signal, or runs longer than `EVALUATE_SECONDS`: the reward would not be the
-    agent's.
+    status 0 and 0.0 for other statuses, and 0.0 when the agent has removed or closed its workspace. There is no reward
+    when the evaluator's program cannot be started, is ended by a signal, or runs longer than `EVALUATE_SECONDS`: then
+    nothing was judged. The cause of the latter two may still be what the agent left in its workspace: an evaluator that
+    runs it must bound its time and turn its end into an exit status.
     """
     try:
         status = await run(task.evaluate, cwd=workspace, env=env, timeout=EVALUATE_SECONDS, log=log)
         output = log.read_text(errors="replace")
     except OSError as error:
+        if error.filename == workspace:
+            return 0.0, None
         return None, f"the evaluator {task.evaluate[0]!r} could not be started or read: {error.strerror}"
     if status is None:
         return None, f"the evaluator took more than {EVALUATE_SECONDS:g} s: give it a time limit of its own"
-    if status in (126, 127) or status < 0:
-        return None, f"the evaluator ended with status {status}; its output is in {log}"
+    if status < 0:
+        return None, f"the evaluator was ended by signal {-status}; its output is in {log}"
     return _number(output, default=1.0 if status == 0 else 0.0), None
 
 

@@ -1,21 +1,28 @@
 """Faults: sessions that failed because of the engine, the recorder or the machine. They have no reward.
 
-What the recorder has written decides. A session has a fault if no token was sampled in it, because its reward would say
-nothing about the policy. It has one too if a model call failed for a reason of ours (an event `fault`), or began and
-could not be recorded, and the harness did not recover: no later call of the same role, or of the agent itself, was
-completed. A request that was refused before it became a call has no role: later calls other than side questions are
-taken for its recovery.
+What the recorder has written decides. A session has a fault if no token was sampled in its calls other than side
+questions (role `auxiliary`), or in these if it has no others, because its reward would say nothing about the policy.
+It has one too if a model call failed for a reason of ours (an event `fault`), or began and could not be recorded, and
+the harness did not recover: no later call of the same role, or of the agent itself, was completed. A call that is
+stopped after the engine was silent for long has such an event: a session that is stopped at its time limit while it
+waits for an engine that hangs has a fault. A request that was refused before it became a call has no role: later calls
+other than side questions are taken for its recovery.
+
+Side questions and requests for the list of models or a number of tokens are no part of solving the task. Their failures
+count only in a session without other calls: they may have kept the harness from making one.
 
 All else that ends a session is the agent's: requests that were wrong, the limits of the session and of the context
-window, its time limit while it was being answered, and its exit status.
+window, its time limit while it was being answered, and its exit status. This includes a harness that was killed: an
+agent can kill its own harness, and the kernel's kill for want of memory looks the same.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rolltap.addons.dialects.routes import find_route
 from rolltap.addons.store.records import CallRole, CallStatus
 from rolltap.addons.store.session_index import SessionIndex
 
@@ -31,12 +38,14 @@ class Asked(NamedTuple):
 
 
 class Told(NamedTuple):
-    """A recorded event of the kind `fault` or `call_started`."""
+    """A recorded event of the kind `fault` or `call_started`, with the method and path of its request."""
 
     kind: str
     call_id: str | None
     detail: str
     at: datetime
+    method: str
+    path: str
 
 
 def find_fault(calls: Sequence[Asked], events: Sequence[Told]) -> str | None:
@@ -51,15 +60,28 @@ def find_fault(calls: Sequence[Asked], events: Sequence[Told]) -> str | None:
         for event in events
         if event.kind == "call_started" and event.call_id not in roles
     ]
-    if not any(call.sampled for call in calls):
+    own = [call for call in calls if call.role != "auxiliary"]
+    if not any(call.sampled for call in own or calls):
         why = f": {_newest(faults).detail}" if faults else ""
         return f"no token was sampled, so that no reward can be the policy's{why}"
-    open_faults = [fault for fault in faults + lost if not _recovered(fault, roles.get(fault.call_id or ""), calls)]
+    open_faults = [
+        fault
+        for fault in faults + lost
+        if not (own and _is_aside(fault, roles)) and not _recovered(fault, roles.get(fault.call_id or ""), calls)
+    ]
     return f"it did not recover from: {_newest(open_faults).detail}" if open_faults else None
 
 
 def _newest(events: Sequence[Told]) -> Told:
     return max(events, key=lambda event: event.at)
+
+
+def _is_aside(fault: Told, roles: Mapping[str, CallRole]) -> bool:
+    """Return True for a fault of a side question, or of a request that asks for no sample."""
+    if fault.call_id is not None and fault.call_id in roles:
+        return roles[fault.call_id] == "auxiliary"
+    route = find_route(fault.method, fault.path, {})
+    return route is not None and route.service in ("models", "count_tokens")
 
 
 def _recovered(fault: Told, role: CallRole | None, calls: Sequence[Asked]) -> bool:

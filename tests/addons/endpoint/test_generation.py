@@ -1,12 +1,14 @@
 """Generations that survive a failure of the engine, end at a stop text, or follow a schema."""
 
+import asyncio
 import json
 from dataclasses import replace
 
 import pytest
 
+from rolltap.addons.endpoint import generation
 from rolltap.addons.engine import waiting
-from tests.addons.harness import user
+from tests.addons.harness import content, user
 from tests.scripted_engine import Answer, Say
 
 
@@ -84,6 +86,47 @@ class TestContinuation:
         scripted_engine.replies += [Answer(400, "bad"), Say("Hi.")]
         assert (await patient.ask(user()))[0] == 400
         assert len(scripted_engine.requests) == 1
+
+
+class TestFault:
+    """The events with which a session is judged not to have failed by itself."""
+
+    @pytest.mark.parametrize(
+        "refusal", [Answer(400, "bad"), Answer(413, "bad"), Answer(200, '{"error": {"message": "bad", "code": 400}}')]
+    )
+    async def test_a_refusal_of_the_engine_is_a_fault_whatever_its_status(self, harness, scripted_engine, refusal):
+        scripted_engine.replies.append(refusal)
+        assert (await harness.ask(user()))[0] in (400, 413)
+        (fault,) = harness.events("fault")
+        assert (fault["call_id"], "bad" in fault["detail"]) == (harness.calls()[0]["call_id"], True)
+
+    @pytest.mark.parametrize("sampled", [0, 6])
+    async def test_an_abort_after_a_long_silence_of_a_healthy_engine_is_a_fault(
+        self, harness, scripted_engine, monkeypatch, sampled
+    ):
+        monkeypatch.setattr(generation, "UNANSWERED_SECONDS", 0)
+        await self.stop(harness, scripted_engine, sampled)
+        (fault,), (call,) = harness.events("fault"), harness.calls()
+        assert fault["call_id"] == call["call_id"]
+        assert f"the engine at {scripted_engine.url} sent no token for" in fault["detail"]
+        assert call["error"] == f"the session ended, while it waited for an engine: {fault['detail']}"
+
+    @pytest.mark.parametrize("sampled", [0, 6])
+    async def test_an_abort_of_a_call_that_is_answered_is_no_fault(self, harness, scripted_engine, sampled):
+        await self.stop(harness, scripted_engine, sampled)
+        assert harness.events("fault") == []
+        assert harness.calls()[0]["error"] == "the session ended"
+
+    async def stop(self, harness, engine, sampled):
+        """End a session while the engine holds its call after `sampled` tokens."""
+        engine.replies.append(Say("one two three four five six", hold_after=sampled))
+        async with harness.post({"messages": [user()], "stream": True}) as response:
+            seen = ""
+            while sampled and not content(seen):
+                seen += (await response.content.readany()).decode()
+            assert await asyncio.to_thread(engine.holding.wait, 30)
+            await harness.end()
+        assert bool(harness.calls()[0]["completion_ids"]) == bool(sampled)
 
 
 class TestStop:

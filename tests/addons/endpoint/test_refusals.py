@@ -88,6 +88,20 @@ def test_the_last_fault_of_a_session_is_told_at_its_end_whatever_others_do(count
     assert [(event.session_id, event.kind, event.path) for event in written[before:]] == [("quiet", "fault", "/2")]
 
 
+def test_the_last_fault_of_a_session_is_told_when_others_take_its_place(written, monkeypatch):
+    monkeypatch.setattr(refusals, "PER_SECOND", 0.0)
+    monkeypatch.setattr(refusals, "BURST", 1)
+    monkeypatch.setattr(refusals, "REMEMBERED", 1)
+    counted = Refusals(written.append)
+    refuse(counted, 1, "loud")
+    refuse(counted, 3, "quiet", "fault")
+    refuse(counted, 1, "loud")
+    assert [event.path for event in written if event.session_id == "quiet"] == ["/2"]
+    refuse(counted, 3, "quiet", "fault")
+    counted.close()
+    assert [event.path for event in written if event.session_id == "quiet"] == ["/2", "/2"]
+
+
 def test_new_names_do_not_bring_new_events_without_end(counted, written, monkeypatch):
     monkeypatch.setattr(refusals, "PER_SECOND", 0.0)
     monkeypatch.setattr(refusals, "BURST", 100)

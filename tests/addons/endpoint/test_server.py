@@ -10,7 +10,7 @@ import pytest
 
 from rolltap.addons.dialects import openai_chat
 from rolltap.addons.dialects.routes import Route, find_route
-from rolltap.addons.endpoint import exchange, generation, work
+from rolltap.addons.endpoint import exchange, generation, server, work
 from rolltap.addons.endpoint.server import SECRET_HEADER, Endpoint
 from rolltap.addons.endpoint.session_state import SessionState
 from rolltap.addons.engine.client import Engine
@@ -210,6 +210,26 @@ class TestStream:
 
 
 class TestErrors:
+    @pytest.mark.parametrize(("seconds", "faults"), [(0, 1), (600, 0)])
+    async def test_a_call_that_does_not_begin_for_long_is_a_fault(self, harness, monkeypatch, seconds, faults):
+        waiting, left = asyncio.Event(), asyncio.Event()
+
+        async def ready(*_):
+            waiting.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                left.set()
+
+        monkeypatch.setattr(server, "UNANSWERED_SECONDS", seconds)
+        monkeypatch.setattr(harness.endpoint.engines, "ready", ready)
+        asked = asyncio.create_task(harness.ask(user()))
+        await asyncio.wait_for(waiting.wait(), 30)
+        asked.cancel()
+        await asyncio.wait_for(left.wait(), 30)
+        await harness.end()
+        assert len(harness.events("fault")) == faults
+
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize(
         ("reply", "status"),

@@ -7,7 +7,7 @@ import pytest
 
 from rolltap.addons.dialects.routes import find_route
 from rolltap.addons.endpoint import exchange, generation
-from tests.scripted_engine import Say
+from tests.scripted_engine import Answer, Say
 
 PATH = "/v1/responses"
 TOOL = {"type": "function", "name": "bash", "description": "Run", "parameters": {"type": "object"}}
@@ -67,6 +67,15 @@ async def test_text_with_the_framing_of_a_stream_arrives_as_it_is(codex, scripte
     scripted_engine.replies.append(Say(text))
     ended = await codex.ask(user())
     assert ended["response"]["output"][-1]["content"][0]["text"] == text
+
+
+async def test_a_refusal_of_the_engine_is_a_fault_and_one_of_the_recorder_is_not(codex, harness, scripted_engine):
+    scripted_engine.replies.append(Answer(400, "bad"))
+    assert (await codex.ask(user()))["type"] == "response.failed"
+    await codex.socket.send_str("{")
+    assert (await codex.events())[-1]["type"] == "error"
+    (fault,), (rejected,) = harness.events("fault"), harness.events("rejected")
+    assert (fault["call_id"], rejected["call_id"]) == (harness.calls()[0]["call_id"], None)
 
 
 async def test_a_response_is_prepared_without_asking_the_model(codex, harness, scripted_engine):

@@ -24,6 +24,8 @@ async def judge(command, tmp_path):
         ("echo nan", 1.0),
         ("echo inf; exit 2", 0.0),
         ("printf '\\377\\n0.5'", 0.5),
+        ("./solve", 0.0),
+        ("touch solve; ./solve", 0.0),
     ],
 )
 async def test_the_reward_is_the_number_printed_or_the_exit_status(tmp_path, script, reward):
@@ -39,14 +41,20 @@ async def test_it_runs_in_the_workspace(tmp_path):
     ("command", "message"),
     [
         (["no-such-evaluator"], "'no-such-evaluator' could not be started"),
-        (["sh", "-c", "no-such-command"], "ended with status 127"),
-        (["sh", "-c", "kill -9 $$"], "ended with status -9"),
+        (["/dev/null"], "'/dev/null' could not be started"),
+        (["sh", "-c", "kill -9 $$"], "the evaluator was ended by signal 9"),
     ],
 )
-async def test_an_evaluator_that_cannot_be_run_gives_no_reward(tmp_path, command, message):
+async def test_an_evaluator_that_does_not_judge_gives_no_reward(tmp_path, command, message):
     reward, error = await judge(command, tmp_path)
     assert reward is None
     assert message in error
+
+
+async def test_a_workspace_that_the_agent_removed_has_the_reward_0(tmp_path):
+    workspace = tmp_path / "workspace"
+    task = Task(id="t", instruction="x", evaluate=["true"])
+    assert await evaluate(task, workspace, dict(os.environ), tmp_path / "log") == (0.0, None)
 
 
 async def test_an_evaluator_that_takes_too_long_gives_no_reward(tmp_path, monkeypatch):

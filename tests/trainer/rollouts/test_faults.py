@@ -26,11 +26,15 @@ def call(second, role="agent", status="completed", sampled=2):
 
 
 def fault(second, call_id=None):
-    return Told("fault", call_id, f"fault {second}", at(second))
+    return Told("fault", call_id, f"fault {second}", at(second), "POST", "/v1/messages")
+
+
+def lookup(second, path):
+    return fault(second)._replace(method="GET" if path.endswith("models") else "POST", path=path)
 
 
 def begun(second):
-    return Told("call_started", f"c{second}", "", at(second))
+    return Told("call_started", f"c{second}", "", at(second), "POST", "/v1/messages")
 
 
 @pytest.mark.parametrize(
@@ -52,7 +56,18 @@ def begun(second):
         ([call(1), call(2, status="failed"), call(4, "subagent")], [fault(3, "c2")], "fault 3"),
         ([call(1), call(2, "subagent", "failed"), call(4, "subagent")], [fault(3, "c2")], None),
         ([call(1), call(2, "subagent", "failed"), call(4)], [fault(3, "c2")], None),
-        ([call(1), call(2, "auxiliary", "failed")], [fault(3, "c2")], "fault 3"),
+        # a side question is no part of solving the task, unless it kept the agent from beginning
+        ([call(1), call(2, "auxiliary", "failed")], [fault(3, "c2")], None),
+        ([call(1, "auxiliary", "failed", 0), call(3)], [fault(2, "c1")], None),
+        ([call(1, "auxiliary", "failed", 0)], [fault(2, "c1")], "no token was sampled"),
+        ([call(1, "auxiliary", "failed", 1)], [fault(2, "c1")], "fault 2"),
+        ([call(1, "auxiliary"), call(2, status="failed", sampled=0)], [fault(3, "c2")], "no token was sampled"),
+        ([call(1, "auxiliary")], [begun(1)], None),
+        *(
+            ([call(1)], [lookup(2, path)], None)
+            for path in ("/v1/models", "/v1/messages/count_tokens", "/v1beta/models/m:countTokens")
+        ),
+        ([call(1, "auxiliary")], [lookup(2, "/v1/models")], "fault 2"),
         # refused before it had a role
         ([call(1), call(4, "subagent")], [fault(3)], None),
         ([call(1), call(4, "auxiliary")], [fault(3)], "fault 3"),
@@ -68,8 +83,8 @@ def test_a_fault_is_a_failure_of_ours_that_nothing_followed(calls, events, reaso
 
 ASKER = """
 import httpx, sys
-def ask(text, timeout=60):
-    body = {"model": "m", "messages": [{"role": "user", "content": text}]}
+def ask(text, timeout=60, **fields):
+    body = {"model": "m", "messages": [{"role": "user", "content": text}], **fields}
     try:
         return httpx.post("https://api.openai.com/v1/chat/completions", json=body, timeout=timeout).status_code
     except httpx.TimeoutException:
@@ -171,6 +186,31 @@ async def test_a_harness_that_is_stopped_while_it_is_answered_has_its_reward(pla
     script = "ask('a'); import time; time.sleep(600)"
     session, _ = await play(script, SAY, timeout=8.0, evaluate=["false"])
     assert (session.status, session.reward, session.error) == ("timeout", 0.0, "stopped after 8 s")
+
+
+async def test_a_harness_that_is_stopped_within_a_reply_has_its_reward(play, scripted_engine):
+    session, ledger = await play(
+        "ask('a'); ask('b', 600)", SAY, Say("Hello there.", hold_after=2), timeout=8.0, evaluate=["false"]
+    )
+    scripted_engine.release()
+    assert (session.status, session.reward, session.error) == ("timeout", 0.0, "stopped after 8 s")
+    assert ledger.left_out == {"aborted": 2}
+
+
+@pytest.mark.parametrize("refusal", [Answer(400, "bad"), Answer(200, '{"error": {"message": "bad", "code": 413}}')])
+async def test_an_engine_that_refuses_what_the_recorder_asks_is_a_fault(play, refusal):
+    session, ledger = await play("ask('a'); assert ask('b') in (400, 413)", SAY, refusal)
+    assert (session.status, session.reward) == ("error", None)
+    assert "it did not recover from: the engine at" in session.error
+    assert ledger.left_out == {"fault": ledger.sampled}
+
+
+async def test_a_side_question_that_fails_is_no_fault(play):
+    schema = "{'type': 'json_schema', 'json_schema': {'name': 't', 'schema': {}}}"
+    title = f"ask('a', response_format={schema})"
+    session, ledger = await play(f"ask('a'); assert {title} == 502", SAY, DOWN)
+    assert (session.status, session.reward, session.error) == ("completed", 1.0, None)
+    assert ledger.left_out == {}
 
 
 async def test_a_first_call_that_still_samples_at_the_time_limit_is_no_fault(play, scripted_engine):
