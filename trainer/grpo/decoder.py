@@ -25,6 +25,7 @@ class Decoder:
         if hasattr(model, "get_base_model"):
             # an adapter is in the modules of the model that it wraps
             model = model.get_base_model()
+        self.model = model
         self.head = Head(model, temperature)
         self.body = model.get_decoder()
         self.layers = Layers(self.body.config)

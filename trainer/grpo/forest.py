@@ -68,8 +68,9 @@ class _Path(NamedTuple):
 def build_forest(rows: Sequence[Row], tokens_per_segment: int) -> list[Segment]:
     """Return the segments of all rows, each after its parent, of at most `tokens_per_segment` tokens, or `LEAST_SIZE`.
 
-    A segment that others continue has at least two tokens. A row counts up to the token before its last scored one: what follows has no influence. A row without a scored
-    token has no segment. Takes O(n log n) comparisons of n rows, and O(tokens) for the rest.
+    A segment that others continue has at least two tokens. A row counts up to the token before its last scored one:
+    what follows has no influence. A row without a scored token has no segment. Takes O(n log n) comparisons of n rows,
+    and O(tokens) for the rest.
     """
     used = {i: row.ids[: row.scored[-1]].tobytes() for i, row in enumerate(rows) if len(row.scored)}
     order = sorted(used, key=used.__getitem__)

@@ -62,7 +62,8 @@ class Grove:
     def score(self, *, keep: bool) -> tuple[Scores, dict[int, State]]:
         """Run all segments, parents first, with a graph if gradients are enabled.
 
-        The caller enters the context of mixed precision, so that all batches share the casts of the weights. Returns the scores, and the states of inner segments if `keep`.
+        The caller enters the context of mixed precision, so that all batches share the casts of the weights. Returns
+        the scores, and the states of inner segments if `keep`.
         """
         states: dict[int, State] = {}
         found, places = [], []
