@@ -153,7 +153,7 @@ class _Probe:
         logprobs = []
         with _leaves(self._embeddings, nudge) as found:
             for part in parts:
-                part.sum().backward()  # type: ignore[no-untyped-call]
+                part.sum().backward()
                 logprobs.append(part.detach())
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._watched]
         self._model.zero_grad(set_to_none=True)
@@ -192,7 +192,8 @@ def _largest(values: Iterable[Tensor]) -> float:
 
 def _relative(found: Tensor, wanted: Tensor) -> Tensor:
     # the gradient of half of a new adapter is zero
-    return (found - wanted).norm() / wanted.norm().clamp_min(torch.finfo(torch.float32).tiny)
+    apart: Tensor = (found - wanted).norm() / wanted.norm().clamp_min(torch.finfo(torch.float32).tiny)
+    return apart
 
 
 def _rows(config: Any) -> tuple[list[Row], Tensor]:
