@@ -42,7 +42,7 @@ GRADIENT_TOLERANCE = 0.01
 """Norm of the difference of a gradient, relative to its own, without the noise of low precision. A gradient that a
 cache cuts is off by 1."""
 MOST_GRADIENT = 0.5
-"""What a gradient may differ by however large the noise is."""
+"""A gradient may not differ by more than this, however large the noise is."""
 
 
 def probe(
