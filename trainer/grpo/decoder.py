@@ -25,6 +25,7 @@ class Decoder:
         if hasattr(model, "get_base_model"):
             # an adapter is in the modules of the model that it wraps
             model = model.get_base_model()
+        self.model = model
         self.head = Head(model, temperature)
         self.body = model.get_decoder()
         self.layers = Layers(self.body.config)
@@ -32,20 +33,20 @@ class Decoder:
         self._autocast = autocast
 
     def run(
-        self, ids: NDArray[np.int64], starts: NDArray[np.int64], ancestors: Sequence[Sequence[State]], *, keep: bool
+        self, ids: NDArray[np.int64], positions: NDArray[np.int64], ancestors: Sequence[Sequence[State]], *, keep: bool
     ) -> tuple[Tensor, Cache | None]:
         """Run a batch of segments, each after its ancestors.
 
-        `ids` are their tokens, padded on the right, (B, n). `starts` are their positions, (B,): the number of tokens of
-        the `ancestors`, whose states are given in order of position. Returns the hidden states (B, n, H) and, if `keep`
-        or if there are ancestors, the cache with the new states.
+        `ids` are their tokens, padded on the right, (B, n), and `positions` those of the tokens, (B, n). A segment's
+        first is the number of tokens of its `ancestors`, whose states are given in order of position. Returns the
+        hidden states (B, n, H) and, if `keep` or if there are ancestors, the cache with the new states.
         """
+        starts = positions[:, 0]
         past = int(starts.max())
         options: dict[str, Any] = {"use_cache": False}
         cache = None
         if keep or past:
             cache = self.layers.cache(ancestors, past, self.device)
-            positions = starts[:, None] + np.arange(ids.shape[1])
             options = {"use_cache": True, "past_key_values": cache, "position_ids": self.tensor(positions)}
             if starts.min() < past:
                 # what is on the right of a segment needs no mask: it is later
@@ -59,7 +60,10 @@ class Decoder:
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Run in mixed precision. Older versions of torch reuse casts of weights that were made without a gradient."""
+        """Run in mixed precision. Weights are cast once, and the casts are freed at the end.
+
+        Those of before are not used: older versions of torch reuse casts that were made without a gradient.
+        """
         torch.clear_autocast_cache()
         with self._autocast():
             yield

@@ -17,6 +17,9 @@ LEAST_SHARED = 16
 by each branch, because a forward pass of its own costs more. Kernels of linear attention have no gradient for a segment
 of one token that continues a state; so it is at least 2."""
 
+LEAST_SIZE = 3
+"""Tokens that a segment may have at least: with 2, one of three tokens would be left alone."""
+
 LEAST_WASTE = 1024
 """Tokens of padding that a batch may have however small it is: about what another batch costs. Beyond them, at most a
 quarter of its tokens."""
@@ -63,10 +66,11 @@ class _Path(NamedTuple):
 
 
 def build_forest(rows: Sequence[Row], tokens_per_segment: int) -> list[Segment]:
-    """Return the segments of all rows, each after its parent, of at most `tokens_per_segment` tokens (at least 1).
+    """Return the segments of all rows, each after its parent, of at most `tokens_per_segment` tokens, or `LEAST_SIZE`.
 
-    A row counts up to the token before its last scored one: what follows has no influence. A row without a scored
-    token has no segment. Takes O(n log n) comparisons of n rows, and O(tokens) for the rest.
+    A segment that others continue has at least two tokens. A row counts up to the token before its last scored one:
+    what follows has no influence. A row without a scored token has no segment. Takes O(n log n) comparisons of n rows,
+    and O(tokens) for the rest.
     """
     used = {i: row.ids[: row.scored[-1]].tobytes() for i, row in enumerate(rows) if len(row.scored)}
     order = sorted(used, key=used.__getitem__)
@@ -93,7 +97,7 @@ def build_forest(rows: Sequence[Row], tokens_per_segment: int) -> list[Segment]:
                 cuts.append(depth)
             starts[child] = cuts[-1]
         cuts.append(len(used[i]) // 4)
-        ends = [end for a, b in pairwise(cuts) for end in _parts(a, b, tokens_per_segment)]
+        ends = [end for a, b in pairwise(cuts) for end in _parts(a, b, max(tokens_per_segment, LEAST_SIZE))]
         own = list(range(len(spans), len(spans) + len(ends)))
         spans += zip(repeat(i), [starts[k], *ends], ends, strict=False)
         parents += [before.indices[-1] if before.indices else -1, *own[:-1]]

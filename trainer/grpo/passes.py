@@ -62,15 +62,15 @@ class Grove:
     def score(self, *, keep: bool) -> tuple[Scores, dict[int, State]]:
         """Run all segments, parents first, with a graph if gradients are enabled.
 
-        Returns the scores, and the states of inner segments if `keep`.
+        The caller enters the context of mixed precision, so that all batches share the casts of the weights. Returns
+        the scores, and the states of inner segments if `keep`.
         """
         states: dict[int, State] = {}
         found, places = [], []
         for i, batch in enumerate(self.batches):
-            with self.decoder.autocast():
-                hidden, new = self._run(batch, states)
-                flat, at, tokens = self._targets(batch, hidden)
-                found += [self._head(at[part], tokens[part]) for part in self._chunks(len(flat))]
+            hidden, new = self._run(batch, states)
+            flat, at, tokens = self._targets(batch, hidden)
+            found += [self._head(at[part], tokens[part]) for part in self._chunks(len(flat))]
             places.append(flat)
             states |= new if torch.is_grad_enabled() else {k: self._at_rest(state) for k, state in new.items()}
             if not keep:
@@ -83,11 +83,11 @@ class Grove:
     def states(self) -> dict[int, State]:
         """Run the inner segments alone, without a graph, and return their states."""
         states: dict[int, State] = {}
-        for batch in self.batches:
-            if self.segments[batch[0]].inner:
-                with self.decoder.autocast():
+        with self.decoder.autocast():
+            for batch in self.batches:
+                if self.segments[batch[0]].inner:
                     _, new = self._run(batch, states)
-                states |= {k: self._at_rest(state) for k, state in new.items()}
+                    states |= {k: self._at_rest(state) for k, state in new.items()}
         return states
 
     def backward(self, states: dict[int, State], gradient: Tensor) -> None:
@@ -148,12 +148,17 @@ class Grove:
     def _run(self, batch: Sequence[int], states: dict[int, State]) -> tuple[Tensor, dict[int, State]]:
         """Return the hidden states (B, n, H) of a batch's segments, and the states after the inner ones."""
         segments = [self.segments[k] for k in batch]
-        ids = np.zeros((len(batch), self._width(batch)), np.int64)
+        width = self._width(batch)
+        ids = np.zeros((len(batch), width), np.int64)
         for row, segment in zip(ids, segments, strict=True):
             row[: len(segment.ids)] = segment.ids
-        starts = np.array([segment.start for segment in segments])
+        positions = np.array([segment.start for segment in segments])[:, None] + np.arange(width)
+        if len(batch) > 1:
+            # a table of learned positions may end with the row. The positions of one segment alone must ascend: those
+            # that do not are several rows to flash attention.
+            positions = np.minimum(positions, np.array([segment.end - 1 for segment in segments])[:, None])
         ancestors = [[states[a] for a in self._ancestors[k]] for k in batch]
-        hidden, cache = self.decoder.run(ids, starts, ancestors, keep=segments[0].inner)
+        hidden, cache = self.decoder.run(ids, positions, ancestors, keep=segments[0].inner)
         inner = [(row, k) for row, k in enumerate(batch) if self.segments[k].inner]
         return hidden, {k: state_of(cache, row, len(self.segments[k].ids)) for row, k in inner}
 

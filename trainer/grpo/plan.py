@@ -141,7 +141,7 @@ def measure(model: Any, autocast: Callable[[], AbstractContextManager[Any]]) -> 
 
 def _state(decoder: Decoder, tokens: int) -> State:
     with torch.no_grad(), decoder.autocast():
-        _, cache = decoder.run(np.zeros((1, tokens), np.int64), np.array([0]), [[]], keep=True)
+        _, cache = decoder.run(np.zeros((1, tokens), np.int64), np.arange(tokens)[None], [[]], keep=True)
     return [tuple(tensor.clone() for tensor in layer) for layer in state_of(cache, 0, tokens)]
 
 
@@ -158,6 +158,6 @@ def _saved(decoder: Decoder, new: int, past: int, state: State) -> int:
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with torch.enable_grad(), hooks, decoder.autocast():
-        decoder.run(np.zeros((1, new), np.int64), np.array([past]), [[leaves]], keep=True)
+        decoder.run(np.zeros((1, new), np.int64), np.arange(past, past + new)[None], [[leaves]], keep=True)
     sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
     return sum(size for storage, size in sizes.items() if storage not in weights)

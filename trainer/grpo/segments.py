@@ -72,7 +72,7 @@ class SegmentScorer:
         self.forwarded = sum(grove.forwarded for grove in groves)
         hook = torch.zeros(0, device=decoder.device, requires_grad=torch.is_grad_enabled())
         found = [Scores(hook.clone(), hook.detach())]
-        with decoder.prepared():
+        with decoder.prepared(), decoder.autocast():
             for grove in groves:
                 if hook.requires_grad and not self._keep_graph:
                     scores = _TwoPasses.apply(hook, grove, len(groves) == 1)  # type: ignore[no-untyped-call]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.trainer.grpo import forest
-from rolltap.trainer.grpo.forest import LEAST_SHARED, LEAST_WASTE, Segment, batches, build_forest
+from rolltap.trainer.grpo.forest import LEAST_SHARED, LEAST_SIZE, LEAST_WASTE, Segment, batches, build_forest
 from rolltap.trainer.grpo.rows import Row
 
 
@@ -61,7 +61,8 @@ def test_segments_are_cut_follow_their_parents_and_lead_to_a_scored_token(rows, 
     segments = build_forest(rows, size)
     parents = {segment.parent for segment in segments}
     for k, segment in enumerate(segments):
-        assert 1 <= len(segment.ids) <= size
+        # kernels of linear attention have no gradient for one token that continues a state
+        assert 1 + segment.inner <= len(segment.ids) <= max(size, LEAST_SIZE)
         assert segment.parent < k
         assert segment.inner == (k in parents)
         assert segment.inner or segment.at[-1] == len(segment.ids) - 1

@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from rolltap.trainer.grpo import passes
 from rolltap.trainer.grpo.decoder import Decoder
@@ -110,10 +111,20 @@ def test_segments_equal_the_plain_forward(family, size, keep_graph):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
-def test_segments_of_one_and_two_tokens_equal_the_plain_forward(family):
+def test_segments_of_a_few_tokens_equal_the_plain_forward(family):
     rows = [row(tokens(12, 0), range(5, 12)), row(tokens(12, 0)[:8] + tokens(3, 1), range(8, 11))]
-    for size in (1, 2):
+    for size in (1, 3):
         assert_same(tiny(family), scorer(size), rows, 2e-4 if family == "qwen3.5" else 1e-5)
+
+
+@pytest.mark.parametrize("keep_graph", [False, True], ids=["two passes", "one pass"])
+def test_a_short_segment_beside_a_long_one_stays_in_the_table_of_positions(keep_graph):
+    config = GPT2Config(vocab_size=VOCABULARY, n_positions=80, n_embd=32, n_layer=2, n_head=2, attn_pdrop=0.0)
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config).eval()
+    prompt = tokens(60, 0)
+    rows = [row(prompt + tokens(20 - i, 1 + i), range(61, 80 - i)) for i in range(2)] + [row(tokens(50, 3), [49])]
+    assert_same(model, scorer(keep_graph=keep_graph), rows, 1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3.5", "qwen3-moe"])
@@ -183,6 +194,25 @@ def test_bf16_autocast_differs_as_little_as_the_plain_forward_does(family):
                     scorer(40, bf16)(model, forest())
                 got = gradients(model, scorer(40, bf16, keep_graph=keep_graph)(model, forest()))
             assert difference(got, exact) < 1.5 * noise
+
+
+@pytest.mark.parametrize("keep_graph", [False, True], ids=["two passes", "one pass"])
+def test_weights_are_cast_once_however_many_segments_there_are(keep_graph):
+    model = tiny("qwen3")
+    matrices = [weight for weight in model.model.layers.parameters() if weight.ndim > 1]
+    shapes = {weight.shape for weight in matrices}
+    casts: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        base = tensor if tensor._base is None else tensor._base
+        if tensor.dtype == torch.bfloat16 and base.ndim == 2 and {base.shape, base.mT.shape} & shapes:
+            casts[base.data_ptr()] = base.detach()
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        scores = scorer(17, bf16, keep_graph=keep_graph)(model, [row(tokens(100, 0), range(2, 100))])
+    assert len(casts) == (len(matrices) if keep_graph else 0)
+    assert torch.isfinite(torch.stack([g.norm() for g in gradients(model, scores).values()])).all()
 
 
 def test_without_gradients_a_scorer_only_scores():
@@ -285,9 +315,9 @@ def test_linear_attention_never_continues_a_state_with_a_single_token(monkeypatc
     found = []
     run = Decoder.run
 
-    def watched(self, ids, starts, ancestors, *, keep):
-        found.append((ids.shape[1], starts.max() > 0))
-        return run(self, ids, starts, ancestors, keep=keep)
+    def watched(self, ids, positions, ancestors, *, keep):
+        found.append((ids.shape[1], positions[:, 0].max() > 0))
+        return run(self, ids, positions, ancestors, keep=keep)
 
     monkeypatch.setattr(Decoder, "run", watched)
     prompt = tokens(40, 0)
