@@ -36,7 +36,9 @@ class Forward:
         self._costs: Costs | None = None
         self.scorer: Scorer = PaddedScorer(accelerator)
         if args.forward == "segments":
-            reason = on_main(lambda: probe(model, accelerator.autocast, offload_states=args.offload_states))
+            one_pass = not args.activation_checkpointing
+            options = {"keep_graph": one_pass, "offload_states": args.offload_states}
+            reason = on_main(lambda: probe(model, accelerator.autocast, **options))
             if reason is not None:
                 logger.warning("traces run as padded rows, not as segments: %s", reason)
                 return
@@ -44,8 +46,7 @@ class Forward:
                 accelerator.autocast,
                 args.temperature,
                 tokens_per_segment=args.tokens_per_segment or TOKENS_PER_SEGMENT,
-                keep_graph=not args.activation_checkpointing,
-                offload_states=args.offload_states,
+                **options,
             )
             if args.activation_checkpointing and (args.memory_gib or self._device.type == "cuda"):
                 self._costs = together(lambda: measure(model, accelerator.autocast), self._device)

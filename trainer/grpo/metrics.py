@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rolltap.addons.store.records import CallKind
 from rolltap.trainer.file_names import file_name
-from rolltap.trainer.grpo.advantages import mean_group_std
+from rolltap.trainer.grpo.advantages import mean_group_std, rewards_differ
 from rolltap.trainer.traces.build import GroupReward, Trace, TraceBatch
 from rolltap.trainer.traces.ledger import LeftOut
 
@@ -83,7 +83,7 @@ def batch_metrics(batch: TraceBatch, trained: TraceBatch, tasks: Collection[str]
         "sessions_fault": float(reasons["fault"]),
         "sessions_no_reward": float(reasons["no_reward"]),
         "groups": float(len(groups) + len(without_reward)),
-        "groups_without_signal": float(sum(min(group) == max(group) for group in groups.values())),
+        "groups_without_signal": float(sum(not rewards_differ(group) for group in groups.values())),
         "groups_without_reward": float(len(without_reward)),
         "tokens_trained": float(sum(trace.completion_mask.count(1) for trace in trained.traces)),
     }

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.metadata import read_metadata, tokenizer_digests
 from rolltap.addons.store.tables import read_batches
+from rolltap.trainer.grpo.advantages import rewards_differ
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import RecordedCalls, RecordedSession, load_sessions
@@ -180,7 +181,7 @@ def recorded_groups(runs: Sequence[Path]) -> list[RecordedGroup]:
                 unrewarded[session.group_id or session_id].append(session_id)
         rewarded += len(rewards)
         for group_id in sorted(rewards):
-            if len(set(rewards[group_id].values())) > 1:
+            if rewards_differ(rewards[group_id].values()):
                 first, *others = sorted(rewards[group_id])
                 without = tuple(sorted(unrewarded[group_id]))
                 groups.append(RecordedGroup(number, group_id, (first, *others), without, sessions[first].task_id))

@@ -7,8 +7,10 @@ from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
 from rolltap.addons.store.records import Session
+from rolltap.trainer.grpo.advantages import rewards_differ
 from rolltap.trainer.rollouts.scheduler import Group
 from rolltap.trainer.rollouts.task import Task
+from rolltap.trainer.traces.sessions import session_reward
 from rolltap.trainer.versions import Version
 
 _PLACE = re.compile(r"-([0-9]+)\.([0-9]+)")
@@ -47,8 +49,8 @@ class FinishedSessions:
 
 
 def has_signal(sessions: Iterable[Session]) -> bool:
-    """Return True when the rewards of a group's sessions differ."""
-    return len({session.reward for session in sessions if session.reward is not None}) > 1
+    """Return True when the rewards of a group's sessions differ (`rewards_differ`)."""
+    return rewards_differ([reward for session in sessions if (reward := session_reward(session)) is not None])
 
 
 def further_tasks(tasks: Sequence[Task], used: Sequence[Task], number: int, *, seed: int, step: int) -> list[Task]:
