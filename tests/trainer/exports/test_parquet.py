@@ -138,7 +138,7 @@ def test_events_name_no_engine(run, out, load):
 
 def test_the_card_counts_and_names_the_place_to_load_from(run, out):
     export(run, out, ignore, where="org/name")
-    assert facts(out / "README.md")["sampled tokens"] == "14: 12 to train, left out: 1 aborted, 1 auxiliary"
+    assert facts(out / "README.md")["sampled tokens"] == "14: 7 to train, left out: 1 aborted, 1 auxiliary, 5 no_reward"
     card = (out / "README.md").read_text()
     assert 'load_dataset("org/name", "traces", split="train")' in card
     assert str(out) not in card
