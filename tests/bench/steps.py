@@ -123,7 +123,7 @@ def run_steps(model: Any, batch: TraceBatch, variant: Variant, steps: int, *, gr
             gradient_accumulation_steps=variant.micro_batches,
             activation_checkpointing=variant.checkpointing,
             forward="segments" if variant.forward == "segments" else "padded",
-            tokens_per_segment=variant.tokens_per_segment,
+            tokens_per_segment=variant.tokens_per_segment if variant.forward == "segments" else None,
         )
         trainer = TraceGRPOTrainer(
             model,
