@@ -18,7 +18,7 @@ from rolltap.trainer.grpo.segments import SegmentScorer
 logger = logging.getLogger(__name__)
 
 TOKENS_PER_SEGMENT = 1024
-"""Size of segments without a limit of memory: on a CPU, whose caches larger ones leave."""
+"""Size of segments that are not planned: on a CPU without `memory_gib`, and in one pass."""
 
 HEADROOM = 0.9
 """Share of a device's free memory that is planned with."""
