@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import PreTrainedModel
 
-from tests.trainer.grpo import tiny
+from tests.trainer.grpo import tiny, tiny_models
 from tests.trainer.grpo.two_processes import is_first
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -87,35 +87,11 @@ class Case:
 
 def cases(folder: Path) -> Iterator[tuple[str, Case]]:
     """Yield the cases by name. References are saved to `folder`, unless they are there."""
-    for name, model in {"attention": tiny.tiny_model(), "hybrid": hybrid_model()}.items():
+    for name, model in {"attention": tiny.tiny_model(), "hybrid": tiny_models.tiny("qwen3.5")}.items():
         if not (folder / name).exists():
             model.save_pretrained(folder / name)
         for off_policy in (False, True):
             yield f"{name}, {'off' if off_policy else 'on'} policy", Case(model, off_policy, folder / name)
-
-
-def hybrid_model() -> PreTrainedModel:
-    """Return a model with three Gated DeltaNet layers and one of attention."""
-    torch.manual_seed(0)
-    config = Qwen3_5TextConfig(
-        vocab_size=tiny.VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
-    return Qwen3_5ForCausalLM(config).eval()
 
 
 def relative_difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
