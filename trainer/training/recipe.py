@@ -14,6 +14,24 @@ FINISHED = "model"
 """Folder in the run with the trained model. It exists once the training is finished."""
 
 
+Dtype = Literal["bfloat16", "float16", "float32"]
+
+
+class Machine(BaseModel):
+    """Keys of a recipe's table [machine]: where it runs. A start with other numbers is refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    processes: int = Field(default=1, ge=1)
+    """Training processes, one for each GPU that trains."""
+    engines: int = Field(default=1, ge=1)
+    """Engines that serve: the number of URLs of `--engine`."""
+    gpu_gib: float | None = Field(default=None, gt=0)
+    """Memory of a GPU in GiB, for the plan. By default that of this machine's GPU, if it has one."""
+    shared_gpu: bool = False
+    """True when an engine and a training process share a GPU."""
+
+
 class Recipe(BaseModel):
     """Keys of a recipe. Paths are relative to the recipe's folder."""
 
@@ -48,10 +66,23 @@ class Recipe(BaseModel):
     them."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Maximum length of a trace in tokens, prompt included. Longer ones are truncated at the end."""
-    publish: Literal["checkpoint", "lora"] = "checkpoint"
-    """Way of new weights to the engine: a full checkpoint that it reloads, or a LoRA adapter that it loads."""
+    dtype: Dtype | None = None
+    """Type of the weights. By default bfloat16 on a CUDA GPU, and float32 without one. float16 needs a [lora] table."""
+    publish: Literal["checkpoint", "lora", "nccl"] = "checkpoint"
+    """Way of new weights to the engines: a checkpoint that they reload, a LoRA adapter that they load, or a transfer
+    between GPUs over NCCL, which needs vLLM in the trainer's environment."""
+    publish_folder: Path | None = None
+    """Folder for checkpoints and adapters on their way to the engines, which must see it under the same path. By
+    default `published` in the run folder; `/dev/shm` is faster where all is on one machine."""
+    adapters: int = Field(default=4, ge=2)
+    """Adapters that stay loaded, with `publish = "lora"`. A session keeps the adapter that it began with."""
+    max_difference: float | None = Field(default=None, gt=0)
+    """Largest mean difference, in nats, between the log-probabilities of a fixed text by the trainer and by an engine.
+    A larger one ends the training. By default 0.001 for float32, 0.1 for bfloat16 and 0.05 for float16."""
     save_steps: int = Field(default=1, ge=1)
     """Steps between the checkpoints from which a stopped training resumes."""
+    machine: Machine | None = None
+    """Where the recipe runs: see `Machine`. By default one process and the engines that are given."""
     recorder: dict[str, str | list[str]] = {}
     """Further options of the recorder, for example `rolltap_sampling` or `rolltap_renderer`."""
     grpo: dict[str, Any] = {}

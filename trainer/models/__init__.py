@@ -1,0 +1,1 @@
+"""The policy on the disk: loading it, and saving what training changed."""
