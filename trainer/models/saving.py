@@ -32,8 +32,8 @@ def save_weights(model: PreTrainedModel | PeftModel, folder: Path, base: Path) -
     """Write what training can have changed as a checkpoint that an engine which serves `base` reloads.
 
     These are all weights but those of `frozen_modules`, in the model's type, with the base's `config.json`. An adapter
-    is merged into what is written, and the model stays as it is. Main memory: twice the base's largest file.
-    The frozen weights that are left out stay in the engine: `load_policy` may refuse the folder.
+    is merged into what is written, and the model stays as it is. Main memory: three times the largest file
+    of the base. The frozen weights that are left out stay in the engine: `load_policy` may refuse the folder.
 
     Raises `InputError` for a model whose weights do not fit `base`, and `OSError`.
     """
