@@ -32,7 +32,10 @@ LIMITS = {
 """Options of the limits of a session, and what they say."""
 RUN_OPTIONS = {
     f"rolltap_{name}"
-    for name in ("out", "engine", "engine_key_file", "model", "renderer", "sampling", "patience", "fsync")
+    for name in (
+        *("out", "engine", "engine_key_file", "model", "renderer", "sampling", "patience", "fsync"),
+        "keep_adapter",
+    )
 }
 RUN_OPTIONS |= LIMITS.keys()
 """Options that cannot change while a run is open."""
@@ -79,6 +82,11 @@ def add_options(loader: Loader) -> None:
         "calls that are not synced."
     )
     loader.add_option("rolltap_fsync", str, "session", fsync, choices=get_args(Sync))
+    keep_adapter = (
+        "A session keeps the LoRA adapter with which its first call was sampled, though newer ones are published, so "
+        "that its prefix cache in the engine stays. When false, each request gets the newest adapter."
+    )
+    loader.add_option("rolltap_keep_adapter", bool, True, keep_adapter)
     for name, text in LIMITS.items():
         loader.add_option(name, int, 0, f"{text} A request over it gets 429. 0 is no limit.")
 
@@ -111,6 +119,7 @@ def open_run(options: OptManager) -> Endpoint:
         "engines": engines,
         "sampling": {**NEUTRAL_SAMPLING, **sampling},
         "limits": limits,
+        "keep_adapter": options.rolltap_keep_adapter,
         "versions": {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
     }
     try:
@@ -119,7 +128,15 @@ def open_run(options: OptManager) -> Endpoint:
     except (RunError, OSError) as error:
         raise OptionsError(f"rolltap_out: {error}") from error
     writer = RunWriter(run, sync)
-    return Endpoint(rendering, engines, writer, sampling, patience=options.rolltap_patience, engine_key=key)
+    return Endpoint(
+        rendering,
+        engines,
+        writer,
+        sampling,
+        patience=options.rolltap_patience,
+        engine_key=key,
+        keep_adapter=options.rolltap_keep_adapter,
+    )
 
 
 def _required(options: OptManager, name: str) -> str:

@@ -49,6 +49,10 @@ class ScriptedEngine:
         self.max_model_len = max_model_len
         self.key = key
         """If set, every path but /health requires it."""
+        self.adapters: set[str] | None = None
+        """Names of the loaded adapters. A generation for another name gets vLLM's 404. None: every name is one."""
+        self.broken_route = False
+        """True to answer generations as a server without the route does."""
         self.deaf = False
         """True to accept connections and requests from now on and say nothing, not even to /health."""
         self.asked: list[str] = []
@@ -118,6 +122,12 @@ class ScriptedEngine:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        if self.broken_route:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        if self.adapters is not None and (name := body.get("model")) and name not in self.adapters:
+            message = f"The model `{name}` does not exist. Valid aliases: scripted."
+            error = {"message": message, "type": "NotFoundError", "param": "model", "code": 404}
+            return web.json_response({"error": error}, status=404)
         self.requests.append(body)
         reply = self.replies.popleft() if self.replies else self.otherwise(body) if self.otherwise else None
         if reply is None:

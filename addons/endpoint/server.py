@@ -65,7 +65,7 @@ class Endpoint:
     """An aiohttp application that answers model calls. `start` begins to serve, `close` stops and aborts running calls.
 
     `sampling` overrides entries of `NEUTRAL_SAMPLING`. `patience` is in seconds, see `Services`. `engine_key` is sent
-    to the engines.
+    to the engines. With `keep_adapter` a session keeps its adapter, see `SessionPolicy`.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class Endpoint:
         *,
         patience: float,
         engine_key: str | None = None,
+        keep_adapter: bool = True,
     ) -> None:
         self.rendering = rendering
         self.writer = writer
@@ -86,7 +87,7 @@ class Endpoint:
         """Session id -> state, of the sessions that asked lately. The others are in the run."""
         self._secret = secrets.token_urlsafe(32)
         self._engine_urls, self._engine_key = engine_urls, engine_key
-        self._patience = patience
+        self._patience, self._keep_adapter = patience, keep_adapter
         self._described: dict[str, asyncio.Task[None]] = {}
         # bound and listening from here on, so that requests queue before `start`
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
@@ -102,7 +103,15 @@ class Endpoint:
         self._bodies = Bodies()
         workers, recovery = Workers(), Recovery(self.writer, self.rendering)
         self._services = Services(
-            self.engines, policy, self.rendering, self.writer, recovery, workers, self._patience, self.refusals
+            self.engines,
+            policy,
+            self.rendering,
+            self.writer,
+            recovery,
+            workers,
+            self._patience,
+            self.refusals,
+            self._keep_adapter,
         )
         app = web.Application(client_max_size=BODY_LIMIT)
         app.router.add_route("*", "/{target:.*}", self._serve)

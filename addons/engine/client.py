@@ -35,6 +35,10 @@ END_SECONDS = 1.0
 """Time limit for the end of a response whose last event has arrived. Only then its connection is used again."""
 
 
+class AdapterGone(EngineError):
+    """The engine does not have the adapter that a request names."""
+
+
 class Engine:
     """One vLLM server. Must be created inside the event loop that uses it."""
 
@@ -128,8 +132,9 @@ class Engine:
         """Sample a completion of `token_ids`. Yields chunks as they arrive.
 
         `model` names a LoRA adapter, or is None for the base model. Closing the iterator cancels the generation. Raises
-        `EngineError` when the engine cannot be reached, refuses the request, violates the protocol, closes the stream
-        without a finish reason, or is silent and not healthy.
+        `AdapterGone` when the engine does not have the adapter, and `EngineError` when the engine cannot be reached,
+        refuses the request, violates the protocol, closes the stream without a finish reason, or is silent and not
+        healthy.
         """
         body: dict[str, Any] = {"token_ids": token_ids, "stream": True, "stream_options": {"include_usage": True}}
         body["sampling_params"] = {**sampling, "logprobs": 0, "stream_interval": STREAM_INTERVAL}
@@ -139,7 +144,7 @@ class Engine:
         try:
             async with await self._headers(body) as response:
                 if response.status != 200:
-                    raise await self._refusal(response)
+                    raise await self._refusal(response, model)
                 watch = asyncio.create_task(self._watch(response.content))
                 try:
                     async for data in events(response.content.iter_any()):
@@ -204,9 +209,12 @@ class Engine:
         message = f"the engine at {self.url} says nothing: neither a token nor an answer to /health"
         return EngineError(message, retryable=True)
 
-    async def _refusal(self, response: aiohttp.ClientResponse) -> EngineError:
+    async def _refusal(self, response: aiohttp.ClientResponse, model: str | None) -> EngineError:
         async with asyncio.timeout(LOOKUP_SECONDS):
-            text = (await response.read()).decode("utf-8", "replace")[:500]
+            body = await response.read()
+        text = body.decode("utf-8", "replace")[:500]
+        if response.status == 404 and model is not None and _is_unknown(model, body):
+            return AdapterGone(f"the engine at {self.url} answered 404: {text}", status=502, answered=True)
         if (status := response.status) == 401 and (advice := key_refused(self.url, status, self._key)):
             return EngineError(advice, status=502)
         hint = f"; {GENERATE} needs vLLM 0.32 or newer with --enable-scale-out" if status in (403, 404) else ""
@@ -214,6 +222,15 @@ class Engine:
         return EngineError(
             message, status=status if status in (400, 413, 503) else 502, retryable=status >= 500, answered=True
         )
+
+
+def _is_unknown(model: str, body: bytes) -> bool:
+    """Return True for the answer to a name that the engine does not serve (vLLM 0.32, `_check_model`)."""
+    try:
+        message = json.loads(body)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return False
+    return isinstance(message, str) and f"`{model}` does not exist" in message
 
 
 def _socket_with_probes(address: aiohttp.AddrInfoType) -> socket.socket:

@@ -40,6 +40,7 @@ EventKind = Literal[
     "joined",
     "replayed",
     "continued",
+    "switched",
     "ended",
 ]
 
@@ -271,7 +272,8 @@ failed before it began |
     | `joined` | retry of a call that was still running |
     | `replayed` | retry that received the finished reply again |
     | `continued` | engine failure during a call, which went on from the last sampled token |
-    | `ended` | the session takes no more calls |
+    | `switched` | the engine no longer had the session's adapter, and the session went on with the published policy |
+| `ended` | the session takes no more calls |
 
     Attributes:
         session_id: None when the credentials did not name one.

@@ -62,6 +62,7 @@ class Summary(JupyterMixin):
             gap in the record.
         retried: Requests that received the reply of an earlier call. That call is recorded once.
         continued: Failures of an engine during a call after which the call went on.
+        switched: Calls of sessions whose adapter the engine no longer had, and which went on with other weights.
         rejected: Requests to a model API that were refused for what they asked, before a call began.
         faults: Requests to a model API that failed because of the engine, the recorder or the machine.
         unauthorised: Requests with bad proxy credentials.
@@ -79,6 +80,7 @@ class Summary(JupyterMixin):
     uncaptured_calls: int
     retried: int
     continued: int
+    switched: int
     rejected: int
     faults: int
     unauthorised: int
@@ -134,6 +136,7 @@ def summarize(run: Path) -> Summary:
         uncaptured_calls=events["uncaptured"],
         retried=events["joined"] + events["replayed"],
         continued=events["continued"],
+        switched=events["switched"],
         rejected=events["rejected"],
         faults=events["fault"],
         unauthorised=events["unauthorised"],
@@ -222,6 +225,7 @@ def _count_table(summary: Summary) -> Table:
     notes = {
         "retried requests": summary.retried,
         "continued after an engine failure": summary.continued,
+        "went on with other weights": summary.switched,
         "rejected requests": summary.rejected,
         "requests that failed by a fault": summary.faults,
         "unauthorised requests": summary.unauthorised,
