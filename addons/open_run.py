@@ -1,10 +1,12 @@
 """The mitmproxy options of a run, and the function that opens the run."""
 
+import asyncio
 import json
 import logging
 import os
 import platform
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
@@ -16,7 +18,9 @@ from mitmproxy.optmanager import OptManager
 
 from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.engine.key import KEY_FILE, read_key
+from rolltap.addons.engine.pool import require_model
 from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
+from rolltap.addons.engine.served import OwnModel, WrongModel
 from rolltap.addons.errors import InputError, RunError
 from rolltap.addons.prompts.rendering import Rendering, resolve_model
 from rolltap.addons.store.metadata import add_recorder, write_metadata
@@ -94,8 +98,8 @@ def add_options(loader: Loader) -> None:
 def open_run(options: OptManager) -> Endpoint:
     """Open the run folder `rolltap_out`, and return the endpoint that records to it.
 
-    Raises `OptionsError` with a line for each wrong option, before anything is written. Raises it also when the run
-    folder cannot be written or belongs to another tokenizer.
+    Raises `OptionsError` with a line for each wrong option, before anything is written. Raises it also when an
+    engine that answers serves another model, and when the run folder cannot be written or belongs to another tokenizer.
     """
     wrong: list[str] = []
 
@@ -109,6 +113,7 @@ def open_run(options: OptManager) -> Endpoint:
     run, engines, key, sampling, sync, limits, rendering = map(read, checks)
     if wrong:
         raise OptionsError("\n".join(wrong))
+    _compare(engines, key, rendering)
     metadata = {
         "model": resolve_model(options.rolltap_model),
         "renderer": rendering.name,
@@ -216,3 +221,13 @@ def _rendering(options: OptManager) -> Rendering:
             "conversations cannot be continued token for token, each call is rendered: %s", rendering.refusal
         )
     return rendering
+
+
+def _compare(urls: list[str], key: str | None, rendering: Rendering) -> None:
+    """Raise `OptionsError` if an engine serves another model. mitmdump serves nobody yet: its event loop may wait."""
+    own = OwnModel.of(rendering.model, rendering.encode)
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            pool.submit(asyncio.run, require_model(urls, key, own)).result()
+        except WrongModel as error:
+            raise OptionsError(f"rolltap_model: {error}") from error

@@ -35,6 +35,7 @@ from rolltap.addons.engine.client import Engine
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
+from rolltap.addons.engine.served import OwnModel
 from rolltap.addons.errors import EngineError, RunError
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.metadata import RUN_FILE, add_engine
@@ -98,7 +99,9 @@ class Endpoint:
 
     async def start(self) -> None:
         """Start to serve; returns when requests are accepted."""
-        self.engines = EnginePool(self._engine_urls, self._engine_key)
+        self.engines = EnginePool(
+            self._engine_urls, self._engine_key, OwnModel.of(self.rendering.model, self.rendering.encode)
+        )
         policy = PolicyFile(self.writer.run)
         self._bodies = Bodies()
         workers, recovery = Workers(), Recovery(self.writer, self.rendering)

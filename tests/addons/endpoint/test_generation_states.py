@@ -49,6 +49,9 @@ class ScriptedClient:
     async def healthy(self):
         return True
 
+    def forget(self):
+        pass
+
     async def close(self):
         pass
 
