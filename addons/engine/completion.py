@@ -88,7 +88,7 @@ def _note(writer: RunWriter, kind: EventKind, call: Call, detail: str) -> None:
 async def _sample_rest(call: Call, sampling: dict[str, Any], engine: Engine, policy: Policy) -> AsyncIterator[Chunk]:
     """Request the rest of the completion once. Raises `EngineError`."""
     call.engine = engine.url
-    start = len(call.completion_ids)
+    start, earlier = len(call.completion_ids), call.weight_versions
     request_sampling = {**sampling, "max_tokens": sampling["max_tokens"] - start}
     finish_reason = None
     async for chunk in engine.generate([*call.prompt_ids, *call.completion_ids], request_sampling, policy.model):
@@ -101,15 +101,14 @@ async def _sample_rest(call: Call, sampling: dict[str, Any], engine: Engine, pol
         finish_reason = chunk.finish_reason or finish_reason
         if chunk.cached_tokens is not None and not start:
             call.cached_tokens = chunk.cached_tokens
-        for span in chunk.weight_versions or []:
-            call.weight_versions.append(
-                VersionSpan(version=span.version, start=start + span.start, end=start + span.end)
-            )
+        # vLLM reports the versions of the base model only; an adapter's name stands for one version
+        spans = (chunk.weight_versions or []) if policy.model is None else []
+        if policy.model is not None and len(call.completion_ids) > start:
+            spans = [VersionSpan(version=policy.version, start=0, end=len(call.completion_ids) - start)]
+        if spans:
+            moved = [VersionSpan(version=s.version, start=start + s.start, end=start + s.end) for s in spans]
+            call.weight_versions = earlier + moved
         yield chunk
-    if policy.model is not None:
-        # vLLM reports weight versions of the base model only: use the version that belongs to the requested adapter
-        call.weight_versions = [span for span in call.weight_versions if span.start < start]
-        call.weight_versions.append(VersionSpan(version=policy.version, start=start, end=len(call.completion_ids)))
     if finish_reason == "abort":
         raise EngineError(f"the engine at {engine.url} aborted the generation", retryable=True, answered=True)
     if finish_reason not in ("stop", "length"):
@@ -122,13 +121,13 @@ def _infer_lost_fields(
 ) -> None:
     """Infer what the last chunk of a failed request would have said.
 
-    Weights: `policy`, if it is an adapter or still the published policy. Otherwise the spans keep a gap, which
-    `find_violation` reports, and the call is not trained on. Finish reason: `stop` after a stop token, `length` at the
-    token limit, else None.
+    Weights: `policy`, if it is still the published policy. Otherwise the base model may have been replaced, and the
+    spans keep a gap, which `find_violation` reports: the call is not trained on. Tokens of an adapter have their spans.
+    Finish reason: `stop` after a stop token, `length` at the token limit, else None.
     """
     covered = call.weight_versions[-1].end if call.weight_versions else 0
     end = len(call.completion_ids)
-    if covered == start < end and policies.exact(policy):
+    if covered == start < end and policies.published() == policy:
         call.weight_versions.append(VersionSpan(version=policy.version, start=start, end=end))
     if call.completion_ids and call.completion_ids[-1] in sampling["stop_token_ids"]:
         call.finish_reason = "stop"

@@ -74,13 +74,9 @@ class SessionPolicy:
         successor = self.choose()
         return successor if successor != policy else None
 
-    def exact(self, policy: Policy) -> bool:
-        """Return True when a request for `policy` that began earlier was sampled by its version.
-
-        An adapter's name stands for one version. The base model's weights may have been replaced since. Raises as
-        `PolicyFile.read`.
-        """
-        return policy.model is not None or self._published.read() == policy
+    def published(self) -> Policy:
+        """Return the published policy. Raises as `PolicyFile.read`."""
+        return self._published.read()
 
 
 def _adapter_of(version: str | None, published: Policy) -> Policy | None:

@@ -236,7 +236,8 @@ class Session:
             its own.
         exit_status: Exit status of the harness; None when it was stopped or not started.
         reward: None when there is none. Such a session is not trained on. With the status `error` there is none.
-        policy_version: The newest weights that had been published when the session started.
+        policy_version: The weights that sampled the first token of the session's calls. Without a token, those that
+            were expected to.
     """
 
     session_id: str

@@ -1,5 +1,6 @@
 """A session keeps the adapter that it began with, while newer ones are published."""
 
+import asyncio
 import itertools
 import json
 from contextlib import asynccontextmanager
@@ -12,7 +13,7 @@ from rolltap.addons.engine import waiting
 from rolltap.addons.engine.policy import POLICY_FILE
 from rolltap.addons.store.staging import write_atomically
 from rolltap.addons.store.tables import RunWriter
-from tests.addons.harness import Harness, user
+from tests.addons.harness import Harness, content, user
 from tests.scripted_engine import Say, ScriptedEngine
 
 ONE, TWO, THREE = ("1a2b3c4d.1.0", "1a2b3c4d.2.0", "1a2b3c4d.3.0")
@@ -102,6 +103,19 @@ class TestPublication:
         scripted_engine.otherwise = break_once
         assert await ask(harness) == [ONE, ONE]
         assert spans(harness.calls()[-1])[0] == (ONE, 0, 2)
+
+    async def test_tokens_of_an_aborted_call_name_the_adapter_too(self, harness, scripted_engine):
+        publish(harness.run, ONE)
+        scripted_engine.replies.append(Say("one two three", hold_after=3))
+        async with harness.post({"messages": [user()], "stream": True}) as response:
+            seen = ""
+            while not content(seen):
+                seen += (await response.content.readany()).decode()
+            assert await asyncio.to_thread(scripted_engine.holding.wait, 30)
+            await harness.end()
+        (call,) = harness.calls()
+        assert call["status"] == "aborted"
+        assert spans(call) == [(ONE, 0, len(call["completion_ids"]))]
 
 
 class TestGone:

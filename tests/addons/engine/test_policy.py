@@ -45,11 +45,3 @@ class TestSession:
         assert policy.lost(first) is None
         publish(tmp_path, version="2", model="policy-2")
         assert policy.lost(first) == policy.lost(first) == policy.choose() == Policy("2", "policy-2")
-
-    def test_knows_what_sampled_a_request_that_broke(self, tmp_path):
-        policy = SessionPolicy(PolicyFile(tmp_path), keep=True)
-        base = policy.choose()
-        assert policy.exact(base)
-        publish(tmp_path, version="1", model="policy-1")
-        assert policy.exact(Policy("0", "policy-0"))
-        assert not policy.exact(base)
