@@ -51,8 +51,6 @@ class ScriptedEngine:
         """If set, every path but /health requires it."""
         self.adapters: set[str] | None = None
         """Names of the loaded adapters. A generation for another name gets vLLM's 404. None: every name is one."""
-        self.broken_route = False
-        """True to answer generations as a server without the route does."""
         self.root = str(tokenizer.name_or_path)
         """Folder or name of the served model."""
         self.tokenize_status = 200
@@ -132,8 +130,6 @@ class ScriptedEngine:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        if self.broken_route:
-            return web.json_response({"detail": "Not Found"}, status=404)
         if self.adapters is not None and (name := body.get("model")) and name not in self.adapters:
             message = f"The model `{name}` does not exist. Valid aliases: scripted."
             error = {"message": message, "type": "NotFoundError", "param": "model", "code": 404}

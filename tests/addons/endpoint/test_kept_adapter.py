@@ -14,7 +14,7 @@ from rolltap.addons.engine.policy import POLICY_FILE
 from rolltap.addons.store.staging import write_atomically
 from rolltap.addons.store.tables import RunWriter
 from tests.addons.harness import Harness, content, user
-from tests.scripted_engine import Say, ScriptedEngine
+from tests.scripted_engine import Answer, Say, ScriptedEngine
 
 ONE, TWO, THREE = ("1a2b3c4d.1.0", "1a2b3c4d.2.0", "1a2b3c4d.3.0")
 NUMBERS = itertools.count()
@@ -175,11 +175,14 @@ class TestGone:
         assert f"The model `policy-{ONE}` does not exist." in answer["error"]["message"]
         assert (len(harness.events("fault")), harness.events("switched")) == (1, [])
 
-    async def test_another_404_is_no_lost_adapter(self, harness, scripted_engine):
+    @pytest.mark.parametrize(
+        "body", ['{"detail": "Not Found"}', '{"error": {"message": "No such route"}}', "Not found"]
+    )
+    async def test_another_404_is_no_lost_adapter(self, harness, scripted_engine, body):
         publish(harness.run, ONE)
         await ask(harness)
         publish(harness.run, TWO)
-        scripted_engine.broken_route = True
+        scripted_engine.replies.append(Answer(404, body))
         status, answer = await harness.ask(user())
         assert (status, harness.events("switched")) == (502, [])
         assert "needs vLLM 0.32 or newer with --enable-scale-out" in answer["error"]["message"]
