@@ -1,10 +1,12 @@
 """The mitmproxy options of a run, and the function that opens the run."""
 
+import asyncio
 import json
 import logging
 import os
 import platform
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
@@ -16,7 +18,9 @@ from mitmproxy.optmanager import OptManager
 
 from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.engine.key import KEY_FILE, read_key
+from rolltap.addons.engine.pool import require_model
 from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
+from rolltap.addons.engine.served import OwnModel, WrongModel
 from rolltap.addons.errors import InputError, RunError
 from rolltap.addons.prompts.rendering import Rendering, resolve_model
 from rolltap.addons.store.metadata import add_recorder, write_metadata
@@ -32,7 +36,10 @@ LIMITS = {
 """Options of the limits of a session, and what they say."""
 RUN_OPTIONS = {
     f"rolltap_{name}"
-    for name in ("out", "engine", "engine_key_file", "model", "renderer", "sampling", "patience", "fsync")
+    for name in (
+        *("out", "engine", "engine_key_file", "model", "renderer", "sampling", "patience", "fsync"),
+        "keep_adapter",
+    )
 }
 RUN_OPTIONS |= LIMITS.keys()
 """Options that cannot change while a run is open."""
@@ -79,6 +86,11 @@ def add_options(loader: Loader) -> None:
         "calls that are not synced."
     )
     loader.add_option("rolltap_fsync", str, "session", fsync, choices=get_args(Sync))
+    keep_adapter = (
+        "A session keeps the LoRA adapter with which its first call was sampled, though newer ones are published, so "
+        "that its prefix cache in the engine stays. When false, each request gets the newest adapter."
+    )
+    loader.add_option("rolltap_keep_adapter", bool, True, keep_adapter)
     for name, text in LIMITS.items():
         loader.add_option(name, int, 0, f"{text} A request over it gets 429. 0 is no limit.")
 
@@ -86,8 +98,8 @@ def add_options(loader: Loader) -> None:
 def open_run(options: OptManager) -> Endpoint:
     """Open the run folder `rolltap_out`, and return the endpoint that records to it.
 
-    Raises `OptionsError` with a line for each wrong option, before anything is written. Raises it also when the run
-    folder cannot be written or belongs to another tokenizer.
+    Raises `OptionsError` with a line for each wrong option, before anything is written. Raises it also when an
+    engine that answers serves another model, and when the run folder cannot be written or belongs to another tokenizer.
     """
     wrong: list[str] = []
 
@@ -101,6 +113,7 @@ def open_run(options: OptManager) -> Endpoint:
     run, engines, key, sampling, sync, limits, rendering = map(read, checks)
     if wrong:
         raise OptionsError("\n".join(wrong))
+    _compare(engines, key, rendering)
     metadata = {
         "model": resolve_model(options.rolltap_model),
         "renderer": rendering.name,
@@ -111,6 +124,7 @@ def open_run(options: OptManager) -> Endpoint:
         "engines": engines,
         "sampling": {**NEUTRAL_SAMPLING, **sampling},
         "limits": limits,
+        "keep_adapter": options.rolltap_keep_adapter,
         "versions": {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
     }
     try:
@@ -119,7 +133,15 @@ def open_run(options: OptManager) -> Endpoint:
     except (RunError, OSError) as error:
         raise OptionsError(f"rolltap_out: {error}") from error
     writer = RunWriter(run, sync)
-    return Endpoint(rendering, engines, writer, sampling, patience=options.rolltap_patience, engine_key=key)
+    return Endpoint(
+        rendering,
+        engines,
+        writer,
+        sampling,
+        patience=options.rolltap_patience,
+        engine_key=key,
+        keep_adapter=options.rolltap_keep_adapter,
+    )
 
 
 def _required(options: OptManager, name: str) -> str:
@@ -199,3 +221,13 @@ def _rendering(options: OptManager) -> Rendering:
             "conversations cannot be continued token for token, each call is rendered: %s", rendering.refusal
         )
     return rendering
+
+
+def _compare(urls: list[str], key: str | None, rendering: Rendering) -> None:
+    """Raise `OptionsError` if an engine serves another model. mitmdump serves nobody yet: its event loop may wait."""
+    own = OwnModel.of(rendering.model, rendering.encode)
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            pool.submit(asyncio.run, require_model(urls, key, own)).result()
+        except WrongModel as error:
+            raise OptionsError(f"rolltap_model: {error}") from error

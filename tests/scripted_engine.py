@@ -49,6 +49,11 @@ class ScriptedEngine:
         self.max_model_len = max_model_len
         self.key = key
         """If set, every path but /health requires it."""
+        self.adapters: set[str] | None = None
+        """Names of the loaded adapters. A generation for another name gets vLLM's 404. None: every name is one."""
+        self.root = str(tokenizer.name_or_path)
+        """Folder or name of the served model."""
+        self.tokenize_status = 200
         self.deaf = False
         """True to accept connections and requests from now on and say nothing, not even to /health."""
         self.asked: list[str] = []
@@ -88,6 +93,7 @@ class ScriptedEngine:
         app = web.Application(client_max_size=1 << 30, middlewares=[self._admit])
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/inference/v1/generate", self._generate)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
         await runner.setup()
@@ -113,11 +119,21 @@ class ScriptedEngine:
         return web.Response()
 
     async def _models(self, request: web.Request) -> web.Response:
-        model = {"id": "scripted", "object": "model", "parent": None, "max_model_len": self.max_model_len}
-        return web.json_response({"object": "list", "data": [model]})
+        model = {"id": "scripted", "object": "model", "root": self.root, "parent": None}
+        return web.json_response({"object": "list", "data": [{**model, "max_model_len": self.max_model_len}]})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        ids = self.tokenizer.encode(body["prompt"], add_special_tokens=body["add_special_tokens"])
+        answer = {"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids, "token_strs": None}
+        return web.json_response(answer if self.tokenize_status == 200 else {}, status=self.tokenize_status)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        if self.adapters is not None and (name := body.get("model")) and name not in self.adapters:
+            message = f"The model `{name}` does not exist. Valid aliases: scripted."
+            error = {"message": message, "type": "NotFoundError", "param": "model", "code": 404}
+            return web.json_response({"error": error}, status=404)
         self.requests.append(body)
         reply = self.replies.popleft() if self.replies else self.otherwise(body) if self.otherwise else None
         if reply is None:

@@ -20,7 +20,7 @@ from rolltap.addons.endpoint.refusals import Refusals
 from rolltap.addons.endpoint.work import Workers
 from rolltap.addons.engine.client import SILENCE_SECONDS
 from rolltap.addons.engine.completion import sample
-from rolltap.addons.engine.policy import PolicyFile
+from rolltap.addons.engine.policy import PolicyFile, SessionPolicy
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.prompts.continuity import Prompt
 from rolltap.addons.prompts.growing_reply import GrowingReply
@@ -50,6 +50,8 @@ class Services:
     patience: float
     """Seconds after an engine failure during which a call is retried: see `Patience`."""
     refusals: Refusals
+    keep_adapter: bool = True
+    """True when a session keeps its adapter: see `SessionPolicy`."""
 
 
 AddCall = Callable[[Call, Prompt, Reply], Awaitable[None]]
@@ -91,6 +93,7 @@ class Generation:
     def __init__(
         self,
         services: Services,
+        policy: SessionPolicy,
         add_call: AddCall,
         call: Call,
         prompt: Prompt,
@@ -99,6 +102,7 @@ class Generation:
         request: bytes,
     ) -> None:
         self._services = services
+        self._policy = policy
         self._add_call = add_call
         self._prompt = prompt
         self._sampling = sampling
@@ -208,7 +212,7 @@ class Generation:
         call, services = self.call, self._services
         try:
             async for chunk in sample(
-                call, self._sampling, services.engines, services.policy, services.writer, services.patience
+                call, self._sampling, services.engines, self._policy, services.writer, services.patience
             ):
                 self._stop = chunk.stop or self._stop
                 self._token_at = asyncio.get_running_loop().time()

@@ -130,6 +130,8 @@ class RecoveredSession:
         """The newest completed calls, oldest first."""
         self.tools_seen = False
         """True when an earlier call of the session had tools."""
+        self.last_version: str | None = None
+        """The weights that sampled the last token of the session's newest call that has one. Known after `index`."""
         self._recovery = recovery
         self._session_id = session_id
         self._indexed: set[tuple[str, EchoRule | None]] = set()
@@ -165,6 +167,7 @@ class RecoveredSession:
         self._indexed |= {asked, *((row["dialect"], None) for row in rows if row["dialect"] != dialect)}
         if first:
             self.tools_seen = any(row["tools"] not in (None, "[]") for row in rows)
+            self.last_version = _last_version(rows)
             last_start = max((row["started_at"] for row in rows), default=self._recovery.started)
             for recorded, turn in newest(restored):
                 finished_at = recorded.row["finished_at"] or self._recovery.started
@@ -237,6 +240,15 @@ def _parents_first(rows: dict[str, Row]) -> list[Row]:
             row = rows.get(row["parent_id"])
         ordered += reversed(path)
     return ordered
+
+
+def _last_version(rows: Iterable[Row]) -> str | None:
+    for row in sorted(rows, key=lambda row: row["started_at"], reverse=True):
+        for span in reversed(row["weight_versions"] or []):
+            if span["end"] > span["start"]:
+                version: str = span["version"]
+                return version
+    return None
 
 
 def _completed(rows: Iterable[Row]) -> Iterator[_Recorded]:

@@ -35,6 +35,7 @@ from rolltap.addons.engine.client import Engine
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
+from rolltap.addons.engine.served import OwnModel
 from rolltap.addons.errors import EngineError, RunError
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.metadata import RUN_FILE, add_engine
@@ -65,7 +66,7 @@ class Endpoint:
     """An aiohttp application that answers model calls. `start` begins to serve, `close` stops and aborts running calls.
 
     `sampling` overrides entries of `NEUTRAL_SAMPLING`. `patience` is in seconds, see `Services`. `engine_key` is sent
-    to the engines.
+    to the engines. With `keep_adapter` a session keeps its adapter, see `SessionPolicy`.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Endpoint:
         *,
         patience: float,
         engine_key: str | None = None,
+        keep_adapter: bool = True,
     ) -> None:
         self.rendering = rendering
         self.writer = writer
@@ -86,7 +88,7 @@ class Endpoint:
         """Session id -> state, of the sessions that asked lately. The others are in the run."""
         self._secret = secrets.token_urlsafe(32)
         self._engine_urls, self._engine_key = engine_urls, engine_key
-        self._patience = patience
+        self._patience, self._keep_adapter = patience, keep_adapter
         self._described: dict[str, asyncio.Task[None]] = {}
         # bound and listening from here on, so that requests queue before `start`
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
@@ -97,12 +99,22 @@ class Endpoint:
 
     async def start(self) -> None:
         """Start to serve; returns when requests are accepted."""
-        self.engines = EnginePool(self._engine_urls, self._engine_key)
+        self.engines = EnginePool(
+            self._engine_urls, self._engine_key, OwnModel.of(self.rendering.model, self.rendering.encode)
+        )
         policy = PolicyFile(self.writer.run)
         self._bodies = Bodies()
         workers, recovery = Workers(), Recovery(self.writer, self.rendering)
         self._services = Services(
-            self.engines, policy, self.rendering, self.writer, recovery, workers, self._patience, self.refusals
+            self.engines,
+            policy,
+            self.rendering,
+            self.writer,
+            recovery,
+            workers,
+            self._patience,
+            self.refusals,
+            self._keep_adapter,
         )
         app = web.Application(client_max_size=BODY_LIMIT)
         app.router.add_route("*", "/{target:.*}", self._serve)

@@ -16,6 +16,7 @@ from rolltap.addons.endpoint.recovery import RecoveredSession
 from rolltap.addons.endpoint.retries import FinishedCall, find_retried, newest, request_digest
 from rolltap.addons.endpoint.roles import find_role
 from rolltap.addons.endpoint.work import INLINE_BYTES
+from rolltap.addons.engine.policy import SessionPolicy
 from rolltap.addons.prompts.continuity import Prompt
 from rolltap.addons.store.records import Call, Event, EventKind
 
@@ -61,6 +62,8 @@ class SessionState:
         self._ended = self._end_recorded = False
         self._recovered: RecoveredSession | None = None
         """None before the first request and after the end."""
+        self._policy: SessionPolicy | None = None
+        """None before the first call and after the end."""
         self._order = asyncio.Lock()
         """Held while a prompt is made, and while a call is added to the conversations."""
 
@@ -94,8 +97,11 @@ class SessionState:
             call = self._call(recovered, dialect, model_call, asked, request)
             self._services.writer.require_room()
             self._services.writer.add_event(self._event("call_started", request, call.call_id))
+            if self._policy is None:
+                services, last_version = self._services, recovered.last_version
+                self._policy = SessionPolicy(services.policy, keep=services.keep_adapter, last_version=last_version)
             generation = Generation(
-                self._services, self._add, call, asked.prompt, model_call, asked.sampling, asked.digest
+                self._services, self._policy, self._add, call, asked.prompt, model_call, asked.sampling, asked.digest
             )
             self.generations.append(generation)
             return generation, model_call
@@ -135,7 +141,7 @@ class SessionState:
         """
         self._ended = True
         self.abort("the session ended")
-        self.generations, self._recovered = [], None
+        self.generations, self._recovered, self._policy = [], None, None
         if not self._end_recorded:
             await asyncio.to_thread(self._services.recovery.end, self._session_id)
             self._end_recorded = True

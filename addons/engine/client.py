@@ -5,6 +5,7 @@ Uses vLLM's streaming `POST /inference/v1/generate` (vLLM 0.32 and newer, starte
 
 import asyncio
 import json
+import logging
 import socket
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -14,8 +15,11 @@ import aiohttp
 
 from rolltap.addons.engine.events import Chunk, decode, encode, events
 from rolltap.addons.engine.key import authorization, key_refused
+from rolltap.addons.engine.served import TEXT, OwnModel
 from rolltap.addons.engine.waiting import Shared
 from rolltap.addons.errors import EngineError
+
+logger = logging.getLogger(__name__)
 
 GENERATE = "/inference/v1/generate"
 CONNECT_SECONDS = 10.0
@@ -35,12 +39,21 @@ END_SECONDS = 1.0
 """Time limit for the end of a response whose last event has arrived. Only then its connection is used again."""
 
 
-class Engine:
-    """One vLLM server. Must be created inside the event loop that uses it."""
+class AdapterGone(EngineError):
+    """The engine does not have the adapter that a request names."""
 
-    def __init__(self, url: str, key: str | None = None) -> None:
+
+class Engine:
+    """One vLLM server. Must be created inside the event loop that uses it.
+
+    With `own`, it is asked at first contact, and again after `forget`, whether it serves that model. Until it has
+    answered, and if it does not, every request raises `EngineError`.
+    """
+
+    def __init__(self, url: str, key: str | None = None, own: OwnModel | None = None) -> None:
         self.url = url.rstrip("/")
         self._key = key
+        self._own = own
         self._session = aiohttp.ClientSession(
             headers=authorization(key),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
@@ -61,11 +74,16 @@ class Engine:
     async def max_model_len(self) -> int:
         """Return the engine's context window in tokens. Sets `model` to the served model's name. Cached.
 
-        Raises `EngineError` when the engine does not answer in time, refuses the key, or its answer is not vLLM's.
+        Raises `WrongModel` when it serves a model with another tokenizer, and `EngineError` when it does not answer in
+        time, refuses the key, or its answer is not vLLM's.
         """
         if self._max_model_len is None:
             self._max_model_len = await self._lookup()
         return self._max_model_len
+
+    def forget(self) -> None:
+        """Ask for the context window and the model again, because another server may answer from now on."""
+        self._max_model_len = None
 
     async def healthy(self) -> bool:
         """Return True when the engine answers `/health`, which vLLM does also while it is paused."""
@@ -78,7 +96,7 @@ class Engine:
         VLLM_SERVER_DEV_MODE=1. Raises `EngineError`.
         """
         max_model_len = await self.max_model_len()
-        (_, version), (_, information) = await self._get("/version"), await self._get("/server_info")
+        (_, version), (_, information) = await self._ask("/version"), await self._ask("/server_info")
         return {
             "model": self.model,
             "max_model_len": max_model_len,
@@ -87,7 +105,7 @@ class Engine:
         }
 
     async def _look_up(self) -> int:
-        status, models = await self._get("/v1/models")
+        status, models = await self._ask("/v1/models")
         if advice := key_refused(self.url, status, self._key):
             raise EngineError(advice, status=502)
         try:
@@ -99,7 +117,26 @@ class Engine:
                 "that rolltap_engine is a vLLM server"
             )
             raise EngineError(message, status=502, retryable=status >= 500) from error
+        if self._own is not None:
+            await self._compare(self._own, str(base.get("root") or self.model))
         return max_model_len
+
+    async def _compare(self, own: OwnModel, root: str) -> None:
+        """Compare the engine's tokenizer with that of `own`. `root` is its folder or name as the engine has it."""
+        status, answer = await self._ask("/tokenize", {"prompt": TEXT, "add_special_tokens": False})
+        if "tokens" not in answer:
+            message = (
+                f"{self.url}/tokenize did not return the tokens of a text (status {status}), by which the engine's "
+                "model is compared with rolltap_model: check that rolltap_engine is a vLLM server"
+            )
+            raise EngineError(message, status=502, retryable=status >= 500)
+        own.require(self.url, root, answer["tokens"])
+        if not own.is_named(root, self.model):
+            logger.warning(
+                "the engine at %s serves %s (as %s), not %s: their tokenizers agree; weights and chat templates were "
+                "not compared",
+                *(self.url, root, self.model, own.name),
+            )
 
     async def _ask_health(self) -> bool:
         for _ in range(2):
@@ -109,17 +146,22 @@ class Engine:
                     return response.status < 500
         return False
 
-    async def _get(self, path: str) -> tuple[int, dict[str, Any]]:
-        """Return a status and a JSON object, empty for any other answer. Raises `EngineError` without an answer."""
-        timeout = aiohttp.ClientTimeout(total=LOOKUP_SECONDS)
+    async def _ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+        """Get a path, or post a body to it. Return a status and a JSON object, empty for any other answer.
+
+        Raises `EngineError` without an answer.
+        """
+        timeout, method = aiohttp.ClientTimeout(total=LOOKUP_SECONDS), "GET" if body is None else "POST"
         try:
-            async with self._session.get(self.url + path, timeout=timeout, allow_redirects=False) as response:
-                status, body = response.status, await response.read()
+            async with self._session.request(
+                method, self.url + path, json=body, timeout=timeout, allow_redirects=False
+            ) as response:
+                status, text = response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             why = str(error) or f"no answer to {path} in {LOOKUP_SECONDS:g} s"
             raise EngineError(f"the engine at {self.url} cannot be reached: {why}", retryable=True) from error
         try:
-            answer = json.loads(body) if status == 200 else {}
+            answer = json.loads(text) if status == 200 else {}
         except ValueError:
             answer = {}
         return status, answer if isinstance(answer, dict) else {}
@@ -128,18 +170,21 @@ class Engine:
         """Sample a completion of `token_ids`. Yields chunks as they arrive.
 
         `model` names a LoRA adapter, or is None for the base model. Closing the iterator cancels the generation. Raises
-        `EngineError` when the engine cannot be reached, refuses the request, violates the protocol, closes the stream
-        without a finish reason, or is silent and not healthy.
+        `AdapterGone` when the engine does not have the adapter, and `EngineError` when the engine cannot be reached,
+        refuses the request, violates the protocol, closes the stream without a finish reason, or is silent and not
+        healthy.
         """
         body: dict[str, Any] = {"token_ids": token_ids, "stream": True, "stream_options": {"include_usage": True}}
         body["sampling_params"] = {**sampling, "logprobs": 0, "stream_interval": STREAM_INTERVAL}
         if model is not None:
             body["model"] = model
         finished = False
+        if self._own is not None:
+            await self.max_model_len()
         try:
             async with await self._headers(body) as response:
                 if response.status != 200:
-                    raise await self._refusal(response)
+                    raise await self._refusal(response, model)
                 watch = asyncio.create_task(self._watch(response.content))
                 try:
                     async for data in events(response.content.iter_any()):
@@ -204,9 +249,12 @@ class Engine:
         message = f"the engine at {self.url} says nothing: neither a token nor an answer to /health"
         return EngineError(message, retryable=True)
 
-    async def _refusal(self, response: aiohttp.ClientResponse) -> EngineError:
+    async def _refusal(self, response: aiohttp.ClientResponse, model: str | None) -> EngineError:
         async with asyncio.timeout(LOOKUP_SECONDS):
-            text = (await response.read()).decode("utf-8", "replace")[:500]
+            body = await response.read()
+        text = body.decode("utf-8", "replace")[:500]
+        if response.status == 404 and model is not None and _is_unknown(model, body):
+            return AdapterGone(f"the engine at {self.url} answered 404: {text}", status=502, answered=True)
         if (status := response.status) == 401 and (advice := key_refused(self.url, status, self._key)):
             return EngineError(advice, status=502)
         hint = f"; {GENERATE} needs vLLM 0.32 or newer with --enable-scale-out" if status in (403, 404) else ""
@@ -214,6 +262,15 @@ class Engine:
         return EngineError(
             message, status=status if status in (400, 413, 503) else 502, retryable=status >= 500, answered=True
         )
+
+
+def _is_unknown(model: str, body: bytes) -> bool:
+    """Return True for the answer to a name that the engine does not serve (vLLM 0.32, `_check_model`)."""
+    try:
+        message = json.loads(body)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return False
+    return isinstance(message, str) and f"`{model}` does not exist" in message
 
 
 def _socket_with_probes(address: aiohttp.AddrInfoType) -> socket.socket:

@@ -6,18 +6,23 @@ A retry sends the prompt and the tokens sampled so far, and samples the rest.
 from collections.abc import AsyncIterator
 from typing import Any
 
-from rolltap.addons.engine.client import Engine
+from rolltap.addons.engine.client import AdapterGone, Engine
 from rolltap.addons.engine.events import Chunk
-from rolltap.addons.engine.policy import Policy, PolicyFile
+from rolltap.addons.engine.policy import Policy, SessionPolicy
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.engine.waiting import Patience
 from rolltap.addons.errors import EngineError
-from rolltap.addons.store.records import Call, Event, VersionSpan, utc_now
+from rolltap.addons.store.records import Call, Event, EventKind, VersionSpan, utc_now
 from rolltap.addons.store.tables import RunWriter
 
 
 async def sample(
-    call: Call, sampling: dict[str, Any], engines: EnginePool, policies: PolicyFile, writer: RunWriter, patience: float
+    call: Call,
+    sampling: dict[str, Any],
+    engines: EnginePool,
+    policies: SessionPolicy,
+    writer: RunWriter,
+    patience: float,
 ) -> AsyncIterator[Chunk]:
     """Sample into `call` until it has a finish reason. Yields each chunk after its tokens were appended to `call`.
 
@@ -27,16 +32,24 @@ async def sample(
 
     `call.error` is the last failure while no token has been sampled after it, and None otherwise.
 
+    An adapter that the engine no longer has is replaced by the published policy, and `writer` records an event
+    `switched`. Without another policy it is an error.
+
     If the engine answers 400 before the first token, `structured_outputs` is removed from `sampling` and the request is
     repeated. Raises `EngineError` when it is not retryable or `patience` is used up.
     """
     pauses, num_sampled = Patience(patience), 0
     failed: set[Engine] = set()
     while call.finish_reason is None:
-        policy, start, engine = policies.read(), len(call.completion_ids), engines.of(call.session_id, failed)
+        policy, start, engine = policies.choose(), len(call.completion_ids), engines.of(call.session_id, failed)
         try:
             async for chunk in _sample_rest(call, sampling, engine, policy):
                 yield chunk
+        except AdapterGone:
+            if (successor := policies.lost(policy)) is None:
+                raise
+            gone = f"the engine at {engine.url} has no adapter {policy.model} any more"
+            _note(writer, "switched", call, f"{gone}: the session goes on with the weights {successor.version}")
         except EngineError as error:
             if error.status == 400 and not call.completion_ids and sampling.pop("structured_outputs", None):
                 continue
@@ -55,23 +68,27 @@ async def sample(
                 if not await pauses.wait():
                     raise
                 failed.clear()
-            writer.note(
-                Event(
-                    kind="continued",
-                    session_id=call.session_id,
-                    host=call.host,
-                    method="POST",
-                    path=call.path,
-                    call_id=call.call_id,
-                    detail=str(error),
-                )
-            )
+            _note(writer, "continued", call, str(error))
+
+
+def _note(writer: RunWriter, kind: EventKind, call: Call, detail: str) -> None:
+    writer.note(
+        Event(
+            kind=kind,
+            session_id=call.session_id,
+            host=call.host,
+            method="POST",
+            path=call.path,
+            call_id=call.call_id,
+            detail=detail,
+        )
+    )
 
 
 async def _sample_rest(call: Call, sampling: dict[str, Any], engine: Engine, policy: Policy) -> AsyncIterator[Chunk]:
     """Request the rest of the completion once. Raises `EngineError`."""
     call.engine = engine.url
-    start = len(call.completion_ids)
+    start, earlier = len(call.completion_ids), call.weight_versions
     request_sampling = {**sampling, "max_tokens": sampling["max_tokens"] - start}
     finish_reason = None
     async for chunk in engine.generate([*call.prompt_ids, *call.completion_ids], request_sampling, policy.model):
@@ -84,15 +101,14 @@ async def _sample_rest(call: Call, sampling: dict[str, Any], engine: Engine, pol
         finish_reason = chunk.finish_reason or finish_reason
         if chunk.cached_tokens is not None and not start:
             call.cached_tokens = chunk.cached_tokens
-        for span in chunk.weight_versions or []:
-            call.weight_versions.append(
-                VersionSpan(version=span.version, start=start + span.start, end=start + span.end)
-            )
+        # vLLM reports the versions of the base model only; an adapter's name stands for one version
+        spans = (chunk.weight_versions or []) if policy.model is None else []
+        if policy.model is not None and len(call.completion_ids) > start:
+            spans = [VersionSpan(version=policy.version, start=0, end=len(call.completion_ids) - start)]
+        if spans:
+            moved = [VersionSpan(version=s.version, start=start + s.start, end=start + s.end) for s in spans]
+            call.weight_versions = earlier + moved
         yield chunk
-    if policy.model is not None:
-        # vLLM reports weight versions of the base model only: use the version that belongs to the requested adapter
-        call.weight_versions = [span for span in call.weight_versions if span.start < start]
-        call.weight_versions.append(VersionSpan(version=policy.version, start=start, end=len(call.completion_ids)))
     if finish_reason == "abort":
         raise EngineError(f"the engine at {engine.url} aborted the generation", retryable=True, answered=True)
     if finish_reason not in ("stop", "length"):
@@ -100,16 +116,18 @@ async def _sample_rest(call: Call, sampling: dict[str, Any], engine: Engine, pol
     call.finish_reason = finish_reason
 
 
-def _infer_lost_fields(call: Call, sampling: dict[str, Any], start: int, policy: Policy, policies: PolicyFile) -> None:
+def _infer_lost_fields(
+    call: Call, sampling: dict[str, Any], start: int, policy: Policy, policies: SessionPolicy
+) -> None:
     """Infer what the last chunk of a failed request would have said.
 
-    Weights: `policy`, if it is still the published policy. Otherwise the spans keep a gap, which `find_violation`
-    reports, and the call is not trained on. Finish reason: `stop` after a stop token, `length` at the token limit, else
-    None.
+    Weights: `policy`, if it is still the published policy. Otherwise the base model may have been replaced, and the
+    spans keep a gap, which `find_violation` reports: the call is not trained on. Tokens of an adapter have their spans.
+    Finish reason: `stop` after a stop token, `length` at the token limit, else None.
     """
     covered = call.weight_versions[-1].end if call.weight_versions else 0
     end = len(call.completion_ids)
-    if covered == start < end and policies.read() == policy:
+    if covered == start < end and policies.published() == policy:
         call.weight_versions.append(VersionSpan(version=policy.version, start=start, end=end))
     if call.completion_ids and call.completion_ids[-1] in sampling["stop_token_ids"]:
         call.finish_reason = "stop"

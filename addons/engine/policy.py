@@ -1,4 +1,5 @@
-"""The published policy: `policy.json` in the run folder, written by the trainer and read for each engine request."""
+"""The published policy: `policy.json` in the run folder, written by the trainer and read for each engine request; and
+the policy of a session, which keeps its adapter."""
 
 import json
 from dataclasses import dataclass
@@ -39,3 +40,52 @@ class PolicyFile:
             self._policy = Policy(str(data["version"]), data.get("model"))
             self._seen = seen
         return self._policy
+
+
+class SessionPolicy:
+    """The policy of one session. It keeps the first adapter that `choose` returns, whatever is published later.
+
+    New weights in the middle of a session would cost it its prefix cache in the engine. The base model is not kept: the
+    engine has one set of base weights. Without `keep` each request gets the published policy. `last_version` is the
+    version that sampled the session's last recorded call, None if there is none: its adapter is kept after a restart.
+    """
+
+    def __init__(self, published: PolicyFile, *, keep: bool, last_version: str | None = None) -> None:
+        self._published = published
+        self._keep = keep
+        self._last_version = last_version
+        self._kept: Policy | None = None
+
+    def choose(self) -> Policy:
+        """Return the policy for the next request to the engine. Raises as `PolicyFile.read`."""
+        published = self._published.read()
+        if self._keep and self._kept is None:
+            self._kept = _adapter_of(self._last_version, published) or (published if published.model else None)
+        self._last_version = None
+        return self._kept or published
+
+    def lost(self, policy: Policy) -> Policy | None:
+        """Forget an adapter that the engine no longer has. Return the policy to go on with, or None if it is the same.
+
+        Raises as `PolicyFile.read`.
+        """
+        if self._kept == policy:
+            self._kept = None
+        successor = self.choose()
+        return successor if successor != policy else None
+
+    def published(self) -> Policy:
+        """Return the published policy. Raises as `PolicyFile.read`."""
+        return self._published.read()
+
+
+def _adapter_of(version: str | None, published: Policy) -> Policy | None:
+    """Return the adapter of a recorded version, or None.
+
+    Its name follows from the published one: `policy-<version>`, of the same training (the text before the first dot).
+    The engine refuses a name that it does not have.
+    """
+    if version is None or published.model != f"policy-{published.version}":
+        return None
+    same_training = version.partition(".")[0] == published.version.partition(".")[0]
+    return Policy(version, f"policy-{version}") if same_training else None

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from rolltap.addons.engine.client import Engine
+from rolltap.addons.engine.served import OwnModel, WrongModel
 from rolltap.addons.engine.waiting import Patience
 from rolltap.addons.errors import EngineError
 
@@ -15,6 +16,9 @@ logger = logging.getLogger(__name__)
 DOWN_SECONDS = 10.0
 """Seconds between an engine's failure and the first question whether it is healthy, and between the questions. An
 engine that is healthy and fails every call is logged at most twice in this time."""
+
+START_SECONDS = 5.0
+"""Time limit for an engine to answer at the start of the recorder."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,11 +34,11 @@ class EnginePool:
 
     The calls of a session go to one engine, which has their prefix cached. After `failed`, the sessions of that engine
     move to others. They return when it is healthy again, `DOWN_SECONDS` later at the earliest. `key` is sent to every
-    engine. Create it inside the event loop that uses it.
+    engine, and every engine must serve the model `own`, if it is given. Create it inside the event loop that uses it.
     """
 
-    def __init__(self, urls: Sequence[str], key: str | None = None) -> None:
-        self._engines = [Engine(url, key) for url in urls]
+    def __init__(self, urls: Sequence[str], key: str | None = None, own: OwnModel | None = None) -> None:
+        self._engines = [Engine(url, key, own) for url in urls]
         self._down: dict[Engine, _Outage] = {}
 
     def of(self, session_id: str, avoid: Collection[Engine] = ()) -> Engine:
@@ -63,6 +67,7 @@ class EnginePool:
         An engine that answered with an error is not excluded: one session's request must not take it from the others.
         """
         if not error.answered:
+            engine.forget()
             if engine not in self._down:
                 logger.warning("engine down: %s", error)
                 self._down[engine] = _Outage(asyncio.create_task(self._watch(engine)))
@@ -90,6 +95,31 @@ class EnginePool:
             outage.watch.cancel()
         await asyncio.gather(*(outage.watch for outage in self._down.values()), return_exceptions=True)
         await asyncio.gather(*(engine.close() for engine in self._engines))
+
+
+async def require_model(urls: Sequence[str], key: str | None, own: OwnModel) -> None:
+    """Raise `WrongModel` if an engine serves a model with another tokenizer than `own`.
+
+    One that does not answer within `START_SECONDS` is logged: it is compared at its first contact.
+    """
+    engines = [Engine(url, key, own) for url in urls]
+
+    async def check(engine: Engine) -> None:
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await engine.max_model_len()
+        except WrongModel:
+            raise
+        except (EngineError, TimeoutError) as error:
+            why = str(error) or f"nothing in {START_SECONDS:g} s"
+            logger.warning("the engine at %s does not answer yet, its model will be compared then: %s", engine.url, why)
+
+    try:
+        for outcome in await asyncio.gather(*map(check, engines), return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+    finally:
+        await asyncio.gather(*(engine.close() for engine in engines))
 
 
 def _weight(url: str, session_id: str) -> bytes:

@@ -68,6 +68,8 @@ class Rendering:
             self._tokenizer = CachingTokenizer(load_tokenizer(model))
         except Exception as error:
             raise InputError(f"cannot load a tokenizer from {model!r}: {str(error).splitlines()[0]}") from error
+        self.model = model
+        """As it was given."""
         self.name = self._choose_renderer(model) if renderer == "auto" else renderer
         try:
             self._renderer = _create(self._tokenizer, self.name)
@@ -127,6 +129,10 @@ class Rendering:
         except Exception:
             return False  # templates raise for messages that they do not support
         return True
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of `text`. Special tokens in it are found, none are added."""
+        return self._tokenizer.encode(text)
 
     def least_tokens(self, messages: list[Message], tools: list[Tool], limit: int) -> int:
         """Return a lower bound of the number of prompt tokens, without rendering the prompt. Thread-safe.

@@ -40,6 +40,7 @@ EventKind = Literal[
     "joined",
     "replayed",
     "continued",
+    "switched",
     "ended",
 ]
 
@@ -235,7 +236,8 @@ class Session:
             its own.
         exit_status: Exit status of the harness; None when it was stopped or not started.
         reward: None when there is none. Such a session is not trained on. With the status `error` there is none.
-        policy_version: The newest weights that had been published when the session started.
+        policy_version: The weights that sampled the first token of the session's calls. Without a token, those that
+            were expected to.
     """
 
     session_id: str
@@ -271,7 +273,8 @@ failed before it began |
     | `joined` | retry of a call that was still running |
     | `replayed` | retry that received the finished reply again |
     | `continued` | engine failure during a call, which went on from the last sampled token |
-    | `ended` | the session takes no more calls |
+    | `switched` | the engine no longer had the session's adapter, and the session went on with the published policy |
+| `ended` | the session takes no more calls |
 
     Attributes:
         session_id: None when the credentials did not name one.

@@ -270,6 +270,19 @@ async def test_sampling_may_differ_from_neutral(options):
     assert recorder["sampling"] == sampling
 
 
+@pytest.mark.parametrize("keep", [True, False])
+async def test_whether_sessions_keep_their_adapter_is_recorded(options, keep):
+    capture = Capture()
+    with taddons.context(Proxyserver(), capture) as context:
+        context.configure(capture, **options, **({} if keep else {"rolltap_keep_adapter": False}))
+        capture.running()
+        await capture._starting
+        assert capture.endpoint._services.keep_adapter == keep
+        await capture.done()
+    (recorder,) = read_metadata(capture.endpoint.writer.run)["recorders"]
+    assert recorder["keep_adapter"] == keep
+
+
 async def test_nothing_is_captured_before_a_run_is_open():
     capture = Capture()
     with taddons.context(Proxyserver(), capture):

@@ -187,3 +187,10 @@ def test_bad_options_end_mitmdump_with_a_message_for_each_and_no_traceback(start
     log = recorder.log()
     assert [message for message in messages.values() if message not in log] == []
     assert "Traceback" not in log
+
+
+def test_an_option_that_is_neither_true_nor_false_ends_mitmdump_with_a_message(start):
+    recorder = start("rolltap_keep_adapter=perhaps")
+    assert recorder.process.wait() == 1
+    assert 'Boolean must be "true", "false"' in recorder.log()
+    assert "Traceback" not in recorder.log()

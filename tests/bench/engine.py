@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import orjson
+from tokenizers import Tokenizer
 
 from tests.bench.protocol import Connection, chat_body, chat_event, chunk, generate_event, response, serve
 
@@ -52,8 +53,8 @@ class Replies:
 class PreparedConnection(Connection):
     """A connection that gets one of the encoded replies."""
 
-    def __init__(self, replies: Replies) -> None:
-        super().__init__()
+    def __init__(self, replies: Replies, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer)
         self._replies = replies
 
     def answer(self, path, body):
@@ -83,5 +84,7 @@ def _generate_events(token_ids: list[int], interval: int) -> list[bytes]:
 
 
 if __name__ == "__main__":
-    replies = Replies(**json.loads(Path(sys.argv[1]).read_text()))
-    asyncio.run(serve(lambda: PreparedConnection(replies)))
+    settings = json.loads(Path(sys.argv[1]).read_text())
+    tokenizer = Tokenizer.from_file(str(Path(settings.pop("tokenizer"), "tokenizer.json")))
+    replies = Replies(**settings)
+    asyncio.run(serve(lambda: PreparedConnection(replies, tokenizer)))

@@ -41,9 +41,9 @@ class Model:
     """
 
     def __init__(self, tokenizer: Path, shortest: int, longest: int) -> None:
-        self._tokenizer = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+        self.tokenizer = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
         self._shortest, self._longest = shortest, longest
-        vocabulary = self._tokenizer.get_vocab()
+        vocabulary = self.tokenizer.get_vocab()
         self._words = sorted(i for token, i in vocabulary.items() if re.fullmatch("Ġ[a-z]{3,}", token))
         self._stop = vocabulary["<|im_end|>"]
         self._start = self._encode("<|im_start|>assistant\n")
@@ -53,11 +53,11 @@ class Model:
         self._call_end = self._encode('"}}\n</tool_call>')
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def begin(self, token_ids: list[int]) -> tuple[Completion, int]:
         """Return a reply to a request of the engine, and how many of its tokens end the request.

@@ -25,7 +25,7 @@ class ModelConnection(Connection):
     """A connection that samples from `model`: the first `burst` tokens at once, then one every `pace` seconds."""
 
     def __init__(self, model: Model, burst: int, pace: float) -> None:
-        super().__init__()
+        super().__init__(model.tokenizer)
         self._model, self._burst, self._pace = model, burst, pace
 
     def answer(self, path, body):

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 
 import orjson
+from tokenizers import Tokenizer
 
 CONTEXT = 1 << 30
 """Context window in tokens: no prompt is too long."""
@@ -17,9 +18,10 @@ _STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-
 
 
 class Connection(asyncio.Protocol):
-    """One kept-alive connection. A subclass answers its requests."""
+    """One kept-alive connection. A subclass answers its requests. `tokenizer` is that of the recorder's model."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
         self._received = bytearray()
         self._pacing: asyncio.TimerHandle | None = None
 
@@ -48,6 +50,10 @@ class Connection(asyncio.Protocol):
         if path == b"/v1/models":
             model = {"id": "bench", "object": "model", "parent": None, "max_model_len": CONTEXT}
             self.transport.write(response(orjson.dumps({"data": [model]})))
+        elif path == b"/tokenize":
+            text = orjson.loads(body)["prompt"]
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+            self.transport.write(response(orjson.dumps({"count": len(ids), "tokens": ids})))
         elif path in (b"/health", b"/version", b"/server_info"):
             self.transport.write(response(b"{}"))
         else:

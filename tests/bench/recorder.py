@@ -212,7 +212,7 @@ def _costs(
     opening = _opening(words)
     rows = []
     with ExitStack() as stack:
-        settings = _replies(words, tokenizer.eos_token_id, chunks=chunks, pace=pace)
+        settings = _replies(words, tokenizer.eos_token_id, chunks=chunks, pace=pace) | {"tokenizer": str(model)}
         engine = stack.enter_context(Engine("engine", folder, settings)).url
         redirect = Path(__file__).with_name("redirect.py")
         bare = stack.enter_context(Mitmdump("bare redirect", folder, [redirect], {"bench_engine": engine}))

@@ -17,7 +17,10 @@ from rolltap.types import CallRole, SessionStatus
 @click.option("--max-reward", type=float, help="Largest reward.")
 @click.option("--harness", "harnesses", multiple=True, help="Name of the harness. Repeatable.")
 @click.option(
-    "--policy-version", "policy_versions", multiple=True, help="Weights that the session started with. Repeatable."
+    "--policy-version",
+    "policy_versions",
+    multiple=True,
+    help="Weights of the session's first sampled token. Repeatable.",
 )
 @click.option(
     "--status",

@@ -25,6 +25,7 @@ from rolltap.addons.store.records import CallKind
 from rolltap.trainer.file_names import file_name
 from rolltap.trainer.grpo.advantages import mean_group_std, rewards_differ
 from rolltap.trainer.traces.build import GroupReward, Trace, TraceBatch
+from rolltap.trainer.traces.cached import cached_shares
 from rolltap.trainer.traces.ledger import LeftOut
 
 KINDS: tuple[CallKind, ...] = get_args(CallKind)
@@ -72,7 +73,9 @@ def batch_metrics(batch: TraceBatch, trained: TraceBatch, tasks: Collection[str]
     `groups_without_reward` those without any, `groups_without_signal` those whose rewards are all equal.
     `reward` is the mean over sessions with a reward, `reward/harness/NAME` and `reward/task/ID` over those with this
     label, with names percent-encoded. `reward_std` is the mean over groups with a reward. `traces_per_session` is of
-    sessions with a reward. `left_out/REASON` are tokens, for every reason.
+    sessions with a reward. `left_out/REASON` are tokens, for every reason. `cached_share` is the share of the prompt
+    tokens of continued calls that came from the engine's prefix cache, `cached_share/NAME` that of a harness if there
+    are several.
     """
     rewards = list(batch.rewards.values())
     groups = _split(rewards, lambda labelled: labelled.group_id)
@@ -89,6 +92,8 @@ def batch_metrics(batch: TraceBatch, trained: TraceBatch, tasks: Collection[str]
     }
     if trained.ledger.sampled:
         metrics |= {f"left_out/{reason}": float(trained.ledger.left_out.get(reason, 0)) for reason in get_args(LeftOut)}
+    for harness, share in cached_shares(batch.continued).items():
+        metrics[f"cached_share/{file_name(harness)}" if harness else "cached_share"] = share
     if rewards:
         metrics["traces_per_session"] = len(batch.traces) / len(rewards)
         metrics["reward"] = fmean(labelled.reward for labelled in rewards)

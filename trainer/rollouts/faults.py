@@ -16,15 +16,13 @@ window, its time limit while it was being answered, and its exit status. This in
 agent can kill its own harness, and the kernel's kill for want of memory looks the same.
 """
 
-import threading
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rolltap.addons.dialects.routes import find_route
 from rolltap.addons.store.records import CallRole, CallStatus
-from rolltap.addons.store.session_index import SessionIndex
+from rolltap.trainer.rollouts.session_rows import SessionRows
 
 
 class Asked(NamedTuple):
@@ -89,35 +87,15 @@ def _recovered(fault: Told, role: CallRole | None, calls: Sequence[Asked]) -> bo
     return any(call.status == "completed" and call.started_at > fault.at and call.role in enough for call in calls)
 
 
-class RunFaults:
-    """The faults of the sessions of a run that is being recorded. Reads each commit once. Thread-safe."""
+def session_fault(rows: SessionRows, session_id: str) -> str | None:
+    """Return the fault of a session whose calls have ended, or None.
 
-    def __init__(self, run: Path) -> None:
-        self._run = run
-        self._lock = threading.Lock()
-        self._indexes: dict[str, SessionIndex] = {}
-
-    def of(self, session_id: str) -> str | None:
-        """Return the fault of a session whose calls have ended, or None.
-
-        Raises `RunError` and `OSError` when the folder cannot be read.
-        """
-        with self._lock:
-            calls = [
-                Asked(call_id, role, status, started_at, len(completion_ids or ()))
-                for call_id, role, status, started_at, completion_ids in self._rows(
-                    "calls", session_id, ("call_id", "role", "status", "started_at", "completion_ids")
-                )
-            ]
-            events = [Told(*row) for row in self._rows("events", session_id, Told._fields)]
-        return find_fault(calls, events)
-
-    def _rows(self, table: str, session_id: str, columns: Sequence[str]) -> list[tuple[Any, ...]]:
-        if table in self._indexes:
-            self._indexes[table].refresh()
-        else:
-            self._indexes[table] = SessionIndex(self._run, table)
-        index = self._indexes[table]
-        batches = [batch.select(columns).to_pydict() for batch in index.batches(session_id)]
-        index.close()
-        return [row for batch in batches for row in zip(*batch.values(), strict=True)]
+    Raises `RunError` and `OSError` when the folder cannot be read.
+    """
+    calls = [
+        Asked(call_id, role, status, started_at, len(completion_ids or ()))
+        for call_id, role, status, started_at, completion_ids in rows.of(
+            "calls", session_id, ("call_id", "role", "status", "started_at", "completion_ids")
+        )
+    ]
+    return find_fault(calls, [Told(*row) for row in rows.of("events", session_id, Told._fields)])

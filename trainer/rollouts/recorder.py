@@ -10,14 +10,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, get_args
 
+from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.errors import InputError, RecorderError
 from rolltap.addons.secret import hide_process
 from rolltap.addons.store.records import Session, SessionStatus, utc_now
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.rollouts import mitmdump
 from rolltap.trainer.rollouts.environment import Proxy
-from rolltap.trainer.rollouts.faults import RunFaults
+from rolltap.trainer.rollouts.faults import session_fault
 from rolltap.trainer.rollouts.mitmdump import Mitmdump
+from rolltap.trainer.rollouts.session_rows import SessionRows
 
 _CA_FILES = ("mitmproxy-ca.pem", "mitmproxy-dhparam.pem")
 """Files that mitmproxy makes in its folder when it first starts."""
@@ -89,7 +91,7 @@ class Recorder:
                 for address, key in zip(addresses, keys, strict=True)
             ]
             self._writer = stack.enter_context(RunWriter(self.path))
-            self._faults = RunFaults(self.path)
+            self._rows = SessionRows(self.path)
             self._proxies, self._cleanup = proxies, stack.pop_all()
         return self
 
@@ -125,16 +127,19 @@ class Recorder:
         and `OSError` when the run folder cannot be read.
         """
         self._end_calls(session_id)
-        return self._faults.of(session_id)
+        return session_fault(self._rows, session_id)
 
     def end(self, session: Session) -> None:
-        """Record how a session ended and end it. Its running calls are recorded, and its commits are synced to the disk
+        """End a session and record how it ended. Its running calls are recorded, and its commits are synced to the disk
         unless `rolltap_fsync` is `never`. `finished_at` is set if it is None.
+
+        `policy_version` becomes the version that sampled the first token of its calls. Without a token it stays, or if
+        it is None it becomes the published version, `default` for the engine's own weights.
 
         Raises `InputError` for an empty id, a status that a session cannot end with, and a reward that is not finite or
         comes with the status `error`;
-        `RecorderError` outside of the `with` block and when the recorder has died or cannot do that; `OSError` when the
-        run folder cannot be written.
+        `RecorderError` outside of the `with` block and when the recorder has died or cannot do that; `RunError` and
+        `OSError` when the run folder cannot be read or written.
         """
         self._proxy(session.session_id)
         if not session.session_id:
@@ -147,8 +152,12 @@ class Recorder:
         if session.status == "error" and session.reward is not None:
             raise InputError(f"session {session.session_id}: it has the status error and the reward {session.reward}")
         session.finished_at = session.finished_at or utc_now()
-        self._writer.add_session(session)
-        self._end_calls(session.session_id)
+        try:
+            self._end_calls(session.session_id)
+        finally:  # a session whose recorder has died has its row too
+            sampled = self._rows.first_version(session.session_id)
+            session.policy_version = sampled or session.policy_version or PolicyFile(self.path).read().version
+            self._writer.add_session(session)
 
     def check(self) -> None:
         """Raise `RecorderError` if a process has died."""

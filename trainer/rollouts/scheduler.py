@@ -49,10 +49,13 @@ async def run_groups(
     plan: Plan,
     recorder: Recorder,
     *,
-    policy_version: str,
+    policy_version: str | None,
     advance: Advance,
 ) -> list[Session]:
     """Run the sessions of groups and record the outcome of every session, failed ones included.
+
+    `policy_version` is that of sessions without a sampled token; None stands for the published one. Other sessions have
+    the version that their calls say: see `Recorder.end`.
 
     Returns the sessions in the order in which they ended. Raises `RecorderError` when the recorder dies, `EngineError`
     when the engine does not say its context window, and `OSError` when the run folder cannot be written.

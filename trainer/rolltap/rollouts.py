@@ -30,7 +30,6 @@ def rollout(
     recorders: int = 1,
     timeout: float = 1800.0,
     options: Mapping[str, str | Sequence[str]] | None = None,
-    policy_version: str = "default",
     progress: bool = True,
 ) -> Run:
     """Run every task several times with a harness, record all model calls, and return the run.
@@ -40,8 +39,7 @@ def rollout(
     commas. `out` is the run folder; a folder that is a run already gets more sessions. The `sessions` of one task are
     one group. At most `concurrency` of all sessions run at the same time. A harness is stopped after `timeout` seconds.
     `recorders` is the number of the recorder's processes, as in `Recorder`. `options` are further mitmproxy options of
-    the recorder; a repeatable one has a list of values. `policy_version` names the weights that the engine serves, for
-    the sessions' rows. `progress` shows a progress bar on a terminal.
+    the recorder; a repeatable one has a list of values. `progress` shows a progress bar on a terminal.
 
     `Run.new_session_ids` of the result are the sessions of this call: `run.traces().batch(run.new_session_ids)`.
 
@@ -66,7 +64,6 @@ def rollout(
             recorders=recorders,
             timeout=timeout,
             options=options,
-            policy_version=policy_version,
             progress=progress,
         )
     )
@@ -84,7 +81,6 @@ async def rollout_async(
     recorders: int = 1,
     timeout: float = 1800.0,
     options: Mapping[str, str | Sequence[str]] | None = None,
-    policy_version: str = "default",
     progress: bool = True,
 ) -> Run:
     """Do what `rollout` does inside an event loop. Cancelling it stops the harnesses and the recorder."""
@@ -104,7 +100,7 @@ async def rollout_async(
     recorder = Recorder(out, engine=engine, model=model, options=options, processes=recorders)
     async with _started(recorder):
         with progress_bar(show=progress) as advance:
-            ended = await run_groups(groups, plan, recorder, policy_version=policy_version, advance=advance)
+            ended = await run_groups(groups, plan, recorder, policy_version=None, advance=advance)
     run = open_run(out)
     run.new_session_ids = tuple(session.session_id for session in ended)
     return run

@@ -40,7 +40,7 @@ class Filter:
     max_reward: float | None = None
     harnesses: Collection[str] = ()
     policy_versions: Collection[str] = ()
-    """Values of the session's `policy_version`: the newest published weights when it started."""
+    """Values of the session's `policy_version`: the weights that sampled its first token."""
     statuses: Collection[str] = ()
     sessions: Collection[str] = ()
     roles: Collection[CallRole] = ()

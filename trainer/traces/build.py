@@ -29,6 +29,7 @@ import numpy as np
 
 from rolltap.addons.errors import InputError, LedgerError
 from rolltap.addons.store.records import Call, CallKind, CallRole, VersionSpan, find_violation
+from rolltap.trainer.traces.cached import CachedPrompts
 from rolltap.trainer.traces.ledger import Ledger, LeftOut
 from rolltap.trainer.traces.shared_prefixes import shared_prefixes
 from rolltap.trainer.traces.tree import find_ends, link_calls, path_to, start_order
@@ -134,6 +135,8 @@ class TraceBatch:
         unrewarded: Session id -> group and reason, for sessions without a reward. They are only counted.
         ledger: The account of the sampled tokens of all its sessions; empty when the traces come from
             elsewhere.
+        continued: Harness -> the prompts of its sessions' continued (`bridged`) calls, and what of them the engine had
+            in its cache. Empty when the engine does not say.
         on_policy: True when it is known that the weights to be trained sampled all sessions. Differences of
             log-probabilities are then numerical, or a fault of the record, and are logged as such.
     """
@@ -142,6 +145,7 @@ class TraceBatch:
     rewards: dict[str, GroupReward] = field(default_factory=dict)
     unrewarded: dict[str, Unrewarded] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
+    continued: dict[str, CachedPrompts] = field(default_factory=dict)
     on_policy: bool = False
 
 

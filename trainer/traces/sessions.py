@@ -18,6 +18,7 @@ from rolltap.trainer.traces.build import (
     check_arguments,
     require_collection,
 )
+from rolltap.trainer.traces.cached import CachedPrompts, cached_prompts
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import RecordedSession, iter_sessions
 
@@ -52,6 +53,11 @@ class TracedSession:
         """Group of the session; its own id when it has none."""
         session = self.recorded.session
         return (session.group_id if session else "") or self.recorded.session_id
+
+    @property
+    def harness(self) -> str:
+        """Harness of the session; empty when it is not known."""
+        return self.recorded.session.harness if self.recorded.session else ""
 
     @property
     def unrewarded(self) -> Unrewarded | None:
@@ -163,6 +169,9 @@ def make_batch(sessions: Iterable[TracedSession]) -> TraceBatch:
     batch = TraceBatch()
     for traced in sessions:
         traced = traced.rewarded()
+        if prompts := cached_prompts(traced.recorded.calls).get("bridged"):
+            harness = traced.harness
+            batch.continued[harness] = batch.continued.get(harness, CachedPrompts()) + prompts
         batch.ledger += traced.ledger
         batch.traces += traced.traces
         if traced.unrewarded is not None:

@@ -61,6 +61,8 @@ class SessionView(JupyterMixin):
     """The session's row; None when only calls were recorded."""
     calls: list[CallNode]
     ledger: Ledger
+    policy_versions: list[str]
+    """All weights that sampled tokens of its calls, in the order of their first use."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the view as JSON values."""
@@ -157,7 +159,9 @@ def view_session(run: Path, prefix: str) -> SessionView:
     """
     recorded = find_session(run, prefix)
     ledger = trace_session(recorded, TraceOptions()).rewarded().ledger
-    return SessionView(recorded.session_id, recorded.session, call_nodes(recorded.calls), ledger)
+    spans = [span for call in recorded.calls for span in call.weight_versions if span.end > span.start]
+    versions = list(dict.fromkeys(span.version for span in spans))
+    return SessionView(recorded.session_id, recorded.session, call_nodes(recorded.calls), ledger, versions)
 
 
 def view_call(run: Path, session: str, prefix: str) -> CallView:

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from rolltap.addons.store.records import Call, Session
 from rolltap.addons.store.session_index import SessionIndex
+from rolltap.trainer.traces.cached import CachedPrompts, cached_prompts
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.sessions import TracedSession, TraceOptions, iter_traces, session_reward
 from rolltap.trainer.versions import Version
@@ -52,6 +53,20 @@ class SessionRow:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheRow:
+    """Prompt tokens that the engine took from its prefix cache, of the calls of one kind of one harness."""
+
+    harness: str
+    """Empty when it is not known."""
+    kind: str
+    prompts: CachedPrompts
+    share: float | None
+    """Cached tokens of a prompt token."""
+    unused: bool
+    """True when next to nothing of the parents' tokens came from the cache: see `CachedPrompts.unused`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Summary(JupyterMixin):
     """Counts over a run.
 
@@ -62,10 +77,12 @@ class Summary(JupyterMixin):
             gap in the record.
         retried: Requests that received the reply of an earlier call. That call is recorded once.
         continued: Failures of an engine during a call after which the call went on.
+        switched: Calls of sessions whose adapter the engine no longer had, and which went on with other weights.
         rejected: Requests to a model API that were refused for what they asked, before a call began.
         faults: Requests to a model API that failed because of the engine, the recorder or the machine.
         unauthorised: Requests with bad proxy credentials.
         interrupted: Calls that began and were not recorded: they run, or the recorder was killed.
+        cache: By harness and kind of call; only calls whose engine says what it took from its cache.
         session_rows: In the order in which the sessions started.
     """
 
@@ -79,12 +96,14 @@ class Summary(JupyterMixin):
     uncaptured_calls: int
     retried: int
     continued: int
+    switched: int
     rejected: int
     faults: int
     unauthorised: int
     interrupted: int
     ledger: Ledger
     steps: list[VersionRewards]
+    cache: list[CacheRow]
     session_rows: list[SessionRow]
 
     def to_json(self) -> dict[str, Any]:
@@ -97,6 +116,8 @@ class Summary(JupyterMixin):
         if self.session_rows:
             yield _session_table(self.session_rows)
         yield _count_table(self)
+        if self.cache:
+            yield _cache_table(self.cache)
         if self.rendered:
             yield _reason_table(self.rendered)
 
@@ -109,6 +130,7 @@ def summarize(run: Path) -> Summary:
     sessions: list[Session] = []
     rows: list[tuple[datetime, SessionRow]] = []
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    cached: defaultdict[tuple[str, str], CachedPrompts] = defaultdict(CachedPrompts)
     interrupted = 0
     with SessionIndex(run, "events") as index:
         for traced in iter_traces(run, TraceOptions()):
@@ -117,6 +139,8 @@ def summarize(run: Path) -> Summary:
             rows.append((session.started_at if session else calls[0].started_at, row))
             sessions += [session] if session else []
             _count_calls(calls, counts)
+            for kind, prompts in cached_prompts(calls).items():
+                cached[traced.harness, kind] += prompts
             begun = _count_events(index.batches(row.session_id), counts)
             interrupted += len(begun - {call.call_id for call in calls})
         # events without a session, and of sessions that have events only
@@ -134,12 +158,14 @@ def summarize(run: Path) -> Summary:
         uncaptured_calls=events["uncaptured"],
         retried=events["joined"] + events["replayed"],
         continued=events["continued"],
+        switched=events["switched"],
         rejected=events["rejected"],
         faults=events["fault"],
         unauthorised=events["unauthorised"],
         interrupted=interrupted,
         ledger=sum((row.ledger for _, row in rows), Ledger()),
         steps=reward_steps(sessions),
+        cache=[CacheRow(*key, prompts, prompts.share, prompts.unused) for key, prompts in sorted(cached.items())],
         session_rows=[row for _, row in sorted(rows, key=lambda row: (row[0], row[1].session_id))],
     )
 
@@ -222,6 +248,7 @@ def _count_table(summary: Summary) -> Table:
     notes = {
         "retried requests": summary.retried,
         "continued after an engine failure": summary.continued,
+        "went on with other weights": summary.switched,
         "rejected requests": summary.rejected,
         "requests that failed by a fault": summary.faults,
         "unauthorised requests": summary.unauthorised,
@@ -232,6 +259,22 @@ def _count_table(summary: Summary) -> Table:
             table.add_row(note, str(count))
     if summary.refused:
         table.add_row("refused hosts", Text(_counts(summary.refused)))
+    return table
+
+
+def _cache_table(rows: Sequence[CacheRow]) -> Table:
+    table = Table("harness", "prompts", "tokens", "cached", title="prompt tokens from the engine's prefix cache")
+    for row in rows:
+        share = "" if row.share is None else f"{row.share:.1%}"
+        table.add_row(Text(row.harness), row.kind, str(row.prompts.prompt_tokens), share)
+    unused = sorted({row.harness or "unknown" for row in rows if row.unused})
+    if unused:
+        table.caption = Text(
+            f"Continued calls ({', '.join(unused)}) take next to nothing from the cache: each turn computes its whole "
+            "prompt again. Check that the engine caches prefixes of this model (--enable-prefix-caching), has memory "
+            "for them, and that sessions stay on one engine.",
+            "red",
+        )
     return table
 
 

@@ -46,7 +46,8 @@ def render_session(view: SessionView) -> RenderableType:
     title = Text.assemble(("session ", "bold"), view.session_id)
     if (session := view.session) is not None:
         reward = "no reward" if session.reward is None else f"reward {session.reward:g}"
-        weights = f"weights {session.policy_version}" if session.policy_version else None
+        versions = view.policy_versions or [session.policy_version or ""]
+        weights = f"weights {', '.join(filter(None, versions))}" if any(versions) else None
         fields = (session.harness, session.status, weights, reward, session.error)
         title.append(": " + ", ".join(field for field in fields if field))
     return Group(call_tree(view.calls, title), view.ledger)

@@ -15,7 +15,7 @@ from rolltap.addons.endpoint.exchange import KEEP_ALIVE_SECONDS, send_events
 from rolltap.addons.endpoint.generation import LINGER_SECONDS, Generation, Services, State
 from rolltap.addons.endpoint.work import Workers
 from rolltap.addons.engine.events import Chunk
-from rolltap.addons.engine.policy import PolicyFile
+from rolltap.addons.engine.policy import PolicyFile, SessionPolicy
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.errors import EngineError
 from rolltap.addons.prompts.continuity import Prompt
@@ -48,6 +48,9 @@ class ScriptedClient:
 
     async def healthy(self):
         return True
+
+    def forget(self):
+        pass
 
     async def close(self):
         pass
@@ -228,7 +231,8 @@ class Scenario:
         prompt = Prompt(model_call, PROMPT_IDS, "root", "no earlier call", None, 0, [])
         call = Call(session_id="s1", call_id="c1", prompt_ids=PROMPT_IDS)
         sampling = {"max_tokens": MAX_TOKENS, "stop_token_ids": [STOP], "structured_outputs": {"json_object": True}}
-        self.generation = Generation(services, self.memory.add, call, prompt, model_call, sampling, b"digest")
+        kept = SessionPolicy(policy, keep=True)
+        self.generation = Generation(services, kept, self.memory.add, call, prompt, model_call, sampling, b"digest")
         self.disk.generation = self.generation
         self.listeners = []
         self.faulty = False

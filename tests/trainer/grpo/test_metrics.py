@@ -22,6 +22,7 @@ from rolltap.trainer.grpo.metrics import (
     token_kinds,
 )
 from rolltap.trainer.traces.build import GroupReward, KindSpan, Trace, TraceBatch, Unrewarded
+from rolltap.trainer.traces.cached import CachedPrompts
 from rolltap.trainer.traces.ledger import Ledger
 
 TASKS = {"x", "y"}
@@ -113,6 +114,16 @@ class TestBatch:
             "reward/task/x": 0.5,
             "reward/task/y": 0.0,
         }
+
+    def test_the_cached_share_is_of_all_harnesses_and_of_each(self, batch, trained):
+        assert not [name for name in batch_metrics(batch, trained, TASKS) if name.startswith("cached_share")]
+        batch.continued = {
+            "codex": CachedPrompts(calls=1, prompt_tokens=100, known_tokens=90, cached_tokens=50),
+            "pi agent": CachedPrompts(calls=1, prompt_tokens=300, known_tokens=290, cached_tokens=300),
+        }
+        metrics = batch_metrics(batch, trained, TASKS)
+        shares = {name: value for name, value in metrics.items() if name.startswith("cached_share")}
+        assert shares == {"cached_share": 0.875, "cached_share/codex": 0.5, "cached_share/pi%20agent": 1.0}
 
     def test_groups_with_equal_rewards_have_no_signal(self, batch, trained):
         metrics = batch_metrics(batch, trained, TASKS)

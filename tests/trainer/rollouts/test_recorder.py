@@ -2,6 +2,7 @@
 
 import json
 import ssl
+import threading
 from contextlib import suppress
 
 import httpx
@@ -99,6 +100,40 @@ def test_the_calls_of_a_program_end_before_its_result_is_judged(tmp_path, script
         assert "broken" in recorder.end_calls("bad")
         assert ask(recorder, "good", "More").status_code == 410
         recorder.end(Session(session_id="good", status="completed", reward=1.0))
+
+
+class TestPolicyVersion:
+    """The version in a session's row is that of the first token that was sampled in it."""
+
+    @pytest.fixture
+    def running(self, tmp_path, scripted_engine, tokenizer_folder):
+        with Recorder(tmp_path / "run", engine=scripted_engine.url, model=tokenizer_folder) as recorder:
+            yield recorder
+
+    def end(self, recorder, session_id, **fields):
+        recorder.end(Session(session_id=session_id, status="completed", **fields))
+        return load_sessions(recorder.path)[session_id].policy_version
+
+    def test_it_is_what_the_calls_say_whatever_was_expected(self, running, scripted_engine):
+        scripted_engine.replies.extend([Say("Hi.", weight_version="2"), Say("Ho.", weight_version="3")])
+        ask(running, "s")
+        ask(running, "s", "More")
+        assert self.end(running, "s", policy_version="1") == "2"
+
+    def test_without_a_token_it_is_the_expected_or_the_published_one(self, running):
+        assert self.end(running, "a") == "default"
+        (running.path / "policy.json").write_text('{"version": "5", "model": "policy-5"}')
+        assert self.end(running, "b") == "5"
+        assert self.end(running, "c", policy_version="1") == "1"
+
+    def test_it_is_that_of_a_call_which_runs_when_the_session_ends(self, running, scripted_engine):
+        (running.path / "policy.json").write_text('{"version": "5", "model": "policy-5"}')
+        scripted_engine.replies.append(Say("one two three", hold_after=2))
+        asking = threading.Thread(target=ask, args=(running, "s"))
+        asking.start()
+        scripted_engine.holding.wait()
+        assert self.end(running, "s", policy_version="1") == "5"
+        asking.join()
 
 
 class TestSeveralProcesses:

@@ -48,10 +48,18 @@ async def test_every_session_is_recorded_with_its_reward_and_its_group(recorder)
     assert steps == [(1, 2), (2, 2)]
     recorded = load_sessions(recorder.path)
     assert [recorded[session.session_id] for session in sessions] == sessions
-    assert {(session.status, session.reward, session.policy_version) for session in sessions} == {
-        ("completed", 1.0, "7")
-    }
+    assert {(session.status, session.reward) for session in sessions} == {("completed", 1.0)}
     assert len({session.group_id for session in sessions}) == 1
+
+
+@pytest.mark.parametrize(("script", "expected", "version"), [(ONE_CALL, "7", "3"), ("true", "7", "7")])
+async def test_a_session_has_the_version_of_its_calls_and_without_one_the_expected_version(
+    recorder, scripted_engine, script, expected, version
+):
+    scripted_engine.otherwise = lambda request: Say("Hi.", weight_version="3")
+    sessions, _ = await play(recorder, script)
+    recorded = load_sessions(recorder.path)
+    assert [recorded[session.session_id].policy_version for session in sessions] == [version] * 2
 
 
 async def test_of_a_group_only_the_given_sessions_are_run(recorder):

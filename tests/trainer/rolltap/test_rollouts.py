@@ -98,10 +98,11 @@ async def test_cancelling_it_stops_the_harness_and_the_recorder(arguments, recor
     assert list(rolltap.open_run(arguments["out"]).calls) == []
 
 
-def test_a_task_file_and_more_sessions_in_the_same_run(arguments, tmp_path):
+def test_a_task_file_and_more_sessions_in_the_same_run(arguments, tmp_path, scripted_engine):
     (tmp_path / "tasks.jsonl").write_text(TASK.model_dump_json(exclude_none=True))
     for number, version in enumerate(("0", "1"), start=1):
-        run = rolltap.rollout(tmp_path / "tasks.jsonl", **{**arguments, "sessions": 1}, policy_version=version)
+        scripted_engine.otherwise = lambda request, version=version: Say("0.5", weight_version=version)
+        run = rolltap.rollout(tmp_path / "tasks.jsonl", **{**arguments, "sessions": 1})
         assert len(run.sessions()) == number
         (new,) = [session for session in run.sessions() if session.session_id in run.new_session_ids]
         assert new.policy_version == version

@@ -7,6 +7,7 @@ from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call, Session, VersionSpan
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.traces.build import GroupReward, Unrewarded
+from rolltap.trainer.traces.cached import CachedPrompts
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import RecordedSession
 from rolltap.trainer.traces.sessions import Totals, TraceOptions, load_batch, make_batch, trace_session
@@ -47,6 +48,17 @@ def test_a_session_without_a_row_has_traces_without_labels():
     )
     assert [(trace.task_id, trace.reward) for trace in traced.traces] == [("", None)]
     assert traced.rewarded().ledger == Ledger(sampled=2, trained=0, left_out={"no_reward": 2})
+
+
+def test_a_batch_has_the_continued_prompts_of_each_harness_whether_rewarded_or_not():
+    def continued(number):
+        return make_call("s", number, [1] * 9, kind="bridged", prefix_length=5, cached_tokens=4)
+
+    sessions = [recorded(0.5, make_call("s", 1, [1], cached_tokens=1), continued(2)), recorded(None, continued(3))]
+    batch = make_batch(trace_session(session, TraceOptions()) for session in sessions)
+    assert batch.continued == {
+        "harness": CachedPrompts(calls=2, prompt_tokens=18, known_tokens=10, cached_tokens=8),
+    }
 
 
 def test_without_a_reward_no_token_is_trained_and_those_left_out_before_keep_their_reason():

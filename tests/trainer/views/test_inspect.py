@@ -184,6 +184,18 @@ class TestSession:
         assert [branch["call_id"] for branch in view["calls"]] == ["a1", "a2", "b3", "b4", "b5"]
         assert view["ledger"]["sampled"] == 7
 
+    def test_all_weights_that_sampled_its_tokens_are_named(self, tmp_path):
+        write_metadata(tmp_path, {})
+        with RunWriter(tmp_path) as writer:
+            writer.add_session(Session(session_id="first", status="completed", policy_version="one"))
+            for number, version in enumerate(["one", "two", "one"]):
+                spans = [VersionSpan(version="lost", start=0, end=0), VersionSpan(version=version, start=0, end=1)]
+                sampled = call(number, f"c{number}", [number], [9])
+                sampled.weight_versions = spans
+                writer.add_call(sampled)
+        assert view_session(tmp_path, "first").policy_versions == ["one", "two"]
+        assert "weights one, two" in printed(tmp_path, "first")
+
     def test_a_session_without_a_row_is_shown(self, small_run):
         assert json.loads(printed(small_run, "other", "--json"))["session"] is None
         assert "aborted" in printed(small_run, "other")

@@ -95,7 +95,7 @@ def test_a_runs_sessions_calls_and_failures_are_counted(tmp_path):
     for call_id in ("a", "b", "c", "lost"):
         writer.add_event(Event(kind="call_started", session_id="s1", call_id=call_id))
     writer.add_event(Event(kind="refused", session_id="s1", host="example.com"))
-    for kind in ("unauthorised", "uncaptured", "joined", "replayed", "continued", "fault"):
+    for kind in ("unauthorised", "uncaptured", "joined", "replayed", "continued", "switched", "fault"):
         writer.add_event(Event(kind=kind))
     writer.add_session(session(1, "v", 1.0))
     summary = summarize(tmp_path)
@@ -103,7 +103,7 @@ def test_a_runs_sessions_calls_and_failures_are_counted(tmp_path):
     assert summary.interrupted == 1
     assert summary.refused == {"example.com": 1}
     assert (summary.unauthorised, summary.uncaptured_calls, summary.retried, summary.continued) == (1, 1, 2, 1)
-    assert (summary.rejected, summary.faults) == (0, 1)
+    assert (summary.switched, summary.rejected, summary.faults) == (1, 0, 1)
     assert summary.roles == {"agent": 3, "auxiliary": 1}
     assert summary.violations == {"log-probability 0 is positive (1.0)": 1}
     assert summary.ledger.left_out == {"violation": 1, "aborted": 1, "auxiliary": 1}
@@ -129,3 +129,31 @@ def test_names_are_printed_as_they_are_and_not_as_markup(tmp_path):
     Console(file=(printed := StringIO()), width=200).print(summarize(tmp_path))
     for name in ("[/version]", "[/violation]", "[/host]"):
         assert name in printed.getvalue()
+
+
+def test_a_run_says_how_much_of_its_prompts_came_from_the_engines_cache_and_warns_when_it_is_next_to_nothing(tmp_path):
+    write_metadata(tmp_path, {})
+    with RunWriter(tmp_path) as writer:
+        for number, (harness, cached) in enumerate([("good", 1_000), ("bad", 16)], start=1):
+            recorded = session(number, "v", 1.0)
+            recorded.harness = harness
+            writer.add_session(recorded)
+            first = Call(session_id=f"s{number}", call_id="a", prompt_ids=[1] * 1_000, completion_ids=[2] * 200)
+            first.logprobs, first.cached_tokens = [-1.0] * 200, 0
+            first.weight_versions = [VersionSpan(version="v", start=0, end=200)]
+            writer.add_call(first)
+            prompt = [*first.prompt_ids, *first.completion_ids, *[3] * 50]
+            call = Call(session_id=f"s{number}", call_id="b", prompt_ids=prompt, parent_id="a", prefix_length=1_200)
+            call.kind, call.cached_tokens = "bridged", cached
+            writer.add_call(call)
+    summary = summarize(tmp_path)
+    counted = [(row.harness, row.kind, row.prompts.known_tokens, row.share, row.unused) for row in summary.cache]
+    assert counted == [
+        ("bad", "bridged", 1_200, 16 / 1_250, True),
+        ("bad", "root", 0, 0.0, False),
+        ("good", "bridged", 1_200, 0.8, False),
+        ("good", "root", 0, 0.0, False),
+    ]
+    assert summary.to_json()["cache"][0]["prompts"]["cached_tokens"] == 16
+    Console(file=(printed := StringIO()), width=200).print(summary)
+    assert "Continued calls (bad) take next to nothing from the cache" in " ".join(printed.getvalue().split())

@@ -1,0 +1,242 @@
+"""A session keeps the adapter that it began with, while newer ones are published."""
+
+import asyncio
+import itertools
+import json
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from rolltap.addons.endpoint.server import Endpoint
+from rolltap.addons.engine import waiting
+from rolltap.addons.engine.policy import POLICY_FILE
+from rolltap.addons.store.staging import write_atomically
+from rolltap.addons.store.tables import RunWriter
+from tests.addons.harness import Harness, content, user
+from tests.scripted_engine import Answer, Say, ScriptedEngine
+
+ONE, TWO, THREE = ("1a2b3c4d.1.0", "1a2b3c4d.2.0", "1a2b3c4d.3.0")
+NUMBERS = itertools.count()
+"""A question that is repeated after a restart gets the recorded reply."""
+
+
+def publish(run, version, *, adapter=True):
+    model = f"policy-{version}" if adapter else None
+    write_atomically(run / POLICY_FILE, json.dumps({"model": model, "version": version}) + "\n")
+
+
+async def ask(harness, *, session="s1"):
+    """Ask something new, and return the versions that sampled the reply."""
+    async with harness.post(
+        {"model": "m", "messages": [user(f"Question {next(NUMBERS)}")]}, session=session
+    ) as response:
+        assert response.status == 200, await response.text()
+    return [version for version, _, _ in spans(harness.calls()[-1])]
+
+
+def spans(call):
+    assert call["violation"] is None
+    return [(span["version"], span["start"], span["end"]) for span in call["weight_versions"]]
+
+
+def models(engine):
+    """Return the model that each request asked the engine for; None for the base model."""
+    return [request.get("model") for request in engine.requests]
+
+
+@asynccontextmanager
+async def restarted(harness, rendering, engine, **how):
+    """Yield a client of another recorder of the same run."""
+    with RunWriter(harness.run) as writer:
+        endpoint = Endpoint(rendering, [engine.url], writer, {}, patience=0, **how)
+        await endpoint.start()
+        try:
+            async with Harness.connect(endpoint) as client:
+                yield client
+        finally:
+            await endpoint.close()
+
+
+@pytest.fixture(autouse=True)
+def talkative(scripted_engine):
+    scripted_engine.otherwise = lambda request: Say("one two three")
+
+
+class TestPublication:
+    async def test_a_session_keeps_its_adapter_and_a_new_session_gets_the_new_one(self, harness, scripted_engine):
+        publish(harness.run, ONE)
+        first = await ask(harness)
+        publish(harness.run, TWO)
+        assert first == await ask(harness) == [ONE]
+        assert await ask(harness, session="s2") == [TWO]
+        assert await ask(harness) == [ONE]
+        assert models(scripted_engine) == [f"policy-{version}" for version in (ONE, ONE, TWO, ONE)]
+
+    async def test_it_does_not_without_the_option(self, harness, rendering, scripted_engine):
+        publish(harness.run, ONE)
+        async with restarted(harness, rendering, scripted_engine, keep_adapter=False) as other:
+            await ask(other)
+            publish(harness.run, TWO)
+            assert await ask(other) == [TWO]
+
+    async def test_the_base_model_is_kept_by_nobody(self, harness, scripted_engine):
+        """The engine has one set of base weights: those of a checkpoint replace it for all sessions."""
+        publish(harness.run, ONE, adapter=False)
+        await ask(harness)
+        publish(harness.run, TWO, adapter=False)
+        scripted_engine.otherwise = lambda request: Say("one two three", weight_version=TWO)
+        assert await ask(harness) == [TWO]
+        assert models(scripted_engine) == [None, None]
+
+    async def test_tokens_of_a_broken_stream_are_the_adapters_whatever_was_published_meanwhile(
+        self, harness, scripted_engine, monkeypatch
+    ):
+        monkeypatch.setattr(waiting, "FIRST_PAUSE_SECONDS", 0)
+        monkeypatch.setattr(harness.endpoint, "_services", replace(harness.endpoint._services, patience=60.0))
+        publish(harness.run, ONE)
+
+        def break_once(request):
+            publish(harness.run, TWO)
+            return Say("one two three", break_after=2 if len(scripted_engine.requests) == 1 else None)
+
+        scripted_engine.otherwise = break_once
+        assert await ask(harness) == [ONE, ONE]
+        assert spans(harness.calls()[-1])[0] == (ONE, 0, 2)
+
+    async def test_tokens_of_an_aborted_call_name_the_adapter_too(self, harness, scripted_engine):
+        publish(harness.run, ONE)
+        scripted_engine.replies.append(Say("one two three", hold_after=3))
+        async with harness.post({"messages": [user()], "stream": True}) as response:
+            seen = ""
+            while not content(seen):
+                seen += (await response.content.readany()).decode()
+            assert await asyncio.to_thread(scripted_engine.holding.wait, 30)
+            await harness.end()
+        (call,) = harness.calls()
+        assert call["status"] == "aborted"
+        assert spans(call) == [(ONE, 0, len(call["completion_ids"]))]
+
+
+class TestGone:
+    """An adapter that the engine has unloaded."""
+
+    async def test_the_session_goes_on_with_the_current_policy_and_an_event_says_so(self, harness, scripted_engine):
+        publish(harness.run, ONE)
+        await ask(harness)
+        publish(harness.run, TWO)
+        scripted_engine.adapters = {f"policy-{TWO}", f"policy-{THREE}"}
+        assert await ask(harness) == [TWO]
+        (event,) = harness.events("switched")
+        assert (event["session_id"], event["call_id"]) == ("s1", harness.calls()[-1]["call_id"])
+        assert event["detail"] == (
+            f"the engine at {scripted_engine.url} has no adapter policy-{ONE} any more: the session goes on with the "
+            f"weights {TWO}"
+        )
+        publish(harness.run, THREE)
+        assert await ask(harness) == [TWO]
+        assert len(harness.events("switched")) == 1
+
+    async def test_in_the_middle_of_a_completion_each_token_names_its_own_weights(
+        self, harness, scripted_engine, monkeypatch
+    ):
+        monkeypatch.setattr(waiting, "FIRST_PAUSE_SECONDS", 0)
+        monkeypatch.setattr(harness.endpoint, "_services", replace(harness.endpoint._services, patience=60.0))
+        publish(harness.run, ONE)
+
+        def unload(request):
+            publish(harness.run, TWO)
+            scripted_engine.adapters = {f"policy-{TWO}"}
+            return Say("one two three", break_after=2)
+
+        scripted_engine.replies.append(Say("one two three"))
+        await ask(harness)
+        scripted_engine.otherwise = lambda request: (
+            unload(request) if len(scripted_engine.requests) == 2 else Say(" three")
+        )
+        two_ids = len(scripted_engine.ids(" three")) + 1
+        await ask(harness)
+        assert spans(harness.calls()[-1]) == [(ONE, 0, 2), (TWO, 2, 2 + two_ids)]
+        assert [len(harness.events(kind)) for kind in ("continued", "switched")] == [1, 1]
+
+    async def test_of_the_base_model_the_session_goes_on_when_that_is_published(self, harness, scripted_engine):
+        publish(harness.run, ONE)
+        await ask(harness)
+        publish(harness.run, TWO, adapter=False)
+        scripted_engine.adapters = set()
+        scripted_engine.otherwise = lambda request: Say("one two three", weight_version=TWO)
+        assert await ask(harness) == [TWO]
+
+    async def test_the_current_policy_that_the_engine_does_not_have_is_a_fault(self, harness, scripted_engine):
+        publish(harness.run, ONE)
+        scripted_engine.adapters = set()
+        status, answer = await harness.ask(user())
+        assert status == 502
+        assert f"The model `policy-{ONE}` does not exist." in answer["error"]["message"]
+        assert (len(harness.events("fault")), harness.events("switched")) == (1, [])
+
+    @pytest.mark.parametrize(
+        "body", ['{"detail": "Not Found"}', '{"error": {"message": "No such route"}}', "Not found"]
+    )
+    async def test_another_404_is_no_lost_adapter(self, harness, scripted_engine, body):
+        publish(harness.run, ONE)
+        await ask(harness)
+        publish(harness.run, TWO)
+        scripted_engine.replies.append(Answer(404, body))
+        status, answer = await harness.ask(user())
+        assert (status, harness.events("switched")) == (502, [])
+        assert "needs vLLM 0.32 or newer with --enable-scale-out" in answer["error"]["message"]
+
+
+class TestMemory:
+    """The adapter of a session is in the session's rows: the recorder forgets it with the session."""
+
+    async def test_a_restarted_recorder_goes_on_with_the_adapter_of_the_last_call(
+        self, harness, rendering, scripted_engine
+    ):
+        publish(harness.run, ONE)
+        await ask(harness)
+        publish(harness.run, TWO)
+        async with restarted(harness, rendering, scripted_engine) as other:
+            assert await ask(other) == [ONE]
+            assert await ask(other, session="s2") == [TWO]
+
+    async def test_a_session_that_was_dropped_goes_on_with_it_too(self, harness):
+        publish(harness.run, ONE)
+        await ask(harness)
+        harness.endpoint.forget_idle(0)
+        assert harness.endpoint.sessions == {}
+        publish(harness.run, TWO)
+        assert await ask(harness) == [ONE]
+
+    @pytest.mark.parametrize(
+        ("recorded", "published"),
+        [
+            ("default", {"version": TWO, "model": f"policy-{TWO}"}),  # sampled by the engine's own weights
+            (ONE, {"version": TWO, "model": None}),  # checkpoints: there are no adapters
+            ("ffffffff.1.0", {"version": TWO, "model": f"policy-{TWO}"}),  # another training's
+            (ONE, {"version": TWO, "model": "mine"}),  # a name that does not follow from the version
+        ],
+    )
+    async def test_no_name_is_guessed_for_weights_that_are_no_adapter_of_this_training(
+        self, harness, rendering, scripted_engine, recorded, published
+    ):
+        scripted_engine.otherwise = lambda request: Say("one two three", weight_version=recorded)
+        await ask(harness)
+        write_atomically(harness.run / POLICY_FILE, json.dumps(published))
+        async with restarted(harness, rendering, scripted_engine) as other:
+            await ask(other)
+        assert models(scripted_engine) == [None, published["model"]]
+        assert harness.events("switched") == []
+
+
+async def test_the_engines_of_a_pool_need_not_lose_it_together(harness, rendering, scripted_engine, tokenizer):
+    """A session that moves to an engine without its adapter goes on with the current policy there."""
+    publish(harness.run, ONE)
+    await ask(harness)
+    publish(harness.run, TWO)
+    with ScriptedEngine(tokenizer) as second:
+        second.otherwise, second.adapters = (lambda request: Say("one two three")), {f"policy-{TWO}"}
+        async with restarted(harness, rendering, second) as other:
+            assert await ask(other) == [TWO]
+            assert len(other.events("switched")) == 1

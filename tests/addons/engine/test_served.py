@@ -1,0 +1,184 @@
+"""The model of `rolltap_model` is compared with what the engines serve, at start and at first contact."""
+
+import logging
+from contextlib import contextmanager
+
+import httpx
+import pytest
+from transformers import AutoTokenizer
+
+from rolltap.addons.engine.client import Engine
+from rolltap.addons.engine.served import TEXT, OwnModel, WrongModel
+from rolltap.addons.errors import EngineError
+from rolltap.addons.prompts.rendering import Rendering
+from tests.addons.engine.test_pool import NOBODY, recorded, statuses
+from tests.addons.harness import user
+from tests.recorder_process import CHAT, HELLO
+from tests.scripted_engine import Say, ScriptedEngine
+
+
+@pytest.fixture
+def other_tokenizer(save_tokenizer, tokenizer, tmp_path):
+    """A tokenizer with one more special token, as that of a model's next version."""
+    save_tokenizer(tmp_path / "other", tokenizer.chat_template, ["<|eot_id|>"])
+    return AutoTokenizer.from_pretrained(tmp_path / "other")
+
+
+@pytest.fixture
+def wrong(other_tokenizer):
+    with ScriptedEngine(other_tokenizer) as engine:
+        engine.otherwise = lambda request: Say("Hi.")
+        yield engine
+
+
+def own_model(rendering):
+    return OwnModel.of(rendering.model, rendering.encode)
+
+
+def names_both(text, wrong, tokenizer_folder):
+    """Return True when a message names the engine, its model, the recorder's and what to do."""
+    parts = (wrong.url, wrong.root, str(tokenizer_folder), "give the model that the engine serves (--model")
+    return all(part in text for part in parts)
+
+
+def test_a_tokenizer_with_one_more_special_token_is_another_one(tokenizer_folder, other_tokenizer):
+    own = own_model(Rendering(str(tokenizer_folder)))
+    assert own.ids != other_tokenizer.encode(TEXT, add_special_tokens=False)
+
+
+class TestStart:
+    def test_an_engine_with_another_tokenizer_refuses_the_start(self, start, wrong, tokenizer_folder, scripted_engine):
+        recorder = start(f"rolltap_engine={scripted_engine.url},{wrong.url}")
+        assert recorder.address is None
+        assert recorder.process.wait() == 1
+        assert names_both(recorder.log(), wrong, tokenizer_folder)
+        assert "Traceback" not in recorder.log()
+        assert not recorder.run.exists()
+
+    @pytest.mark.parametrize("deaf", [True, False])
+    def test_an_engine_that_does_not_answer_refuses_nothing(self, start, scripted_engine, deaf):
+        scripted_engine.deaf = True
+        recorder = start() if deaf else start(f"rolltap_engine={NOBODY}")
+        assert recorder.address is not None
+        assert "does not answer yet" in recorder.log()
+
+    def test_an_engine_that_comes_later_is_compared_at_first_contact(self, start, wrong, tokenizer_folder):
+        wrong.deaf = True
+        recorder = start(f"rolltap_engine={wrong.url}")
+        wrong.deaf = False
+        with recorder.client() as client:
+            answer = client.post(CHAT, json=HELLO)
+        recorder.stop()
+        assert answer.status_code == 502
+        assert names_both(answer.json()["error"]["message"], wrong, tokenizer_folder)
+        (event,) = [event for event in recorder.rows("events") if event["kind"] == "fault"]
+        assert names_both(event["detail"], wrong, tokenizer_folder)
+        assert wrong.requests == []
+
+    def test_the_same_tokenizer_under_another_name_is_a_warning(self, start, scripted_engine, tokenizer_folder):
+        scripted_engine.root = "org/base-model"
+        log = start().log()
+        assert f"the engine at {scripted_engine.url} serves org/base-model (as scripted), not {tokenizer_folder}" in log
+
+    def test_the_same_model_is_no_warning(self, start, scripted_engine):
+        assert "serves" not in start().log()
+
+
+@contextmanager
+def changed(engine, **fields):
+    """Change an engine, as if another one were started in its place."""
+    before = {name: getattr(engine, name) for name in fields}
+    for name, value in fields.items():
+        setattr(engine, name, value)
+    yield
+    for name, value in before.items():
+        setattr(engine, name, value)
+
+
+class TestFirstContact:
+    async def test_sessions_move_from_a_wrong_engine_to_the_others(self, wrong, scripted_engine, rendering, tmp_path):
+        scripted_engine.otherwise = lambda request: Say("Hi.")
+        async with recorded(rendering, tmp_path, wrong.url, scripted_engine.url) as harness:
+            assert await statuses(harness) == {200}
+        assert wrong.requests == []
+
+    async def test_a_call_does_not_go_on_at_a_wrong_engine(self, wrong, scripted_engine, rendering, tmp_path):
+        async with recorded(rendering, tmp_path, wrong.url, scripted_engine.url) as harness:
+            engines = harness.endpoint.engines
+            good = next(engine for engine in engines._engines if engine.url == scripted_engine.url)
+            session = next(f"s{n}" for n in range(100) if engines.of(f"s{n}") is good)
+            scripted_engine.replies.append(Say("one two three", break_after=2))
+            async with harness.post({"messages": [user()]}, session=session) as response:
+                assert response.status == 502
+        assert wrong.requests == []
+
+    async def test_an_engine_that_was_down_is_compared_again(
+        self, scripted_engine, rendering, tmp_path, other_tokenizer
+    ):
+        scripted_engine.otherwise = lambda request: Say("Hi.")
+        async with recorded(rendering, tmp_path, scripted_engine.url) as harness:
+            assert (await harness.ask(user()))[0] == 200
+            (engine,) = harness.endpoint.engines._engines
+            harness.endpoint.engines.failed(engine, EngineError("it is down", retryable=True))
+            with changed(scripted_engine, tokenizer=other_tokenizer):
+                assert (await harness.ask(user("More")))[0] == 502
+            assert (await harness.ask(user("More")))[0] == 200
+
+    @pytest.mark.parametrize("status", [404, 500])
+    async def test_an_engine_that_does_not_tell_its_tokens_is_not_used(self, scripted_engine, rendering, status):
+        scripted_engine.tokenize_status = status
+        engine = Engine(scripted_engine.url, own=own_model(rendering))
+        with pytest.raises(
+            EngineError, match=rf"{scripted_engine.url}/tokenize did not return .*status {status}"
+        ) as error:
+            await engine.max_model_len()
+        assert error.value.retryable == (status >= 500)
+        await engine.close()
+
+
+async def test_a_folder_is_the_same_model_under_each_of_its_paths(tokenizer_folder, tmp_path):
+    (tmp_path / "link").symlink_to(tokenizer_folder)
+    own = OwnModel(str(tokenizer_folder), [])
+    assert own.is_named("scripted", str(tmp_path / "link"))
+    assert not own.is_named("scripted", str(tmp_path))
+
+
+@pytest.mark.engine
+class TestContract:
+    async def test_vllm_serves_the_model_that_it_was_started_with(self, engine, caplog):
+        caplog.set_level(logging.WARNING)
+        client = Engine(engine.url, engine.key, own=own_model(Rendering(str(engine.model_dir))))
+        assert await client.max_model_len()
+        assert caplog.records == []
+        await client.close()
+
+    async def test_vllm_is_refused_for_a_model_with_another_tokenizer(self, engine, other_tokenizer):
+        other = Rendering(other_tokenizer.name_or_path)
+        client = Engine(engine.url, engine.key, own=own_model(other))
+        with pytest.raises(WrongModel, match=str(engine.model_dir)):
+            await client.max_model_len()
+        await client.close()
+
+    def test_the_scripted_engine_tokenizes_in_vllms_shape(self, engine, tokenizer):
+        body = {"prompt": TEXT, "add_special_tokens": False}
+        with ScriptedEngine(AutoTokenizer.from_pretrained(engine.model_dir), max_model_len=1) as scripted:
+            one, two = (
+                httpx.post(url + "/tokenize", json=body, headers=engine.http.headers).json()
+                for url in (engine.url, scripted.url)
+            )
+        assert one.pop("max_model_len") > two.pop("max_model_len")
+        assert one == two
+
+    def test_the_scripted_engine_refuses_an_unknown_adapter_as_vllm_does(self, engine, scripted_engine):
+        scripted_engine.adapters = set()
+        body = {"token_ids": [5], "stream": True, "sampling_params": {"max_tokens": 1}, "model": "policy-x"}
+        answers = [
+            httpx.post(url + "/inference/v1/generate", json=body, headers=engine.http.headers)
+            for url in (engine.url, scripted_engine.url)
+        ]
+        assert [answer.status_code for answer in answers] == [404, 404]
+        real, scripted = (answer.json()["error"] for answer in answers)
+        start = "The model `policy-x` does not exist."
+        assert real.pop("message").startswith(start)
+        assert scripted.pop("message").startswith(start)
+        assert real == scripted

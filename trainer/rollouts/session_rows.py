@@ -1,0 +1,52 @@
+"""The rows of the sessions of a run that is being recorded."""
+
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rolltap.addons.store.session_index import SessionIndex
+
+_TIMES_AND_TOKENS = ("first_token_at", "started_at", "weight_versions")
+
+
+class SessionRows:
+    """The rows of each session of a run. Reads each commit once. Thread-safe."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._lock = threading.Lock()
+        self._indexes: dict[str, SessionIndex] = {}
+
+    def of(self, table: str, session_id: str, columns: Sequence[str]) -> list[tuple[Any, ...]]:
+        """Return the values of some columns of the session's rows.
+
+        Raises `RunError` and `OSError` when the folder cannot be read.
+        """
+        with self._lock:
+            if table in self._indexes:
+                self._indexes[table].refresh()
+            else:
+                self._indexes[table] = SessionIndex(self._run, table)
+            index = self._indexes[table]
+            batches = [batch.select(columns).to_pydict() for batch in index.batches(session_id)]
+            index.close()
+        return [row for batch in batches for row in zip(*batch.values(), strict=True)]
+
+    def first_version(self, session_id: str) -> str | None:
+        """Return the weights that sampled the first token of a session's calls, or None without one. Raises as `of`."""
+        return first_version(self.of("calls", session_id, _TIMES_AND_TOKENS))
+
+
+def first_version(calls: Iterable[tuple[Any, ...]]) -> str | None:
+    """Return the weights that sampled the first token of calls, or None when no token was sampled.
+
+    Each call is a tuple of `first_token_at`, `started_at` and `weight_versions`, a list of dicts. Calls without a time
+    of their first token count from their start.
+    """
+    for _, spans in sorted(((first or start, spans) for first, start, spans in calls), key=lambda call: call[0]):
+        for span in spans or ():
+            if span["end"] > span["start"]:
+                version: str = span["version"]
+                return version
+    return None
