@@ -49,7 +49,7 @@ class Forward:
                 **options,
             )
             if args.activation_checkpointing and (args.memory_gib or self._device.type == "cuda"):
-                self._costs = together(lambda: measure(model, accelerator.autocast), self._device)
+                self._costs = together(lambda: measure(model, accelerator.autocast))
 
     @property
     def shares_prefixes(self) -> bool:

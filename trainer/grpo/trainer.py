@@ -140,7 +140,7 @@ class TraceGRPOTrainer(GRPOTrainer):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Compute and add the gradients of a micro-batch; after the last one, average them over the processes."""
         step = super().training_step
-        loss: Tensor = together(lambda: step(model, inputs, num_items_in_batch), self._device)
+        loss: Tensor = together(lambda: step(model, inputs, num_items_in_batch))
         self._step_metrics.stop(self._device)
         if self.accelerator.sync_gradients:
             average_gradients(self._unwrapped.parameters())
@@ -153,12 +153,12 @@ class TraceGRPOTrainer(GRPOTrainer):
         if generation != self._generation:
             _ = self._forward  # probes the model, which is collective
             batch = on_main(lambda: self.trace_source(self._rows_of(generation)))
-            self._micro_batches = together(lambda: self._build(batch), self._device)
+            self._micro_batches = together(lambda: self._build(batch))
             self._generation = generation
             self._on_policy = batch.on_policy
             weights = "completion_mask" if self.beta else "advantages"
             trains = any(bool(micro_batch[weights].any()) for micro_batch in self._micro_batches)
-            self.has_gradient = anywhere(trains, self._device)
+            self.has_gradient = anywhere(trains)
             if not self.has_gradient and self.accelerator.is_main_process:
                 logger.warning(
                     "step %d was skipped: its sessions have no token to train on, all rewards of each group are equal, "
@@ -259,7 +259,7 @@ class TraceGRPOTrainer(GRPOTrainer):
         self, model: Any, input_ids: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor, None]:
         """Return the log-probabilities and entropies of the micro-batch's tokens, each (1, N), in place of TRL's."""
-        scores = together(self._score_inputs, self._device)
+        scores = together(self._score_inputs)
         if not len(scores.logprobs):
             nothing = torch.zeros(1, 1, device=self._device)
             return nothing.clone().requires_grad_(), nothing, None
