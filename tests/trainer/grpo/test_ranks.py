@@ -4,7 +4,6 @@ import os
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from rolltap.trainer.grpo.config import TraceGRPOConfig
 from rolltap.trainer.grpo.ranks import (
