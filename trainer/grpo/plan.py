@@ -102,7 +102,8 @@ class Costs:
     def _with_room(self, size: int, batch: float, states: float, memory: float, tokens: int, at_once: int) -> Sizes:
         if at_once >= tokens:
             return Sizes(size, None, int(batch + states))
-        at_once = max(at_once, int((memory - batch) / (self.of_states(size, size) / size)))
+        # whole segments, each of which has states of linear attention
+        at_once = max(at_once, int((memory - batch) / self.of_states(size, size)) * size)
         return Sizes(size, at_once, int(batch + self.of_states(at_once, size)))
 
     def table(self) -> str:
