@@ -9,7 +9,7 @@ from rolltap.trainer.planning.memory import GIB, SLACK, Fixed, Rows, Variable, l
 from rolltap.trainer.planning.numbers import FLOAT32, ModelNumbers
 from rolltap.trainer.training.recipe import Recipe
 
-WORKING = 4 * GIB
+SERVING = 4 * GIB
 """Activations, CUDA graphs and libraries of an engine. Assumed, not measured."""
 
 UTILIZATION = 0.92
@@ -27,7 +27,7 @@ class EngineShare:
     adapters: int
     """Adapters that are loaded at the same time."""
     working: int
-    """See `WORKING`."""
+    """See `SERVING`."""
     cache: int
     """Keys and values, and states of linear attention."""
     cached_tokens: int
@@ -91,7 +91,7 @@ def divide(recipe: Recipe, numbers: ModelNumbers, always: Fixed, traces: Rows, g
 def _held(recipe: Recipe, numbers: ModelNumbers) -> tuple[int, int, int]:
     """Return the bytes of weights, adapters and of what is needed besides."""
     adapters = recipe.adapters * numbers.adapter * numbers.item // FLOAT32 if recipe.publish == "lora" else 0
-    return numbers.served, adapters, WORKING
+    return numbers.served, adapters, SERVING
 
 
 def _share(

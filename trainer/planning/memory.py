@@ -5,7 +5,7 @@ from math import ceil
 from typing import Any
 
 from rolltap.trainer.grpo.forward import TOKENS_PER_SEGMENT
-from rolltap.trainer.grpo.plan import SIZES, Sizes
+from rolltap.trainer.grpo.plan import SIZES, WORKING, Sizes
 from rolltap.trainer.planning.numbers import FLOAT32, ModelNumbers
 from rolltap.trainer.training.recipe import Recipe
 
@@ -66,14 +66,16 @@ class Variable:
     states: int
     """Keys and values or recurrent states of the tokens in memory, and their gradients."""
     activations: int
-    """What one batch of segments saves for its backward pass, and the running layer needs besides."""
+    """What one batch of segments saves for its backward pass."""
+    working: int
+    """What the running layer may need besides."""
     logits: int
     """One chunk of logits, and the head's gradient."""
 
     @property
     def total(self) -> int:
         """Sum of all."""
-        return self.states + self.activations + self.logits
+        return self.states + self.activations + self.working + self.logits
 
 
 def fixed(recipe: Recipe, numbers: ModelNumbers, processes: int, *, cuda: bool) -> Fixed:
@@ -140,10 +142,12 @@ def _parts(numbers: ModelNumbers, traces: Rows, chosen: Sizes, grpo: dict[str, A
     costs, size = numbers.costs, chosen.tokens_per_segment
     kept = min(traces.tokens, chosen.tokens_in_memory or traces.tokens)
     logits = costs.head_gradient + costs.logits_per_token * min(size, costs.logits_tokens)
+    graph = (costs.of_batch(size, traces.longest) - logits) / WORKING
     return Variable(
         tokens_per_segment=size,
         tokens_in_memory=chosen.tokens_in_memory,
         states=0 if grpo.get("offload_states") else ceil(costs.of_states(kept, size)),
-        activations=ceil(costs.of_batch(size, traces.longest) - logits),
+        activations=ceil(graph),
+        working=ceil(graph * (WORKING - 1)),
         logits=ceil(logits),
     )

@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, inject_adapter_in_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.integrations import hub_kernels
@@ -92,7 +92,7 @@ def _measured(model: Any, dtype: Dtype, adapter: LoraConfig | None) -> tuple[Cos
     if adapter is not None:
         adapter.init_lora_weights = False  # there are none to begin from
         adapter.exclude_modules = adapter.exclude_modules or frozen_modules(model) or None
-        model = get_peft_model(model, adapter, low_cpu_mem_usage=True)
+        inject_adapter_in_model(adapter, model, low_cpu_mem_usage=True)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
@@ -100,7 +100,7 @@ def _measured(model: Any, dtype: Dtype, adapter: LoraConfig | None) -> tuple[Cos
     added = _bytes(model) - base
     with _kernels_of_torch(), FakeTensorMode(allow_non_fake_inputs=True):
         model = model.to_empty(device="cpu").train()
-        (model if adapter is None else model.get_base_model()).tie_weights()
+        model.tie_weights()
         mixed = getattr(torch, dtype)
         costs = measure(model, lambda: torch.autocast("cpu", mixed, enabled=dtype != "float32"))
     return costs, trained, added

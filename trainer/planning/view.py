@@ -81,6 +81,7 @@ def _trainer(memory: Memory) -> Table:
         ("CUDA", always.cuda, "assumed"),
         ("states", traces.states, _kept(memory)),
         ("activations", traces.activations, f"a batch of {traces.tokens_per_segment:,} tokens"),
+        ("working room", traces.working, "a quarter of it"),
         ("logits", traces.logits, "a chunk"),
     ]:
         if size:
