@@ -42,6 +42,12 @@ def warning(text: str, fix: str) -> Finding:
     return Finding("warning", text, fix)
 
 
+def refused(refusal: RolltapError) -> Finding:
+    """Return the finding of what a start refuses. Its remedy comes after the last colon of the message."""
+    what, _, fix = str(refusal).rpartition(": ")
+    return error(what or fix, fix if what else "correct the recipe")
+
+
 def of_recipe(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
     """Yield the findings that need no model: those of a start's own checks first."""
     yield from _refused(recipe)
@@ -109,8 +115,7 @@ def _refused(recipe: Recipe) -> Iterator[Finding]:
         try:
             check()
         except RolltapError as refusal:
-            what, _, fix = str(refusal).rpartition(": ")
-            yield error(what or fix, fix if what else "correct the recipe")
+            yield refused(refusal)
             return
 
 

@@ -13,6 +13,9 @@ from rolltap.trainer.training.recipe import Recipe
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM takes for `--max-lora-rank`. vLLM 0.32."""
 
+KEY = "export ROLLTAP_ENGINE_KEY_FILE=$PWD/engine.key"
+"""Line of every terminal: the file is made if it does not exist."""
+
 RUN = "runs/swe"
 """Run folder of the lines."""
 
@@ -24,7 +27,7 @@ def lines(
     recipe: Recipe, machine: Machine, numbers: ModelNumbers, engine: EngineShare | None, file: Path | None
 ) -> list[str]:
     """Return the lines of a shell, in the order of their start: the engines', then the trainer's."""
-    return [*_serving(recipe, machine, numbers, engine), _training(recipe, machine, file or RECIPE)]
+    return [KEY, *_serving(recipe, machine, numbers, engine), _training(recipe, machine, file or RECIPE)]
 
 
 def _serving(recipe: Recipe, machine: Machine, numbers: ModelNumbers, engine: EngineShare | None) -> Iterator[str]:

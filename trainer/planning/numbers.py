@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.integrations import hub_kernels
 
+from rolltap.addons.errors import InputError
 from rolltap.trainer.grpo.plan import Costs, measure
 from rolltap.trainer.models.loading import Dtype, frozen_modules, meta_policy
 from rolltap.trainer.training.arguments import lora_config
@@ -53,7 +54,7 @@ class ModelNumbers:
 def model_numbers(recipe: Recipe, dtype: Dtype) -> ModelNumbers:
     """Return the numbers of a recipe's model with weights of `dtype`.
 
-    Raises `InputError` for a model that cannot be built, and for one with layers whose states are not known.
+    Raises `InputError` for a model that cannot be built, for an adapter that does not fit it, and for one with layers whose states are not known.
     """
     model = meta_policy(recipe.model, dtype)
     for name in frozen_modules(model):
@@ -92,7 +93,10 @@ def _measured(model: Any, dtype: Dtype, adapter: LoraConfig | None) -> tuple[Cos
     if adapter is not None:
         adapter.init_lora_weights = False  # there are none to begin from
         adapter.exclude_modules = adapter.exclude_modules or frozen_modules(model) or None
-        inject_adapter_in_model(adapter, model, low_cpu_mem_usage=True)
+        try:
+            inject_adapter_in_model(adapter, model, low_cpu_mem_usage=True)
+        except ValueError as error:
+            raise InputError(f"the [lora] table does not fit the model: {error}") from error
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()

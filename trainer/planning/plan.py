@@ -79,8 +79,8 @@ def plan(
     try:
         numbers = model_numbers(recipe, machine.dtype)
     except RolltapError as error:
-        if all(str(error) != finding.text for finding in findings):
-            findings.append(found.error(str(error), "correct the recipe"))
+        if (refused := found.refused(error)) not in findings:
+            findings.append(refused)
         return TrainingPlan(recipe, machine, _ordered(findings), None, None, None, {}, [])
     findings += found.of_model(recipe, machine, numbers)
     traces = rows(recipe, numbers, machine.processes)

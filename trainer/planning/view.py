@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 WIDTH = 90
 """Characters of a line of a command."""
 
+_WORD = re.compile(r"(?:'[^']*'|\S)+")
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 
@@ -128,7 +129,7 @@ def _files(plan: TrainingPlan) -> Table:
 def _broken(command: str) -> str:
     """Return a command of a shell as lines of at most `WIDTH` characters, where its words allow it."""
     lines = [""]
-    for word in map(shlex.quote, shlex.split(command)):
+    for word in _WORD.findall(command):
         if lines[-1] and len(lines[-1]) + len(word) > WIDTH:
             lines.append("   ")
         lines[-1] += f" {word}" if lines[-1] else word
