@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from peft import PeftModel
 from transformers import PreTrainedModel
@@ -136,3 +136,21 @@ def _write_policy(run: Path, model: str | None, version: str) -> None:
     `model` None is the base model.
     """
     write_atomically(run / POLICY_FILE, json.dumps({"model": model, "version": version}) + "\n")
+
+
+def make_publisher(kind: str, engines: Any, *, folder: Path, run: Path, base: Path, adapters: int) -> Publisher:
+    return _Named(
+        LoraPublisher(engines.urls[0], folder, run)
+        if kind == "lora"
+        else CheckpointPublisher(engines.urls[0], folder, run),
+        kind,
+    )
+
+
+class _Named:
+    def __init__(self, publisher: Any, kind: str) -> None:
+        self.publisher, self.kind = publisher, kind
+
+    def publish(self, model: Any, version: str) -> Any:
+        self.publisher.publish(model, version)
+        return f"policy-{version}" if self.kind == "lora" else None

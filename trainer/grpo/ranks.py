@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rolltap.addons.errors import RolltapError
+from rolltap.addons.errors import RankError
 
 T = TypeVar("T")
 
@@ -15,8 +15,13 @@ _BUCKET = 64 * 2**20
 """Number of values that one all-reduce averages."""
 
 
-class RankError(RolltapError, RuntimeError):
-    """Another training process failed."""
+def initialise(args: Any) -> None:
+    """Do nothing."""
+
+
+def is_main() -> bool:
+    """Return True on the main process, and on the only one."""
+    return not several() or dist.get_rank() == 0
 
 
 def on_main(function: Callable[[], T]) -> T:
@@ -42,7 +47,7 @@ def on_main(function: Callable[[], T]) -> T:
     return result
 
 
-def together(function: Callable[[], T], device: torch.device) -> T:
+def together(function: Callable[[], T], device: torch.device = torch.device("cpu")) -> T:
     """Call `function` on each process. If it fails on any of them, raise on all. Collective.
 
     `function` must not call collective operations. `device` is where the processes communicate from.

@@ -98,6 +98,7 @@ class TraceGRPOTrainer(GRPOTrainer):
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         peft_config: Any = None,
+        before_batch: Callable[[], None] | None = None,
     ) -> None:
         if not isinstance(args, TraceGRPOConfig):
             raise InputError(f"args is a {type(args).__name__}: give a rolltap.TraceGRPOConfig, which has its fields")
@@ -109,6 +110,7 @@ class TraceGRPOTrainer(GRPOTrainer):
             # TRL would spread it over all GPUs of this process
             args.model_init_kwargs = {"device_map": None} | (args.model_init_kwargs or {})
         self.trace_source = trace_source
+        self.before_batch = before_batch
         self.groups_per_step = groups_per_step
         self.has_gradient = False
         self._generation = -1
@@ -152,6 +154,8 @@ class TraceGRPOTrainer(GRPOTrainer):
         generation = self.state.global_step // self.num_iterations
         if generation != self._generation:
             _ = self._forward  # probes the model, which is collective
+            if self.before_batch is not None:
+                self.before_batch()
             batch = on_main(lambda: self.trace_source(self._rows_of(generation)))
             self._micro_batches = together(lambda: self._build(batch), self._device)
             self._generation = generation
@@ -304,6 +308,19 @@ class TraceGRPOTrainer(GRPOTrainer):
             **{name: inputs[key][0] for name, key in optional.items() if key in inputs},
         )
         self._step_metrics.add(tokens, in_rows=rows, forwarded=forwarded)
+
+    def log_metrics(self, values: Mapping[str, float]) -> None:
+        self._log_values(values)
+
+    @torch.no_grad()
+    def score(self, ids: Sequence[int], *, base: bool = False) -> list[float]:
+        given = torch.tensor([list(ids)], device=self._device)
+        model = self._unwrapped if hasattr(self, "model_wrapped") else self.model
+        import contextlib
+
+        with model.disable_adapter() if base and hasattr(model, "disable_adapter") else contextlib.nullcontext():
+            logits = model(input_ids=given).logits[0, :-1].log_softmax(-1)
+        return [float(x) for x in logits.gather(1, given[0, 1:, None])[:, 0]]
 
     def _log_values(self, values: Mapping[str, float]) -> None:
         for name, value in values.items():

@@ -35,7 +35,10 @@ class Loop:
         self.faults = False
         self.console = Console(file=StringIO(), width=1000)
 
-    def publish(self, model, version):
+    def verify_base(self, trainer, version, console):
+        self.published.append(f"base {version}")
+
+    def publish(self, trainer, version):
         self.published.append(version)
 
     def run_sessions(self, groups, version):
@@ -69,6 +72,7 @@ class Loop:
         source.trainer = SimpleNamespace(
             state=SimpleNamespace(global_step=number), args=SimpleNamespace(seed=7, max_steps=9), model=None
         )
+        source.before_batch()
         return source([{"task_id": task} for task in tasks])
 
 
