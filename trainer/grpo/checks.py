@@ -7,6 +7,7 @@ import torch
 from accelerate import Accelerator, DistributedType
 
 from rolltap.addons.errors import InputError
+from rolltap.trainer.grpo.config import TraceGRPOConfig
 from rolltap.trainer.grpo.rows import Row
 from rolltap.trainer.traces.build import Trace
 
@@ -29,6 +30,18 @@ def require_whole_weights(accelerator: Accelerator) -> None:
         raise InputError(f"Accelerate is set up for {kind.value}: run `accelerate launch --multi_gpu`, or `torchrun`")
     if accelerator.scaler is not None:
         raise InputError("Accelerate is set up for float16: set mixed_precision to bf16 or no")
+
+
+def refuse_float16(model: Any, args: TraceGRPOConfig) -> None:
+    """Raise `InputError` for weights of float16 that are trained, or that `args` would run in bfloat16."""
+    for name, weight in model.named_parameters():
+        if weight.dtype == torch.float16 and weight.requires_grad:
+            raise InputError(
+                f"{name} is trained in float16, whose range is too small for it: load the model in bfloat16 or "
+                "float32, or train an adapter, whose weights PEFT keeps in float32"
+            )
+        if weight.dtype == torch.float16 and args.bf16:
+            raise InputError(f"{name} has the type float16, but bf16=True: set bf16=False, or load it in bfloat16")
 
 
 def require_embeddings(model: Any, traces: Sequence[Trace], rows: Sequence[Row]) -> None:

@@ -1,11 +1,11 @@
 """Chooses how rows run through a model, and in what sizes."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
 from rolltap.trainer.grpo.config import TraceGRPOConfig
 from rolltap.trainer.grpo.plan import SIZES, Costs, measure
@@ -27,29 +27,36 @@ HEADROOM = 0.9
 class Forward:
     """The scorer of a model, fitted to each batch."""
 
-    def __init__(self, model: Any, accelerator: Accelerator, args: TraceGRPOConfig) -> None:
-        """Collective: the main process probes the model, and all do as it finds.
+    def __init__(
+        self,
+        model: Any,
+        autocast: Callable[[], AbstractContextManager[Any]],
+        device: torch.device,
+        args: TraceGRPOConfig,
+    ) -> None:
+        """Collective: the main process probes the model, and all do as it finds. `autocast` makes the context of mixed
+        precision.
 
         A model that segments do not fit runs padded, and a warning says why.
         """
-        self._model, self._args, self._device = model, args, accelerator.device
+        self._model, self._args, self._device = model, args, device
         self._costs: Costs | None = None
-        self.scorer: Scorer = PaddedScorer(accelerator)
+        self.scorer: Scorer = PaddedScorer(autocast, device)
         if args.forward == "segments":
             one_pass = not args.activation_checkpointing
             options = {"keep_graph": one_pass, "offload_states": args.offload_states}
-            reason = on_main(lambda: probe(model, accelerator.autocast, **options))
+            reason = on_main(lambda: probe(model, autocast, **options))
             if reason is not None:
                 logger.warning("traces run as padded rows, not as segments: %s", reason)
                 return
             self.scorer = SegmentScorer(
-                accelerator.autocast,
+                autocast,
                 args.temperature,
                 tokens_per_segment=args.tokens_per_segment or TOKENS_PER_SEGMENT,
                 **options,
             )
             if args.activation_checkpointing and (args.memory_gib or self._device.type == "cuda"):
-                self._costs = together(lambda: measure(model, accelerator.autocast), self._device)
+                self._costs = together(lambda: measure(model, autocast))
 
     @property
     def shares_prefixes(self) -> bool:
@@ -82,7 +89,7 @@ class Forward:
         free, _ = torch.cuda.mem_get_info(self._device)
         unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        pending = sum(parameter.nbytes for parameter in trained if parameter.grad is None)
-        if not getattr(optimizer, "state", None):
-            pending += sum(2 * parameter.nbytes for parameter in trained)
+        pending = sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in trained if p.grad is None)
+        if not optimizer.state:
+            pending += sum(2 * parameter.nbytes for group in optimizer.param_groups for parameter in group["params"])
         return float(HEADROOM * (free + unused) - pending)

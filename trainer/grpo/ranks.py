@@ -1,44 +1,68 @@
-"""Several training processes: an error in one ends all, and gradients are averaged once for each optimizer step."""
+"""Several training processes: an error in one ends all, and gradients are averaged once for each optimizer step.
+
+Objects travel over a gloo group of their own. The main process may roll out for hours while the others wait: they hold
+no kernel of their device then, and hear at once when it ends. Tensors travel over the default group.
+"""
 
 from collections.abc import Callable, Iterable
+from datetime import timedelta
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
+from transformers import TrainingArguments
 
-from rolltap.addons.errors import RankError
+from rolltap.addons.errors import InputError, RankError
 
 T = TypeVar("T")
 
 _BUCKET = 64 * 2**20
 """Number of values that one all-reduce averages."""
+_PATIENCE = timedelta(days=365)
+"""Time that a process waits for the others' objects: longer than the rollouts of any batch."""
 
 
-def initialise(args: Any) -> None:
-    """Do nothing."""
+def initialise(args: TrainingArguments) -> None:
+    """Let the processes find each other, as `args` says, so that collective functions work before there is a trainer.
+
+    With one process, or when they have found each other, nothing happens. Collective.
+    """
+    _ = args.device  # reading it makes the default group
+    if several():
+        _objects()
+
+
+def several() -> bool:
+    """Return True with more than one training process."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def is_main() -> bool:
-    """Return True on the main process, and on the only one."""
+    """Return True on the main process, which rolls out, publishes and writes. It is the only one, or rank 0."""
     return not several() or dist.get_rank() == 0
 
 
 def on_main(function: Callable[[], T]) -> T:
     """Call `function` on the main process. Return its result, or raise its error, on every process.
 
-    A result is pickled for the others. Collective.
+    A result is pickled for the others. Raises `RankError` where another process failed or ended. Collective.
     """
     if not several():
         return function()
     outcome: list[Any] = [None, None]
     failure: Exception | None = None
-    if dist.get_rank() == 0:
+    if is_main():
         try:
             outcome[0] = function()
         except Exception as error:
-            failure, outcome[1] = error, f"{type(error).__name__}: {error}"
-    dist.broadcast_object_list(outcome)
+            failure, outcome[1] = error, _message(error)
+    try:
+        dist.broadcast_object_list(outcome, group=_objects())
+    except RuntimeError as error:
+        raise failure or _lost(error) from error
     if failure is not None:
         raise failure
     if outcome[1] is not None:
@@ -47,39 +71,75 @@ def on_main(function: Callable[[], T]) -> T:
     return result
 
 
-def together(function: Callable[[], T], device: torch.device = torch.device("cpu")) -> T:
+def together(function: Callable[[], T]) -> T:
     """Call `function` on each process. If it fails on any of them, raise on all. Collective.
 
-    `function` must not call collective operations. `device` is where the processes communicate from.
+    `function` must not call collective operations.
     """
-    if not several():
-        return function()
     failure: Exception | None = None
-    result = None
     try:
         result = function()
     except Exception as error:
+        if not several():
+            raise
         failure = error
-    if anywhere(failure is not None, device):
-        messages: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(messages, failure and f"{type(failure).__name__}: {failure}")
+    try:
+        messages = gathered(failure and _message(failure))
+    except RankError:
         if failure is not None:
-            raise failure
-        rank, message = next((rank, message) for rank, message in enumerate(messages) if message)
-        raise RankError(f"process {rank} failed: {message}")
-    return result  # type: ignore[return-value]
+            raise failure from None
+        raise
+    if failure is not None:
+        raise failure
+    for rank, message in enumerate(messages):
+        if message:
+            raise RankError(f"process {rank} failed: {message}")
+    return result
 
 
-def anywhere(value: bool, device: torch.device) -> bool:
-    """Return True if `value` is true on any process. Collective; `device` is where the processes communicate from."""
+def anywhere(value: bool) -> bool:
+    """Return True if `value` is true on any process. Collective."""
+    return any(gathered(value))
+
+
+def gathered(value: T) -> list[T]:
+    """Return the `value` of each process, which is pickled. Collective. Raises `RankError` if another one ended."""
     if not several():
-        return value
-    flag = torch.tensor(int(value), device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag)
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    try:
+        dist.all_gather_object(values, value, group=_objects())
+    except RuntimeError as error:
+        raise _lost(error) from error
+    return values
 
 
-def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
+def require_same(parameters: Iterable[tuple[str, Parameter]]) -> None:
+    """Raise `InputError` on every process unless all have parameters of the same names, shapes and types. Collective.
+
+    Otherwise they would wait for each other for ever when they exchange tensors.
+    """
+    own = [f"{name} {[*parameter.shape]} {parameter.dtype}" for name, parameter in parameters]
+    for rank, other in enumerate(everybodys := gathered(own)):
+        if other != everybodys[0]:
+            first, here = next(
+                ((a, b) for a, b in zip(everybodys[0], other, strict=False) if a != b),
+                (f"{len(everybodys[0])} trained parameters", f"{len(other)}"),
+            )
+            raise InputError(
+                f"the processes train different models: process 0 has {first}, process {rank} has {here}: load the "
+                "same folder, with the same adapter and dtype, on each"
+            )
+
+
+def send_weights(parameters: Iterable[tuple[Parameter, int]]) -> None:
+    """Overwrite each parameter with that of the given rank. Collective."""
+    if several():
+        for work in [dist.broadcast(weight.detach(), src=rank, async_op=True) for weight, rank in parameters]:
+            work.wait()
+
+
+def average_gradients(parameters: Iterable[Parameter]) -> None:
     """Replace each gradient by its mean over the processes. A process without a gradient counts as 0. Collective.
 
     All processes have the same parameters. A parameter without a gradient on any process keeps None.
@@ -95,10 +155,11 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
     for parameter, somewhere in zip(trained, present.tolist(), strict=True):
         if somewhere:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             gradients.append(parameter.grad)
     for bucket in _buckets(gradients):
-        flat = torch.cat([gradient.flatten() for gradient in bucket])
+        # one gradient alone is not copied: that of the embeddings takes gigabytes
+        flat = torch.cat([gradient.flatten() for gradient in bucket]) if len(bucket) > 1 else bucket[0].flatten()
         dist.all_reduce(flat)
         flat /= dist.get_world_size()
         pieces = torch.split(flat, [gradient.numel() for gradient in bucket])
@@ -106,9 +167,19 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
             gradient.copy_(piece.view_as(gradient))
 
 
-def several() -> bool:
-    """Return True with more than one training process."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+@cache
+def _objects() -> dist.ProcessGroup:
+    """Return the group over which objects travel."""
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    return group
+
+
+def _message(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _lost(error: RuntimeError) -> RankError:
+    return RankError(f"another training process ended: its own output says why ({error})")
 
 
 def _buckets(gradients: list[Tensor]) -> list[list[Tensor]]:

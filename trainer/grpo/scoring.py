@@ -1,10 +1,10 @@
 """Scorers: from rows to the log-probabilities of their trained tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from rolltap.trainer.grpo.rows import Row
@@ -39,8 +39,9 @@ class PaddedScorer:
     where a token is scored.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
+    def __init__(self, autocast: Callable[[], AbstractContextManager[Any]], device: torch.device) -> None:
+        """`autocast` makes the context of mixed precision. Rows run on `device`."""
+        self._autocast, self._device = autocast, device
         self.forwarded = 0
 
     def __call__(self, model: Any, rows: Sequence[Row]) -> Scores:
@@ -48,7 +49,7 @@ class PaddedScorer:
 
         Raises torch's out-of-memory error for rows that do not fit.
         """
-        device = self._accelerator.device
+        device = self._device
         rows = [row for row in rows if len(row.scored)]
         if not rows:
             self.forwarded = 0
@@ -61,7 +62,7 @@ class PaddedScorer:
             ids[i, : len(row.ids)] = torch.from_numpy(row.ids)
             labels[i, row.scored] = torch.from_numpy(row.ids[row.scored]).long()
         self.forwarded = ids.numel()
-        with self._accelerator.autocast():
+        with self._autocast():
             output = model(input_ids=ids.to(device), labels=labels.to(device), fused_lm_head=True)
         # the value of position p is at p - 1
         scored = (labels[:, 1:] != -100).to(device)

@@ -22,7 +22,7 @@ The way of a generation batch:
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -31,7 +31,6 @@ from datasets import Dataset
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
-from trl import GRPOTrainer
 from trl.trainer.utils import use_adapter
 
 from rolltap.addons.errors import InputError, LedgerError
@@ -45,12 +44,13 @@ from rolltap.trainer.grpo.batch import (
     tokens_by_session,
     with_signal,
 )
-from rolltap.trainer.grpo.checks import refuse_dropout, require_embeddings, require_whole_weights
+from rolltap.trainer.grpo.checks import refuse_dropout, refuse_float16, require_embeddings
 from rolltap.trainer.grpo.config import TraceGRPOConfig
 from rolltap.trainer.grpo.forward import Forward
 from rolltap.trainer.grpo.metrics import StepMetrics, Tokens, batch_metrics, forget_trls, named_tasks
 from rolltap.trainer.grpo.order import rows_of_step
-from rolltap.trainer.grpo.ranks import anywhere, average_gradients, on_main, together
+from rolltap.trainer.grpo.ranks import anywhere, on_main, together
+from rolltap.trainer.grpo.replicated import ReplicatedTrainer
 from rolltap.trainer.grpo.rows import Row, trace_row
 from rolltap.trainer.grpo.scoring import Scores
 from rolltap.trainer.grpo.step_guard import StepGuard
@@ -59,14 +59,14 @@ from rolltap.trainer.traces.build import Trace, TraceBatch
 logger = logging.getLogger(__name__)
 
 
-class TraceGRPOTrainer(GRPOTrainer):
+class TraceGRPOTrainer(ReplicatedTrainer):
     """A `GRPOTrainer` whose batches are recorded traces.
 
     One row of `train_dataset` is one group. A step trains `groups_per_step` rows, chosen from `args.seed` and the step
     (`rows_of_step`). `trace_source` is called with these rows on the main process and returns a `TraceBatch` of any
-    number of sessions and traces, which are distributed over the processes. The other processes wait for it in a
-    collective operation: keep `args.ddp_timeout` longer than the rollouts of a batch. An error in `trace_source`, or of
-    any process in building a batch, in a forward or in a backward pass, ends all with that error.
+    number of sessions and traces, which are distributed over the processes. The other processes wait for it.
+    `before_batch` is called before that on every process, and may call collective operations. An error in
+    `trace_source`, or of any process in building a batch, in a forward or in a backward pass, ends all with that error.
 
     Each trace has its session's advantage (`session_advantages` with `args.scale_rewards`), times the session's weight
     (`session_weights` with `args.normalise`). Groups without signal are not computed. For a batch without any signal a
@@ -75,8 +75,8 @@ class TraceGRPOTrainer(GRPOTrainer):
     A generation batch makes `num_iterations` optimizer steps of `gradient_accumulation_steps` micro-batches. The
     gradient depends neither on their number nor on that of processes, nor on how sessions were cut into traces.
     `args.temperature` must be the sampling temperature of the traces, which is not checked here. With `args.beta`, the
-    reference is the model with its adapter disabled (of a `PeftModel` that was given, the adapter as it was), or the
-    model that `model` was loaded from. The divergence from it is a mean over tokens, whatever the weights of sessions.
+    reference is the model with its adapter disabled (of a `PeftModel` that was given, the adapter as it was), or a copy
+    of the full model as it was given. The divergence from it is a mean over tokens, whatever the weights of sessions.
 
     `processing_class`, `callbacks`, `optimizers` and `peft_config` are those of `GRPOTrainer`.
 
@@ -94,11 +94,11 @@ class TraceGRPOTrainer(GRPOTrainer):
         *,
         trace_source: Callable[[list[dict[str, Any]]], TraceBatch],
         groups_per_step: int,
+        before_batch: Callable[[], None] | None = None,
         processing_class: Any = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         peft_config: Any = None,
-        before_batch: Callable[[], None] | None = None,
     ) -> None:
         if not isinstance(args, TraceGRPOConfig):
             raise InputError(f"args is a {type(args).__name__}: give a rolltap.TraceGRPOConfig, which has its fields")
@@ -129,8 +129,8 @@ class TraceGRPOTrainer(GRPOTrainer):
             optimizers=optimizers,
             peft_config=peft_config,
         )
-        require_whole_weights(self.accelerator)
         refuse_dropout(self.model)
+        refuse_float16(self.model, args)
         self.add_callback(StepGuard(self))
 
     def get_train_dataloader(self) -> DataLoader[int]:
@@ -142,12 +142,12 @@ class TraceGRPOTrainer(GRPOTrainer):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Compute and add the gradients of a micro-batch; after the last one, average them over the processes."""
         step = super().training_step
-        loss: Tensor = together(lambda: step(model, inputs, num_items_in_batch), self._device)
+        loss: Tensor = together(lambda: step(model, inputs, num_items_in_batch))
         self._step_metrics.stop(self._device)
         if self.accelerator.sync_gradients:
-            average_gradients(self._unwrapped.parameters())
+            self._finish_gradients()
             values = self._step_metrics.values(self.accelerator.gather(self._step_metrics.local(self._device)))
-            self._log_values(values)
+            self.log_metrics(values)
         return loss
 
     def _prepare_inputs(self, _: Any) -> dict[str, Any]:
@@ -157,12 +157,12 @@ class TraceGRPOTrainer(GRPOTrainer):
             if self.before_batch is not None:
                 self.before_batch()
             batch = on_main(lambda: self.trace_source(self._rows_of(generation)))
-            self._micro_batches = together(lambda: self._build(batch), self._device)
+            self._micro_batches = together(lambda: self._build(batch))
             self._generation = generation
             self._on_policy = batch.on_policy
             weights = "completion_mask" if self.beta else "advantages"
             trains = any(bool(micro_batch[weights].any()) for micro_batch in self._micro_batches)
-            self.has_gradient = anywhere(trains, self._device)
+            self.has_gradient = anywhere(trains)
             if not self.has_gradient and self.accelerator.is_main_process:
                 logger.warning(
                     "step %d was skipped: its sessions have no token to train on, all rewards of each group are equal, "
@@ -202,7 +202,7 @@ class TraceGRPOTrainer(GRPOTrainer):
         advantages = {session: advantages[session] * weight for session, weight in weights.items()}
         # without a reference, a trace without advantage has no gradient; its tokens count in the mean
         computed = [trace for trace in trained.traces if self.beta or advantages.get(trace.session_id)]
-        self._log_values(batch_metrics(batch, trained, self._named_tasks))
+        self.log_metrics(batch_metrics(batch, trained, self._named_tasks))
         micro_batches = self._spread(computed, advantages)
         for micro_batch in micro_batches:
             micro_batch["num_items_in_batch"] = torch.tensor(max(1, sum(tokens.values())), device=self._device)
@@ -263,7 +263,9 @@ class TraceGRPOTrainer(GRPOTrainer):
         self, model: Any, input_ids: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor, None]:
         """Return the log-probabilities and entropies of the micro-batch's tokens, each (1, N), in place of TRL's."""
-        scores = together(self._score_inputs, self._device)
+        scores = together(self._score_inputs)
+        if self._loss_scale is not None and scores.logprobs.requires_grad:
+            self._loss_scale.watch(scores.logprobs)
         if not len(scores.logprobs):
             nothing = torch.zeros(1, 1, device=self._device)
             return nothing.clone().requires_grad_(), nothing, None
@@ -279,17 +281,7 @@ class TraceGRPOTrainer(GRPOTrainer):
 
     @cached_property
     def _forward(self) -> Forward:
-        return Forward(self._unwrapped, self.accelerator, self.args)
-
-    @property
-    def _unwrapped(self) -> Any:
-        """The model, or the `PeftModel` around it, as the processes' own gradients are added to it."""
-        return self.accelerator.unwrap_model(self.model_wrapped)
-
-    @property
-    def _device(self) -> torch.device:
-        device: torch.device = self.accelerator.device
-        return device
+        return Forward(self._unwrapped, self._autocast, self._device, self.args)
 
     def _add_metrics(self, scores: Scores) -> None:
         inputs = self._inputs
@@ -308,23 +300,6 @@ class TraceGRPOTrainer(GRPOTrainer):
             **{name: inputs[key][0] for name, key in optional.items() if key in inputs},
         )
         self._step_metrics.add(tokens, in_rows=rows, forwarded=forwarded)
-
-    def log_metrics(self, values: Mapping[str, float]) -> None:
-        self._log_values(values)
-
-    @torch.no_grad()
-    def score(self, ids: Sequence[int], *, base: bool = False) -> list[float]:
-        given = torch.tensor([list(ids)], device=self._device)
-        model = self._unwrapped if hasattr(self, "model_wrapped") else self.model
-        import contextlib
-
-        with model.disable_adapter() if base and hasattr(model, "disable_adapter") else contextlib.nullcontext():
-            logits = model(input_ids=given).logits[0, :-1].log_softmax(-1)
-        return [float(x) for x in logits.gather(1, given[0, 1:, None])[:, 0]]
-
-    def _log_values(self, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._metrics["train"][name].append(value)
 
 
 def _recorded_reward(prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:

@@ -9,14 +9,26 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rolltap.trainer.grpo.ranks import anywhere, average_gradients, on_main, several, together
+from rolltap.trainer.grpo.config import TraceGRPOConfig
+from rolltap.trainer.grpo.ranks import (
+    anywhere,
+    average_gradients,
+    initialise,
+    is_main,
+    on_main,
+    require_same,
+    send_weights,
+    several,
+    together,
+)
 from tests.trainer.grpo.two_processes import run_two
 
-CPU = torch.device("cpu")
 
+def run_ranks(function, number=2, dead=()):
+    """Run `function(rank)` as each rank of a gloo group.
 
-def run_ranks(function, number=2):
-    """Run `function(rank)` as each rank of a gloo group. Return per rank its result, or "Error: message"."""
+    Return per rank its result, or "Error: message"; None of the `dead` ones, which end in `function`.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -26,7 +38,7 @@ def run_ranks(function, number=2):
     for rank in ranks:
         rank.start()
     try:
-        found = dict(results.get(timeout=120) for _ in ranks)
+        found = dict.fromkeys(dead) | dict(results.get(timeout=120) for _ in range(number - len(dead)))
     finally:
         for rank in ranks:
             rank.kill()
@@ -63,18 +75,52 @@ def test_an_error_of_the_main_process_ends_all():
 
 @pytest.mark.parametrize("bad", [0, 1])
 def test_an_error_of_any_process_ends_all(bad):
-    outcomes = run_ranks(lambda rank: together(lambda: fail_on(rank, bad), CPU))
+    outcomes = run_ranks(lambda rank: together(lambda: fail_on(rank, bad)))
     expected = [f"RankError: process {bad} failed: ValueError: no memory on {bad}"] * 2
     expected[bad] = f"ValueError: no memory on {bad}"
     assert outcomes == expected
 
 
 def test_without_an_error_each_process_has_its_own_result():
-    assert run_ranks(lambda rank: together(lambda: rank, CPU)) == [0, 1]
+    assert run_ranks(lambda rank: together(lambda: rank)) == [0, 1]
+
+
+@pytest.mark.parametrize("collective", [on_main, together])
+@pytest.mark.parametrize("dead", [0, 1])
+def test_the_others_hear_of_a_process_that_ends(collective, dead):
+    def function(rank):
+        together(lambda: None)  # the group is there
+        if rank == dead:
+            os._exit(9)
+        return [collective(lambda: None) for _ in range(2)]
+
+    survivor = run_ranks(function, dead=[dead])[1 - dead]
+    assert survivor.startswith("RankError: another training process ended: its own output says why")
+
+
+def test_an_error_that_cannot_be_told_is_still_raised():
+    def function(rank):
+        together(lambda: None)
+        if rank == 1:
+            os._exit(9)
+        return together(lambda: fail_on(rank, 0))
+
+    assert run_ranks(function, dead=[1])[0] == "ValueError: no memory on 0"
+
+
+def test_only_rank_0_is_the_main_process():
+    assert is_main()
+    assert run_ranks(lambda rank: is_main()) == [True, False]
+
+
+def test_processes_find_each_other_before_there_is_a_trainer(tmp_path):
+    initialise(TraceGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False))  # alone it does nothing
+    run_two("tests.trainer.grpo.meet", str(tmp_path))
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["rank 0 of 2"] * 2
 
 
 def test_what_holds_on_one_process_holds_anywhere():
-    assert run_ranks(lambda rank: (anywhere(rank == 1, CPU), anywhere(False, CPU))) == [(True, False)] * 2
+    assert run_ranks(lambda rank: (anywhere(rank == 1), anywhere(False))) == [(True, False)] * 2
 
 
 def test_gradients_become_their_mean_and_a_missing_one_counts_as_zero(monkeypatch):
@@ -94,13 +140,49 @@ def test_gradients_become_their_mean_and_a_missing_one_counts_as_zero(monkeypatc
     assert run_ranks(average) == [expected, expected]
 
 
+def test_gradients_of_16_bits_weights_are_averaged_in_float32():
+    def average(rank):
+        weights = [torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)) for _ in range(2)]
+        for weight in weights:
+            weight.grad_dtype = torch.float32
+        weights[rank].grad = torch.full((2,), 1 + 2.0**-20)
+        average_gradients(weights)
+        return [weight.grad.tolist() for weight in weights]
+
+    assert run_ranks(average) == [[[0.5 + 2.0**-21] * 2] * 2] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_are_sent_by_the_process_that_has_them(dtype):
+    def send(rank):
+        weights = [torch.nn.Parameter(torch.full((2, 2), 10.0 * rank + i, dtype=dtype)) for i in range(2)]
+        send_weights(zip(weights, [1, 0], strict=True))
+        return [weight[0, 0].item() for weight in weights]
+
+    assert run_ranks(send) == [[10.0, 1.0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "number", "message"),
+    [(3, 1, r"process 0 has a0 [2] torch.float32, process 1 has a0 [3] torch.float32"), (2, 2, "process 1 has 2")],
+)
+def test_processes_with_other_parameters_do_not_wait_for_each_other(shape, number, message):
+    def check(rank):
+        sizes = [shape] * number if rank else [2]
+        require_same((f"a{i}", torch.nn.Parameter(torch.zeros(size))) for i, size in enumerate(sizes))
+
+    for outcome in run_ranks(check):
+        assert outcome.startswith("InputError: the processes train different models: ")
+        assert message in outcome
+
+
 def test_a_process_alone_waits_for_nobody():
     weight = torch.nn.Parameter(torch.zeros(2))
     weight.grad = torch.ones(2)
     average_gradients([weight])
     assert not several()
     assert weight.grad.tolist() == [1, 1]
-    assert on_main(lambda: 1) == together(lambda: 1, CPU) == 1
+    assert on_main(lambda: 1) == together(lambda: 1) == 1
 
 
 @pytest.mark.parametrize(

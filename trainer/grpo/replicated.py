@@ -1,0 +1,157 @@
+"""GRPOTrainer on processes that each have all weights, and no wrapper around them.
+
+Segments run the layers of a model in an order of their own, which wrappers that hook into layers do not follow. So
+nothing is synchronised but at the boundaries of a step: the weights of rank 0 when a training begins, the gradients
+before a step, and the weights after it where the optimizer is shared out (`ShardedOptimizer`).
+"""
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from trl import GRPOTrainer
+from trl.trainer.utils import add_fused_lm_head
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.grpo.checks import require_whole_weights
+from rolltap.trainer.grpo.loss_scale import LossScale
+from rolltap.trainer.grpo.optimizer import ShardedOptimizer
+from rolltap.trainer.grpo.ranks import anywhere, average_gradients, is_main, require_same, send_weights, together
+
+logger = logging.getLogger(__name__)
+
+OPTIMIZER = "optimizer.pt"
+"""File of a checkpoint. With a `ShardedOptimizer` it says how many shares there are. Source: transformers."""
+
+
+class ReplicatedTrainer(GRPOTrainer):
+    """A `GRPOTrainer` whose model is the same, and whole, on each process.
+
+    A full model is trained with a `ShardedOptimizer`, and so is an adapter of 16 bits; other adapters with the
+    optimizer itself, whose state is small, on each process. One that the caller gives is used as it is.
+
+    The reference of a full model is a copy of the model as it was given.
+    """
+
+    def __init__(self, *, model: Any, args: Any, peft_config: Any, **options: Any) -> None:
+        # TRL would load the reference from the model's folder, with the class that config.json names
+        copies = bool(args.beta) and peft_config is None and not isinstance(model, PeftModel)
+        beta, args.beta = args.beta, 0.0 if copies else args.beta
+        try:
+            super().__init__(model=model, args=args, peft_config=peft_config, **options)
+        finally:
+            args.beta = beta
+        require_whole_weights(self.accelerator)
+        if copies:
+            self.beta = beta
+            reference = _frozen_copy(self.model, self.temperature)
+            self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
+        self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)  # no wrapper
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Make the trained weights of rank 0 everybody's, then the optimizer. Collective.
+
+        Raises `InputError` when the processes have different models, and for an optimizer that cannot be shared out.
+        """
+        trained = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
+        require_same(trained.items())
+        send_weights((weight, 0) for weight in trained.values())
+        small = any(weight.itemsize < torch.float32.itemsize for weight in trained.values())
+        if self.optimizer is None and (small or not isinstance(self.model, PeftModel)):
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            if not isinstance(kind, type) or hasattr(kind, "train") or options.keys() & {"params", "model"}:
+                raise InputError(
+                    f"optim={self.args.optim!r} needs more than the parameters that it steps: choose another one, such "
+                    "as adamw_torch_fused, or train an adapter"
+                )
+            names = {weight: name for name, weight in trained.items()}
+            self.optimizer_cls_and_kwargs = (ShardedOptimizer, {**options, "kind": kind, "names": names})
+        return super().create_optimizer(model)
+
+    @torch.no_grad()
+    def score(self, ids: Sequence[int], *, base: bool = False) -> list[float]:
+        """Return the natural-log probabilities of `ids[1:]` at temperature 1, under the present weights.
+
+        With `base`, a `PeftModel` is scored without its adapter. Not collective: other processes need not take part.
+        """
+        model = self._unwrapped
+        without = base and hasattr(model, "disable_adapter")
+        with model.disable_adapter() if without else nullcontext(), self._autocast():
+            logits = model(input_ids=torch.tensor([ids], device=self._device), use_cache=False).logits[0, :-1]
+        following = torch.tensor(ids[1:], device=self._device)
+        logprobs = torch.log_softmax(logits.float(), -1).gather(-1, following[:, None])
+        return [float(value) for value in logprobs[:, 0]]
+
+    def log_metrics(self, values: Mapping[str, float]) -> None:
+        """Add values to those of the present step, whose mean is logged."""
+        for name, value in values.items():
+            self._metrics["train"][name].append(value)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if (sharded := self._sharded) is not None:
+            together(lambda: sharded.save_share(Path(output_dir)))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        # the main process goes on with trainer_state.json, which says that the checkpoint is whole
+        save = super()._save_rng_state
+        together(lambda: save(output_dir))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and (sharded := self._sharded) is not None:
+            saved = torch.load(Path(checkpoint, OPTIMIZER), weights_only=True)
+            together(lambda: sharded.load_shares(Path(checkpoint), saved["shares"]))
+
+    def _finish_gradients(self) -> None:
+        """Average the gradients of a step. Those that are not finite in float16 are dropped on every process."""
+        if self._loss_scale is not None:
+            skipped = anywhere(not self._loss_scale.finish())
+            self.log_metrics({"steps_skipped": float(skipped)})
+            if skipped:
+                self._unwrapped.zero_grad(set_to_none=True)
+                step = self.state.global_step + 1
+                if is_main():
+                    logger.warning("step %d was skipped: its gradients are not finite in float16", step)
+        average_gradients(self._unwrapped.parameters())
+
+    @cached_property
+    def _loss_scale(self) -> LossScale | None:
+        parameters = [*self._unwrapped.parameters()]
+        return LossScale(parameters) if any(p.dtype == torch.float16 for p in parameters) else None
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """Return a context of mixed precision: accelerate's, or that of weights in float16, which it would scale."""
+        if self._loss_scale is not None:
+            return torch.autocast(self._device.type, torch.float16)
+        context: AbstractContextManager[Any] = self.accelerator.autocast()
+        return context
+
+    @property
+    def _unwrapped(self) -> Any:
+        """The model, or the `PeftModel` around it, as the processes' own gradients are added to it."""
+        return self.accelerator.unwrap_model(self.model_wrapped)
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = self.accelerator.device
+        return device
+
+    @property
+    def _sharded(self) -> ShardedOptimizer | None:
+        optimizer = getattr(self.optimizer, "optimizer", None)  # in accelerate's wrapper
+        return optimizer if isinstance(optimizer, ShardedOptimizer) else None
+
+
+def _frozen_copy(model: Any, temperature: float) -> Any:
+    """Return a copy of `model` as it is now, with TRL's head for scores alone."""
+    reference = copy.deepcopy(model).requires_grad_(False).eval()
+    vars(reference).pop("forward", None)  # TRL's own, which knows the original
+    add_fused_lm_head(reference, temperature=temperature)
+    return reference
