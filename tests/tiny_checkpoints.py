@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoTokenizer,
     Gemma3Config,
@@ -66,7 +67,15 @@ def qwen35(folder: Path, tokenizer_folder: Path, *, tied: bool = False, shard: s
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     tokens = {name: text["vocab_size"] - place for place, name in enumerate(names, 1)}
     config = Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=tied, **tokens)
-    return _write(folder, tokenizer_folder, lambda: Qwen3_5ForConditionalGeneration(config), shard)
+    _write(folder, tokenizer_folder, lambda: Qwen3_5ForConditionalGeneration(config), shard)
+    file = max(folder.glob("*.safetensors"))
+    save_file(load_file(file) | {"mtp.fc.weight": torch.randn(64, 128)}, file, metadata={"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        written = json.loads(index.read_text())
+        written["weight_map"]["mtp.fc.weight"] = file.name
+        index.write_text(json.dumps(written))
+    return folder
 
 
 def gemma3(folder: Path, tokenizer_folder: Path) -> Path:

@@ -29,7 +29,9 @@ class _Module(ModuleType):
 
 
 class _Finder:
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         return ModuleSpec(name, self, is_package=True) if name.startswith("torchvision.") else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

@@ -105,8 +105,8 @@ def _stored_name(model: PreTrainedModel, module: str, base: StoredWeights) -> st
         shape = layer.weight.shape
     except AttributeError as error:
         raise InputError(
-            f"the adapter changes {module}, which is not one linear layer with a LoRA adapter: an engine takes no other "
-            "adapters; correct target_modules, target_parameters and modules_to_save, or publish checkpoints"
+            f"the adapter changes {module}, which is not one linear layer with a LoRA adapter, and engines take "
+            "no other ones: correct target_modules, target_parameters and modules_to_save, or publish checkpoints"
         ) from error
     return stored_module(model, module, shape, base)
 
@@ -121,6 +121,8 @@ def _names(folder: Path) -> list[str]:
 
 
 def _write(tensors: dict[str, Tensor], file: Path) -> None:
+    own = {tensor.data_ptr(): name for name, tensor in tensors.items()}  # a file has no two names of one weight
+    tensors = {name: tensor if own[tensor.data_ptr()] == name else tensor.clone() for name, tensor in tensors.items()}
     try:
         save_file(tensors, file, metadata={"format": "pt"})
     except SafetensorError as error:  # its name for an OSError
