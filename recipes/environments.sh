@@ -35,11 +35,14 @@ uv() {
     "$VENVS/uv/bin/uv" "$@"
 }
 
+# sources ARGUMENT: print the files of an argument that is a folder
+sources() { [ ! -d "$1" ] || cat "$1"/*.toml "$1"/*.py; }
+
 # environment NAME ARGUMENTS...: create an environment by `uv pip install ARGUMENTS`
 environment() {
-    local name="$1" path="$VENVS/$1" wanted
+    local name="$1" path="$VENVS/$1" wanted folder
     shift
-    wanted="$(printf '%s\n' "$@"; cat pyproject.toml constraints.txt)"
+    wanted="$(printf '%s\n' "$@"; cat pyproject.toml constraints.txt; for folder; do sources "$folder"; done)"
     if [ "$(cat "$path/installed" 2>/dev/null)" = "$wanted" ]; then return; fi
     say "installing the environment $name into $path"
     [ -f "$path/installed" ] || uv venv --quiet --clear --python "${PYTHON:-python3}" "$path"

@@ -1,0 +1,94 @@
+"""The weights of a model without its adapter, merged one module at a time, so that there is never a second model."""
+
+import copy
+
+import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rolltap.addons.errors import InputError
+
+
+class MergedWeights:
+    """The weights of a model as it would be without its adapter. The model itself stays as it is.
+
+    The constructor raises `InputError` for a quantized model, whose weights are not numbers that can be merged, and
+    for an adapter on a module that shares its weight with another one.
+    """
+
+    def __init__(self, model: PreTrainedModel | PeftModel) -> None:
+        self.model: PreTrainedModel = model.get_base_model() if isinstance(model, PeftModel) else model
+        if getattr(self.model, "hf_quantizer", None) is not None:
+            raise InputError("the model is quantized: publish LoRA adapters, or load it without quantization_config")
+        self._adapted = _adapted(self.model)
+        self._stored: dict[str, Tensor] = {}
+        """Weights as they are in memory, under names without adapters."""
+        self._module: dict[str, str] = {}
+        """Name of a weight -> the module whose adapter changes it."""
+        ignored = set(self.model._keys_to_ignore_on_save or ())
+        for name, tensor in self.model.state_dict().items():
+            if name not in ignored and not any(name.startswith(f"{path}.") for path in self._adapted):
+                self._stored[name] = tensor
+        for path, module in self._adapted.items():
+            for key, tensor in _without_adapter(module).state_dict().items():
+                self._stored[f"{path}.{key}"] = tensor
+                self._module[f"{path}.{key}"] = path
+        self.shared = _shared(self._stored)
+        """Groups of names of the same weight."""
+        for names in self.shared:
+            if changed := [name for name in names if name in self._module]:
+                raise InputError(
+                    f"the adapter changes {changed[0]}, which is the same weight as "
+                    f"{next(name for name in names if name != changed[0])}: leave the module out of the adapter"
+                )
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Return the shape of each weight, by name."""
+        return {name: tensor.shape for name, tensor in self._stored.items()}
+
+    @torch.no_grad()
+    def get(self, names: list[str]) -> dict[str, Tensor]:
+        """Return weights by name. Those of modules with an adapter are merged copies."""
+        found = {name: self._stored[name] for name in names}
+        for path in {self._module[name] for name in names if name in self._module}:
+            merged = _merge(copy.deepcopy(self._adapted[path])).state_dict()
+            found |= {name: merged[name.removeprefix(f"{path}.")] for name in names if self._module.get(name) == path}
+        return found
+
+
+def _adapted(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return the outermost modules with an adapter, by name."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{path}.") for path in found)
+        if not inside and isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+            found[name] = module
+    return found
+
+
+def _without_adapter(module: nn.Module) -> nn.Module:
+    found = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module.original_module
+    assert isinstance(found, nn.Module)
+    return found
+
+
+def _merge(module: nn.Module) -> nn.Module:
+    # as PEFT 0.21 does for a whole model: BaseTuner._unload_and_optionally_merge
+    if isinstance(module, AuxiliaryTrainingWrapper):
+        merged = module.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+    else:
+        module.merge()  # type: ignore[operator]  # a BaseTunerLayer
+        merged = module.get_base_layer()  # type: ignore[operator]
+    assert isinstance(merged, nn.Module)
+    return merged
+
+
+def _shared(weights: dict[str, Tensor]) -> list[list[str]]:
+    by_place: dict[tuple[torch.device, int, torch.Size], list[str]] = {}
+    for name, tensor in weights.items():
+        if tensor.numel():
+            by_place.setdefault((tensor.device, tensor.data_ptr(), tensor.shape), []).append(name)
+    return [names for names in by_place.values() if len(names) > 1]
