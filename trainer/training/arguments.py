@@ -25,10 +25,6 @@ _WIDER_THAN_DECLARED = ("scale_rewards", "init_lora_weights")
 
 def check_arguments(recipe: Recipe) -> None:
     """Raise `InputError` for a model folder, and values of [grpo] and [lora], that no training can start with."""
-    if not recipe.model.is_dir():
-        raise InputError(f"model: the folder {recipe.model} does not exist: correct the key in the recipe")
-    if not (recipe.model / "config.json").is_file():
-        raise InputError(f"model: the folder {recipe.model} has no config.json: give the folder of a saved model")
     for key in _SET_HERE:
         if key in recipe.grpo:
             raise InputError(f"grpo.{key} is set by rolltap: remove it")
@@ -40,8 +36,10 @@ def check_arguments(recipe: Recipe) -> None:
         raise InputError(f"grpo.temperature = {recipe.grpo['temperature']}: give a number above 0")
     check_report_to(recipe.grpo.get("report_to", "none"))
     _check_dtype(recipe)
-    if config := lora_config(recipe):
-        _check_adapter(recipe, config)
+    config = lora_config(recipe)
+    model = meta_policy(recipe.model, dtype_of(recipe), **model_arguments(recipe))
+    if config:
+        _check_adapter(recipe, config, model)
 
 
 def dtype_of(recipe: Recipe) -> Dtype:
@@ -99,12 +97,10 @@ def lora_config(recipe: Recipe) -> LoraConfig | None:
 
 
 def without_frozen(config: LoraConfig, model: Any) -> LoraConfig:
-    """Leave the towers of `model` that no text reaches out of an adapter's configuration, and return it."""
-    if frozen := frozen_modules(model):
-        own = config.exclude_modules or []
-        excluded = [own] if isinstance(own, str) else [rf"(?:.*\.)?{re.escape(name)}" for name in own]
-        towers = "|".join(map(re.escape, frozen))
-        config.exclude_modules = "|".join([*excluded, rf"(?:.*\.)?(?:{towers})(?:\..*)?"])
+    """Leave what is outside of the text part of `model` out of an adapter's configuration, and return it."""
+    frozen, own = frozen_modules(model), config.exclude_modules or []
+    if frozen:
+        config.exclude_modules = "|".join([own, *map(re.escape, frozen)]) if isinstance(own, str) else [*own, *frozen]
     return config
 
 
@@ -146,7 +142,7 @@ def _on_cuda(recipe: Recipe) -> bool:
 
 def _check_dtype(recipe: Recipe) -> None:
     if "dtype" in model_arguments(recipe):
-        raise InputError("grpo.model_init_kwargs.dtype: give the recipe's own key dtype instead")
+        raise InputError("grpo.model_init_kwargs.dtype: set `dtype` in the recipe instead")
     if dtype_of(recipe) != "float16":
         return
     if not recipe.lora:
@@ -158,10 +154,9 @@ def _check_dtype(recipe: Recipe) -> None:
         raise InputError('grpo.bf16 = true with dtype = "float16": leave one of them out')
 
 
-def _check_adapter(recipe: Recipe, config: LoraConfig) -> None:
-    """Raise `InputError` when the model cannot get the adapter. The model is built without its weights."""
+def _check_adapter(recipe: Recipe, config: LoraConfig, model: Any) -> None:
+    """Raise `InputError` when the model, which is on the meta device, cannot get the adapter."""
     try:
-        model = meta_policy(recipe.model, dtype_of(recipe))
         config.init_lora_weights = False  # there are none to begin from
         without_frozen(config, model)
         with torch.device("meta"):

@@ -59,7 +59,10 @@ from rolltap.trainer.training.online import OnlineTraces
 from rolltap.trainer.training.processes import first_on_main, only_on_main, require_machine
 from rolltap.trainer.training.recipe import FINISHED, Recipe
 from rolltap.trainer.training.reports import run_reports
-from rolltap.trainer.training.serving import Serving, engine_urls, published_folder
+from rolltap.trainer.training.serving import Serving, published_folder
+
+ADAPTER = "adapter"
+"""Folder in the trained model with the adapter, if one was trained."""
 
 
 def train(
@@ -71,14 +74,14 @@ def train(
     engines from another training. `title` is that of the plots. Raises `InputError`, `EngineError`, `RecorderError`,
     `RunError` and, on processes of which another one failed, `RankError`.
     """
-    urls = engine_urls(engine)
+    engines = only_on_main(lambda: Engines(engine))
 
     def check() -> tuple[list[Task], Harness]:
-        require_machine(recipe.machine, len(urls))
+        require_machine(recipe.machine, len(engines.admins))
         check_arguments(recipe)
         tasks, harness = _rollouts(recipe)
         harness.require_program()
-        Engines(urls).require_endpoints()
+        engines.require_endpoints()
         return tasks, harness
 
     tasks, harness = on_main(check)
@@ -86,7 +89,7 @@ def train(
     initialise(args)
     with ExitStack() as stack:
         online = only_on_main(
-            lambda: stack.enter_context(_online(recipe, urls, tasks, harness, run, seed, console, steal))
+            lambda: stack.enter_context(_online(recipe, engines, tasks, harness, run, seed, console, steal))
         )
         rows = Dataset.from_dict({"task_id": [task.id for task in tasks]})
         reports = run_reports(run, title, console)
@@ -100,7 +103,7 @@ def train(
 @contextmanager
 def _online(
     recipe: Recipe,
-    urls: Sequence[str],
+    engines: Engines,
     tasks: Sequence[Task],
     harness: Harness,
     run: Path,
@@ -111,8 +114,13 @@ def _online(
     """Claim the run folder and the engines, start the recorder, and yield the trace source. On the main process."""
     plan = Plan(harness, recipe.concurrency, recipe.session_timeout)
     options = {**recipe.recorder, "rolltap_sampling": json.dumps(sampling(recipe))}
-    recorder = Recorder(run, engine=",".join(urls), model=recipe.model, options=options, processes=recipe.recorders)
-    engines = Engines(urls)
+    recorder = Recorder(
+        run,
+        engine=",".join(engine.url for engine in engines.admins),
+        model=recipe.model,
+        options=options,
+        processes=recipe.recorders,
+    )
 
     def run_sessions(groups: Sequence[Group], version: str) -> list[Session]:
         with progress_bar(console) as advance:
@@ -124,7 +132,7 @@ def _online(
         engines.claimed(attempt.run, _about(run), steal=steal),
         recorder,
     ):
-        serving = Serving(recipe, engines, urls, folder, run)
+        serving = Serving(recipe, engines, folder, run)
         yield OnlineTraces(recipe, tasks, run, attempt, serving, run_sessions, console)
 
 
@@ -197,14 +205,14 @@ def train_to_end(trainer: TraceGRPOTrainer, console: Console) -> int:
 
 
 def save_finished(trainer: TraceGRPOTrainer, recipe: Recipe, run: Path) -> None:
-    """Save the trained model, or adapter, as the folder `FINISHED` of the run. It appears when it is complete.
+    """Save the trained model as the folder `FINISHED` of the run. It appears when it is complete.
+
+    An adapter is merged into it, and is in the folder `ADAPTER` of its own.
 
     Call it on the main process. Raises `RunError` when it cannot be written.
     """
-    model = trainer.accelerator.unwrap_model(trainer.model)
+    model = trainer.model
     with new_folder(run / FINISHED) as folder:
+        save_whole(model, folder, recipe.model)
         if isinstance(model, PeftModel):
-            save_adapter(model, folder, recipe.model)
-            trainer.processing_class.save_pretrained(folder)
-        else:
-            save_whole(model, folder, recipe.model)
+            save_adapter(model, folder / ADAPTER, recipe.model)

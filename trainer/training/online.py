@@ -172,7 +172,7 @@ class OnlineTraces:
 
     def _check(self) -> None:
         """Score calls of the attempt's first step again, and print the mean difference."""
-        report = check_sessions(self._run, self._serving.urls, self._to_check, sample=CHECKED_CALLS)
+        report = check_sessions(self._run, self._serving.engines, self._to_check, sample=CHECKED_CALLS)
         self._to_check, self._checked = [], True
         if report is None:
             line = "checked no call of the first step: none was sampled neutrally by weights that the engines serve"
@@ -180,7 +180,7 @@ class OnlineTraces:
             tokens = sum(row.tokens for row in report.rows)
             mean = sum(row.mean_difference * row.tokens for row in report.rows) / tokens
             calls = sum(row.calls for row in report.rows)
-            line = f"checked {calls} calls of the first step: scored again, a token differs by {mean:.1e} nats on average"
+            line = f"checked {calls} calls of the first step: scored again, a token differs by {mean:.1e} nats"
         self._console.print(line, highlight=False, soft_wrap=True)
 
     def _load(self, sessions: Sequence[Session]) -> TraceBatch:

@@ -4,7 +4,7 @@ All of this happens on the main process.
 """
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,17 +12,13 @@ from rich.console import Console
 
 from rolltap.addons.errors import EngineError, RunError
 from rolltap.trainer.engine.agreement import LIMITS, fixed_ids
+from rolltap.trainer.engine.base_weights import difference
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.publish import Publisher, make_publisher
 from rolltap.trainer.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.models.loading import load_tokenizer
 from rolltap.trainer.training.arguments import dtype_of
 from rolltap.trainer.training.recipe import Recipe
-
-
-def engine_urls(engine: str) -> list[str]:
-    """Return the URLs of a text that separates them by commas."""
-    return [url for part in engine.split(",") if (url := part.strip())]
 
 
 @contextmanager
@@ -48,11 +44,9 @@ def published_folder(recipe: Recipe, run: Path, run_id: str) -> Iterator[Path]:
 class Serving:
     """What the engines of a training serve. `folder` is for weights on their way to them; `run` is the run folder."""
 
-    def __init__(self, recipe: Recipe, engines: Engines, urls: Sequence[str], folder: Path, run: Path) -> None:
+    def __init__(self, recipe: Recipe, engines: Engines, folder: Path, run: Path) -> None:
+        self.engines = engines
         self._recipe = recipe
-        self._engines = engines
-        self.urls = urls
-        """URLs of the engines."""
         self._ids = fixed_ids(load_tokenizer(recipe.model))
         self._limit = recipe.max_difference or LIMITS[dtype_of(recipe)]
         self._publisher: Publisher = make_publisher(
@@ -70,7 +64,7 @@ class Serving:
             console.print(line, highlight=False, soft_wrap=True, markup=False)
 
         own = trainer.score(self._ids, base=True)
-        self._engines.verify_base(self._recipe.model, version, self._ids, own, self._limit, say)
+        self.engines.verify_base(self._recipe.model, version, self._ids, own, self._limit, say)
 
     def publish(self, trainer: TraceGRPOTrainer, version: str) -> None:
         """Publish the trainer's weights to every engine, and compare what they then serve with the trainer.
@@ -79,12 +73,15 @@ class Serving:
         nats. Raises `EngineError` when it is over the limit, and what `Publisher.publish` raises.
         """
         name = self._publisher.publish(trainer.model, version)
-        difference = self._engines.difference(name, self._ids, trainer.score(self._ids))
-        trainer.log_metrics({"engine_difference": difference})
-        if not difference <= self._limit:
+        own = trainer.score(self._ids)
+        differences = self.engines.each(lambda engine: difference(engine, name, self._ids, own))
+        largest = max(differences)
+        trainer.log_metrics({"engine_difference": largest})
+        if not largest <= self._limit:
+            engine = self.engines.admins[differences.index(largest)]
             raise EngineError(
-                f"{', '.join(self.urls)}: after the weights {version} were published, the engine's log-probabilities "
-                f"differ from the trainer's by {difference:.2g} nats on average, and the limit is {self._limit:g}: the "
-                "engine did not apply the weights, or computes in another precision; serve the recipe's model in the "
-                "trainer's dtype, or set max_difference in the recipe"
+                f"the engine at {engine.url}: after the weights {version} were published, its log-probabilities differ "
+                f"from the trainer's by {largest:.2g} nats on average, and the limit is {self._limit:g}: it did not "
+                f"apply the weights, or computes in another type; serve {self._recipe.model} with --dtype "
+                f"{dtype_of(self._recipe)}, or set max_difference in the recipe"
             )

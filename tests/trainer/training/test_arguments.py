@@ -60,7 +60,10 @@ class TestArguments:
 class TestFrozenTowers:
     @pytest.fixture(autouse=True)
     def tower(self, monkeypatch):
-        monkeypatch.setattr("rolltap.trainer.training.arguments.frozen_modules", lambda model: ["model.layers.0"])
+        def frozen(model):
+            return [name for name, _ in model.named_modules() if name.startswith("model.layers.0")]
+
+        monkeypatch.setattr("rolltap.trainer.training.arguments.frozen_modules", frozen)
 
     @pytest.mark.parametrize(
         ("excluded", "left"),
@@ -127,7 +130,10 @@ class TestChecks:
             ('[grpo]\nmismatch_min = "0.5"\n', "grpo.mismatch_min = '0.5'"),
             ('[grpo]\nbf16 = "yes"\n', "grpo.bf16 = 'yes': Input should be a valid boolean"),
             ('[grpo]\nreport_to = "pencil"\n', "there is no reporter 'pencil'"),
-            ("[grpo]\nmodel_init_kwargs = {dtype = 'float32'}\n", r"model_init_kwargs\.dtype: give .* key dtype instead"),
+            (
+                "[grpo]\nmodel_init_kwargs = {dtype = 'float32'}\n",
+                "model_init_kwargs.dtype: set `dtype`",
+            ),
             ("[grpo]\nddp_backend = 'mpi'\n", "grpo.ddp_backend is set by rolltap"),
             ("dtype = 'float16'\n", r'dtype = "float16" without a \[lora\] table: .*; add \[lora\], or set dtype'),
             ("dtype = 'float16'\n[lora]\nr = 2\n[grpo]\nbf16 = true\n", r'grpo\.bf16 = true with dtype = "float16"'),
