@@ -5,7 +5,9 @@ The main process alone rolls out, publishes, writes and prints. The others wait 
 
 import atexit
 import os
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -13,11 +15,14 @@ import torch
 import torch.distributed as dist
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.grpo.ranks import on_main, together
+from rolltap.trainer.grpo.ranks import is_main, on_main, together
 from rolltap.trainer.training.recipe import Machine
 
 T = TypeVar("T")
 
+_LEFT = "rolltap: the main process has ended"
+LEAVE_SECONDS = 25.0
+"""Longest that an ending process waits for the main one to end. `torchrun` kills after 30 seconds."""
 WAIT_SECONDS = 7 * 24 * 3600
 """Longest that a process waits for another one. A process that dies is noticed at once, by its connections."""
 
@@ -84,5 +89,15 @@ def require_machine(machine: Machine | None, urls: int | None = None) -> None:
 
 
 def _leave() -> None:
-    if dist.is_initialized():
+    """Leave the other processes, the main one first: a launcher stops it as soon as another one has ended.
+
+    So it can say why the training ends, stop the recorder and give the engines back.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    with suppress(RuntimeError, KeyboardInterrupt):  # the store has ended with the main process, or the launcher stops
+        if is_main():
+            store.set(_LEFT, "")
+        until = time.monotonic() + LEAVE_SECONDS
+        while not store.check([_LEFT]) and time.monotonic() < until:
+            time.sleep(0.05)
         dist.destroy_process_group()
