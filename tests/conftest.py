@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -66,24 +67,38 @@ class RunningEngine:
         """A client that has the key."""
 
 
+@contextmanager
+def running_engine(model: Path, log: Path, context: int) -> Iterator[RunningEngine]:
+    """Run a vLLM server with LoRA loading. Skips the test when vLLM is not installed."""
+    vllm = os.environ.get("ROLLTAP_VLLM", "vllm")
+    if shutil.which(vllm) is None:
+        pytest.skip(f"vLLM is not installed ({vllm}): tests/run.sh installs it, or set ROLLTAP_VLLM")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with EngineServer(str(model), vllm=vllm, port=port, max_model_len=context, lora_rank=8, log=log) as server:
+        engine = RunningEngine(server, model)
+        with engine.http:
+            yield engine
+
+
 @pytest.fixture(scope="session")
 def engine(tiny_model, tmp_path_factory) -> Iterator[RunningEngine]:
     """Yield a vLLM server with the tiny model and LoRA loading. Tests that publish must restore its weights.
 
     The environment names its key file.
     """
-    vllm = os.environ.get("ROLLTAP_VLLM", "vllm")
-    if shutil.which(vllm) is None:
-        pytest.skip(f"vLLM is not installed ({vllm}): tests/run.sh installs it, or set ROLLTAP_VLLM")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    log = tmp_path_factory.mktemp("vllm") / "vllm.log"
-    server = EngineServer(str(tiny_model), vllm=vllm, port=port, max_model_len=CONTEXT, lora_rank=8, log=log)
-    with server, pytest.MonkeyPatch.context() as environment:
-        environment.setenv("ROLLTAP_ENGINE_KEY_FILE", str(server.key_file))
-        engine = RunningEngine(server, tiny_model)
-        with engine.http:
+    folder = tmp_path_factory.mktemp("vllm")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("ROLLTAP_ENGINE_KEY_FILE", str(folder / "engine.key"))
+        with running_engine(tiny_model, folder / "vllm.log", CONTEXT) as engine:
             yield engine
+
+
+@pytest.fixture(scope="session")
+def second_engine(engine, tiny_model, tmp_path_factory) -> Iterator[RunningEngine]:
+    """Yield another server like `engine`, with the same key. Tests that publish must restore its weights."""
+    with running_engine(tiny_model, tmp_path_factory.mktemp("second-vllm") / "vllm.log", 4096) as second:
+        yield second
 
 
 @pytest.fixture
