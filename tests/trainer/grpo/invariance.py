@@ -51,16 +51,16 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Case:
-    """A model, the sessions that it sampled or, off policy, that an older one sampled."""
+    """A model, the sessions that it sampled or, off policy, that an older one sampled. That is its reference."""
 
     model: PreTrainedModel
     off_policy: bool
-    reference: Path
     traces: dict[str, list[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for strategy in ("per_request", "prefix_merging", "tree"):
             self.traces[strategy] = tiny.record(self.model, random.Random(7), strategy, sessions=3)
+        self.reference = self.model
         if self.off_policy:
             torch.manual_seed(3)
             self.model = copy.deepcopy(self.model)
@@ -73,25 +73,25 @@ class Case:
         traces = self.traces[way.pop("strategy", "prefix_merging")]
         lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if way.pop("lora", None) else None
         spy = tiny.Spy()
-        self.model.config._name_or_path = str(self.reference)
         with tempfile.TemporaryDirectory() as folder:
             torch.manual_seed(5)  # for the adapter
             steps = way.get("num_iterations", 1)
             source = lambda rows: traces  # noqa: E731
+            given = self.model if lora else self.reference
             trainer = tiny.make_trainer(
-                self.model, Path(folder, "out"), source, peft_config=lora, spy=spy, max_steps=steps, optim="sgd", **way
+                given, Path(folder, "out"), source, peft_config=lora, spy=spy, max_steps=steps, optim="sgd", **way
             )
+            if not lora:
+                trainer.model.load_state_dict(self.model.state_dict())
             trainer.train()
         return spy.gradients[-1]
 
 
-def cases(folder: Path) -> Iterator[tuple[str, Case]]:
-    """Yield the cases by name. References are saved to `folder`, unless they are there."""
+def cases() -> Iterator[tuple[str, Case]]:
+    """Yield the cases by name."""
     for name, model in {"attention": tiny.tiny_model(), "hybrid": tiny_models.tiny("qwen3.5")}.items():
-        if not (folder / name).exists():
-            model.save_pretrained(folder / name)
         for off_policy in (False, True):
-            yield f"{name}, {'off' if off_policy else 'on'} policy", Case(model, off_policy, folder / name)
+            yield f"{name}, {'off' if off_policy else 'on'} policy", Case(model, off_policy)
 
 
 def relative_difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
@@ -101,10 +101,10 @@ def relative_difference(first: dict[str, torch.Tensor], second: dict[str, torch.
     return sum(float(((first[name] - second[name]) ** 2).sum()) for name in first) ** 0.5 / norm
 
 
-def every_option(folder: Path, forward: str) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the gradients of every option, of the attention model off policy in `folder`."""
+def every_option(forward: str) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the gradients of every option, of the attention model off policy."""
     found = {}
-    for name, case in cases(folder):
+    for name, case in cases():
         if name == "attention, off policy":
             for option, values in OPTIONS.items():
                 found[f"{name}: {option}"] = case.gradients(**values, forward=forward, gradient_accumulation_steps=2)
@@ -114,7 +114,6 @@ def every_option(folder: Path, forward: str) -> dict[str, dict[str, torch.Tensor
 if __name__ == "__main__":
     torch.set_num_threads(1)
     gc.freeze()
-    folder = Path(sys.argv[1])
-    gradients = every_option(folder, sys.argv[2])
+    gradients = every_option(sys.argv[2])
     if is_first():
-        torch.save(gradients, folder / "two.pt")
+        torch.save(gradients, sys.argv[1])

@@ -16,13 +16,8 @@ TOLERANCE = {"attention": 1e-5, "hybrid": 2e-4}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("references")
-
-
-@pytest.fixture(scope="module")
-def case_by_name(folder):
-    return dict(cases(folder))
+def case_by_name():
+    return dict(cases())
 
 
 HYBRID_OPTIONS = ("dapo", "mask", "reference of LoRA", "two iterations")
@@ -62,9 +57,9 @@ def test_options_are_not_the_same_gradient_by_another_name(case_by_name):
 
 
 @pytest.mark.parametrize("forward", ["padded", "segments"])
-def test_two_processes_compute_the_gradient_of_one(case_by_name, folder, forward):
-    run_two("tests.trainer.grpo.invariance", str(folder), forward)
-    two, one = torch.load(folder / "two.pt"), every_option(folder, "padded")
+def test_two_processes_compute_the_gradient_of_one(tmp_path, forward):
+    run_two("tests.trainer.grpo.invariance", str(tmp_path / "two.pt"), forward)
+    two, one = torch.load(tmp_path / "two.pt"), every_option("padded")
     assert two.keys() == one.keys()
     for name in one:
         assert relative_difference(one[name], two[name]) < TOLERANCE[name.partition(",")[0]], name

@@ -1,0 +1,43 @@
+"""One function as several gloo ranks, in forks of this process."""
+
+import multiprocessing
+import os
+import socket
+import traceback
+
+import torch
+import torch.distributed as dist
+
+
+def run_ranks(function, number=2, dead=()):
+    """Run `function(rank)` as each rank of a gloo group.
+
+    Return per rank its result, or "Error: message"; None of the `dead` ones, which end in `function`.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    ranks = [context.Process(target=_rank, args=(function, rank, number, port, results)) for rank in range(number)]
+    for rank in ranks:
+        rank.start()
+    try:
+        found = dict.fromkeys(dead) | dict(results.get(timeout=120) for _ in range(number - len(dead)))
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [found[rank] for rank in range(number)]
+
+
+def _rank(function, rank, number, port, results):
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=number)
+    try:
+        outcome = function(rank)
+    except Exception as error:
+        traceback.print_exc()
+        outcome = f"{type(error).__name__}: {error}"
+    results.put((rank, outcome))
+    dist.barrier()
