@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -13,6 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from rolltap.trainer.engine.serve import EngineServer
+from tests import tiny_checkpoints
 from tests.recorder_process import Recorder
 from tests.scripted_engine import ScriptedEngine
 
@@ -66,24 +68,43 @@ class RunningEngine:
         """A client that has the key."""
 
 
-@pytest.fixture(scope="session")
-def engine(tiny_model, tmp_path_factory) -> Iterator[RunningEngine]:
-    """Yield a vLLM server with the tiny model and LoRA loading. Tests that publish must restore its weights.
-
-    The environment names its key file.
-    """
+@contextmanager
+def running_engine(model: Path, folder: Path, max_model_len: int, *extra: str) -> Iterator[RunningEngine]:
+    """Yield a vLLM server with a model and LoRA loading. The environment names its key file."""
     vllm = os.environ.get("ROLLTAP_VLLM", "vllm")
     if shutil.which(vllm) is None:
         pytest.skip(f"vLLM is not installed ({vllm}): tests/run.sh installs it, or set ROLLTAP_VLLM")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    log = tmp_path_factory.mktemp("vllm") / "vllm.log"
-    server = EngineServer(str(tiny_model), vllm=vllm, port=port, max_model_len=CONTEXT, lora_rank=8, log=log)
+    log = folder / "vllm.log"
+    server = EngineServer(
+        str(model), vllm=vllm, port=port, max_model_len=max_model_len, lora_rank=8, log=log, extra=extra
+    )
     with server, pytest.MonkeyPatch.context() as environment:
         environment.setenv("ROLLTAP_ENGINE_KEY_FILE", str(server.key_file))
-        engine = RunningEngine(server, tiny_model)
+        engine = RunningEngine(server, model)
         with engine.http:
             yield engine
+
+
+@pytest.fixture(scope="session")
+def engine(tiny_model, tmp_path_factory) -> Iterator[RunningEngine]:
+    """Yield a vLLM server with the tiny model. Tests that publish must restore its weights."""
+    with running_engine(tiny_model, tmp_path_factory.mktemp("vllm"), CONTEXT) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def qwen35_engine(tokenizer_folder, tmp_path_factory) -> Iterator[RunningEngine]:
+    """Yield a vLLM server with the text part of a tiny Qwen3.5. Tests that publish must restore its weights.
+
+    On CPU vLLM 0.32 computes linear attention in bfloat16 only. Prefix caching needs chunked prefill for it.
+    """
+    folder = tmp_path_factory.mktemp("qwen35")
+    model = tiny_checkpoints.qwen35(folder / "model", tokenizer_folder)
+    extra = ("--language-model-only", "--dtype", "bfloat16", "--no-enable-prefix-caching")
+    with running_engine(model, folder, 4096, *extra) as engine:
+        yield engine
 
 
 @pytest.fixture
