@@ -14,6 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from rolltap.trainer.engine.serve import EngineServer
+from tests import tiny_checkpoints
 from tests.recorder_process import Recorder
 from tests.scripted_engine import ScriptedEngine
 
@@ -68,37 +69,53 @@ class RunningEngine:
 
 
 @contextmanager
-def running_engine(model: Path, log: Path, context: int) -> Iterator[RunningEngine]:
+def running_engine(model: Path, log: Path, context: int, *extra: str) -> Iterator[RunningEngine]:
     """Run a vLLM server with LoRA loading. Skips the test when vLLM is not installed."""
     vllm = os.environ.get("ROLLTAP_VLLM", "vllm")
     if shutil.which(vllm) is None:
         pytest.skip(f"vLLM is not installed ({vllm}): tests/run.sh installs it, or set ROLLTAP_VLLM")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with EngineServer(str(model), vllm=vllm, port=port, max_model_len=context, lora_rank=8, log=log) as server:
+    server = EngineServer(str(model), vllm=vllm, port=port, max_model_len=context, lora_rank=8, log=log, extra=extra)
+    with server:
         engine = RunningEngine(server, model)
         with engine.http:
             yield engine
 
 
 @pytest.fixture(scope="session")
-def engine(tiny_model, tmp_path_factory) -> Iterator[RunningEngine]:
-    """Yield a vLLM server with the tiny model and LoRA loading. Tests that publish must restore its weights.
-
-    The environment names its key file.
-    """
-    folder = tmp_path_factory.mktemp("vllm")
+def engine_key(tmp_path_factory) -> Iterator[None]:
+    """Name a key file in the environment, which all engines and their clients use."""
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("ROLLTAP_ENGINE_KEY_FILE", str(folder / "engine.key"))
-        with running_engine(tiny_model, folder / "vllm.log", CONTEXT) as engine:
-            yield engine
+        environment.setenv("ROLLTAP_ENGINE_KEY_FILE", str(tmp_path_factory.mktemp("key") / "engine.key"))
+        yield
 
 
 @pytest.fixture(scope="session")
-def second_engine(engine, tiny_model, tmp_path_factory) -> Iterator[RunningEngine]:
-    """Yield another server like `engine`, with the same key. Tests that publish must restore its weights."""
+def engine(engine_key, tiny_model, tmp_path_factory) -> Iterator[RunningEngine]:
+    """Yield a vLLM server with the tiny model. Tests that publish must restore its weights."""
+    with running_engine(tiny_model, tmp_path_factory.mktemp("vllm") / "vllm.log", CONTEXT) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def second_engine(engine_key, tiny_model, tmp_path_factory) -> Iterator[RunningEngine]:
+    """Yield another server like `engine`. Tests that publish must restore its weights."""
     with running_engine(tiny_model, tmp_path_factory.mktemp("second-vllm") / "vllm.log", 4096) as second:
         yield second
+
+
+@pytest.fixture(scope="session")
+def qwen35_engine(engine_key, tokenizer_folder, tmp_path_factory) -> Iterator[RunningEngine]:
+    """Yield a vLLM server with the text part of a tiny Qwen3.5. Tests that publish must restore its weights.
+
+    On CPU vLLM 0.32 computes linear attention in bfloat16 only. Prefix caching needs chunked prefill for it.
+    """
+    folder = tmp_path_factory.mktemp("qwen35")
+    model = tiny_checkpoints.qwen35(folder / "model", tokenizer_folder)
+    extra = ("--language-model-only", "--dtype", "bfloat16", "--no-enable-prefix-caching")
+    with running_engine(model, folder / "vllm.log", 4096, *extra) as engine:
+        yield engine
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ _UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, Impo
 """Errors of transformers for a folder that it cannot load. Code that the folder brings raises its own."""
 
 
-def load_policy(folder: Path, dtype: Dtype, **init: Any) -> PreTrainedModel:
+def load_policy(folder: Path, dtype: Dtype, /, **init: Any) -> PreTrainedModel:
     """Return the causal language model in a folder, on this process's device, for text alone.
 
     Of a vision-language checkpoint only the text part is loaded. Where transformers has no class for the text part,
@@ -68,15 +68,18 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer in a model folder; no processor, which vision-language models have. Raises `InputError`."""
     _check_folder(folder)
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        if not tokenizer.encode("a", add_special_tokens=False):  # transformers makes an empty one of no files
+            raise ValueError("there is no vocabulary")
     except _UNREADABLE as error:
         raise InputError(
             f"model: the folder {folder} has no tokenizer that can be loaded: {error}; copy tokenizer.json and "
             "tokenizer_config.json from the model into it"
         ) from error
+    return tokenizer
 
 
-def meta_policy(folder: Path, dtype: Dtype, **init: Any) -> PreTrainedModel:
+def meta_policy(folder: Path, dtype: Dtype, /, **init: Any) -> PreTrainedModel:
     """Return the model that `load_policy` returns, on the meta device. `config.json` is all that the folder needs.
 
     Raises `InputError` as `load_policy` does.

@@ -1,6 +1,7 @@
 """The weights of a model without its adapter, merged one module at a time, so that there is never a second model."""
 
 import copy
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -75,13 +76,13 @@ def _without_adapter(module: nn.Module) -> nn.Module:
     return found
 
 
-def _merge(module: nn.Module) -> nn.Module:
+def _merge(module: Any) -> nn.Module:
     # as PEFT 0.21 does for a whole model: BaseTuner._unload_and_optionally_merge
-    if isinstance(module, AuxiliaryTrainingWrapper):
+    if hasattr(module, "unload_and_optionally_merge_module"):
         merged = module.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
     else:
-        module.merge()  # type: ignore[operator]  # a BaseTunerLayer
-        merged = module.get_base_layer()  # type: ignore[operator]
+        module.merge()
+        merged = module.get_base_layer()
     assert isinstance(merged, nn.Module)
     return merged
 

@@ -33,6 +33,7 @@ def save_weights(model: PreTrainedModel | PeftModel, folder: Path, base: Path) -
 
     These are all weights but those of `frozen_modules`, in the model's type, with the base's `config.json`. An adapter
     is merged into what is written, and the model stays as it is. Memory: one file of the base checkpoint, in its size.
+    The frozen weights that are left out stay in the engine: `load_policy` may refuse the folder.
 
     Raises `InputError` for a model whose weights do not fit `base`, and `OSError`.
     """
@@ -101,7 +102,7 @@ def save_adapter(model: PeftModel, folder: Path, base: Path) -> None:
 
 def _stored_name(model: PreTrainedModel, module: str, base: StoredWeights) -> str:
     try:
-        layer = model.get_submodule(module).get_base_layer()  # type: ignore[operator]
+        layer = model.get_submodule(module).get_base_layer()
         shape = layer.weight.shape
     except AttributeError as error:
         raise InputError(

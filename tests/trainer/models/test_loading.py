@@ -1,0 +1,202 @@
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3_5ForConditionalGeneration
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.models.loading import frozen_modules, load_policy, load_tokenizer, meta_policy
+from tests.trainer.models.conftest import EVERY
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+CLASSES = {
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3-tied": "Qwen3ForCausalLM",
+    "qwen3-moe": "Qwen3MoeForCausalLM",
+    "qwen3.5": "Qwen3_5ForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
+}
+
+
+@pytest.fixture
+def copied(checkpoint, tmp_path):
+    """Return a function: name of a checkpoint -> a copy that the test may change."""
+    return lambda name: shutil.copytree(checkpoint(name), tmp_path / name)
+
+
+def change(path, **values):
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_checkpoint_is_loaded_as_its_text_part_in_the_type_that_is_asked_for(checkpoint, name):
+    model = load_policy(checkpoint(name), "bfloat16")
+    assert type(model).__name__ == CLASSES[name]
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_model_without_weights_is_the_model_with_them(checkpoint, tmp_path, name):
+    shutil.copy(checkpoint(name) / "config.json", tmp_path)
+    model, described = load_policy(checkpoint(name), "float32"), meta_policy(tmp_path, "float32")
+    assert type(described) is type(model)
+    assert {parameter.device.type for parameter in described.parameters()} == {"meta"}
+    assert shapes(described) == shapes(model)
+
+
+def shapes(model):
+    return {name: (parameter.shape, parameter.dtype) for name, parameter in model.named_parameters()}
+
+
+def test_the_text_part_computes_what_the_whole_model_computes(checkpoint):
+    folder = checkpoint("qwen3.5")
+    ids = torch.arange(5, 45)[None]
+    whole = Qwen3_5ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(load_policy(folder, "float32")(ids).logits, whole(ids).logits)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_embeddings_are_tied_as_the_checkpoint_says(checkpoint, name):
+    model = load_policy(checkpoint(name), "float32")
+    same = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert same == (name in ("qwen3-tied", "qwen3-sharded", "qwen3.5-tied", "gemma3"))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_top_level_tie_counts_where_the_text_part_does_not_say(copied, tied):
+    folder = copied("qwen3.5-tied" if tied else "qwen3.5")
+    config = json.loads((folder / "config.json").read_text())
+    del config["text_config"]["tie_word_embeddings"]
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied}))
+    for model in (load_policy(folder, "float32"), meta_policy(folder, "float32")):
+        assert model.config.tie_word_embeddings == tied
+        assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3.5"])
+def test_the_text_parts_own_word_counts_more_than_the_top_level(copied, name):
+    folder = copied(name)
+    if name == "qwen3.5":
+        change(folder / "config.json", tie_word_embeddings=True)
+    assert not load_policy(folder, "float32").config.tie_word_embeddings
+
+
+@pytest.mark.parametrize(("name", "lost"), [("qwen3", "lm_head.weight"), ("qwen3-tied", "model.norm.weight")])
+def test_weights_that_the_checkpoint_lacks_are_an_error_and_not_random_numbers(copied, name, lost):
+    file = copied(name) / "model.safetensors"
+    weights = load_file(file)
+    del weights[lost]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=lost.replace(".", r"\.")):
+        load_policy(file.parent, "float32")
+
+
+def broken_config(folder):
+    (folder / "config.json").write_text("{")
+
+
+def unknown_type(folder):
+    change(folder / "config.json", model_type="from_next_year")
+
+
+def other_shapes(folder):
+    change(folder / "config.json", intermediate_size=96)
+
+
+def cut_weights(folder):
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:10000])
+
+
+def no_weights(folder):
+    (folder / "model.safetensors").unlink()
+
+
+def own_code(folder):
+    change(folder / "config.json", model_type="mine", auto_map={"AutoConfig": "mine.Config"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (broken_config, "config.json cannot be read"),
+        (unknown_type, "from_next_year"),
+        (own_code, "trust_remote_code"),
+        (other_shapes, "cannot be loaded"),
+        (cut_weights, "cannot be loaded"),
+        (no_weights, "has no weights"),
+        (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+        (shutil.rmtree, "does not exist"),
+    ],
+)
+def test_a_folder_that_cannot_be_loaded_is_an_error_that_names_it(copied, damage, says):
+    folder = copied("qwen3")
+    damage(folder)
+    with pytest.raises(InputError, match=says) as error:
+        load_policy(folder, "float32")
+    assert str(folder) in str(error.value)
+    assert str(error.value).startswith("model: ")
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype", "device_map"])
+def test_arguments_that_are_decided_elsewhere_are_refused(checkpoint, name):
+    with pytest.raises(InputError, match=f"model_init_kwargs.{name}"):
+        load_policy(checkpoint("qwen3"), "float32", **{name: "auto"})
+
+
+def test_other_arguments_reach_the_model(checkpoint):
+    folder = checkpoint("qwen3.5")
+    init = {"attn_implementation": "eager", "trust_remote_code": True}
+    assert load_policy(folder, "float32", **init).config._attn_implementation == "eager"
+    assert meta_policy(folder, "float32", **init).config._attn_implementation == "eager"
+    assert load_policy(checkpoint("qwen3"), "float32", attention_dropout=0.5).config.attention_dropout == 0.5
+
+
+def test_the_tokenizer_of_a_vision_language_model_needs_no_image_library(checkpoint, monkeypatch):
+    for module in ("torchvision", "PIL"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert load_tokenizer(checkpoint("qwen3.5")).decode(load_tokenizer(checkpoint("gemma3"))("ls").input_ids) == "ls"
+
+
+def test_a_folder_without_a_tokenizer_is_an_error_that_names_it(copied):
+    folder = copied("qwen3")
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(InputError, match="has no tokenizer"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "qwen3.5"])
+def test_a_text_only_model_has_no_frozen_modules(checkpoint, name):
+    model = load_policy(checkpoint(name), "float32")
+    assert frozen_modules(model) == []
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_tower_that_must_be_loaded_is_frozen_and_gets_no_adapter(checkpoint):
+    model = load_policy(checkpoint("gemma3"), "float32")
+    frozen = frozen_modules(model)
+    tops = {name for name in frozen if name.rpartition(".")[0] not in frozen}
+    assert tops == {"model.vision_tower", "model.multi_modal_projector"}
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad != name.startswith(tuple(tops))
+
+    everywhere = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", exclude_modules=frozen))
+    adapted = {name for name, parameter in everywhere.named_parameters() if parameter.requires_grad}
+    assert adapted
+    assert all(".language_model." in name for name in adapted)
+    assert frozen_modules(everywhere.get_base_model()) == frozen
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3"])
+def test_adapters_everywhere_are_adapters_of_the_text_part(checkpoint, name):
+    model = load_policy(checkpoint(name), "float32")
+    config = LoraConfig(r=2, target_modules="all-linear", exclude_modules=frozen_modules(model))
+    names = [name for name, parameter in get_peft_model(model, config).named_parameters() if parameter.requires_grad]
+    assert names
+    assert not [name for name in names if "visual" in name]
