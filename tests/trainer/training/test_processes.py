@@ -120,15 +120,14 @@ def test_an_error_of_the_first_process_ends_all_and_is_said_once(training, fault
     said = [line for line in printed.splitlines() if message in line]
     assert len(said) == 1, printed
     assert said[0].startswith("error: ")
-    assert "rank      : 0" in printed or "exitcode: 1" in printed or "exitcode  : 1" in printed
     assert training.owners() == []
 
 
-@pytest.mark.parametrize(("recipe", "message"), [("steps = 0", "'steps' is 0"), ("", "the recipe")])
-def test_a_wrong_recipe_is_said_once(training, recipe, message):
-    training.recipe(recipe)
+def test_a_wrong_recipe_is_said_once(training):
+    training.recipe(RECIPE.replace("steps = 2", "steps = 0"))
     printed = training.train(*TORCHRUN)
     assert printed.count("error: ") == 1, printed
+    assert "'steps' is 0" in printed
 
 
 @pytest.mark.parametrize("fault", ["second_dies", "first_is_stopped"])
