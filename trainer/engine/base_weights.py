@@ -79,7 +79,12 @@ def verify_base(engine: EngineAdmin, base: Base, say: Callable[[str], None]) -> 
 
 def _same_model(root: str, model: Path) -> bool:
     """Return True when an engine's model has the shape of a folder's: loading other shapes destroys the engine."""
-    return Path(root).resolve() == model.resolve() or _config(Path(root)) == _config(model) is not None
+    return same_folder(root, str(model)) or _config(Path(root)) == _config(model) is not None
+
+
+def same_folder(first: str, second: str) -> bool:
+    """Return True for two names of one model, each of which is a folder or a name on the Hub."""
+    return first == second or Path(first).resolve() == Path(second).resolve()
 
 
 def _config(folder: Path) -> dict[str, Any] | None:
