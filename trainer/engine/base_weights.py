@@ -50,16 +50,17 @@ def difference(engine: EngineAdmin, name: str | None, ids: Sequence[int], own: S
 
 def verify_base(engine: EngineAdmin, base: Base, say: Callable[[str], None]) -> None:
     """Make sure that an engine serves the base model and is not paused: see `Engines.verify_base`."""
-    version = engine.weight_version()
+    version, root = engine.weight_version(), engine.models().root
     if engine.is_paused():
         why = "is paused, as a killed training leaves it"
     elif not base.names(version):
         why = f"serves the published weights {version}"
     elif (differs := difference(engine, None, base.ids, base.own)) <= base.limit:
+        if not same_folder(root, str(base.model)):
+            say(f"the engine at {engine.url} serves {root}: taken for {base.model}, {differs:.2g} nats from it")
         return
     else:
         why = f"serves the weights {version}, which differ from {base.model} by {differs:.2g} nats"
-    root = engine.models().root
     fix = f"start it again with `rolltap serve {base.model}`"
     if not _same_model(root, base.model):
         raise EngineError(
@@ -79,7 +80,12 @@ def verify_base(engine: EngineAdmin, base: Base, say: Callable[[str], None]) -> 
 
 def _same_model(root: str, model: Path) -> bool:
     """Return True when an engine's model has the shape of a folder's: loading other shapes destroys the engine."""
-    return Path(root).resolve() == model.resolve() or _config(Path(root)) == _config(model) is not None
+    return same_folder(root, str(model)) or _config(Path(root)) == _config(model) is not None
+
+
+def same_folder(first: str, second: str) -> bool:
+    """Return True for two names of one model, each of which is a folder or a name on the Hub."""
+    return first == second or Path(first).resolve() == Path(second).resolve()
 
 
 def _config(folder: Path) -> dict[str, Any] | None:

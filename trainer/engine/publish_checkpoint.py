@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from peft import PeftModel
-from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from rolltap.addons.errors import InputError
@@ -39,38 +38,16 @@ class CheckpointPublisher:
         keep_only(self._folder, version, [old.folder])
         new = Weights(self._folder / published_name(version), version)
         save(new.folder, lambda folder: save_weights(model, folder, self._base))
-        require_fits(new.folder, self._base)
+        require_complete(new.folder)
         self._engines.reload(new, old)
         write_policy(self._run, None, version)
         self._served = new
         keep_only(self._folder, version, [new.folder])
 
 
-def require_fits(checkpoint: Path, base: Path) -> None:
-    """Raise `InputError` for a checkpoint that would destroy an engine which serves `base`.
-
-    A missing or a damaged file leaves vLLM 0.32 without weights, and so does a tensor of another shape, after which it
-    cannot even load the old ones again.
-    """
+def require_complete(checkpoint: Path) -> None:
+    """Raise `InputError` for a folder without a model: vLLM 0.32 drops its weights before it looks for new ones."""
     if not (checkpoint / "config.json").is_file() or not any(checkpoint.glob("*.safetensors")):
         raise InputError(
             f"{checkpoint} is not a checkpoint: it needs config.json and *.safetensors; the engines are unchanged"
         )
-    known = _shapes(base)
-    for name, shape in _shapes(checkpoint).items():
-        if known.get(name, shape) != shape:
-            raise InputError(
-                f"{checkpoint}: {name} has the shape {shape}, and {known[name]} in {base}; the engines are unchanged"
-            )
-
-
-def _shapes(folder: Path) -> dict[str, list[int]]:
-    """Return tensor name -> shape from the headers of a folder's *.safetensors. Raises `InputError`."""
-    shapes: dict[str, list[int]] = {}
-    for file in folder.glob("*.safetensors"):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise InputError(f"{file} cannot be read: {error}; the engines are unchanged") from error
-    return shapes

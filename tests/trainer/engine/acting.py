@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ class Acting(Answering):
     def __init__(self, root: Path) -> None:
         super().__init__()
         self.root = root
-        self.scores: dict[str, list[float]] = {root.name: BASE}
+        self.scores: dict[str, Sequence[float]] = {root.name: BASE}
         self.refuses: dict[str, int] = {}
         """Path -> how often it is still refused; -1 is always."""
         self.start()

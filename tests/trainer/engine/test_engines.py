@@ -192,6 +192,11 @@ class TestBaseWeights:
         verify()
         assert pair[0].version == VERSION
 
+    def test_an_engine_whose_model_has_another_name_is_told_of(self, pair, verify, tmp_path, model, said):
+        pair[0].root = tmp_path / "elsewhere"
+        verify(own=[-1.0006, -2.0, -3.0])
+        assert said == [f"the engine at {pair[0].url} serves {pair[0].root}: taken for {model}, 0.0002 nats from it"]
+
 
 def test_the_difference_is_that_of_the_worst_engine(pair, engines):
     pair[1].scores["model"] = [-1.0, -2.0, -3.3]

@@ -2,7 +2,8 @@
 
 `/rolltap/owner` answers in JSON. `GET` returns the owner. `PUT` of `owner`, `about` and `steal` takes the engine: 409
 with the present owner when another one has it, unless `steal` is true. `DELETE` of `owner` gives the engine back: 409
-when another one has it. The register is in memory, as the published weights are: both end with the engine.
+when another one has it. The register is in memory, as the published weights are: both end with the engine. Each of
+vLLM's API server processes has its own: with data parallelism, start it with `--api-server-count 1`.
 
 vLLM wraps later middleware around earlier one, so `rolltap_key.RequireKey` must come after this one.
 """
