@@ -48,7 +48,7 @@ class TRLScorer(PaddedScorer):
 
     def __call__(self, model: Any, rows: Sequence[Row]) -> Scores:
         """See `Scorer.__call__`."""
-        device = self._accelerator.device
+        device = self._device
         prompt = max(int(row.scored[0]) for row in rows)
         width = prompt + max(len(row.ids) - int(row.scored[0]) for row in rows)
         ids, mask = torch.zeros(2, len(rows), width, dtype=torch.long)
@@ -59,7 +59,7 @@ class TRLScorer(PaddedScorer):
             mask[i, start : start + len(row.ids)] = 1
             labels[i, start + row.scored] = torch.from_numpy(row.ids[row.scored]).long()
         self.forwarded = ids.numel()
-        with self._accelerator.autocast():
+        with self._autocast():
             output = model(
                 input_ids=ids.to(device), attention_mask=mask.to(device), labels=labels.to(device), fused_lm_head=True
             )
@@ -140,7 +140,7 @@ def run_steps(model: Any, batch: TraceBatch, variant: Variant, steps: int, *, gr
         if forward.shares_prefixes != (variant.forward == "segments"):
             raise RuntimeError("the model does not run as segments: see the warning above")
         if variant.forward == "trl":
-            forward.scorer = TRLScorer(trainer.accelerator)
+            forward.scorer = TRLScorer(trainer._autocast, trainer._device)
         with patch("trl.trainer.utils._use_triton", return_value=True):
             trainer.train()
         watch.forwarded = forward.scorer.forwarded

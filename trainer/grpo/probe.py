@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from accelerate.utils import extract_model_from_parallel
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rolltap.addons.errors import InputError
@@ -204,12 +205,20 @@ def _rows(config: Any) -> tuple[list[Row], Tensor]:
     random = np.random.default_rng(0)
     window = getattr(config, "sliding_window", None) or 0
     half = config.vocab_size // 2
-    trunk = random.integers(0, half, TRUNK + min(window, LONGEST_WINDOW)).astype(np.int32)
+    padding = getattr(config, "pad_token_id", None)
+
+    def draw(low: int, high: int, n: int) -> NDArray[np.int32]:
+        ids = random.integers(low, high, n).astype(np.int32)
+        # its embedding may be zeros, whose gradient through a norm is larger than all others, and than float16 has
+        ids[ids == padding] = low + 1 if padding == low else low
+        return ids
+
+    trunk = draw(0, half, TRUNK + min(window, LONGEST_WINDOW))
     rows = []
     for n in BRANCHES:
-        ids = np.concatenate([trunk, random.integers(half, config.vocab_size, n).astype(np.int32)])
+        ids = np.concatenate([trunk, draw(half, config.vocab_size, n)])
         rows.append(Row(ids, np.arange(len(trunk) + 1, len(ids))))
-    alone = random.integers(half, config.vocab_size, ALONE).astype(np.int32)
+    alone = draw(half, config.vocab_size, ALONE)
     return [*rows, Row(alone, np.arange(1, ALONE))], torch.from_numpy(trunk).long()
 
 

@@ -15,8 +15,10 @@ CASES = {
     f"{family}, {weights}, {forward}": (family, weights, forward)
     for family in ("qwen3", "qwen3.5")
     for weights, forward in [("full", "segments"), ("full", "padded"), ("LoRA", "segments"), ("bfloat16", "segments")]
-}
+} | {"qwen3, LoRA in float16, segments": ("qwen3", "LoRA in float16", "segments")}
 """The model, what of it is trained, and how rows run."""
+
+DTYPES = {"bfloat16": torch.bfloat16, "LoRA in float16": torch.float16}
 
 COMMON: dict[str, Any] = {
     "learning_rate": 1e-3,
@@ -33,10 +35,10 @@ def trainer_of(case: str, out: Path, spy: tiny.Spy, ranks: int, **config: Any) -
     family, kind, forward = CASES[case]
     model = tiny_models.tiny(family).eval()
     traces = tiny.record(model, random.Random(7))
-    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if kind == "LoRA" else None
+    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if "LoRA" in kind else None
     sizes = {"tokens_per_segment": 16} if forward == "segments" else {}
     trainer = tiny.make_trainer(
-        model.to(torch.bfloat16) if kind == "bfloat16" else model,
+        model.to(DTYPES.get(kind, torch.float32)),
         out,
         lambda rows: traces,
         spy=spy,

@@ -464,3 +464,104 @@ def test_settings_of_accelerate_that_shard_weights_are_refused(model, tmp_path, 
     monkeypatch.setattr("accelerate.Accelerator.distributed_type", DistributedType.FSDP)
     with pytest.raises(ValueError, match="Accelerate is set up for FSDP"):
         make_trainer(model, tmp_path, lambda rows: [])
+
+
+def test_before_each_batch_and_not_before_each_step_something_is_called(model, traces, tmp_path):
+    called = []
+    config = {"num_iterations": 2, "max_steps": 4, "before_batch": lambda: called.append("before")}
+    make_trainer(model, tmp_path, lambda rows: called.append("batch") or traces, **config).train()
+    assert called == ["before", "batch"] * 2
+
+
+def test_what_fails_before_a_batch_ends_the_training(model, tmp_path):
+    def fail():
+        raise OSError("the engine is gone")
+
+    trainer = make_trainer(model, tmp_path, lambda rows: pytest.fail("the batch was fetched"), before_batch=fail)
+    with pytest.raises(OSError, match="the engine is gone"):
+        trainer.train()
+
+
+def test_metrics_from_outside_are_logged_with_the_step_as_means(model, traces, tmp_path):
+    trainer = make_trainer(model, tmp_path, lambda rows: traces)
+    trainer.before_batch = lambda: [trainer.log_metrics({"engine_difference": value}) for value in (0.5, 1.5)]
+    trainer.train()
+    assert trainer.state.log_history[0]["engine_difference"] == 1.0
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_trainer_scores_any_ids_with_its_present_weights_at_temperature_1(model, traces, tmp_path, bf16):
+    trainer = make_trainer(model, tmp_path, lambda rows: traces, temperature=0.5, bf16=bf16)
+    ids, logprobs = sample(model, [2, 3, 4], 20)
+    before = trainer.score([2, 3, 4, *ids])
+    assert len(before) == 22
+    assert before[2:] == pytest.approx(logprobs, abs=0.1 if bf16 else 1e-5)
+    trainer.train()
+    after = trainer.score([2, 3, 4, *ids])
+    assert after != pytest.approx(before, abs=1e-3)
+    assert trainer.model.training
+
+
+def test_a_base_is_scored_without_its_adapter(model, tmp_path):
+    torch.manual_seed(0)
+    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    trainer = make_trainer(model, tmp_path, lambda rows: [], peft_config=lora)
+    ids = list(range(2, 12))
+    expected = make_trainer(model, tmp_path, lambda rows: []).score(ids)
+    assert trainer.score(ids, base=True) == pytest.approx(expected, abs=1e-6)
+    assert trainer.score(ids) != pytest.approx(expected, abs=1e-2)
+    assert all(weight.requires_grad for name, weight in trainer.model.named_parameters() if "lora_" in name)
+
+
+def test_the_reference_of_a_full_model_is_the_model_as_it_was_given(model, traces, tmp_path):
+    """Its folder may hold another class, or other weights: nothing is loaded."""
+    given = copy.deepcopy(model)
+    given.config._name_or_path = str(tmp_path / "not there")
+    trainer = make_trainer(given, tmp_path, lambda rows: traces, beta=0.1, max_steps=2, learning_rate=0.1)
+    trainer.train()
+    first, second = (entry["kl"] for entry in trainer.state.log_history[:2])
+    assert first < 1e-6 < 1e-3 < second
+    reference = trainer.ref_model
+    assert largest_difference(reference.state_dict(), model.state_dict()) == 0
+    assert not any(weight.requires_grad for weight in reference.parameters())
+
+
+@pytest.mark.parametrize("forward", ["segments", "padded"])
+def test_the_reference_has_a_head_of_its_own(model, traces, tmp_path, forward):
+    trainer = make_trainer(model, tmp_path, lambda rows: traces, beta=0.1, forward=forward)
+    with torch.no_grad():
+        trainer.model.lm_head.weight.mul_(3)
+    trainer.train()
+    assert trainer.state.log_history[0]["kl"] > 0.1
+
+
+def test_optimizers_that_need_the_whole_model_are_refused_for_full_weights(model, traces, tmp_path, monkeypatch):
+    factory = lambda args, model=None: (lambda: None, {})  # noqa: E731
+    monkeypatch.setattr(TraceGRPOTrainer, "get_optimizer_cls_and_kwargs", staticmethod(factory))
+    with pytest.raises(ValueError, match=r"optim=.* needs more than the parameters that it steps"):
+        make_trainer(model, tmp_path, lambda rows: traces).train()
+
+
+def test_an_optimizer_that_is_given_steps_as_it_is(model, traces, tmp_path):
+    trainer = make_trainer(model, tmp_path, lambda rows: traces)
+    given = trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+    trainer.train()
+    assert trainer.optimizer.optimizer is given
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch", "sgd", "adafactor"])
+def test_steps_of_a_full_model_in_bfloat16_follow_those_in_float32(model, traces, tmp_path, optim):
+    moved = []
+    for dtype in (torch.float32, torch.bfloat16):
+        config = {"optim": optim, "max_steps": 3, "max_grad_norm": 1.0, "learning_rate": 3e-3}
+        trainer = make_trainer(copy.deepcopy(model).to(dtype), tmp_path, lambda rows: traces, **config)
+        trainer.train()
+        masters = [p.detach() for group in trainer.optimizer.param_groups for p in group["params"]]
+        assert all(master.dtype == torch.float32 for master in masters)
+        moved.append(torch.cat([master.flatten() for master in masters]))
+    begun = make_trainer(model, tmp_path, lambda rows: traces)
+    begun.create_optimizer()
+    start = torch.cat([p.detach().flatten() for group in begun.optimizer.param_groups for p in group["params"]])
+    rounded = start.to(torch.bfloat16).float()
+    steps = torch.nn.functional.cosine_similarity(moved[0] - start, moved[1] - rounded, dim=0)
+    assert steps > 0.9

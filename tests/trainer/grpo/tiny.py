@@ -126,6 +126,7 @@ def make_trainer(
     groups_per_step: int = 2,
     peft_config: LoraConfig | None = None,
     spy: Spy | None = None,
+    before_batch: Callable[[], None] | None = None,
     **config,
 ) -> TraceGRPOTrainer:
     """Return a trainer on a copy of `model`."""
@@ -150,6 +151,7 @@ def make_trainer(
         GROUPS,
         trace_source=lambda rows: batch_of(source(rows)),
         groups_per_step=groups_per_step,
+        before_batch=before_batch,
         processing_class=tokenizer(),
         peft_config=peft_config,
         callbacks=[spy] if spy else None,
