@@ -32,8 +32,8 @@ def save_weights(model: PreTrainedModel | PeftModel, folder: Path, base: Path) -
     """Write what training can have changed as a checkpoint that an engine which serves `base` reloads.
 
     These are all weights but those of `frozen_modules`, in the model's type, with the base's `config.json`. An adapter
-    is merged into what is written, and the model stays as it is. Memory: one file of the base checkpoint, in its size.
-    The frozen weights that are left out stay in the engine: `load_policy` may refuse the folder.
+    is merged into what is written, and the model stays as it is. Main memory: three times the largest file
+    of the base. The frozen weights that are left out stay in the engine: `load_policy` may refuse the folder.
 
     Raises `InputError` for a model whose weights do not fit `base`, and `OSError`.
     """
@@ -41,9 +41,9 @@ def save_weights(model: PreTrainedModel | PeftModel, folder: Path, base: Path) -
     index: dict[str, str] = {}
     folder.mkdir(parents=True, exist_ok=True)
     for file, shapes in stored.shapes.items():
-        if tensors := {name: changed.get(name) for name in shapes if name in changed}:
-            _write(tensors, folder / file)
-            index |= dict.fromkeys(tensors, file)
+        if names := [name for name in shapes if name in changed]:
+            _write({name: changed.get(name) for name in names}, folder / file)
+            index |= dict.fromkeys(names, file)
     if INDEX in _names(base):
         (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}, indent=2) + "\n")
     _write_config(model, folder, base)

@@ -117,6 +117,16 @@ def no_weights(folder):
     (folder / "model.safetensors").unlink()
 
 
+def lost_file(folder):
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors").rename(folder / "other.safetensors")
+
+
+def no_language_model(folder):
+    change(folder / "config.json", model_type="clip")
+
+
 def own_code(folder):
     change(folder / "config.json", model_type="mine", auto_map={"AutoConfig": "mine.Config"})
 
@@ -130,6 +140,8 @@ def own_code(folder):
         (other_shapes, "cannot be loaded"),
         (cut_weights, "cannot be loaded"),
         (no_weights, "has no weights"),
+        (lost_file, "cannot be loaded"),
+        (no_language_model, "cannot be loaded"),
         (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
         (shutil.rmtree, "does not exist"),
     ],

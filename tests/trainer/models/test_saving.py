@@ -225,9 +225,10 @@ def test_the_adapter_of_a_plain_text_model_is_what_peft_writes(checkpoint, tmp_p
         assert (tmp_path / "ours" / file).read_bytes() == (tmp_path / "peft" / file).read_bytes()
 
 
-def test_a_saved_adapter_is_loaded_into_the_whole_model_by_peft(checkpoint, tmp_path):
+@pytest.mark.parametrize("targets", [["q_proj", "down_proj"], r"model\.layers\.\d+\.mlp\.down_proj"])
+def test_a_saved_adapter_is_loaded_into_the_whole_model_by_peft(checkpoint, tmp_path, targets):
     base = checkpoint("qwen3.5")
-    model = with_adapter(load_policy(base, "float32"), target_modules=["q_proj", "down_proj"])
+    model = with_adapter(load_policy(base, "float32"), target_modules=targets)
     save_adapter(model, tmp_path, base)
     whole = Qwen3_5ForConditionalGeneration.from_pretrained(base, dtype=torch.float32)
     assert_the_same(logits(PeftModel.from_pretrained(whole, tmp_path).eval()), logits(model))
