@@ -85,6 +85,12 @@ class Costs:
         """
         longest = max((len(row.ids) for row in rows), default=0)
         tokens = sum(own_tokens(rows))
+        return self.sizes_of(memory, tokens, longest, offload_states=offload_states, among=among)
+
+    def sizes_of(
+        self, memory: float, tokens: int, longest: int, *, offload_states: bool = False, among: Sequence[int] = SIZES
+    ) -> Sizes:
+        """Return the settings for rows of `tokens` tokens of their own, of which the longest row has `longest`."""
         for at_once in (tokens, longest):
             for size in among:
                 batch = self.of_batch(size, longest)
@@ -96,7 +102,8 @@ class Costs:
     def _with_room(self, size: int, batch: float, states: float, memory: float, tokens: int, at_once: int) -> Sizes:
         if at_once >= tokens:
             return Sizes(size, None, int(batch + states))
-        at_once = max(at_once, int((memory - batch) / (self.of_states(size, size) / size)))
+        # whole segments, each of which has states of linear attention
+        at_once = max(at_once, int((memory - batch) / self.of_states(size, size)) * size)
         return Sizes(size, at_once, int(batch + self.of_states(at_once, size)))
 
     def table(self) -> str:
@@ -108,7 +115,8 @@ class Costs:
 def measure(model: Any, autocast: Callable[[], AbstractContextManager[Any]]) -> Costs:
     """Return the costs of `model`, from the tensors that autograd saves in four short forward passes.
 
-    The parameters and their gradients are as before afterwards. Raises `InputError` for a model with layers whose
+    The parameters and their gradients are as before afterwards. The model may be without data, of torch's
+    `FakeTensorMode`. Raises `InputError` for a model with layers whose
     states are not known.
     """
     decoder = Decoder(model, 1.0, autocast)
@@ -147,7 +155,7 @@ def _state(decoder: Decoder, tokens: int) -> State:
 
 def _saved(decoder: Decoder, new: int, past: int, state: State) -> int:
     """Return the bytes that autograd saves for `new` tokens after the `past` ones of `state`, without the weights."""
-    weights = {tensor.untyped_storage().data_ptr() for tensor in [*decoder.body.parameters(), *decoder.body.buffers()]}
+    weights = {_storage(tensor) for tensor in [*decoder.body.parameters(), *decoder.body.buffers()]}
     leaves = [tuple(tensor.detach().requires_grad_() for tensor in layer) for layer in state]
     saved: list[Tensor] = []
 
@@ -159,5 +167,10 @@ def _saved(decoder: Decoder, new: int, past: int, state: State) -> int:
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with torch.enable_grad(), hooks, decoder.autocast():
         decoder.run(np.zeros((1, new), np.int64), np.arange(past, past + new)[None], [[leaves]], keep=True)
-    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
+    sizes = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
     return sum(size for storage, size in sizes.items() if storage not in weights)
+
+
+def _storage(tensor: Tensor) -> int:
+    """Return the identity of a tensor's storage, while it lives. Tensors without data have no address to tell it by."""
+    return int(tensor.untyped_storage()._cdata)

@@ -172,7 +172,8 @@ class OnlineTraces:
 
     def _check(self) -> None:
         """Score calls of the attempt's first step again, and print the mean difference."""
-        report = check_sessions(self._run, self._serving.engines, self._to_check, sample=CHECKED_CALLS)
+        urls = ",".join(engine.url for engine in self._serving.engines.admins)
+        report = check_sessions(self._run, urls, self._to_check, sample=CHECKED_CALLS)
         self._to_check, self._checked = [], True
         if report is None:
             line = "checked no call of the first step: none was sampled neutrally by weights that the engines serve"

@@ -255,7 +255,3 @@ def summarize_scores(scores: Sequence[Score], threshold: float) -> list[CheckRow
             )
         )
     return rows
-
-
-def check_sessions(run: Path, engines_url: Any, session_ids: Collection[str], *, sample: int) -> CheckReport | None:
-    return None

@@ -1,0 +1,92 @@
+"""The recipes for Qwen3.5-4B: their plans are those of the README, and every harness of the table is planned.
+
+`python -m tests.recipes.test_swe` writes the plans into the README.
+"""
+
+import io
+import shutil
+import tempfile
+from contextlib import chdir
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from rich.console import Console
+
+from rolltap.trainer.planning import findings, plan, room
+from rolltap.trainer.planning.numbers import model_numbers
+from rolltap.trainer.planning.plan import TrainingPlan
+from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.training.recipe import load_recipe
+from tests.conftest import ROOT
+
+SWE = ROOT / "recipes" / "swe"
+README = SWE / "README.md"
+RECIPES = sorted(path.name for path in SWE.glob("*.toml"))
+HARNESSES = ["codex", "claude-code", "qwen-code", "pi"]
+KERNELS = {"causal-conv1d": False, "flash-linear-attention": False}
+_numbers = {}
+
+
+def planned(name: str, folder: Path, **changes: str) -> TrainingPlan:
+    """Plan a recipe with the model of the tests, as on a machine without a GPU and without kernels."""
+    shutil.copytree(ROOT / "tests" / "models" / "qwen3.5-4b", folder / "Qwen3.5-4B", dirs_exist_ok=True)
+    recipe = load_recipe(Path(shutil.copy(SWE / name, folder))).model_copy(update={"model": Path("Qwen3.5-4B")})
+
+    def numbers(recipe, dtype):
+        key = (repr(recipe.lora), dtype)
+        if key not in _numbers:
+            _numbers[key] = model_numbers(recipe, dtype)
+        return _numbers[key]
+
+    with (
+        chdir(folder),
+        patch.object(plan, "model_numbers", numbers),
+        patch.object(plan, "kernels", lambda _: KERNELS),
+        patch.object(findings, "kernels", lambda _: KERNELS),
+        patch.object(room.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**40, 0, 2**40)),
+        patch("torch.cuda.is_available", lambda: False),
+    ):
+        return plan.plan(recipe.model_copy(update=changes), file=Path("recipes/swe", name))
+
+
+def printed(name: str) -> str:
+    """Return a recipe's plan as the dry run prints it."""
+    with tempfile.TemporaryDirectory() as folder:
+        console = Console(file=io.StringIO(), width=110, highlight=False)
+        console.print(planned(name, Path(folder)))
+        text = console.file.getvalue()
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def with_plans(readme: str) -> str:
+    """Return the README's text with the plan of each recipe below its command."""
+    for name in RECIPES:
+        before, command, after = readme.partition(f"$ rolltap train recipes/swe/{name} --out runs/swe --dry-run\n")
+        assert command, f"the README has no plan of {name}"
+        readme = f"{before}{command}{printed(name)}\n{after[after.index('```') :]}"
+    return readme
+
+
+def test_the_plans_of_the_readme_are_those_that_are_printed():
+    assert with_plans(README.read_text()) == README.read_text()
+
+
+@pytest.mark.parametrize("harness", HARNESSES)
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_recipe_can_start_with_each_harness_of_the_table(name, harness, tmp_path):
+    found = planned(name, tmp_path, harness=harness)
+    assert found.can_start, found.findings
+    assert {finding.text for finding in found.findings if finding.level == "note"} >= {
+        "the task file tasks.jsonl is not there",
+        "the folder Qwen3.5-4B has no weights",
+    }
+
+
+def test_the_readme_names_the_harnesses_that_have_presets():
+    assert set(HARNESSES) <= set(Harness.names())
+    assert all(f"`{harness}`" in README.read_text() for harness in HARNESSES)
+
+
+if __name__ == "__main__":
+    README.write_text(with_plans(README.read_text()))

@@ -1,0 +1,153 @@
+"""Memory of a training process: bytes by what they are for."""
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+from rolltap.trainer.grpo.forward import TOKENS_PER_SEGMENT
+from rolltap.trainer.grpo.plan import SIZES, WORKING, Sizes
+from rolltap.trainer.planning.numbers import FLOAT32, ModelNumbers
+from rolltap.trainer.training.recipe import Recipe
+
+GIB = 2**30
+
+CUDA = int(1.5 * GIB)
+"""A process on a GPU before it has any tensor, with the workspaces of its libraries. Assumed, not measured."""
+
+SLACK = 0.95
+"""Share of a GPU that is planned with: the rest is lost to fragments. Assumed, not measured."""
+
+MOMENTS = {"sgd": 0, "adafactor": 0, "adagrad": 1, "rmsprop": 1}
+"""Values that an optimizer keeps for each trained one. Others are counted as AdamW, which keeps two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """Bytes that a training process always holds, whatever the length of its traces."""
+
+    weights: int
+    """In the recipe's type, and those of an adapter in float32."""
+    gradients: int
+    """In float32, of the trained weights."""
+    optimizer: int
+    """State of the optimizer, and float32 copies of the weights: with full weights, this process's share of them."""
+    reference: int
+    """Weights of the reference model, with `grpo.beta` and full weights."""
+    cuda: int
+    """See `CUDA`; 0 on a CPU."""
+
+    @property
+    def total(self) -> int:
+        """Sum of all."""
+        return self.weights + self.gradients + self.optimizer + self.reference + self.cuda
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Traces of one forward pass, as long as they may be, without shared prefixes."""
+
+    count: int
+    longest: int
+    """Tokens of each."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all."""
+        return self.count * self.longest
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """Bytes for the traces of one forward pass, and how it is cut."""
+
+    tokens_per_segment: int
+    tokens_in_memory: int | None
+    """None if the states of all rows are kept at once."""
+    states: int
+    """Keys and values or recurrent states of the tokens in memory, and their gradients."""
+    activations: int
+    """What one batch of segments saves for its backward pass."""
+    working: int
+    """What the running layer may need besides."""
+    logits: int
+    """One chunk of logits, and the head's gradient."""
+
+    @property
+    def total(self) -> int:
+        """Sum of all."""
+        return self.states + self.activations + self.working + self.logits
+
+
+def fixed(recipe: Recipe, numbers: ModelNumbers, processes: int, *, cuda: bool) -> Fixed:
+    """Return what each of the training processes holds."""
+    moments = MOMENTS.get(str(recipe.grpo.get("optim", "adamw")), 2)
+    if recipe.lora:
+        optimizer = moments * FLOAT32 * numbers.trained
+    else:
+        copies = moments + (numbers.item != FLOAT32)
+        optimizer = -(-copies * FLOAT32 * numbers.trained // processes)
+    reference = bool(recipe.grpo.get("beta")) and not recipe.lora
+    return Fixed(
+        weights=numbers.weights + numbers.adapter,
+        gradients=FLOAT32 * numbers.trained,
+        optimizer=optimizer,
+        reference=numbers.weights if reference else 0,
+        cuda=CUDA if cuda else 0,
+    )
+
+
+def rows(recipe: Recipe, numbers: ModelNumbers, processes: int) -> Rows:
+    """Return the traces of a process's largest forward pass: one trace a session, each of `max_tokens`."""
+    sessions = (recipe.groups_per_step + recipe.replace_zero_variance) * recipe.sessions_per_group
+    parts = processes * int(recipe.grpo.get("gradient_accumulation_steps", 1))
+    return Rows(-(-sessions // parts), longest(recipe, numbers))
+
+
+def longest(recipe: Recipe, numbers: ModelNumbers) -> int:
+    """Return the tokens of the longest trace that the recipe allows."""
+    return min(recipe.max_tokens or numbers.context, numbers.context)
+
+
+def variable(recipe: Recipe, numbers: ModelNumbers, traces: Rows, memory: float | None) -> Variable:
+    """Return the sizes that the trainer chooses for these traces and `memory` bytes, and what they take.
+
+    Without a number of bytes, as on a CPU, segments have one size and all states are kept. If nothing fits, the
+    smallest sizes: their total is then more than `memory`.
+    """
+    return _parts(numbers, traces, _sizes(recipe, numbers, traces, memory), recipe.grpo)
+
+
+def least(recipe: Recipe, numbers: ModelNumbers, traces: Rows, size: int = SIZES[-1]) -> Variable:
+    """Return what the longest trace alone takes, in segments of `size` tokens or of the recipe's."""
+    size = recipe.grpo.get("tokens_per_segment") or size
+    return _parts(numbers, Rows(1, traces.longest), Sizes(size, None, 0), recipe.grpo)
+
+
+def _sizes(recipe: Recipe, numbers: ModelNumbers, traces: Rows, memory: float | None) -> Sizes:
+    if recipe.grpo.get("activation_checkpointing") is False or recipe.grpo.get("forward") == "padded":
+        return Sizes(traces.tokens, None, 0)  # the activations of all tokens are kept at once
+    given = recipe.grpo.get("tokens_per_segment")
+    if memory is None:
+        return Sizes(given or TOKENS_PER_SEGMENT, None, 0)
+    return numbers.costs.sizes_of(
+        memory,
+        traces.tokens,
+        traces.longest,
+        offload_states=bool(recipe.grpo.get("offload_states")),
+        among=(given,) if given else SIZES,
+    )
+
+
+def _parts(numbers: ModelNumbers, traces: Rows, chosen: Sizes, grpo: dict[str, Any]) -> Variable:
+    costs, size = numbers.costs, chosen.tokens_per_segment
+    kept = min(traces.tokens, chosen.tokens_in_memory or traces.tokens)
+    logits = costs.head_gradient + costs.logits_per_token * min(size, costs.logits_tokens)
+    graph = (costs.of_batch(size, traces.longest) - logits) / WORKING
+    return Variable(
+        tokens_per_segment=size,
+        tokens_in_memory=chosen.tokens_in_memory,
+        states=0 if grpo.get("offload_states") else ceil(costs.of_states(kept, size)),
+        activations=ceil(graph),
+        working=ceil(graph * (WORKING - 1)),
+        logits=ceil(logits),
+    )

@@ -1,0 +1,134 @@
+"""A model's numbers for a plan, taken from its configuration: nothing is loaded, and no memory is taken."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.integrations import hub_kernels
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.grpo.plan import Costs, measure
+from rolltap.trainer.models.loading import Dtype, frozen_modules, meta_policy
+from rolltap.trainer.training.arguments import lora_config
+from rolltap.trainer.training.recipe import Recipe
+
+FLOAT32 = 4
+"""Bytes of a value in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNumbers:
+    """Sizes of a model as it is trained. Sizes in memory are bytes."""
+
+    architecture: str
+    """Class that is trained, such as Qwen3_5ForCausalLM."""
+    model_type: str
+    parameters: int
+    """Number of parameters, without an adapter's."""
+    weights: int
+    """Weights and buffers of the trained model, without an adapter's."""
+    adapter: int
+    """Weights of the adapter."""
+    trained: int
+    """Number of trained parameters."""
+    served: int
+    """Weights that the engine loads: the text part, if it is told to leave other towers out."""
+    other_towers: int
+    """Weights of towers that are not trained, such as vision. 0 for a model of text alone."""
+    item: int
+    """Bytes of a value of the weights."""
+    context: int
+    """Longest input, in tokens."""
+    tied: bool
+    """True if the embeddings are the head too."""
+    linear_attention: bool
+    costs: Costs
+
+
+def model_numbers(recipe: Recipe, dtype: Dtype) -> ModelNumbers:
+    """Return the numbers of a recipe's model with weights of `dtype`.
+
+    Raises `InputError` for a model that cannot be built, for an adapter that does not fit it, and for one with layers whose states are not known.
+    """
+    model = meta_policy(recipe.model, dtype)
+    for name in frozen_modules(model):
+        model.get_submodule(name).requires_grad_(False)
+    config = model.config.get_text_config(decoder=True)
+    own = list(model.parameters())
+    weights = _bytes(model)
+    counts = {"parameters": sum(p.numel() for p in own), "weights": weights, "served": weights}
+    adapter = lora_config(recipe)
+    costs, trained, adapter_bytes = _measured(model, dtype, adapter)
+    if adapter is None and dtype != "float32":
+        # the gradient of a chunk is computed in the weight's type, and added in float32
+        costs = replace(costs, head_gradient=costs.head_gradient * (1 + FLOAT32 // own[0].element_size()))
+    return ModelNumbers(
+        architecture=type(model).__name__,
+        model_type=config.model_type,
+        adapter=adapter_bytes,
+        trained=trained,
+        other_towers=_other_towers(recipe, dtype, weights),
+        item=own[0].element_size(),
+        context=int(config.max_position_embeddings),
+        tied=bool(model.config.tie_word_embeddings),
+        linear_attention=costs.state_per_segment > 0,
+        costs=costs,
+        **counts,
+    )
+
+
+def _measured(model: Any, dtype: Dtype, adapter: LoraConfig | None) -> tuple[Costs, int, int]:
+    """Return the costs of the model with its adapter, and the number and bytes of the trained parameters' values.
+
+    The tensors are fake ones on the CPU, so that torch chooses kernels that keep no attention weights, as on a GPU.
+    Linear attention is torch's own, which keeps more than the fast kernels do: these run on GPUs alone.
+    """
+    base = _bytes(model)
+    if adapter is not None:
+        adapter.init_lora_weights = False  # there are none to begin from
+        adapter.exclude_modules = adapter.exclude_modules or frozen_modules(model) or None
+        try:
+            inject_adapter_in_model(adapter, model, low_cpu_mem_usage=True)
+        except ValueError as error:
+            raise InputError(f"the [lora] table does not fit the model: {error}") from error
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    added = _bytes(model) - base
+    with _kernels_of_torch(), FakeTensorMode(allow_non_fake_inputs=True):
+        model = model.to_empty(device="cpu").train()
+        model.tie_weights()
+        mixed = getattr(torch, dtype)
+        costs = measure(model, lambda: torch.autocast("cpu", mixed, enabled=dtype != "float32"))
+    return costs, trained, added
+
+
+@contextmanager
+def _kernels_of_torch() -> Iterator[None]:
+    """Let transformers take the functions that it exports models with, and not warn that they are slow."""
+    with (
+        patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True),
+        patch.object(hub_kernels, "is_torchdynamo_compiling", lambda: True),
+    ):
+        yield
+
+
+def _other_towers(recipe: Recipe, dtype: Dtype, text: int) -> int:
+    """Return the bytes of what the checkpoint has besides the text part, as its configuration says."""
+    config = AutoConfig.from_pretrained(recipe.model)
+    if config.get_text_config(decoder=True) is config or type(config) not in AutoModelForImageTextToText._model_mapping:
+        return 0
+    with torch.device("meta"):
+        whole = AutoModelForImageTextToText.from_config(config, dtype=getattr(torch, dtype))
+    return max(0, _bytes(whole) - text)
+
+
+def _bytes(model: Any) -> int:
+    return sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
