@@ -38,6 +38,10 @@ class EngineError(RolltapError):
         self.answered = answered
 
 
+class RankError(RolltapError, RuntimeError):
+    """Another process of the training failed. The message says which one, and how; so does that process."""
+
+
 class HubError(RolltapError):
     """The Hugging Face Hub refused an upload or cannot be reached."""
 

@@ -69,33 +69,44 @@ class RunningEngine:
 
 
 @contextmanager
-def running_engine(model: Path, folder: Path, max_model_len: int, *extra: str) -> Iterator[RunningEngine]:
-    """Yield a vLLM server with a model and LoRA loading. The environment names its key file."""
+def running_engine(model: Path, log: Path, context: int, *extra: str) -> Iterator[RunningEngine]:
+    """Run a vLLM server with LoRA loading. Skips the test when vLLM is not installed."""
     vllm = os.environ.get("ROLLTAP_VLLM", "vllm")
     if shutil.which(vllm) is None:
         pytest.skip(f"vLLM is not installed ({vllm}): tests/run.sh installs it, or set ROLLTAP_VLLM")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    log = folder / "vllm.log"
-    server = EngineServer(
-        str(model), vllm=vllm, port=port, max_model_len=max_model_len, lora_rank=8, log=log, extra=extra
-    )
-    with server, pytest.MonkeyPatch.context() as environment:
-        environment.setenv("ROLLTAP_ENGINE_KEY_FILE", str(server.key_file))
+    server = EngineServer(str(model), vllm=vllm, port=port, max_model_len=context, lora_rank=8, log=log, extra=extra)
+    with server:
         engine = RunningEngine(server, model)
         with engine.http:
             yield engine
 
 
 @pytest.fixture(scope="session")
-def engine(tiny_model, tmp_path_factory) -> Iterator[RunningEngine]:
+def engine_key(tmp_path_factory) -> Iterator[None]:
+    """Name a key file in the environment, which all engines and their clients use."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("ROLLTAP_ENGINE_KEY_FILE", str(tmp_path_factory.mktemp("key") / "engine.key"))
+        yield
+
+
+@pytest.fixture(scope="session")
+def engine(engine_key, tiny_model, tmp_path_factory) -> Iterator[RunningEngine]:
     """Yield a vLLM server with the tiny model. Tests that publish must restore its weights."""
-    with running_engine(tiny_model, tmp_path_factory.mktemp("vllm"), CONTEXT) as engine:
+    with running_engine(tiny_model, tmp_path_factory.mktemp("vllm") / "vllm.log", CONTEXT) as engine:
         yield engine
 
 
 @pytest.fixture(scope="session")
-def qwen35_engine(tokenizer_folder, tmp_path_factory) -> Iterator[RunningEngine]:
+def second_engine(engine_key, tiny_model, tmp_path_factory) -> Iterator[RunningEngine]:
+    """Yield another server like `engine`. Tests that publish must restore its weights."""
+    with running_engine(tiny_model, tmp_path_factory.mktemp("second-vllm") / "vllm.log", 4096) as second:
+        yield second
+
+
+@pytest.fixture(scope="session")
+def qwen35_engine(engine_key, tokenizer_folder, tmp_path_factory) -> Iterator[RunningEngine]:
     """Yield a vLLM server with the text part of a tiny Qwen3.5. Tests that publish must restore its weights.
 
     On CPU vLLM 0.32 computes linear attention in bfloat16 only. Prefix caching needs chunked prefill for it.
@@ -103,7 +114,7 @@ def qwen35_engine(tokenizer_folder, tmp_path_factory) -> Iterator[RunningEngine]
     folder = tmp_path_factory.mktemp("qwen35")
     model = tiny_checkpoints.qwen35(folder / "model", tokenizer_folder)
     extra = ("--language-model-only", "--dtype", "bfloat16", "--no-enable-prefix-caching")
-    with running_engine(model, folder, 4096, *extra) as engine:
+    with running_engine(model, folder / "vllm.log", 4096, *extra) as engine:
         yield engine
 
 

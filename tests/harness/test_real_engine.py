@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rolltap.addons.store.tables import read_rows
-from rolltap.trainer.engine.publish import CheckpointPublisher
+from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.scheduler import Plan, new_group, run_groups
@@ -33,7 +33,7 @@ def parrot(engine, tmp_path_factory):
     tokenizer = AutoTokenizer.from_pretrained(engine.model_dir)
     network = AutoModelForCausalLM.from_pretrained(engine.model_dir)
     said = [*tokenizer.encode("\n"), *tokenizer.encode(ANSWER), tokenizer.eos_token_id]
-    publisher = CheckpointPublisher(engine.url, tmp_path_factory.mktemp("published"), tmp_path_factory.mktemp("run"))
+    folder = tmp_path_factory.mktemp("parrot")
     with torch.no_grad():
         for layer in network.model.layers:
             layer.self_attn.o_proj.weight.zero_()
@@ -44,9 +44,10 @@ def parrot(engine, tmp_path_factory):
         for token, following in pairwise(said):
             embedding = network.model.embed_tokens.weight[token]
             network.lm_head.weight[following] += 10 * embedding / embedding.norm()
-    publisher.publish(network, "parrot")
+    network.save_pretrained(folder)
+    EngineAdmin(engine.url).serve(folder, "parrot")
     yield engine
-    publisher.publish(AutoModelForCausalLM.from_pretrained(engine.model_dir), "default")
+    EngineAdmin(engine.url).serve(engine.model_dir, "default")
 
 
 @pytest.mark.parametrize("name", ["claude-code", "codex", "pi", "qwen-code"])

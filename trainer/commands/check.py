@@ -7,6 +7,7 @@ import click
 
 import rolltap
 from rolltap.trainer.commands.options import FOLDER, engine_option, json_option, print_result
+from rolltap.trainer.views.check import THRESHOLD
 
 
 @click.command("check")
@@ -18,18 +19,20 @@ from rolltap.trainer.commands.options import FOLDER, engine_option, json_option,
 @click.option("--seed", default=0, show_default=True, help="Seed of the choice of calls.")
 @click.option(
     "--threshold",
-    default=0.01,
+    default=THRESHOLD,
     show_default=True,
     type=click.FloatRange(0),
-    help="Maximum mean absolute difference, in nats, for exit status 0. A float32 engine on CPU reproduces its "
-    "log-probabilities within 0.0001; in bfloat16 differences are larger, because results depend on the batch.",
+    help="Maximum mean absolute difference, in nats, for exit status 0. The default is provisional: a float32 engine "
+    "on CPU reproduces its log-probabilities within 0.0001; in bfloat16 differences are larger, because results depend "
+    "on the batch, and were not measured.",
 )
 @json_option
 def check_command(run: Path, engine: str, sample: int, seed: int, threshold: float, as_json: bool) -> None:
     """Score calls of a RUN again on a running engine, and compare the log-probabilities.
 
     Exit status 0: the mean absolute difference of every kind of prompt and policy version is within the threshold.
-    Exit status 1: one is not. Calls of weights that the engine does not serve are skipped and counted.
+    Exit status 1: one is not. Calls of weights that the engine does not serve are skipped and counted. So are those
+    of the model that the engine was started with, unless run.json names the same one.
     """
     report = rolltap.open_run(run).check(engine, sample=sample, seed=seed, threshold=threshold)
     print_result(report, as_json)

@@ -1,5 +1,7 @@
-"""`rolltap train`: the whole loop by a recipe, or its training alone, on recorded runs."""
+"""`rolltap train`: the whole loop by a recipe, its training alone on recorded runs, or its plan."""
 
+import os
+import sys
 from pathlib import Path
 
 import click
@@ -7,13 +9,15 @@ from click.core import ParameterSource
 from rich.console import Console
 
 import rolltap
-from rolltap.trainer.commands.options import FILE, FOLDER, RUN, engine_option, print_result
+from rolltap.addons.errors import RankError
+from rolltap.trainer.commands.options import FILE, FOLDER, RUN, engine_option, json_option, print_result
 
 
 @click.command("train")
 @click.argument("recipe", type=FILE)
-@click.option("--out", type=FOLDER, required=True, help="The run folder. A run that was stopped is resumed.")
-@engine_option(help="URL of the vLLM server.")
+@click.option("--out", type=FOLDER, help="The run folder. A run that was stopped is resumed. --dry-run needs none.")
+@engine_option(help="URL of the vLLM server, or several separated by commas.")
+@click.option("--steal", is_flag=True, help="Take engines that belong to another training, which then fails.")
 @click.option(
     "--from",
     "runs",
@@ -22,22 +26,59 @@ from rolltap.trainer.commands.options import FILE, FOLDER, RUN, engine_option, p
     help="Train on this recorded run, without an engine and a recorder. Repeatable.",
 )
 @click.option("--seed", default=0, show_default=True, help="Seed of the trainer.")
+@click.option("--dry-run", is_flag=True, help="Start nothing: print the memory and the numbers of the training.")
+@json_option
 @click.pass_context
 def train_command(
-    context: click.Context, recipe: Path, out: Path, engine: str, runs: tuple[Path, ...], seed: int
+    context: click.Context,
+    recipe: Path,
+    out: Path | None,
+    engine: str,
+    steal: bool,
+    runs: tuple[Path, ...],
+    seed: int,
+    dry_run: bool,
+    as_json: bool,
 ) -> None:
     """Record, train, publish and repeat, as a RECIPE says.
 
-    The new weights are published to the running engine, which samples the next sessions.
+    The new weights are published to the running engines, which sample the next sessions. torchrun and accelerate
+    launch start several training processes: torchrun --nproc-per-node 4 -m rolltap train ...
 
     With --from, nothing is recorded and published: the groups of the recorded runs are trained on.
+
+    With --dry-run, exit status 1 says that the training cannot work.
     """
-    console = Console(stderr=True, soft_wrap=True)
+    given = context.get_parameter_source("engine") is ParameterSource.COMMANDLINE
+    if runs and (given or steal):
+        raise click.UsageError("--from trains without an engine: leave out --engine and --steal, or --from")
+    if dry_run:
+        plan = rolltap.plan_training(recipe, engine=engine if given else None)
+        print_result(plan, as_json)
+        sys.exit(0 if plan.can_start else 1)
+    if out is None:
+        raise click.UsageError("Missing option '--out'.")
+    if as_json:
+        raise click.UsageError("--json prints a plan: add --dry-run, or leave it out")
+    try:
+        _train(recipe, out, engine, steal, runs, seed)
+    except RankError:
+        if _prints():
+            raise
+        sys.exit(1)  # the first process says why
+
+
+def _train(recipe: Path, out: Path, engine: str, steal: bool, runs: tuple[Path, ...], seed: int) -> None:
+    console = Console(stderr=True, soft_wrap=True, quiet=not _prints())
     if runs:
-        if context.get_parameter_source("engine") is ParameterSource.COMMANDLINE:
-            raise click.UsageError("--from trains without an engine: leave out --engine, or --from")
         model = rolltap.train_offline(recipe, runs, out=out, seed=seed)
         return console.print(f"trained model: {model}", markup=False)
-    run = rolltap.train(recipe, engine=engine, out=out, seed=seed)
-    print_result(run.summary(), as_json=False)
+    run = rolltap.train(recipe, engine=engine, out=out, seed=seed, steal=steal)
+    if _prints():
+        print_result(run.summary(), as_json=False)
     console.print(f"plots: {out / 'reward.png'}, {out / 'training.png'}   trained model: {out / 'model'}", markup=False)
+
+
+def _prints() -> bool:
+    """Return True in the process that prints, of those that a launcher started."""
+    return os.environ.get("RANK", "0") == "0"

@@ -4,8 +4,7 @@ Weight updates use vLLM's development routes. An engine of `rolltap serve` asks 
 `--api-key` does not guard them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ import httpx
 
 from rolltap.addons.engine.key import authorization, key_refused, read_key
 from rolltap.addons.errors import EngineError
+from rolltap.trainer.engine.in_vllm.rolltap_owner import PATH as OWNER
 
 T = TypeVar("T")
 
@@ -115,25 +115,53 @@ class EngineAdmin:
         body = {"method": "get_model_inspection"}
         return self._ask("POST", "/collective_rpc", lambda answer: "backend=CPU" in answer["results"][0], body)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Pause the engine inside the block: calls in flight are finished before it, new calls wait until it ends.
+    def is_paused(self) -> bool:
+        """Return True when new calls wait for a resume."""
+        return self._ask("GET", "/is_paused", lambda answer: bool(answer["is_paused"]))
 
-        A resume is requested also when the pause or the block raises.
-        """
-        try:
-            self._send("POST", "/pause?mode=wait")
-            yield
-        except BaseException:
-            with suppress(EngineError):  # the first error is the informative one
-                self._send("POST", "/resume")
-            raise
+    def pause(self) -> None:
+        """Return when the calls in flight have ended. New ones wait. A paused engine stays so."""
+        self._send("POST", "/pause?mode=wait")
+
+    def resume(self) -> None:
+        """Let calls go on."""
         self._send("POST", "/resume")
+
+    def serve(self, checkpoint: Path, version: str) -> None:
+        """Pause, load the base model's weights from a folder, name them, and resume; on an error it stays paused."""
+        self.pause()
+        self.install(checkpoint, version)
+        self.resume()
+
+    def install(self, checkpoint: Path, version: str) -> None:
+        """Load the base model's weights from a folder into the paused engine, and name them."""
+        self.reload_weights(checkpoint)
+        self.reset_prefix_cache()
+        self.set_weight_version(version)
+
+    def register(self, method: str, **asked: Any) -> tuple[int, Any]:
+        """Ask the register of the engine's owner (`in_vllm.rolltap_owner`). Return the status and the answer.
+
+        The status is 200, 404 when the engine has no register, or 409 when another training owns the engine.
+        """
+        response = self._send(method, OWNER, asked or None, expected=(404, 409))
+        try:
+            return response.status_code, response.json()
+        except ValueError as error:
+            raise EngineError(f"{self.url}{OWNER} answers {response.text[:200]!r}: it is not vLLM") from error
 
     def reload_weights(self, checkpoint: Path) -> None:
         """Load the base model's weights from a folder, which the engine must see under the same path."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoint)}}
         self._send("POST", "/collective_rpc", body)
+
+    def transfer(self, step: str, **body: Any) -> None:
+        """Take a step of a weight transfer between GPUs: a route of vLLM without its slash, and its arguments."""
+        self._send("POST", f"/{step}", body or None)
+
+    def world_size(self) -> int:
+        """Return the number of the engine's workers, all parallel kinds together."""
+        return self._ask("GET", "/get_world_size", lambda answer: int(answer["world_size"]))
 
     def reset_prefix_cache(self) -> None:
         """Drop the KV cache of earlier prompts, which was computed with the old weights."""
@@ -167,7 +195,10 @@ class EngineAdmin:
             answered = f"{self.url}{path} answers {response.text[:200]!r} ({error!r})"
             raise EngineError(f"{answered}: it is not vLLM 0.32 or newer") from error
 
-    def _send(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+    def _send(
+        self, method: str, path: str, body: dict[str, Any] | None = None, expected: Collection[int] = ()
+    ) -> httpx.Response:
+        """Send a request. Raises `EngineError` for a status that is neither a success nor `expected`."""
         request = f"{method} {self.url}{path}"
         timeout = httpx.Timeout(_GET_SECONDS if method == "GET" else _POST_SECONDS, connect=_CONNECT_SECONDS)
         try:
@@ -179,7 +210,7 @@ class EngineAdmin:
             raise EngineError(f"{request}: no engine answers ({error!r}); {advice}") from error
         if refused := key_refused(self.url, response.status_code, self._key):
             raise EngineError(f"{request}: {refused}")
-        if not response.is_success:
+        if not response.is_success and response.status_code not in expected:
             raise EngineError(f"{request}: {response.status_code} {response.text[:1000]}; {_advice(path, response)}")
         return response
 
@@ -192,6 +223,8 @@ def _advice(path: str, response: httpx.Response) -> str:
             flags = "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
             return f"start vLLM with `rolltap serve --lora-rank`, or with {flags}"
         return "is it vLLM? start it with `rolltap serve`, or with VLLM_SERVER_DEV_MODE=1"
+    if "weight_transfer" in path or "weight_update" in path:
+        return 'start vLLM with --weight-transfer-config \'{"backend": "nccl"}\'; see its log'
     if missing and path == "/v1/completions":
         return "the adapter was unloaded while it was checked: check again"
     if missing and path == "/v1/load_lora_adapter":
@@ -199,5 +232,5 @@ def _advice(path: str, response: httpx.Response) -> str:
     if "out of vocabulary" in response.text:
         return "the engine serves a model with another tokenizer: start it with the model that run.json names"
     if path == "/collective_rpc":
-        return "the engine may have no usable weights now: read its log, then restart it"
+        return "read the engine's log"
     return "see the engine's log"

@@ -16,7 +16,7 @@ from rolltap.addons.engine.key import KEY_FILE, make_key, read_key
 from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer.engine import in_vllm
 from rolltap.trainer.engine.admin import EngineAdmin
-from rolltap.trainer.engine.in_vllm import rolltap_key
+from rolltap.trainer.engine.in_vllm import rolltap_key, rolltap_owner
 
 START_SECONDS = 7200.0
 """Start-up timeout. A large model is downloaded, loaded and compiled meanwhile. vLLM has shorter timeouts for steps
@@ -49,13 +49,16 @@ def engine_command(
     command += ["--enable-scale-out"]  # adds /inference/v1/generate
     command += ["--enable-prompt-tokens-details"]  # adds cached tokens to usage
     command += ["--logprobs-mode", "processed_logprobs"]  # of the sampling distribution, after temperature
-    command += ["--middleware", f"rolltap_key.{rolltap_key.RequireKey.__name__}"]  # asks for the key
+    # the last one is outermost: nobody without the key reaches the register of the owner
+    command += ["--middleware", f"rolltap_owner.{rolltap_owner.OneOwner.__name__}"]
+    command += ["--middleware", f"rolltap_key.{rolltap_key.RequireKey.__name__}"]
     # a small model may sample unlimited whitespace where JSON allows it
     command += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
     if max_model_len is not None:
         command += ["--max-model-len", str(max_model_len)]
     if lora_rank:
-        command += ["--enable-lora", "--max-lora-rank", str(lora_rank), "--max-loras", "2", "--max-cpu-loras", "4"]
+        # in memory: those of a recipe's `adapters`, the next one and another training's; a batch has two of them
+        command += ["--enable-lora", "--max-lora-rank", str(lora_rank), "--max-loras", "2", "--max-cpu-loras", "8"]
     if cpu:
         length = max_model_len or 16384
         # float32: log-probabilities agree with the trainer's. The KV cache size is required on CPU. No chunked prefill:

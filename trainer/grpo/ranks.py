@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from transformers import TrainingArguments
 
-from rolltap.addons.errors import InputError, RolltapError
+from rolltap.addons.errors import InputError, RankError
 
 T = TypeVar("T")
 
@@ -23,10 +23,6 @@ _BUCKET = 64 * 2**20
 """Number of values that one all-reduce averages."""
 _PATIENCE = timedelta(days=365)
 """Time that a process waits for the others' objects: longer than the rollouts of any batch."""
-
-
-class RankError(RolltapError, RuntimeError):
-    """Another training process failed."""
 
 
 def initialise(args: TrainingArguments) -> None:

@@ -27,6 +27,7 @@ Train
     `build_traces`       the calls of one session -> its traces and their ledger
     `TraceGRPOTrainer`, `TraceGRPOConfig`   a `trl.GRPOTrainer` that trains on traces; needs the extra `train`
     `train`              roll out, train, publish and repeat, by a recipe; needs the extra `train`
+    `plan_training`      what a training by a recipe would take; needs the extra `train`
     `train_offline`      train on recorded runs, by a recipe; needs the extra `train`
 
 Errors that a caller may handle derive from `RolltapError`, except `OSError` for a file that cannot be read or written;
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
     from rolltap.trainer.rollouts.task import Task
     from rolltap.trainer.traces.build import GroupReward, Trace, TraceBatch, build_traces
     from rolltap.trainer.traces.ledger import Ledger
-    from rolltap.training import train, train_offline
+    from rolltap.training import plan_training, train, train_offline
 
     __version__: str
 
@@ -82,6 +83,7 @@ __all__ = [
     "import_calls",
     "merge_runs",
     "open_run",
+    "plan_training",
     "rollout",
     "rollout_async",
     "train",
@@ -104,7 +106,7 @@ _MODULES = {
     "rolltap.trainer.rollouts.task": ("Task",),
     "rolltap.trainer.traces.build": ("GroupReward", "Trace", "TraceBatch", "build_traces"),
     "rolltap.trainer.traces.ledger": ("Ledger",),
-    "rolltap.training": ("train", "train_offline"),
+    "rolltap.training": ("plan_training", "train", "train_offline"),
 }
 _TRAINER = {"TraceGRPOConfig", "TraceGRPOTrainer"}
 _SUBMODULES = ("errors", "types")

@@ -1,32 +1,30 @@
 """A recipe's arguments for TRL, PEFT and the recorder. They are checked before anything starts."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import torch
-import transformers
 from peft import LoraConfig, inject_adapter_in_model
 from pydantic import TypeAdapter, ValidationError
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.grpo.config import TraceGRPOConfig
+from rolltap.trainer.models.loading import Dtype, frozen_modules, meta_policy
 from rolltap.trainer.training.checkpoints import CHECKPOINTS
+from rolltap.trainer.training.processes import WAIT_SECONDS
 from rolltap.trainer.training.recipe import Recipe
 from rolltap.trainer.training.report_to import check_report_to
 
-_SET_HERE = ("output_dir", "max_steps", "seed", "save_strategy", "save_steps")
+_SET_HERE = ("output_dir", "max_steps", "seed", "save_strategy", "save_steps", "ddp_backend")
 _WIDER_THAN_DECLARED = ("scale_rewards", "init_lora_weights")
 """Fields that take more types than they declare. TRL and PEFT check them."""
 
 
 def check_arguments(recipe: Recipe) -> None:
     """Raise `InputError` for a model folder, and values of [grpo] and [lora], that no training can start with."""
-    if not recipe.model.is_dir():
-        raise InputError(f"model: the folder {recipe.model} does not exist: correct the key in the recipe")
-    if not (recipe.model / "config.json").is_file():
-        raise InputError(f"model: the folder {recipe.model} has no config.json: give the folder of a saved model")
     for key in _SET_HERE:
         if key in recipe.grpo:
             raise InputError(f"grpo.{key} is set by rolltap: remove it")
@@ -37,8 +35,16 @@ def check_arguments(recipe: Recipe) -> None:
     if not recipe.grpo.get("temperature", 1.0) > 0:
         raise InputError(f"grpo.temperature = {recipe.grpo['temperature']}: give a number above 0")
     check_report_to(recipe.grpo.get("report_to", "none"))
-    if config := lora_config(recipe):
-        _check_adapter(recipe, config)
+    _check_dtype(recipe)
+    config = lora_config(recipe)
+    model = meta_policy(recipe.model, dtype_of(recipe), **model_arguments(recipe))
+    if config:
+        _check_adapter(recipe, config, model)
+
+
+def dtype_of(recipe: Recipe) -> Dtype:
+    """Return the type of the weights: the recipe's, or bfloat16 on a CUDA GPU and float32 without one."""
+    return recipe.dtype or ("bfloat16" if _on_cuda(recipe) else "float32")
 
 
 def training_arguments(recipe: Recipe, run: Path, seed: int, rows: Sequence[object]) -> TraceGRPOConfig:
@@ -48,10 +54,10 @@ def training_arguments(recipe: Recipe, run: Path, seed: int, rows: Sequence[obje
     """
     if recipe.groups_per_step > len(rows):
         raise InputError(f"groups_per_step is {recipe.groups_per_step}, but {recipe.tasks} has {len(rows)} tasks")
-    cuda = torch.cuda.is_available()
     defaults: dict[str, Any] = {
-        "bf16": cuda,
-        "use_cpu": not cuda,
+        "bf16": dtype_of(recipe) == "bfloat16",
+        "use_cpu": not _on_cuda(recipe),
+        "ddp_timeout": WAIT_SECONDS,
         "report_to": "none",
         "run_name": run.name,
         "project": "rolltap",
@@ -61,7 +67,7 @@ def training_arguments(recipe: Recipe, run: Path, seed: int, rows: Sequence[obje
     }
     try:
         return TraceGRPOConfig(
-            **defaults | recipe.grpo,
+            **defaults | {key: value for key, value in recipe.grpo.items() if key != "model_init_kwargs"},
             output_dir=str(run / CHECKPOINTS),
             max_steps=recipe.steps * recipe.grpo.get("num_iterations", 1),
             seed=seed,
@@ -70,6 +76,11 @@ def training_arguments(recipe: Recipe, run: Path, seed: int, rows: Sequence[obje
         )
     except (TypeError, ValueError) as error:
         raise InputError(f"the recipe's [grpo] table: {error}") from error
+
+
+def model_arguments(recipe: Recipe) -> dict[str, Any]:
+    """Return further arguments of `from_pretrained`: those of `grpo.model_init_kwargs`."""
+    return dict(recipe.grpo.get("model_init_kwargs") or {})
 
 
 def lora_config(recipe: Recipe) -> LoraConfig | None:
@@ -83,6 +94,14 @@ def lora_config(recipe: Recipe) -> LoraConfig | None:
         return LoraConfig(**recipe.lora)
     except (TypeError, ValueError) as error:
         raise InputError(f"the recipe's [lora] table: {error}") from error
+
+
+def without_frozen(config: LoraConfig, model: Any) -> LoraConfig:
+    """Leave what is outside of the text part of `model` out of an adapter's configuration, and return it."""
+    frozen, own = frozen_modules(model), config.exclude_modules or []
+    if frozen:
+        config.exclude_modules = "|".join([own, *map(re.escape, frozen)]) if isinstance(own, str) else [*own, *frozen]
+    return config
 
 
 def sampling(recipe: Recipe) -> dict[str, Any]:
@@ -117,15 +136,31 @@ def _check_types(table: str, kind: type, values: Mapping[str, Any]) -> None:
             raise InputError(f"{table}.{key} = {values[key]!r}: {' or '.join(faults)}") from error
 
 
-def _check_adapter(recipe: Recipe, config: LoraConfig) -> None:
-    """Raise `InputError` when the model cannot get the adapter. The model is built without its weights."""
+def _on_cuda(recipe: Recipe) -> bool:
+    return torch.cuda.is_available() and not recipe.grpo.get("use_cpu", False)
+
+
+def _check_dtype(recipe: Recipe) -> None:
+    if "dtype" in model_arguments(recipe):
+        raise InputError("grpo.model_init_kwargs.dtype: set `dtype` in the recipe instead")
+    if dtype_of(recipe) != "float16":
+        return
+    if not recipe.lora:
+        raise InputError(
+            'dtype = "float16" without a [lora] table: an optimizer step is lost in float16 weights; add [lora], or '
+            'set dtype = "bfloat16"'
+        )
+    if recipe.grpo.get("bf16"):
+        raise InputError('grpo.bf16 = true with dtype = "float16": leave one of them out')
+
+
+def _check_adapter(recipe: Recipe, config: LoraConfig, model: Any) -> None:
+    """Raise `InputError` when the model, which is on the meta device, cannot get the adapter."""
     try:
-        described = transformers.AutoConfig.from_pretrained(recipe.model)
-        # TRL makes a model of this class. It is not in transformers when the model brings its own code.
-        if architecture := getattr(transformers, (described.architectures or [""])[0], None):
-            config.init_lora_weights = False  # there are none to begin from
-            with torch.device("meta"):
-                inject_adapter_in_model(config, architecture(described))
+        config.init_lora_weights = False  # there are none to begin from
+        without_frozen(config, model)
+        with torch.device("meta"):
+            inject_adapter_in_model(config, model)
     except (OSError, ValueError) as error:
         named = ", ".join(f"lora.{key} = {value!r}" for key, value in recipe.lora.items())
         raise InputError(f"{named} does not fit the model {recipe.model}: {error}") from error

@@ -8,6 +8,7 @@ from typing import Any
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.task import Task
+from rolltap.trainer.training.arguments import dtype_of
 from rolltap.trainer.training.recipe import Recipe
 
 _KEYS = ("groups_per_step", "strategy", "roles", "max_tokens")
@@ -29,7 +30,6 @@ _MAY_CHANGE = frozenset(
         "grpo.full_determinism",
         "grpo.skip_memory_metrics",
         "grpo.debug",
-        "grpo.ddp_backend",
         "grpo.ddp_timeout",
         "grpo.local_rank",
         "grpo.report_to",
@@ -78,6 +78,7 @@ def _common(recipe: Recipe, seed: int) -> dict[str, Any]:
     return {
         "seed": seed,
         "model": str(recipe.model),
+        "dtype": dtype_of(recipe),
         **{key: getattr(recipe, key) for key in _KEYS},
         **_table("lora", recipe.lora),
         **_table("grpo", recipe.grpo),

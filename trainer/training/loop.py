@@ -1,8 +1,11 @@
 """The online loop: publish the weights, roll out, train on the recorded traces, and again.
 
-TRL's trainer drives it. For each batch it calls `OnlineTraces`, which publishes the current weights, runs the sessions
-and reads their calls from the run folder. Sessions are not run in a data loader, because data loaders fetch ahead: the
-traces would be off policy.
+TRL's trainer drives it. Before each batch it calls `OnlineTraces.before_batch`, which publishes the current weights,
+and then `OnlineTraces`, which runs the sessions and reads their calls from the run folder. Sessions are not run in a
+data loader, because data loaders fetch ahead: the traces would be off policy.
+
+Of several processes the main one alone has recorder, engines and run folder. The others compute with it, and end when
+it ends (`processes`).
 
 A stopped training goes on from its last checkpoint. All steps after it are taken again, with the sessions that are in
 the run folder. Nothing else decides on a step: its tasks are a function of the seed and the step, and the checkpoint
@@ -10,69 +13,134 @@ holds the weights, the optimizer and the scheduler. What else decides is refused
 """
 
 import json
-from collections.abc import Callable, Sequence
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from peft import PeftModel
 from rich.console import Console
 from transformers import PrinterCallback, TrainerCallback, set_seed
 from transformers.utils import logging as transformers_logging
 
 from rolltap.addons.errors import InputError
-from rolltap.addons.store.records import Session
+from rolltap.addons.store.records import Session, utc_now
 from rolltap.addons.store.staging import new_folder
 from rolltap.trainer.blocking import run_blocking
-from rolltap.trainer.engine.admin import EngineAdmin
-from rolltap.trainer.engine.publish import CheckpointPublisher, LoraPublisher, Publisher
+from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.grpo.config import TraceGRPOConfig
+from rolltap.trainer.grpo.ranks import initialise, on_main, together
 from rolltap.trainer.grpo.trainer import TraceGRPOTrainer
+from rolltap.trainer.models.loading import load_policy, load_tokenizer
+from rolltap.trainer.models.saving import save_adapter, save_whole
 from rolltap.trainer.progress import progress_bar
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.scheduler import Group, Plan, run_groups
 from rolltap.trainer.rollouts.task import Task, load_tasks
 from rolltap.trainer.traces.build import TraceBatch
-from rolltap.trainer.training.arguments import check_arguments, lora_config, sampling, training_arguments
+from rolltap.trainer.training.arguments import (
+    check_arguments,
+    dtype_of,
+    lora_config,
+    model_arguments,
+    sampling,
+    training_arguments,
+    without_frozen,
+)
 from rolltap.trainer.training.attempts import claimed_attempt
 from rolltap.trainer.training.begun import begun_online
 from rolltap.trainer.training.checkpoints import checkpoint_step, last_checkpoint, remove_incomplete
 from rolltap.trainer.training.online import OnlineTraces
+from rolltap.trainer.training.processes import first_on_main, only_on_main, require_machine
 from rolltap.trainer.training.recipe import FINISHED, Recipe
 from rolltap.trainer.training.reports import run_reports
+from rolltap.trainer.training.serving import Serving, published_folder
+
+ADAPTER = "adapter"
+"""Folder in the trained model with the adapter, if one was trained."""
 
 
-def train(recipe: Recipe, *, engine: str, run: Path, title: str, seed: int, console: Console) -> None:
-    """Run a recipe from its start, or from the last checkpoint in `run`, to its end.
+def train(
+    recipe: Recipe, *, engine: str, run: Path, title: str, seed: int, console: Console, steal: bool = False
+) -> None:
+    """Run a recipe from its start, or from the last checkpoint in `run`, to its end. Every process calls it.
 
-    `engine` is the URL of a vLLM server that serves the recipe's model. `title` is that of the plots. Raises
-    `InputError`.
+    `engine` is the URL of a vLLM server that serves the recipe's model, or several separated by commas. `steal` takes
+    engines from another training. `title` is that of the plots. Raises `InputError`, `EngineError`, `RecorderError`,
+    `RunError` and, on processes of which another one failed, `RankError`.
     """
-    check_arguments(recipe)
-    tasks, harness = _rollouts(recipe)
-    harness.require_program()
-    if "," in engine:
-        raise InputError(f"engine is {engine!r}: weights are published to one engine, give one URL")
-    EngineAdmin(engine).require_endpoints()
-    args = training_arguments(recipe, run, seed, tasks)
+    engines = only_on_main(lambda: Engines(engine))
+
+    def check() -> tuple[list[Task], Harness]:
+        require_machine(recipe.machine, len(engines.admins))
+        check_arguments(recipe)
+        tasks, harness = _rollouts(recipe)
+        harness.require_program()
+        engines.require_endpoints()
+        return tasks, harness
+
+    tasks, harness = on_main(check)
+    args = first_on_main(lambda: training_arguments(recipe, run, seed, tasks))
+    initialise(args)
+    with ExitStack() as stack:
+        online = only_on_main(
+            lambda: stack.enter_context(_online(recipe, engines, tasks, harness, run, seed, console, steal))
+        )
+        rows = Dataset.from_dict({"task_id": [task.id for task in tasks]})
+        reports = run_reports(run, title, console)
+        trainer = make_trainer(recipe, args, rows, lambda rows: online(rows), reports, lambda: online.before_batch())
+        on_main(lambda: online.begin(trainer))
+        steps = train_to_end(trainer, console)
+        on_main(lambda: online.finish(steps))
+        on_main(lambda: save_finished(trainer, recipe, run))
+
+
+@contextmanager
+def _online(
+    recipe: Recipe,
+    engines: Engines,
+    tasks: Sequence[Task],
+    harness: Harness,
+    run: Path,
+    seed: int,
+    console: Console,
+    steal: bool,
+) -> Iterator[OnlineTraces]:
+    """Claim the run folder and the engines, start the recorder, and yield the trace source. On the main process."""
     plan = Plan(harness, recipe.concurrency, recipe.session_timeout)
     options = {**recipe.recorder, "rolltap_sampling": json.dumps(sampling(recipe))}
-    recorder = Recorder(run, engine=engine, model=recipe.model, options=options, processes=recipe.recorders)
-    begun = begun_online(recipe, tasks, harness, seed)
-    with claimed_attempt(run, begun) as attempt, recorder:
-        publisher = _publisher(recipe, engine, run)
+    recorder = Recorder(
+        run,
+        engine=",".join(engine.url for engine in engines.admins),
+        model=recipe.model,
+        options=options,
+        processes=recipe.recorders,
+    )
 
-        def run_sessions(groups: Sequence[Group], version: str) -> list[Session]:
-            with progress_bar(console) as advance:
-                return run_blocking(run_groups(groups, plan, recorder, policy_version=version, advance=advance))
+    def run_sessions(groups: Sequence[Group], version: str) -> list[Session]:
+        with progress_bar(console) as advance:
+            return run_blocking(run_groups(groups, plan, recorder, policy_version=version, advance=advance))
 
-        rows = Dataset.from_dict({"task_id": [task.id for task in tasks]})
-        source = OnlineTraces(recipe, tasks, run, attempt, publisher, run_sessions, console)
-        trainer = make_trainer(recipe, args, rows, source, run_reports(run, title, console))
-        source.trainer = trainer
-        steps = train_to_end(trainer, console)
-        publisher.publish(trainer.model, str(attempt.version(steps)))
-        save_finished(trainer, run)
+    with (
+        claimed_attempt(run, begun_online(recipe, tasks, harness, seed)) as attempt,
+        published_folder(recipe, run, attempt.run) as folder,
+        engines.claimed(attempt.run, _about(run), steal=steal),
+        recorder,
+    ):
+        serving = Serving(recipe, engines, folder, run)
+        yield OnlineTraces(recipe, tasks, run, attempt, serving, run_sessions, console)
+
+
+def _about(run: Path) -> str:
+    """Return who the owner of an engine is, for people."""
+    return (
+        f"the training {run.absolute()} on {socket.gethostname()}, process {os.getpid()}, since {utc_now():%F %T} UTC"
+    )
 
 
 def _rollouts(recipe: Recipe) -> tuple[list[Task], Harness]:
@@ -89,18 +157,27 @@ def make_trainer(
     rows: Dataset,
     source: Callable[[list[dict[str, Any]]], TraceBatch],
     reports: list[TrainerCallback],
+    before_batch: Callable[[], None] | None = None,
 ) -> TraceGRPOTrainer:
-    """Return the trainer of a recipe. `source` is called with the `rows` of a step. `reports` are of `run_reports`."""
+    """Return the trainer of a recipe. Every process calls it.
+
+    The main process alone calls `before_batch`, and then `source` with the `rows` of a step. `reports` are of
+    `run_reports`.
+    """
     set_seed(args.seed)
     transformers_logging.disable_progress_bar()  # it would show one for every published checkpoint
+    model = together(lambda: load_policy(recipe.model, dtype_of(recipe), **model_arguments(recipe)))
+    config = lora_config(recipe)
     trainer = TraceGRPOTrainer(
-        model=str(recipe.model),
+        model=model,
         args=args,
         train_dataset=rows,
         trace_source=source,
         groups_per_step=recipe.groups_per_step,
+        processing_class=load_tokenizer(recipe.model),
         callbacks=reports,
-        peft_config=lora_config(recipe),
+        peft_config=config and without_frozen(config, model),
+        before_batch=before_batch and partial(on_main, before_batch),
     )
     trainer.remove_callback(PrinterCallback)  # the reports print the line of a step
     return trainer
@@ -109,11 +186,15 @@ def make_trainer(
 def train_to_end(trainer: TraceGRPOTrainer, console: Console) -> int:
     """Train from the last whole checkpoint in the trainer's folder, or from the start, to the last step.
 
-    Returns the number of optimizer steps that made the weights.
+    Every process calls it. Returns the number of optimizer steps that made the weights.
     """
-    folder = Path(trainer.args.output_dir)
-    remove_incomplete(folder)
-    checkpoint = last_checkpoint(folder)
+
+    def find() -> Path | None:
+        folder = Path(trainer.args.output_dir)
+        remove_incomplete(folder)
+        return last_checkpoint(folder)
+
+    checkpoint = on_main(find)
     if checkpoint is not None:
         console.print(f"resuming from {checkpoint}")
         if checkpoint_step(checkpoint) >= trainer.args.max_steps:
@@ -123,17 +204,15 @@ def train_to_end(trainer: TraceGRPOTrainer, console: Console) -> int:
     return int(trainer.state.global_step)
 
 
-def save_finished(trainer: TraceGRPOTrainer, run: Path) -> None:
+def save_finished(trainer: TraceGRPOTrainer, recipe: Recipe, run: Path) -> None:
     """Save the trained model as the folder `FINISHED` of the run. It appears when it is complete.
 
-    Raises `RunError` when it cannot be written.
+    An adapter is merged into it, and is in the folder `ADAPTER` of its own.
+
+    Call it on the main process. Raises `RunError` when it cannot be written.
     """
+    model = trainer.model
     with new_folder(run / FINISHED) as folder:
-        trainer.save_model(str(folder))
-
-
-def _publisher(recipe: Recipe, engine: str, run: Path) -> Publisher:
-    folder = run / "published"
-    if recipe.publish == "lora":
-        return LoraPublisher(engine, folder, run)
-    return CheckpointPublisher(engine, folder, run)
+        save_whole(model, folder, recipe.model)
+        if isinstance(model, PeftModel):
+            save_adapter(model, folder / ADAPTER, recipe.model)

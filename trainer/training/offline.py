@@ -5,7 +5,8 @@ The runs may hold sessions of other policies than the model: the loss corrects b
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from rolltap.addons.errors import InputError
 from rolltap.addons.store.metadata import read_metadata, tokenizer_digests
 from rolltap.addons.store.tables import read_batches
 from rolltap.trainer.grpo.advantages import rewards_differ
+from rolltap.trainer.grpo.ranks import initialise, on_main
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import RecordedCalls, RecordedSession, load_sessions
@@ -26,6 +28,7 @@ from rolltap.trainer.training.arguments import check_arguments, training_argumen
 from rolltap.trainer.training.attempts import claimed_attempt
 from rolltap.trainer.training.begun import begun_offline
 from rolltap.trainer.training.loop import make_trainer, save_finished, train_to_end
+from rolltap.trainer.training.processes import first_on_main, only_on_main, require_machine
 from rolltap.trainer.training.recipe import Recipe
 from rolltap.trainer.training.reports import run_reports
 
@@ -80,8 +83,24 @@ def _count(number: int, name: str) -> str:
 def train(recipe: Recipe, runs: Sequence[Path], *, out: Path, title: str, seed: int, console: Console) -> None:
     """Train on recorded runs, from the start or from the last checkpoint in `out`, to the recipe's last step.
 
-    Raises `InputError` for runs that the recipe's model cannot be trained on, and `RunError`.
+    Every process calls it; the main one alone reads the runs. Raises `InputError` for runs that the recipe's model
+    cannot be trained on, `RunError` and, on processes of which another one failed, `RankError`.
     """
+    groups = on_main(lambda: _groups(recipe, runs))
+    args = first_on_main(lambda: training_arguments(recipe, out, seed, groups))
+    initialise(args)
+    with ExitStack() as stack:
+        source = only_on_main(lambda: stack.enter_context(_recorded(recipe, runs, groups, out, seed, console)))
+        tasks = [group.task_id for group in groups]
+        rows = Dataset.from_dict({"group": list(range(len(groups))), "task_id": tasks})
+        trainer = make_trainer(recipe, args, rows, lambda rows: source(rows), run_reports(out, title, console))
+        train_to_end(trainer, console)
+        on_main(lambda: save_finished(trainer, recipe, out))
+
+
+def _groups(recipe: Recipe, runs: Sequence[Path]) -> list[RecordedGroup]:
+    """Return the groups to train, after the checks of recipe and runs."""
+    require_machine(recipe.machine)
     check_arguments(recipe)
     temperature = recipe.grpo.get("temperature", 1.0)
     for run in runs:
@@ -95,18 +114,21 @@ def train(recipe: Recipe, runs: Sequence[Path], *, out: Path, title: str, seed: 
         raise InputError(
             f"groups_per_step is {recipe.groups_per_step}, but the runs have {len(groups)} groups to train"
         )
-    args = training_arguments(recipe, out, seed, groups)
+    return groups
+
+
+@contextmanager
+def _recorded(
+    recipe: Recipe, runs: Sequence[Path], groups: Sequence[RecordedGroup], out: Path, seed: int, console: Console
+) -> Iterator["RecordedTraces"]:
+    """Claim the folder, and yield the trace source. On the main process."""
     with claimed_attempt(out, begun_offline(recipe, [astuple(group) for group in groups], seed)):
         sessions = sum(len(group.session_ids) for group in groups)
         console.print(f"{len(groups)} groups whose rewards differ, of {sessions} sessions")
         source = RecordedTraces(runs, groups, TraceOptions(recipe.strategy, recipe.roles, recipe.max_tokens))
         if (skipped := source.skipped()).groups:
             console.print(f"not trained: {skipped}", highlight=False)
-        tasks = [group.task_id for group in groups]
-        rows = Dataset.from_dict({"group": list(range(len(groups))), "task_id": tasks})
-        trainer = make_trainer(recipe, args, rows, source, run_reports(out, title, console))
-        train_to_end(trainer, console)
-        save_finished(trainer, out)
+        yield source
 
 
 class RecordedTraces:

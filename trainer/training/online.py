@@ -1,4 +1,4 @@
-"""The trace source of an online run: publishes the weights, runs the sessions of a step, and reads their traces.
+"""The steps of an online run on its main process: publishes the weights, runs the sessions, and reads their traces.
 
 A step that an earlier attempt trained has the same batch again. Another step of a resumed run takes the sessions that
 it finds in the run folder, and runs only those that are missing or were faults.
@@ -14,7 +14,6 @@ from rich.console import Console
 
 from rolltap.addons.errors import RecorderError, RunError
 from rolltap.addons.store.records import Session
-from rolltap.trainer.engine.publish import Publisher
 from rolltap.trainer.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.rollouts.scheduler import Group
 from rolltap.trainer.rollouts.task import Task
@@ -24,11 +23,17 @@ from rolltap.trainer.traces.sessions import TraceOptions, load_batch
 from rolltap.trainer.training.attempts import Attempt
 from rolltap.trainer.training.batches import BATCHES, TrainedBatches
 from rolltap.trainer.training.recipe import Recipe
+from rolltap.trainer.training.serving import Serving
 from rolltap.trainer.training.steps import FinishedSessions, further_tasks, has_signal, step_group
 from rolltap.trainer.versions import Version
+from rolltap.trainer.views.check import check_sessions
 
 RunSessions = Callable[[Sequence[Group], str], list[Session]]
 """Runs and records the sessions of groups. The second argument is their policy version."""
+
+
+CHECKED_CALLS = 16
+"""Calls of the first step that are scored again."""
 
 
 @dataclass(slots=True)
@@ -36,14 +41,13 @@ class _Counts:
     """Numbers of a step for its line."""
 
     recorded_before: int = 0
-    publish_seconds: float = 0.0
     session_seconds: float = 0.0
 
 
 class OnlineTraces:
-    """Trace source of an online run. Set `trainer` before the first batch.
+    """Trace source of an online run, and what comes before each batch and after the last. On the main process only.
 
-    `run` is the run folder. `run_sessions` records into it.
+    `run` is the run folder. `run_sessions` records into it. Call `begin` before the first batch.
     """
 
     def __init__(
@@ -52,7 +56,7 @@ class OnlineTraces:
         tasks: Sequence[Task],
         run: Path,
         attempt: Attempt,
-        publisher: Publisher,
+        serving: Serving,
         run_sessions: RunSessions,
         console: Console,
     ) -> None:
@@ -62,17 +66,41 @@ class OnlineTraces:
         self._run = run
         self._trace_options = TraceOptions(recipe.strategy, recipe.roles, recipe.max_tokens)
         self._attempt = attempt
-        self._publisher = publisher
+        self._serving = serving
         self._run_sessions = run_sessions
         self._console = console
         self._recorded = load_sessions(run)
         self._finished = FinishedSessions(self._recorded.values())
         self._trained = TrainedBatches(run)
-        self._published: Version | None = None
+        self._publish_seconds = 0.0
+        self._to_check: list[str] = []
+        self._checked = False
+
+    def begin(self, trainer: TraceGRPOTrainer) -> None:
+        """Take the trainer, which still has the weights that it began with, and verify that the engines serve them.
+
+        Raises `EngineError`.
+        """
+        self.trainer = trainer
+        self._serving.verify_base(trainer, str(self._attempt.version(0)), self._console)
+
+    def before_batch(self) -> None:
+        """Publish the weights that sample the next batch, unless the batch is on the disk.
+
+        Raises what `Serving.publish` raises.
+        """
+        version = self._attempt.version(self.trainer.state.global_step)
+        self._publish_seconds = 0.0
+        if self._trained.get(version.step) is None:
+            self._publish(version)
+
+    def finish(self, steps: int) -> None:
+        """Publish the trained weights, of so many steps. Raises what `Serving.publish` raises."""
+        self._publish(self._attempt.version(steps))
 
     def __call__(self, rows: list[dict[str, Any]]) -> TraceBatch:
         """Return the batch of a step: one group of sessions for each row (`task_id`), and those that replace groups
-        without signal. Publish the weights if any session has to be run.
+        without signal.
 
         Raises `RecorderError` when every session failed because of the engine, the recorder or the machine, and
         `RunError` when the run lacks a session of a step that was trained.
@@ -129,17 +157,32 @@ class OnlineTraces:
         ]
         if any(group.session_ids for group in missing):
             started = time.monotonic()
-            self._publish(version)
-            published = time.monotonic()
             sessions |= {session.session_id: session for session in self._run_sessions(missing, str(version))}
-            counts.publish_seconds += published - started
-            counts.session_seconds += time.monotonic() - published
+            counts.session_seconds += time.monotonic() - started
+            if not self._checked:
+                self._to_check += [name for group in missing for name in group.session_ids]
         return [[sessions[name] for name in group.session_ids] for group in groups]
 
     def _publish(self, version: Version) -> None:
-        if self._published != version:
-            self._publisher.publish(self.trainer.model, str(version))
-            self._published = version
+        if self._to_check:
+            self._check()  # while the engines serve the weights that sampled the sessions
+        started = time.monotonic()
+        self._serving.publish(self.trainer, str(version))
+        self._publish_seconds = time.monotonic() - started
+
+    def _check(self) -> None:
+        """Score calls of the attempt's first step again, and print the mean difference."""
+        urls = ",".join(engine.url for engine in self._serving.engines.admins)
+        report = check_sessions(self._run, urls, self._to_check, sample=CHECKED_CALLS)
+        self._to_check, self._checked = [], True
+        if report is None:
+            line = "checked no call of the first step: none was sampled neutrally by weights that the engines serve"
+        else:
+            tokens = sum(row.tokens for row in report.rows)
+            mean = sum(row.mean_difference * row.tokens for row in report.rows) / tokens
+            calls = sum(row.calls for row in report.rows)
+            line = f"checked {calls} calls of the first step: scored again, a token differs by {mean:.1e} nats"
+        self._console.print(line, highlight=False, soft_wrap=True)
 
     def _load(self, sessions: Sequence[Session]) -> TraceBatch:
         """Return the batch of sessions, in their order.
@@ -159,7 +202,7 @@ class OnlineTraces:
         before = f" ({counts.recorded_before} recorded before)" if counts.recorded_before else ""
         self._console.print(
             f"step {version.step + 1}/{self.trainer.args.max_steps}  {sessions} sessions{before} in "
-            f"{counts.session_seconds:.1f} s, weights published in {counts.publish_seconds:.1f} s",
+            f"{counts.session_seconds:.1f} s, weights published in {self._publish_seconds:.1f} s",
             highlight=False,
             soft_wrap=True,
         )

@@ -97,7 +97,9 @@ def load_recipe(path: Path) -> Recipe:
     if recipe.publish == "lora" and not recipe.lora:
         raise InputError(f'{path}: publish = "lora" needs a [lora] table; publish = "checkpoint" trains without one')
     paths: dict[str, Any] = {
-        name: (path.parent / getattr(recipe, name)).resolve() for name in ("model", "tasks") if getattr(recipe, name)
+        name: (path.parent / getattr(recipe, name)).resolve()
+        for name in ("model", "tasks", "publish_folder")
+        if getattr(recipe, name)
     }
     if recipe.harness is not None and recipe.harness.endswith(".toml"):
         paths["harness"] = str((path.parent / recipe.harness).resolve())

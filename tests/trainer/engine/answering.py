@@ -15,7 +15,10 @@ HEALTHY: dict[str, Any] = {
 
 
 class Answering(ThreadingHTTPServer):
-    """An HTTP server. `answers` maps a path to JSON, or to a status and a text. Other paths get FastAPI's 404."""
+    """An HTTP server. `answers` maps a path to JSON, to a status and a text, or to a function of method and body.
+
+    Other paths get FastAPI's 404.
+    """
 
     def __init__(self, port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
@@ -36,15 +39,17 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(401)
             return
         path = self.path.partition("?")[0]
-        body = self.rfile.read(int(self.headers.get("content-length", 0)))
-        self.server.requests.append((self.path, json.loads(body) if body else None))
+        sent = self.rfile.read(int(self.headers.get("content-length", 0)))
+        body = json.loads(sent) if sent else None
+        self.server.requests.append((self.path, body))
         answer = self.server.answers.get(path, (404, '{"detail":"Not Found"}'))
+        answer = answer(self.command, body) if callable(answer) else answer
         status, text = answer if isinstance(answer, tuple) else (200, json.dumps(answer))
         self.send_response(status)
         self.end_headers()
         self.wfile.write(text.encode())
 
-    do_POST = do_GET
+    do_POST = do_PUT = do_DELETE = do_GET
 
     def log_message(self, *_: object) -> None:
         """Suppress the access log."""

@@ -52,11 +52,16 @@ def test_a_vllm_that_is_too_old_says_what_is_missing(answering, admin):
         admin.require_endpoints()
 
 
-def test_an_engine_is_resumed_when_the_work_fails_and_the_error_of_the_work_is_raised(answering, admin):
+def test_weights_that_were_not_loaded_leave_the_engine_paused(answering, admin):
     answering.answers["/pause"] = {}
-    with pytest.raises(EngineError, match="/collective_rpc: 404"), admin.paused():
-        admin.reload_weights(Path("/published/policy-1"))
-    assert [path for path, _ in answering.requests] == ["/pause?mode=wait", "/collective_rpc", "/resume"]
+    with pytest.raises(EngineError, match="/collective_rpc: 404"):
+        admin.serve(Path("/published/policy-1"), "1")
+    assert [path for path, _ in answering.requests] == ["/pause?mode=wait", "/collective_rpc"]
+
+
+def test_an_engine_says_whether_it_is_paused(answering, admin):
+    answering.answers["/is_paused"] = {"is_paused": True}
+    assert admin.is_paused() is True
 
 
 def test_a_prefix_cache_that_was_kept_is_an_error(answering, admin):
@@ -116,7 +121,7 @@ NOT_FOUND = (404, '{"error":{"message":"cannot be found","type":"NotFoundError"}
             lambda e: e.reload_weights(Path("/a")),
             "/collective_rpc",
             (500, "boom"),
-            "500 boom; .*have no usable weights now",
+            "500 boom; read the engine.s log",
         ),
     ],
 )

@@ -83,10 +83,11 @@ def test_a_server_without_a_digest_does_not_start(monkeypatch):
         RequireKey(None)
 
 
-def test_it_is_imported_without_rolltap_and_without_other_packages():
-    show = (
-        f"import sys; sys.path.insert(0, {str(FOLDER)!r}); import rolltap_key, json; print(json.dumps([*sys.modules]))"
-    )
+def test_they_are_imported_without_rolltap_and_without_other_packages():
+    names = sorted(path.stem for path in FOLDER.glob("rolltap_*.py"))
+    assert names == ["rolltap_key", "rolltap_owner"]
+    imports = f"import json, sys; sys.path.insert(0, {str(FOLDER)!r}); import {', '.join(names)}"
+    show = f"{imports}; print(json.dumps([*sys.modules]))"
     printed = subprocess.run([sys.executable, "-I", "-S", "-c", show], capture_output=True, text=True, check=True)
-    modules = {name.split(".")[0] for name in json.loads(printed.stdout)} - {"rolltap_key", "__main__"}
+    modules = {name.split(".")[0] for name in json.loads(printed.stdout)} - {*names, "__main__"}
     assert modules <= set(sys.stdlib_module_names) | {"_distutils_hack", "sitecustomize"}

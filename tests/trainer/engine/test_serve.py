@@ -9,6 +9,7 @@ import pytest
 from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.serve import EngineServer, engine_command, is_cpu_build
+from rolltap.trainer.training.recipe import Recipe
 from tests.trainer.engine import answering as answering_program
 
 DEFAULTS = {"host": "127.0.0.1", "port": 8000, "max_model_len": None, "lora_rank": 0}
@@ -36,6 +37,13 @@ def test_on_cpu_a_prefill_is_never_split():
 def test_adapters_are_enabled_up_to_the_rank():
     command = engine_command("vllm", "model", **DEFAULTS | {"lora_rank": 16}, cpu=False)
     assert flag(command, "--max-lora-rank") == "16"
+    assert int(flag(command, "--max-cpu-loras")) > Recipe.model_fields["adapters"].default
+
+
+def test_the_key_is_asked_for_before_the_owner():
+    command = engine_command("vllm", "model", **DEFAULTS, cpu=False)
+    middleware = [command[i + 1] for i, word in enumerate(command) if word == "--middleware"]
+    assert middleware == ["rolltap_owner.OneOwner", "rolltap_key.RequireKey"]  # the last one is outermost
 
 
 def fake_vllm(folder, script):
@@ -154,6 +162,7 @@ def test_every_route_of_vllm_but_health_requires_the_key(engine):
         ("GET", "/docs"),
         ("GET", "/metrics"),
         ("OPTIONS", "/pause"),
+        *((method, "/rolltap/owner") for method in ("GET", "PUT", "DELETE")),
     ]:
         if path != "/health":
             assert httpx.request(method, engine.url + path, timeout=30).status_code == 401, (method, path)

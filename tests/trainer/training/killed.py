@@ -25,14 +25,13 @@ import transformers.trainer
 from rich.console import Console
 from transformers import AutoModelForCausalLM, TrainerState
 
-from rolltap.trainer.engine import publish
+from rolltap.trainer.engine import engines, publish_checkpoint, publish_lora
 from rolltap.trainer.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.metrics_file import METRICS, read_metrics
 from rolltap.trainer.traces.reader import load_sessions
 from rolltap.trainer.training import attempts, loop, online
 from rolltap.trainer.training.recipe import FINISHED, load_recipe
-from tests.trainer.grpo.tiny import tiny_model, tokenizer
-from tests.trainer.training.stand_ins import FakeRecorder, FolderEngine, Points, sessions_by
+from tests.trainer.training.stand_ins import FakeRecorder, FolderEngine, Points, sessions_by, tiny_folder
 
 STEPS = 5
 SAVE_STEPS = 2
@@ -46,6 +45,7 @@ groups_per_step = 2
 sessions_per_group = 2
 replace_zero_variance = 1
 publish = "{{publish}}"
+adapters = 2
 
 [grpo]
 learning_rate = 1e-2
@@ -72,6 +72,9 @@ POINTS = {
         ["3: paused 1"],
         ["3: after the engine has loaded the weights 1"],
         ["3: before the engine goes on 1"],
+        ["3: paused 1", "0: paused 1"],
+        ["3: after the engine has loaded the weights 1", "0: after the engine has loaded the weights 1"],
+        ["3: before the engine goes on 1", "0: before the engine goes on 1"],
         ["3: before renaming .policy.json 1"],
         ["3: after write_policy 1"],
         ["3: half of policy- was removed 1"],
@@ -97,7 +100,7 @@ POINTS = {
     ],
     "lora": [
         ["3: after the engine has loaded the adapter 1"],
-        ["3: half of policy- was removed 2"],
+        ["3: half of policy- was removed 1"],
         ["4: before save_finished 1"],
     ],
     "twice": [
@@ -113,8 +116,9 @@ on are those of a further group."""
 def make_points(points: Points) -> None:
     """Let the loop and the libraries below it pass points."""
     points.around(attempts, "write_atomically", lambda path, _: f"writing {path.name}")
-    points.around(publish, "_save", lambda *_: "the policy is saved")
-    points.around(publish, "_write_policy")
+    for way in (publish_checkpoint, publish_lora):
+        points.around(way, "save", lambda *_: "the policy is saved")
+        points.around(way, "write_policy")
     points.around(Path, "rename", lambda path, _: f"renaming {path.name}")
     points.around(online, "load_batch")
     points.around(TraceGRPOTrainer, "training_step", lambda *_: "a micro-batch")
@@ -159,12 +163,16 @@ def train(folder: Path, kill_at: str | None = None) -> int:
         points = Points(kill_at)
         make_points(points)
         FolderEngine.folder, FolderEngine.points = folder / "engine", points
-        publish.EngineAdmin = loop.EngineAdmin = FolderEngine
+        FolderEngine.model = folder.parents[1] / "model"
+        engines.EngineAdmin = FolderEngine
         loop.Recorder, loop.run_groups = FakeRecorder, sessions_by(points)
-        call = online.OnlineTraces.__call__
+        call, before_batch = online.OnlineTraces.__call__, online.OnlineTraces.before_batch
+
+        def stepped(source: online.OnlineTraces) -> None:
+            points.step = source.trainer.state.global_step
+            before_batch(source)
 
         def noted(source: online.OnlineTraces, rows: list[dict[str, Any]]) -> Any:
-            points.step = source.trainer.state.global_step
             batch = call(source, rows)
             traces = [
                 [trace.prompt_ids, trace.completion_ids, trace.completion_mask, trace.logprobs]
@@ -172,11 +180,16 @@ def train(folder: Path, kill_at: str | None = None) -> int:
             ]
             rewards = [[labelled.group_id.partition(".")[2], labelled.reward] for labelled in batch.rewards.values()]
             with (folder / "batches").open("a") as file:
-                line = {"step": points.step, "rewards": rewards, "traces": traces, "ledger": str(batch.ledger)}
+                line = {
+                    "step": source.trainer.state.global_step,
+                    "rewards": rewards,
+                    "traces": traces,
+                    "ledger": str(batch.ledger),
+                }
                 file.write(json.dumps(line) + "\n")
             return batch
 
-        online.OnlineTraces.__call__ = noted
+        online.OnlineTraces.__call__, online.OnlineTraces.before_batch = noted, stepped
         recipe = load_recipe(folder.parent / "recipe.toml")
         with open(os.devnull, "w") as silent:
             loop.train(
@@ -267,8 +280,7 @@ def main(folder: Path) -> None:
     """Write the recipe, train without a kill, and then once for each point."""
     torch.set_num_threads(1)
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # no threads before the forks
-    tiny_model().save_pretrained(folder / "model")
-    tokenizer().save_pretrained(folder / "model")
+    tiny_folder(folder / "model")
     tasks = [{"id": task, "instruction": "go", "evaluate": ["true"]} for task in TASKS]
     AutoModelForCausalLM.from_pretrained(folder / "model")  # fills caches of transformers
     gc.freeze()

@@ -1,14 +1,14 @@
 """Stand-ins of an online training: a folder for the engine, a function for harness and recorder; points to be killed
 at."""
 
+import json
 import os
 import random
 import re
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,17 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from tokenizers.pre_tokenizers import Whitespace
 
+from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
+from rolltap.addons.errors import EngineError
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call, Session, VersionSpan
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.engine.admin import Models
 from rolltap.trainer.rollouts.scheduler import Group, Plan
 from rolltap.trainer.traces.reader import load_sessions
-from tests.trainer.grpo.tiny import VOCABULARY, tiny_model
+from tests.trainer.grpo.tiny import VOCABULARY, tiny_model, tokenizer
 
 PROMPT = 6
 FAULTS = re.compile(r"\.2\.(0-0|2-[01])\.")
@@ -63,13 +66,24 @@ class Points:
 
 
 class FolderEngine:
-    """Stands in for `EngineAdmin`: a folder with the loaded weights. It outlives a killed training, as vLLM does."""
+    """Stands in for `EngineAdmin`: a folder with all that an engine knows. It outlives a killed training, as vLLM does.
+
+    It is started by its first use, with the weights in `model`. The folder below `folder` is named by the URL's port.
+    """
 
     folder: Path
+    model: Path
     points: Points
+    refuses: Collection[str] = ()
+    """Ports whose engines refuse to load weights that are not those of `model`."""
 
     def __init__(self, url: str) -> None:
-        self.folder.mkdir(exist_ok=True)
+        self.url = url
+        self.place = self.folder / url.rpartition(":")[2]
+        if not self.place.exists():
+            self.place.mkdir(parents=True)
+            shutil.copy(self.model / "model.safetensors", self.place)
+            (self.place / "version").write_text("default")
 
     def require_endpoints(self) -> None:
         """Do nothing."""
@@ -78,46 +92,88 @@ class FolderEngine:
         """Return False, so that any model is published."""
         return False
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Pass the points of a pause."""
+    def register(self, method: str, *, owner: str, about: str = "", steal: bool = False) -> tuple[int, Any]:
+        """Keep the owner."""
+        file = self.place / "owner"
+        present = file.read_text() if file.exists() else owner
+        if present != owner and not steal:
+            return 409, {"owner": present, "about": "the other training"}
+        if method == "PUT":
+            file.write_text(owner)
+        else:
+            file.unlink(missing_ok=True)
+        return 200, {"owner": owner, "about": about}
+
+    def is_paused(self) -> bool:
+        """Return True between a pause and a resume."""
+        return (self.place / "paused").exists()
+
+    def pause(self) -> None:
+        """Pass the point of a pause."""
+        (self.place / "paused").touch()
         self.points.reach("paused")
-        yield
+
+    def resume(self) -> None:
+        """Pass the point before an engine goes on. Without whole weights it would crash."""
+        assert (self.place / "version").exists(), "it has no usable weights"
         self.points.reach("before the engine goes on")
+        (self.place / "paused").unlink(missing_ok=True)
 
-    def reload_weights(self, checkpoint: Path) -> None:
-        """Replace the weights file by file, as an engine does that loads one tensor after the other."""
-        (self.folder / "version").unlink(missing_ok=True)
-        shutil.copy(checkpoint / "model.safetensors", self.folder)
+    def serve(self, checkpoint: Path, version: str) -> None:
+        """Pause, install and resume."""
+        self.pause()
+        self.install(checkpoint, version)
+        self.resume()
+
+    def install(self, checkpoint: Path, version: str) -> None:
+        """Replace the weights file by file, as an engine does that loads one tensor after the other; then name them."""
+        assert self.is_paused(), "weights change only between calls"
+        (self.place / "version").unlink(missing_ok=True)
+        self._refuse(checkpoint)
+        shutil.copy(checkpoint / "model.safetensors", self.place)
         self.points.reach("after the engine has loaded the weights")
+        self._name(version, self.place / "model.safetensors")
+        (self.place / "version").write_text(version)
 
-    def reset_prefix_cache(self) -> None:
-        """Do nothing."""
-
-    def set_weight_version(self, version: str) -> None:
-        """Name the weights. No name is given twice."""
-        self._name(version)
-        (self.folder / "version").write_text(version)
+    def weight_version(self) -> str:
+        """Return the name of the weights."""
+        return (self.place / "version").read_text()
 
     def models(self) -> Models:
         """Return the loaded adapters."""
-        return Models("tiny", "tiny", 100, frozenset(path.name for path in self.folder.glob("policy-*")))
+        adapters = frozenset(path.name for path in self.place.glob("policy-*"))
+        return Models("tiny", str(self.model), 1000, adapters)
 
     def load_adapter(self, name: str, folder: Path) -> None:
         """Load an adapter. No name is given twice."""
-        self._name(name.removeprefix("policy-"))
-        shutil.copytree(folder, self.folder / name)
+        self._refuse(folder)
+        self._name(name.removeprefix("policy-"), folder / "adapter_model.safetensors")
+        shutil.copytree(folder, self.place / name)
         self.points.reach("after the engine has loaded the adapter")
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter."""
-        shutil.rmtree(self.folder / name)
+        shutil.rmtree(self.place / name)
 
-    def _name(self, version: str) -> None:
+    @torch.no_grad()
+    def score(self, model: str, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[float]:
+        """Score by the base weights, or by an adapter."""
+        assert not self.is_paused(), "a call waits until the engine is resumed"
+        policy, _ = served(self.place, None if model == "tiny" else model)
+        return logprobs_of(policy, [*prompt_ids], [*completion_ids])
+
+    def _refuse(self, folder: Path) -> None:
+        if self.place.name in self.refuses and folder != self.model:
+            raise EngineError(f"the engine at {self.url} refuses {folder.name}")
+
+    def _name(self, version: str, weights: Path) -> None:
+        """Give weights a name that no others have."""
+        digest = sha256(b"".join(tensor.numpy().tobytes() for _, tensor in sorted(load_file(weights).items())))
         names = self.folder / "names"
-        assert not names.exists() or version not in names.read_text().splitlines(), f"{version} was published before"
+        known = dict(line.split() for line in names.read_text().splitlines()) if names.exists() else {}
+        assert known.get(version, digest.hexdigest()) == digest.hexdigest(), f"{version} was given to other weights"
         with names.open("a") as file:
-            file.write(f"{version}\n")
+            file.write(f"{version} {digest.hexdigest()}\n")
 
 
 class FakeRecorder:
@@ -141,7 +197,8 @@ def sessions_by(points: Points) -> Callable[..., Any]:
         groups: Sequence[Group], plan: Plan, recorder: FakeRecorder, *, policy_version: str, advance: Any
     ) -> list[Session]:
         """Record sessions that are a function of the engine's weights, the task and the index, in any order."""
-        model, weights = served(recorder.path.parent / "engine", policy_version)
+        places = sorted(path for path in FolderEngine.folder.iterdir() if path.is_dir())
+        policies = [policy_of(place, policy_version) for place in places]
         waiting = [(group, session_id) for group in groups for session_id in group.session_ids]
         random.Random(policy_version).shuffle(waiting)
         ended = []
@@ -149,6 +206,7 @@ def sessions_by(points: Points) -> Callable[..., Any]:
         with RunWriter(recorder.path, "never") as writer:
             for group, session_id in waiting:
                 index = session_id.removeprefix(group.group_id).partition(".")[0]
+                model, weights = policies[len(ended) % len(policies)]
                 rng = random.Random(f"{weights} {group.task.id} {index}")
                 calls = sampled(model, rng, group.task.id, session_id, policy_version)
                 for call in calls:
@@ -174,19 +232,26 @@ def sessions_by(points: Points) -> Callable[..., Any]:
     return run_groups
 
 
-def served(engine: Path, version: str) -> tuple[Any, str]:
-    """Return the model that the engine serves under a version, and the digest of its weights."""
+def policy_of(place: Path, version: str) -> tuple[Any, str]:
+    """Return what an engine serves under a version, as `served` does."""
+    if (place / f"policy-{version}").exists():
+        return served(place, f"policy-{version}")
+    assert (place / "version").read_text() == version, "the engine serves other weights"
+    assert not (place / "paused").exists(), "a call waits until the engine is resumed"
+    return served(place, None)
+
+
+def served(place: Path, adapter: str | None) -> tuple[Any, str]:
+    """Return the model of an engine, with an adapter if one is named, and the digest of its weights."""
     model = tiny_model()
-    adapter = engine / f"policy-{version}" / "adapter_model.safetensors"
-    if adapter.exists():
+    weights = place / "model.safetensors"
+    model.load_state_dict(load_file(weights))
+    if adapter is not None:
+        weights = place / adapter / "adapter_model.safetensors"
         model = get_peft_model(model, lora())
-        named = {name.replace(".weight", ".default.weight"): weight for name, weight in load_file(adapter).items()}
+        named = {name.replace(".weight", ".default.weight"): weight for name, weight in load_file(weights).items()}
         assert not model.load_state_dict(named, strict=False).unexpected_keys
-    else:
-        assert (engine / "version").read_text() == version, "the engine serves other weights"
-        adapter = engine / "model.safetensors"
-        model.load_state_dict(load_file(adapter))
-    return model.eval(), sha256(adapter.read_bytes()).hexdigest()
+    return model.eval(), sha256(weights.read_bytes()).hexdigest()
 
 
 @torch.no_grad()
@@ -197,19 +262,35 @@ def sampled(model: Any, rng: random.Random, task: str, session_id: str, version:
     calls = []
     for turn in range(2):
         ids = rng.choices(range(2, VOCABULARY), k=rng.randrange(2, 6))
-        scores = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         calls.append(
             Call(
                 session_id=session_id,
                 call_id=f"{turn}",
                 prompt_ids=prompt,
                 completion_ids=ids,
-                logprobs=scores.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist(),
+                logprobs=logprobs_of(model, prompt, ids),
+                sampling=json.dumps(NEUTRAL_SAMPLING),
                 weight_versions=[VersionSpan(version=version, start=0, end=len(ids))],
             )
         )
         prompt = prompt + ids + rng.choices(range(2, VOCABULARY), k=3)
     return calls
+
+
+def logprobs_of(model: Any, prompt: list[int], ids: list[int]) -> list[float]:
+    """Return the log-probabilities of the tokens after a prompt."""
+    scores = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    scored: list[float] = scores.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
+    return scored
+
+
+def tiny_folder(folder: Path) -> Path:
+    """Write the tiny model, with a tokenizer that makes several tokens of a text. Return the folder."""
+    tiny_model().save_pretrained(folder)
+    words = tokenizer()
+    words.backend_tokenizer.pre_tokenizer = Whitespace()
+    words.save_pretrained(folder)
+    return folder
 
 
 def lora() -> LoraConfig:

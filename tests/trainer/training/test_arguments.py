@@ -1,11 +1,13 @@
 """A recipe's arguments for TRL, PEFT and the recorder."""
 
 import pytest
+from peft import LoraConfig, get_peft_model
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.task import load_tasks
-from rolltap.trainer.training.arguments import check_arguments, sampling, training_arguments
+from rolltap.trainer.training.arguments import check_arguments, dtype_of, sampling, training_arguments, without_frozen
 from rolltap.trainer.training.checkpoints import CHECKPOINTS
+from rolltap.trainer.training.processes import WAIT_SECONDS
 from rolltap.trainer.training.recipe import load_recipe
 from tests.trainer.grpo.tiny import tiny_model
 from tests.trainer.training.test_loop import write_recipe
@@ -26,6 +28,23 @@ class TestArguments:
         assert args.output_dir == str(tmp_path / CHECKPOINTS)
 
     @pytest.mark.parametrize(
+        ("text", "dtype", "autocast"),
+        [
+            ("", "float32", False),
+            ("dtype = 'bfloat16'\n", "bfloat16", True),
+            ("dtype = 'bfloat16'\n[grpo]\nbf16 = false\n", "bfloat16", False),
+            ("dtype = 'float16'\n[lora]\nr = 2\n", "float16", False),
+        ],
+    )
+    def test_only_bfloat16_weights_are_autocast(self, arguments, tmp_path, text, dtype, autocast):
+        assert arguments(text).bf16 == autocast
+        assert dtype_of(load_recipe(tmp_path / "recipe.toml")) == dtype
+
+    def test_processes_wait_for_the_rollouts_of_a_step(self, arguments):
+        assert arguments("").ddp_timeout == WAIT_SECONDS
+        assert arguments("[grpo]\nddp_timeout = 60\n").ddp_timeout == 60
+
+    @pytest.mark.parametrize(
         ("text", "values", "message"),
         [
             ("[grpo]\nlearning_rat = 1\n", {}, "learning_rat"),
@@ -35,6 +54,30 @@ class TestArguments:
     def test_invalid_arguments_are_refused(self, arguments, text, values, message):
         with pytest.raises(InputError, match=message):
             arguments(text, **values)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+class TestFrozenTowers:
+    @pytest.fixture(autouse=True)
+    def tower(self, monkeypatch):
+        def frozen(model):
+            return [name for name, _ in model.named_modules() if name.startswith("model.layers.0")]
+
+        monkeypatch.setattr("rolltap.trainer.training.arguments.frozen_modules", frozen)
+
+    @pytest.mark.parametrize(
+        ("excluded", "left"),
+        [
+            (None, {"q_proj", "v_proj"}),
+            (["v_proj"], {"q_proj"}),
+            (r".*\.v_proj", {"q_proj"}),
+        ],
+    )
+    def test_an_adapter_leaves_them_out_and_what_the_recipe_leaves_out(self, excluded, left):
+        config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], exclude_modules=excluded)
+        model = get_peft_model(tiny_model(), without_frozen(config, tiny_model()))
+        adapted = {name.partition("layers.")[2] for name, _ in model.named_modules() if name.endswith("lora_A")}
+        assert adapted == {f"1.self_attn.{name}.lora_A" for name in left}
 
 
 class TestSampling:
@@ -87,6 +130,13 @@ class TestChecks:
             ('[grpo]\nmismatch_min = "0.5"\n', "grpo.mismatch_min = '0.5'"),
             ('[grpo]\nbf16 = "yes"\n', "grpo.bf16 = 'yes': Input should be a valid boolean"),
             ('[grpo]\nreport_to = "pencil"\n', "there is no reporter 'pencil'"),
+            (
+                "[grpo]\nmodel_init_kwargs = {dtype = 'float32'}\n",
+                "model_init_kwargs.dtype: set `dtype`",
+            ),
+            ("[grpo]\nddp_backend = 'mpi'\n", "grpo.ddp_backend is set by rolltap"),
+            ("dtype = 'float16'\n", r'dtype = "float16" without a \[lora\] table: .*; add \[lora\], or set dtype'),
+            ("dtype = 'float16'\n[lora]\nr = 2\n[grpo]\nbf16 = true\n", r'grpo\.bf16 = true with dtype = "float16"'),
             ("[lora]\nrr = 8\n", r"lora\.rr is not an argument of PEFT's LoraConfig"),
             ('[lora]\nr = "8"\n', r"lora\.r = '8': Input should be a valid integer"),
             ('[lora]\nbias = "some"\n', r"lora\.bias = 'some': Input should be 'none', 'all' or 'lora_only'"),
@@ -106,7 +156,7 @@ class TestChecks:
         "text",
         [
             "[grpo]\nlearning_rate = 1\nscale_rewards = false\noptim = 'sgd'\nreport_to = ['none']\n",
-            "[grpo]\nmemory_gib = 2\nmodel_init_kwargs = {dtype = 'float32'}\nlogging_strategy = 'steps'\n",
+            "[grpo]\nmemory_gib = 2\nmodel_init_kwargs = {attn_implementation = 'eager'}\nlogging_strategy = 'steps'\n",
             "[lora]\nr = 2\ntarget_modules = 'all-linear'\ninit_lora_weights = 'pissa_niter_16'\n",
             "[lora]\nr = 2\ntarget_modules = ['q_proj']\nmodules_to_save = ['embed_tokens']\n",
         ],

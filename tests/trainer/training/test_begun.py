@@ -9,7 +9,7 @@ from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.task import Task
 from rolltap.trainer.training.begun import begun_offline, begun_online, require_same
-from rolltap.trainer.training.recipe import Recipe
+from rolltap.trainer.training.recipe import Machine, Recipe
 
 TASK = Task(id="a", instruction="go", evaluate=["true"])
 HARNESS = Harness(name="h", program="p", headless=[])
@@ -23,7 +23,8 @@ def online(*, tasks=(TASK,), harness=HARNESS, seed=0, **recipe):
     "changed",
     [
         {"steps": 9, "concurrency": 1, "recorders": 2, "session_timeout": 1.0, "save_steps": 2},
-        {"publish": "lora"},
+        {"publish": "lora", "publish_folder": Path("/dev/shm"), "adapters": 9, "max_difference": 1.0},
+        {"machine": Machine(processes=2, engines=2)},
         {"grpo": {"report_to": "wandb", "logging_steps": 2, "save_total_limit": 9, "run_name": "x"}},
         {"grpo": {"tokens_per_segment": 8, "memory_gib": 2.0, "offload_states": True, "forward": "padded"}},
         {"recorder": {"rolltap_patience": "9"}},
@@ -38,6 +39,7 @@ def test_how_a_step_is_computed_and_reported_may_change(changed):
     [
         ({"seed": 1}, r"seed \(it was 0\)"),
         ({"model": Path("n")}, r'model \(it was "m"\)'),
+        ({"dtype": "bfloat16"}, r'dtype \(it was "float32"\)'),
         ({"tasks": (TASK.model_copy(update={"instruction": "stop"}),)}, "tasks"),
         ({"tasks": (TASK.model_copy(update={"evaluate": ["false"]}),)}, "tasks"),
         ({"tasks": (TASK.model_copy(update={"workspace": Path("/w")}),)}, "tasks"),

@@ -2,17 +2,21 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
 
 from rolltap.trainer import cli
-from rolltap.trainer.engine.publish import CheckpointPublisher
+from rolltap.trainer.engine.admin import EngineAdmin
+from rolltap.trainer.metrics_file import METRICS, read_metrics
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
 from rolltap.trainer.training.attempts import TRAINING_FILE
 from rolltap.trainer.training.recipe import FINISHED
+from tests.trainer.grpo.tiny import largest_difference
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart"
 
@@ -32,6 +36,18 @@ def write_recipe(folder: Path, text: str = "", **values) -> Path:
     return path
 
 
+def restore(engine) -> None:
+    """Let an engine serve the weights that it loaded when it started, under their name, and no adapter."""
+    admin = EngineAdmin(engine.url)
+    for name in admin.models().adapters:
+        admin.unload_adapter(name)
+    admin.serve(engine.model_dir, "default")
+
+
+def version_served(engine) -> str:
+    return engine.http.get("/weight_info").json()["weight_version"]
+
+
 @pytest.mark.engine
 @pytest.mark.harness
 def test_two_steps_of_recording_training_and_publishing_and_a_resumed_third(engine, tmp_path):
@@ -48,12 +64,11 @@ def test_two_steps_of_recording_training_and_publishing_and_a_resumed_third(engi
     try:
         assert train(2).exit_code == 0
         run_name = json.loads((run / TRAINING_FILE).read_text())["run"]
-        assert engine.http.get("/weight_info").json() == {"weight_version": f"{run_name}.2.0"}
+        assert version_served(engine) == f"{run_name}.2.0"
         shutil.rmtree(run / FINISHED)  # as if the run had been stopped after its second checkpoint
         assert train(3).exit_code == 0
     finally:
-        base = AutoModelForCausalLM.from_pretrained(engine.model_dir)
-        CheckpointPublisher(engine.url, tmp_path / "restored", tmp_path).publish(base, "default")
+        restore(engine)
 
     sessions = load_sessions(run)
     versions = sorted(session.policy_version for session in sessions.values())
@@ -62,5 +77,45 @@ def test_two_steps_of_recording_training_and_publishing_and_a_resumed_third(engi
         for call in calls:
             versions = {span.version for span in call.weight_versions}
             assert versions == {sessions[session_id].policy_version}
+    assert all(line["engine_difference"] < 1e-3 for line in read_metrics(run / METRICS))
     assert (run / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert (run / FINISHED / "model.safetensors").exists()
+
+
+@pytest.mark.engine
+@pytest.mark.harness
+@pytest.mark.parametrize("lora", [False, True])
+def test_two_processes_with_two_engines_train_what_one_process_does(engine, second_engine, tmp_path, lora):
+    if shutil.which("mini") is None:
+        pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
+    text = "[grpo]\nlearning_rate = 1e-3\ngradient_accumulation_steps = 2\n"
+    text += '[lora]\nr = 4\ntarget_modules = "all-linear"\n' if lora else ""
+    publish = "lora" if lora else "checkpoint"
+    recipe = write_recipe(tmp_path, text, sessions_per_group=4, publish=publish, model=str(engine.model_dir))
+    engines = [engine, second_engine]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "rolltap"]
+    both = ["train", str(recipe), "--engine", ",".join(each.url for each in engines), "--out"]
+    try:
+        started = subprocess.run([*launcher, *both, str(tmp_path / "two")], capture_output=True, text=True, timeout=500)
+        assert started.returncode == 0, started.stderr
+        run_name = json.loads((tmp_path / "two" / TRAINING_FILE).read_text())["run"]
+        if lora:
+            assert all(f"policy-{run_name}.2.0" in EngineAdmin(each.url).models().adapters for each in engines)
+        else:
+            assert [version_served(each) for each in engines] == [f"{run_name}.2.0"] * 2
+        left_out = shutil.ignore_patterns("checkpoints", FINISHED, METRICS)
+        shutil.copytree(tmp_path / "two", tmp_path / "one", ignore=left_out)  # batches.jsonl names the same sessions
+        assert CliRunner().invoke(cli.rolltap, [*both, str(tmp_path / "one")], catch_exceptions=False).exit_code == 0
+    finally:
+        for each in engines:
+            restore(each)
+    assert "checked " in started.stderr
+    assert all(line["engine_difference"] < 1e-3 for line in read_metrics(tmp_path / "two" / METRICS))
+    one, two, base = (
+        load_file(folder / "model.safetensors")
+        for folder in (tmp_path / "one" / FINISHED, tmp_path / "two" / FINISHED, engine.model_dir)
+    )
+    assert largest_difference(one, two) < 1e-5
+    assert largest_difference(one, base) > 1e-5
+    for calls in RecordedCalls(tmp_path / "two").values():
+        assert all(call.weight_versions for call in calls)

@@ -33,9 +33,13 @@ class Loop:
         self.run: list[str] = []
         self.published: list[str] = []
         self.faults = False
+        self.engines = SimpleNamespace(admins=[SimpleNamespace(url="http://a"), SimpleNamespace(url="http://b")])
         self.console = Console(file=StringIO(), width=1000)
 
-    def publish(self, model, version):
+    def verify_base(self, trainer, version, console):
+        self.published.append(f"base {version}")
+
+    def publish(self, trainer, version):
         self.published.append(version)
 
     def run_sessions(self, groups, version):
@@ -61,14 +65,20 @@ class Loop:
         self.run += [session.session_id for session in sessions]
         return sessions
 
-    def step(self, number, tasks, attempt=0):
-        """Return the batch of a step, by a source of its own as after a restart."""
+    def source(self, number, attempt=0):
+        """Return a source before a step."""
         source = OnlineTraces(
             self.recipe, TASKS, self.folder, Attempt("1a2b3c4d", attempt), self, self.run_sessions, self.console
         )
         source.trainer = SimpleNamespace(
             state=SimpleNamespace(global_step=number), args=SimpleNamespace(seed=7, max_steps=9), model=None
         )
+        return source
+
+    def step(self, number, tasks, attempt=0):
+        """Return the batch of a step, by a source of its own as after a restart."""
+        source = self.source(number, attempt)
+        source.before_batch()
         return source([{"task_id": task} for task in tasks])
 
 
@@ -108,6 +118,56 @@ def test_a_step_whose_sessions_are_all_faults_ends_the_training_and_runs_again_a
         loop.step(3, "b")
     loop.faults = False
     assert len(loop.step(3, "b", attempt=1).rewards) == 2
+
+
+def test_the_engines_are_verified_before_anything_is_published_and_get_the_trained_weights_last(tmp_path):
+    loop = Loop(tmp_path)
+    source = loop.source(0)
+    source.begin(source.trainer)
+    source.before_batch()
+    source.finish(9)
+    assert loop.published == ["base 1a2b3c4d.0.0", "1a2b3c4d.0.0", "1a2b3c4d.9.0"]
+
+
+class TestFirstStepIsChecked:
+    @pytest.fixture
+    def checked(self, monkeypatch):
+        """Return what was checked: URLs and sessions, and how often weights had been published before."""
+        checked = []
+
+        def check_sessions(run, urls, session_ids, *, sample):
+            checked.append((urls, list(session_ids), list(self.loop.published)))
+            return self.report
+
+        monkeypatch.setattr("rolltap.trainer.training.online.check_sessions", check_sessions)
+        return checked
+
+    def run(self, folder, report, attempt=0):
+        self.report, self.loop = report, Loop(folder)
+        source = self.loop.source(0, attempt)
+        for number in range(3):
+            source.trainer.state.global_step = number
+            source.before_batch()
+            source([{"task_id": "a"}])
+        source.finish(3)
+        return self.loop.console.file.getvalue()
+
+    def test_once_while_the_engines_still_serve_its_weights(self, tmp_path, checked):
+        rows = [SimpleNamespace(tokens=30, calls=3, mean_difference=1e-4), SimpleNamespace(tokens=10, calls=1)]
+        rows[1].mean_difference = 5e-4
+        printed = self.run(tmp_path, SimpleNamespace(rows=rows))
+        sessions = ["a-1a2b3c4d.0.0-0.0", "a-1a2b3c4d.0.0-1.0"]
+        assert checked == [("http://a,http://b", sessions, ["1a2b3c4d.0.0"])]
+        assert printed.count("checked 4 calls of the first step: scored again, a token differs by 2.0e-04 nats") == 1
+
+    def test_calls_that_cannot_be_compared_are_told(self, tmp_path, checked):
+        assert "checked no call of the first step: none was sampled neutrally" in self.run(tmp_path, None)
+
+    def test_a_new_start_checks_what_it_records_first(self, tmp_path, checked):
+        self.run(tmp_path, None)
+        checked.clear()
+        printed = self.run(tmp_path, None, attempt=1)
+        assert (checked, "checked" in printed) == ([], False)
 
 
 class TestGroupsWithoutSignal:

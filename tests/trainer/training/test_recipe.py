@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from rolltap.addons.errors import InputError
@@ -11,6 +13,12 @@ def test_paths_are_relative_to_the_recipe(tmp_path):
     recipe = load_recipe(tmp_path / "r.toml")
     assert (recipe.model, recipe.tasks) == (tmp_path / "m", tmp_path / "t.jsonl")
     assert recipe.harness == str(tmp_path / "h.toml")
+
+
+def test_the_folder_for_published_weights_is_relative_to_the_recipe_or_absolute(tmp_path):
+    for value, folder in [("on-the-way", tmp_path / "on-the-way"), ("/dev/shm", Path("/dev/shm"))]:
+        (tmp_path / "r.toml").write_text(GOOD + f'publish_folder = "{value}"\n')
+        assert load_recipe(tmp_path / "r.toml").publish_folder == folder
 
 
 def test_a_harness_may_be_a_name(tmp_path):

@@ -13,16 +13,19 @@ from transformers import Qwen3ForCausalLM
 from rolltap.addons.engine.policy import POLICY_FILE
 from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
 from rolltap.addons.errors import EngineError, InputError
-from rolltap.addons.store.metadata import write_metadata
+from rolltap.addons.store.metadata import add_engine, write_metadata
 from rolltap.addons.store.records import Call, VersionSpan
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.commands.check import check_command
-from rolltap.trainer.engine.publish import LoraPublisher
-from rolltap.trainer.views.check import choose, incomparable, summarize_scores
+from rolltap.trainer.engine.engines import Engines
+from rolltap.trainer.engine.publish import make_publisher
+from rolltap.trainer.views.check import check_sessions, choose, incomparable, summarize_scores
+from tests.trainer.engine.acting import acting
 
 SAMPLING = {**NEUTRAL_SAMPLING, "max_tokens": 12, "seed": 1, "stop_token_ids": [], "asked": {"temperature": 0.2}}
 SERVED = ({"default", "2"}, 100)
 """The served weight versions, and the context window."""
+ADAPTER = "1a2b3c4d.1.0"
 
 
 def call(call_id="c", kind="root", sampled=(5, 6), version="default", **fields):
@@ -134,13 +137,80 @@ def sample(engine, call_id, prompt_ids, *, model=None, **fields):
     )
 
 
-def write(run, calls):
-    write_metadata(run, {"model": "/models/recorded"})
+def write(run, calls, model="/models/recorded"):
+    write_metadata(run, {"model": str(model)})
     writer = RunWriter(run)
     for each in calls:
         writer.add_call(each)
     writer.close()
     return run
+
+
+class TestWeights:
+    """Whether an engine serves the weights that sampled a call."""
+
+    SCORE = (-0.25, -0.5, -0.5)
+    """Of the second token of the prompt, and of both completion tokens."""
+
+    @pytest.fixture
+    def engine(self, tmp_path):
+        with acting(tmp_path / "model") as engine:
+            engine.scores = dict.fromkeys(["model", f"policy-{ADAPTER}", "policy-1", "other"], self.SCORE)
+            yield engine
+
+    def refused(self, run, engine):
+        with pytest.raises(InputError) as raised:
+            check(run, engine.url)
+        return str(raised.value)
+
+    def test_the_engine_s_own_weights_are_compared_where_its_model_is_the_recorded_one(self, engine, tmp_path):
+        assert check(write(tmp_path / "run", [call()], engine.root), engine.url)[0] == 0
+        add_engine(write(tmp_path / "other", [call()]), "http://e", {"model": str(engine.root)})
+        assert check(tmp_path / "other", engine.url)[0] == 0
+
+    def test_the_engine_s_own_weights_are_not_those_of_another_model(self, engine, tmp_path):
+        message = self.refused(write(tmp_path / "run", [call()]), engine)
+        assert "sampled by the weights default" in message
+        assert f"default (its base model, {engine.root}), and the run was recorded with /models/recorded" in message
+
+    def test_a_name_that_a_training_did_not_give_is_no_proof_on_another_model(self, engine, tmp_path):
+        engine.version = "1"
+        run = write(tmp_path / "run", [call(version="1")])
+        assert "serves 1 (its base model" in self.refused(run, engine)
+        engine.adapters["policy-1"] = "/1"
+        assert "1 other weights" in self.refused(run, engine)
+
+    def test_weights_of_another_training_are_named(self, engine, tmp_path):
+        engine.version = "ffffffff.1.0"
+        run = write(tmp_path / "run", [call(version="1a2b3c4d.1.0")], engine.root)
+        message = self.refused(run, engine)
+        assert "sampled by the weights 1a2b3c4d.1.0" in message
+        assert "serves ffffffff.1.0" in message
+
+    def test_the_version_of_a_training_is_proof_whatever_the_folder_is_called(self, engine, tmp_path):
+        engine.version = "1a2b3c4d.1.0"
+        assert check(write(tmp_path / "run", [call(version="1a2b3c4d.1.0")]), engine.url)[0] == 0
+
+    def test_every_loaded_adapter_of_the_training_is_compared(self, engine, tmp_path):
+        engine.adapters = {f"policy-{ADAPTER}": "/a", "policy-other": "/b", "other": "/c"}
+        run = write(tmp_path / "run", [call(version=ADAPTER), call("d", version="other")])
+        status, output = check(run, engine.url, "--json")
+        assert (status, json.loads(output)["skipped"]) == (0, {"other weights": 1})
+
+    def test_some_sessions_are_checked_on_every_engine_of_a_training(self, engine, tmp_path):
+        others = [replace(call(f"c{i}", version=ADAPTER), session_id="t") for i in range(4)]
+        run = write(tmp_path / "run", [call(version=ADAPTER), *others])
+        with acting(tmp_path / "model") as second:
+            second.scores = engine.scores | {f"policy-{ADAPTER}": (-0.25, -0.5, -1.5)}
+            url = f"{engine.url},{second.url}"
+            assert check_sessions(run, url, ["t"]) is None
+            for each in (engine, second):
+                each.adapters[f"policy-{ADAPTER}"] = "/a"
+            report = check_sessions(run, url, ["t"])
+            assert (report.comparable, report.rows[0].calls, report.within) == (4, 4, False)
+            assert report.rows[0].mean_difference == pytest.approx(0.25)
+            assert [each.paths.count("/v1/completions") for each in (engine, second)] == [2, 2]
+            assert check_sessions(run, url, []) is None
 
 
 @pytest.mark.engine
@@ -157,16 +227,20 @@ class TestOnARealEngine:
 
     @pytest.fixture
     def adapter(self, engine, tmp_path):
-        """Publish an adapter as version 1 and unload it after the test."""
+        """Publish an adapter, and unload it after the test. Its version is `ADAPTER`."""
         base = Qwen3ForCausalLM.from_pretrained(engine.model_dir, dtype=torch.float32)
         config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
         model = get_peft_model(base, config)
-        LoraPublisher(engine.url, tmp_path / "published", tmp_path).publish(model, "1")
-        yield
-        engine.http.post("/v1/unload_lora_adapter", json={"lora_name": "policy-1"}).raise_for_status()
+        folder = tmp_path / "published"
+        publisher = make_publisher(
+            "lora", Engines(engine.url), folder=folder, run=tmp_path, base=engine.model_dir, adapters=2
+        )
+        name = publisher.publish(model, ADAPTER)
+        yield name
+        engine.http.post("/v1/unload_lora_adapter", json={"lora_name": name}).raise_for_status()
 
     def test_sampled_calls_are_within_the_threshold_for_every_kind(self, engine, calls, tmp_path):
-        status, output = check(write(tmp_path, calls), engine.url, "--threshold", "1e-4", "--json")
+        status, output = check(write(tmp_path, calls, engine.model_dir), engine.url, "--threshold", "1e-4", "--json")
         report = json.loads(output)
         assert (status, report["within"]) == (0, True)
         assert [(row["kind"], row["policy_version"], row["calls"]) for row in report["rows"]] == [
@@ -180,21 +254,21 @@ class TestOnARealEngine:
     def test_a_changed_log_probability_is_found_and_its_kind_and_place_are_named(self, engine, calls, tmp_path):
         root, bridged, rendered = calls
         changed = replace(bridged, logprobs=[*bridged.logprobs[:3], bridged.logprobs[3] - 2, *bridged.logprobs[4:]])
-        status, output = check(write(tmp_path, [root, changed, rendered]), engine.url)
+        status, output = check(write(tmp_path, [root, changed, rendered], engine.model_dir), engine.url)
         assert status == 1
         assert "bridged, weights default: differs most at sampled token 3 of session s, call bridged:" in output
-        assert "the run was recorded with /models/recorded: is it the same model?" in output
         assert "root, weights" not in output
 
     def test_a_changed_prompt_is_found(self, engine, calls, tmp_path):
         root = calls[0]
         other = replace(root, prompt_ids=[*root.prompt_ids[:-1], 77])
-        status, output = check(write(tmp_path, [other]), engine.url, "--json")
+        status, output = check(write(tmp_path, [other], engine.model_dir), engine.url, "--json")
         assert (status, json.loads(output)["rows"][0]["within"]) == (1, False)
 
     def test_skipped_calls_are_counted_by_reason(self, engine, calls, tmp_path):
         others = [call("x", version="7"), call("y", version="8"), call("z", sampling="{}")]
-        status, output = check(write(tmp_path, [*calls, *others]), engine.url, "--sample", "2", "--json")
+        run = write(tmp_path, [*calls, *others], engine.model_dir)
+        status, output = check(run, engine.url, "--sample", "2", "--json")
         report = json.loads(output)
         assert (status, report["skipped"]) == (0, {"other weights": 2, "not sampled neutrally": 1})
         assert (report["comparable"], sum(row["calls"] for row in report["rows"])) == (3, 2)
@@ -202,25 +276,24 @@ class TestOnARealEngine:
     # peft 0.21 uses a name that transformers 5.23 deprecates
     @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
     def test_the_calls_of_an_adapter_are_scored_by_it(self, engine, adapter, calls, tmp_path):
-        sampled = sample(engine, "lora", calls[0].prompt_ids, model="policy-1", version="1")
-        run = write(tmp_path, [calls[0], sampled])
+        sampled = sample(engine, "lora", calls[0].prompt_ids, model=adapter, version=ADAPTER)
+        run = write(tmp_path, [calls[0], sampled], engine.model_dir)
         status, output = check(run, engine.url, "--threshold", "1e-4", "--json")
-        assert (status, [row["policy_version"] for row in json.loads(output)["rows"]]) == (0, ["1", "default"])
+        assert (status, [row["policy_version"] for row in json.loads(output)["rows"]]) == (0, [ADAPTER, "default"])
 
     def test_the_calls_of_an_adapter_that_is_not_loaded_are_skipped(self, engine, calls, tmp_path):
         (tmp_path / POLICY_FILE).write_text(json.dumps({"model": "policy-9", "version": "9"}))
-        status, output = check(write(tmp_path, [*calls, call(version="9")]), engine.url, "--json")
+        run = write(tmp_path, [*calls, call(version="9")], engine.model_dir)
+        status, output = check(run, engine.url, "--json")
         assert (status, json.loads(output)["skipped"]) == (0, {"other weights": 1})
 
     def test_a_run_without_a_comparable_call_is_an_error_that_says_why(self, engine, tmp_path):
         run = write(tmp_path, [call(version="7")])
-        with pytest.raises(
-            InputError, match=r"can be compared: 1 other weights; the engine serves the weights default"
-        ):
+        with pytest.raises(InputError, match=r"can be compared: 1 other weights; .* sampled by the weights 7, and the"):
             check(run, engine.url)
 
     def test_tokens_of_another_vocabulary_are_an_error_that_says_what_to_do(self, engine, tmp_path):
-        run = write(tmp_path, [call(sampled=(5, 999_999))])
+        run = write(tmp_path, [call(sampled=(5, 999_999))], engine.model_dir)
         with pytest.raises(EngineError, match=r"out of vocabulary.*start it with the model that run.json names"):
             check(run, engine.url)
 

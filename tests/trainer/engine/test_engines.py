@@ -1,0 +1,289 @@
+"""Two engines as one: their owner, their base weights, and new weights for all or none."""
+
+import json
+
+import pytest
+
+from rolltap.addons.errors import EngineError, InputError
+from rolltap.trainer.engine.engines import Engines, Weights
+from rolltap.trainer.engine.in_vllm.rolltap_owner import PATH
+from tests.trainer.engine.acting import BASE, IDS, acting
+
+RUN, VERSION = "1a2b3c4d", "1a2b3c4d.0.2"
+
+
+def folder(path, **config):
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"hidden_size": 8} | config))
+    return path
+
+
+@pytest.fixture
+def model(tmp_path):
+    return folder(tmp_path / "model")
+
+
+@pytest.fixture
+def pair(model):
+    with acting(model) as one, acting(model) as two:
+        yield one, two
+
+
+@pytest.fixture
+def engines(pair):
+    return Engines([each.url for each in pair])
+
+
+@pytest.mark.parametrize("urls", ["", " ", "http://a,", "http://a, http://a/", [], ["http://a", "http://a"]])
+def test_a_list_of_engines_names_each_once(urls):
+    with pytest.raises(InputError, match="give the URL of each engine once"):
+        Engines(urls)
+
+
+def test_engines_are_given_as_a_sequence_or_with_commas(pair, engines):
+    given = Engines(f"{pair[0].url}/, {pair[1].url}")
+    assert [engine.url for engine in given.admins] == [engine.url for engine in engines.admins]
+    assert [models.base for models in given.models()] == ["tiny", "tiny"]
+    given.require_endpoints()
+
+
+def test_an_error_names_every_engine_that_failed(pair, engines):
+    for each in pair:
+        each.refuses["/v1/models"] = -1
+    with pytest.raises(EngineError) as raised:
+        engines.models()
+    assert all(f"GET {each.url}/v1/models: 500" in str(raised.value) for each in pair)
+
+
+class TestOwner:
+    def owners(self, pair):
+        return [each.register._owner for each in pair]
+
+    def test_engines_are_owned_inside_the_block(self, pair, engines):
+        with engines.claimed(RUN, "a host"):
+            assert self.owners(pair) == [RUN, RUN]
+        assert self.owners(pair) == [None, None]
+
+    def test_a_second_training_is_refused_and_takes_no_engine(self, pair, engines):
+        taken = pair[1]
+        with (
+            Engines(taken.url).claimed("22222222", "host two"),
+            pytest.raises(EngineError, match=rf"{taken.url}: 22222222 \(host two\)"),
+            engines.claimed(RUN, "a host"),
+        ):
+            pass
+        assert self.owners(pair) == [None, None]
+
+    def test_a_restart_takes_the_engines_that_the_killed_training_did_not_give_back(self, pair, engines):
+        pair[0].register._owner = RUN
+        with engines.claimed(RUN, "the restart"):
+            assert self.owners(pair) == [RUN, RUN]
+
+    def test_an_engine_is_stolen_on_request_and_its_former_owner_publishes_no_more(self, pair, engines, model):
+        with engines.claimed(RUN, "a host"):
+            engines.require_owned()
+            with Engines(pair[1].url).claimed("22222222", "the thief", steal=True):
+                with pytest.raises(EngineError, match=r"22222222 \(the thief\)"):
+                    engines.require_owned()
+                assert self.owners(pair) == [RUN, "22222222"]
+        assert self.owners(pair) == [None, None]
+
+    def test_an_engine_that_was_started_again_is_taken_again(self, pair, engines):
+        with engines.claimed(RUN, "a host"):
+            pair[0].start()
+            engines.require_owned()
+            assert self.owners(pair) == [RUN, RUN]
+
+    def test_engines_are_given_back_when_the_training_fails(self, pair, engines):
+        def train():
+            with engines.claimed(RUN, "a host"):
+                pair[0].refuses[PATH] = 1  # giving back fails too; the other one is given back
+                raise RuntimeError("no memory")
+
+        with pytest.raises(RuntimeError, match="no memory"):
+            train()
+        assert self.owners(pair) == [RUN, None]
+
+    def test_an_engine_without_a_register_is_used_with_a_warning(self, pair, engines, caplog):
+        del pair[0].answers[PATH]
+        with engines.claimed(RUN, "a host"):
+            engines.require_owned()
+            assert self.owners(pair) == [None, RUN]
+        assert f"{pair[0].url} has no register of its owner" in caplog.text
+
+
+class TestBaseWeights:
+    @pytest.fixture
+    def said(self):
+        return []
+
+    @pytest.fixture
+    def verify(self, engines, model, said):
+        def verify(limit=1e-3, own=BASE):
+            engines.verify_base(model, VERSION, IDS, own, limit, said.append)
+
+        return verify
+
+    def test_an_engine_that_serves_them_is_left_as_it_is(self, pair, verify, said):
+        verify(own=[-1.0009, -2.0, -3.0])
+        assert said == []
+        assert not {"/pause", "/resume", "/collective_rpc"} & {*pair[0].paths, *pair[1].paths}
+
+    @pytest.mark.parametrize("version", ["99999999.4.0", "99999999.0.0", f"{RUN}.3.1", "1"])
+    def test_published_weights_are_replaced_visibly(self, pair, verify, said, version):
+        pair[1].version, pair[1].weights = version, "published"
+        verify()
+        assert said == [
+            f"the engine at {pair[1].url} serves the published weights {version}: it loads {pair[1].root} again"
+        ]
+        assert [(each.version, each.weights, each.paused) for each in pair] == [
+            ("default", "model", False),
+            (VERSION, "model", False),
+        ]
+
+    def test_restored_base_weights_of_an_earlier_attempt_are_base_weights(self, pair, verify, said):
+        pair[0].version = f"{RUN}.0.1"
+        verify()
+        assert (said, pair[0].version) == ([], f"{RUN}.0.1")
+
+    def test_an_engine_that_a_killed_training_left_paused_goes_on_with_the_base_weights(self, pair, verify, said):
+        pair[0].paused, pair[0].weights = True, ""
+        verify()
+        assert "is paused, as a killed training leaves it" in said[0]
+        assert (pair[0].paused, pair[0].weights, pair[0].version) == (False, "model", VERSION)
+
+    def test_weights_that_differ_under_the_name_of_the_base_are_replaced(self, pair, verify, said):
+        pair[0].weights = "other"
+        pair[0].scores["other"] = [-1.0, -2.0, -6.0]
+        verify()
+        assert "which differ from" in said[0]
+        assert "by 1 nats" in said[0]
+        assert pair[0].weights == "model"
+
+    def test_an_engine_that_still_differs_is_refused_by_name_root_version_and_fix(self, pair, verify, model):
+        pair[0].scores["model"] = [-1.0, -2.0, -6.0]
+        with pytest.raises(EngineError) as raised:
+            verify()
+        message = str(raised.value)
+        for part in (
+            pair[0].url,
+            f"model {model}",
+            f"weights {VERSION}",
+            "1 nats",
+            f"rolltap serve {model}",
+            "--dtype",
+        ):
+            assert part in message
+
+    def test_a_score_that_is_not_a_number_is_not_agreement(self, pair, verify):
+        with pytest.raises(EngineError, match="differs from the trainer by inf nats"):
+            verify(own=[float("nan")] * 3)
+
+    def test_an_engine_of_another_model_is_refused_before_it_loads_anything(self, pair, verify, tmp_path):
+        pair[0].root = folder(tmp_path / "larger", hidden_size=16)
+        pair[0].scores["model"] = [-1.0, -2.0, -6.0]
+        with pytest.raises(EngineError, match=r"its own model is .*larger, and there is no sign here that it is"):
+            verify()
+        assert "/collective_rpc" not in pair[0].paths
+
+    def test_a_copy_of_the_model_in_another_folder_is_the_same_model(self, pair, verify, tmp_path, said):
+        pair[0].root = folder(tmp_path / "copy", transformers_version="4.0")
+        pair[0].version = "99999999.1.0"
+        verify()
+        assert pair[0].version == VERSION
+
+    def test_an_engine_whose_model_has_another_name_is_told_of(self, pair, verify, tmp_path, model, said):
+        pair[0].root = tmp_path / "elsewhere"
+        verify(own=[-1.0006, -2.0, -3.0])
+        assert said == [f"the engine at {pair[0].url} serves {pair[0].root}: taken for {model}, 0.0002 nats from it"]
+
+
+def test_the_difference_is_that_of_the_worst_engine(pair, engines):
+    pair[1].scores["model"] = [-1.0, -2.0, -3.3]
+    assert engines.difference(None, IDS, BASE) == pytest.approx(0.1)
+    for each in pair:
+        each.adapters["policy-1"] = "/1"
+        each.scores["policy-1"] = [-1.0, -1.0, -1.0]
+    assert engines.difference("policy-1", IDS, BASE) == pytest.approx(1.0)
+    assert engines.difference(None, IDS, [float("nan")] * 3) == float("inf")
+
+
+class TestNewWeights:
+    @pytest.fixture
+    def new(self, tmp_path):
+        return Weights(folder(tmp_path / "new"), f"{RUN}.1.2")
+
+    @pytest.fixture
+    def old(self, model):
+        return Weights(model, VERSION)
+
+    def test_all_engines_are_paused_before_one_loads_them_and_resumed_after(self, pair, engines, new, old):
+        engines.reload(new, old)
+        for each in pair:
+            assert (each.weights, each.version, each.paused) == ("new", new.version, False)
+            assert each.paths == [
+                *("/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/weight_info"),
+                "/resume",
+            ]
+
+    @pytest.mark.parametrize("step", ["/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"])
+    def test_when_one_refuses_a_step_all_go_back(self, pair, engines, new, old, step):
+        pair[1].refuses[step] = 1
+        with pytest.raises(EngineError, match=rf"{pair[1].url}{step}: 500 .*; all engines serve the weights {VERSION}"):
+            engines.reload(new, old)
+        assert [(each.weights, each.version, each.paused) for each in pair] == [("model", VERSION, False)] * 2
+
+    def test_when_one_cannot_be_paused_none_loads_anything(self, pair, engines, new, old):
+        pair[0].refuses["/pause"] = 1
+        with pytest.raises(EngineError, match="all engines serve"):
+            engines.reload(new, old)
+        assert [(each.weights, each.version, each.paused) for each in pair] == [("model", "default", False)] * 2
+        assert "/collective_rpc" not in [*pair[0].paths, *pair[1].paths]
+
+    def test_an_engine_that_cannot_go_back_is_named_and_stays_paused(self, pair, engines, new, old):
+        pair[0].refuses["/collective_rpc"] = -1
+        with pytest.raises(
+            EngineError, match=rf"could not go back to the weights {VERSION}: .*{pair[0].url}"
+        ) as raised:
+            engines.reload(new, old)
+        assert pair[1].url not in str(raised.value)
+        assert [(each.weights, each.paused) for each in pair] == [("model", True), ("model", False)]
+
+    def test_an_interruption_goes_back_too(self, pair, engines, new, old, monkeypatch):
+        reset = type(engines.admins[0]).reset_prefix_cache
+
+        def interrupted(engine):
+            if engine is engines.admins[0] and not calls:
+                calls.append(engine)
+                raise KeyboardInterrupt
+            reset(engine)
+
+        calls = []
+        monkeypatch.setattr(type(engines.admins[0]), "reset_prefix_cache", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engines.reload(new, old)
+        assert [(each.weights, each.version, each.paused) for each in pair] == [("model", VERSION, False)] * 2
+
+
+class TestAdapters:
+    @pytest.fixture
+    def adapters(self, tmp_path):
+        return {name: folder(tmp_path / name) for name in ("policy-a", "policy-b")}
+
+    def test_an_engine_loads_those_that_it_lacks(self, pair, engines, adapters):
+        pair[0].adapters["policy-a"] = "/before"
+        engines.load_adapters(adapters)
+        assert [set(each.adapters) for each in pair] == [set(adapters)] * 2
+        assert pair[0].adapters["policy-a"] == "/before"
+
+    def test_when_one_refuses_the_others_unload_what_they_loaded(self, pair, engines, adapters):
+        pair[0].adapters["policy-a"] = "/before"
+        pair[1].refuses["/v1/load_lora_adapter"] = -1
+        with pytest.raises(EngineError, match=rf"{pair[1].url}/v1/load_lora_adapter: 500"):
+            engines.load_adapters(adapters)
+        assert [set(each.adapters) for each in pair] == [{"policy-a"}, set()]
+
+    def test_unwanted_adapters_are_unloaded_wherever_they_are(self, pair, engines):
+        pair[0].adapters |= {"policy-a": "", "other": ""}
+        engines.unload_adapters(lambda name: name.startswith("policy-"))
+        assert [set(each.adapters) for each in pair] == [{"other"}, set()]

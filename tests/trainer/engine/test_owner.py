@@ -1,0 +1,112 @@
+"""The register of an engine's owner, and its client."""
+
+import asyncio
+import json
+
+import pytest
+
+from rolltap.addons.errors import EngineError
+from rolltap.trainer.engine.admin import EngineAdmin
+from rolltap.trainer.engine.in_vllm.rolltap_owner import PATH, OneOwner
+from rolltap.trainer.engine.owner import Owner, claim, release
+
+ONE, TWO = Owner("11111111", "host one, /runs/one"), Owner("22222222", "host two, /runs/two")
+
+
+async def passed(scope, receive, send):
+    await send({"type": "passed"})
+
+
+def asked(register, method, body=b"", path=PATH, kind="http"):
+    """Return the status and the answer to a request whose body arrives in two parts."""
+    parts = [{"body": body[:3], "more_body": True}, {"body": body[3:]}]
+    sent = []
+
+    async def receive():
+        return parts.pop(0)
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(register({"type": kind, "path": path, "method": method}, receive, send))
+    return sent if path != PATH or kind != "http" else (sent[0]["status"], json.loads(sent[1]["body"]))
+
+
+class TestTheRegister:
+    @pytest.fixture
+    def register(self):
+        return OneOwner(passed)
+
+    def test_it_knows_nobody_at_first(self, register):
+        assert asked(register, "GET") == (200, {"owner": None, "about": None})
+
+    def test_the_first_training_gets_the_engine_and_a_second_one_is_told_who_has_it(self, register):
+        first = (200, {"owner": "a", "about": "one"})
+        assert asked(register, "PUT", b'{"owner": "a", "about": "one"}') == first
+        assert asked(register, "PUT", b'{"owner": "b", "about": "two", "steal": false}') == (409, first[1])
+        assert asked(register, "DELETE", b'{"owner": "b"}') == (409, first[1])
+        assert asked(register, "GET") == first
+
+    def test_the_same_training_takes_its_engine_again(self, register):
+        asked(register, "PUT", b'{"owner": "a", "about": "one"}')
+        assert asked(register, "PUT", b'{"owner": "a", "about": "later"}') == (200, {"owner": "a", "about": "later"})
+
+    def test_an_engine_is_given_back_and_stolen(self, register):
+        asked(register, "PUT", b'{"owner": "a"}')
+        assert asked(register, "PUT", b'{"owner": "b", "steal": true}')[1]["owner"] == "b"
+        assert asked(register, "DELETE", b'{"owner": "b"}') == (200, {"owner": None, "about": None})
+        assert asked(register, "DELETE", b'{"owner": "b"}')[0] == 200
+
+    def test_giving_back_is_not_stealing(self, register):
+        asked(register, "PUT", b'{"owner": "a"}')
+        assert asked(register, "DELETE", b'{"owner": "b", "steal": true}')[0] == 409
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            *(b"", b"\xff", b"[]", b"7", b"{}", b"[" * 100_000),
+            *(b'{"owner": ""}', b'{"owner": 7}', b'{"owner": "a", "about": 7}', b'{"owner": "a", "steal": "yes"}'),
+        ],
+    )
+    def test_what_is_not_a_claim_changes_nothing(self, register, body):
+        asked(register, "PUT", b'{"owner": "a"}')
+        assert asked(register, "PUT", body) == (400, {"owner": "a", "about": ""})
+
+    def test_other_methods_and_paths_are_not_its_own(self, register):
+        assert asked(register, "POST")[0] == 405
+        assert asked(register, "PUT", path="/rolltap/owner/") == [{"type": "passed"}]
+        assert asked(register, "GET", kind="websocket") == [{"type": "passed"}]
+
+
+class TestTheClient:
+    @pytest.fixture
+    def engine(self, answering):
+        return EngineAdmin(answering.url)
+
+    def test_a_claim_of_an_engine_that_another_training_owns_names_it_and_the_way_out(self, answering, engine):
+        answering.answers[PATH] = (409, json.dumps({"owner": ONE.run, "about": ONE.about}))
+        with pytest.raises(EngineError, match=r"owns the engine at .*: 11111111 \(host one, /runs/one\).*--steal"):
+            claim(engine, TWO)
+
+    def test_an_engine_without_a_register_is_nobody_s(self, answering, engine):
+        assert claim(engine, ONE) is False
+        release(engine, ONE)
+
+    def test_a_server_that_answers_something_else_is_an_error(self, answering, engine):
+        answering.answers[PATH] = (200, "<html>")
+        with pytest.raises(EngineError, match="it is not vLLM"):
+            claim(engine, ONE)
+
+
+@pytest.mark.engine
+def test_a_real_engine_is_taken_given_back_and_stolen(engine):
+    admin = EngineAdmin(engine.url)
+    assert claim(admin, ONE) is True
+    with pytest.raises(EngineError, match="11111111"):
+        claim(admin, TWO)
+    assert claim(admin, TWO, steal=True) is True
+    release(admin, ONE)  # it is not its owner any more
+    with pytest.raises(EngineError, match="22222222"):
+        claim(admin, ONE)
+    release(admin, TWO)
+    assert engine.http.get(PATH).json() == {"owner": None, "about": None}

@@ -1,0 +1,229 @@
+"""Publishers with two servers that act as engines: what is saved, loaded, kept, named and undone."""
+
+import json
+from pathlib import Path
+
+import pytest
+from peft import LoraConfig, get_peft_model
+
+from rolltap.addons.errors import EngineError, InputError, RunError
+from rolltap.trainer.engine import publish_checkpoint, publish_lora
+from rolltap.trainer.engine.engines import Engines
+from rolltap.trainer.engine.publish import make_publisher
+from tests.trainer.engine.acting import acting
+from tests.trainer.grpo.tiny import tiny_model
+
+# peft 0.21 uses a name that transformers 5.23 deprecates
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+OTHER = "policy-ffffffff.7.0"
+"""The adapter of another training."""
+
+
+def version(step, attempt=0):
+    return f"1a2b3c4d.{step}.{attempt}"
+
+
+def name(step, attempt=0):
+    return f"policy-{version(step, attempt)}"
+
+
+@pytest.fixture
+def base(tmp_path) -> Path:
+    tiny_model().save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def pair(base):
+    with acting(base) as one, acting(base) as two:
+        yield one, two
+
+
+@pytest.fixture
+def start(pair, base, tmp_path):
+    """Return a function that returns a publisher, as a start of the training makes it."""
+
+    def start(kind, adapters=2, run="run"):
+        (tmp_path / run).mkdir(exist_ok=True)
+        engines = Engines([each.url for each in pair])
+        folder = tmp_path / "published"
+        return make_publisher(kind, engines, folder=folder, run=tmp_path / run, base=base, adapters=adapters)
+
+    return start
+
+
+@pytest.fixture
+def published(tmp_path):
+    """Return a function that lists what is on the disk for the engines."""
+    return lambda: sorted(path.name for path in (tmp_path / "published").iterdir())
+
+
+@pytest.fixture
+def policy(tmp_path):
+    return lambda: json.loads((tmp_path / "run" / "policy.json").read_text())
+
+
+class TestAdapters:
+    @pytest.fixture
+    def model(self):
+        return get_peft_model(tiny_model(), LoraConfig(r=2, target_modules="all-linear"))
+
+    def loaded(self, pair):
+        return [sorted(each.adapters) for each in pair]
+
+    def test_the_newest_stay_loaded_and_on_the_disk_and_those_of_others_are_left_alone(
+        self, pair, start, model, published, policy
+    ):
+        for each in pair:
+            each.adapters[OTHER] = "/other"
+        publisher = start("lora", adapters=3)
+        for step in range(5):
+            assert publisher.publish(model, version(step)) == name(step)
+        kept = [name(2), name(3), name(4)]
+        assert self.loaded(pair) == [[*kept, OTHER]] * 2
+        assert published() == kept
+        assert policy() == {"model": name(4), "version": version(4)}
+
+    def test_two_trainings_share_a_folder(self, pair, start, model, published):
+        start("lora", run="one").publish(model, "ffffffff.7.0")
+        publisher = start("lora", run="two")
+        for step in range(4):
+            publisher.publish(model, version(step))
+        assert published() == [name(2), name(3), OTHER]
+        assert self.loaded(pair) == [[name(2), name(3), OTHER]] * 2
+
+    def test_when_one_engine_refuses_none_serves_it_and_the_policy_is_the_previous_one(
+        self, pair, start, model, policy
+    ):
+        publisher = start("lora")
+        publisher.publish(model, version(0))
+        pair[1].refuses["/v1/load_lora_adapter"] = 1
+        with pytest.raises(EngineError, match=rf"{pair[1].url}/v1/load_lora_adapter: 500"):
+            publisher.publish(model, version(1))
+        assert self.loaded(pair) == [[name(0)]] * 2
+        assert policy() == {"model": name(0), "version": version(0)}
+
+    def test_an_engine_that_was_started_again_gets_the_adapters_that_sessions_keep(self, pair, start, model):
+        publisher = start("lora", adapters=3)
+        publisher.publish(model, version(0))
+        publisher.publish(model, version(1))
+        pair[0].start()
+        publisher.publish(model, version(2))
+        assert self.loaded(pair) == [[name(0), name(1), name(2)]] * 2
+
+    def test_a_start_after_a_kill_replaces_what_the_earlier_start_left(self, pair, start, model, tmp_path, published):
+        start("lora").publish(model, version(3))
+        (tmp_path / "published" / f".{name(4)}.partial").mkdir()
+        start("lora").publish(model, version(3, attempt=1))
+        assert self.loaded(pair) == [[name(3, attempt=1)]] * 2
+        assert published() == [name(3, attempt=1)]
+
+    def test_an_engine_that_was_stolen_is_not_published_to(self, pair, base, model, tmp_path):
+        engines = Engines([each.url for each in pair])
+        publisher = make_publisher("lora", engines, folder=tmp_path / "p", run=tmp_path, base=base, adapters=2)
+        with (
+            engines.claimed("1a2b3c4d", "here"),
+            Engines(pair[1].url).claimed("ffffffff", "there", steal=True),
+            pytest.raises(EngineError, match=r"ffffffff \(there\)"),
+        ):
+            publisher.publish(model, version(0))
+        assert self.loaded(pair) == [[], []]
+
+    def test_a_model_without_an_adapter_is_refused(self, pair, start):
+        with pytest.raises(InputError, match="train with a peft_config, or publish checkpoints"):
+            start("lora").publish(tiny_model(), version(0))
+        assert pair[0].requests == []
+
+
+class TestCheckpoints:
+    def served(self, pair):
+        return [(each.weights, each.version, each.paused) for each in pair]
+
+    def test_the_published_checkpoint_and_no_other_is_on_the_disk(self, pair, start, published, policy):
+        publisher = start("checkpoint")
+        for step in range(3):
+            assert publisher.publish(tiny_model(), version(step)) is None
+            assert self.served(pair) == [(name(step), version(step), False)] * 2
+            assert published() == [name(step)]
+            assert policy() == {"model": None, "version": version(step)}
+
+    @pytest.mark.parametrize("step", ["/pause", "/collective_rpc", "/update_weight_version", "/resume"])
+    def test_when_one_engine_refuses_all_serve_the_previous_checkpoint(self, pair, start, policy, step, monkeypatch):
+        monkeypatch.setattr(Engines, "runs_on_cpu", lambda engines: False)
+        publisher = start("checkpoint")
+        publisher.publish(tiny_model(), version(0))
+        pair[1].refuses[step] = 1
+        with pytest.raises(EngineError, match=rf"{pair[1].url}{step}\S*: 500 .*all engines serve .*{version(0)}"):
+            publisher.publish(tiny_model(), version(1))
+        assert self.served(pair) == [(name(0), version(0), False)] * 2
+        assert policy() == {"model": None, "version": version(0)}
+        publisher.publish(tiny_model(), version(1))  # nothing is left of the failure
+        assert self.served(pair) == [(name(1), version(1), False)] * 2
+
+    def test_when_the_first_publication_is_refused_all_serve_the_base_model(self, pair, start, tmp_path, monkeypatch):
+        monkeypatch.setattr(Engines, "runs_on_cpu", lambda engines: False)
+        pair[0].refuses["/collective_rpc"] = 1
+        with pytest.raises(EngineError, match=rf"all engines serve the weights {version(0, attempt=4)}"):
+            start("checkpoint").publish(tiny_model(), version(9, attempt=4))
+        assert self.served(pair) == [("base", version(0, attempt=4), False)] * 2
+        assert not (tmp_path / "run" / "policy.json").exists()
+
+    def test_checkpoints_of_a_killed_start_are_removed_before_one_is_saved(
+        self, pair, start, tmp_path, published, monkeypatch
+    ):
+        for left in (name(3), f".{name(4)}.partial", OTHER):
+            (tmp_path / "published" / left).mkdir(parents=True)
+        save, before = publish_checkpoint.save_weights, []
+        monkeypatch.setattr(publish_checkpoint, "save_weights", lambda *args: (before.extend(published()), save(*args)))
+        start("checkpoint").publish(tiny_model(), version(3, attempt=1))
+        assert before == [f".{name(3, attempt=1)}.partial", OTHER]
+        assert published() == [name(3, attempt=1), OTHER]
+
+    def test_an_engine_that_was_stolen_keeps_its_weights(self, pair, base, tmp_path):
+        engines = Engines([each.url for each in pair])
+        publisher = make_publisher("checkpoint", engines, folder=tmp_path / "p", run=tmp_path, base=base, adapters=2)
+        with (
+            engines.claimed("1a2b3c4d", "here"),
+            Engines(pair[1].url).claimed("ffffffff", "there", steal=True),
+            pytest.raises(EngineError, match=r"ffffffff \(there\)"),
+        ):
+            publisher.publish(tiny_model(), version(0))
+        assert self.served(pair) == [("base", "default", False)] * 2
+
+    @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+    def test_an_incomplete_checkpoint_is_refused_before_an_engine_is_touched(self, pair, start, monkeypatch, missing):
+        save = publish_checkpoint.save_weights
+
+        def save_in_part(model, folder, base):
+            save(model, folder, base)
+            (folder / missing).unlink()
+
+        monkeypatch.setattr(publish_checkpoint, "save_weights", save_in_part)
+        with pytest.raises(InputError, match=r"needs config.json and \*.safetensors; the engines are unchanged"):
+            start("checkpoint").publish(tiny_model(), version(1))
+        assert self.served(pair) == [("base", "default", False)] * 2
+        assert "/pause" not in pair[0].paths
+
+    def test_tied_embeddings_are_refused_where_the_engine_would_keep_the_old_ones(self, pair, start, monkeypatch):
+        model = tiny_model()
+        model.config.tie_word_embeddings = True
+        monkeypatch.setattr(Engines, "runs_on_cpu", lambda engines: True)
+        with pytest.raises(InputError, match=r"untie them before the engine is started .* or publish LoRA adapters"):
+            start("checkpoint").publish(model, version(1))
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "lora"])
+def test_a_folder_that_cannot_be_written_is_named_and_the_engines_are_unchanged(kind, pair, start, tmp_path):
+    (tmp_path / "published").write_text("a file")
+    model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules="all-linear"))
+    with pytest.raises(RunError, match=rf"published/{name(1)} could not be written: .*the engines are unchanged"):
+        start(kind).publish(model, version(1))
+    assert not {"/pause", "/v1/load_lora_adapter"} & {*pair[0].paths, *pair[1].paths}
+
+
+def test_adapters_are_saved_by_the_names_of_the_base(pair, start, base, monkeypatch):
+    saved = []
+    monkeypatch.setattr(publish_lora, "save_adapter", lambda model, folder, base: saved.append(base))
+    start("lora").publish(get_peft_model(tiny_model(), LoraConfig(r=2, target_modules="all-linear")), version(1))
+    assert saved == [base]

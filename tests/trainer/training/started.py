@@ -1,0 +1,106 @@
+"""`python -m tests.trainer.training.started FOLDER FAULT ARGUMENTS`: the `rolltap` command with stand-ins.
+
+The engines are folders below `FOLDER/engine`, and harness and recorder are functions: see `stand_ins`. Each process
+writes its id to `FOLDER/pid-RANK`. FAULT is a key of `FAULTS`, or `none`.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rolltap.addons.errors import EngineError
+from rolltap.trainer.cli import main
+from rolltap.trainer.engine import engines
+from rolltap.trainer.training import loop, reports
+from tests.trainer.training.stand_ins import FakeRecorder, FolderEngine, Points, sessions_by
+
+
+class RecorderWithChild(FakeRecorder):
+    """A recorder with a process of its own, which only leaving the recorder ends."""
+
+    def __enter__(self) -> "RecorderWithChild":
+        self.child = subprocess.Popen(["sleep", "600"])
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.child.kill()
+        self.child.wait()
+
+
+def engine_refuses(folder: Path) -> None:
+    """Let the engine lack an endpoint."""
+
+    def refuse(engine: FolderEngine) -> None:
+        raise EngineError("the engine lacks an endpoint")
+
+    FolderEngine.require_endpoints = refuse  # type: ignore[method-assign]
+
+
+def second_rollout_fails(folder: Path) -> None:
+    """Let the rollouts of the second step fail."""
+
+    def fail() -> None:
+        raise OSError("the disk is full")
+
+    _in_second_rollout(fail)
+
+
+def second_dies(folder: Path) -> None:
+    """Let the second process be killed while the first one rolls out."""
+    _in_second_rollout(lambda: os.kill(int((folder / "pid-1").read_text()), signal.SIGKILL))
+
+
+def first_is_stopped(folder: Path) -> None:
+    """Let the first process be told to end while it rolls out."""
+    _in_second_rollout(lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def publish_is_refused(folder: Path) -> None:
+    """Let the last of the engines refuse all weights but those of the base model."""
+    FolderEngine.refuses = {"10"}
+
+
+def _in_second_rollout(act: Callable[[], None]) -> None:
+    run_groups = loop.run_groups
+
+    async def acting(*args: Any, policy_version: str, **kwargs: Any) -> Any:
+        if policy_version.split(".")[1] == "1":
+            act()
+            await asyncio.sleep(0)  # a signal is handled here
+        return await run_groups(*args, policy_version=policy_version, **kwargs)
+
+    loop.run_groups = acting
+
+
+FAULTS: dict[str, Callable[[Path], None]] = {
+    function.__name__: function
+    for function in (engine_refuses, second_rollout_fails, second_dies, first_is_stopped, publish_is_refused)
+}
+
+
+def start(folder: Path, fault: str) -> None:
+    """Put the stand-ins in their places, and run the command."""
+    torch.set_num_threads(1)
+    FolderEngine.folder, FolderEngine.model, FolderEngine.points = folder / "engine", folder / "model", Points(None)
+    engines.EngineAdmin = FolderEngine  # type: ignore[misc, assignment]
+    loop.Recorder = RecorderWithChild  # type: ignore[misc, assignment]
+    loop.run_groups = sessions_by(FolderEngine.points)
+    reports.plot_run = lambda run, title: None  # which takes longer than such a training
+    if fault != "none":
+        FAULTS[fault](folder)
+    (folder / f"pid-{os.environ.get('RANK', 0)}").write_text(str(os.getpid()))
+    main()
+
+
+if __name__ == "__main__":
+    place, fault = Path(sys.argv[1]), sys.argv[2]
+    sys.argv = ["rolltap", *sys.argv[3:]]
+    start(place, fault)

@@ -1,0 +1,121 @@
+"""What the engines of a training serve, with folders in place of engines."""
+
+import pytest
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+from rolltap.addons.errors import EngineError, RunError
+from rolltap.trainer.engine import engines
+from rolltap.trainer.engine.engines import Engines
+from rolltap.trainer.training.recipe import Recipe
+from rolltap.trainer.training.serving import Serving, published_folder
+from tests.trainer.grpo.tiny import tiny_model
+from tests.trainer.training.stand_ins import FolderEngine, Points, logprobs_of, tiny_folder
+
+URLS = "http://127.0.0.1:9,http://127.0.0.1:10"
+
+
+class Trainer:
+    """Stands in for the trainer: a model that is scored, and noted metrics."""
+
+    def __init__(self, model):
+        self.model = model
+        self.logged = {}
+
+    def score(self, ids, *, base=False):
+        return logprobs_of(self.model, list(ids[:1]), list(ids[1:]))
+
+    def log_metrics(self, values):
+        self.logged |= values
+
+
+@pytest.fixture
+def serving(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr(FolderEngine, "folder", tmp_path / "engine", raising=False)
+    monkeypatch.setattr(FolderEngine, "model", tiny_folder(tmp_path / "model"), raising=False)
+    monkeypatch.setattr(FolderEngine, "points", Points(None), raising=False)
+    monkeypatch.setattr(engines, "EngineAdmin", FolderEngine)
+
+    def serving(**settings):
+        recipe = Recipe(model=tmp_path / "model", steps=1, **settings)
+        return Serving(recipe, Engines(URLS), tmp_path / "published", tmp_path / "run")
+
+    return serving
+
+
+@pytest.fixture
+def trainer():
+    model = tiny_model()
+    model.requires_grad_(False)
+    return Trainer(model)
+
+
+def change(model) -> None:
+    """Change the weights as a step does."""
+    model.lm_head.weight += 0.1 * model.lm_head.weight.flip(0)
+
+
+def test_what_was_published_is_compared_with_the_trainer(serving, trainer):
+    change(trainer.model)
+    serving().publish(trainer, "1a2b3c4d.1.0")
+    assert trainer.logged["engine_difference"] < 1e-5
+
+
+def test_an_engine_that_did_not_apply_the_weights_is_named_with_the_difference_and_the_fix(
+    serving, trainer, monkeypatch
+):
+    change(trainer.model)
+    install = FolderEngine.install
+
+    def lose(engine, checkpoint, version):
+        install(engine, engine.model if engine.url.endswith(":10") else checkpoint, version)
+
+    monkeypatch.setattr(FolderEngine, "install", lose)
+    monkeypatch.setattr(FolderEngine, "_name", lambda *_: None)
+    message = r"^the engine at http://127\.0\.0\.1:10: .*1a2b3c4d\.1\.0 .* by \d.* nats .*limit is 0\.001: .*max_diff"
+    with pytest.raises(EngineError, match=message):
+        serving().publish(trainer, "1a2b3c4d.1.0")
+    assert trainer.logged["engine_difference"] > 1e-3
+
+
+def test_the_recipe_may_allow_a_larger_difference(serving, trainer, monkeypatch):
+    change(trainer.model)
+    monkeypatch.setattr(FolderEngine, "install", lambda *_: None)
+    serving(max_difference=100.0).publish(trainer, "1a2b3c4d.1.0")
+    assert trainer.logged["engine_difference"] > 1e-3
+
+
+def test_an_engine_with_other_weights_gets_those_of_the_recipes_model(serving, trainer, tmp_path):
+    console = Console(record=True, width=1000)
+    place = FolderEngine(URLS.split(",")[1]).place
+    weights = load_file(place / "model.safetensors")
+    save_file({**weights, "lm_head.weight": weights["lm_head.weight"] * 2}, place / "model.safetensors")
+    serving().verify_base(trainer, "1a2b3c4d.0.0", console)
+    assert (place / "version").read_text() == "1a2b3c4d.0.0"
+    assert (tmp_path / "engine" / "9" / "version").read_text() == "default"
+    assert "http://127.0.0.1:10 serves the weights default, which differ from" in console.export_text()
+
+
+class TestFolder:
+    def test_it_is_in_the_run_and_stays(self, tmp_path):
+        with published_folder(Recipe(model="m", steps=1), tmp_path, "1a2b3c4d") as folder:
+            folder.mkdir()
+        assert folder == tmp_path / "published"
+        assert folder.exists()
+
+    def test_elsewhere_it_is_the_trainings_own_and_is_removed_at_the_end(self, tmp_path):
+        recipe = Recipe(model="m", steps=1, publish_folder=tmp_path / "shm")
+        with published_folder(recipe, tmp_path, "1a2b3c4d") as folder:
+            assert folder == tmp_path / "shm" / "1a2b3c4d"
+            (folder / "weights").touch()
+        assert list((tmp_path / "shm").iterdir()) == []
+
+    def test_one_that_cannot_be_made_is_named(self, tmp_path):
+        (tmp_path / "file").touch()
+        recipe = Recipe(model="m", steps=1, publish_folder=tmp_path / "file")
+        with (
+            pytest.raises(RunError, match=r"^publish_folder: .*/file/1a2b3c4d cannot be made"),
+            published_folder(recipe, tmp_path, "1a2b3c4d"),
+        ):
+            pass

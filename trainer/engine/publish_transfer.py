@@ -1,0 +1,130 @@
+"""Publication by a transfer between GPUs, over NCCL, with vLLM's own trainer side. No weights are written to disk.
+
+The engines need `--weight-transfer-config '{"backend": "nccl"}'`.
+"""
+
+import copy
+import importlib
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.engine.admin import EngineAdmin
+from rolltap.trainer.engine.engines import Engines, Weights
+from rolltap.trainer.engine.published import base_version, write_policy
+
+BASE_MODULE = "vllm.distributed.weight_transfer.base"
+NCCL_MODULE = "vllm.distributed.weight_transfer.nccl_engine"
+
+
+class TransferPublisher:
+    """Broadcasts the weights from this process's GPU to all workers of all engines, which are paused meanwhile.
+
+    When a transfer fails, the engines load the model in `base` again: nobody keeps a copy of the weights before it.
+    The constructor raises `InputError` when the process has no GPU, or its environment no vLLM.
+    """
+
+    def __init__(self, engines: Engines, *, run: Path, base: Path) -> None:
+        missing = [
+            what
+            for what, there in (
+                ("vLLM in the trainer's environment", find_spec("vllm") is not None),
+                ("a CUDA GPU for the trainer", torch.cuda.is_available()),
+            )
+            if not there
+        ]
+        if missing:
+            raise InputError(f'publish = "nccl" needs {" and ".join(missing)}: or set publish = "checkpoint" or "lora"')
+        self._engines, self._run, self._base = engines, run, base
+        self._source = _Source()
+        self._sender: Any = None
+
+    def publish(self, model: PreTrainedModel | PeftModel, version: str) -> None:
+        """See `Publisher.publish`."""
+        self._engines.require_owned()
+        self._source.weights = checkpoint_weights(model)
+        if self._sender is None:
+            self._sender = self._connect()
+        with self._engines.paused(Weights(self._base, base_version(version))) as touch:
+            for engine in self._engines.admins:
+                touch(engine)
+            self._sender.send_weights()
+            self._engines.each(EngineAdmin.reset_prefix_cache)
+            self._engines.each(lambda engine: engine.set_weight_version(version))
+        self._source.weights = {}
+        write_policy(self._run, None, version)
+
+    def _connect(self) -> Any:
+        """Return vLLM's sender, once all workers have joined its NCCL group."""
+        nccl = importlib.import_module(NCCL_MODULE)
+        workers = self._engines.each(EngineAdmin.world_size)
+        address = reachable_address([engine.url for engine in self._engines.admins])
+        with socket.create_server((address, 0)) as free:
+            port = free.getsockname()[1]
+        info = nccl.NCCLTrainerInitInfo(master_address=address, master_port=port, world_size=1 + sum(workers), rank=0)
+        client = _Client(self._engines, workers)
+        return nccl.NCCLTrainerWeightTransferEngine.trainer_init(info, client=client, source=self._source)
+
+
+def checkpoint_weights(model: PreTrainedModel | PeftModel) -> dict[str, Tensor]:
+    """Return a model's weights under the names of the checkpoint that it was loaded from. An adapter is merged."""
+    merged = copy.deepcopy(model).merge_and_unload() if isinstance(model, PeftModel) else model
+    return dict(revert_weight_conversion(merged, merged.state_dict()))
+
+
+def reachable_address(urls: Sequence[str]) -> str:
+    """Return an address of this machine that all engines reach: loopback only when all of them are on it."""
+    addresses = []
+    for url in urls:
+        host, family = urlsplit(url).hostname or "", socket.AF_INET6 if "[" in url else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as route:
+            route.connect((host, 9))  # sends nothing
+            addresses.append(str(route.getsockname()[0]))
+    return next((address for address in addresses if address not in ("127.0.0.1", "::1")), addresses[0])
+
+
+class _Source:
+    """A `WeightSource` of vLLM: what is sent. The sender reads `weights` again for each transfer."""
+
+    weights: Mapping[str, Tensor]
+
+    def metadata(self) -> list[Any]:
+        meta = importlib.import_module(BASE_MODULE).ParamMeta
+        return [meta(name, weight.dtype, tuple(weight.shape)) for name, weight in self.weights.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self.weights.items())
+
+
+class _Client:
+    """A `VLLMWeightSyncClient` of vLLM for several engines. vLLM's own client is for one, and sends no key."""
+
+    def __init__(self, engines: Engines, workers: Sequence[int]) -> None:
+        self._engines = engines
+        first = [1 + sum(workers[:index]) for index in range(len(workers))]  # rank 0 is the trainer
+        self._first = dict(zip(engines.admins, first, strict=True))
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        def join(engine: EngineAdmin) -> None:
+            engine.transfer("init_weight_transfer_engine", init_info={**init_info, "rank_offset": self._first[engine]})
+
+        self._engines.each(join)
+
+    def start_weight_update(self) -> None:
+        self._engines.each(lambda engine: engine.transfer("start_weight_update"))
+
+    def update_weights(self, update_info: Any) -> None:
+        self._engines.each(lambda engine: engine.transfer("update_weights", update_info=update_info))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._engines.each(lambda engine: engine.transfer("finish_weight_update"))
