@@ -7,7 +7,6 @@ import click
 
 import rolltap
 from rolltap.trainer.commands.options import FOLDER, engine_option, json_option, print_result
-from rolltap.trainer.views.check import THRESHOLD
 
 
 @click.command("check")
@@ -19,7 +18,7 @@ from rolltap.trainer.views.check import THRESHOLD
 @click.option("--seed", default=0, show_default=True, help="Seed of the choice of calls.")
 @click.option(
     "--threshold",
-    default=THRESHOLD,
+    default=0.01,
     show_default=True,
     type=click.FloatRange(0),
     help="Maximum mean absolute difference, in nats, for exit status 0. The default is provisional: a float32 engine "

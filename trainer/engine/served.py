@@ -24,7 +24,7 @@ class Served:
     max_model_len: int
     """The smallest context window, in tokens."""
     found: str
-    """What each engine serves, in words."""
+    """Account of what each engine serves, in words."""
 
 
 def served_weights(engines: Engines, run: Path, models: Collection[str]) -> Served:
