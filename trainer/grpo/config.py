@@ -92,8 +92,9 @@ _WHY_REFUSED: Mapping[str, str] = {
     "it changes the log-probabilities of the model, which must be those that the engine sampled with": """
         neftune_noise_alpha label_smoothing_factor""",
     "it replaces parts of the model, which was not tested": """
-        torch_compile torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config fp16
+        torch_compile torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config
         cast_lm_head_to_fp32""",
+    "an adapter of a model that was loaded in float16 is trained in it; the loss is scaled without a state": "fp16",
     "its name is deprecated; use activation_checkpointing": "gradient_checkpointing gradient_checkpointing_kwargs",
     "a stopped training could not be resumed": """
         save_only_model enable_jit_checkpoint restore_callback_states_from_checkpoint""",

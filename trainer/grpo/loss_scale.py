@@ -16,8 +16,8 @@ class LossScale:
     """Scales the backward passes of a step, whose gradients are added up in float32, and takes the scale out again."""
 
     def __init__(self, parameters: Iterable[Parameter]) -> None:
-        """`parameters` are those that are trained."""
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        """`parameters` are the model's: those that have gradients are trained."""
+        self._parameters = list(parameters)
         self._scale = 1.0
 
     def watch(self, logprobs: Tensor) -> None:

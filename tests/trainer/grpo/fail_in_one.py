@@ -13,6 +13,8 @@ torch.set_num_threads(1)
 folder, place, rank = Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
 model = tiny_model()
 traces = record(model, random.Random(0))
+if place == "model" and rank == 1:
+    model.lm_head = torch.nn.Linear(32, 33, bias=False)
 
 
 def source(rows: list[dict]) -> list:

@@ -30,6 +30,7 @@ def trained(model, out, traces, spy=None, **config):
     lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     settings = {"activation_checkpointing": True, "scale_rewards": "none"} | config
     trainer = make_trainer(model, out, lambda rows: traces, spy=spy, peft_config=lora, **settings)
+    trainer.score([2, 3, 4], base=True)  # nothing has a gradient then
     trainer.train()
     return trainer, spy
 

@@ -156,3 +156,12 @@ def test_a_training_ends_on_all_processes_with_the_error_of_one(tmp_path, place,
     run_two("tests.trainer.grpo.fail_in_one", str(tmp_path), place)
     assert (tmp_path / str(first)).read_text() == own
     assert (tmp_path / str(1 - first)).read_text() == f"RankError: process {first} failed: {own}"
+
+
+def test_a_training_of_different_models_ends_before_they_wait_for_each_other(tmp_path):
+    run_two("tests.trainer.grpo.fail_in_one", str(tmp_path), "model")
+    for rank in range(2):
+        assert (
+            "process 0 has lm_head.weight [32, 32] torch.float32, process 1 has lm_head.weight [33, 32]"
+            in (tmp_path / str(rank)).read_text()
+        )
