@@ -1,4 +1,4 @@
-"""What a plan has to say about a recipe: what cannot work, what may go wrong, and what is not there yet."""
+"""Findings of a plan about a recipe: what cannot work, what may go wrong, and what is not there yet."""
 
 import importlib.util
 from collections.abc import Callable, Iterator

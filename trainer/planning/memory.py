@@ -66,9 +66,9 @@ class Variable:
     states: int
     """Keys and values or recurrent states of the tokens in memory, and their gradients."""
     activations: int
-    """What one batch of segments saves for its backward pass."""
+    """Tensors that one batch of segments saves for its backward pass."""
     working: int
-    """What the running layer may need besides."""
+    """Room that the running layer may need besides."""
     logits: int
     """One chunk of logits, and the head's gradient."""
 

@@ -54,7 +54,8 @@ class ModelNumbers:
 def model_numbers(recipe: Recipe, dtype: Dtype) -> ModelNumbers:
     """Return the numbers of a recipe's model with weights of `dtype`.
 
-    Raises `InputError` for a model that cannot be built, for an adapter that does not fit it, and for one with layers whose states are not known.
+    Raises `InputError` for a model that cannot be built, for an adapter that does not fit it, and for one with layers
+    whose states are not known.
     """
     model = meta_policy(recipe.model, dtype)
     for name in frozen_modules(model):

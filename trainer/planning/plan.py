@@ -37,7 +37,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """What a recipe takes and needs."""
+    """Plan of a training: its memory, its work, its lines and findings."""
 
     recipe: Recipe
     machine: Machine
