@@ -85,6 +85,7 @@ def test_two_steps_of_recording_training_and_publishing_and_a_resumed_third(engi
 @pytest.mark.engine
 @pytest.mark.harness
 @pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_two_processes_with_two_engines_train_what_one_process_does(engine, second_engine, tmp_path, lora):
     if shutil.which("mini") is None:
         pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
