@@ -31,9 +31,11 @@ DIFFERENCE = {True: 1e-3, False: 0.1}
 in bfloat16 on a GPU. Provisional: those of a training."""
 NOT_APPLIED = 0.5
 """Largest difference from the trainer, over what the step changed. An engine that did not apply the step has 1."""
+STEP = 'optim = "sgd"\nmax_grad_norm = 1e-4\nlearning_rate = 1000.0\nlr_scheduler_type = "constant"\n'
+"""A step of the length 0.1 whatever the model's gradients are: one that shows, and does not ruin the model."""
 TRAININGS = {
-    "checkpoint": 'optim = "sgd"\nlearning_rate = 0.5\n',
-    "lora": 'learning_rate = 2e-4\n[lora]\nr = 8\ntarget_modules = "all-linear"\n',
+    "checkpoint": STEP,
+    "lora": STEP + '[lora]\nr = 8\nlora_alpha = 16\ntarget_modules = "all-linear"\n',
 }
 """Way of publishing -> the end of its recipe, in the table [grpo]."""
 ROLLTAP = [sys.executable, "-m", "rolltap"]
@@ -147,7 +149,8 @@ def record(url: str, model: Path, folder: Path) -> Iterator[Line]:
     sessions = run.sessions()
     faults = [session for session in sessions if session.status == "error"]
     calls = sum(len(recorded) for recorded in run.calls.values())
-    note = f"{len(sessions)} sessions, {calls} calls"
+    vllm = run.metadata["engines"][url]["vllm"]
+    note = f"{len(sessions)} sessions, {calls} calls, vLLM {vllm}"
     yield measured("record: sessions with a fault", len(faults), 0, faults[0].error or "" if faults else note)
 
 
@@ -179,9 +182,7 @@ def training(url: str, folder: Path, way: str, plan: dict[str, Any], cpu: bool) 
     sampled = max(value for name, value in second.items() if name.startswith("difference/"))
     yield measured(f"{way}: sampled tokens after the step, nats", sampled, limit)
     change = moved(url, run)
-    ratio = sampled / change if change else float("inf")
-    note = f"tokens moved by {change:.2g} nats; gradient norm {first['grad_norm']:.2g}"
-    yield measured(f"{way}: of what the steps changed", ratio, NOT_APPLIED, note)
+    yield applied(way, sampled, change, f"tokens moved by {change:.2g} nats")
     what = f"{way}: peak memory over the plan"
     if cpu:
         yield skipped(what, "on a CPU the peak is that of the whole process")
@@ -192,6 +193,12 @@ def training(url: str, folder: Path, way: str, plan: dict[str, Any], cpu: bool) 
         yield measured(what, peak * 2**30 / planned, 1.1, f"{peak:.3g} of {planned / 2**30:.3g} GiB")
     for large in ("checkpoints", "published", "model"):
         shutil.rmtree(run / large, ignore_errors=True)
+
+
+def applied(way: str, sampled: float, change: float, note: str) -> Line:
+    """Return the line that fails when the engine did not apply the steps: `change` is what they moved it by."""
+    ratio = sampled / change if change else float("inf")
+    return measured(f"{way}: of what the steps changed", ratio, NOT_APPLIED, note)
 
 
 def moved(url: str, run: Path) -> float:

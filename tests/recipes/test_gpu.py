@@ -2,17 +2,24 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
+import pytest
+
 from tests.conftest import ROOT
+from tests.trainer.training.test_loop import restore
 
-CHECK = ROOT / "recipes" / "gpu" / "trainer_half.py"
+GPU = ROOT / "recipes" / "gpu"
+CHECK = GPU / "trainer_half.py"
+TINY = ROOT / "tests" / "models" / "qwen3-4b"
+"""A model without weights, which can be planned."""
 
 
-def check(*arguments, **environment):
+def check(*arguments, program=CHECK, **environment):
     return subprocess.run(
-        [sys.executable, CHECK, *arguments],
+        [sys.executable, program, *arguments],
         capture_output=True,
         text=True,
         env={**os.environ, "COLUMNS": "100", "CUDA_VISIBLE_DEVICES": "", **environment},
@@ -34,3 +41,97 @@ def test_without_a_gpu_the_whole_check_says_that_there_is_none(tmp_path):
     assert ended.returncode == 1
     assert "--cpu" in ended.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def half(monkeypatch):
+    """Return the module of the engine's half."""
+    monkeypatch.syspath_prepend(GPU)
+    import engine_half
+
+    return engine_half
+
+
+@pytest.mark.engine
+@pytest.mark.harness
+def test_the_engine_half_records_trains_and_publishes_in_two_ways_and_each_line_passes(half, engine, tmp_path):
+    if shutil.which("mini") is None:
+        pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
+    plans = {way: half.plan_of(engine.model_dir, way, True, tmp_path) for way in half.TRAININGS}
+    try:
+        lines = list(half.with_engine(engine.url, engine.model_dir, True, tmp_path, plans))
+    finally:
+        restore(engine)
+    assert [line for line in lines if line.result == "failed"] == []
+    assert {line.what for line in lines if line.result == "skipped"} == {
+        "checkpoint: peak memory over the plan",
+        "lora: peak memory over the plan",
+    }
+    passed = {line.what: line for line in lines if line.result == "passed"}
+    assert passed.keys() >= {"record: sessions with a fault", "check: root prompts, nats", "verify: damage in lora"}
+    for way in half.TRAININGS:
+        assert passed[f"{way}: engine and trainer after the step, nats"].number < 1e-3
+        assert passed[f"{way}: of what the steps changed"].number < 0.1
+
+
+def test_an_engine_that_did_not_apply_the_step_fails(half):
+    assert half.applied("lora", sampled=0.02, change=0.0, note="").result == "failed"
+    assert half.applied("lora", sampled=0.02, change=0.02, note="").result == "failed"
+    assert half.applied("lora", sampled=0.02, change=0.2, note="").result == "passed"
+    assert half.applied("lora", sampled=float("nan"), change=0.2, note="").result == "failed"
+
+
+def test_a_number_that_json_lacks_is_null(half):
+    line = half.applied("lora", sampled=0.02, change=0.0, note="")
+    assert json.loads(json.dumps(line.to_json(), allow_nan=False))["number"] is None
+
+
+def test_an_error_is_a_failed_line_after_those_that_were_made(half):
+    def lines():
+        yield half.measured("first", 0, 1)
+        raise OSError("no room")
+
+    first, second = half.guarded("second", lines)
+    assert first.result == "passed"
+    assert (second.what, second.result, second.note) == ("second", "failed", "OSError: no room")
+
+
+def test_without_a_harness_nothing_of_the_engine_half_passes(half, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    lines = list(half.with_engine("http://127.0.0.1:9", TINY, True, tmp_path, {}))
+    assert {line.result for line in lines} == {"skipped"}
+    assert all("mini-swe-agent" in line.note for line in lines)
+
+
+def test_an_engine_that_does_not_start_is_a_failed_line(half, tmp_path, monkeypatch):
+    monkeypatch.setattr(half, "plan_of", lambda *_: {"can_start": True, "memory": {"engine": None}})
+    python = tmp_path / "python"
+    python.symlink_to(sys.executable)
+    vllm = tmp_path / "vllm"
+    vllm.write_text("#!/bin/sh\necho no memory; exit 3\n")
+    vllm.chmod(0o700)
+    [line] = half.engine_half(TINY, str(vllm), True, tmp_path)
+    assert (line.what, line.result) == ("serve", "failed")
+    assert "no memory" in line.note
+
+
+def test_the_engine_gets_the_share_that_both_plans_leave_it(half, tmp_path):
+    plans = {
+        "checkpoint": {"can_start": False, "memory": None},
+        "lora": {"can_start": True, "memory": {"engine": {"utilization": 0.3}}},
+        "other": {"can_start": True, "memory": {"engine": {"utilization": 0.2}}},
+    }
+    arguments = half.engine_arguments(TINY, plans, False)
+    assert arguments[-2:] == ["--gpu-memory-utilization", "0.20"]
+    assert "--language-model-only" in half.engine_arguments(ROOT / "tests" / "models" / "qwen3.5-4b", plans, False)
+    assert "--gpu-memory-utilization" not in half.engine_arguments(TINY, plans, True)
+
+
+def test_without_vllm_the_trainers_half_alone_runs_and_says_so(tmp_path):
+    out = tmp_path / "made" / "check.json"
+    ended = check("--cpu", "--out", out, "--vllm", tmp_path / "none", program=GPU / "check.py")
+    assert ended.returncode == 0, ended.stderr
+    assert "only the trainer's half is checked: there is no vLLM" in ended.stderr
+    found = json.loads(out.read_text())
+    assert [line["result"] for line in found["checks"]] == ["passed", "passed", "skipped"]
+    assert found["device"] == "CPU"
