@@ -68,7 +68,13 @@ def trainer_half(cpu: bool) -> tuple[list[Line], dict[str, Any]]:
     """Run trainer_half.py in a process of its own, whose memory is free afterwards. Return its lines, and the rest."""
     with tempfile.TemporaryDirectory() as made, console.status("the trainer's half"):
         file = Path(made, "found.json")
-        command = [sys.executable, HERE / "trainer_half.py", "--out", file, *(["--cpu"] if cpu else [])]
+        command: list[str | Path] = [
+            sys.executable,
+            HERE / "trainer_half.py",
+            "--out",
+            file,
+            *(["--cpu"] if cpu else []),
+        ]
         ended = subprocess.run(command, capture_output=True, text=True)
         if not file.exists():
             return [failed("trainer half", "\n".join(ended.stderr.splitlines()[-3:]))], {}

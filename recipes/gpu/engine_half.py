@@ -35,7 +35,7 @@ STEP = 'optim = "sgd"\nmax_grad_norm = 1e-4\nlearning_rate = 1000.0\nlr_schedule
 """A step of the length 0.1 whatever the model's gradients are: one that shows, and does not ruin the model."""
 TRAININGS = {
     "checkpoint": STEP,
-    "lora": STEP + '[lora]\nr = 8\nlora_alpha = 16\ntarget_modules = "all-linear"\n',
+    "lora": STEP + '[lora]\nr = 8\nlora_alpha = 32\ntarget_modules = "all-linear"\n',
 }
 """Way of publishing -> the end of its recipe, in the table [grpo]."""
 ROLLTAP = [sys.executable, "-m", "rolltap"]
@@ -170,7 +170,7 @@ def training(url: str, folder: Path, way: str, plan: dict[str, Any], cpu: bool) 
         return
     run, log = folder / way, folder / f"{way}.log"
     with log.open("w") as output:
-        command = [*ROLLTAP, "train", folder / f"{way}.toml", "--engine", url, "--out", run]
+        command: list[str | Path] = [*ROLLTAP, "train", folder / f"{way}.toml", "--engine", url, "--out", run]
         status = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT).returncode
     if status:
         yield failed(way, f"status {status}: {log.read_text().strip()[-500:]}")
