@@ -114,9 +114,8 @@ def plan_of(model: Path, way: str, cpu: bool, folder: Path) -> dict[str, Any]:
 def write_recipe(folder: Path, model: Path, way: str, cpu: bool, memory_gib: float | None = None) -> Path:
     """Write the recipe and the task of a training, and return the recipe's path."""
     # The evaluator passes every second session, whatever the agent did: each group has a signal. mkdir is atomic.
-    flag = folder / f"{way}.flag"
     task = json.loads((QUICKSTART / "tasks.jsonl").read_text())
-    task["evaluate"] = ["sh", "-c", f"mkdir '{flag}' 2>/dev/null || ! rmdir '{flag}'"]
+    task["evaluate"] = ["sh", "-c", 'mkdir "$0" 2>/dev/null || ! rmdir "$0"', str(folder / f"{way}.flag")]
     task["workspace"] = str(QUICKSTART / "workspace")
     (folder / f"{way}.jsonl").write_text(json.dumps(task) + "\n")
     keys = {
@@ -207,10 +206,12 @@ def moved(url: str, run: Path) -> float:
     name = json.loads((run / "policy.json").read_text())["model"] or engine.models().base
     calls = [call for recorded in rolltap.open_run(run).calls.values() for call in recorded]
     [start] = {span.version for call in calls for span in call.weight_versions if span.version.split(".")[1] == "0"}
-    before = [call for call in calls if {span.version for span in call.weight_versions} == {start}]
+    # vLLM samples a token after what it scores
+    scored = [call for call in calls if len(call.prompt_ids) + len(call.completion_ids) < CONTEXT]
     return fmean(
         abs(recorded - now)
-        for call in before
+        for call in scored
+        if {span.version for span in call.weight_versions} == {start}
         for recorded, now in zip(call.logprobs, engine.score(name, call.prompt_ids, call.completion_ids), strict=True)
     )
 

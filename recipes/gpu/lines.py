@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from rich.table import Table
+from rich.text import Text
 
 STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 
@@ -46,5 +47,5 @@ def table(lines: list[Line]) -> Table:
     shown = Table("what", "result", "number", "limit", "note")
     for line in lines:
         number, limit = ("" if value is None else f"{value:.3g}" for value in (line.number, line.limit))
-        shown.add_row(line.what, f"[{STYLES[line.result]}]{line.result}[/]", number, limit, line.note)
+        shown.add_row(Text(line.what), Text(line.result, STYLES[line.result]), number, limit, Text(line.note))
     return shown

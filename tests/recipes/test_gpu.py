@@ -7,7 +7,10 @@ import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
+from rolltap.trainer.rollouts.task import load_tasks
+from rolltap.trainer.training.recipe import load_recipe
 from tests.conftest import ROOT
 from tests.trainer.training.test_loop import restore
 
@@ -74,6 +77,15 @@ def test_the_engine_half_records_trains_and_publishes_in_two_ways_and_each_line_
         assert passed[f"{way}: of what the steps changed"].number < 0.1
 
 
+def test_a_recipe_shares_the_gpu_as_its_plan_says_and_every_second_session_gets_a_reward(half, tmp_path):
+    for way in half.TRAININGS:
+        recipe = load_recipe(half.write_recipe(tmp_path, TINY, way, False, memory_gib=20.5))
+        assert (recipe.publish, recipe.machine.shared_gpu, recipe.grpo["memory_gib"]) == (way, True, 20.5)
+        assert half.write_recipe(tmp_path, TINY, way, True).read_text().count("memory_gib") == 0
+        [task] = load_tasks(recipe.tasks)
+        assert [subprocess.run(task.evaluate).returncode for _ in range(4)] == [0, 1, 0, 1]
+
+
 def test_an_engine_that_did_not_apply_the_step_fails(half):
     assert half.applied("lora", sampled=0.02, change=0.0, note="").result == "failed"
     assert half.applied("lora", sampled=0.02, change=0.02, note="").result == "failed"
@@ -84,6 +96,13 @@ def test_an_engine_that_did_not_apply_the_step_fails(half):
 def test_a_number_that_json_lacks_is_null(half):
     line = half.applied("lora", sampled=0.02, change=0.0, note="")
     assert json.loads(json.dumps(line.to_json(), allow_nan=False))["number"] is None
+
+
+def test_the_table_shows_a_note_as_it_is(half, capsys):
+    import lines
+
+    Console(width=100).print(lines.table([lines.failed("serve", "[Errno 28] no [/] space")]))
+    assert "[Errno 28] no [/] space" in capsys.readouterr().out
 
 
 def test_an_error_is_a_failed_line_after_those_that_were_made(half):
