@@ -5,6 +5,7 @@ fails.
 """
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -80,7 +81,12 @@ def trainer_half(cpu: bool) -> tuple[list[Line], dict[str, Any]]:
             return [failed("trainer half", "\n".join(ended.stderr.splitlines()[-3:]))], {}
         found = json.loads(file.read_text())
     rows = found.pop("checks")
-    return [measured(f"{row['check']}, {row['model']}", row["value"], row["limit"]) for row in rows], found
+    return [_line(row) for row in rows], found
+
+
+def _line(row: dict[str, Any]) -> Line:
+    value = math.inf if row["value"] is None else row["value"]
+    return measured(f"{row['check']}, {row['model']}", value, row["limit"])
 
 
 def quickstart_model() -> Path:

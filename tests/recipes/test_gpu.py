@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from rich.console import Console
 
 from rolltap.trainer.rollouts.task import load_tasks
@@ -154,3 +155,18 @@ def test_without_vllm_the_trainers_half_alone_runs_and_says_so(tmp_path):
     found = json.loads(out.read_text())
     assert [line["result"] for line in found["checks"]] == ["passed", "passed", "skipped"]
     assert found["device"] == "CPU"
+
+
+def test_a_model_without_room_on_the_gpu_is_a_failed_line_and_the_others_go_on(half, monkeypatch):
+    import check as whole
+    import trainer_half
+
+    def full(*_):
+        raise torch.OutOfMemoryError("no room")
+        yield
+
+    monkeypatch.setattr(trainer_half, "_memory", full)
+    [result] = trainer_half._memory_or_none(TINY, trainer_half.LORA)
+    assert (result.ok, result.model) == (False, "qwen3-4b, LoRA")
+    line = whole._line({"check": result.check, "model": result.model, "value": None, "limit": result.limit})
+    assert line.result == "failed"
