@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from click.testing import CliRunner
 from rich.console import Console
 
 from rolltap.trainer.rollouts.task import load_tasks
@@ -170,3 +171,53 @@ def test_a_model_without_room_on_the_gpu_is_a_failed_line_and_the_others_go_on(h
     assert (result.ok, result.model) == (False, "qwen3-4b, LoRA")
     line = whole._line({"check": result.check, "model": result.model, "value": None, "limit": result.limit})
     assert line.result == "failed"
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Return a function that runs check.sh with environments of which vLLM's cannot be made, up to its last line."""
+    python = tmp_path / "rolltap" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "GPU $CUDA_VISIBLE_DEVICES runs $*"\n')
+    python.chmod(0o700)
+    (tmp_path / "recipes" / "gpu").mkdir(parents=True)
+    (tmp_path / "recipes" / "environments.sh").write_text(
+        f"set -euo pipefail; VENVS={tmp_path}; GPU='GPU 0'\n"
+        "say() { echo $*; }\nfail() { echo $*; exit 1; }\n"
+        "environment_rolltap() { echo made rolltap; }\nenvironment_mini_swe_agent() { echo made mini; }\n"
+        "environment_vllm() { fail no index; }\n"
+    )
+    copy = shutil.copy(GPU / "check.sh", tmp_path / "recipes" / "gpu")
+
+    def run(*arguments, **environment):
+        environment = {"PATH": os.environ["PATH"], **environment}
+        ended = subprocess.run(["bash", copy, *arguments], capture_output=True, text=True, env=environment)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout.splitlines()
+
+    return run
+
+
+def test_the_command_goes_on_when_vllm_cannot_be_installed_and_takes_one_gpu(script, tmp_path):
+    called = f"recipes/gpu/check.py --vllm {tmp_path}/vllm/bin/vllm"
+    *before, last = script("--model", "a b")
+    assert before == ["made rolltap", "no index", "vLLM could not be installed (see above)", "made mini"]
+    assert last == f"GPU 0 runs {called} --model a b"
+    assert script("--trainer-only", CUDA_VISIBLE_DEVICES="3,4") == [
+        "made rolltap",
+        f"GPU 3 runs {called} --trainer-only",
+    ]
+
+
+def test_a_failed_line_is_exit_status_1_and_is_in_the_json(half, monkeypatch, tmp_path):
+    import check as whole
+
+    monkeypatch.setattr(whole, "trainer_half", lambda cpu: ([whole.failed("trainer half", "no room")], {}))
+    out = tmp_path / "check.json"
+    ended = CliRunner().invoke(whole.main, ["--cpu", "--trainer-only", "--out", str(out)])
+    assert ended.exit_code == 1
+    checks = json.loads(out.read_text())["checks"]
+    assert [(line["what"], line["result"], line["note"]) for line in checks] == [
+        ("trainer half", "failed", "no room"),
+        ("engine half", "skipped", "--trainer-only"),
+    ]
