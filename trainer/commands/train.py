@@ -9,7 +9,7 @@ from click.core import ParameterSource
 from rich.console import Console
 
 import rolltap
-from rolltap.addons.errors import RankError
+from rolltap.errors import RankError
 from rolltap.trainer.commands.options import FILE, FOLDER, RUN, engine_option, json_option, print_result
 
 

@@ -42,7 +42,7 @@ def published_folder(recipe: Recipe, run: Path, run_id: str) -> Iterator[Path]:
 
 
 class Serving:
-    """What the engines of a training serve. `folder` is for weights on their way to them; `run` is the run folder."""
+    """Weights on the engines of a training. `folder` is for those on their way, `run` is the run folder."""
 
     def __init__(self, recipe: Recipe, engines: Engines, folder: Path, run: Path) -> None:
         self.engines = engines

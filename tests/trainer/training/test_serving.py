@@ -1,4 +1,4 @@
-"""What the engines of a training serve, with folders in place of engines."""
+"""The weights that the engines of a training serve, with folders in place of engines."""
 
 import pytest
 from rich.console import Console
