@@ -6,6 +6,7 @@ SKIPPED = {
     "tap/bin/rolltap serve Qwen/Qwen3-4B --vllm engine/bin/vllm -- --tensor-parallel-size 2": (
         "needs two GPUs; the fixture `engine` starts the server of this command on the CPU"
     ),
+    "recipes/gpu/check.sh": "takes minutes; tests/recipes/test_gpu.py runs its small form",
     "CUDA_VISIBLE_DEVICES=0 rolltap serve Qwen/Qwen3-4B --port 8000 --lora-rank 16 &": "needs four GPUs",
     "rolltap train recipe.toml --from runs/first --out runs/offline": (
         "the shortened rollout has one session a task, and so no group to compare"
