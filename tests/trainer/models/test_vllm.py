@@ -50,11 +50,6 @@ def with_adapter(model):
     return model.eval()
 
 
-def reload(admin, folder):
-    with admin.paused():
-        admin.reload_weights(folder)
-
-
 def test_the_text_part_scores_as_the_engine_does(admin, base):
     assert difference(engines(admin), own(base)) < NOISE
 
@@ -85,9 +80,9 @@ def test_published_weights_are_what_the_engine_serves(admin, qwen35_engine, base
     before = engines(admin)
     save_weights(model, tmp_path, qwen35_engine.model_dir)
     try:
-        reload(admin, tmp_path)
+        admin.serve(tmp_path, "default")
         assert difference(own(model), own(base)) > 10 * NOISE
         assert difference(engines(admin), own(model)) < NOISE
     finally:
-        reload(admin, qwen35_engine.model_dir)
+        admin.serve(qwen35_engine.model_dir, "default")
     assert torch.equal(engines(admin), before)
