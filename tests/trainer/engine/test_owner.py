@@ -38,10 +38,10 @@ class TestTheRegister:
         return OneOwner(passed)
 
     def test_it_knows_nobody_at_first(self, register):
-        assert asked(register, "GET") == (200, {"owner": None, "about": None})
+        assert asked(register, "GET") == (200, {"owner": None, "about": None, "base": None})
 
     def test_the_first_training_gets_the_engine_and_a_second_one_is_told_who_has_it(self, register):
-        first = (200, {"owner": "a", "about": "one"})
+        first = (200, {"owner": "a", "about": "one", "base": None})
         assert asked(register, "PUT", b'{"owner": "a", "about": "one"}') == first
         assert asked(register, "PUT", b'{"owner": "b", "about": "two", "steal": false}') == (409, first[1])
         assert asked(register, "DELETE", b'{"owner": "b"}') == (409, first[1])
@@ -49,12 +49,15 @@ class TestTheRegister:
 
     def test_the_same_training_takes_its_engine_again(self, register):
         asked(register, "PUT", b'{"owner": "a", "about": "one"}')
-        assert asked(register, "PUT", b'{"owner": "a", "about": "later"}') == (200, {"owner": "a", "about": "later"})
+        assert asked(register, "PUT", b'{"owner": "a", "about": "later"}') == (
+            200,
+            {"owner": "a", "about": "later", "base": None},
+        )
 
     def test_an_engine_is_given_back_and_stolen(self, register):
         asked(register, "PUT", b'{"owner": "a"}')
         assert asked(register, "PUT", b'{"owner": "b", "steal": true}')[1]["owner"] == "b"
-        assert asked(register, "DELETE", b'{"owner": "b"}') == (200, {"owner": None, "about": None})
+        assert asked(register, "DELETE", b'{"owner": "b"}') == (200, {"owner": None, "about": None, "base": None})
         assert asked(register, "DELETE", b'{"owner": "b"}')[0] == 200
 
     def test_giving_back_is_not_stealing(self, register):
@@ -65,12 +68,19 @@ class TestTheRegister:
         "body",
         [
             *(b"", b"\xff", b"[]", b"7", b"{}", b"[" * 100_000),
+            b'{"owner": "a", "base": 7}',
             *(b'{"owner": ""}', b'{"owner": 7}', b'{"owner": "a", "about": 7}', b'{"owner": "a", "steal": "yes"}'),
         ],
     )
     def test_what_is_not_a_claim_changes_nothing(self, register, body):
         asked(register, "PUT", b'{"owner": "a"}')
-        assert asked(register, "PUT", body) == (400, {"owner": "a", "about": ""})
+        assert asked(register, "PUT", body) == (400, {"owner": "a", "about": "", "base": None})
+
+    def test_the_verified_base_model_is_known_as_long_as_the_engine_runs(self, register):
+        asked(register, "PUT", b'{"owner": "a", "base": "/models/tiny"}')
+        asked(register, "PUT", b'{"owner": "a"}')
+        asked(register, "DELETE", b'{"owner": "a"}')
+        assert asked(register, "GET") == (200, {"owner": None, "about": None, "base": "/models/tiny"})
 
     def test_other_methods_and_paths_are_not_its_own(self, register):
         assert asked(register, "POST")[0] == 405
@@ -109,4 +119,4 @@ def test_a_real_engine_is_taken_given_back_and_stolen(engine):
     with pytest.raises(EngineError, match="22222222"):
         claim(admin, ONE)
     release(admin, TWO)
-    assert engine.http.get(PATH).json() == {"owner": None, "about": None}
+    assert engine.http.get(PATH).json() == {"owner": None, "about": None, "base": None}
