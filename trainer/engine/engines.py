@@ -137,10 +137,19 @@ class Engines:
                 change(engine)
                 engine.install(new.folder, new.version)
 
-            self.each(EngineAdmin.pause)
+            self.pause()
             self.each(install)
             self.resume()
             yield
+
+    def pause(self) -> None:
+        """Return when the calls in flight have ended. Another training's calls do not wait: see `resume`."""
+
+        def pause(engine: EngineAdmin) -> None:
+            self._require_owned(engine)
+            engine.pause()
+
+        self.each(pause)
 
     def resume(self) -> None:
         """Let the calls of all engines go on, but of those that another training has stolen: it may load weights."""

@@ -63,7 +63,7 @@ class TransferPublisher:
             if self._sender is None:
                 self._sender = self._connect()
             with self._engines.changed(Weights(self._base, base_version(version))) as change:
-                self._engines.each(EngineAdmin.pause)
+                self._engines.pause()
                 self._engines.each(change)
                 self._sender.send_weights()
                 self._engines.each(EngineAdmin.reset_prefix_cache)

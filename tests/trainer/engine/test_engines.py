@@ -5,7 +5,7 @@ import os
 import signal
 from contextlib import ExitStack
 from pathlib import Path
-from threading import Event
+from threading import Barrier, Event
 
 import pytest
 
@@ -131,6 +131,26 @@ class TestOwner:
                 reload(engines, new, old)
             assert (pair[0].weights, pair[0].paused) == ("model", False)
             assert not {"/collective_rpc", "/resume"} & {*pair[1].paths}
+
+    def test_a_thiefs_engine_is_not_even_paused(self, pair, engines, model, tmp_path):
+        new, old = Weights(folder(tmp_path / "new"), f"{RUN}.1.2"), Weights(model, VERSION)
+        with engines.claimed(RUN, "a host"), Engines(pair[1].url).claimed("22222222", "the thief", steal=True):
+            with pytest.raises(EngineError, match="22222222"):
+                reload(engines, new, old)
+            assert "/pause" not in pair[1].paths
+
+    def test_engines_are_given_back_at_the_same_time(self, pair, engines):
+        together = Barrier(2, timeout=8)
+
+        def answer(method, body):
+            if method == "DELETE":
+                together.wait()
+            return pair[0].act(PATH, method, body)
+
+        with engines.claimed(RUN, "a host"):
+            for each in pair:
+                each.answers[PATH] = answer
+        assert not together.broken
 
     def test_an_engine_that_is_stolen_while_it_loads_is_not_resumed(self, pair, engines, model, tmp_path):
         new, old = Weights(folder(tmp_path / "new"), f"{RUN}.1.2"), Weights(model, VERSION)

@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+from threading import Event
 
 import pytest
 
 from rolltap.addons.errors import EngineError
+from rolltap.trainer.engine import admin
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.in_vllm.rolltap_owner import PATH, OneOwner
 from rolltap.trainer.engine.owner import Owner, claim, release
@@ -102,6 +104,14 @@ class TestTheClient:
         assert claim(engine, ONE) is False
         release(engine, ONE)
 
+    def test_a_stuck_engine_does_not_hold_up_the_end_of_a_training(self, answering, engine, monkeypatch):
+        monkeypatch.setattr(admin, "_REGISTER_SECONDS", 0.01)
+        end = Event()
+        answering.answers[PATH] = lambda method, body: (end.wait(), (200, "{}"))[1]
+        with pytest.raises(EngineError, match="did not answer in time"):
+            release(engine, ONE)
+        end.set()
+
     def test_a_server_that_answers_something_else_is_an_error(self, answering, engine):
         answering.answers[PATH] = (200, "<html>")
         with pytest.raises(EngineError, match="it is not vLLM"):
@@ -110,13 +120,13 @@ class TestTheClient:
 
 @pytest.mark.engine
 def test_a_real_engine_is_taken_given_back_and_stolen(engine):
-    admin = EngineAdmin(engine.url)
-    assert claim(admin, ONE) is True
+    client = EngineAdmin(engine.url)
+    assert claim(client, ONE) is True
     with pytest.raises(EngineError, match="11111111"):
-        claim(admin, TWO)
-    assert claim(admin, TWO, steal=True) is True
-    release(admin, ONE)  # it is not its owner any more
+        claim(client, TWO)
+    assert claim(client, TWO, steal=True) is True
+    release(client, ONE)  # it is not its owner any more
     with pytest.raises(EngineError, match="22222222"):
-        claim(admin, ONE)
-    release(admin, TWO)
+        claim(client, ONE)
+    release(client, TWO)
     assert engine.http.get(PATH).json() == {"owner": None, "about": None, "base": None}
