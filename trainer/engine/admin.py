@@ -22,6 +22,8 @@ _GET_SECONDS = 30.0
 _POST_SECONDS = 600.0
 """Timeout of a POST. A pause waits for the calls in flight, and loading a large checkpoint takes minutes."""
 _CONNECT_SECONDS = 10.0
+_REGISTER_SECONDS = 10.0
+"""Timeout of the owner's register, which answers from memory: an ending training must not wait for a stuck engine."""
 
 _REQUIRED_PATHS = {
     "/inference/v1/generate": "token-in/token-out generation",
@@ -144,7 +146,7 @@ class EngineAdmin:
 
         The status is 200, 404 when the engine has no register, or 409 when another training owns the engine.
         """
-        response = self._send(method, OWNER, asked or None, expected=(404, 409))
+        response = self._send(method, OWNER, asked or None, expected=(404, 409), seconds=_REGISTER_SECONDS)
         try:
             return response.status_code, response.json()
         except ValueError as error:
@@ -196,11 +198,21 @@ class EngineAdmin:
             raise EngineError(f"{answered}: it is not vLLM 0.32 or newer") from error
 
     def _send(
-        self, method: str, path: str, body: dict[str, Any] | None = None, expected: Collection[int] = ()
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        expected: Collection[int] = (),
+        seconds: float | None = None,
     ) -> httpx.Response:
-        """Send a request. Raises `EngineError` for a status that is neither a success nor `expected`."""
+        """Send a request. Raises `EngineError` for a status that is neither a success nor `expected`.
+
+        `seconds` is the timeout, by default that of the method.
+        """
         request = f"{method} {self.url}{path}"
-        timeout = httpx.Timeout(_GET_SECONDS if method == "GET" else _POST_SECONDS, connect=_CONNECT_SECONDS)
+        seconds = seconds or (_GET_SECONDS if method == "GET" else _POST_SECONDS)
+        timeout = httpx.Timeout(seconds, connect=_CONNECT_SECONDS)
         try:
             response = self._client.request(method, self.url + path, json=body, timeout=timeout)
         except httpx.TimeoutException as error:

@@ -9,6 +9,7 @@ from typing import Any
 from rolltap.addons.errors import EngineError
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.agreement import mean_difference
+from rolltap.trainer.engine.owner import noted_base
 from rolltap.trainer.versions import Version
 
 LOADED = "default"
@@ -62,7 +63,7 @@ def verify_base(engine: EngineAdmin, base: Base, say: Callable[[str], None]) -> 
     else:
         why = f"serves the weights {version}, which differ from {base.model} by {differs:.2g} nats"
     fix = f"start it again with `rolltap serve {base.model}`"
-    if not _same_model(root, base.model):
+    if not _same_model(root, base.model) and not _same_model(noted_base(engine), base.model):
         raise EngineError(
             f"the engine at {engine.url} {why}, and cannot load {base.model}: its own model is {root}, and there is "
             f"no sign here that it is the same; {fix}"
@@ -78,9 +79,9 @@ def verify_base(engine: EngineAdmin, base: Base, say: Callable[[str], None]) -> 
         )
 
 
-def _same_model(root: str, model: Path) -> bool:
+def _same_model(root: str | None, model: Path) -> bool:
     """Return True when an engine's model has the shape of a folder's: loading other shapes destroys the engine."""
-    return same_folder(root, str(model)) or _config(Path(root)) == _config(model) is not None
+    return root is not None and (same_folder(root, str(model)) or _config(Path(root)) == _config(model) is not None)
 
 
 def same_folder(first: str, second: str) -> bool:

@@ -1,17 +1,19 @@
 """All engines of a training as one: they have one owner, and take new weights all or not at all."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer.engine.admin import EngineAdmin, Models
+from rolltap.trainer.engine.asking import Unanswered, ask_all
 from rolltap.trainer.engine.base_weights import Base, difference, verify_base
-from rolltap.trainer.engine.owner import Owner, claim, release
+from rolltap.trainer.engine.owner import Owner, StolenError, claim, note_base, release
+from rolltap.trainer.engine.published import published_version
 
 T = TypeVar("T")
 
@@ -39,6 +41,8 @@ class Engines:
             raise InputError(f"engine is {urls!r}: give the URL of each engine once, with commas between them")
         self.admins = tuple(EngineAdmin(url) for url in given)
         self._owner: Owner | None = None
+        self._owned: set[EngineAdmin] = set()
+        """Engines whose register names this training."""
 
     def require_endpoints(self) -> None:
         """Raise `EngineError` when an engine lacks an endpoint that recording or publishing needs."""
@@ -60,23 +64,32 @@ class Engines:
         Raises `EngineError` when another training owns an engine and `steal` is False.
         """
         training = Owner(owner, about)
-        with ExitStack() as stack:
-            for engine in self.admins:
+        try:
+            for engine in self.admins:  # in order: of two trainings that start together, one gets all engines
                 if claim(engine, training, steal=steal):
-                    stack.callback(_give_back, engine, training)
+                    self._owned.add(engine)
                 else:
                     advice = "start it with `rolltap serve`, or see to it that no other training uses it"
                     _log.warning("the engine at %s has no register of its owner: %s", engine.url, advice)
             self._owner = training
-            try:
-                yield
-            finally:
-                self._owner = None
+            yield
+        finally:
+            self._owner = None
+            self.each(partial(self._give_back, training))
+
+    def _give_back(self, owner: Owner, engine: EngineAdmin) -> None:
+        if engine in self._owned:
+            self._owned.remove(engine)
+            with suppress(EngineError):  # it ended with its register
+                release(engine, owner)
 
     def require_owned(self) -> None:
         """Raise `EngineError` when another training has stolen an engine. Take one that has been started again."""
-        if (owner := self._owner) is not None:
-            self.each(lambda engine: claim(engine, owner))
+        self.each(self._require_owned)
+
+    def _require_owned(self, engine: EngineAdmin) -> None:
+        if self._owner is not None:
+            claim(engine, self._owner)
 
     def verify_base(
         self,
@@ -95,47 +108,89 @@ class Engines:
         Raises `EngineError` when an engine cannot serve the base model.
         """
         base = Base(model, version, ids, own, limit)
-        self.each(lambda engine: verify_base(engine, base, say))
 
-    def difference(self, name: str | None, ids: Sequence[int], own: Sequence[float]) -> float:
-        """Return the largest of the engines' mean differences from `own`, in nats, for the model called `name`.
+        def verify(engine: EngineAdmin) -> None:
+            verify_base(engine, base, say)
+            if self._owner is not None and engine in self._owned:
+                note_base(engine, self._owner, model)
+
+        self.each(verify)
+
+    def differences(self, name: str | None, ids: Sequence[int], own: Sequence[float]) -> list[float]:
+        """Return each engine's mean difference from `own`, in nats, for the model called `name`, by the URLs' order.
 
         `ids`, shape (T,), are scored. `own`, shape (T - 1,), are the trainer's log-probabilities of `ids[1:]`. `name`
         None is the base model. A difference that cannot be computed is infinite.
         """
-        return max(self.each(lambda engine: difference(engine, name, ids, own)))
-
-    def reload(self, new: Weights, old: Weights) -> None:
-        """Let all engines serve the checkpoint `new` in place of `old`, or go back to `old`.
-
-        The engines are paused meanwhile: calls in flight end first, and new ones wait. Raises `EngineError` when one
-        refused. An engine that cannot go back is named, and stays paused: its next call could crash it.
-        """
-        with self.paused(old) as touch:
-
-            def install(engine: EngineAdmin) -> None:
-                touch(engine)
-                engine.install(new.folder, new.version)
-
-            self.each(install)
+        return self.each(lambda engine: difference(engine, name, ids, own))
 
     @contextmanager
-    def paused(self, old: Weights) -> Iterator[Callable[[EngineAdmin], None]]:
-        """Pause all engines inside the block, and resume them after it.
+    def reloaded(self, new: Weights, old: Weights) -> Iterator[None]:
+        """Let all engines serve the checkpoint `new` in place of `old`, in the block and after it, or go back to `old`.
 
-        The block calls what is yielded before it changes an engine's weights. When it raises, or when an engine cannot
-        be resumed, these engines load `old` again, and all are resumed. Raises as `reload` does.
+        The engines are paused for the reload: calls in flight end first, and new ones wait. They serve `new` when the
+        block begins. Raises as `changed` does.
+        """
+        with self.changed(old) as change:
+
+            def install(engine: EngineAdmin) -> None:
+                change(engine)
+                engine.install(new.folder, new.version)
+
+            self.pause()
+            self.each(install)
+            self.resume()
+            yield
+
+    def pause(self) -> None:
+        """Return when the calls in flight have ended. Another training's calls do not wait: see `resume`."""
+
+        def pause(engine: EngineAdmin) -> None:
+            self._require_owned(engine)
+            engine.pause()
+
+        self.each(pause)
+
+    def resume(self) -> None:
+        """Let the calls of all engines go on, but of those that another training has stolen: it may load weights."""
+
+        def resume(engine: EngineAdmin) -> None:
+            self._require_owned(engine)
+            engine.resume()
+
+        self.each(resume)
+
+    @contextmanager
+    def changed(self, old: Weights) -> Iterator[Callable[[EngineAdmin], None]]:
+        """Go back to the weights `old` when the block raises. The block pauses the engines and resumes them.
+
+        The block calls what is yielded before it changes an engine's weights. When it raises, these engines load `old`
+        again, and all go on. Raises `EngineError` when one refused. An engine that cannot go back is named, and stays
+        paused: its next call could crash it. One that another training has stolen is left to it. So are all when an
+        interruption leaves calls under way: the next start of a training restores them.
         """
         touched: set[EngineAdmin] = set()
+
+        def change(engine: EngineAdmin) -> None:
+            self._require_owned(engine)
+            touched.add(engine)
+
         try:
-            self.each(EngineAdmin.pause)
-            yield touched.add
-            self.each(EngineAdmin.resume)
+            yield change
+        except Unanswered:
+            raise
         except BaseException as error:
             self._go_back(touched, old, error)
 
     def _go_back(self, touched: set[EngineAdmin], old: Weights, error: BaseException) -> NoReturn:
+        stolen: list[EngineAdmin] = []
+
         def go_back(engine: EngineAdmin) -> None:
+            try:
+                self._require_owned(engine)
+            except StolenError:
+                stolen.append(engine)
+                return
             if engine in touched:
                 engine.serve(old.folder, old.version)
             else:
@@ -149,70 +204,74 @@ class Engines:
                 "paused: restart it"
             ) from error
         if isinstance(error, EngineError):
-            raise EngineError(f"{error}; all engines serve the weights {old.version}") from error
+            which = "all other engines" if stolen else "all engines"
+            raise EngineError(f"{error}; {which} serve the weights {old.version}") from error
         raise error
 
-    def load_adapters(self, adapters: Mapping[str, Path]) -> None:
+    @contextmanager
+    def loaded(self, adapters: Mapping[str, Path]) -> Iterator[None]:
         """Load adapters, name -> folder, into all engines or none. An engine keeps those that it has.
 
-        Raises `EngineError` when one refused. What the others loaded is then unloaded again.
+        Raises `EngineError` when one refused. Then, and when the block raises, what was loaded is unloaded again.
         """
-        loaded: list[tuple[EngineAdmin, str]] = []
+        loaded: set[tuple[EngineAdmin, str]] = set()
 
         def load(engine: EngineAdmin) -> None:
             for name in adapters.keys() - engine.models().adapters:
                 engine.load_adapter(name, adapters[name])
-                loaded.append((engine, name))
+                loaded.add((engine, name))
+
+        def unload(engine: EngineAdmin) -> None:
+            for name in adapters:
+                if (engine, name) in loaded:
+                    with suppress(EngineError):  # no call names the adapter; the first error is the informative one
+                        engine.unload_adapter(name)
 
         try:
             self.each(load)
+            yield
+        except Unanswered:
+            raise
         except BaseException:
-            for engine, name in loaded:
-                with suppress(EngineError):  # no call names the adapter; the first error is the informative one
-                    engine.unload_adapter(name)
+            self.each(unload)
             raise
 
-    def unload_adapters(self, unwanted: Callable[[str], bool]) -> None:
-        """Unload the adapters whose names are `unwanted`."""
+    def unload(
+        self,
+        unwanted: Callable[[str], bool],
+        why: str | None = None,
+        engines: Collection[EngineAdmin] | None = None,
+    ) -> None:
+        """Unload the adapters whose names are `unwanted` from some engines, by default all. Log `why` if it is given.
+
+        An engine that refuses is logged too. Its adapters stay, and the caller's next call tries again.
+        """
 
         def unload(engine: EngineAdmin) -> None:
-            for name in filter(unwanted, engine.models().adapters):
-                engine.unload_adapter(name)
+            if engines is not None and engine not in engines:
+                return
+            try:
+                for name in filter(unwanted, sorted(engine.models().adapters)):
+                    engine.unload_adapter(name)
+                    if why is not None:
+                        _log.warning("the engine at %s: the adapter %s was unloaded: %s", engine.url, name, why)
+            except EngineError as error:
+                _log.warning("adapters that nothing needs any more stay loaded: %s", error)
 
         self.each(unload)
 
-    def each(self, ask: Callable[[EngineAdmin], T]) -> list[T]:
-        """Call `ask` with every engine, all at the same time. Return the results in the order of the URLs.
+    def unload_ended(self, run: str) -> None:
+        """Unload the adapters that other trainings than `run` published, from engines that this one owns.
 
-        Raises one `EngineError` with the messages of all engines that failed, after all calls have ended. An
-        interruption waits for that too: otherwise going back would race with a call that is still under way.
+        It says so for each in the log.
         """
-        with ThreadPoolExecutor(len(self.admins)) as pool:
-            calls = [pool.submit(ask, engine) for engine in self.admins]
-            interrupted = _wait(calls)
-        if interrupted is not None:
-            raise interrupted
-        failures = [error for call in calls if (error := call.exception())]
-        for failure in failures:
-            if not isinstance(failure, EngineError):
-                raise failure
-        if failures:
-            raise EngineError("; ".join(map(str, failures))) from failures[0]
-        return [call.result() for call in calls]
 
+        def ended(name: str) -> bool:
+            version = published_version(name)
+            return version is not None and version.run != run
 
-def _wait(calls: Sequence[Future[T]]) -> KeyboardInterrupt | None:
-    """Wait until all calls have ended. Return the interruption that came meanwhile, if any."""
-    interrupted = None
-    while True:
-        try:
-            wait(calls)
-        except KeyboardInterrupt as error:
-            interrupted = error
-        else:
-            return interrupted
+        self.unload(ended, "the training that published it does not own the engine", self._owned)
 
-
-def _give_back(engine: EngineAdmin, owner: Owner) -> None:
-    with suppress(EngineError):  # it ended with its register
-        release(engine, owner)
+    def each(self, ask: Callable[[EngineAdmin], T]) -> list[T]:
+        """Call `ask` with every engine as `ask_all` does."""
+        return ask_all(self.admins, ask)

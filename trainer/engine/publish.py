@@ -14,6 +14,7 @@ from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.publish_checkpoint import CheckpointPublisher
 from rolltap.trainer.engine.publish_lora import LoraPublisher
 from rolltap.trainer.engine.publish_transfer import TransferPublisher
+from rolltap.trainer.engine.published import Agrees
 
 Way = Literal["checkpoint", "lora", "nccl"]
 
@@ -21,11 +22,14 @@ Way = Literal["checkpoint", "lora", "nccl"]
 class Publisher(Protocol):
     """Interface of the classes that publish a model's weights to the engines."""
 
-    def publish(self, model: PreTrainedModel | PeftModel, version: str) -> str | None:
+    def publish(self, model: PreTrainedModel | PeftModel, version: str, agrees: Agrees) -> str | None:
         """Publish the weights of `model` as `version`, on all engines or none. No version is published twice.
 
-        Calls that start after the return are sampled by them. Returns the name under which the engines serve them,
-        None for the base model's. When it raises, the run's policy and what the engines serve are as before.
+        `agrees` is called when all engines serve the weights, and before they are the run's policy. It raises
+        `EngineError` for engines that do not agree with the trainer. Calls that start after the return are sampled by
+        the weights. Returns the name under which the engines serve them, None for the base model's. When it raises,
+        the run's policy and what the engines serve are as before. Calls that were sampled meanwhile have the version
+        of their weights.
 
         `model` is unwrapped and its parameters are not sharded. Call it on the main process only. Raises `InputError`
         for a model that cannot be published this way, `RunError` when it cannot be saved, and `EngineError`, which

@@ -7,7 +7,15 @@ from transformers import PreTrainedModel
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.engine.engines import Engines, Weights
-from rolltap.trainer.engine.published import base_version, keep_only, published_name, save, write_policy
+from rolltap.trainer.engine.published import (
+    OTHER_BASE,
+    Agrees,
+    base_version,
+    keep_only,
+    published_name,
+    save,
+    write_policy,
+)
 from rolltap.trainer.models.saving import save_weights
 
 
@@ -16,6 +24,7 @@ class CheckpointPublisher:
 
     During the reload all engines are paused: they finish the requests in flight first, and new ones wait. So no engine
     request is sampled by two versions. A call that is continued after an engine failure takes several requests.
+    Adapters are unloaded: they were made for other weights of the base model.
     `folder` may be shared with other runs. The published checkpoint stays there: a publication that fails goes back
     to it, or to the model in `base` if there is none.
     """
@@ -25,7 +34,7 @@ class CheckpointPublisher:
         self._folder = folder.absolute()
         self._served: Weights | None = None
 
-    def publish(self, model: PreTrainedModel | PeftModel, version: str) -> None:
+    def publish(self, model: PreTrainedModel | PeftModel, version: str, agrees: Agrees) -> None:
         """See `Publisher.publish`."""
         if model.config.tie_word_embeddings and self._engines.runs_on_cpu():
             raise InputError(
@@ -39,9 +48,11 @@ class CheckpointPublisher:
         new = Weights(self._folder / published_name(version), version)
         save(new.folder, lambda folder: save_weights(model, folder, self._base))
         require_complete(new.folder)
-        self._engines.reload(new, old)
-        write_policy(self._run, None, version)
+        with self._engines.reloaded(new, old):
+            agrees(None)
+            write_policy(self._run, None, version)
         self._served = new
+        self._engines.unload(lambda _: True, OTHER_BASE)
         keep_only(self._folder, version, [new.folder])
 
 

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.engine.engines import Engines
-from rolltap.trainer.engine.published import keep_only, names_of_run, published_name, save, write_policy
+from rolltap.trainer.engine.published import Agrees, keep_only, names_of_run, published_name, save, write_policy
 from rolltap.trainer.models.saving import save_adapter
 
 
@@ -25,7 +25,7 @@ class LoraPublisher:
         self._folder = folder.absolute()
         self._kept: dict[str, Path] = {}
 
-    def publish(self, model: PreTrainedModel | PeftModel, version: str) -> str:
+    def publish(self, model: PreTrainedModel | PeftModel, version: str, agrees: Agrees) -> str:
         """See `Publisher.publish`."""
         if not isinstance(model, PeftModel):
             raise InputError("the model has no LoRA adapter: train with a peft_config, or publish checkpoints")
@@ -34,11 +34,12 @@ class LoraPublisher:
         adapter = self._folder / name
         save(adapter, lambda folder: save_adapter(model, folder, self._base))
         published = {**self._kept, name: adapter}
-        self._engines.load_adapters(published)
-        write_policy(self._run, name, version)
+        with self._engines.loaded(published):
+            agrees(name)
+            write_policy(self._run, name, version)
 
         self._kept = dict(list(published.items())[-self._adapters :])
         names = names_of_run(version)
-        self._engines.unload_adapters(lambda loaded: loaded.startswith(names) and loaded not in self._kept)
+        self._engines.unload(lambda loaded: loaded.startswith(names) and loaded not in self._kept)
         keep_only(self._folder, version, self._kept.values())
         return name

@@ -3,10 +3,9 @@
 The engines need `--weight-transfer-config '{"backend": "nccl"}'`.
 """
 
-import copy
 import importlib
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,53 +15,65 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.engines import Engines, Weights
-from rolltap.trainer.engine.published import base_version, write_policy
+from rolltap.trainer.engine.published import OTHER_BASE, Agrees, base_version, write_policy
+from rolltap.trainer.models.merging import MergedWeights
+from rolltap.trainer.models.naming import NamedWeights
+from rolltap.trainer.models.stored import stored_weights
 
 BASE_MODULE = "vllm.distributed.weight_transfer.base"
 NCCL_MODULE = "vllm.distributed.weight_transfer.nccl_engine"
 
 
+def require_transfer() -> None:
+    """Raise `InputError` when this process has no GPU, or its environment no vLLM."""
+    missing = [
+        what
+        for what, there in (
+            ("vLLM in the trainer's environment", find_spec("vllm") is not None),
+            ("a CUDA GPU for the trainer", torch.cuda.is_available()),
+        )
+        if not there
+    ]
+    if missing:
+        raise InputError(f'publish = "nccl" needs {" and ".join(missing)}: or set publish = "checkpoint" or "lora"')
+
+
 class TransferPublisher:
     """Broadcasts the weights from this process's GPU to all workers of all engines, which are paused meanwhile.
 
-    When a transfer fails, the engines load the model in `base` again: nobody keeps a copy of the weights before it.
-    The constructor raises `InputError` when the process has no GPU, or its environment no vLLM.
+    When a transfer fails, the engines load the model in `base` again: nobody keeps a copy of the weights before it. An
+    adapter is merged on the way, and those in the engines are unloaded. The constructor raises as `require_transfer`.
     """
 
     def __init__(self, engines: Engines, *, run: Path, base: Path) -> None:
-        missing = [
-            what
-            for what, there in (
-                ("vLLM in the trainer's environment", find_spec("vllm") is not None),
-                ("a CUDA GPU for the trainer", torch.cuda.is_available()),
-            )
-            if not there
-        ]
-        if missing:
-            raise InputError(f'publish = "nccl" needs {" and ".join(missing)}: or set publish = "checkpoint" or "lora"')
+        require_transfer()
         self._engines, self._run, self._base = engines, run, base
         self._source = _Source()
         self._sender: Any = None
 
-    def publish(self, model: PreTrainedModel | PeftModel, version: str) -> None:
+    def publish(self, model: PreTrainedModel | PeftModel, version: str, agrees: Agrees) -> None:
         """See `Publisher.publish`."""
         self._engines.require_owned()
-        self._source.weights = checkpoint_weights(model)
-        if self._sender is None:
-            self._sender = self._connect()
-        with self._engines.paused(Weights(self._base, base_version(version))) as touch:
-            for engine in self._engines.admins:
-                touch(engine)
-            self._sender.send_weights()
-            self._engines.each(EngineAdmin.reset_prefix_cache)
-            self._engines.each(lambda engine: engine.set_weight_version(version))
-        self._source.weights = {}
-        write_policy(self._run, None, version)
+        self._source.weights = NamedWeights(MergedWeights(model), stored_weights(self._base))
+        try:
+            if self._sender is None:
+                self._sender = self._connect()
+            with self._engines.changed(Weights(self._base, base_version(version))) as change:
+                self._engines.pause()
+                self._engines.each(change)
+                self._sender.send_weights()
+                self._engines.each(EngineAdmin.reset_prefix_cache)
+                self._engines.each(lambda engine: engine.set_weight_version(version))
+                self._engines.resume()
+                agrees(None)
+                write_policy(self._run, None, version)
+        finally:
+            self._source.weights = None
+        self._engines.unload(lambda _: True, OTHER_BASE)
 
     def _connect(self) -> Any:
         """Return vLLM's sender, once all workers have joined its NCCL group."""
@@ -74,12 +85,6 @@ class TransferPublisher:
         info = nccl.NCCLTrainerInitInfo(master_address=address, master_port=port, world_size=1 + sum(workers), rank=0)
         client = _Client(self._engines, workers)
         return nccl.NCCLTrainerWeightTransferEngine.trainer_init(info, client=client, source=self._source)
-
-
-def checkpoint_weights(model: PreTrainedModel | PeftModel) -> dict[str, Tensor]:
-    """Return a model's weights under the names of the checkpoint that it was loaded from. An adapter is merged."""
-    merged = copy.deepcopy(model).merge_and_unload() if isinstance(model, PeftModel) else model
-    return dict(revert_weight_conversion(merged, merged.state_dict()))
 
 
 def reachable_address(urls: Sequence[str]) -> str:
@@ -96,14 +101,15 @@ def reachable_address(urls: Sequence[str]) -> str:
 class _Source:
     """A `WeightSource` of vLLM: what is sent. The sender reads `weights` again for each transfer."""
 
-    weights: Mapping[str, Tensor]
+    weights: NamedWeights | None = None
 
     def metadata(self) -> list[Any]:
         meta = importlib.import_module(BASE_MODULE).ParamMeta
-        return [meta(name, weight.dtype, tuple(weight.shape)) for name, weight in self.weights.items()]
+        return [meta(name, weight.dtype, tuple(weight.shape)) for name, weight in self]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self.weights.items())
+        weights = self.weights
+        return iter(()) if weights is None else ((name, weights.on_device(name)) for name in weights)
 
 
 class _Client:

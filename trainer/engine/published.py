@@ -11,10 +11,19 @@ from rolltap.addons.store.staging import write_atomically
 from rolltap.trainer.engine.base_weights import LOADED
 from rolltap.trainer.versions import Version
 
+Agrees = Callable[[str | None], None]
+"""Compares what the engines serve with the trainer. The argument is the model's name in them, None for the base."""
+OTHER_BASE = "it was made for other weights of the base model"
+
 
 def published_name(version: str) -> str:
     """Return the name of published weights: of their folder, and of an adapter in the engines."""
     return f"policy-{version}"
+
+
+def published_version(name: str) -> Version | None:
+    """Return the version of an adapter that a training published, by its name in the engines; None for other names."""
+    return Version.parse(name.removeprefix(prefix)) if name.startswith(prefix := published_name("")) else None
 
 
 def names_of_run(version: str) -> str:
@@ -52,6 +61,9 @@ def keep_only(folder: Path, version: str, kept: Collection[Path]) -> None:
 def write_policy(run: Path, model: str | None, version: str) -> None:
     """Write the policy file, from which the recorder reads the current version and its model name in the engines.
 
-    `model` None is the base model.
+    `model` None is the base model. Raises `RunError`.
     """
-    write_atomically(run / POLICY_FILE, json.dumps({"model": model, "version": version}) + "\n")
+    try:
+        write_atomically(run / POLICY_FILE, json.dumps({"model": model, "version": version}) + "\n")
+    except OSError as error:
+        raise RunError(f"{run / POLICY_FILE} could not be written: {error}; the policy is the previous one") from error

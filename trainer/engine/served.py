@@ -7,9 +7,9 @@ from typing import Any
 
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.trainer.engine.admin import Models
-from rolltap.trainer.engine.base_weights import same_folder
+from rolltap.trainer.engine.base_weights import LOADED, same_folder
 from rolltap.trainer.engine.engines import Engines
-from rolltap.trainer.engine.published import published_name
+from rolltap.trainer.engine.published import published_version
 from rolltap.trainer.versions import Version
 
 
@@ -30,22 +30,24 @@ class Served:
 def served_weights(engines: Engines, run: Path, models: Collection[str]) -> Served:
     """Return the weights that engines serve under versions that mean the same in `run`. Raises `EngineError`.
 
-    These are the base model and published adapters. A training's version names the same weights everywhere. Another
-    name, as vLLM's `default`, does so only where the engine's model is one of `models`, and for an adapter only where
-    the run's `policy.json` names it.
+    These are the base model, and published adapters where its weights are not published ones: on other weights they
+    mean nothing. A training's version names the same weights everywhere. Another name, as vLLM's `default`, does so
+    only where the engine's model is one of `models`, and for an adapter only where the run's `policy.json` names it.
     """
     policy = PolicyFile(run).read()
     served = engines.models()
     every: list[dict[str, str | None]] = []
     found = []
     for engine, there in zip(engines.admins, served, strict=True):
-        names: dict[str, str | None] = dict(_adapters(there))
-        if policy.model in there.adapters:
-            names[policy.version] = policy.model
+        version = engine.weight_version()
+        names: dict[str, str | None] = {}
+        if _is_base(version):
+            names |= _adapters(there)
+            if policy.model in there.adapters:
+                names[policy.version] = policy.model
         words = f"the engine at {engine.url} serves"
         for name in sorted(names):
             words += f" {name} (an adapter),"
-        version = engine.weight_version()
         words += f" {version} (its base model, {there.root})"
         if Version.parse(version) or any(same_folder(there.root, model) for model in models):
             names[version] = None
@@ -63,7 +65,13 @@ def recorded_models(metadata: Mapping[str, Any]) -> set[str]:
     return {str(model) for model in (metadata.get("model"), *(engine.get("model") for engine in engines)) if model}
 
 
+def _is_base(version: str) -> bool:
+    """Return True for the version of a base model's weights on which adapters are trained, as far as a name tells."""
+    parsed = Version.parse(version)
+    return version == LOADED or (parsed is not None and parsed.step == 0)
+
+
 def _adapters(models: Models) -> dict[str, str]:
     """Return version -> name of the adapters that trainings published."""
-    versions = {name.removeprefix(published_name("")): name for name in models.adapters}
-    return {version: name for version, name in versions.items() if name != version and Version.parse(version)}
+    versions = {name: published_version(name) for name in models.adapters}
+    return {str(version): name for name, version in versions.items() if version is not None}

@@ -6,7 +6,7 @@ transformers' own conversions of the loading, reversed, and are compared with wh
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -52,13 +52,21 @@ class NamedWeights:
     def __contains__(self, name: str) -> bool:
         return name in self._layer_of
 
+    def __iter__(self) -> Iterator[str]:
+        """Return the names, those of a layer one after the other."""
+        return iter(self._layer_of)
+
     def get(self, name: str) -> Tensor:
         """Return a weight by its name in the base checkpoint, in main memory."""
+        return self.on_device(name).cpu()
+
+    def on_device(self, name: str) -> Tensor:
+        """Return a weight by its name in the base checkpoint, where the model is."""
         layer = self._layer_of[name]
         if self._cached[0] != layer:
             tensors = self._weights.get(self._layers[layer])
             self._cached = layer, _converted(self._weights.model, tensors) if self._renamed[layer] else tensors
-        return self._cached[1][name].detach().cpu().contiguous()
+        return self._cached[1][name].detach().contiguous()
 
 
 def stored_module(model: PreTrainedModel, module: str, weight: torch.Size, base: StoredWeights) -> str:

@@ -5,10 +5,12 @@ All names are those of the base checkpoint. vLLM applies nothing, and says nothi
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
+from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -96,8 +98,19 @@ def save_adapter(model: PeftModel, folder: Path, base: Path) -> None:
         _write(tensors, file)
         description = folder / "adapter_config.json"
         # names of modules instead of patterns, which were made for the model in memory
-        named = {"target_modules": sorted(modules.values()), "exclude_modules": None}
-        description.write_text(json.dumps(json.loads(description.read_text()) | named, indent=2) + "\n")
+        config = json.loads(description.read_text())
+        config |= {"target_modules": sorted(modules.values()), "exclude_modules": None}
+        config |= {key: _by_name(config[key] or {}, modules) for key in ("rank_pattern", "alpha_pattern")}
+        description.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _by_name(pattern: Mapping[str, float], modules: Mapping[str, str]) -> dict[str, float]:
+    """Return the values that a pattern gives to modules, under their stored names. The first key that matches counts.
+
+    `modules` maps a name in memory to the stored one.
+    """
+    keys = {stored: get_pattern_key(list(pattern), module) for module, stored in modules.items()}
+    return {stored: pattern[key] for stored, key in keys.items() if key in pattern}
 
 
 def _stored_name(model: PreTrainedModel, module: str, base: StoredWeights) -> str:

@@ -92,11 +92,11 @@ class OnlineTraces:
         version = self._attempt.version(self.trainer.state.global_step)
         self._publish_seconds = 0.0
         if self._trained.get(version.step) is None:
-            self._publish(version)
+            self._publish(version, self._serving.publish)
 
     def finish(self, steps: int) -> None:
         """Publish the trained weights, of so many steps. Raises what `Serving.publish` raises."""
-        self._publish(self._attempt.version(steps))
+        self._publish(self._attempt.version(steps), self._serving.publish_last)
 
     def __call__(self, rows: list[dict[str, Any]]) -> TraceBatch:
         """Return the batch of a step: one group of sessions for each row (`task_id`), and those that replace groups
@@ -163,11 +163,11 @@ class OnlineTraces:
                 self._to_check += [name for group in missing for name in group.session_ids]
         return [[sessions[name] for name in group.session_ids] for group in groups]
 
-    def _publish(self, version: Version) -> None:
+    def _publish(self, version: Version, publish: Callable[[TraceGRPOTrainer, str], None]) -> None:
         if self._to_check:
             self._check()  # while the engines serve the weights that sampled the sessions
         started = time.monotonic()
-        self._serving.publish(self.trainer, str(version))
+        publish(self.trainer, str(version))
         self._publish_seconds = time.monotonic() - started
 
     def _check(self) -> None:

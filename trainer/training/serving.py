@@ -3,42 +3,66 @@
 All of this happens on the main process.
 """
 
+import logging
+import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rich.console import Console
 
 from rolltap.addons.errors import EngineError, RunError
+from rolltap.addons.store.staging import locked
 from rolltap.trainer.engine.agreement import LIMITS, fixed_ids
-from rolltap.trainer.engine.base_weights import difference
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.publish import Publisher, make_publisher
+from rolltap.trainer.engine.published import published_name
 from rolltap.trainer.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.models.loading import load_tokenizer
 from rolltap.trainer.training.arguments import dtype_of
 from rolltap.trainer.training.recipe import Recipe
+
+_log = logging.getLogger(__name__)
+
+PUBLISHED = "published"
+"""Folder in the run for weights on their way to the engines."""
 
 
 @contextmanager
 def published_folder(recipe: Recipe, run: Path, run_id: str) -> Iterator[Path]:
     """Yield the folder for weights on their way to the engines: in the run, or below the recipe's `publish_folder`.
 
-    One outside of the run is removed at the end: the engines have loaded what was in it.
+    One outside of the run is removed at the end: the engines have loaded what was in it. So are those that killed
+    trainings left there, at the start: a folder is locked while its training runs. Raises `RunError`.
     """
     if recipe.publish_folder is None:
-        yield run / "published"
+        yield run / PUBLISHED
         return
     folder = recipe.publish_folder / run_id
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"publish_folder: {folder} cannot be made: {error}; correct the key in the recipe") from error
-    try:
+    with ExitStack() as stack:
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with locked(folder.parent, wait=True):  # another start must not take a new folder for a left one
+                _remove_left(folder.parent)
+                folder.mkdir(exist_ok=True)
+                stack.enter_context(locked(folder, wait=True))
+        except OSError as error:
+            raise RunError(f"publish_folder: {folder} cannot be made: {error}; correct the recipe") from error
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_left(folder: Path) -> None:
+    """Remove the folders of trainings that do not run any more."""
+    for left in folder.iterdir():
+        names = f"{published_name(left.name)}."
+        if re.fullmatch("[0-9a-f]{8}", left.name) and all(
+            path.name.removeprefix(".").startswith(names) for path in left.iterdir()
+        ):
+            with locked(left) as free:
+                if free is not None:
+                    shutil.rmtree(left, ignore_errors=True)
 
 
 class Serving:
@@ -49,15 +73,24 @@ class Serving:
         self._recipe = recipe
         self._ids = fixed_ids(load_tokenizer(recipe.model))
         self._limit = recipe.max_difference or LIMITS[dtype_of(recipe)]
-        self._publisher: Publisher = make_publisher(
-            recipe.publish, engines, folder=folder, run=run, base=recipe.model, adapters=recipe.adapters
+        self._run = run
+        self._publisher = self._publisher_from(folder, recipe.adapters)
+
+    def _publisher_from(self, folder: Path, adapters: int) -> Publisher:
+        return make_publisher(
+            self._recipe.publish,
+            self.engines,
+            folder=folder,
+            run=self._run,
+            base=self._recipe.model,
+            adapters=adapters,
         )
 
     def verify_base(self, trainer: TraceGRPOTrainer, version: str, console: Console) -> None:
         """Make sure that every engine serves the weights that the training began with.
 
         Call it before a checkpoint is loaded. An engine that was left paused, or serves other weights, gets them again,
-        as `version`. Raises `EngineError`.
+        as `version`. Adapters of ended trainings are unloaded. Raises `EngineError`.
         """
 
         def say(line: str) -> None:
@@ -65,23 +98,46 @@ class Serving:
 
         own = trainer.score(self._ids, base=True)
         self.engines.verify_base(self._recipe.model, version, self._ids, own, self._limit, say)
+        self.engines.unload_ended(version.partition(".")[0])
 
     def publish(self, trainer: TraceGRPOTrainer, version: str) -> None:
-        """Publish the trainer's weights to every engine, and compare what they then serve with the trainer.
+        """Publish the trainer's weights to every engine that then agrees with the trainer, on all engines or none.
 
         The metric `engine_difference` is the mean absolute difference of the log-probabilities of a fixed text, in
         nats. Raises `EngineError` when it is over the limit, and what `Publisher.publish` raises.
         """
-        name = self._publisher.publish(trainer.model, version)
+        self._publish(self._publisher, trainer, version)
+
+    def publish_last(self, trainer: TraceGRPOTrainer, version: str) -> None:
+        """Publish the finished weights as `publish` does. Of the training's adapters only this one stays loaded.
+
+        It is loaded from the run folder, which stays: vLLM reads an adapter again that its cache has dropped.
+        """
+        if self._recipe.publish != "lora":
+            self.publish(trainer, version)
+            return
+        try:
+            self._publish(self._publisher_from(self._run / PUBLISHED, 1), trainer, version)
+        except EngineError as error:
+            if self._recipe.publish_folder is None:
+                raise
+            _log.warning("the last adapter cannot be loaded from the run folder: %s", error)
+            self.publish(trainer, version)
+
+    def _publish(self, publisher: Publisher, trainer: TraceGRPOTrainer, version: str) -> None:
         own = trainer.score(self._ids)
-        differences = self.engines.each(lambda engine: difference(engine, name, self._ids, own))
-        largest = max(differences)
-        trainer.log_metrics({"engine_difference": largest})
-        if not largest <= self._limit:
-            engine = self.engines.admins[differences.index(largest)]
-            raise EngineError(
-                f"the engine at {engine.url}: after the weights {version} were published, its log-probabilities differ "
-                f"from the trainer's by {largest:.2g} nats on average, and the limit is {self._limit:g}: it did not "
-                f"apply the weights, or computes in another type; serve {self._recipe.model} with --dtype "
-                f"{dtype_of(self._recipe)}, or set max_difference in the recipe"
-            )
+
+        def agrees(name: str | None) -> None:
+            differences = self.engines.differences(name, self._ids, own)
+            largest = max(differences)
+            trainer.log_metrics({"engine_difference": largest})
+            if not largest <= self._limit:
+                engine = self.engines.admins[differences.index(largest)]
+                raise EngineError(
+                    f"the engine at {engine.url}: with the weights {version} its log-probabilities differ from the "
+                    f"trainer's by {largest:.2g} nats on average, and the limit is {self._limit:g}: it did not apply "
+                    f"the weights, or computes in another type; serve {self._recipe.model} with --dtype "
+                    f"{dtype_of(self._recipe)}, or set max_difference in the recipe"
+                )
+
+        publisher.publish(trainer.model, version, agrees)

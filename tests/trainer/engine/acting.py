@@ -16,6 +16,10 @@ IDS = [7, 8, 9, 10]
 UNKNOWN = (404, '{"error":{"message":"cannot be found","type":"NotFoundError"}}')
 
 
+def agreed(name: str | None) -> None:
+    """Stand in for the comparison of the engines with the trainer: they agree."""
+
+
 class Acting(Answering):
     """`refuses` are the paths that answer 500, and `scores` the log-probabilities by name of a folder or adapter."""
 
@@ -49,7 +53,10 @@ class Acting(Answering):
     def act(self, path: str, method: str, body: dict[str, Any]) -> Any:
         if path == PATH:
             status = self.register._answer(method, json.dumps(body).encode())
-            return (status, json.dumps({"owner": self.register._owner, "about": self.register._about}))
+            return (
+                status,
+                json.dumps({"owner": self.register._owner, "about": self.register._about, "base": self.register._base}),
+            )
         if path == "/pause":
             self.paused = True
         if path == "/resume":

@@ -1,12 +1,19 @@
 """Two engines as one: their owner, their base weights, and new weights for all or none."""
 
 import json
+import os
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Barrier, Event
 
 import pytest
 
 from rolltap.addons.errors import EngineError, InputError
+from rolltap.trainer.engine import asking
 from rolltap.trainer.engine.engines import Engines, Weights
 from rolltap.trainer.engine.in_vllm.rolltap_owner import PATH
+from rolltap.trainer.engine.owner import Owner, claim
 from tests.trainer.engine.acting import BASE, IDS, acting
 
 RUN, VERSION = "1a2b3c4d", "1a2b3c4d.0.2"
@@ -16,6 +23,11 @@ def folder(path, **config):
     path.mkdir()
     (path / "config.json").write_text(json.dumps({"hidden_size": 8} | config))
     return path
+
+
+def reload(engines, new, old):
+    with engines.reloaded(new, old):
+        pass
 
 
 @pytest.fixture
@@ -104,6 +116,66 @@ class TestOwner:
             train()
         assert self.owners(pair) == [RUN, None]
 
+    def test_a_stolen_engine_is_left_to_the_thief_from_then_on(self, pair, engines, model, tmp_path):
+        new, old = Weights(folder(tmp_path / "new"), f"{RUN}.1.2"), Weights(model, VERSION)
+        thief = Engines(pair[1].url)
+        with engines.claimed(RUN, "a host"), ExitStack() as stack:
+
+            def steal(method, body):
+                if pair[1].register._owner == RUN:
+                    stack.enter_context(thief.claimed("22222222", "the thief", steal=True))
+                return pair[1].act("/pause", method, body)
+
+            pair[1].answers["/pause"] = steal
+            with pytest.raises(EngineError, match=rf"22222222 .*; all other engines serve the weights {VERSION}"):
+                reload(engines, new, old)
+            assert (pair[0].weights, pair[0].paused) == ("model", False)
+            assert not {"/collective_rpc", "/resume"} & {*pair[1].paths}
+
+    def test_a_thiefs_engine_is_not_even_paused(self, pair, engines, model, tmp_path):
+        new, old = Weights(folder(tmp_path / "new"), f"{RUN}.1.2"), Weights(model, VERSION)
+        with engines.claimed(RUN, "a host"), Engines(pair[1].url).claimed("22222222", "the thief", steal=True):
+            with pytest.raises(EngineError, match="22222222"):
+                reload(engines, new, old)
+            assert "/pause" not in pair[1].paths
+
+    def test_engines_are_given_back_at_the_same_time(self, pair, engines):
+        together = Barrier(2, timeout=8)
+
+        def answer(method, body):
+            if method == "DELETE":
+                together.wait()
+            return pair[0].act(PATH, method, body)
+
+        with engines.claimed(RUN, "a host"):
+            for each in pair:
+                each.answers[PATH] = answer
+        assert not together.broken
+
+    def test_an_engine_that_is_stolen_while_it_loads_is_not_resumed(self, pair, engines, model, tmp_path):
+        new, old = Weights(folder(tmp_path / "new"), f"{RUN}.1.2"), Weights(model, VERSION)
+        with engines.claimed(RUN, "a host"):
+
+            def steal(method, body):
+                claim(Engines(pair[1].url).admins[0], Owner("22222222", "the thief"), steal=True)
+                return pair[1].act("/reset_prefix_cache", method, body)
+
+            pair[1].answers["/reset_prefix_cache"] = steal
+            with pytest.raises(EngineError, match="22222222"):
+                reload(engines, new, old)
+        assert "/resume" not in pair[1].paths
+        assert pair[1].register._owner == "22222222"
+
+    def test_adapters_of_ended_trainings_are_unloaded_where_the_training_owns_the_engine(self, pair, engines, caplog):
+        del pair[1].answers[PATH]
+        for each in pair:
+            each.adapters |= {"policy-22222222.5.0": "", f"policy-{RUN}.1.0": "", "judge": "", "policy-judge": ""}
+        with engines.claimed(RUN, "a host"):
+            engines.unload_ended(RUN)
+        assert set(pair[0].adapters) == {f"policy-{RUN}.1.0", "judge", "policy-judge"}
+        assert "policy-22222222.5.0" in pair[1].adapters
+        assert f"{pair[0].url}: the adapter policy-22222222.5.0 was unloaded: the training that" in caplog.text
+
     def test_an_engine_without_a_register_is_used_with_a_warning(self, pair, engines, caplog):
         del pair[0].answers[PATH]
         with engines.claimed(RUN, "a host"):
@@ -186,6 +258,28 @@ class TestBaseWeights:
             verify()
         assert "/collective_rpc" not in pair[0].paths
 
+    @pytest.mark.parametrize("state", ["restarted", "killed", "another training"])
+    def test_an_engine_that_was_verified_under_another_name_gets_the_model_again(
+        self, pair, engines, verify, model, said, state
+    ):
+        for each in pair:
+            each.root = Path("Qwen/Qwen3-4B")
+        with engines.claimed(RUN, "the first start"):
+            verify()
+        pair[0].weights, pair[0].version = "published", f"{RUN}.3.0"
+        pair[0].paused = state == "killed"
+        owner = "22222222" if state == "another training" else RUN
+        with engines.claimed(owner, "the next start"):
+            verify()
+        assert (pair[0].weights, pair[0].version, pair[0].paused) == ("model", VERSION, False)
+
+    def test_an_engine_that_was_verified_as_another_model_is_refused(self, pair, engines, verify, tmp_path):
+        pair[0].root = Path("Qwen/Qwen3-4B")
+        pair[0].version = "22222222.3.0"
+        pair[0].register._base = str(folder(tmp_path / "larger", hidden_size=16))
+        with pytest.raises(EngineError, match=r"its own model is Qwen/Qwen3-4B, and there is no sign here that it is"):
+            verify()
+
     def test_a_copy_of_the_model_in_another_folder_is_the_same_model(self, pair, verify, tmp_path, said):
         pair[0].root = folder(tmp_path / "copy", transformers_version="4.0")
         pair[0].version = "99999999.1.0"
@@ -198,14 +292,14 @@ class TestBaseWeights:
         assert said == [f"the engine at {pair[0].url} serves {pair[0].root}: taken for {model}, 0.0002 nats from it"]
 
 
-def test_the_difference_is_that_of_the_worst_engine(pair, engines):
+def test_the_differences_are_those_of_each_engine(pair, engines):
     pair[1].scores["model"] = [-1.0, -2.0, -3.3]
-    assert engines.difference(None, IDS, BASE) == pytest.approx(0.1)
+    assert engines.differences(None, IDS, BASE) == pytest.approx([0, 0.1])
     for each in pair:
         each.adapters["policy-1"] = "/1"
         each.scores["policy-1"] = [-1.0, -1.0, -1.0]
-    assert engines.difference("policy-1", IDS, BASE) == pytest.approx(1.0)
-    assert engines.difference(None, IDS, [float("nan")] * 3) == float("inf")
+    assert engines.differences("policy-1", IDS, BASE) == pytest.approx([1, 1])
+    assert engines.differences(None, IDS, [float("nan")] * 3) == [float("inf")] * 2
 
 
 class TestNewWeights:
@@ -218,7 +312,7 @@ class TestNewWeights:
         return Weights(model, VERSION)
 
     def test_all_engines_are_paused_before_one_loads_them_and_resumed_after(self, pair, engines, new, old):
-        engines.reload(new, old)
+        reload(engines, new, old)
         for each in pair:
             assert (each.weights, each.version, each.paused) == ("new", new.version, False)
             assert each.paths == [
@@ -230,13 +324,13 @@ class TestNewWeights:
     def test_when_one_refuses_a_step_all_go_back(self, pair, engines, new, old, step):
         pair[1].refuses[step] = 1
         with pytest.raises(EngineError, match=rf"{pair[1].url}{step}: 500 .*; all engines serve the weights {VERSION}"):
-            engines.reload(new, old)
+            reload(engines, new, old)
         assert [(each.weights, each.version, each.paused) for each in pair] == [("model", VERSION, False)] * 2
 
     def test_when_one_cannot_be_paused_none_loads_anything(self, pair, engines, new, old):
         pair[0].refuses["/pause"] = 1
         with pytest.raises(EngineError, match="all engines serve"):
-            engines.reload(new, old)
+            reload(engines, new, old)
         assert [(each.weights, each.version, each.paused) for each in pair] == [("model", "default", False)] * 2
         assert "/collective_rpc" not in [*pair[0].paths, *pair[1].paths]
 
@@ -245,9 +339,41 @@ class TestNewWeights:
         with pytest.raises(
             EngineError, match=rf"could not go back to the weights {VERSION}: .*{pair[0].url}"
         ) as raised:
-            engines.reload(new, old)
+            reload(engines, new, old)
         assert pair[1].url not in str(raised.value)
         assert [(each.weights, each.paused) for each in pair] == [("model", True), ("model", False)]
+
+    def test_when_the_block_refuses_them_all_go_back(self, pair, engines, new, old):
+        def publish():
+            with engines.reloaded(new, old):
+                assert [(each.weights, each.paused) for each in pair] == [("new", False)] * 2
+                raise EngineError("no agreement")
+
+        with pytest.raises(EngineError, match=f"no agreement; all engines serve the weights {VERSION}"):
+            publish()
+        assert [(each.weights, each.version, each.paused) for each in pair] == [("model", VERSION, False)] * 2
+
+    def test_an_interruption_waits_for_the_engines_says_so_and_goes_back(self, pair, engines, new, old, caplog):
+        interrupt(pair[1], "/reset_prefix_cache", lambda: wait_until(lambda: "stopping" in caplog.text))
+        with pytest.raises(KeyboardInterrupt):
+            reload(engines, new, old)
+        assert caplog.text.count("stopping: waiting for the engines") == 1
+        assert [(each.weights, each.version, each.paused) for each in pair] == [("model", VERSION, False)] * 2
+
+    def test_an_interruption_does_not_wait_for_ever_and_the_next_start_restores_the_engine(
+        self, pair, engines, new, old, monkeypatch, caplog
+    ):
+        monkeypatch.setattr(asking, "STOP_SECONDS", 0.01)
+        going_on = Event()
+        interrupt(pair[1], "/pause", going_on.wait)
+        with pytest.raises(asking.Unanswered):
+            reload(engines, new, old)
+        going_on.set()
+        assert f"the engine at {pair[1].url} has not answered" in caplog.text
+        wait_until(lambda: pair[1].paused)
+        assert not {"/collective_rpc", "/resume"} & {*pair[0].paths, *pair[1].paths}
+        engines.verify_base(old.folder, VERSION, IDS, BASE, 1e-3, lambda line: None)
+        assert [(each.weights, each.paused) for each in pair] == [("model", False)] * 2
 
     def test_an_interruption_goes_back_too(self, pair, engines, new, old, monkeypatch):
         reset = type(engines.admins[0]).reset_prefix_cache
@@ -261,8 +387,32 @@ class TestNewWeights:
         calls = []
         monkeypatch.setattr(type(engines.admins[0]), "reset_prefix_cache", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            engines.reload(new, old)
+            reload(engines, new, old)
         assert [(each.weights, each.version, each.paused) for each in pair] == [("model", VERSION, False)] * 2
+
+
+def wait_until(holds):
+    while not holds():
+        Event().wait(0.001)
+
+
+def interrupt(server, path, then):
+    """Let an engine interrupt the program the first time that it is asked for a path, and go on after `then`."""
+    asked = []
+
+    def answer(method, body):
+        if not asked:
+            asked.append(path)
+            os.kill(os.getpid(), signal.SIGINT)
+            then()
+        return server.act(path, method, body)
+
+    server.answers[path] = answer
+
+
+def load(engines, adapters):
+    with engines.loaded(adapters):
+        pass
 
 
 class TestAdapters:
@@ -272,7 +422,7 @@ class TestAdapters:
 
     def test_an_engine_loads_those_that_it_lacks(self, pair, engines, adapters):
         pair[0].adapters["policy-a"] = "/before"
-        engines.load_adapters(adapters)
+        load(engines, adapters)
         assert [set(each.adapters) for each in pair] == [set(adapters)] * 2
         assert pair[0].adapters["policy-a"] == "/before"
 
@@ -280,10 +430,16 @@ class TestAdapters:
         pair[0].adapters["policy-a"] = "/before"
         pair[1].refuses["/v1/load_lora_adapter"] = -1
         with pytest.raises(EngineError, match=rf"{pair[1].url}/v1/load_lora_adapter: 500"):
-            engines.load_adapters(adapters)
+            load(engines, adapters)
+        assert [set(each.adapters) for each in pair] == [{"policy-a"}, set()]
+
+    def test_when_the_block_refuses_them_all_unload_what_they_loaded(self, pair, engines, adapters):
+        pair[0].adapters["policy-a"] = "/before"
+        with pytest.raises(EngineError, match="no agreement"), engines.loaded(adapters):
+            raise EngineError("no agreement")
         assert [set(each.adapters) for each in pair] == [{"policy-a"}, set()]
 
     def test_unwanted_adapters_are_unloaded_wherever_they_are(self, pair, engines):
         pair[0].adapters |= {"policy-a": "", "other": ""}
-        engines.unload_adapters(lambda name: name.startswith("policy-"))
+        engines.unload(lambda name: name.startswith("policy-"))
         assert [set(each.adapters) for each in pair] == [{"other"}, set()]

@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+from threading import Event
 
 import pytest
 
 from rolltap.addons.errors import EngineError
+from rolltap.trainer.engine import admin
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.in_vllm.rolltap_owner import PATH, OneOwner
 from rolltap.trainer.engine.owner import Owner, claim, release
@@ -38,10 +40,10 @@ class TestTheRegister:
         return OneOwner(passed)
 
     def test_it_knows_nobody_at_first(self, register):
-        assert asked(register, "GET") == (200, {"owner": None, "about": None})
+        assert asked(register, "GET") == (200, {"owner": None, "about": None, "base": None})
 
     def test_the_first_training_gets_the_engine_and_a_second_one_is_told_who_has_it(self, register):
-        first = (200, {"owner": "a", "about": "one"})
+        first = (200, {"owner": "a", "about": "one", "base": None})
         assert asked(register, "PUT", b'{"owner": "a", "about": "one"}') == first
         assert asked(register, "PUT", b'{"owner": "b", "about": "two", "steal": false}') == (409, first[1])
         assert asked(register, "DELETE", b'{"owner": "b"}') == (409, first[1])
@@ -49,12 +51,15 @@ class TestTheRegister:
 
     def test_the_same_training_takes_its_engine_again(self, register):
         asked(register, "PUT", b'{"owner": "a", "about": "one"}')
-        assert asked(register, "PUT", b'{"owner": "a", "about": "later"}') == (200, {"owner": "a", "about": "later"})
+        assert asked(register, "PUT", b'{"owner": "a", "about": "later"}') == (
+            200,
+            {"owner": "a", "about": "later", "base": None},
+        )
 
     def test_an_engine_is_given_back_and_stolen(self, register):
         asked(register, "PUT", b'{"owner": "a"}')
         assert asked(register, "PUT", b'{"owner": "b", "steal": true}')[1]["owner"] == "b"
-        assert asked(register, "DELETE", b'{"owner": "b"}') == (200, {"owner": None, "about": None})
+        assert asked(register, "DELETE", b'{"owner": "b"}') == (200, {"owner": None, "about": None, "base": None})
         assert asked(register, "DELETE", b'{"owner": "b"}')[0] == 200
 
     def test_giving_back_is_not_stealing(self, register):
@@ -65,12 +70,19 @@ class TestTheRegister:
         "body",
         [
             *(b"", b"\xff", b"[]", b"7", b"{}", b"[" * 100_000),
+            b'{"owner": "a", "base": 7}',
             *(b'{"owner": ""}', b'{"owner": 7}', b'{"owner": "a", "about": 7}', b'{"owner": "a", "steal": "yes"}'),
         ],
     )
     def test_what_is_not_a_claim_changes_nothing(self, register, body):
         asked(register, "PUT", b'{"owner": "a"}')
-        assert asked(register, "PUT", body) == (400, {"owner": "a", "about": ""})
+        assert asked(register, "PUT", body) == (400, {"owner": "a", "about": "", "base": None})
+
+    def test_the_verified_base_model_is_known_as_long_as_the_engine_runs(self, register):
+        asked(register, "PUT", b'{"owner": "a", "base": "/models/tiny"}')
+        asked(register, "PUT", b'{"owner": "a"}')
+        asked(register, "DELETE", b'{"owner": "a"}')
+        assert asked(register, "GET") == (200, {"owner": None, "about": None, "base": "/models/tiny"})
 
     def test_other_methods_and_paths_are_not_its_own(self, register):
         assert asked(register, "POST")[0] == 405
@@ -92,6 +104,14 @@ class TestTheClient:
         assert claim(engine, ONE) is False
         release(engine, ONE)
 
+    def test_a_stuck_engine_does_not_hold_up_the_end_of_a_training(self, answering, engine, monkeypatch):
+        monkeypatch.setattr(admin, "_REGISTER_SECONDS", 0.01)
+        end = Event()
+        answering.answers[PATH] = lambda method, body: (end.wait(), (200, "{}"))[1]
+        with pytest.raises(EngineError, match="did not answer in time"):
+            release(engine, ONE)
+        end.set()
+
     def test_a_server_that_answers_something_else_is_an_error(self, answering, engine):
         answering.answers[PATH] = (200, "<html>")
         with pytest.raises(EngineError, match="it is not vLLM"):
@@ -100,13 +120,13 @@ class TestTheClient:
 
 @pytest.mark.engine
 def test_a_real_engine_is_taken_given_back_and_stolen(engine):
-    admin = EngineAdmin(engine.url)
-    assert claim(admin, ONE) is True
+    client = EngineAdmin(engine.url)
+    assert claim(client, ONE) is True
     with pytest.raises(EngineError, match="11111111"):
-        claim(admin, TWO)
-    assert claim(admin, TWO, steal=True) is True
-    release(admin, ONE)  # it is not its owner any more
+        claim(client, TWO)
+    assert claim(client, TWO, steal=True) is True
+    release(client, ONE)  # it is not its owner any more
     with pytest.raises(EngineError, match="22222222"):
-        claim(admin, ONE)
-    release(admin, TWO)
-    assert engine.http.get(PATH).json() == {"owner": None, "about": None}
+        claim(client, ONE)
+    release(client, TWO)
+    assert engine.http.get(PATH).json() == {"owner": None, "about": None, "base": None}

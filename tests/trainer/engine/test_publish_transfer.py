@@ -18,7 +18,7 @@ from rolltap.trainer.engine import publish_transfer
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.publish import make_publisher
 from rolltap.trainer.engine.publish_transfer import BASE_MODULE, NCCL_MODULE, reachable_address
-from tests.trainer.engine.acting import acting
+from tests.trainer.engine.acting import acting, agreed
 from tests.trainer.grpo.tiny import tiny_model
 
 ROUTES = ["/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"]
@@ -101,15 +101,15 @@ def bodies(engine, path):
 
 def test_all_workers_join_one_group_and_every_version_is_sent_to_paused_engines(vllm, pair, publisher, tmp_path):
     publishes = publisher()
-    assert publishes.publish(tiny_model(), VERSION) is None
-    assert publishes.publish(tiny_model(), "1a2b3c4d.2.0") is None
+    assert publishes.publish(tiny_model(), VERSION, agreed) is None
+    assert publishes.publish(tiny_model(), "1a2b3c4d.2.0", agreed) is None
     joined = [bodies(each, ROUTES[0]) for each in pair]
     assert [[body["init_info"]["rank_offset"] for body in each] for each in joined] == [[1], [3]]
     assert {body["init_info"]["world_size"] for each in joined for body in each} == {7}
     for each in pair:
         steps = [path for path in each.paths if path in {*ROUTES[1:], "/pause", "/resume"}]
         assert steps == ["/pause", *ROUTES[1:], "/resume"] * 2
-        assert bodies(each, "/update_weights")[0]["update_info"]["names"] == list(tiny_model().state_dict())
+        assert sorted(bodies(each, "/update_weights")[0]["update_info"]["names"]) == sorted(tiny_model().state_dict())
         assert (each.version, each.paused) == ("1a2b3c4d.2.0", False)
     assert json.loads((tmp_path / "policy.json").read_text()) == {"model": None, "version": "1a2b3c4d.2.0"}
 
@@ -118,31 +118,44 @@ def test_all_workers_join_one_group_and_every_version_is_sent_to_paused_engines(
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_an_adapter_is_merged(vllm, pair, publisher):
     model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"]))
-    publisher().publish(model, VERSION)
-    assert bodies(pair[0], "/update_weights")[0]["update_info"]["names"] == list(tiny_model().state_dict())
+    publisher().publish(model, VERSION, agreed)
+    assert sorted(bodies(pair[0], "/update_weights")[0]["update_info"]["names"]) == sorted(tiny_model().state_dict())
 
 
 @pytest.mark.parametrize("step", ROUTES[1:])
 def test_when_one_engine_refuses_all_load_the_base_model_from_disk(vllm, pair, publisher, tmp_path, step):
     pair[1].answers[step] = (500, "no")
     with pytest.raises(EngineError, match=rf"{pair[1].url}{step}: 500 .*all engines serve the weights 1a2b3c4d\.0\.0"):
-        publisher().publish(tiny_model(), VERSION)
+        publisher().publish(tiny_model(), VERSION, agreed)
     assert [(each.weights, each.version, each.paused) for each in pair] == [("base", "1a2b3c4d.0.0", False)] * 2
     assert not (tmp_path / "policy.json").exists()
+
+
+def test_engines_that_do_not_agree_load_the_base_model_and_the_weights_are_let_go(vllm, pair, publisher, tmp_path):
+    def disagree(name):
+        raise EngineError("no agreement")
+
+    publishes = publisher()
+    with pytest.raises(EngineError, match=r"no agreement; all engines serve the weights 1a2b3c4d\.0\.0"):
+        publishes.publish(tiny_model(), VERSION, disagree)
+    assert [(each.weights, each.version, each.paused) for each in pair] == [("base", "1a2b3c4d.0.0", False)] * 2
+    assert not (tmp_path / "policy.json").exists()
+    assert publishes._source.weights is None
 
 
 def test_an_engine_that_was_started_without_the_backend_says_so_and_is_not_paused(vllm, pair, publisher):
     pair[0].answers[ROUTES[0]] = (500, "Weight transfer not configured")
     with pytest.raises(EngineError, match=r'start vLLM with --weight-transfer-config \'\{"backend": "nccl"\}\''):
-        publisher().publish(tiny_model(), VERSION)
+        publisher().publish(tiny_model(), VERSION, agreed)
     assert not {"/pause", "/collective_rpc"} & {*pair[0].paths, *pair[1].paths}
 
 
 def test_without_vllm_or_a_gpu_it_says_what_is_missing(pair, publisher, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(publish_transfer, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"needs vLLM in the trainer's environment and a CUDA GPU for the trainer: or"):
-        publisher()
+    for start in (publisher, publish_transfer.require_transfer):
+        with pytest.raises(InputError, match=r"vLLM in the trainer's environment and a CUDA GPU for the trainer: or"):
+            start()
     monkeypatch.setattr(publish_transfer, "find_spec", lambda name: object())
     with pytest.raises(InputError, match=r'"nccl" needs a CUDA GPU for the trainer: or set publish = "checkpoint"'):
         publisher()

@@ -1,6 +1,7 @@
 """Publishers with two servers that act as engines: what is saved, loaded, kept, named and undone."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from rolltap.addons.errors import EngineError, InputError, RunError
 from rolltap.trainer.engine import publish_checkpoint, publish_lora
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.publish import make_publisher
-from tests.trainer.engine.acting import acting
+from tests.trainer.engine.acting import acting, agreed
 from tests.trainer.grpo.tiny import tiny_model
 
 # peft 0.21 uses a name that transformers 5.23 deprecates
@@ -79,17 +80,17 @@ class TestAdapters:
             each.adapters[OTHER] = "/other"
         publisher = start("lora", adapters=3)
         for step in range(5):
-            assert publisher.publish(model, version(step)) == name(step)
+            assert publisher.publish(model, version(step), agreed) == name(step)
         kept = [name(2), name(3), name(4)]
         assert self.loaded(pair) == [[*kept, OTHER]] * 2
         assert published() == kept
         assert policy() == {"model": name(4), "version": version(4)}
 
     def test_two_trainings_share_a_folder(self, pair, start, model, published):
-        start("lora", run="one").publish(model, "ffffffff.7.0")
+        start("lora", run="one").publish(model, "ffffffff.7.0", agreed)
         publisher = start("lora", run="two")
         for step in range(4):
-            publisher.publish(model, version(step))
+            publisher.publish(model, version(step), agreed)
         assert published() == [name(2), name(3), OTHER]
         assert self.loaded(pair) == [[name(2), name(3), OTHER]] * 2
 
@@ -97,25 +98,49 @@ class TestAdapters:
         self, pair, start, model, policy
     ):
         publisher = start("lora")
-        publisher.publish(model, version(0))
+        publisher.publish(model, version(0), agreed)
         pair[1].refuses["/v1/load_lora_adapter"] = 1
         with pytest.raises(EngineError, match=rf"{pair[1].url}/v1/load_lora_adapter: 500"):
-            publisher.publish(model, version(1))
+            publisher.publish(model, version(1), agreed)
         assert self.loaded(pair) == [[name(0)]] * 2
         assert policy() == {"model": name(0), "version": version(0)}
 
+    def test_engines_that_do_not_agree_unload_it_and_the_policy_was_never_another_one(self, pair, start, model, policy):
+        def disagree(served):
+            assert self.loaded(pair) == [[name(0), served]] * 2
+            assert policy() == {"model": name(0), "version": version(0)}
+            raise EngineError("no agreement")
+
+        publisher = start("lora")
+        publisher.publish(model, version(0), agreed)
+        with pytest.raises(EngineError, match="no agreement"):
+            publisher.publish(model, version(1), disagree)
+        assert self.loaded(pair) == [[name(0)]] * 2
+        assert policy() == {"model": name(0), "version": version(0)}
+
+    def test_an_old_adapter_that_cannot_be_unloaded_is_unloaded_at_the_next_publication(
+        self, pair, start, model, policy, caplog
+    ):
+        publisher = start("lora")
+        for step in range(4):
+            pair[1].refuses["/v1/unload_lora_adapter"] = int(step == 2)
+            publisher.publish(model, version(step), agreed)
+            assert policy()["model"] == name(step)
+        assert self.loaded(pair) == [[name(2), name(3)]] * 2
+        assert f"stay loaded: POST {pair[1].url}/v1/unload_lora_adapter: 500" in caplog.text
+
     def test_an_engine_that_was_started_again_gets_the_adapters_that_sessions_keep(self, pair, start, model):
         publisher = start("lora", adapters=3)
-        publisher.publish(model, version(0))
-        publisher.publish(model, version(1))
+        publisher.publish(model, version(0), agreed)
+        publisher.publish(model, version(1), agreed)
         pair[0].start()
-        publisher.publish(model, version(2))
+        publisher.publish(model, version(2), agreed)
         assert self.loaded(pair) == [[name(0), name(1), name(2)]] * 2
 
     def test_a_start_after_a_kill_replaces_what_the_earlier_start_left(self, pair, start, model, tmp_path, published):
-        start("lora").publish(model, version(3))
+        start("lora").publish(model, version(3), agreed)
         (tmp_path / "published" / f".{name(4)}.partial").mkdir()
-        start("lora").publish(model, version(3, attempt=1))
+        start("lora").publish(model, version(3, attempt=1), agreed)
         assert self.loaded(pair) == [[name(3, attempt=1)]] * 2
         assert published() == [name(3, attempt=1)]
 
@@ -127,12 +152,12 @@ class TestAdapters:
             Engines(pair[1].url).claimed("ffffffff", "there", steal=True),
             pytest.raises(EngineError, match=r"ffffffff \(there\)"),
         ):
-            publisher.publish(model, version(0))
+            publisher.publish(model, version(0), agreed)
         assert self.loaded(pair) == [[], []]
 
     def test_a_model_without_an_adapter_is_refused(self, pair, start):
         with pytest.raises(InputError, match="train with a peft_config, or publish checkpoints"):
-            start("lora").publish(tiny_model(), version(0))
+            start("lora").publish(tiny_model(), version(0), agreed)
         assert pair[0].requests == []
 
 
@@ -143,7 +168,7 @@ class TestCheckpoints:
     def test_the_published_checkpoint_and_no_other_is_on_the_disk(self, pair, start, published, policy):
         publisher = start("checkpoint")
         for step in range(3):
-            assert publisher.publish(tiny_model(), version(step)) is None
+            assert publisher.publish(tiny_model(), version(step), agreed) is None
             assert self.served(pair) == [(name(step), version(step), False)] * 2
             assert published() == [name(step)]
             assert policy() == {"model": None, "version": version(step)}
@@ -152,20 +177,46 @@ class TestCheckpoints:
     def test_when_one_engine_refuses_all_serve_the_previous_checkpoint(self, pair, start, policy, step, monkeypatch):
         monkeypatch.setattr(Engines, "runs_on_cpu", lambda engines: False)
         publisher = start("checkpoint")
-        publisher.publish(tiny_model(), version(0))
+        publisher.publish(tiny_model(), version(0), agreed)
         pair[1].refuses[step] = 1
         with pytest.raises(EngineError, match=rf"{pair[1].url}{step}\S*: 500 .*all engines serve .*{version(0)}"):
-            publisher.publish(tiny_model(), version(1))
+            publisher.publish(tiny_model(), version(1), agreed)
         assert self.served(pair) == [(name(0), version(0), False)] * 2
         assert policy() == {"model": None, "version": version(0)}
-        publisher.publish(tiny_model(), version(1))  # nothing is left of the failure
+        publisher.publish(tiny_model(), version(1), agreed)  # nothing is left of the failure
         assert self.served(pair) == [(name(1), version(1), False)] * 2
+
+    def test_engines_that_do_not_agree_go_back_and_the_policy_was_never_another_one(self, pair, start, policy):
+        def disagree(served):
+            assert (served, self.served(pair)) == (None, [(name(1), version(1), False)] * 2)
+            assert policy()["version"] == version(0)
+            raise EngineError("no agreement")
+
+        publisher = start("checkpoint")
+        publisher.publish(tiny_model(), version(0), agreed)
+        with pytest.raises(EngineError, match=f"no agreement; all engines serve the weights {version(0)}"):
+            publisher.publish(tiny_model(), version(1), disagree)
+        assert self.served(pair) == [(name(0), version(0), False)] * 2
+        assert policy()["version"] == version(0)
+
+    def test_a_policy_file_that_cannot_be_written_goes_back_too(self, pair, start, tmp_path):
+        publisher = start("checkpoint")
+        shutil.rmtree(tmp_path / "run")
+        with pytest.raises(RunError, match=r"run/policy\.json could not be written"):
+            publisher.publish(tiny_model(), version(1), agreed)
+        assert self.served(pair) == [("base", version(0), False)] * 2
+
+    def test_adapters_are_unloaded_and_named_because_their_base_is_gone(self, pair, start, caplog):
+        pair[0].adapters |= {OTHER: "/other", "judge": "/judge"}
+        start("checkpoint").publish(tiny_model(), version(1), agreed)
+        assert [each.adapters for each in pair] == [{}, {}]
+        assert f"{pair[0].url}: the adapter judge was unloaded: it was made for other weights" in caplog.text
 
     def test_when_the_first_publication_is_refused_all_serve_the_base_model(self, pair, start, tmp_path, monkeypatch):
         monkeypatch.setattr(Engines, "runs_on_cpu", lambda engines: False)
         pair[0].refuses["/collective_rpc"] = 1
         with pytest.raises(EngineError, match=rf"all engines serve the weights {version(0, attempt=4)}"):
-            start("checkpoint").publish(tiny_model(), version(9, attempt=4))
+            start("checkpoint").publish(tiny_model(), version(9, attempt=4), agreed)
         assert self.served(pair) == [("base", version(0, attempt=4), False)] * 2
         assert not (tmp_path / "run" / "policy.json").exists()
 
@@ -176,7 +227,7 @@ class TestCheckpoints:
             (tmp_path / "published" / left).mkdir(parents=True)
         save, before = publish_checkpoint.save_weights, []
         monkeypatch.setattr(publish_checkpoint, "save_weights", lambda *args: (before.extend(published()), save(*args)))
-        start("checkpoint").publish(tiny_model(), version(3, attempt=1))
+        start("checkpoint").publish(tiny_model(), version(3, attempt=1), agreed)
         assert before == [f".{name(3, attempt=1)}.partial", OTHER]
         assert published() == [name(3, attempt=1), OTHER]
 
@@ -188,7 +239,7 @@ class TestCheckpoints:
             Engines(pair[1].url).claimed("ffffffff", "there", steal=True),
             pytest.raises(EngineError, match=r"ffffffff \(there\)"),
         ):
-            publisher.publish(tiny_model(), version(0))
+            publisher.publish(tiny_model(), version(0), agreed)
         assert self.served(pair) == [("base", "default", False)] * 2
 
     @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
@@ -201,7 +252,7 @@ class TestCheckpoints:
 
         monkeypatch.setattr(publish_checkpoint, "save_weights", save_in_part)
         with pytest.raises(InputError, match=r"needs config.json and \*.safetensors; the engines are unchanged"):
-            start("checkpoint").publish(tiny_model(), version(1))
+            start("checkpoint").publish(tiny_model(), version(1), agreed)
         assert self.served(pair) == [("base", "default", False)] * 2
         assert "/pause" not in pair[0].paths
 
@@ -210,7 +261,7 @@ class TestCheckpoints:
         model.config.tie_word_embeddings = True
         monkeypatch.setattr(Engines, "runs_on_cpu", lambda engines: True)
         with pytest.raises(InputError, match=r"untie them before the engine is started .* or publish LoRA adapters"):
-            start("checkpoint").publish(model, version(1))
+            start("checkpoint").publish(model, version(1), agreed)
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "lora"])
@@ -218,12 +269,14 @@ def test_a_folder_that_cannot_be_written_is_named_and_the_engines_are_unchanged(
     (tmp_path / "published").write_text("a file")
     model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules="all-linear"))
     with pytest.raises(RunError, match=rf"published/{name(1)} could not be written: .*the engines are unchanged"):
-        start(kind).publish(model, version(1))
+        start(kind).publish(model, version(1), agreed)
     assert not {"/pause", "/v1/load_lora_adapter"} & {*pair[0].paths, *pair[1].paths}
 
 
 def test_adapters_are_saved_by_the_names_of_the_base(pair, start, base, monkeypatch):
     saved = []
     monkeypatch.setattr(publish_lora, "save_adapter", lambda model, folder, base: saved.append(base))
-    start("lora").publish(get_peft_model(tiny_model(), LoraConfig(r=2, target_modules="all-linear")), version(1))
+    start("lora").publish(
+        get_peft_model(tiny_model(), LoraConfig(r=2, target_modules="all-linear")), version(1), agreed
+    )
     assert saved == [base]

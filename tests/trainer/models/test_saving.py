@@ -234,6 +234,16 @@ def test_a_saved_adapter_is_loaded_into_the_whole_model_by_peft(checkpoint, tmp_
     assert_the_same(logits(PeftModel.from_pretrained(whole, tmp_path).eval()), logits(model))
 
 
+def test_an_adapter_with_ranks_and_scales_of_single_layers_is_loaded_into_the_whole_model(checkpoint, tmp_path):
+    base = checkpoint("qwen3.5")
+    one, every = r"model\.layers\.3\.self_attn\.q_proj", "q_proj"
+    patterns = {"rank_pattern": {one: 16}, "alpha_pattern": {one: 64, every: 16}}
+    model = with_adapter(load_policy(base, "float32"), target_modules=["q_proj", "v_proj"], **patterns)
+    save_adapter(model, tmp_path, base)
+    whole = Qwen3_5ForConditionalGeneration.from_pretrained(base, dtype=torch.float32)
+    assert_the_same(logits(PeftModel.from_pretrained(whole, tmp_path).eval()), logits(model))
+
+
 @pytest.mark.parametrize(
     "how",
     [

@@ -92,17 +92,17 @@ class FolderEngine:
         """Return False, so that any model is published."""
         return False
 
-    def register(self, method: str, *, owner: str, about: str = "", steal: bool = False) -> tuple[int, Any]:
+    def register(self, method: str, *, owner: str, **asked: Any) -> tuple[int, Any]:
         """Keep the owner."""
         file = self.place / "owner"
         present = file.read_text() if file.exists() else owner
-        if present != owner and not steal:
+        if present != owner and not asked.get("steal"):
             return 409, {"owner": present, "about": "the other training"}
         if method == "PUT":
             file.write_text(owner)
         else:
             file.unlink(missing_ok=True)
-        return 200, {"owner": owner, "about": about}
+        return 200, {"owner": owner, **asked}
 
     def is_paused(self) -> bool:
         """Return True between a pause and a resume."""

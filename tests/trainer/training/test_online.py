@@ -42,6 +42,8 @@ class Loop:
     def publish(self, trainer, version):
         self.published.append(version)
 
+    publish_last = publish
+
     def run_sessions(self, groups, version):
         sessions = [
             Session(

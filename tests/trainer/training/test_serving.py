@@ -1,6 +1,9 @@
 """The weights that the engines of a training serve, with folders in place of engines."""
 
+import json
+
 import pytest
+from peft import get_peft_model
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
@@ -10,7 +13,7 @@ from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.training.recipe import Recipe
 from rolltap.trainer.training.serving import Serving, published_folder
 from tests.trainer.grpo.tiny import tiny_model
-from tests.trainer.training.stand_ins import FolderEngine, Points, logprobs_of, tiny_folder
+from tests.trainer.training.stand_ins import FolderEngine, Points, logprobs_of, lora, tiny_folder
 
 URLS = "http://127.0.0.1:9,http://127.0.0.1:10"
 
@@ -79,6 +82,70 @@ def test_an_engine_that_did_not_apply_the_weights_is_named_with_the_difference_a
     assert trainer.logged["engine_difference"] > 1e-3
 
 
+def test_weights_without_agreement_are_never_the_policy_and_the_engines_go_back(
+    serving, trainer, tmp_path, monkeypatch
+):
+    published = serving(max_difference=1e-6)
+    published.publish(trainer, "1a2b3c4d.0.0")
+    change(trainer.model)
+    score = trainer.score
+    monkeypatch.setattr(trainer, "score", lambda ids: [logprob - 1 for logprob in score(ids)])
+    with pytest.raises(EngineError, match=r"all engines serve the weights 1a2b3c4d\.0\.0"):
+        published.publish(trainer, "1a2b3c4d.1.0")
+    assert json.loads((tmp_path / "run" / "policy.json").read_text())["version"] == "1a2b3c4d.0.0"
+    for port in ("9", "10"):
+        assert (tmp_path / "engine" / port / "version").read_text() == "1a2b3c4d.0.0"
+
+
+# peft 0.21 uses a name that transformers 5.23 deprecates
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+class TestTheLastAdapter:
+    @pytest.fixture
+    def adapted(self, trainer):
+        trainer.model = get_peft_model(trainer.model, lora())
+        return trainer
+
+    def adapters(self, tmp_path):
+        return [sorted(path.name for path in (tmp_path / "engine" / port).glob("policy-*")) for port in ("9", "10")]
+
+    def test_it_alone_stays_loaded_from_the_run_folder(self, serving, adapted, tmp_path, monkeypatch):
+        loaded = []
+        load = FolderEngine.load_adapter
+        monkeypatch.setattr(FolderEngine, "load_adapter", lambda *args: (loaded.append(args[2]), load(*args)))
+        published = serving(publish="lora", publish_folder=tmp_path)
+        for step in range(3):
+            published.publish(adapted, f"1a2b3c4d.{step}.0")
+        published.publish_last(adapted, "1a2b3c4d.3.0")
+        assert self.adapters(tmp_path) == [["policy-1a2b3c4d.3.0"]] * 2
+        assert loaded[-1] == tmp_path / "run" / "published" / "policy-1a2b3c4d.3.0"
+        assert loaded[-1].is_dir()
+
+    def test_engines_that_do_not_see_the_run_folder_get_it_as_before(
+        self, serving, adapted, tmp_path, monkeypatch, caplog
+    ):
+        load = FolderEngine.load_adapter
+
+        def elsewhere(engine, name, folder):
+            if "run" in folder.parts:
+                raise EngineError("no such folder")
+            load(engine, name, folder)
+
+        monkeypatch.setattr(FolderEngine, "load_adapter", elsewhere)
+        published = serving(publish="lora", publish_folder=tmp_path)
+        published.publish_last(adapted, "1a2b3c4d.3.0")
+        assert self.adapters(tmp_path) == [["policy-1a2b3c4d.3.0"]] * 2
+        assert "cannot be loaded from the run folder: no such folder" in caplog.text
+
+
+def test_adapters_of_ended_trainings_are_unloaded_at_the_start(serving, trainer, tmp_path):
+    started = serving()
+    for name in ("policy-22222222.1.0", "policy-1a2b3c4d.1.0"):
+        (tmp_path / "engine" / "9" / name).mkdir()
+    with started.engines.claimed("1a2b3c4d", "here"):
+        started.verify_base(trainer, "1a2b3c4d.0.1", Console())
+    assert [path.name for path in (tmp_path / "engine" / "9").glob("policy-*")] == ["policy-1a2b3c4d.1.0"]
+
+
 def test_the_recipe_may_allow_a_larger_difference(serving, trainer, monkeypatch):
     change(trainer.model)
     monkeypatch.setattr(FolderEngine, "install", lambda *_: None)
@@ -110,6 +177,19 @@ class TestFolder:
             assert folder == tmp_path / "shm" / "1a2b3c4d"
             (folder / "weights").touch()
         assert list((tmp_path / "shm").iterdir()) == []
+
+    def test_a_start_removes_those_of_killed_trainings_and_nothing_else(self, tmp_path):
+        recipe = Recipe(model="m", steps=1, publish_folder=tmp_path / "shm")
+        for left in ("22222222/policy-22222222.1.0", "22222222/.policy-22222222.2.0.partial", "33333333/mine", "data"):
+            (tmp_path / "shm" / left).mkdir(parents=True)
+        with (
+            published_folder(recipe, tmp_path, "1a2b3c4d") as folder,
+            published_folder(recipe, tmp_path, "44444444") as other,
+        ):
+            assert folder.is_dir()
+            assert sorted(path.name for path in (tmp_path / "shm").iterdir()) == [
+                *(folder.name, "33333333", other.name, "data"),
+            ]
 
     def test_one_that_cannot_be_made_is_named(self, tmp_path):
         (tmp_path / "file").touch()

@@ -2,8 +2,10 @@
 
 `/rolltap/owner` answers in JSON. `GET` returns the owner. `PUT` of `owner`, `about` and `steal` takes the engine: 409
 with the present owner when another one has it, unless `steal` is true. `DELETE` of `owner` gives the engine back: 409
-when another one has it. The register is in memory, as the published weights are: both end with the engine. Each of
-vLLM's API server processes has its own: with data parallelism, start it with `--api-server-count 1`.
+when another one has it. A `PUT` with `base` also notes the folder as which an owner has verified the engine's own
+model; the note stays when the engine is given back. The register is in memory, as the published weights are: both end
+with the engine. Each of vLLM's API server processes has its own: with data parallelism, start it with
+`--api-server-count 1`.
 
 vLLM wraps later middleware around earlier one, so `rolltap_key.RequireKey` must come after this one.
 """
@@ -21,12 +23,13 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class OneOwner:
-    """Keeps one owner: an identifier and a text about it for people."""
+    """Keeps one owner, an identifier and a text about it for people, and the folder of the verified base model."""
 
     def __init__(self, app: Application) -> None:
         self._app = app
         self._owner: str | None = None
         self._about: str | None = None
+        self._base: str | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request for the register, and pass on everything else."""
@@ -34,7 +37,7 @@ class OneOwner:
             await self._app(scope, receive, send)
             return
         status = self._answer(scope["method"], await _body(receive))
-        text = json.dumps({"owner": self._owner, "about": self._about}).encode()
+        text = json.dumps({"owner": self._owner, "about": self._about, "base": self._base}).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(text)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": text})
@@ -48,13 +51,17 @@ class OneOwner:
         try:
             asked = json.loads(body)
             owner, about, steal = asked["owner"], asked.get("about", ""), asked.get("steal", False)
+            base = asked.get("base", self._base)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return 400
         if not isinstance(owner, str) or not owner or not isinstance(about, str) or not isinstance(steal, bool):
             return 400
+        if not isinstance(base, str | None):
+            return 400
         if self._owner not in (None, owner) and not (method == "PUT" and steal):
             return 409
         self._owner, self._about = (owner, about) if method == "PUT" else (None, None)
+        self._base = base if method == "PUT" else self._base
         return 200
 
 
