@@ -5,20 +5,20 @@ it finds in the run folder, and runs only those that are missing or were faults.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from rolltap.addons.errors import RecorderError, RunError
+from rolltap.addons.errors import EngineError, RecorderError, RunError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.rollouts.scheduler import Group
 from rolltap.trainer.rollouts.task import Task
 from rolltap.trainer.traces.build import TraceBatch
-from rolltap.trainer.traces.reader import load_sessions
+from rolltap.trainer.traces.reader import iter_sessions, load_sessions
 from rolltap.trainer.traces.sessions import TraceOptions, load_batch
 from rolltap.trainer.training.attempts import Attempt
 from rolltap.trainer.training.batches import BATCHES, TrainedBatches
@@ -102,14 +102,17 @@ class OnlineTraces:
         """Return the batch of a step: one group of sessions for each row (`task_id`), and those that replace groups
         without signal.
 
-        Raises `RecorderError` when every session failed because of the engine, the recorder or the machine, and
-        `RunError` when the run lacks a session of a step that was trained.
+        Calls with a token of other weights than the step's are left out, with a warning. Raises `EngineError` when
+        nothing else is left, and when an engine was stolen; `RecorderError` when every session failed because of the
+        engine, the recorder or the machine; and `RunError` when the run lacks a session of a step that was trained.
         """
         version = self._attempt.version(self.trainer.state.global_step)
         counts = _Counts()
         trained = self._trained.get(version.step)
         sessions = self._sessions_of(rows, version, counts) if trained is None else self._again(trained, counts)
-        batch = self._load(sessions)
+        if trained is None:
+            self._serving.engines.require_owned()
+        batch = self._load(sessions, version)
         if trained is None:
             self._trained.add(version.step, [session.session_id for session in sessions])
         self._print(len(sessions), version, counts)
@@ -184,19 +187,42 @@ class OnlineTraces:
             line = f"checked {calls} calls of the first step: scored again, a token differs by {mean:.1e} nats"
         self._console.print(line, highlight=False, soft_wrap=True)
 
-    def _load(self, sessions: Sequence[Session]) -> TraceBatch:
+    def _load(self, sessions: Sequence[Session], version: Version) -> TraceBatch:
         """Return the batch of sessions, in their order.
 
         The order on the disk is another one after an interruption, and sums of floats depend on it.
         """
         order = {session.session_id: place for place, session in enumerate(sessions)}
-        batch = load_batch(self._run, order.keys(), self._trace_options)
+        batch = load_batch(self._run, order.keys(), replace(self._trace_options, weights=version))
+        if left_out := batch.ledger.left_out.get("other_weights", 0):
+            self._tell_other_weights(order.keys(), version, left_out, nothing_left=not batch.traces)
         return replace(
             batch,
             traces=sorted(batch.traces, key=lambda trace: order[trace.session_id]),
             rewards={name: batch.rewards[name] for name in order if name in batch.rewards},
-            on_policy=True,  # the groups' ids have the run and the step of the weights, whatever the attempt
+            on_policy=True,  # the weights of the step sampled all that is trained, in whatever attempt
         )
+
+    def _tell_other_weights(
+        self, session_ids: Collection[str], version: Version, left_out: int, *, nothing_left: bool
+    ) -> None:
+        """Warn of tokens that are left out because other weights sampled them, or raise `EngineError`."""
+        others = {
+            span.version
+            for session in iter_sessions(self._run, session_ids)
+            for call in session.calls
+            for span in call.weight_versions
+            if not version.same_weights(span.version)
+        }
+        what = (
+            f"{left_out:,} tokens of step {version.step + 1} are in calls that other weights than {version} sampled "
+            f"({', '.join(sorted(others))}): an engine was started again, or something else loads weights into it"
+        )
+        if nothing_left:
+            raise EngineError(
+                f"{what}; nothing else is left to train: start the training again, which goes on from here"
+            )
+        self._console.print(f"warning: {what}; they are kept, and not trained", highlight=False, soft_wrap=True)
 
     def _print(self, sessions: int, version: Version, counts: _Counts) -> None:
         before = f" ({counts.recorded_before} recorded before)" if counts.recorded_before else ""

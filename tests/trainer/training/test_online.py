@@ -1,17 +1,20 @@
 """The trace source of an online run, with rewards from a table in place of harness and engine."""
 
 import json
+from dataclasses import replace
 from io import StringIO
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from rolltap.addons.errors import RecorderError, RunError
+from rolltap.addons.errors import EngineError, RecorderError, RunError
 from rolltap.addons.store.metadata import write_metadata
-from rolltap.addons.store.records import Session
+from rolltap.addons.store.records import Session, VersionSpan
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.rollouts.task import Task
+from rolltap.trainer.traces.ledger import Ledger
+from rolltap.trainer.traces.reader import iter_sessions
 from rolltap.trainer.training.attempts import Attempt
 from rolltap.trainer.training.batches import BATCHES, TrainedBatches
 from rolltap.trainer.training.online import OnlineTraces
@@ -21,9 +24,16 @@ from tests.trainer.runs.recorded_runs import make_call
 TASKS = [Task(id=name, instruction="go", evaluate=["true"]) for name in "abcde"]
 
 
+def sampled(session_id, version):
+    """Return a call with two tokens that these weights sampled."""
+    spans = [VersionSpan(version=version, start=0, end=2)]
+    return replace(make_call(session_id, "c", [1], [2, 3]), weight_versions=spans)
+
+
 class Loop:
     """An online run. `silent` are the tasks whose rewards are all equal, `at_first` those that are faults in the
-    first attempt; `run` and `published` note what it did."""
+    first attempt; `run` and `published` note what it did. `other` are weights that sample in place of the published
+    ones: a session's end -> their version."""
 
     def __init__(self, folder, silent="", at_first="", **settings):
         write_metadata(folder, {})
@@ -33,8 +43,15 @@ class Loop:
         self.run: list[str] = []
         self.published: list[str] = []
         self.faults = False
-        self.engines = SimpleNamespace(admins=[SimpleNamespace(url="http://a"), SimpleNamespace(url="http://b")])
+        self.other: dict[str, str] = {}
+        self.stolen = False
+        admins = [SimpleNamespace(url="http://a"), SimpleNamespace(url="http://b")]
+        self.engines = SimpleNamespace(admins=admins, require_owned=self.require_owned)
         self.console = Console(file=StringIO(), width=1000)
+
+    def require_owned(self):
+        if self.stolen:
+            raise EngineError("another training owns the engine")
 
     def verify_base(self, trainer, version, console):
         self.published.append(f"base {version}")
@@ -50,7 +67,7 @@ class Loop:
                 task_id=group.task.id,
                 status="completed",
                 reward=0.5 if group.task.id in self.silent else float(session_id.partition(".")[2].count("-0")),
-                policy_version=version,
+                policy_version=next((self.other[end] for end in self.other if session_id.endswith(end)), version),
             )
             for group in groups
             for session_id in group.session_ids
@@ -60,7 +77,7 @@ class Loop:
                 session.status, session.reward, session.error = "error", None, "the engine is down"
         with RunWriter(self.folder, "never") as writer:
             for session in reversed(sessions):
-                writer.add_call(make_call(session.session_id, "c", [1], [2, 3]))
+                writer.add_call(sampled(session.session_id, session.policy_version))
                 writer.add_session(session)
         self.run += [session.session_id for session in sessions]
         return sessions
@@ -127,6 +144,40 @@ def test_the_engines_are_verified_before_anything_is_published_and_get_the_train
     source.before_batch()
     source.finish(9)
     assert loop.published == ["base 1a2b3c4d.0.0", "1a2b3c4d.0.0", "1a2b3c4d.9.0"]
+
+
+class TestOtherWeights:
+    @pytest.mark.parametrize("other", ["default", "deadbeef.3.0", "1a2b3c4d.2.0"])
+    def test_their_calls_are_kept_and_left_out_with_a_warning_that_names_them(self, tmp_path, other):
+        loop = Loop(tmp_path)
+        loop.other = {"a-1a2b3c4d.3.1-0.0": other}
+        batch = loop.step(3, "ba")
+        assert [trace.session_id for trace in batch.traces] == [name for name in loop.run if name not in loop.other]
+        assert batch.ledger == Ledger(sampled=8, trained=6, left_out={"other_weights": 2})
+        printed = loop.console.file.getvalue()
+        assert (
+            f"warning: 2 tokens of step 4 are in calls that other weights than 1a2b3c4d.3.0 sampled ({other}): "
+            in printed
+        )
+        assert {call.session_id for s in iter_sessions(tmp_path) for call in s.calls} == {*loop.run}
+
+    def test_a_step_with_nothing_else_is_not_trained_and_is_run_again_at_the_next_start(self, tmp_path):
+        loop = Loop(tmp_path)
+        loop.other = {".0": "default"}
+        with pytest.raises(
+            EngineError, match=r"4 tokens of step 4 .* \(default\): .*; nothing else is left to train: "
+        ):
+            loop.step(3, "b")
+        assert TrainedBatches(tmp_path).get(3) is None
+        batch = loop.step(3, "b", attempt=1)
+        assert list(batch.rewards) == loop.run[2:] == ["b-1a2b3c4d.3.0-0.1", "b-1a2b3c4d.3.0-1.1"]
+
+    def test_a_step_during_which_an_engine_was_stolen_is_not_trained(self, tmp_path):
+        loop = Loop(tmp_path)
+        loop.stolen = True
+        with pytest.raises(EngineError, match="another training owns the engine"):
+            loop.step(3, "b")
+        assert TrainedBatches(tmp_path).get(3) is None
 
 
 class TestFirstStepIsChecked:
