@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from rolltap.addons.errors import EngineError, RecorderError, RunError
+from rolltap.addons.errors import EngineError, RecorderError, RolltapError, RunError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.rollouts.scheduler import Group
@@ -22,7 +22,7 @@ from rolltap.trainer.traces.reader import iter_sessions, load_sessions
 from rolltap.trainer.traces.sessions import TraceOptions, load_batch
 from rolltap.trainer.training.attempts import Attempt
 from rolltap.trainer.training.batches import BATCHES, TrainedBatches
-from rolltap.trainer.training.recipe import Recipe
+from rolltap.trainer.training.recipe import FINISHED, Recipe
 from rolltap.trainer.training.serving import Serving
 from rolltap.trainer.training.steps import FinishedSessions, further_tasks, has_signal, step_group
 from rolltap.trainer.versions import Version
@@ -95,8 +95,14 @@ class OnlineTraces:
             self._publish(version)
 
     def finish(self, steps: int) -> None:
-        """Publish the trained weights, of so many steps. Raises what `Serving.publish` raises."""
-        self._publish(self._attempt.version(steps))
+        """Publish the trained weights, of so many steps, after the model is saved as `FINISHED`. Raises `EngineError`."""
+        try:
+            self._publish(self._attempt.version(steps))
+        except RolltapError as error:
+            raise EngineError(
+                f"the training is finished, and its model is in {self._run / FINISHED}: only the last publication to "
+                f"the engines failed: {error}"
+            ) from error
 
     def __call__(self, rows: list[dict[str, Any]]) -> TraceBatch:
         """Return the batch of a step: one group of sessions for each row (`task_id`), and those that replace groups
@@ -174,18 +180,29 @@ class OnlineTraces:
         self._publish_seconds = time.monotonic() - started
 
     def _check(self) -> None:
-        """Score calls of the attempt's first step again, and print the mean difference."""
+        """Score calls of the first step that the attempt records again, and print how far they differ."""
         urls = ",".join(engine.url for engine in self._serving.engines.admins)
-        report = check_sessions(self._run, urls, self._to_check, sample=CHECKED_CALLS)
-        self._to_check, self._checked = [], True
-        if report is None:
-            line = "checked no call of the first step: none was sampled neutrally by weights that the engines serve"
-        else:
-            tokens = sum(row.tokens for row in report.rows)
-            mean = sum(row.mean_difference * row.tokens for row in report.rows) / tokens
-            calls = sum(row.calls for row in report.rows)
-            line = f"checked {calls} calls of the first step: scored again, a token differs by {mean:.1e} nats"
-        self._console.print(line, highlight=False, soft_wrap=True)
+        names, self._to_check, self._checked = self._to_check, [], True
+        try:
+            report = check_sessions(self._run, urls, names, sample=CHECKED_CALLS)
+        except EngineError as error:
+            return self._say(f"warning: no call of the first step was checked: {error}")
+        if isinstance(report, str):
+            return self._say(f"warning: no call of the first step could be checked: {report}")
+        tokens = sum(row.tokens for row in report.rows)
+        mean = sum(row.mean_difference * row.tokens for row in report.rows) / tokens
+        calls = sum(row.calls for row in report.rows)
+        self._say(f"checked {calls} calls of the first step: scored again, a token differs by {mean:.1e} nats")
+        worst = max(report.rows, key=lambda row: row.mean_difference)
+        if not worst.within:
+            self._say(
+                f"warning: tokens after a {worst.kind} prompt differ by {worst.mean_difference:.1e} nats on average, and "
+                f"more than {report.threshold:g} is no rounding: the engine does not see what was recorded; see "
+                f"`rolltap check {self._run}`"
+            )
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, highlight=False, soft_wrap=True, markup=False)
 
     def _load(self, sessions: Sequence[Session], version: Version) -> TraceBatch:
         """Return the batch of sessions, in their order.
@@ -222,13 +239,11 @@ class OnlineTraces:
             raise EngineError(
                 f"{what}; nothing else is left to train: start the training again, which goes on from here"
             )
-        self._console.print(f"warning: {what}; they are kept, and not trained", highlight=False, soft_wrap=True)
+        self._say(f"warning: {what}; they are kept, and not trained")
 
     def _print(self, sessions: int, version: Version, counts: _Counts) -> None:
         before = f" ({counts.recorded_before} recorded before)" if counts.recorded_before else ""
-        self._console.print(
+        self._say(
             f"step {version.step + 1}/{self.trainer.args.max_steps}  {sessions} sessions{before} in "
-            f"{counts.session_seconds:.1f} s, weights published in {self._publish_seconds:.1f} s",
-            highlight=False,
-            soft_wrap=True,
+            f"{counts.session_seconds:.1f} s, weights published in {self._publish_seconds:.1f} s"
         )

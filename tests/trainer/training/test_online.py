@@ -45,6 +45,7 @@ class Loop:
         self.faults = False
         self.other: dict[str, str] = {}
         self.stolen = False
+        self.refusal: EngineError | None = None
         admins = [SimpleNamespace(url="http://a"), SimpleNamespace(url="http://b")]
         self.engines = SimpleNamespace(admins=admins, require_owned=self.require_owned)
         self.console = Console(file=StringIO(), width=1000)
@@ -57,6 +58,8 @@ class Loop:
         self.published.append(f"base {version}")
 
     def publish(self, trainer, version):
+        if self.refusal is not None:
+            raise self.refusal
         self.published.append(version)
 
     def run_sessions(self, groups, version):
@@ -137,6 +140,16 @@ def test_a_step_whose_sessions_are_all_faults_ends_the_training_and_runs_again_a
     assert len(loop.step(3, "b", attempt=1).rewards) == 2
 
 
+def test_an_engine_that_refuses_the_last_weights_is_told_from_a_training_that_failed(tmp_path):
+    loop = Loop(tmp_path)
+    source = loop.source(9)
+    loop.refusal = EngineError("the engine at http://b is gone")
+    with pytest.raises(
+        EngineError, match=r"is finished, and its model is in .*/model: only the last .*http://b is gone"
+    ):
+        source.finish(9)
+
+
 def test_the_engines_are_verified_before_anything_is_published_and_get_the_trained_weights_last(tmp_path):
     loop = Loop(tmp_path)
     source = loop.source(0)
@@ -180,6 +193,15 @@ class TestOtherWeights:
         assert TrainedBatches(tmp_path).get(3) is None
 
 
+def report_of(**kinds):
+    """Return a check's report: kind -> calls, tokens and mean difference."""
+    rows = [
+        SimpleNamespace(kind=kind, calls=calls, tokens=tokens, mean_difference=mean, within=mean <= 0.01)
+        for kind, (calls, tokens, mean) in kinds.items()
+    ]
+    return SimpleNamespace(rows=rows, threshold=0.01)
+
+
 class TestFirstStepIsChecked:
     @pytest.fixture
     def checked(self, monkeypatch):
@@ -188,6 +210,8 @@ class TestFirstStepIsChecked:
 
         def check_sessions(run, urls, session_ids, *, sample):
             checked.append((urls, list(session_ids), list(self.loop.published)))
+            if isinstance(self.report, EngineError):
+                raise self.report
             return self.report
 
         monkeypatch.setattr("rolltap.trainer.training.online.check_sessions", check_sessions)
@@ -204,20 +228,40 @@ class TestFirstStepIsChecked:
         return self.loop.console.file.getvalue()
 
     def test_once_while_the_engines_still_serve_its_weights(self, tmp_path, checked):
-        rows = [SimpleNamespace(tokens=30, calls=3, mean_difference=1e-4), SimpleNamespace(tokens=10, calls=1)]
-        rows[1].mean_difference = 5e-4
-        printed = self.run(tmp_path, SimpleNamespace(rows=rows))
+        printed = self.run(tmp_path, report_of(root=(3, 30, 1e-4), bridged=(1, 10, 5e-4)))
         sessions = ["a-1a2b3c4d.0.0-0.0", "a-1a2b3c4d.0.0-1.0"]
         assert checked == [("http://a,http://b", sessions, ["1a2b3c4d.0.0"])]
         assert printed.count("checked 4 calls of the first step: scored again, a token differs by 2.0e-04 nats") == 1
+        assert "warning" not in printed
 
-    def test_calls_that_cannot_be_compared_are_told(self, tmp_path, checked):
-        assert "checked no call of the first step: none was sampled neutrally" in self.run(tmp_path, None)
+    def test_the_kind_of_prompt_that_differs_most_is_warned_of(self, tmp_path, checked):
+        report = report_of(root=(3, 30, 1e-4), bridged=(1, 10, 0.5), rendered=(1, 10, 0.2))
+        printed = self.run(tmp_path, report)
+        assert (
+            "warning: tokens after a bridged prompt differ by 5.0e-01 nats on average, and more than 0.01 " in printed
+        )
 
-    def test_a_new_start_checks_what_it_records_first(self, tmp_path, checked):
-        self.run(tmp_path, None)
+    @pytest.mark.parametrize("report", ["2 not sampled neutrally", EngineError("2 not sampled neutrally")])
+    def test_why_nothing_was_compared_is_a_warning_and_the_training_goes_on(self, tmp_path, checked, report):
+        printed = self.run(tmp_path, report)
+        assert printed.count("warning: no call of the first step ") == printed.count(": 2 not sampled neutrally\n") == 1
+        assert self.loop.published[-1] == "1a2b3c4d.3.0"
+
+    def test_a_new_start_checks_the_first_step_that_it_records(self, tmp_path, checked):
+        self.run(tmp_path, "nothing")
         checked.clear()
-        printed = self.run(tmp_path, None, attempt=1)
+        source = self.loop.source(2, attempt=1)
+        for number in (2, 3):
+            source.trainer.state.global_step = number
+            source.before_batch()
+            source([{"task_id": "a"}])
+        source.finish(4)
+        assert [sessions for _, sessions, _ in checked] == [["a-1a2b3c4d.3.0-0.1", "a-1a2b3c4d.3.0-1.1"]]
+
+    def test_a_new_start_that_records_nothing_checks_nothing(self, tmp_path, checked):
+        self.run(tmp_path, "nothing")
+        checked.clear()
+        printed = self.run(tmp_path, "nothing", attempt=1)
         assert (checked, "checked" in printed) == ([], False)
 
 
