@@ -95,7 +95,7 @@ class OnlineTraces:
             self._publish(version)
 
     def finish(self, steps: int) -> None:
-        """Publish the trained weights, of so many steps, after the model is saved as `FINISHED`. Raises `EngineError`."""
+        """Publish the trained weights, of so many steps. The model is saved as `FINISHED`. Raises `EngineError`."""
         try:
             self._publish(self._attempt.version(steps))
         except RolltapError as error:
@@ -196,8 +196,8 @@ class OnlineTraces:
         worst = max(report.rows, key=lambda row: row.mean_difference)
         if not worst.within:
             self._say(
-                f"warning: tokens after a {worst.kind} prompt differ by {worst.mean_difference:.1e} nats on average, and "
-                f"more than {report.threshold:g} is no rounding: the engine does not see what was recorded; see "
+                f"warning: tokens after a {worst.kind} prompt differ by {worst.mean_difference:.1e} nats on average, "
+                f"and more than {report.threshold:g} is no rounding: the engine does not see what was recorded; see "
                 f"`rolltap check {self._run}`"
             )
 
