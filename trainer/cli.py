@@ -25,6 +25,7 @@ from rolltap.trainer.commands import (
     train,
     verify,
 )
+from rolltap.trainer.launcher import runs_first
 
 
 @click.group(
@@ -60,19 +61,21 @@ def run(command: click.Command) -> None:
     """Run a command as a program.
 
     Exit status: 1 after a `RolltapError` or `OSError`, with a message; 2 after a wrong option; 130 after Ctrl-C or
-    SIGTERM.
+    SIGTERM. Of several processes that a launcher started, the first one alone says what is said on all of them.
     """
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         command.main(standalone_mode=False)
     except click.ClickException as error:
-        error.show()
+        if runs_first():
+            error.show()
         sys.exit(error.exit_code)
     except (RolltapError, OSError) as error:
         Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(1)
     except (KeyboardInterrupt, click.Abort):
-        Console(stderr=True).print("stopped by a signal; committed calls stay in the run")
+        if runs_first():
+            Console(stderr=True).print("stopped by a signal; committed calls stay in the run")
         sys.exit(130)
 
 

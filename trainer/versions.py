@@ -24,6 +24,11 @@ class Version:
     def __str__(self) -> str:
         return f"{self.run}.{self.step}.{self.attempt}"
 
+    def same_weights(self, text: str) -> bool:
+        """Return True for a name of the weights after this step of this run, whatever the attempt."""
+        other = self.parse(text)
+        return other is not None and (other.run, other.step) == (self.run, self.step)
+
     @classmethod
     def parse(cls, text: str) -> Self | None:
         """Return the version of a text; None for a name of another form, such as vLLM's `default`."""

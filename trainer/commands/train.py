@@ -1,6 +1,5 @@
 """`rolltap train`: the whole loop by a recipe, its training alone on recorded runs, or its plan."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from rich.console import Console
 import rolltap
 from rolltap.errors import RankError
 from rolltap.trainer.commands.options import FILE, FOLDER, RUN, engine_option, json_option, print_result
+from rolltap.trainer.launcher import runs_first
 
 
 @click.command("train")
@@ -63,22 +63,17 @@ def train_command(
     try:
         _train(recipe, out, engine, steal, runs, seed)
     except RankError:
-        if _prints():
+        if runs_first():
             raise
         sys.exit(1)  # the first process says why
 
 
 def _train(recipe: Path, out: Path, engine: str, steal: bool, runs: tuple[Path, ...], seed: int) -> None:
-    console = Console(stderr=True, soft_wrap=True, quiet=not _prints())
+    console = Console(stderr=True, soft_wrap=True, quiet=not runs_first())
     if runs:
         model = rolltap.train_offline(recipe, runs, out=out, seed=seed)
         return console.print(f"trained model: {model}", markup=False)
     run = rolltap.train(recipe, engine=engine, out=out, seed=seed, steal=steal)
-    if _prints():
+    if runs_first():
         print_result(run.summary(), as_json=False)
     console.print(f"plots: {out / 'reward.png'}, {out / 'training.png'}   trained model: {out / 'model'}", markup=False)
-
-
-def _prints() -> bool:
-    """Return True in the process that prints, of those that a launcher started."""
-    return os.environ.get("RANK", "0") == "0"

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from rolltap.addons.errors import InputError, MissingPackageError
 from rolltap.runs import Run
+from rolltap.trainer.launcher import runs_first
 from rolltap.trainer.traces.build import require_collection
 from rolltap.trainer.training.recipe import FINISHED, Recipe, load_recipe
 
@@ -35,7 +36,7 @@ def train(recipe: str | Path, *, engine: str, out: str | Path, seed: int = 0, st
     out = Path(out)
     try:
         from rolltap.trainer.training import loop
-        from rolltap.trainer.training.processes import join_processes, runs_first
+        from rolltap.trainer.training.processes import join_processes
     except ImportError as error:
         raise _missing(error) from error
     join_processes()
@@ -66,7 +67,7 @@ def train_offline(recipe: str | Path, runs: Sequence[str | Path], *, out: str | 
     out = Path(out)
     try:
         from rolltap.trainer.training import offline
-        from rolltap.trainer.training.processes import join_processes, runs_first
+        from rolltap.trainer.training.processes import join_processes
     except ImportError as error:
         raise _missing(error) from error
     join_processes()

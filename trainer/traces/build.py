@@ -33,6 +33,7 @@ from rolltap.trainer.traces.cached import CachedPrompts
 from rolltap.trainer.traces.ledger import Ledger, LeftOut
 from rolltap.trainer.traces.shared_prefixes import shared_prefixes
 from rolltap.trainer.traces.tree import find_ends, link_calls, path_to, start_order
+from rolltap.trainer.versions import Version
 
 Strategy = Literal["per_request", "prefix_merging", "tree"]
 """Ways from calls to traces. All strategies train the same sampled tokens, each token in exactly one trace.
@@ -172,12 +173,14 @@ def build_traces(
     *,
     roles: Collection[CallRole] = TRAINED_ROLES,
     max_tokens: int | None = None,
+    weights: Version | None = None,
 ) -> tuple[list[Trace], Ledger]:
     """Return the traces of one session's calls and the ledger of their sampled tokens.
 
     `prefix_merging` and `tree` order the traces as a depth-first walk of the call tree reaches their leaves. The first
     trace that contains a sampled token trains it; later ones have it as context, with mask 0. A left-out call with
-    trained descendants is context as well. Calls with a role not in `roles` are left out.
+    trained descendants is context as well. Calls with a role not in `roles` are left out, and with
+    `weights` those with a token that others than these sampled, in whatever attempt.
 
     With `max_tokens`, no trace has more tokens, its prompt included. Tokens sampled beyond them are left out as
     `over_length`. Each trace ends with a token that it trains.
@@ -190,7 +193,7 @@ def build_traces(
     check_arguments(strategy, roles, max_tokens)
     calls = sorted(calls, key=start_order)
     _require_one_session(calls)
-    parents, left_out = judge_calls(calls, roles)
+    parents, left_out = judge_calls(calls, roles, weights)
     ledger = Ledger()
     # call -> length of the prefix of its sampled tokens that is trained
     num_trained: dict[int, int] = {}
@@ -221,7 +224,7 @@ def build_traces(
 
 
 def judge_calls(
-    calls: Sequence[Call], roles: Collection[CallRole] = TRAINED_ROLES
+    calls: Sequence[Call], roles: Collection[CallRole] = TRAINED_ROLES, weights: Version | None = None
 ) -> tuple[list[int | None], list[LeftOut | None]]:
     """Return the call tree of one session's calls, and why each call is left out. `calls` are in `start_order`.
 
@@ -229,7 +232,7 @@ def judge_calls(
     call that is trained.
     """
     parents, superseded = link_calls(calls)
-    reasons = [_fault(call, roles) for call in calls]
+    reasons = [_fault(call, roles, weights) for call in calls]
     return parents, [reason or ("superseded" if i in superseded else None) for i, reason in enumerate(reasons)]
 
 
@@ -241,7 +244,7 @@ def _require_one_session(calls: Sequence[Call]) -> None:
         raise InputError(f"session {calls[0].session_id} has several calls named {repeated[0]}")
 
 
-def _fault(call: Call, roles: Collection[CallRole]) -> LeftOut | None:
+def _fault(call: Call, roles: Collection[CallRole], weights: Version | None) -> LeftOut | None:
     """Return why the call is left out, judged without its relatives, or None.
 
     A completed call that sampled nothing has no log-probabilities, so it is `missing_logprobs`, with 0 tokens.
@@ -252,6 +255,8 @@ def _fault(call: Call, roles: Collection[CallRole]) -> LeftOut | None:
         return "missing_logprobs"
     if call.violation or find_violation(call.completion_ids, call.logprobs, call.weight_versions):
         return "violation"
+    if weights and not all(weights.same_weights(span.version) for span in call.weight_versions):
+        return "other_weights"
     return None if call.role in roles else call.role
 
 

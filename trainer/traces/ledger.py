@@ -15,6 +15,7 @@ LeftOut = Literal[
     "failed",
     "missing_logprobs",
     "violation",
+    "other_weights",
     CallRole,
     "superseded",
     "over_length",
@@ -22,7 +23,8 @@ LeftOut = Literal[
     "no_reward",
     "no_signal",
 ]
-"""Why sampled tokens are not trained. A role: the call's role was not selected. `fault`: the session failed because of
+"""Why sampled tokens are not trained. `other_weights`: in an online training, a token of the call was sampled by other
+weights than those of its step. A role: the call's role was not selected. `fault`: the session failed because of
 the engine, the recorder or the machine. `no_reward`: it has no reward for another reason. When several reasons hold,
 the first in this order counts."""
 

@@ -21,6 +21,7 @@ from rolltap.trainer.traces.build import (
 from rolltap.trainer.traces.cached import CachedPrompts, cached_prompts
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import RecordedSession, iter_sessions
+from rolltap.trainer.versions import Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class TraceOptions:
     strategy: Strategy = "prefix_merging"
     roles: Collection[CallRole] = TRAINED_ROLES
     max_tokens: int | None = None
+    weights: Version | None = None
 
     def __post_init__(self) -> None:
         check_arguments(self.strategy, self.roles, self.max_tokens)
@@ -124,7 +126,13 @@ def trace_session(recorded: RecordedSession, options: TraceOptions) -> TracedSes
     calls, session = recorded.calls, recorded.session
     sampled = sum(len(call.completion_ids) for call in calls)
     try:
-        traces, ledger = build_traces(calls, options.strategy, roles=options.roles, max_tokens=options.max_tokens)
+        traces, ledger = build_traces(
+            calls,
+            options.strategy,
+            roles=options.roles,
+            max_tokens=options.max_tokens,
+            weights=options.weights,
+        )
         if ledger.sampled != sampled:
             raise LedgerError(f"the calls hold {sampled} sampled tokens, the ledger says {ledger.sampled}")
     except LedgerError as error:

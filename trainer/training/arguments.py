@@ -13,12 +13,12 @@ from pydantic import TypeAdapter, ValidationError
 from rolltap.addons.errors import InputError
 from rolltap.trainer.grpo.config import TraceGRPOConfig
 from rolltap.trainer.models.loading import Dtype, frozen_modules, meta_policy
+from rolltap.trainer.training.adapter import require_servable
 from rolltap.trainer.training.checkpoints import CHECKPOINTS
-from rolltap.trainer.training.processes import WAIT_SECONDS
 from rolltap.trainer.training.recipe import Recipe
 from rolltap.trainer.training.report_to import check_report_to
 
-_SET_HERE = ("output_dir", "max_steps", "seed", "save_strategy", "save_steps", "ddp_backend")
+_SET_HERE = ("output_dir", "max_steps", "seed", "save_strategy", "save_steps", "ddp_backend", "ddp_timeout")
 _WIDER_THAN_DECLARED = ("scale_rewards", "init_lora_weights")
 """Fields that take more types than they declare. TRL and PEFT check them."""
 
@@ -37,6 +37,8 @@ def check_arguments(recipe: Recipe) -> None:
     check_report_to(recipe.grpo.get("report_to", "none"))
     _check_dtype(recipe)
     config = lora_config(recipe)
+    if recipe.publish == "lora":
+        require_servable(recipe.lora)
     model = meta_policy(recipe.model, dtype_of(recipe), **model_arguments(recipe))
     if config:
         _check_adapter(recipe, config, model)
@@ -57,7 +59,6 @@ def training_arguments(recipe: Recipe, run: Path, seed: int, rows: Sequence[obje
     defaults: dict[str, Any] = {
         "bf16": dtype_of(recipe) == "bfloat16",
         "use_cpu": not _on_cuda(recipe),
-        "ddp_timeout": WAIT_SECONDS,
         "report_to": "none",
         "run_name": run.name,
         "project": "rolltap",
@@ -66,7 +67,7 @@ def training_arguments(recipe: Recipe, run: Path, seed: int, rows: Sequence[obje
         "save_total_limit": 2,
     }
     try:
-        return TraceGRPOConfig(
+        args = TraceGRPOConfig(
             **defaults | {key: value for key, value in recipe.grpo.items() if key != "model_init_kwargs"},
             output_dir=str(run / CHECKPOINTS),
             max_steps=recipe.steps * recipe.grpo.get("num_iterations", 1),
@@ -76,6 +77,9 @@ def training_arguments(recipe: Recipe, run: Path, seed: int, rows: Sequence[obje
         )
     except (TypeError, ValueError) as error:
         raise InputError(f"the recipe's [grpo] table: {error}") from error
+    # the dtype decides, not the settings of `accelerate config` and `accelerate launch`, which transformers reads
+    args.mixed_precision = "bf16" if args.bf16 else "no"
+    return args
 
 
 def model_arguments(recipe: Recipe) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from rolltap.trainer.rollouts.task import Task
 from rolltap.trainer.training.arguments import dtype_of
 from rolltap.trainer.training.recipe import Recipe
 
+_CONSTANT = ("constant", "constant_with_warmup")
+"""Values of `lr_scheduler_type` whose learning rates do not depend on the number of steps."""
 _KEYS = ("groups_per_step", "strategy", "roles", "max_tokens")
 _ROLLOUT_KEYS = ("sessions_per_group", "replace_zero_variance")
 _DIGEST = "sha256:"
@@ -30,7 +32,6 @@ _MAY_CHANGE = frozenset(
         "grpo.full_determinism",
         "grpo.skip_memory_metrics",
         "grpo.debug",
-        "grpo.ddp_timeout",
         "grpo.local_rank",
         "grpo.report_to",
         "grpo.run_name",
@@ -79,10 +80,17 @@ def _common(recipe: Recipe, seed: int) -> dict[str, Any]:
         "seed": seed,
         "model": str(recipe.model),
         "dtype": dtype_of(recipe),
+        **({} if _same_rates(recipe) else {"steps": recipe.steps}),
         **{key: getattr(recipe, key) for key in _KEYS},
         **_table("lora", recipe.lora),
         **_table("grpo", recipe.grpo),
     }
+
+
+def _same_rates(recipe: Recipe) -> bool:
+    """Return True when the learning rate of a step does not depend on the recipe's number of steps."""
+    part_of_all = 0 < recipe.grpo.get("warmup_steps", 0) < 1
+    return recipe.grpo.get("lr_scheduler_type") in _CONSTANT and not part_of_all
 
 
 def _table(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,6 +106,8 @@ def _named(known: Mapping[str, Any], key: str) -> str:
     if key not in known:
         return f"{key} (it was not given)"
     value = _json(known[key])
+    if key == "steps":
+        return f"steps (it was {value}, and the learning rates follow from it unless lr_scheduler_type is constant)"
     return key if value.startswith(f'"{_DIGEST}') else f"{key} (it was {value})"
 
 

@@ -96,8 +96,8 @@ def train(
         trainer = make_trainer(recipe, args, rows, lambda rows: online(rows), reports, lambda: online.before_batch())
         on_main(lambda: online.begin(trainer))
         steps = train_to_end(trainer, console)
+        on_main(lambda: save_finished(trainer, recipe, run))  # whether or not the engines take it
         on_main(lambda: online.finish(steps))
-        on_main(lambda: save_finished(trainer, recipe, run))
 
 
 @contextmanager

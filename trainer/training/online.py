@@ -5,24 +5,24 @@ it finds in the run folder, and runs only those that are missing or were faults.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from rolltap.addons.errors import RecorderError, RunError
+from rolltap.addons.errors import EngineError, RecorderError, RolltapError, RunError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.rollouts.scheduler import Group
 from rolltap.trainer.rollouts.task import Task
 from rolltap.trainer.traces.build import TraceBatch
-from rolltap.trainer.traces.reader import load_sessions
+from rolltap.trainer.traces.reader import iter_sessions, load_sessions
 from rolltap.trainer.traces.sessions import TraceOptions, load_batch
 from rolltap.trainer.training.attempts import Attempt
 from rolltap.trainer.training.batches import BATCHES, TrainedBatches
-from rolltap.trainer.training.recipe import Recipe
+from rolltap.trainer.training.recipe import FINISHED, Recipe
 from rolltap.trainer.training.serving import Serving
 from rolltap.trainer.training.steps import FinishedSessions, further_tasks, has_signal, step_group
 from rolltap.trainer.versions import Version
@@ -95,21 +95,30 @@ class OnlineTraces:
             self._publish(version, self._serving.publish)
 
     def finish(self, steps: int) -> None:
-        """Publish the trained weights, of so many steps. Raises what `Serving.publish` raises."""
-        self._publish(self._attempt.version(steps), self._serving.publish_last)
+        """Publish the trained weights, of so many steps. The model is saved as `FINISHED`. Raises `EngineError`."""
+        try:
+            self._publish(self._attempt.version(steps), self._serving.publish_last)
+        except RolltapError as error:
+            raise EngineError(
+                f"the training is finished, and its model is in {self._run / FINISHED}: only the last publication to "
+                f"the engines failed: {error}"
+            ) from error
 
     def __call__(self, rows: list[dict[str, Any]]) -> TraceBatch:
         """Return the batch of a step: one group of sessions for each row (`task_id`), and those that replace groups
         without signal.
 
-        Raises `RecorderError` when every session failed because of the engine, the recorder or the machine, and
-        `RunError` when the run lacks a session of a step that was trained.
+        Calls with a token of other weights than the step's are left out, with a warning. Raises `EngineError` when
+        nothing else is left, and when an engine was stolen; `RecorderError` when every session failed because of the
+        engine, the recorder or the machine; and `RunError` when the run lacks a session of a step that was trained.
         """
         version = self._attempt.version(self.trainer.state.global_step)
         counts = _Counts()
         trained = self._trained.get(version.step)
         sessions = self._sessions_of(rows, version, counts) if trained is None else self._again(trained, counts)
-        batch = self._load(sessions)
+        if trained is None:
+            self._serving.engines.require_owned()
+        batch = self._load(sessions, version)
         if trained is None:
             self._trained.add(version.step, [session.session_id for session in sessions])
         self._print(len(sessions), version, counts)
@@ -171,38 +180,70 @@ class OnlineTraces:
         self._publish_seconds = time.monotonic() - started
 
     def _check(self) -> None:
-        """Score calls of the attempt's first step again, and print the mean difference."""
+        """Score calls of the first step that the attempt records again, and print how far they differ."""
         urls = ",".join(engine.url for engine in self._serving.engines.admins)
-        report = check_sessions(self._run, urls, self._to_check, sample=CHECKED_CALLS)
-        self._to_check, self._checked = [], True
-        if report is None:
-            line = "checked no call of the first step: none was sampled neutrally by weights that the engines serve"
-        else:
-            tokens = sum(row.tokens for row in report.rows)
-            mean = sum(row.mean_difference * row.tokens for row in report.rows) / tokens
-            calls = sum(row.calls for row in report.rows)
-            line = f"checked {calls} calls of the first step: scored again, a token differs by {mean:.1e} nats"
-        self._console.print(line, highlight=False, soft_wrap=True)
+        names, self._to_check, self._checked = self._to_check, [], True
+        try:
+            report = check_sessions(self._run, urls, names, sample=CHECKED_CALLS)
+        except EngineError as error:
+            return self._say(f"warning: no call of the first step was checked: {error}")
+        if isinstance(report, str):
+            return self._say(f"warning: no call of the first step could be checked: {report}")
+        tokens = sum(row.tokens for row in report.rows)
+        mean = sum(row.mean_difference * row.tokens for row in report.rows) / tokens
+        calls = sum(row.calls for row in report.rows)
+        self._say(f"checked {calls} calls of the first step: scored again, a token differs by {mean:.1e} nats")
+        worst = max(report.rows, key=lambda row: row.mean_difference)
+        if not worst.within:
+            self._say(
+                f"warning: tokens after a {worst.kind} prompt differ by {worst.mean_difference:.1e} nats on average, "
+                f"and more than {report.threshold:g} is no rounding: the engine does not see what was recorded; see "
+                f"`rolltap check {self._run}`"
+            )
 
-    def _load(self, sessions: Sequence[Session]) -> TraceBatch:
+    def _say(self, line: str) -> None:
+        self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+    def _load(self, sessions: Sequence[Session], version: Version) -> TraceBatch:
         """Return the batch of sessions, in their order.
 
         The order on the disk is another one after an interruption, and sums of floats depend on it.
         """
         order = {session.session_id: place for place, session in enumerate(sessions)}
-        batch = load_batch(self._run, order.keys(), self._trace_options)
+        batch = load_batch(self._run, order.keys(), replace(self._trace_options, weights=version))
+        if left_out := batch.ledger.left_out.get("other_weights", 0):
+            self._tell_other_weights(order.keys(), version, left_out, nothing_left=not batch.traces)
         return replace(
             batch,
             traces=sorted(batch.traces, key=lambda trace: order[trace.session_id]),
             rewards={name: batch.rewards[name] for name in order if name in batch.rewards},
-            on_policy=True,  # the groups' ids have the run and the step of the weights, whatever the attempt
+            on_policy=True,  # the weights of the step sampled all that is trained, in whatever attempt
         )
+
+    def _tell_other_weights(
+        self, session_ids: Collection[str], version: Version, left_out: int, *, nothing_left: bool
+    ) -> None:
+        """Warn of tokens that are left out because other weights sampled them, or raise `EngineError`."""
+        others = {
+            span.version
+            for session in iter_sessions(self._run, session_ids)
+            for call in session.calls
+            for span in call.weight_versions
+            if not version.same_weights(span.version)
+        }
+        what = (
+            f"{left_out:,} tokens of step {version.step + 1} are in calls that other weights than {version} sampled "
+            f"({', '.join(sorted(others))}): an engine was started again, or something else loads weights into it"
+        )
+        if nothing_left:
+            raise EngineError(
+                f"{what}; nothing else is left to train: start the training again, which goes on from here"
+            )
+        self._say(f"warning: {what}; they are kept, and not trained")
 
     def _print(self, sessions: int, version: Version, counts: _Counts) -> None:
         before = f" ({counts.recorded_before} recorded before)" if counts.recorded_before else ""
-        self._console.print(
+        self._say(
             f"step {version.step + 1}/{self.trainer.args.max_steps}  {sessions} sessions{before} in "
-            f"{counts.session_seconds:.1f} s, weights published in {self._publish_seconds:.1f} s",
-            highlight=False,
-            soft_wrap=True,
+            f"{counts.session_seconds:.1f} s, weights published in {self._publish_seconds:.1f} s"
         )

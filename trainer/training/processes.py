@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.grpo.ranks import is_main, on_main, together
+from rolltap.trainer.launcher import processes_started
 from rolltap.trainer.training.recipe import Machine
 
 T = TypeVar("T")
@@ -23,8 +24,13 @@ T = TypeVar("T")
 _LEFT = "rolltap: the main process has ended"
 LEAVE_SECONDS = 25.0
 """Longest that an ending process waits for the main one to end. `torchrun` kills after 30 seconds."""
-WAIT_SECONDS = 7 * 24 * 3600
-"""Longest that a process waits for another one. A process that dies is noticed at once, by its connections."""
+TENSOR_SECONDS = 1800
+"""Longest that a process waits for another one's tensors, for example while that one computes a longer trace.
+
+Nobody waits for rollouts here: objects travel over a gloo group of their own, which waits as long as it takes. A lost
+process breaks gloo's connections, and is noticed at once. NCCL does not notice it: then the launcher, or this time,
+ends the others.
+"""
 
 
 def join_processes() -> None:
@@ -34,18 +40,8 @@ def join_processes() -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=WAIT_SECONDS))
+    dist.init_process_group(backend, timeout=timedelta(seconds=TENSOR_SECONDS))
     atexit.register(_leave)
-
-
-def processes_started() -> int:
-    """Return the number of training processes that the launcher started; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def runs_first() -> bool:
-    """Return True in the process that prints: the first one of the launcher, or the only one."""
-    return int(os.environ.get("RANK", 0)) == 0
 
 
 def only_on_main(function: Callable[[], T]) -> T:

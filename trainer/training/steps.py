@@ -15,6 +15,8 @@ from rolltap.trainer.versions import Version
 
 _PLACE = re.compile(r"-([0-9]+)\.([0-9]+)")
 """End of a session's id: its index in the group, and its attempt."""
+_WEIGHTS = re.compile(r"-([0-9a-f]{8}\.[0-9]+)\.[0-9]+$")
+"""End of a group's id: the run and the step of the weights, and its position."""
 
 
 def step_group(version: Version, position: int, task: Task, sessions: int) -> Group:
@@ -28,13 +30,14 @@ def step_group(version: Version, position: int, task: Task, sessions: int) -> Gr
 
 
 class FinishedSessions:
-    """Sessions with a row in the run folder that were no faults, by group and index."""
+    """Sessions with a row in the run folder that were no faults, and whose first token the weights of their step
+    sampled, by group and index."""
 
     def __init__(self, sessions: Iterable[Session]) -> None:
         self._groups: defaultdict[str, dict[int, tuple[int, Session]]] = defaultdict(dict)
         for session in sessions:
             found = _PLACE.fullmatch(session.session_id.removeprefix(session.group_id))
-            if found and session.status != "error":
+            if found and session.status != "error" and _sampled_by_its_step(session):
                 index, attempt = int(found[1]), int(found[2])
                 group = self._groups[session.group_id]
                 group[index] = min(group.get(index, (attempt, session)), (attempt, session), key=itemgetter(0))
@@ -42,10 +45,15 @@ class FinishedSessions:
     def of(self, group: Group) -> dict[str, Session]:
         """Return the sessions of a group: id in `group` -> session of the first attempt that was no fault.
 
-        Faults (status `error`) are not among them: they are run again.
+        Faults (status `error`) and sessions of other weights are not among them: they are run again.
         """
         finished = self._groups[group.group_id]
         return {name: finished[index][1] for index, name in enumerate(group.session_ids) if index in finished}
+
+
+def _sampled_by_its_step(session: Session) -> bool:
+    weights = _WEIGHTS.search(session.group_id)
+    return weights is not None and (session.policy_version or "").rpartition(".")[0] == weights[1]
 
 
 def has_signal(sessions: Iterable[Session]) -> bool:

@@ -141,17 +141,14 @@ def check_sessions(
     engine_url: str,
     session_ids: Collection[str],
     *,
-    sample: int = 20,
-    seed: int = 0,
-    threshold: float = THRESHOLD,
-) -> CheckReport | None:
-    """Score up to `sample` calls of some sessions as `check_run` does. Return None when none can be compared.
+    sample: int,
+) -> CheckReport | str:
+    """Score up to `sample` calls of some sessions as `check_run` does. Return why when none can be compared.
 
     A training calls it while the engines still serve the weights that sampled the sessions. Raises `RunError` and
     `EngineError`.
     """
-    found = _compare(run, Engines(engine_url), set(session_ids), sample, seed, threshold, lambda *_: None)
-    return found if isinstance(found, CheckReport) else None
+    return _compare(run, Engines(engine_url), set(session_ids), sample, 0, THRESHOLD, lambda *_: None)
 
 
 def _compare(

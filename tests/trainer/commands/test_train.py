@@ -1,11 +1,16 @@
 import json
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
+from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer import cli
 from tests.trainer.commands.program import rolltap
+from tests.trainer.training.stand_ins import FolderEngine
+from tests.trainer.training.trainings import ENGINES, URLS, Training
+from tests.trainer.training.trainings import RECIPE as SMALL
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 RECIPE = f"""
@@ -70,3 +75,56 @@ def test_options_that_do_not_go_together_are_refused(recipe, arguments, message)
     refused = train(recipe(), *arguments)
     assert refused.exit_code == 2
     assert message in refused.output
+
+
+class TestStart:
+    """With stand-ins for engines, harness and recorder."""
+
+    @pytest.fixture
+    def training(self, tmp_path):
+        return Training(tmp_path)
+
+    def test_an_engine_of_another_training_is_taken_only_if_asked_for(self, training, monkeypatch):
+        assert training.here(monkeypatch, "first").exit_code == 0
+        FolderEngine(URLS[1]).register("PUT", owner="deadbeef", about="elsewhere")
+        refused = training.here(monkeypatch)
+        assert isinstance(refused.exception, EngineError)
+        assert f"another training owns the engine at {URLS[1]}: deadbeef (the other training)" in str(refused.exception)
+        assert training.owners() == ["deadbeef"]
+        ended = training.here(monkeypatch, more=(*ENGINES, "--steal"))
+        assert ended.exit_code == 0, ended.output
+        assert training.owners() == []
+
+    def test_other_numbers_than_those_of_the_table_machine_are_refused(self, training, monkeypatch):
+        for table, message in [
+            ("processes = 2", r"machine\.processes is 2, but the number of training processes is 1"),
+            ("engines = 3", r"machine\.engines is 3, but the number of engine URLs is 2"),
+        ]:
+            training.recipe(f"{SMALL}[machine]\n{table}\n")
+            refused = training.here(monkeypatch)
+            with pytest.raises(InputError, match=message):
+                raise refused.exception
+        training.recipe(f"{SMALL}[machine]\nprocesses = 2\n")
+        refused = training.here(monkeypatch, more=("--from", str(training.folder)))
+        with pytest.raises(InputError, match=r"machine\.processes is 2"):
+            raise refused.exception
+        assert not (training.folder / "run").exists()
+
+
+class TestSeveralProcesses:
+    @pytest.mark.parametrize("ends", [click.UsageError("no such option"), KeyboardInterrupt()])
+    @pytest.mark.parametrize(("rank", "says"), [(None, True), ("0", True), ("1", False)])
+    def test_the_first_one_alone_says_what_ends_all(self, monkeypatch, capsys, ends, rank, says):
+        @click.command
+        def command():
+            raise ends
+
+        if rank is not None:
+            monkeypatch.setenv("WORLD_SIZE", "2")
+            monkeypatch.setenv("RANK", rank)
+        monkeypatch.setattr("sys.argv", ["rolltap"])
+        monkeypatch.setattr("signal.signal", lambda *_: None)
+        with pytest.raises(SystemExit) as ended:
+            cli.run(command)
+        assert ended.value.code in (2, 130)
+        assert bool(capsys.readouterr().err.strip()) == says

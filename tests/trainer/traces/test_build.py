@@ -12,6 +12,7 @@ from rolltap.addons.errors import LedgerError
 from rolltap.addons.store.records import VersionSpan
 from rolltap.trainer.traces.build import KindSpan, build_traces
 from rolltap.trainer.traces.ledger import Ledger
+from rolltap.trainer.versions import Version
 from tests.trainer.forests import (
     ROLES,
     STRATEGIES,
@@ -92,6 +93,16 @@ class TestLeftOut:
         traces, ledger = build_traces([make_call(0, [1], [7, 8], **fields)], strategy)
         assert traces == []
         assert ledger == Ledger(sampled=2, left_out={reason: 2})
+
+    @pytest.mark.parametrize("strategy", STRATEGIES)
+    def test_a_call_with_a_token_of_other_weights_than_those_asked_for_is_left_out(self, strategy):
+        own, other = "1a2b3c4d.3.0", "1a2b3c4d.4.0"
+        mixed = [VersionSpan(version=own, start=0, end=1), VersionSpan(version=other, start=1, end=2)]
+        whole = [VersionSpan(version=own, start=0, end=2)]
+        calls = [make_call(0, [1], [7, 8], weight_versions=mixed), make_call(1, [2], [7, 8], weight_versions=whole)]
+        traces, ledger = build_traces(calls, strategy, weights=Version("1a2b3c4d", 3, 5))
+        assert [trace.call_ids for trace in traces] == [["1"]]
+        assert ledger == Ledger(sampled=4, trained=2, left_out={"other_weights": 2})
 
     def test_a_left_out_call_is_context_for_its_descendants(self):
         root = make_call(0, [1], [7, 8], status="aborted")

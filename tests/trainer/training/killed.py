@@ -94,7 +94,6 @@ POINTS = {
         ["3: before rotate_checkpoints 1"],
         ["4: half of checkpoint-2 was removed 1"],
         ["4: before save_finished 1"],
-        ["4: half of training_args.bin 2"],
         ["4: before renaming run 1"],
         ["3: after a session was recorded 1", "2: after load_batch 1", "3: after a session was recorded 2"],
     ],

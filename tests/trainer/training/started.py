@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from rolltap.addons.errors import EngineError
 from rolltap.trainer.cli import main
 from rolltap.trainer.engine import engines
 from rolltap.trainer.training import loop, reports
@@ -33,24 +32,6 @@ class RecorderWithChild(FakeRecorder):
     def __exit__(self, *error: object) -> None:
         self.child.kill()
         self.child.wait()
-
-
-def engine_refuses(folder: Path) -> None:
-    """Let the engine lack an endpoint."""
-
-    def refuse(engine: FolderEngine) -> None:
-        raise EngineError("the engine lacks an endpoint")
-
-    FolderEngine.require_endpoints = refuse  # type: ignore[method-assign]
-
-
-def second_rollout_fails(folder: Path) -> None:
-    """Let the rollouts of the second step fail."""
-
-    def fail() -> None:
-        raise OSError("the disk is full")
-
-    _in_second_rollout(fail)
 
 
 def second_dies(folder: Path) -> None:
@@ -81,19 +62,25 @@ def _in_second_rollout(act: Callable[[], None]) -> None:
 
 
 FAULTS: dict[str, Callable[[Path], None]] = {
-    function.__name__: function
-    for function in (engine_refuses, second_rollout_fails, second_dies, first_is_stopped, publish_is_refused)
+    function.__name__: function for function in (second_dies, first_is_stopped, publish_is_refused)
 }
+
+
+def stand_in(folder: Path, set_in: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Put the stand-ins in their places by `set_in`. The engines are below `folder`, and serve its `model`."""
+    points = Points(None)
+    for name, value in {"folder": folder / "engine", "model": folder / "model", "points": points}.items():
+        set_in(FolderEngine, name, value)
+    set_in(engines, "EngineAdmin", FolderEngine)
+    set_in(loop, "Recorder", RecorderWithChild)
+    set_in(loop, "run_groups", sessions_by(points))
+    set_in(reports, "plot_run", lambda run, title: None)  # which takes longer than such a training
 
 
 def start(folder: Path, fault: str) -> None:
     """Put the stand-ins in their places, and run the command."""
     torch.set_num_threads(1)
-    FolderEngine.folder, FolderEngine.model, FolderEngine.points = folder / "engine", folder / "model", Points(None)
-    engines.EngineAdmin = FolderEngine  # type: ignore[misc, assignment]
-    loop.Recorder = RecorderWithChild  # type: ignore[misc, assignment]
-    loop.run_groups = sessions_by(FolderEngine.points)
-    reports.plot_run = lambda run, title: None  # which takes longer than such a training
+    stand_in(folder)
     if fault != "none":
         FAULTS[fault](folder)
     (folder / f"pid-{os.environ.get('RANK', 0)}").write_text(str(os.getpid()))

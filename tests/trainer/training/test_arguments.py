@@ -7,7 +7,6 @@ from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.task import load_tasks
 from rolltap.trainer.training.arguments import check_arguments, dtype_of, sampling, training_arguments, without_frozen
 from rolltap.trainer.training.checkpoints import CHECKPOINTS
-from rolltap.trainer.training.processes import WAIT_SECONDS
 from rolltap.trainer.training.recipe import load_recipe
 from tests.trainer.grpo.tiny import tiny_model
 from tests.trainer.training.test_loop import write_recipe
@@ -40,9 +39,11 @@ class TestArguments:
         assert arguments(text).bf16 == autocast
         assert dtype_of(load_recipe(tmp_path / "recipe.toml")) == dtype
 
-    def test_processes_wait_for_the_rollouts_of_a_step(self, arguments):
-        assert arguments("").ddp_timeout == WAIT_SECONDS
-        assert arguments("[grpo]\nddp_timeout = 60\n").ddp_timeout == 60
+    @pytest.mark.parametrize("setting", ["bf16", "fp16", "no"])
+    @pytest.mark.parametrize(("dtype", "precision"), [("float32", "no"), ("bfloat16", "bf16"), ("float16", "no")])
+    def test_the_dtype_decides_whatever_accelerate_is_set_to(self, arguments, monkeypatch, setting, dtype, precision):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", setting)
+        assert arguments("[lora]\nr = 2\n", dtype=dtype).mixed_precision == precision
 
     @pytest.mark.parametrize(
         ("text", "values", "message"),
@@ -135,6 +136,7 @@ class TestChecks:
                 "model_init_kwargs.dtype: set `dtype`",
             ),
             ("[grpo]\nddp_backend = 'mpi'\n", "grpo.ddp_backend is set by rolltap"),
+            ("[grpo]\nddp_timeout = 60\n", "grpo.ddp_timeout is set by rolltap"),
             ("dtype = 'float16'\n", r'dtype = "float16" without a \[lora\] table: .*; add \[lora\], or set dtype'),
             ("dtype = 'float16'\n[lora]\nr = 2\n[grpo]\nbf16 = true\n", r'grpo\.bf16 = true with dtype = "float16"'),
             ("[lora]\nrr = 8\n", r"lora\.rr is not an argument of PEFT's LoraConfig"),

@@ -22,7 +22,7 @@ def online(*, tasks=(TASK,), harness=HARNESS, seed=0, **recipe):
 @pytest.mark.parametrize(
     "changed",
     [
-        {"steps": 9, "concurrency": 1, "recorders": 2, "session_timeout": 1.0, "save_steps": 2},
+        {"concurrency": 1, "recorders": 2, "session_timeout": 1.0, "save_steps": 2},
         {"publish": "lora", "publish_folder": Path("/dev/shm"), "adapters": 9, "max_difference": 1.0},
         {"machine": Machine(processes=2, engines=2)},
         {"grpo": {"report_to": "wandb", "logging_steps": 2, "save_total_limit": 9, "run_name": "x"}},
@@ -59,6 +59,26 @@ def test_what_decides_the_steps_may_not(changed, message):
     values = rf"^here was begun with other values of {message}( \(it was .*\))?: start in another folder"
     with pytest.raises(InputError, match=values):
         require_same("here", json.loads(json.dumps(online())), online(**changed))
+
+
+@pytest.mark.parametrize("grpo", [{}, {"lr_scheduler_type": "cosine"}])
+def test_the_number_of_steps_decides_the_learning_rates_and_may_not_change(grpo):
+    message = r"other values of steps \(it was 1, and the learning rates .* is constant\): start in another folder"
+    with pytest.raises(InputError, match=message):
+        require_same("here", online(grpo=grpo), online(grpo=grpo, steps=2))
+    offline = [begun_offline(Recipe(model="m", steps=steps, grpo=grpo), [], 0) for steps in (1, 2)]
+    with pytest.raises(InputError, match=message):
+        require_same("here", *offline)
+
+
+@pytest.mark.parametrize("kind", ["constant", "constant_with_warmup"])
+def test_the_number_of_steps_may_change_with_constant_learning_rates(kind):
+    grpo = {"lr_scheduler_type": kind, "warmup_steps": 3}
+    require_same("here", online(grpo=grpo), online(grpo=grpo, steps=2))
+    with pytest.raises(InputError, match="steps"):
+        require_same(
+            "here", online(grpo=grpo | {"warmup_steps": 0.1}), online(grpo=grpo | {"warmup_steps": 0.1}, steps=2)
+        )
 
 
 def test_an_online_training_does_not_go_on_with_an_offline_one():

@@ -54,7 +54,7 @@ def test_two_steps_of_recording_training_and_publishing_and_a_resumed_third(engi
     if shutil.which("mini") is None:
         pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
     run = tmp_path / "run"
-    grpo = "[grpo]\nlearning_rate = 1e-3\nactivation_checkpointing = false\n"
+    grpo = "[grpo]\nlearning_rate = 1e-3\nactivation_checkpointing = false\nlr_scheduler_type = 'constant'\n"
 
     def train(steps):
         recipe = write_recipe(tmp_path, grpo, steps=steps, recorders=2, model=str(engine.model_dir))

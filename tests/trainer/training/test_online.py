@@ -1,17 +1,20 @@
 """The trace source of an online run, with rewards from a table in place of harness and engine."""
 
 import json
+from dataclasses import replace
 from io import StringIO
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from rolltap.addons.errors import RecorderError, RunError
+from rolltap.addons.errors import EngineError, RecorderError, RunError
 from rolltap.addons.store.metadata import write_metadata
-from rolltap.addons.store.records import Session
+from rolltap.addons.store.records import Session, VersionSpan
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.rollouts.task import Task
+from rolltap.trainer.traces.ledger import Ledger
+from rolltap.trainer.traces.reader import iter_sessions
 from rolltap.trainer.training.attempts import Attempt
 from rolltap.trainer.training.batches import BATCHES, TrainedBatches
 from rolltap.trainer.training.online import OnlineTraces
@@ -21,9 +24,16 @@ from tests.trainer.runs.recorded_runs import make_call
 TASKS = [Task(id=name, instruction="go", evaluate=["true"]) for name in "abcde"]
 
 
+def sampled(session_id, version):
+    """Return a call with two tokens that these weights sampled."""
+    spans = [VersionSpan(version=version, start=0, end=2)]
+    return replace(make_call(session_id, "c", [1], [2, 3]), weight_versions=spans)
+
+
 class Loop:
     """An online run. `silent` are the tasks whose rewards are all equal, `at_first` those that are faults in the
-    first attempt; `run` and `published` note what it did."""
+    first attempt; `run` and `published` note what it did. `other` are weights that sample in place of the published
+    ones: a session's end -> their version."""
 
     def __init__(self, folder, silent="", at_first="", **settings):
         write_metadata(folder, {})
@@ -33,13 +43,23 @@ class Loop:
         self.run: list[str] = []
         self.published: list[str] = []
         self.faults = False
-        self.engines = SimpleNamespace(admins=[SimpleNamespace(url="http://a"), SimpleNamespace(url="http://b")])
+        self.other: dict[str, str] = {}
+        self.stolen = False
+        self.refusal: EngineError | None = None
+        admins = [SimpleNamespace(url="http://a"), SimpleNamespace(url="http://b")]
+        self.engines = SimpleNamespace(admins=admins, require_owned=self.require_owned)
         self.console = Console(file=StringIO(), width=1000)
+
+    def require_owned(self):
+        if self.stolen:
+            raise EngineError("another training owns the engine")
 
     def verify_base(self, trainer, version, console):
         self.published.append(f"base {version}")
 
     def publish(self, trainer, version):
+        if self.refusal is not None:
+            raise self.refusal
         self.published.append(version)
 
     publish_last = publish
@@ -52,7 +72,7 @@ class Loop:
                 task_id=group.task.id,
                 status="completed",
                 reward=0.5 if group.task.id in self.silent else float(session_id.partition(".")[2].count("-0")),
-                policy_version=version,
+                policy_version=next((self.other[end] for end in self.other if session_id.endswith(end)), version),
             )
             for group in groups
             for session_id in group.session_ids
@@ -62,7 +82,7 @@ class Loop:
                 session.status, session.reward, session.error = "error", None, "the engine is down"
         with RunWriter(self.folder, "never") as writer:
             for session in reversed(sessions):
-                writer.add_call(make_call(session.session_id, "c", [1], [2, 3]))
+                writer.add_call(sampled(session.session_id, session.policy_version))
                 writer.add_session(session)
         self.run += [session.session_id for session in sessions]
         return sessions
@@ -122,6 +142,16 @@ def test_a_step_whose_sessions_are_all_faults_ends_the_training_and_runs_again_a
     assert len(loop.step(3, "b", attempt=1).rewards) == 2
 
 
+def test_an_engine_that_refuses_the_last_weights_is_told_from_a_training_that_failed(tmp_path):
+    loop = Loop(tmp_path)
+    source = loop.source(9)
+    loop.refusal = EngineError("the engine at http://b is gone")
+    with pytest.raises(
+        EngineError, match=r"is finished, and its model is in .*/model: only the last .*http://b is gone"
+    ):
+        source.finish(9)
+
+
 def test_the_engines_are_verified_before_anything_is_published_and_get_the_trained_weights_last(tmp_path):
     loop = Loop(tmp_path)
     source = loop.source(0)
@@ -129,6 +159,49 @@ def test_the_engines_are_verified_before_anything_is_published_and_get_the_train
     source.before_batch()
     source.finish(9)
     assert loop.published == ["base 1a2b3c4d.0.0", "1a2b3c4d.0.0", "1a2b3c4d.9.0"]
+
+
+class TestOtherWeights:
+    @pytest.mark.parametrize("other", ["default", "deadbeef.3.0", "1a2b3c4d.2.0"])
+    def test_their_calls_are_kept_and_left_out_with_a_warning_that_names_them(self, tmp_path, other):
+        loop = Loop(tmp_path)
+        loop.other = {"a-1a2b3c4d.3.1-0.0": other}
+        batch = loop.step(3, "ba")
+        assert [trace.session_id for trace in batch.traces] == [name for name in loop.run if name not in loop.other]
+        assert batch.ledger == Ledger(sampled=8, trained=6, left_out={"other_weights": 2})
+        printed = loop.console.file.getvalue()
+        assert (
+            f"warning: 2 tokens of step 4 are in calls that other weights than 1a2b3c4d.3.0 sampled ({other}): "
+            in printed
+        )
+        assert {call.session_id for s in iter_sessions(tmp_path) for call in s.calls} == {*loop.run}
+
+    def test_a_step_with_nothing_else_is_not_trained_and_is_run_again_at_the_next_start(self, tmp_path):
+        loop = Loop(tmp_path)
+        loop.other = {".0": "default"}
+        with pytest.raises(
+            EngineError, match=r"4 tokens of step 4 .* \(default\): .*; nothing else is left to train: "
+        ):
+            loop.step(3, "b")
+        assert TrainedBatches(tmp_path).get(3) is None
+        batch = loop.step(3, "b", attempt=1)
+        assert list(batch.rewards) == loop.run[2:] == ["b-1a2b3c4d.3.0-0.1", "b-1a2b3c4d.3.0-1.1"]
+
+    def test_a_step_during_which_an_engine_was_stolen_is_not_trained(self, tmp_path):
+        loop = Loop(tmp_path)
+        loop.stolen = True
+        with pytest.raises(EngineError, match="another training owns the engine"):
+            loop.step(3, "b")
+        assert TrainedBatches(tmp_path).get(3) is None
+
+
+def report_of(**kinds):
+    """Return a check's report: kind -> calls, tokens and mean difference."""
+    rows = [
+        SimpleNamespace(kind=kind, calls=calls, tokens=tokens, mean_difference=mean, within=mean <= 0.01)
+        for kind, (calls, tokens, mean) in kinds.items()
+    ]
+    return SimpleNamespace(rows=rows, threshold=0.01)
 
 
 class TestFirstStepIsChecked:
@@ -139,6 +212,8 @@ class TestFirstStepIsChecked:
 
         def check_sessions(run, urls, session_ids, *, sample):
             checked.append((urls, list(session_ids), list(self.loop.published)))
+            if isinstance(self.report, EngineError):
+                raise self.report
             return self.report
 
         monkeypatch.setattr("rolltap.trainer.training.online.check_sessions", check_sessions)
@@ -155,20 +230,40 @@ class TestFirstStepIsChecked:
         return self.loop.console.file.getvalue()
 
     def test_once_while_the_engines_still_serve_its_weights(self, tmp_path, checked):
-        rows = [SimpleNamespace(tokens=30, calls=3, mean_difference=1e-4), SimpleNamespace(tokens=10, calls=1)]
-        rows[1].mean_difference = 5e-4
-        printed = self.run(tmp_path, SimpleNamespace(rows=rows))
+        printed = self.run(tmp_path, report_of(root=(3, 30, 1e-4), bridged=(1, 10, 5e-4)))
         sessions = ["a-1a2b3c4d.0.0-0.0", "a-1a2b3c4d.0.0-1.0"]
         assert checked == [("http://a,http://b", sessions, ["1a2b3c4d.0.0"])]
         assert printed.count("checked 4 calls of the first step: scored again, a token differs by 2.0e-04 nats") == 1
+        assert "warning" not in printed
 
-    def test_calls_that_cannot_be_compared_are_told(self, tmp_path, checked):
-        assert "checked no call of the first step: none was sampled neutrally" in self.run(tmp_path, None)
+    def test_the_kind_of_prompt_that_differs_most_is_warned_of(self, tmp_path, checked):
+        report = report_of(root=(3, 30, 1e-4), bridged=(1, 10, 0.5), rendered=(1, 10, 0.2))
+        printed = self.run(tmp_path, report)
+        assert (
+            "warning: tokens after a bridged prompt differ by 5.0e-01 nats on average, and more than 0.01 " in printed
+        )
 
-    def test_a_new_start_checks_what_it_records_first(self, tmp_path, checked):
-        self.run(tmp_path, None)
+    @pytest.mark.parametrize("report", ["2 not sampled neutrally", EngineError("2 not sampled neutrally")])
+    def test_why_nothing_was_compared_is_a_warning_and_the_training_goes_on(self, tmp_path, checked, report):
+        printed = self.run(tmp_path, report)
+        assert printed.count("warning: no call of the first step ") == printed.count(": 2 not sampled neutrally\n") == 1
+        assert self.loop.published[-1] == "1a2b3c4d.3.0"
+
+    def test_a_new_start_checks_the_first_step_that_it_records(self, tmp_path, checked):
+        self.run(tmp_path, "nothing")
         checked.clear()
-        printed = self.run(tmp_path, None, attempt=1)
+        source = self.loop.source(2, attempt=1)
+        for number in (2, 3):
+            source.trainer.state.global_step = number
+            source.before_batch()
+            source([{"task_id": "a"}])
+        source.finish(4)
+        assert [sessions for _, sessions, _ in checked] == [["a-1a2b3c4d.3.0-0.1", "a-1a2b3c4d.3.0-1.1"]]
+
+    def test_a_new_start_that_records_nothing_checks_nothing(self, tmp_path, checked):
+        self.run(tmp_path, "nothing")
+        checked.clear()
+        printed = self.run(tmp_path, "nothing", attempt=1)
         assert (checked, "checked" in printed) == ([], False)
 
 

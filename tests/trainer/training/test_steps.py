@@ -17,9 +17,16 @@ def group_of(attempt: int, *, step: int = 4, position: int = 0, task: Task = TAS
     return step_group(Version("1a2b3c4d", step, attempt), position, task, sessions)
 
 
-def ended(group: Group, *indices: int, status="completed", reward=1.0) -> list[Session]:
+def ended(group: Group, *indices: int, status="completed", reward=1.0, weights=None) -> list[Session]:
     return [
-        Session(session_id=group.session_ids[i], group_id=group.group_id, status=status, reward=reward) for i in indices
+        Session(
+            session_id=group.session_ids[i],
+            group_id=group.group_id,
+            status=status,
+            reward=reward,
+            policy_version=f"{group.group_id.partition('-')[2].rpartition('.')[0]}.0" if weights is None else weights,
+        )
+        for i in indices
     ]
 
 
@@ -60,6 +67,11 @@ def test_sessions_of_any_attempt_are_found_under_the_ids_of_this_one():
 )
 def test_sessions_of_another_group_or_of_another_form_are_not_found(other):
     assert FinishedSessions(ended(other, 0, 1, 2)).of(group_of(1)) == {}
+
+
+@pytest.mark.parametrize("weights", ["default", "1a2b3c4d.3.0", "0f0f0f0f.4.0", ""])
+def test_sessions_that_other_weights_sampled_are_not_found(weights):
+    assert FinishedSessions(ended(group_of(0), 0, weights=weights)).of(group_of(1)) == {}
 
 
 def test_sessions_beyond_the_size_of_the_group_are_not_found():

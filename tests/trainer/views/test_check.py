@@ -203,14 +203,14 @@ class TestWeights:
         with acting(tmp_path / "model") as second:
             second.scores = engine.scores | {f"policy-{ADAPTER}": (-0.25, -0.5, -1.5)}
             url = f"{engine.url},{second.url}"
-            assert check_sessions(run, url, ["t"]) is None
+            assert f"its calls were sampled by the weights {ADAPTER}" in check_sessions(run, url, ["t"], sample=9)
             for each in (engine, second):
                 each.adapters[f"policy-{ADAPTER}"] = "/a"
-            report = check_sessions(run, url, ["t"])
+            report = check_sessions(run, url, ["t"], sample=9)
             assert (report.comparable, report.rows[0].calls, report.within) == (4, 4, False)
             assert report.rows[0].mean_difference == pytest.approx(0.25)
             assert [each.paths.count("/v1/completions") for each in (engine, second)] == [2, 2]
-            assert check_sessions(run, url, []) is None
+            assert "it holds none" in check_sessions(run, url, [], sample=9)
 
 
 @pytest.mark.engine

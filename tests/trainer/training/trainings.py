@@ -1,0 +1,99 @@
+"""A folder to train in, with stand-ins for engines, harness and recorder."""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file
+
+from rolltap.trainer import cli
+from rolltap.trainer.training.recipe import FINISHED
+from tests.trainer.training.stand_ins import tiny_folder
+from tests.trainer.training.started import stand_in
+
+ROOT = Path(__file__).resolve().parents[3]
+RECIPE = """
+model = "model"
+tasks = "tasks.jsonl"
+harness = "harness.toml"
+steps = 2
+groups_per_step = 2
+sessions_per_group = 2
+[grpo]
+learning_rate = 1e-2
+gradient_accumulation_steps = 2
+"""
+LORA = '[lora]\nr = 2\ntarget_modules = "all-linear"\n'
+URLS = ("http://127.0.0.1:9", "http://127.0.0.1:10")
+ENGINES = ("--engine", ",".join(URLS))
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+
+
+class Training:
+    """A folder with recipe, model and tasks, and the ways to train by them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        tiny_folder(folder / "model")
+        tasks = [{"id": name, "instruction": "go", "evaluate": ["true"]} for name in "abc"]
+        (folder / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+        (folder / "harness.toml").write_text('name = "h"\nprogram = "true"\nheadless = []\n')
+        self.recipe(RECIPE)
+
+    def recipe(self, text: str) -> None:
+        """Write the recipe."""
+        (self.folder / "recipe.toml").write_text(text)
+
+    def in_two(self, out: str = "run", *, fault: str = "none", more: tuple[str, ...] = ENGINES) -> str:
+        """Train in two processes of `torchrun`, with a fault of `started`. All processes must end.
+
+        Returns the exit status in the first line, and then what was printed.
+        """
+        mark = secrets.token_hex(8)
+        command = [sys.executable, *TORCHRUN, "-m", "tests.trainer.training.started", str(self.folder), fault]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "ROLLTAP_MARK": mark}
+        process = subprocess.run(
+            [*command, *self._arguments(out, more)],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=150,
+        )
+        assert _running(mark) == []
+        return f"{process.returncode}\n{process.stderr}"
+
+    def here(self, monkeypatch: pytest.MonkeyPatch, out: str = "run", *, more: tuple[str, ...] = ENGINES) -> Result:
+        """Train in this process."""
+        stand_in(self.folder, partial(monkeypatch.setattr, raising=False))
+        return CliRunner().invoke(cli.rolltap, self._arguments(out, more))
+
+    def weights(self, out: str = "run") -> dict[str, Any]:
+        """Return the trained weights."""
+        return load_file(self.folder / out / FINISHED / "model.safetensors")
+
+    def owners(self) -> list[str]:
+        """Return the owners of the engines that have one."""
+        return [file.read_text() for file in self.folder.glob("engine/*/owner")]
+
+    def _arguments(self, out: str, more: tuple[str, ...]) -> list[str]:
+        return ["train", str(self.folder / "recipe.toml"), "--out", str(self.folder / out), *more]
+
+
+def _running(mark: str) -> list[str]:
+    """Return the commands of the processes that have a mark in their environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue
+    return found
