@@ -7,8 +7,8 @@ before a step, and the weights after it where the optimizer is shared out (`Shar
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,23 @@ class ReplicatedTrainer(GRPOTrainer):
         for name, value in values.items():
             self._metrics["train"][name].append(value)
 
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        with nullcontext() if isinstance(self.model, PeftModel) else _saved_as_it_is(self.model):
+            super()._save_checkpoint(model, trial)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Raise `InputError` unless the checkpoint had all weights of the model, and no others."""
+        weights = self.model.state_dict(keep_vars=True)
+        loaded = {id(weights[name]) for name in weights.keys() - load_result.missing_keys}
+        # of weights that are tied, one is in the file
+        lacking = sorted(name for name in load_result.missing_keys if id(weights[name]) not in loaded)
+        if wrong := lacking or sorted(load_result.unexpected_keys):
+            raise InputError(
+                f"the checkpoint {'lacks' if lacking else 'has'} {len(wrong)} weights that the model "
+                f"{'has' if lacking else 'lacks'}, such as {wrong[0]}: resume with the model, and the version of "
+                "rolltap, that saved it, or start in another folder"
+            )
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if (sharded := self._sharded) is not None:
@@ -147,6 +164,19 @@ class ReplicatedTrainer(GRPOTrainer):
     def _sharded(self) -> ShardedOptimizer | None:
         optimizer = getattr(self.optimizer, "optimizer", None)  # in accelerate's wrapper
         return optimizer if isinstance(optimizer, ShardedOptimizer) else None
+
+
+@contextmanager
+def _saved_as_it_is(model: Any) -> Iterator[None]:
+    """Let `save_pretrained` write the model's own weights, under its own names, which `load_state_dict` reads.
+
+    By default it writes those of the checkpoint that transformers converted.
+    """
+    model.save_pretrained = partial(model.save_pretrained, save_original_format=False)
+    try:
+        yield
+    finally:
+        del model.save_pretrained
 
 
 def _frozen_copy(model: Any, temperature: float) -> Any:
