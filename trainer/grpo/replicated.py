@@ -7,6 +7,7 @@ before a step, and the weights after it where the optimizer is shared out (`Shar
 
 import copy
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from torch.nn.utils import get_total_norm
 from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
@@ -127,16 +129,20 @@ class ReplicatedTrainer(GRPOTrainer):
             together(lambda: sharded.load_shares(Path(checkpoint), saved["shares"]))
 
     def _finish_gradients(self) -> None:
-        """Average the gradients of a step. Those that are not finite in float16 are dropped on every process."""
+        """Average the gradients of a step. If one is not finite, drop them all, so that nothing changes.
+
+        Clipping would divide every gradient by a norm that is not finite.
+        """
         if self._loss_scale is not None:
-            skipped = anywhere(not self._loss_scale.finish())
-            self.log_metrics({"steps_skipped": float(skipped)})
-            if skipped:
-                self._unwrapped.zero_grad(set_to_none=True)
-                step = self.state.global_step + 1
-                if is_main():
-                    logger.warning("step %d was skipped: its gradients are not finite in float16", step)
+            self._loss_scale.finish()
         average_gradients(self._unwrapped.parameters())
+        gradients = [parameter.grad for parameter in self._unwrapped.parameters() if parameter.grad is not None]
+        skipped = anywhere(not bool(get_total_norm(gradients, math.inf).isfinite()))
+        self.log_metrics({"steps_skipped": float(skipped)})
+        if skipped:
+            self._unwrapped.zero_grad(set_to_none=True)
+            if is_main():
+                logger.warning("step %d was skipped: its gradients are not finite", self.state.global_step + 1)
 
     @cached_property
     def _loss_scale(self) -> LossScale | None:
