@@ -18,7 +18,7 @@ import torch
 from peft import PeftModel
 from torch.nn.utils import get_total_norm
 from trl import GRPOTrainer
-from trl.trainer.utils import add_fused_lm_head
+from trl.trainer.utils import add_fused_lm_head, use_adapter
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.grpo.checks import require_whole_weights
@@ -143,6 +143,15 @@ class ReplicatedTrainer(GRPOTrainer):
             self._unwrapped.zero_grad(set_to_none=True)
             if is_main():
                 logger.warning("step %d was skipped: its gradients are not finite", self.state.global_step + 1)
+
+    @contextmanager
+    def _reference(self) -> Iterator[Any]:
+        """Yield the reference model. A `PeftModel` has the reference's adapter, or none, in the context."""
+        if self.ref_model is not None:
+            yield self.accelerator.unwrap_model(self.ref_model)
+        else:
+            with use_adapter(self._unwrapped, "ref" if "ref" in self._unwrapped.peft_config else None):
+                yield self._unwrapped
 
     @cached_property
     def _loss_scale(self) -> LossScale | None:
