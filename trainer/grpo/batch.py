@@ -8,12 +8,13 @@ from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.grpo.advantages import rewards_differ
 from rolltap.trainer.grpo.forest import own_tokens
-from rolltap.trainer.grpo.metrics import token_kinds
+from rolltap.trainer.grpo.metrics import KINDS
 from rolltap.trainer.grpo.rows import Row
 from rolltap.trainer.traces.build import GroupReward, Trace, TraceBatch
 from rolltap.trainer.traces.ledger import Ledger
@@ -134,6 +135,15 @@ def _stretches(whole: Sequence[int], new: Sequence[int], capacity: int) -> list[
         else:
             stretches.append(_Stretch(k, k + 1, length))
     return stretches
+
+
+def token_kinds(trace: Trace) -> NDArray[np.int8]:
+    """Return the index in `KINDS` of each token with mask 1, shape (n,); -1 where the trace does not say."""
+    kinds = np.full(len(trace.completion_ids), -1, np.int8)
+    for span in trace.continuity:
+        kinds[span.start : span.end] = KINDS.index(span.kind)
+    trained: NDArray[np.int8] = kinds[np.array(trace.completion_mask, bool)]
+    return trained
 
 
 def flatten(traces: Sequence[Trace], advantages: Mapping[str, float]) -> dict[str, Tensor]:

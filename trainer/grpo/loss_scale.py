@@ -7,7 +7,6 @@ is a power of two, so scaling loses nothing, and it follows from the pass alone:
 import math
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -24,12 +23,10 @@ class LossScale:
         """Scale the backward pass that begins at `logprobs`, of any shape."""
         logprobs.register_hook(self._scaled)
 
-    def finish(self) -> bool:
-        """Take the scale out of the gradients. Return False if any is not finite."""
+    def finish(self) -> None:
+        """Take the scale out of the gradients."""
         self._multiply(1 / self._scale)
         self._scale = 1.0
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        return not gradients or bool(torch.stack([gradient.isfinite().all() for gradient in gradients]).all())
 
     def _scaled(self, gradient: Tensor) -> Tensor:
         largest = float(gradient.abs().max())

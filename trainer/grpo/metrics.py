@@ -15,21 +15,19 @@ from collections.abc import Callable, Collection, Iterable
 from statistics import fmean
 from typing import Any, NamedTuple, get_args
 
-import numpy as np
 import torch
 from datasets import Dataset
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rolltap.addons.store.records import CallKind
 from rolltap.trainer.file_names import file_name
 from rolltap.trainer.grpo.advantages import mean_group_std, rewards_differ
-from rolltap.trainer.traces.build import GroupReward, Trace, TraceBatch
+from rolltap.trainer.traces.build import GroupReward, TraceBatch
 from rolltap.trainer.traces.cached import cached_shares
 from rolltap.trainer.traces.ledger import LeftOut
 
 KINDS: tuple[CallKind, ...] = get_args(CallKind)
-"""Kinds of continuity; `token_kinds` numbers them in this order."""
+"""Kinds of continuity. A token has the number of its kind in this order."""
 
 MOST_TASKS = 50
 """Most tasks that have a metric each. Dashboards become slow with thousands of names."""
@@ -107,15 +105,6 @@ def batch_metrics(batch: TraceBatch, trained: TraceBatch, tasks: Collection[str]
     return metrics
 
 
-def token_kinds(trace: Trace) -> NDArray[np.int8]:
-    """Return the index in `KINDS` of each token with mask 1, shape (n,); -1 where the trace does not say."""
-    kinds = np.full(len(trace.completion_ids), -1, np.int8)
-    for span in trace.continuity:
-        kinds[span.start : span.end] = KINDS.index(span.kind)
-    trained: NDArray[np.int8] = kinds[np.array(trace.completion_mask, bool)]
-    return trained
-
-
 class Tokens(NamedTuple):
     """The N tokens of one micro-batch that are in the loss. Each tensor has the shape (N,); no gradient is taken.
 
@@ -123,7 +112,7 @@ class Tokens(NamedTuple):
         logprobs: Log-probabilities under the weights that are trained.
         sampler_logprobs: The recorded ones.
         old_logprobs: Those in the denominator of the loss's ratio.
-        kinds: `token_kinds`.
+        kinds: Numbers of their kinds in `KINDS`; -1 where the trace does not say.
         weights: Importance weights between sampler and trainer before they are truncated or masked; None when the
             loss has none.
         reference_logprobs: None without a reference model.

@@ -124,13 +124,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(share, _share(folder, self._rank))
 
+    @torch.no_grad()
     def load_shares(self, folder: Path, number: int) -> None:
         """Read what this process owns from the files that `number` processes saved.
 
+        Weights that are in float32 now take the copies in float32 that were saved of them.
         Raises `InputError` when a file, or a parameter, is missing.
         """
         # in the order of the groups, as the wrapped optimizer counts them
         places = {self._names[parameter]: place for place, parameter in enumerate(self._masters)}
+        weights = {self._names[parameter]: self._masters.get(parameter, parameter) for parameter in self._owners}
+        exact = {name: weight for name, weight in weights.items() if weight.itemsize >= torch.float32.itemsize}
         found: dict[int, Any] = {}
         for rank in range(number):
             file = _share(folder, rank)
@@ -140,21 +144,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 raise InputError(
                     f"the checkpoint lacks {file}: all processes must write to, and read from, storage that they share"
                 ) from error
-            found |= {places[name]: _copied(share[name]) for name in places.keys() & share.keys()}
+            found |= {places[name]: _copied(share[name]["state"]) for name in places.keys() & share.keys()}
+            for name in exact.keys() & share.keys():
+                if share[name]["master"] is not None:
+                    exact[name].copy_(share[name]["master"])
         if lacking := [name for name, place in places.items() if place not in found]:
             raise InputError(f"no share of the optimizer in {folder} has the parameter {lacking[0]}")
-        state = {place: one["state"] for place, one in found.items() if one["state"]}
+        state = {place: one for place, one in found.items() if one}
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
-        with torch.no_grad():
-            for place, (parameter, master) in enumerate(self._masters.items()):
-                if found[place]["master"] is not None and master is not parameter:
-                    master.copy_(found[place]["master"])
 
 
-def _copied(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was saved of a parameter, in memory of its own: the file may be overwritten."""
-    state = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in saved["state"].items()}
-    return {"master": saved["master"], "state": state}
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state that was saved of a parameter, in memory of its own: the file may be overwritten."""
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 
 
 def _share(folder: Path, rank: int) -> Path:

@@ -7,16 +7,18 @@ before a step, and the weights after it where the optimizer is shared out (`Shar
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel
+from torch.nn.utils import get_total_norm
 from trl import GRPOTrainer
-from trl.trainer.utils import add_fused_lm_head
+from trl.trainer.utils import add_fused_lm_head, use_adapter
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.grpo.checks import require_whole_weights
@@ -93,6 +95,23 @@ class ReplicatedTrainer(GRPOTrainer):
         for name, value in values.items():
             self._metrics["train"][name].append(value)
 
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        with nullcontext() if isinstance(self.model, PeftModel) else _saved_as_it_is(self.model):
+            super()._save_checkpoint(model, trial)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Raise `InputError` unless the checkpoint had all weights of the model, and no others."""
+        weights = self.model.state_dict(keep_vars=True)
+        loaded = {id(weights[name]) for name in weights.keys() - load_result.missing_keys}
+        # of weights that are tied, one is in the file
+        lacking = sorted(name for name in load_result.missing_keys if id(weights[name]) not in loaded)
+        if wrong := lacking or sorted(load_result.unexpected_keys):
+            raise InputError(
+                f"the checkpoint {'lacks' if lacking else 'has'} {len(wrong)} weights that the model "
+                f"{'has' if lacking else 'lacks'}, such as {wrong[0]}: resume with the model, and the version of "
+                "rolltap, that saved it, or start in another folder"
+            )
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if (sharded := self._sharded) is not None:
@@ -110,16 +129,29 @@ class ReplicatedTrainer(GRPOTrainer):
             together(lambda: sharded.load_shares(Path(checkpoint), saved["shares"]))
 
     def _finish_gradients(self) -> None:
-        """Average the gradients of a step. Those that are not finite in float16 are dropped on every process."""
+        """Average the gradients of a step. If one is not finite, drop them all, so that nothing changes.
+
+        Clipping would divide every gradient by a norm that is not finite.
+        """
         if self._loss_scale is not None:
-            skipped = anywhere(not self._loss_scale.finish())
-            self.log_metrics({"steps_skipped": float(skipped)})
-            if skipped:
-                self._unwrapped.zero_grad(set_to_none=True)
-                step = self.state.global_step + 1
-                if is_main():
-                    logger.warning("step %d was skipped: its gradients are not finite in float16", step)
+            self._loss_scale.finish()
         average_gradients(self._unwrapped.parameters())
+        gradients = [parameter.grad for parameter in self._unwrapped.parameters() if parameter.grad is not None]
+        skipped = anywhere(not bool(get_total_norm(gradients, math.inf).isfinite()))
+        self.log_metrics({"steps_skipped": float(skipped)})
+        if skipped:
+            self._unwrapped.zero_grad(set_to_none=True)
+            if is_main():
+                logger.warning("step %d was skipped: its gradients are not finite", self.state.global_step + 1)
+
+    @contextmanager
+    def _reference(self) -> Iterator[Any]:
+        """Yield the reference model. A `PeftModel` has the reference's adapter, or none, in the context."""
+        if self.ref_model is not None:
+            yield self.accelerator.unwrap_model(self.ref_model)
+        else:
+            with use_adapter(self._unwrapped, "ref" if "ref" in self._unwrapped.peft_config else None):
+                yield self._unwrapped
 
     @cached_property
     def _loss_scale(self) -> LossScale | None:
@@ -147,6 +179,19 @@ class ReplicatedTrainer(GRPOTrainer):
     def _sharded(self) -> ShardedOptimizer | None:
         optimizer = getattr(self.optimizer, "optimizer", None)  # in accelerate's wrapper
         return optimizer if isinstance(optimizer, ShardedOptimizer) else None
+
+
+@contextmanager
+def _saved_as_it_is(model: Any) -> Iterator[None]:
+    """Let `save_pretrained` write the model's own weights, under its own names, which `load_state_dict` reads.
+
+    By default it writes those of the checkpoint that transformers converted.
+    """
+    model.save_pretrained = partial(model.save_pretrained, save_original_format=False)
+    try:
+        yield
+    finally:
+        del model.save_pretrained
 
 
 def _frozen_copy(model: Any, temperature: float) -> Any:

@@ -31,7 +31,6 @@ from datasets import Dataset
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
-from trl.trainer.utils import use_adapter
 
 from rolltap.addons.errors import InputError, LedgerError
 from rolltap.trainer.grpo.advantages import session_advantages
@@ -234,22 +233,17 @@ class TraceGRPOTrainer(ReplicatedTrainer):
         """Return what the weights before the step, and the reference, say about the rows."""
         values = {"sampler_per_token_logps": inputs["old_per_token_logps"]}
         if self.beta and inputs["completion_mask"].any():
-            values["ref_per_token_logps"] = self._reference(rows)[None]
+            with self._reference() as model:
+                values["ref_per_token_logps"] = self._forward.scorer(model, rows).logprobs[None]
         elif self.beta:
             values["ref_per_token_logps"] = torch.zeros_like(inputs["old_per_token_logps"])
         if self.args.mismatch != "clip" and inputs["completion_mask"].any():
-            own = self._score(self._unwrapped, rows)[0][None]
+            own = self._forward.scorer(self._unwrapped, rows).logprobs[None]
             weight = torch.exp(own - inputs["old_per_token_logps"])
             values["mismatch"] = weight
             limited = limited_weights(weight, self.args.mismatch, self.args.mismatch_min, self.args.mismatch_max)
             values |= {"old_per_token_logps": own, "advantages": inputs["advantages"] * limited}
         return values
-
-    def _reference(self, rows: Sequence[Row]) -> Tensor:
-        if self.ref_model is not None:
-            return self._score(self.accelerator.unwrap_model(self.ref_model), rows)[0]
-        with use_adapter(self._unwrapped, "ref" if "ref" in self._unwrapped.peft_config else None):
-            return self._score(self._unwrapped, rows)[0]
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         self._inputs = inputs
@@ -272,12 +266,9 @@ class TraceGRPOTrainer(ReplicatedTrainer):
         return scores.logprobs[None], scores.entropies[None], None
 
     def _score_inputs(self) -> Scores:
-        scores = self._score(self._unwrapped, self._inputs["rows"])
+        scores = self._forward.scorer(self._unwrapped, self._inputs["rows"])
         self._add_metrics(scores)
         return scores
-
-    def _score(self, model: Any, rows: Sequence[Row]) -> Scores:
-        return self._forward.scorer(model, rows)
 
     @cached_property
     def _forward(self) -> Forward:

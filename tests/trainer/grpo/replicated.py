@@ -1,5 +1,6 @@
 """Trainings of two steps that have to be the same on one rank and on two, and the program that two ranks run."""
 
+import math
 import os
 import random
 import sys
@@ -67,6 +68,29 @@ def two_steps(folder: Path, ranks: int) -> dict[str, dict[str, torch.Tensor]]:
     return found
 
 
+def spoil(trainer: Any, bad: float) -> None:
+    """Let one value of one gradient of the first step be `bad` on this rank."""
+    weight = next(weight for weight in trainer.model.parameters() if weight.requires_grad)
+
+    def spoiled(gradient: torch.Tensor) -> torch.Tensor:
+        if trainer.has_gradient and trainer.state.global_step == 0:  # not in the probe
+            gradient = gradient.clone()
+            gradient.view(-1)[0] = bad
+        return gradient
+
+    weight.register_hook(spoiled)
+
+
+def spoiled(folder: Path) -> list[dict[str, torch.Tensor]]:
+    """Return the weights after each of two steps, in the first of which rank 1 has a gradient that is no number."""
+    spy = tiny.Spy()
+    trainer = trainer_of("qwen3, bfloat16, segments", folder / "out", spy, 2)
+    if os.environ["RANK"] == "1":
+        spoil(trainer, math.nan)
+    trainer.train()
+    return spy.weights
+
+
 RESUMED = ("qwen3, full, segments", "qwen3, bfloat16, segments", "qwen3, LoRA, segments")
 
 
@@ -100,5 +124,6 @@ if __name__ == "__main__":
         "whole": whole(folder, 2),
         "resumed": resumed(folder, 2, 2),
         "resumed from one": resumed(folder, 1, 2),
+        "spoiled": spoiled(folder),
     }
     torch.save(results, folder / f"rank-{os.environ['RANK']}.pt")

@@ -1,5 +1,6 @@
 """A generation batch on its way to the loss."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -16,11 +17,13 @@ from rolltap.trainer.grpo.batch import (
     session_weights,
     spread_by_length,
     spread_by_prefix,
+    token_kinds,
     tokens_by_session,
     with_signal,
 )
+from rolltap.trainer.grpo.metrics import KINDS
 from rolltap.trainer.grpo.rows import Row, trace_row
-from rolltap.trainer.traces.build import GroupReward, Trace, TraceBatch
+from rolltap.trainer.traces.build import GroupReward, KindSpan, Trace, TraceBatch
 from rolltap.trainer.traces.ledger import Ledger
 from tests.trainer.forests import common
 
@@ -186,3 +189,10 @@ def test_prefix_order_is_the_order_of_bytes_which_keeps_prefixes_adjacent():
     ids = sorted([[1, 2], [1], [256, 1], [1, 2, 3], [256]], key=lambda i: np.array(i, np.int32).tobytes())
     shared = [common(a, b) for a, b in pairwise(ids)]
     assert sum(shared) == 1 + 2 + 1
+
+
+def test_a_trained_token_has_the_kind_of_its_call():
+    spans = [KindSpan(kind="root", start=0, end=2), KindSpan(kind="rendered", start=4, end=5)]
+    of_two_calls = replace(trace("a", [1], [2] * 5, [1, 1, 0, 0, 1]), continuity=spans)
+    assert [KINDS[kind] for kind in token_kinds(of_two_calls)] == ["root", "root", "rendered"]
+    assert token_kinds(trace("a", [1], [2] * 3, [0, 1, 1])).tolist() == [-1, -1]

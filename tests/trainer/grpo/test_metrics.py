@@ -19,9 +19,8 @@ from rolltap.trainer.grpo.metrics import (
     forget_trls,
     named_tasks,
     peak_memory,
-    token_kinds,
 )
-from rolltap.trainer.traces.build import GroupReward, KindSpan, Trace, TraceBatch, Unrewarded
+from rolltap.trainer.traces.build import GroupReward, Trace, TraceBatch, Unrewarded
 from rolltap.trainer.traces.cached import CachedPrompts
 from rolltap.trainer.traces.ledger import Ledger
 
@@ -183,12 +182,6 @@ class TestNamedTasks:
 
     def test_without_a_column_of_tasks_none_is_named(self):
         assert not named_tasks(Dataset.from_dict({"group": [0, 1]}))
-
-
-def test_a_trained_token_has_the_kind_of_its_call():
-    spans = [KindSpan(kind="root", start=0, end=2), KindSpan(kind="rendered", start=4, end=5)]
-    assert token_kinds(trace("a", (1, 1, 0, 0, 1), continuity=spans)).tolist() == [ROOT, ROOT, RENDERED]
-    assert token_kinds(trace("a", (0, 1, 1))).tolist() == [-1, -1]
 
 
 class TestStep:

@@ -166,6 +166,35 @@ def test_any_number_of_processes_goes_on_from_the_shares_of_another(tmp_path, dt
     assert run_ranks(go_on, ranks[1]) == [values(whole)] * ranks[1]
 
 
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_weights_of_float32_take_the_copies_that_were_saved_of_weights_of_16_bits(tmp_path, ranks):
+    def begin(rank):
+        parameters = weights(torch.bfloat16)
+        optimizer = sharded(parameters)
+        steps(optimizer, parameters, 0, 3)
+        optimizer.save_share(tmp_path)
+        return values(parameters), {name: master.tolist() for name, master in masters_of(optimizer).items()}
+
+    def go_on(rank):
+        parameters = weights()
+        with torch.no_grad():
+            for parameter, value in zip(parameters, rounded, strict=True):
+                parameter.copy_(torch.tensor(value).view_as(parameter))
+        sharded(parameters).load_shares(tmp_path, ranks[0])
+        return [parameter.tolist() for parameter in parameters]
+
+    began = run_ranks(begin, ranks[0])
+    rounded = began[0][0]
+    exact = {name: value for _, saved in began for name, value in saved.items()}
+    for found in run_ranks(go_on, ranks[1]):
+        assert found == [exact[f"weight {i}"] for i in range(len(SHAPES))]
+
+
+def masters_of(optimizer):
+    """Return the copies in float32 that this process has: name -> value."""
+    return {optimizer._names[parameter]: master.detach() for parameter, master in optimizer._masters.items()}
+
+
 def test_a_share_that_is_missing_is_named(tmp_path):
     optimizer = sharded(weights())
     optimizer.save_share(tmp_path)

@@ -43,6 +43,14 @@ def test_another_number_of_ranks_may_resume_it(found, case):
     assert largest_difference(second["resumed from one"][case], first["resumed from one"][case]) == 0
 
 
+def test_a_gradient_that_is_no_number_on_one_rank_skips_the_step_of_all(found):
+    _, first, second, _ = found
+    for ours, others in zip(first["spoiled"], second["spoiled"], strict=True):
+        assert largest_difference(ours, others) == 0
+        assert all(weight.isfinite().all() for weight in ours.values())
+    assert largest_difference(*first["spoiled"]) > 0
+
+
 def test_each_rank_saves_its_own_share_of_a_full_model(found):
     folder = found[-1]
     for case, shares in zip(RESUMED, [2, 2, 0], strict=True):
