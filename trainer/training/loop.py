@@ -32,6 +32,7 @@ from rolltap.addons.store.records import Session, utc_now
 from rolltap.addons.store.staging import new_folder
 from rolltap.trainer.blocking import run_blocking
 from rolltap.trainer.engine.engines import Engines
+from rolltap.trainer.engine.publish_transfer import require_transfer
 from rolltap.trainer.grpo.config import TraceGRPOConfig
 from rolltap.trainer.grpo.ranks import initialise, on_main, together
 from rolltap.trainer.grpo.trainer import TraceGRPOTrainer
@@ -81,6 +82,8 @@ def train(
         check_arguments(recipe)
         tasks, harness = _rollouts(recipe)
         harness.require_program()
+        if recipe.publish == "nccl":
+            require_transfer()
         engines.require_endpoints()
         return tasks, harness
 
