@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from rolltap.trainer.planning.plan import TrainingPlan
     from rolltap.trainer.planning.room import Memory
 
-WIDTH = 90
-"""Characters of a line of a command."""
+WIDTH = 74
+"""Characters of a line of a command, without its end: a terminal has 80."""
 
 _WORD = re.compile(r"(?:'[^']*'|\S)+")
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
@@ -29,14 +29,15 @@ def render(plan: TrainingPlan) -> Iterator[RenderableType]:
     if plan.model is not None and plan.work is not None and plan.memory is not None:
         yield _summary(plan)
         yield Text("\nA training process", style="bold")
-        yield Padding(_trainer(plan.memory), (0, 0, 0, 2))
+        yield Padding(_trainer(plan.memory), (0, 0, 0, 2), expand=False)
         if plan.memory.engine is not None:
             yield Text("\nAn engine", style="bold")
-            yield Padding(_engine(plan.memory), (0, 0, 0, 2))
+            yield Padding(_engine(plan.memory), (0, 0, 0, 2), expand=False)
         yield Text("\nFiles", style="bold")
-        yield Padding(_files(plan), (0, 0, 0, 2))
+        yield Padding(_files(plan), (0, 0, 0, 2), expand=False)
         yield Text("\nTo start", style="bold")
-        yield Padding(Text("\n".join(map(_broken, plan.lines))), (0, 0, 0, 2))
+        # as text of its own, not in a frame, which would be cut at the edge of a narrow terminal
+        yield Text("\n".join(map(_broken, plan.lines)))
     yield Text()
     for finding in plan.findings:
         yield Text.assemble((f"{finding.level}: ", _STYLES[finding.level]), f"{finding.text}. Fix: {finding.fix}.")
@@ -127,12 +128,17 @@ def _files(plan: TrainingPlan) -> Table:
 
 
 def _broken(command: str) -> str:
-    """Return a command of a shell as lines of at most `WIDTH` characters, where its words allow it."""
-    lines = [""]
+    """Return a command of a shell as indented lines of at most `WIDTH` characters, where its words allow it.
+
+    A comment stays one line.
+    """
+    if command.startswith("#"):
+        return f"  {command}"
+    lines = [" "]
     for word in _WORD.findall(command):
-        if lines[-1] and len(lines[-1]) + len(word) > WIDTH:
-            lines.append("   ")
-        lines[-1] += f" {word}" if lines[-1] else word
+        if lines[-1].strip() and len(lines[-1]) + len(word) > WIDTH:
+            lines.append("     ")
+        lines[-1] += f" {word}"
     return " \\\n".join(lines)
 
 
