@@ -146,7 +146,7 @@ def _parts(numbers: ModelNumbers, traces: Rows, chosen: Sizes, grpo: dict[str, A
     return Variable(
         tokens_per_segment=size,
         tokens_in_memory=chosen.tokens_in_memory,
-        states=0 if grpo.get("offload_states") else ceil(costs.of_states(kept, size)),
+        states=0 if grpo.get("offload_states") else ceil(costs.of_states(kept, size, traces.longest)),
         activations=ceil(graph),
         working=ceil(graph * (WORKING - 1)),
         logits=ceil(logits),

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -66,9 +66,6 @@ def model_numbers(recipe: Recipe, dtype: Dtype) -> ModelNumbers:
     counts = {"parameters": sum(p.numel() for p in own), "weights": weights, "served": weights}
     adapter = lora_config(recipe)
     costs, trained, adapter_bytes = _measured(model, dtype, adapter)
-    if adapter is None and dtype != "float32":
-        # the gradient of a chunk is computed in the weight's type, and added in float32
-        costs = replace(costs, head_gradient=costs.head_gradient * (1 + FLOAT32 // own[0].element_size()))
     return ModelNumbers(
         architecture=type(model).__name__,
         model_type=config.model_type,
@@ -106,6 +103,9 @@ def _measured(model: Any, dtype: Dtype, adapter: LoraConfig | None) -> tuple[Cos
     with _kernels_of_torch(), FakeTensorMode(allow_non_fake_inputs=True):
         model = model.to_empty(device="cpu").train()
         model.tie_weights()
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad_dtype = torch.float32
         mixed = getattr(torch, dtype)
         costs = measure(model, lambda: torch.autocast("cpu", mixed, enabled=dtype != "float32"))
     return costs, trained, added
