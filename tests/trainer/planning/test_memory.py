@@ -133,6 +133,16 @@ def test_a_trace_has_at_most_the_models_context(tmp_path):
     assert rows(recipe.model_copy(update={"max_tokens": 100}), numbers, 4) == Rows(2, 100)
 
 
+def test_the_optimizers_share_is_that_of_the_largest_owner(tmp_path):
+    FAMILIES["qwen3"][1].save_pretrained(tmp_path)
+    recipe = Recipe(model=tmp_path, steps=1)
+    numbers = model_numbers(recipe, "bfloat16")
+    largest = max(numbers.sizes)
+    assert len(numbers.sizes) > 8
+    assert fixed(recipe, numbers, 1000, cuda=False).optimizer == 3 * 4 * largest
+    assert fixed(recipe, numbers, 1, cuda=False).optimizer == 3 * 4 * sum(numbers.sizes)
+
+
 @pytest.mark.parametrize(("optim", "copies"), [("adamw_torch", 2), ("sgd", 0), ("adagrad", 1)])
 def test_optimizers_keep_different_amounts(tmp_path, optim, copies):
     FAMILIES["qwen3"][1].save_pretrained(tmp_path)
