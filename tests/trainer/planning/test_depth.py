@@ -23,6 +23,7 @@ def deep(family, layers):
     return kind(config).float().train()
 
 
+@pytest.mark.filterwarnings("ignore:.*:RuntimeWarning:peft")  # experts are parameters, which all-linear leaves out
 @pytest.mark.parametrize("lora", [{}, {"r": 2}], ids=["full", "lora"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_costs_of_few_layers_are_those_of_all(family, lora):
