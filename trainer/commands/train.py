@@ -53,7 +53,8 @@ def train_command(
     if runs and (given or steal):
         raise click.UsageError("--from trains without an engine: leave out --engine and --steal, or --from")
     if dry_run:
-        plan = rolltap.plan_training(recipe, engine=engine if given else None)
+        named = context.get_parameter_source("engine") is not ParameterSource.DEFAULT and not runs
+        plan = rolltap.plan_training(recipe, engine=engine if named else None, runs=runs, out=out)
         print_result(plan, as_json)
         sys.exit(0 if plan.can_start else 1)
     if out is None:

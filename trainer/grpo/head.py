@@ -24,7 +24,7 @@ class Head:
         self.vocabulary = int(weight.shape[0])
         self.chunk = max(1, LOGITS // self.vocabulary)
         """Tokens of a chunk."""
-        self.gradient_bytes = int(weight.nbytes) if weight.requires_grad else 0
+        self.gradient_bytes = _gradient_bytes(weight)
         """Size of the weight's gradient, which each chunk computes before it is added."""
 
     def __call__(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,6 +43,14 @@ class Head:
         with torch.no_grad():
             entropies = -(logprobs.exp() * logprobs).sum(-1)
         return logprobs.gather(-1, tokens[:, None])[:, 0], entropies
+
+
+def _gradient_bytes(weight: Tensor) -> int:
+    """Return the bytes of one gradient before it is added: in the weight's type, and cast to that of the sum."""
+    if not weight.requires_grad:
+        return 0
+    sum_dtype = weight.grad_dtype or weight.dtype
+    return weight.nbytes + (weight.numel() * sum_dtype.itemsize if sum_dtype != weight.dtype else 0)
 
 
 def _logit_scale(config: Any) -> float:

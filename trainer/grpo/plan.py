@@ -44,8 +44,10 @@ class Costs:
     """Keys and values of a token, in all layers."""
     state_per_segment: float
     """States of linear attention after a segment."""
-    state_gradient: float
-    """Bytes of a state's gradient for each byte of the state."""
+    gradient_per_token: float
+    """Gradients of a token's keys and values, which add up in float32 until the token's own segment runs."""
+    gradient_per_segment: float
+    """Gradient of a segment's states of linear attention, in float32. Only its children's backward pass needs it."""
     graph_per_token: float
     """Activations of a token in one batch."""
     graph_per_position: float
@@ -70,10 +72,15 @@ class Costs:
         head = self.head_gradient + self.logits_per_token * min(tokens, self.logits_tokens)
         return WORKING * graph + head
 
-    def of_states(self, tokens: int, tokens_per_segment: int) -> float:
-        """Return the bytes of the states of `tokens` tokens, and of their gradients."""
-        segments = -(-tokens // tokens_per_segment)
-        return (self.state_per_token * tokens + self.state_per_segment * segments) * (1 + self.state_gradient)
+    def of_states(self, tokens: int, tokens_per_segment: int, longest: int) -> float:
+        """Return the bytes of the states of `tokens` tokens, in rows of `longest`, and of their gradients.
+
+        The backward pass begins with the last segments of all rows. So the keys and values of all tokens have gradients
+        at once, but only one segment of a row has one of its linear attention.
+        """
+        segments, rows = -(-tokens // tokens_per_segment), -(-tokens // max(longest, 1))
+        per_token = self.state_per_token + self.gradient_per_token
+        return per_token * tokens + self.state_per_segment * segments + self.gradient_per_segment * rows
 
     def sizes(
         self, memory: float, rows: Sequence[Row], *, offload_states: bool = False, among: Sequence[int] = SIZES
@@ -94,17 +101,21 @@ class Costs:
         for at_once in (tokens, longest):
             for size in among:
                 batch = self.of_batch(size, longest)
-                states = 0.0 if offload_states else self.of_states(at_once, size)
+                states = 0.0 if offload_states else self.of_states(at_once, size, longest)
                 if batch + states <= memory:
-                    return self._with_room(size, batch, states, memory, tokens, at_once)
-        return self._with_room(size, batch, states, memory, tokens, longest)
+                    return self._with_room(size, batch, states, memory, tokens, longest, at_once)
+        return self._with_room(size, batch, states, memory, tokens, longest, longest)
 
-    def _with_room(self, size: int, batch: float, states: float, memory: float, tokens: int, at_once: int) -> Sizes:
+    def _with_room(
+        self, size: int, batch: float, states: float, memory: float, tokens: int, longest: int, at_once: int
+    ) -> Sizes:
         if at_once >= tokens:
             return Sizes(size, None, int(batch + states))
-        # whole segments, each of which has states of linear attention
-        at_once = max(at_once, int((memory - batch) / self.of_states(size, size)) * size)
-        return Sizes(size, at_once, int(batch + self.of_states(at_once, size)))
+        # whole segments, each of which has states of linear attention; one row more may have begun
+        one = self.of_states(size, size, longest) + self.gradient_per_segment * (size / longest - 1)
+        segments = int((memory - batch - self.gradient_per_segment) / one)
+        at_once = max(at_once, segments * size)
+        return Sizes(size, at_once, int(batch + self.of_states(at_once, size, longest)))
 
     def table(self) -> str:
         """Return the costs as lines of a name and a number of bytes."""
@@ -116,8 +127,7 @@ def measure(model: Any, autocast: Callable[[], AbstractContextManager[Any]]) -> 
     """Return the costs of `model`, from the tensors that autograd saves in four short forward passes.
 
     The parameters and their gradients are as before afterwards. The model may be without data, of torch's
-    `FakeTensorMode`. Raises `InputError` for a model with layers whose
-    states are not known.
+    `FakeTensorMode`. Raises `InputError` for a model with layers whose states are not known.
     """
     decoder = Decoder(model, 1.0, autocast)
     n, config = MEASURED, decoder.body.config
@@ -125,17 +135,19 @@ def measure(model: Any, autocast: Callable[[], AbstractContextManager[Any]]) -> 
         pasts = {past: _state(decoder, past) for past in (n, 2 * n)}
         saved = {(new, past): _saved(decoder, new, past, pasts[past]) for new in pasts for past in pasts}
     states = {past: sum(tensor.nbytes for layer in state for tensor in layer) for past, state in pasts.items()}
-    values = sum(tensor.numel() for layer in pasts[n] for tensor in layer)
+    values = {past: sum(tensor.numel() for layer in state for tensor in layer) for past, state in pasts.items()}
 
     # saved = graph + per_token * new + per_position * (past + new) + per_pair * new * (past + new)
     per_pair = (saved[2 * n, 2 * n] - saved[n, 2 * n] - saved[2 * n, n] + saved[n, n]) / n**2
     per_position = (saved[n, 2 * n] - saved[n, n]) / n - per_pair * n
     per_token = (saved[2 * n, n] - saved[n, n]) / n - per_position - 4 * per_pair * n
     per_state_token = (states[2 * n] - states[n]) / n
+    per_gradient_token = 4 * (values[2 * n] - values[n]) / n
     return Costs(
         state_per_token=per_state_token,
         state_per_segment=states[n] - per_state_token * n,
-        state_gradient=4 * values / states[n],
+        gradient_per_token=per_gradient_token,
+        gradient_per_segment=4 * values[n] - per_gradient_token * n,
         graph_per_token=per_token,
         graph_per_position=per_position,
         heads_per_key=getattr(config, "num_attention_heads", 1) // (getattr(config, "num_key_value_heads", None) or 1),

@@ -11,6 +11,9 @@ from pathlib import Path
 import transformers
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
+INSTALL = "pip install --no-build-isolation 'rolltap[train,kernels]'"
+"""Command that installs all of them, on the machine with the GPU: one is compiled against the torch that is there."""
+
 _FALLBACK = re.compile(r'@use_kernel_func_from_hub_with_fallback\("\w+", "(\w+)"')
 _PACKAGES = {"fla": "flash-linear-attention"}
 """Modules whose package has another name than the module with hyphens."""
@@ -35,7 +38,7 @@ def fallback_warning(model_type: str) -> str | None:
         return None
     return (
         f"{' and '.join(missing)} cannot be imported: these layers of {model_type} run in PyTorch, which is slow on a "
-        "GPU; install rolltap[train,kernels]"
+        f"GPU; {INSTALL}"
     )
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from rolltap.addons.errors import RolltapError
-from rolltap.trainer.models.kernels import kernels
+from rolltap.trainer.models.kernels import INSTALL, kernels
 from rolltap.trainer.planning.machine import Machine
 from rolltap.trainer.planning.numbers import ModelNumbers
 from rolltap.trainer.rollouts.harness import Harness
@@ -50,16 +50,15 @@ def refused(refusal: RolltapError) -> Finding:
 
 def of_recipe(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
     """Yield the findings that need no model: those of a start's own checks first."""
-    yield from _refused(recipe)
-    yield from _rollouts(recipe)
+    yield from _refused(recipe, online=bool(machine.engines))
+    if machine.engines:
+        yield from _rollouts(recipe)
+    if recipe.model.is_dir() and not list(recipe.model.glob("*.safetensors")):
+        yield Finding("note", f"the folder {recipe.model.name} has no weights", "put them there before the start")
+    if machine.engines:
+        yield from _publishing(recipe, machine)
     if machine.dtype == "float16" and not recipe.lora:
         yield error("float16 has too small a range to update full weights", 'dtype = "bfloat16", or add a [lora] table')
-    if recipe.publish == "lora" and not recipe.lora:
-        yield error('publish = "lora" has no adapter', 'add a [lora] table, or publish = "checkpoint"')
-    if recipe.publish == "lora":
-        yield from _adapter(recipe)
-    if recipe.publish == "nccl":
-        yield from _transfer(recipe, machine)
     yield from _processes(recipe, machine)
     if machine.cuda and machine.dtype == "bfloat16" and not torch.cuda.is_bf16_supported():
         yield error("this GPU does not compute in bfloat16", 'dtype = "float16" with [lora], or dtype = "float32"')
@@ -85,18 +84,25 @@ def of_model(recipe: Recipe, machine: Machine, numbers: ModelNumbers) -> Iterato
         where = "" if machine.cuda else " (here; look again on the machine that trains)"
         yield warning(
             f"linear attention falls back to torch, several times slower: no {' and no '.join(missing)}{where}",
-            "pip install 'rolltap[kernels]' on the machine with the GPU",
+            f"{INSTALL} on the machine with the GPU",
         )
-    if machine.gpu is None and numbers.tied and not recipe.lora and recipe.publish == "checkpoint":
+    if machine.engines and machine.gpu is None and numbers.tied and not recipe.lora and recipe.publish == "checkpoint":
         yield error(
             "vLLM's CPU backend does not update tied embeddings on a reload, and no GPU is planned",
             "give machine.gpu_gib if it runs on GPUs; on a CPU add a [lora] table, or untie the embeddings",
         )
 
 
-def _refused(recipe: Recipe) -> Iterator[Finding]:
-    """Yield what a start refuses first, with the same checks."""
-    tasks = recipe.tasks if recipe.tasks and recipe.tasks.is_file() else None
+def adapter_rank(recipe: Recipe) -> int:
+    """Return the largest rank of the adapter's layers. A value of another type is refused elsewhere."""
+    pattern = recipe.lora.get("rank_pattern") or {}
+    ranks = [recipe.lora.get("r", 8), *(pattern.values() if isinstance(pattern, dict) else [])]
+    return max([rank for rank in ranks if isinstance(rank, int)], default=8)
+
+
+def _refused(recipe: Recipe, *, online: bool) -> Iterator[Finding]:
+    """Yield what a start refuses first, with the same checks. Without `online` there are no rollouts."""
+    tasks = recipe.tasks if online and recipe.tasks and recipe.tasks.is_file() else None
     rows: list[object] = []
 
     def read_tasks() -> None:
@@ -109,7 +115,7 @@ def _refused(recipe: Recipe) -> Iterator[Finding]:
         lambda: check_arguments(recipe),
         read_tasks,
         arguments,
-        lambda: sampling(recipe),
+        lambda: sampling(recipe) if online else None,
     ]
     for check in checks:
         try:
@@ -130,13 +136,23 @@ def _rollouts(recipe: Recipe) -> Iterator[Finding]:
             Harness.load(recipe.harness)
         except RolltapError as refusal:
             yield error(str(refusal), f"one of {', '.join(Harness.names())}, or a .toml file")
-    if recipe.model.is_dir() and not list(recipe.model.glob("*.safetensors")):
-        yield Finding("note", f"the folder {recipe.model.name} has no weights", "put them there before the start")
+
+
+def _publishing(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
+    if recipe.publish == "lora" and not recipe.lora:
+        yield error('publish = "lora" has no adapter', 'add a [lora] table, or publish = "checkpoint"')
+    if recipe.publish == "lora":
+        yield from _adapter(recipe)
+    if recipe.publish == "nccl":
+        yield from _transfer(recipe, machine)
 
 
 def _adapter(recipe: Recipe) -> Iterator[Finding]:
-    if recipe.lora.get("r", 8) > LARGEST_RANK:
-        yield error(f"vLLM loads no adapter of rank {recipe.lora['r']}", f"lora.r = {LARGEST_RANK} or less")
+    if (rank := adapter_rank(recipe)) > LARGEST_RANK:
+        yield error(
+            f"vLLM loads no adapter of rank {rank}",
+            f"lora.r, and ranks of lora.rank_pattern, of {LARGEST_RANK} or less",
+        )
     for key in ("use_dora", "modules_to_save", "trainable_token_indices"):
         if recipe.lora.get(key):
             yield error(f"vLLM does not apply an adapter with lora.{key}", 'remove it, or publish = "checkpoint"')
@@ -175,7 +191,7 @@ def _processes(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
             f"the recipe is for {declared.processes} processes, but {machine.processes} are given",
             "correct machine.processes, or start that many",
         )
-    if declared and declared.engines != len(machine.engines):
+    if declared and machine.engines and declared.engines != len(machine.engines):
         yield error(
             f"the recipe is for {declared.engines} engines, but --engine names {len(machine.engines)}",
             "correct machine.engines, or give as many URLs",

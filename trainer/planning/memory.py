@@ -5,6 +5,7 @@ from math import ceil
 from typing import Any
 
 from rolltap.trainer.grpo.forward import TOKENS_PER_SEGMENT
+from rolltap.trainer.grpo.optimizer import shares
 from rolltap.trainer.grpo.plan import SIZES, WORKING, Sizes
 from rolltap.trainer.planning.numbers import FLOAT32, ModelNumbers
 from rolltap.trainer.training.recipe import Recipe
@@ -30,7 +31,7 @@ class Fixed:
     gradients: int
     """In float32, of the trained weights."""
     optimizer: int
-    """State of the optimizer, and float32 copies of the weights: with full weights, this process's share of them."""
+    """State of the optimizer, and float32 copies of the weights: with full weights, the largest process's share."""
     reference: int
     """Weights of the reference model, with `grpo.beta` and full weights."""
     cuda: int
@@ -80,25 +81,36 @@ class Variable:
 
 def fixed(recipe: Recipe, numbers: ModelNumbers, processes: int, *, cuda: bool) -> Fixed:
     """Return what each of the training processes holds."""
-    moments = MOMENTS.get(str(recipe.grpo.get("optim", "adamw")), 2)
-    if recipe.lora:
-        optimizer = moments * FLOAT32 * numbers.trained
-    else:
-        copies = moments + (numbers.item != FLOAT32)
-        optimizer = -(-copies * FLOAT32 * numbers.trained // processes)
+    stepped = numbers.trained
+    if not recipe.lora:
+        owned = [0] * processes
+        for owner, size in zip(shares(numbers.sizes, processes), numbers.sizes, strict=True):
+            owned[owner] += size
+        stepped = max(owned)
     reference = bool(recipe.grpo.get("beta")) and not recipe.lora
     return Fixed(
         weights=numbers.weights + numbers.adapter,
         gradients=FLOAT32 * numbers.trained,
-        optimizer=optimizer,
+        optimizer=optimizer_state(recipe, numbers, stepped),
         reference=numbers.weights if reference else 0,
         cuda=CUDA if cuda else 0,
     )
 
 
+def optimizer_state(recipe: Recipe, numbers: ModelNumbers, stepped: int) -> int:
+    """Return the bytes of the optimizer's state for this many trained values, with float32 copies of 16-bit weights."""
+    moments = MOMENTS.get(str(recipe.grpo.get("optim", "adamw")), 2)
+    copies = not recipe.lora and numbers.item != FLOAT32
+    return (moments + copies) * FLOAT32 * stepped
+
+
 def rows(recipe: Recipe, numbers: ModelNumbers, processes: int) -> Rows:
-    """Return the traces of a process's largest forward pass: one trace a session, each of `max_tokens`."""
-    sessions = (recipe.groups_per_step + recipe.replace_zero_variance) * recipe.sessions_per_group
+    """Return the traces of a process's largest forward pass: one trace a session, each of `max_tokens`.
+
+    Groups that are replaced are not trained. A session has more traces where it has sub-agents, or where a call does
+    not continue the one before it.
+    """
+    sessions = recipe.groups_per_step * recipe.sessions_per_group
     parts = processes * int(recipe.grpo.get("gradient_accumulation_steps", 1))
     return Rows(-(-sessions // parts), longest(recipe, numbers))
 
@@ -146,7 +158,7 @@ def _parts(numbers: ModelNumbers, traces: Rows, chosen: Sizes, grpo: dict[str, A
     return Variable(
         tokens_per_segment=size,
         tokens_in_memory=chosen.tokens_in_memory,
-        states=0 if grpo.get("offload_states") else ceil(costs.of_states(kept, size)),
+        states=0 if grpo.get("offload_states") else ceil(costs.of_states(kept, size, traces.longest)),
         activations=ceil(graph),
         working=ceil(graph * (WORKING - 1)),
         logits=ceil(logits),

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +16,8 @@ from transformers.integrations import hub_kernels
 from rolltap.addons.errors import InputError
 from rolltap.trainer.grpo.plan import Costs, measure
 from rolltap.trainer.models.loading import Dtype, frozen_modules, meta_policy
-from rolltap.trainer.training.arguments import lora_config
+from rolltap.trainer.planning.depth import of_all_layers
+from rolltap.trainer.training.arguments import lora_config, model_arguments, without_frozen
 from rolltap.trainer.training.recipe import Recipe
 
 FLOAT32 = 4
@@ -35,8 +37,8 @@ class ModelNumbers:
     """Weights and buffers of the trained model, without an adapter's."""
     adapter: int
     """Weights of the adapter."""
-    trained: int
-    """Number of trained parameters."""
+    sizes: tuple[int, ...] = field(repr=False)
+    """Number of values of each trained parameter."""
     served: int
     """Weights that the engine loads: the text part, if it is told to leave other towers out."""
     other_towers: int
@@ -50,6 +52,11 @@ class ModelNumbers:
     linear_attention: bool
     costs: Costs
 
+    @property
+    def trained(self) -> int:
+        """Number of trained values."""
+        return sum(self.sizes)
+
 
 def model_numbers(recipe: Recipe, dtype: Dtype) -> ModelNumbers:
     """Return the numbers of a recipe's model with weights of `dtype`.
@@ -57,7 +64,7 @@ def model_numbers(recipe: Recipe, dtype: Dtype) -> ModelNumbers:
     Raises `InputError` for a model that cannot be built, for an adapter that does not fit it, and for one with layers
     whose states are not known.
     """
-    model = meta_policy(recipe.model, dtype)
+    model = meta_policy(recipe.model, dtype, **model_arguments(recipe))
     for name in frozen_modules(model):
         model.get_submodule(name).requires_grad_(False)
     config = model.config.get_text_config(decoder=True)
@@ -65,15 +72,12 @@ def model_numbers(recipe: Recipe, dtype: Dtype) -> ModelNumbers:
     weights = _bytes(model)
     counts = {"parameters": sum(p.numel() for p in own), "weights": weights, "served": weights}
     adapter = lora_config(recipe)
-    costs, trained, adapter_bytes = _measured(model, dtype, adapter)
-    if adapter is None and dtype != "float32":
-        # the gradient of a chunk is computed in the weight's type, and added in float32
-        costs = replace(costs, head_gradient=costs.head_gradient * (1 + FLOAT32 // own[0].element_size()))
+    costs, sizes, adapter_bytes = _measured(model, dtype, adapter)
     return ModelNumbers(
         architecture=type(model).__name__,
         model_type=config.model_type,
         adapter=adapter_bytes,
-        trained=trained,
+        sizes=sizes,
         other_towers=_other_towers(recipe, dtype, weights),
         item=own[0].element_size(),
         context=int(config.max_position_embeddings),
@@ -84,8 +88,8 @@ def model_numbers(recipe: Recipe, dtype: Dtype) -> ModelNumbers:
     )
 
 
-def _measured(model: Any, dtype: Dtype, adapter: LoraConfig | None) -> tuple[Costs, int, int]:
-    """Return the costs of the model with its adapter, and the number and bytes of the trained parameters' values.
+def _measured(model: Any, dtype: Dtype, adapter: LoraConfig | None) -> tuple[Costs, tuple[int, ...], int]:
+    """Return the costs of the model with its adapter, the sizes of the trained parameters, and the adapter's bytes.
 
     The tensors are fake ones on the CPU, so that torch chooses kernels that keep no attention weights, as on a GPU.
     Linear attention is torch's own, which keeps more than the fast kernels do: these run on GPUs alone.
@@ -93,22 +97,25 @@ def _measured(model: Any, dtype: Dtype, adapter: LoraConfig | None) -> tuple[Cos
     base = _bytes(model)
     if adapter is not None:
         adapter.init_lora_weights = False  # there are none to begin from
-        adapter.exclude_modules = adapter.exclude_modules or frozen_modules(model) or None
         try:
-            inject_adapter_in_model(adapter, model, low_cpu_mem_usage=True)
+            inject_adapter_in_model(without_frozen(adapter, model), model, low_cpu_mem_usage=True)
         except ValueError as error:
             raise InputError(f"the [lora] table does not fit the model: {error}") from error
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    sizes = tuple(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     added = _bytes(model) - base
     with _kernels_of_torch(), FakeTensorMode(allow_non_fake_inputs=True):
         model = model.to_empty(device="cpu").train()
         model.tie_weights()
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad_dtype = torch.float32
         mixed = getattr(torch, dtype)
-        costs = measure(model, lambda: torch.autocast("cpu", mixed, enabled=dtype != "float32"))
-    return costs, trained, added
+        context = partial(torch.autocast, "cpu", mixed, enabled=dtype != "float32")
+        costs = of_all_layers(model, lambda: measure(model, context))
+    return costs, sizes, added
 
 
 @contextmanager
@@ -123,11 +130,11 @@ def _kernels_of_torch() -> Iterator[None]:
 
 def _other_towers(recipe: Recipe, dtype: Dtype, text: int) -> int:
     """Return the bytes of what the checkpoint has besides the text part, as its configuration says."""
-    config = AutoConfig.from_pretrained(recipe.model)
+    config, unused = AutoConfig.from_pretrained(recipe.model, return_unused_kwargs=True, **model_arguments(recipe))
     if config.get_text_config(decoder=True) is config or type(config) not in AutoModelForImageTextToText._model_mapping:
         return 0
     with torch.device("meta"):
-        whole = AutoModelForImageTextToText.from_config(config, dtype=getattr(torch, dtype))
+        whole = AutoModelForImageTextToText.from_config(config, dtype=getattr(torch, dtype), **unused)
     return max(0, _bytes(whole) - text)
 
 

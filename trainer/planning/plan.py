@@ -1,6 +1,7 @@
 """The plan of a training: what a recipe takes and needs, found without starting anything."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rolltap.trainer.planning.launch import lines
 from rolltap.trainer.planning.machine import Machine, machine_of
 from rolltap.trainer.planning.memory import Rows, rows
 from rolltap.trainer.planning.numbers import ModelNumbers, model_numbers
+from rolltap.trainer.planning.publishing import checkpoints_written
 from rolltap.trainer.planning.room import Memory, memory_of, too_little
 from rolltap.trainer.planning.view import render
 from rolltap.trainer.training.recipe import Recipe
@@ -30,7 +32,7 @@ class Work:
     sessions: int
     optimizer_steps: int
     checkpoints: int
-    """Written in all; the newest two are kept."""
+    """Written in all; the newest are kept."""
     traces_per_pass: Rows
     """Longest forward pass of a training process, if sessions are single traces."""
 
@@ -67,15 +69,24 @@ class TrainingPlan:
 
 
 def plan(
-    recipe: Recipe, *, engine: str | None = None, processes: int | None = None, file: Path | None = None
+    recipe: Recipe,
+    *,
+    engine: str | None = None,
+    processes: int | None = None,
+    file: Path | None = None,
+    runs: Sequence[Path] = (),
+    out: Path | None = None,
 ) -> TrainingPlan:
     """Plan a training, and start nothing. The model needs no weights.
 
     `engine` is the value of `--engine`, and `processes` the number of training processes: by default what the recipe's
-    table [machine] says. `file` is the recipe's path, for the lines. What the training would refuse is a finding.
+    table [machine] says. `file` is the recipe's path, and `out` the run folder, for the lines. With recorded `runs` no
+    engine and no rollouts are planned; their groups are taken to be as large as the recipe's. What the training would
+    refuse is a finding.
     """
-    machine = machine_of(recipe, engine, processes)
-    findings = list(found.of_recipe(recipe, machine))
+    machine = machine_of(recipe, engine, processes, online=not runs)
+    typed = recipe.model_copy(update={"dtype": machine.dtype})  # this machine's GPU does not decide
+    findings = list(found.of_recipe(typed, machine))
     try:
         numbers = model_numbers(recipe, machine.dtype)
     except RolltapError as error:
@@ -94,7 +105,7 @@ def plan(
         _work(recipe, traces),
         memory,
         kernels(numbers.model_type),
-        lines(recipe, machine, numbers, memory.engine, file),
+        lines(recipe, machine, numbers, memory.engine, file=file, runs=runs, out=out),
     )
 
 
@@ -105,7 +116,7 @@ def _work(recipe: Recipe, traces: Rows) -> Work:
         sessions_per_step=sessions,
         sessions=sessions * recipe.steps,
         optimizer_steps=recipe.steps * int(recipe.grpo.get("num_iterations", 1)),
-        checkpoints=recipe.steps // recipe.save_steps,
+        checkpoints=checkpoints_written(recipe),
         traces_per_pass=traces,
     )
 
@@ -117,9 +128,8 @@ def _ordered(findings: list[Finding]) -> list[Finding]:
 def _plain(value: Any) -> Any:
     """Return a value of dataclasses as JSON values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        if "total" in dir(value):
-            fields["total"] = value.total  # type: ignore[attr-defined]
+        fields = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value) if field.repr}
+        fields |= {name: getattr(value, name) for name in ("total", "trained") if name in dir(value)}
         return fields
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]

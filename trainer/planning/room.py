@@ -26,7 +26,7 @@ class Memory:
     suggested_memory_gib: float | None
     """Value of `grpo.memory_gib` on a shared GPU that the recipe does not give."""
     engine: EngineShare | None
-    """None when the GPU's memory is not known."""
+    """None when the GPU's memory is not known, and for recorded runs."""
     disk: Disk
 
 
@@ -44,10 +44,10 @@ def memory_of(recipe: Recipe, machine: Machine, numbers: ModelNumbers, traces: R
         engine, chosen, room = divided.engine, divided.trainer, divided.memory
         suggested = None if given else room // (GIB // 10) / 10
     else:
-        engine = own_gpu(recipe, numbers, machine.gpu, traces.longest)
+        engine = own_gpu(recipe, numbers, machine.gpu, traces.longest) if machine.engines else None
         room = int(given * GIB) if given else max(0, int(SLACK * machine.gpu) - always.total)
         chosen = variable(recipe, numbers, traces, room)
-    return Memory(always, chosen, room, suggested, engine, disk(recipe, numbers, always, machine.processes))
+    return Memory(always, chosen, room, suggested, engine, disk(recipe, numbers, online=bool(machine.engines)))
 
 
 def too_little(
@@ -58,7 +58,6 @@ def too_little(
         yield Finding("note", "the memory of a GPU is not known: nothing is said about what fits", "machine.gpu_gib")
         return
     gpu, always, engine = machine.gpu, memory.always, memory.engine
-    assert engine is not None
     if always.total > SLACK * gpu:
         yield found.error(
             f"weights, gradients and optimizer take {_gib(always.total)} of a GPU's {_gib(gpu)}",
@@ -74,11 +73,13 @@ def too_little(
             f"a trace of {traces.longest:,} tokens takes {_gib(memory.traces.total)}, of which {_gib(room)} are there",
             smaller + (", or a machine with a GPU for each" if machine.shared_gpu else ""),
         )
-    elif always.total + room + (engine.total if machine.shared_gpu else 0) > gpu:
+    elif always.total + room + (engine.total if engine and machine.shared_gpu else 0) > gpu:
         yield found.error(
             f"grpo.memory_gib = {recipe.grpo['memory_gib']} is more than the GPU has besides {_gib(always.total)}",
             "a smaller grpo.memory_gib, or none",
         )
+    if engine is None:
+        return
     if engine.sessions < 1:
         yield found.error(
             f"the engine's cache of {_gib(engine.cache)} does not hold a session of {traces.longest:,} tokens "

@@ -78,11 +78,19 @@ def train_offline(recipe: str | Path, runs: Sequence[str | Path], *, out: str | 
     return out / FINISHED
 
 
-def plan_training(recipe: str | Path, *, engine: str | None = None, processes: int | None = None) -> "TrainingPlan":
+def plan_training(
+    recipe: str | Path,
+    *,
+    engine: str | None = None,
+    processes: int | None = None,
+    runs: Sequence[str | Path] = (),
+    out: str | Path | None = None,
+) -> "TrainingPlan":
     """Return what a training by a recipe would take, and which of its combinations cannot work. Nothing is started.
 
     `engine` is that of `train`, and `processes` the number of training processes; by default they are what the recipe's
-    table [machine] says. The recipe's model needs no weights: `config.json` and the tokenizer are enough.
+    table [machine] says. With `runs` it is the plan of `train_offline`: no engine and no rollouts. `out` is for the
+    plan's lines. The recipe's model needs no weights: `config.json` and the tokenizer are enough.
 
     Raises `MissingPackageError` without the extra `train`; `InputError` for a recipe that cannot be read.
     """
@@ -91,7 +99,15 @@ def plan_training(recipe: str | Path, *, engine: str | None = None, processes: i
         from rolltap.trainer.planning.plan import plan
     except ImportError as error:
         raise _missing(error) from error
-    return plan(settings, engine=engine, processes=processes, file=Path(recipe))
+    folders = [Path(run) for run in runs]
+    return plan(
+        settings,
+        engine=engine,
+        processes=processes,
+        file=Path(recipe),
+        runs=folders,
+        out=Path(out) if out is not None else None,
+    )
 
 
 def _settings(recipe: str | Path, out: Path) -> Recipe:

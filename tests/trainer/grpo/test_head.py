@@ -36,3 +36,22 @@ def test_logits_are_scaled_and_capped_as_the_model_does(kind):
     torch.testing.assert_close(logprobs, wanted.gather(1, ids[0, 1:, None])[:, 0])
     torch.testing.assert_close(entropies, torch.distributions.Categorical(logits=logits).entropy())
     assert not entropies.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("dtype", "summed", "copies"),
+    [
+        (torch.float32, torch.float32, 4),
+        (torch.float32, None, 4),
+        (torch.bfloat16, None, 2),
+        (torch.bfloat16, torch.float32, 6),
+    ],
+)
+def test_the_gradient_of_a_chunk_is_counted_in_the_type_of_the_weight_and_of_the_sum(dtype, summed, copies):
+    model = MODELS["scaled"]().to(dtype)
+    weight = model.get_output_embeddings().weight
+    if summed:
+        weight.grad_dtype = summed
+    assert Head(model, 1.0).gradient_bytes == copies * weight.numel()
+    weight.requires_grad_(False)
+    assert Head(model, 1.0).gradient_bytes == 0

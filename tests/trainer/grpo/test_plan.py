@@ -3,6 +3,7 @@
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rolltap.trainer.grpo.passes import Grove
 from rolltap.trainer.grpo.plan import SIZES, WORKING, Costs, measure
 from rolltap.trainer.grpo.rows import Row
 from rolltap.trainer.grpo.segments import SegmentScorer
@@ -20,7 +22,8 @@ HEADS, SIZE = COMMON["num_key_value_heads"], COMMON["head_dim"]
 COSTS = Costs(
     state_per_token=100.0,
     state_per_segment=0.0,
-    state_gradient=1.0,
+    gradient_per_token=100.0,
+    gradient_per_segment=0.0,
     graph_per_token=1000.0,
     graph_per_position=10.0,
     heads_per_key=1,
@@ -38,20 +41,21 @@ def test_costs_are_counted_on_the_model(family):
     attention = FAMILIES[family][1].layer_types.count("full_attention") if family == "qwen3.5" else 2
     assert costs.state_per_token == attention * 2 * HEADS * SIZE * 4
     assert (costs.state_per_segment > 0) == (family == "qwen3.5")
-    assert costs.state_gradient == 1.0
+    assert costs.gradient_per_token == costs.state_per_token
+    assert costs.gradient_per_segment == costs.state_per_segment
     assert costs.graph_per_token > 10 * costs.state_per_token
     assert costs.heads_per_key == 2
     # the layers share a mask of float32 numbers for each kind of window; gpt-oss keeps its attention weights
     masks = {"gemma3": 2, "gpt-oss": 2 * COMMON["num_attention_heads"]}
     assert costs.graph_per_pair == 4 * masks.get(family, 1)
     assert costs.logits_per_token >= 4 * VOCABULARY
-    assert len(costs.table().splitlines()) == 11
+    assert len(costs.table().splitlines()) == 12
 
 
 def test_in_bf16_a_state_is_half_as_large_and_its_gradient_is_not():
     costs = measure(tiny("llama").bfloat16(), nullcontext)
     assert costs.state_per_token == 2 * 2 * HEADS * SIZE * 2
-    assert costs.state_gradient == 2.0
+    assert costs.gradient_per_token == 2 * costs.state_per_token
 
 
 def test_a_model_is_as_before_afterwards():
@@ -90,6 +94,29 @@ def test_costs_predict_what_the_backward_pass_of_a_long_row_saves(family):
     assert most == pytest.approx(batch / WORKING, rel=0.1)
 
 
+@pytest.mark.parametrize("size", [64, 256])
+@pytest.mark.parametrize("number", [1, 3])
+def test_costs_predict_the_states_and_gradients_of_a_backward_pass(size, number, monkeypatch):
+    model = tiny("qwen3.5").bfloat16()
+    autocast = partial(torch.autocast, "cpu", torch.bfloat16)
+    costs, length, most = measure(model, autocast), 1024 + size, 0
+    backward_batch = Grove._backward_batch
+
+    def watched(self, batch, states, gradients, gradient):
+        nonlocal most
+        backward_batch(self, batch, states, gradients, gradient)
+        alive = [tensor for state in states.values() for layer in state for tensor in layer]
+        alive += [tensor for k in states for layer in gradients[k] for tensor in layer if tensor is not None]
+        most = max(most, sum(tensor.nbytes for tensor in alive))
+
+    monkeypatch.setattr(Grove, "_backward_batch", watched)
+    rows = [Row(np.full(length + 1, 3 + i, np.int32), np.array([length])) for i in range(number)]
+    SegmentScorer(autocast, 1.0, tokens_per_segment=size)(model, rows).logprobs.sum().backward()
+    # the last segments are not continued, and have no states
+    inner = length - size
+    assert most == pytest.approx(costs.of_states(number * inner, size, inner), rel=0.01)
+
+
 def sizes(memory: float, **options: Any) -> Any:
     """The sizes for four rows of 10,000 tokens that share nothing."""
     return COSTS.sizes(memory, [Row(np.full(10_000, i, np.int32), np.array([9_999])) for i in range(4)], **options)
@@ -114,6 +141,15 @@ def test_rows_run_in_parts_when_not_all_states_fit():
     parts = sizes(6e6)
     assert 10_000 <= parts.tokens_in_memory < 40_000
     assert parts.expected_bytes <= 6e6
+
+
+def test_parts_of_rows_with_linear_attention_fit_too():
+    rows = [Row(np.full(10_000, i, np.int32), np.array([9_999])) for i in range(9)]
+    costs = replace(COSTS, state_per_segment=50_000.0, gradient_per_segment=200_000.0)
+    for memory in (1e7, 1.5e7, 2e7):
+        parts = costs.sizes(memory, rows, among=[1024, 256])
+        assert 10_000 <= parts.tokens_in_memory < 90_000
+        assert parts.expected_bytes <= memory
 
 
 def test_offloaded_states_take_no_room():
