@@ -88,7 +88,8 @@ def add_options(loader: Loader) -> None:
     loader.add_option("rolltap_fsync", str, "session", fsync, choices=get_args(Sync))
     keep_adapter = (
         "A session keeps the LoRA adapter with which its first call was sampled, though newer ones are published, so "
-        "that its prefix cache in the engine stays. When false, each request gets the newest adapter."
+        "that its prefix cache in the engine stays. When false, each request gets the newest adapter. A restarted "
+        "recorder finds an adapter again only under the name policy-VERSION, as rolltap publishes it."
     )
     loader.add_option("rolltap_keep_adapter", bool, True, keep_adapter)
     for name, text in LIMITS.items():
