@@ -68,6 +68,8 @@ class Lookup:
                 if self._served is None:
                     raise
                 self._asked_at = clock()  # a request finds out whether the engine is down
+            if self._served is not None:
+                break
         return self._served
 
     def forget(self) -> None:

@@ -101,10 +101,10 @@ class EnginePool:
         await asyncio.gather(*(engine.close() for engine in self._engines))
 
 
-async def require_model(urls: Sequence[str], key: str | None, own: OwnModel) -> None:
-    """Raise `WrongModel` if an engine serves a model with another tokenizer than `own`.
+async def require_model(urls: Sequence[str], key: str | None, own: OwnModel) -> list[str]:
+    """Return the warnings of the comparison of the engines' models with `own`.
 
-    One that does not answer within `START_SECONDS` is logged: it is compared at its first contact.
+    Raises `WrongModel` if an engine serves a model with another tokenizer. One that does not answer within `START_SECONDS` is logged: it is compared at its first contact.
     """
     engines = [Engine(url, key, own) for url in urls]
 
@@ -124,6 +124,7 @@ async def require_model(urls: Sequence[str], key: str | None, own: OwnModel) -> 
                 raise outcome
     finally:
         await asyncio.gather(*(engine.close() for engine in engines))
+    return [engine.warning for engine in engines if engine.warning]
 
 
 def _weight(url: str, session_id: str) -> bytes:
