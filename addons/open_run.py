@@ -226,7 +226,10 @@ def _rendering(options: OptManager) -> Rendering:
 
 
 def _compare(urls: list[str], key: str | None, rendering: Rendering) -> list[str]:
-    """Return warnings. Raises `OptionsError` if an engine serves another model. mitmdump serves nobody yet: its event loop may wait."""
+    """Return warnings. Raises `OptionsError` if an engine serves another model.
+
+    mitmdump serves nobody yet: its event loop may wait.
+    """
     own = OwnModel.of(rendering.model, rendering.encode)
     with ThreadPoolExecutor(1) as pool:
         try:

@@ -104,7 +104,8 @@ class EnginePool:
 async def require_model(urls: Sequence[str], key: str | None, own: OwnModel) -> list[str]:
     """Return the warnings of the comparison of the engines' models with `own`.
 
-    Raises `WrongModel` if an engine serves a model with another tokenizer. One that does not answer within `START_SECONDS` is logged: it is compared at its first contact.
+    Raises `WrongModel` if an engine serves a model with another tokenizer. One that does not answer within
+    `START_SECONDS` is logged: it is compared at its first contact.
     """
     engines = [Engine(url, key, own) for url in urls]
 
