@@ -52,7 +52,7 @@ class Connections:
 
         Raises `EngineError` without an answer, once the engine is not healthy.
         """
-        method, unlimited = "GET" if body is None else "POST", aiohttp.ClientTimeout(sock_connect=CONNECT_SECONDS)
+        method, unlimited = "GET" if body is None else "POST", aiohttp.ClientTimeout(SILENCE_SECONDS)
         try:
             async with (
                 self.while_healthy(),
@@ -62,6 +62,8 @@ class Connections:
             ):
                 status, text = response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
+            if isinstance(error, TimeoutError) and await self.healthy():
+                return await self.ask(path, body)  # the request may be lost
             why = str(error) or type(error).__name__
             raise EngineError(f"the engine at {self.url} cannot be reached: {why}", retryable=True) from error
         try:
