@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import string
+from collections.abc import Sequence
 from urllib.parse import quote
 
 from mitmproxy import connection, ctx, exceptions, http
@@ -139,6 +140,10 @@ class Capture:
     def _forget(self, server: connection.Server) -> None:
         if self.endpoint is not None and server.sockname and server.address == ("127.0.0.1", self.endpoint.port):
             self._expected.forget(server.sockname[1])
+
+    def warnings(self) -> Sequence[str]:
+        """Return what the user should know of the engines' models."""
+        return () if self.endpoint is None else self.endpoint.warnings
 
     def running_calls(self, session_id: str) -> int:
         """Return the number of generations of a session that run."""

@@ -28,11 +28,21 @@ class EngineError(RolltapError):
     """The engine did not start, does not answer, or refused a request.
 
     `status` is the HTTP status of the recorder's error reply to the harness. `retryable` is True when the same request
-    may succeed later. `answered` is True when the engine refused this request: it may still serve others.
+    may succeed later. `answered` is True when the engine refused this request: it may still serve others. `told` is
+    the text for the harness, where the message names adapters or folders, which are not its business.
     """
 
-    def __init__(self, message: str, *, status: int = 503, retryable: bool = False, answered: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 503,
+        retryable: bool = False,
+        answered: bool = False,
+        told: str | None = None,
+    ) -> None:
         super().__init__(message)
+        self.told = told or message
         self.status = status
         self.retryable = retryable
         self.answered = answered

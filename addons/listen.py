@@ -4,6 +4,7 @@ import asyncio
 import ipaddress
 import json
 import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mitmproxy import ctx, exceptions
@@ -19,14 +20,15 @@ class Listen:
     """Sets the default address to loopback, refuses other addresses without `rolltap_secret_file`, and writes the
     address to `rolltap_ready` once the proxy listens."""
 
-    def __init__(self) -> None:
+    def __init__(self, warnings: Callable[[], Sequence[str]] = tuple) -> None:
+        self._warnings = warnings
         self._announcing: asyncio.Task[None] | None = None
 
     def load(self, loader: Loader) -> None:
         """Declare the option, and set `listen_host` to loopback if it is empty."""
         text = (
             "File, or /dev/fd/NUMBER, to write the proxy's address to once it listens: one line of JSON with the keys "
-            "`host` and `port`. Empty for none."
+            "`host`, `port` and `warnings`, a list of texts about the engines' models. Empty for none."
         )
         loader.add_option("rolltap_ready", str, "", text)
         if not ctx.options.listen_host:
@@ -76,8 +78,9 @@ class Listen:
         if ctx.options.rolltap_ready:
             ready = Path(ctx.options.rolltap_ready).expanduser()
             host, port, *_ = addresses[0]
+            announced = {"host": host, "port": port, "warnings": [*self._warnings()]}
             try:
-                write_atomically(ready, json.dumps({"host": host, "port": port}) + "\n")
+                write_atomically(ready, json.dumps(announced) + "\n")
             except OSError as error:
                 logger.error("rolltap_ready: %s: stopping", error)
                 ctx.master.shutdown()

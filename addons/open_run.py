@@ -88,7 +88,8 @@ def add_options(loader: Loader) -> None:
     loader.add_option("rolltap_fsync", str, "session", fsync, choices=get_args(Sync))
     keep_adapter = (
         "A session keeps the LoRA adapter with which its first call was sampled, though newer ones are published, so "
-        "that its prefix cache in the engine stays. When false, each request gets the newest adapter."
+        "that its prefix cache in the engine stays. When false, each request gets the newest adapter. A restarted "
+        "recorder finds an adapter again only under the name policy-VERSION, as rolltap publishes it."
     )
     loader.add_option("rolltap_keep_adapter", bool, True, keep_adapter)
     for name, text in LIMITS.items():
@@ -113,7 +114,7 @@ def open_run(options: OptManager) -> Endpoint:
     run, engines, key, sampling, sync, limits, rendering = map(read, checks)
     if wrong:
         raise OptionsError("\n".join(wrong))
-    _compare(engines, key, rendering)
+    warnings = _compare(engines, key, rendering)
     metadata = {
         "model": resolve_model(options.rolltap_model),
         "renderer": rendering.name,
@@ -141,6 +142,7 @@ def open_run(options: OptManager) -> Endpoint:
         patience=options.rolltap_patience,
         engine_key=key,
         keep_adapter=options.rolltap_keep_adapter,
+        warnings=warnings,
     )
 
 
@@ -223,11 +225,14 @@ def _rendering(options: OptManager) -> Rendering:
     return rendering
 
 
-def _compare(urls: list[str], key: str | None, rendering: Rendering) -> None:
-    """Raise `OptionsError` if an engine serves another model. mitmdump serves nobody yet: its event loop may wait."""
+def _compare(urls: list[str], key: str | None, rendering: Rendering) -> list[str]:
+    """Return warnings. Raises `OptionsError` if an engine serves another model.
+
+    mitmdump serves nobody yet: its event loop may wait.
+    """
     own = OwnModel.of(rendering.model, rendering.encode)
     with ThreadPoolExecutor(1) as pool:
         try:
-            pool.submit(asyncio.run, require_model(urls, key, own)).result()
+            return pool.submit(asyncio.run, require_model(urls, key, own)).result()
         except WrongModel as error:
             raise OptionsError(f"rolltap_model: {error}") from error

@@ -18,7 +18,7 @@ capture = Capture()
 sessions = Sessions(capture.record)
 addons = [
     Log(),
-    Listen(),
+    Listen(capture.warnings),
     sessions,
     Limits(capture.record, capture.running_calls),
     Descriptors(capture.record),

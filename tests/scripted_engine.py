@@ -54,6 +54,8 @@ class ScriptedEngine:
         self.root = str(tokenizer.name_or_path)
         """Folder or name of the served model."""
         self.tokenize_status = 200
+        self.weight_version: str | None = "default"
+        """Name of the base weights as `/weight_info` tells it. None: the engine has no such route."""
         self.deaf = False
         """True to accept connections and requests from now on and say nothing, not even to /health."""
         self.asked: list[str] = []
@@ -94,6 +96,7 @@ class ScriptedEngine:
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_get("/weight_info", self._weight_info)
         app.router.add_post("/inference/v1/generate", self._generate)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
         await runner.setup()
@@ -127,6 +130,10 @@ class ScriptedEngine:
         ids = self.tokenizer.encode(body["prompt"], add_special_tokens=body["add_special_tokens"])
         answer = {"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids, "token_strs": None}
         return web.json_response(answer if self.tokenize_status == 200 else {}, status=self.tokenize_status)
+
+    async def _weight_info(self, request: web.Request) -> web.Response:
+        status = 404 if self.weight_version is None else 200
+        return web.json_response({"weight_version": self.weight_version}, status=status)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

@@ -33,7 +33,7 @@ def as_dialect_error(error: Exception) -> DialectError:
     if isinstance(error, DialectError):
         return error
     if isinstance(error, EngineError):
-        return DialectError(str(error), status=error.status, code="engine_error")
+        return DialectError(error.told, status=error.status, code="engine_error")
     if isinstance(error, RunError):
         return DialectError(f"the recorder cannot read its run: {error}", status=500, code="not_recorded")
     if isinstance(error, OSError):

@@ -18,10 +18,11 @@ from rolltap.addons.endpoint.failures import as_dialect_error, event_kind
 from rolltap.addons.endpoint.recovery import Recovery
 from rolltap.addons.endpoint.refusals import Refusals
 from rolltap.addons.endpoint.work import Workers
-from rolltap.addons.engine.client import SILENCE_SECONDS
 from rolltap.addons.engine.completion import sample
+from rolltap.addons.engine.connections import SILENCE_SECONDS
 from rolltap.addons.engine.policy import PolicyFile, SessionPolicy
 from rolltap.addons.engine.pool import EnginePool
+from rolltap.addons.errors import EngineError
 from rolltap.addons.prompts.continuity import Prompt
 from rolltap.addons.prompts.growing_reply import GrowingReply
 from rolltap.addons.prompts.rendering import Rendering
@@ -279,7 +280,8 @@ class Generation:
 
         Reasons of ours are errors, and an abort of a call that the engine did not answer.
         """
-        detail = self.call.error if state is State.ABORTED else str(self.error)
+        known = error if isinstance(error, EngineError) else self.error
+        detail = self.call.error if state is State.ABORTED else str(known)
         if detail is not None and event_kind(error) == "fault":
             call = self.call
             event = Event(

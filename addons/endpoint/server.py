@@ -79,9 +79,12 @@ class Endpoint:
         patience: float,
         engine_key: str | None = None,
         keep_adapter: bool = True,
+        warnings: Sequence[str] = (),
     ) -> None:
         self.rendering = rendering
         self.writer = writer
+        self.warnings = warnings
+        """What the user should know of the engines' models."""
         self.refusals = Refusals(writer.note)
         self.sampling = {**NEUTRAL_SAMPLING, **sampling}
         self.sessions: dict[str, SessionState] = {}

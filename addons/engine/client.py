@@ -5,36 +5,24 @@ Uses vLLM's streaming `POST /inference/v1/generate` (vLLM 0.32 and newer, starte
 
 import asyncio
 import json
-import logging
-import socket
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from typing import Any
 
 import aiohttp
 
+from rolltap.addons.engine import connections
+from rolltap.addons.engine.connections import Connections
 from rolltap.addons.engine.events import Chunk, decode, encode, events
-from rolltap.addons.engine.key import authorization, key_refused
-from rolltap.addons.engine.served import TEXT, OwnModel
-from rolltap.addons.engine.waiting import Shared
+from rolltap.addons.engine.key import key_refused
+from rolltap.addons.engine.lookup import Lookup
+from rolltap.addons.engine.served import OwnModel
 from rolltap.addons.errors import EngineError
 
-logger = logging.getLogger(__name__)
-
 GENERATE = "/inference/v1/generate"
-CONNECT_SECONDS = 10.0
-LOOKUP_SECONDS = 10.0
-"""Time limit of a question that vLLM's API server answers without the model. It answers during a weight update too."""
-SILENCE_SECONDS = 10.0
-"""Seconds without a byte of a generation after which the engine is asked for its health, as often as that passes. There
-is no limit on a generation: its prefill may be long, or it may queue behind a weight update."""
-HEALTH_SECONDS = 5.0
-"""Time limit of one such question. It is asked twice, because the recorder itself may have stood still meanwhile: an
-engine that says nothing is found out after 20 to 30 s."""
+REFUSAL_SECONDS = 10.0
+"""Time limit for the body of a refusal, whose headers have arrived."""
 STREAM_INTERVAL = 8
 """Tokens of an event of the engine, after the first token. An event costs the recorder as much as its tokens do."""
-KEEP_ALIVE_SECONDS = 4.0
-"""Seconds for which an idle connection is kept for the next request. vLLM closes it after 5."""
 END_SECONDS = 1.0
 """Time limit for the end of a response whose last event has arrived. Only then its connection is used again."""
 
@@ -46,48 +34,41 @@ class AdapterGone(EngineError):
 class Engine:
     """One vLLM server. Must be created inside the event loop that uses it.
 
-    With `own`, it is asked at first contact, and again after `forget`, whether it serves that model. Until it has
-    answered, and if it does not, every request raises `EngineError`.
+    With `own`, it is asked at first contact, after `forget`, and every `lookup.AGAIN_SECONDS` of use, whether it serves
+    that model. Until it has answered, and if it does not, every request raises `EngineError`.
     """
 
     def __init__(self, url: str, key: str | None = None, own: OwnModel | None = None) -> None:
         self.url = url.rstrip("/")
         self._key = key
-        self._own = own
-        self._session = aiohttp.ClientSession(
-            headers=authorization(key),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
-            connector=aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS, socket_factory=_socket_with_probes
-            ),
-        )
-        self._max_model_len: int | None = None
-        self._lookup = Shared(self._look_up)
-        self._health = Shared(self._ask_health)
-        self.model = ""
+        self._compared = own is not None
+        self._connections = Connections(self.url, key)
+        self._lookup = Lookup(self._connections, key, own)
+        self.healthy = self._connections.healthy
+        self.forget = self._lookup.forget
+
+    @property
+    def model(self) -> str:
+        """Name of the served model, empty before the first look-up."""
+        return self._lookup.model
+
+    @property
+    def warning(self) -> str | None:
+        """Difference to `own` that the last look-up found and that refuses nothing."""
+        return self._lookup.warning
 
     async def close(self) -> None:
         """Close the connections. Running generations raise `EngineError`."""
-        await asyncio.gather(self._lookup.close(), self._health.close())
-        await self._session.close()
+        await self._lookup.close()
+        await self._connections.close()
 
     async def max_model_len(self) -> int:
-        """Return the engine's context window in tokens. Sets `model` to the served model's name. Cached.
+        """Return the engine's context window in tokens. Raises as `Lookup.served`."""
+        return (await self._lookup.served()).max_model_len
 
-        Raises `WrongModel` when it serves a model with another tokenizer, and `EngineError` when it does not answer in
-        time, refuses the key, or its answer is not vLLM's.
-        """
-        if self._max_model_len is None:
-            self._max_model_len = await self._lookup()
-        return self._max_model_len
-
-    def forget(self) -> None:
-        """Ask for the context window and the model again, because another server may answer from now on."""
-        self._max_model_len = None
-
-    async def healthy(self) -> bool:
-        """Return True when the engine answers `/health`, which vLLM does also while it is paused."""
-        return await self._health()
+    async def weight_version(self) -> str | None:
+        """Return the name that the base weights had at the last look-up, or None. Raises as `Lookup.served`."""
+        return (await self._lookup.served()).weight_version
 
     async def describe(self) -> dict[str, Any]:
         """Return the served model, the context window in tokens, and vLLM's version and configuration.
@@ -96,75 +77,16 @@ class Engine:
         VLLM_SERVER_DEV_MODE=1. Raises `EngineError`.
         """
         max_model_len = await self.max_model_len()
-        (_, version), (_, information) = await self._ask("/version"), await self._ask("/server_info")
+        (_, version), (_, information) = (
+            await self._connections.ask("/version"),
+            await self._connections.ask("/server_info"),
+        )
         return {
             "model": self.model,
             "max_model_len": max_model_len,
             "vllm": version.get("version"),
             "configuration": information.get("vllm_config"),
         }
-
-    async def _look_up(self) -> int:
-        status, models = await self._ask("/v1/models")
-        if advice := key_refused(self.url, status, self._key):
-            raise EngineError(advice, status=502)
-        try:
-            base = next(m for m in models["data"] if not m.get("parent"))
-            self.model, max_model_len = str(base["id"]), int(base["max_model_len"])
-        except (ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
-            message = (
-                f"{self.url}/v1/models did not return a model with max_model_len (status {status}, {error!r}): check "
-                "that rolltap_engine is a vLLM server"
-            )
-            raise EngineError(message, status=502, retryable=status >= 500) from error
-        if self._own is not None:
-            await self._compare(self._own, str(base.get("root") or self.model))
-        return max_model_len
-
-    async def _compare(self, own: OwnModel, root: str) -> None:
-        """Compare the engine's tokenizer with that of `own`. `root` is its folder or name as the engine has it."""
-        status, answer = await self._ask("/tokenize", {"prompt": TEXT, "add_special_tokens": False})
-        if "tokens" not in answer:
-            message = (
-                f"{self.url}/tokenize did not return the tokens of a text (status {status}), by which the engine's "
-                "model is compared with rolltap_model: check that rolltap_engine is a vLLM server"
-            )
-            raise EngineError(message, status=502, retryable=status >= 500)
-        own.require(self.url, root, answer["tokens"])
-        if not own.is_named(root, self.model):
-            logger.warning(
-                "the engine at %s serves %s (as %s), not %s: their tokenizers agree; weights and chat templates were "
-                "not compared",
-                *(self.url, root, self.model, own.name),
-            )
-
-    async def _ask_health(self) -> bool:
-        for _ in range(2):
-            with suppress(aiohttp.ClientError, TimeoutError):
-                timeout = aiohttp.ClientTimeout(total=HEALTH_SECONDS)
-                async with self._session.get(f"{self.url}/health", timeout=timeout, allow_redirects=False) as response:
-                    return response.status < 500
-        return False
-
-    async def _ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
-        """Get a path, or post a body to it. Return a status and a JSON object, empty for any other answer.
-
-        Raises `EngineError` without an answer.
-        """
-        timeout, method = aiohttp.ClientTimeout(total=LOOKUP_SECONDS), "GET" if body is None else "POST"
-        try:
-            async with self._session.request(
-                method, self.url + path, json=body, timeout=timeout, allow_redirects=False
-            ) as response:
-                status, text = response.status, await response.read()
-        except (aiohttp.ClientError, TimeoutError) as error:
-            why = str(error) or f"no answer to {path} in {LOOKUP_SECONDS:g} s"
-            raise EngineError(f"the engine at {self.url} cannot be reached: {why}", retryable=True) from error
-        try:
-            answer = json.loads(text) if status == 200 else {}
-        except ValueError:
-            answer = {}
-        return status, answer if isinstance(answer, dict) else {}
 
     async def generate(self, token_ids: list[int], sampling: dict[str, Any], model: str | None) -> AsyncIterator[Chunk]:
         """Sample a completion of `token_ids`. Yields chunks as they arrive.
@@ -179,8 +101,8 @@ class Engine:
         if model is not None:
             body["model"] = model
         finished = False
-        if self._own is not None:
-            await self.max_model_len()
+        if self._compared:
+            await self._lookup.served()
         try:
             async with await self._headers(body) as response:
                 if response.status != 200:
@@ -211,50 +133,36 @@ class Engine:
     async def _post(self, body: dict[str, Any]) -> aiohttp.ClientResponse:
         data, headers = encode(body), {"content-type": "application/json"}
         try:
-            return await self._session.post(self.url + GENERATE, data=data, headers=headers, allow_redirects=False)
+            return await self._connections.session.post(
+                self.url + GENERATE, data=data, headers=headers, allow_redirects=False
+            )
         except aiohttp.ServerDisconnectedError:
             # uvicorn closes a keep-alive connection after an internal error; no token has arrived, so retry once
-            return await self._session.post(self.url + GENERATE, data=data, headers=headers, allow_redirects=False)
+            return await self._connections.session.post(
+                self.url + GENERATE, data=data, headers=headers, allow_redirects=False
+            )
 
     async def _headers(self, body: dict[str, Any]) -> aiohttp.ClientResponse:
-        """Send a generation. Return the response once its headers are there. Raises `EngineError` as `_watch` does."""
-        try:
-            async with asyncio.timeout(None) as limit:
-                watch = asyncio.create_task(self._expire(limit))
-                try:
-                    return await self._post(body)
-                finally:
-                    watch.cancel()
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise self._silent() from None
-
-    async def _expire(self, limit: asyncio.Timeout) -> None:
-        """Let `limit` expire once the engine is not healthy."""
-        while True:
-            await asyncio.sleep(SILENCE_SECONDS)
-            if not await self.healthy():
-                return limit.reschedule(asyncio.get_running_loop().time())
+        """Send a generation. Return the response once its headers are there. Raises as `Connections.while_healthy`."""
+        async with self._connections.while_healthy():
+            return await self._post(body)
 
     async def _watch(self, content: aiohttp.StreamReader) -> None:
         """Make the reader of `content` raise `EngineError` once nothing arrives and the engine is not healthy."""
         while True:
             seen = content.total_bytes
-            await asyncio.sleep(SILENCE_SECONDS)
+            await asyncio.sleep(connections.SILENCE_SECONDS)
             if content.total_bytes == seen and not await self.healthy() and content.total_bytes == seen:
-                return content.set_exception(self._silent())
-
-    def _silent(self) -> EngineError:
-        message = f"the engine at {self.url} says nothing: neither a token nor an answer to /health"
-        return EngineError(message, retryable=True)
+                return content.set_exception(self._connections.silent())
 
     async def _refusal(self, response: aiohttp.ClientResponse, model: str | None) -> EngineError:
-        async with asyncio.timeout(LOOKUP_SECONDS):
+        async with asyncio.timeout(REFUSAL_SECONDS):
             body = await response.read()
         text = body.decode("utf-8", "replace")[:500]
         if response.status == 404 and model is not None and _is_unknown(model, body):
-            return AdapterGone(f"the engine at {self.url} answered 404: {text}", status=502, answered=True)
+            told = f"the engine at {self.url} does not have the weights of this session"
+            message = f"the engine at {self.url} has no adapter {model}"
+            return AdapterGone(message, status=502, retryable=True, answered=True, told=told)
         if (status := response.status) == 401 and (advice := key_refused(self.url, status, self._key)):
             return EngineError(advice, status=502)
         hint = f"; {GENERATE} needs vLLM 0.32 or newer with --enable-scale-out" if status in (403, 404) else ""
@@ -271,13 +179,3 @@ def _is_unknown(model: str, body: bytes) -> bool:
     except (ValueError, KeyError, TypeError):
         return False
     return isinstance(message, str) and f"`{model}` does not exist" in message
-
-
-def _socket_with_probes(address: aiohttp.AddrInfoType) -> socket.socket:
-    """Return a socket that notices within 40 s that the engine's machine is gone, though nothing is sent on it."""
-    family, kind, protocol, *_ = address
-    opened = socket.socket(family, kind, protocol)
-    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
-        opened.setsockopt(socket.IPPROTO_TCP, option, value)
-    return opened

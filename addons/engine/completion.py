@@ -8,6 +8,7 @@ from typing import Any
 
 from rolltap.addons.engine.client import AdapterGone, Engine
 from rolltap.addons.engine.events import Chunk
+from rolltap.addons.engine.lost import LostVersions, covered_tokens
 from rolltap.addons.engine.policy import Policy, SessionPolicy
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.engine.waiting import Patience
@@ -32,32 +33,35 @@ async def sample(
 
     `call.error` is the last failure while no token has been sampled after it, and None otherwise.
 
-    An adapter that the engine no longer has is replaced by the published policy, and `writer` records an event
-    `switched`. Without another policy it is an error.
+    An engine without the session's adapter is left out: another one that has it goes on. When none has it, the session
+    goes on with the published policy, and `writer` records an event `switched`. When none has that either, it is a
+    retryable failure: the trainer loads it again when it publishes next.
 
     If the engine answers 400 before the first token, `structured_outputs` is removed from `sampling` and the request is
     repeated. Raises `EngineError` when it is not retryable or `patience` is used up.
     """
     pauses, num_sampled = Patience(patience), 0
     failed: set[Engine] = set()
+    without: set[Engine] = set()
+    lost = LostVersions()
     while call.finish_reason is None:
         policy, start, engine = policies.choose(), len(call.completion_ids), engines.of(call.session_id, failed)
+        said: str | None = None
         try:
-            async for chunk in _sample_rest(call, sampling, engine, policy):
+            said = await engine.weight_version() if policy.model is None else None
+            async for chunk in _sample_rest(call, sampling, engine, policy, lost):
                 yield chunk
-        except AdapterGone:
-            if (successor := policies.lost(policy)) is None:
-                raise
-            gone = f"the engine at {engine.url} has no adapter {policy.model} any more"
-            _note(writer, "switched", call, f"{gone}: the session goes on with the weights {successor.version}")
         except EngineError as error:
             if error.status == 400 and not call.completion_ids and sampling.pop("structured_outputs", None):
                 continue
             if not error.retryable:
                 raise
             failed.add(engine)
+            if isinstance(error, AdapterGone):
+                without.add(engine)
             other_engine = engines.failed(engine, error, failed)
-            _infer_lost_fields(call, sampling, start, policy, policies)
+            lost.add(call, start, policy, policies.published(), said)
+            _infer_finish_reason(call, sampling)
             if call.finish_reason is not None:
                 return
             if len(call.completion_ids) > num_sampled:
@@ -65,9 +69,15 @@ async def sample(
                 num_sampled = len(call.completion_ids)
             call.error = str(error)
             if not other_engine:
+                if nobody_has_it := bool(without) and not engines.any_up(without):
+                    without.clear()
+                failed = {*without}
+                if nobody_has_it and (successor := policies.lost(policy)) is not None:
+                    gone = f"no engine has the adapter {policy.model} any more"
+                    _note(writer, "switched", call, f"{gone}: the session goes on with the weights {successor.version}")
+                    continue
                 if not await pauses.wait():
                     raise
-                failed.clear()
             _note(writer, "continued", call, str(error))
 
 
@@ -85,10 +95,12 @@ def _note(writer: RunWriter, kind: EventKind, call: Call, detail: str) -> None:
     )
 
 
-async def _sample_rest(call: Call, sampling: dict[str, Any], engine: Engine, policy: Policy) -> AsyncIterator[Chunk]:
+async def _sample_rest(
+    call: Call, sampling: dict[str, Any], engine: Engine, policy: Policy, lost: LostVersions
+) -> AsyncIterator[Chunk]:
     """Request the rest of the completion once. Raises `EngineError`."""
     call.engine = engine.url
-    start, earlier = len(call.completion_ids), call.weight_versions
+    start, earlier, covered = len(call.completion_ids), call.weight_versions, covered_tokens(call)
     request_sampling = {**sampling, "max_tokens": sampling["max_tokens"] - start}
     finish_reason = None
     async for chunk in engine.generate([*call.prompt_ids, *call.completion_ids], request_sampling, policy.model):
@@ -107,7 +119,7 @@ async def _sample_rest(call: Call, sampling: dict[str, Any], engine: Engine, pol
             spans = [VersionSpan(version=policy.version, start=0, end=len(call.completion_ids) - start)]
         if spans:
             moved = [VersionSpan(version=s.version, start=start + s.start, end=start + s.end) for s in spans]
-            call.weight_versions = earlier + moved
+            call.weight_versions = earlier + lost.settle(moved, covered, start)
         yield chunk
     if finish_reason == "abort":
         raise EngineError(f"the engine at {engine.url} aborted the generation", retryable=True, answered=True)
@@ -116,20 +128,12 @@ async def _sample_rest(call: Call, sampling: dict[str, Any], engine: Engine, pol
     call.finish_reason = finish_reason
 
 
-def _infer_lost_fields(
-    call: Call, sampling: dict[str, Any], start: int, policy: Policy, policies: SessionPolicy
-) -> None:
+def _infer_finish_reason(call: Call, sampling: dict[str, Any]) -> None:
     """Infer what the last chunk of a failed request would have said.
 
-    Weights: `policy`, if it is still the published policy. Otherwise the base model may have been replaced, and the
-    spans keep a gap, which `find_violation` reports: the call is not trained on. Tokens of an adapter have their spans.
-    Finish reason: `stop` after a stop token, `length` at the token limit, else None.
+    `stop` after a stop token, `length` at the token limit, else None.
     """
-    covered = call.weight_versions[-1].end if call.weight_versions else 0
-    end = len(call.completion_ids)
-    if covered == start < end and policies.published() == policy:
-        call.weight_versions.append(VersionSpan(version=policy.version, start=start, end=end))
     if call.completion_ids and call.completion_ids[-1] in sampling["stop_token_ids"]:
         call.finish_reason = "stop"
-    elif end == sampling["max_tokens"]:
+    elif len(call.completion_ids) == sampling["max_tokens"]:
         call.finish_reason = "length"

@@ -16,6 +16,10 @@ class Policy:
     model: str | None = None
 
 
+UNPUBLISHED = Policy("default")
+"""The engine's own weights, under vLLM's name for them: what is taken before anything is published."""
+
+
 class PolicyFile:
     """Reader of a run's `policy.json`. The file is replaced atomically, and parsed again when its modification time or
     inode changes."""
@@ -23,10 +27,10 @@ class PolicyFile:
     def __init__(self, run: Path) -> None:
         self._path = run / POLICY_FILE
         self._seen: tuple[int, int] | None = None
-        self._policy = Policy("default")
+        self._policy = UNPUBLISHED
 
     def read(self) -> Policy:
-        """Return the current policy, or the version `default` (the engine's own weights) before the first publication.
+        """Return the current policy, or `UNPUBLISHED` before the first publication.
 
         Raises `OSError`, and `ValueError` or `KeyError` for a malformed file.
         """
@@ -65,7 +69,7 @@ class SessionPolicy:
         return self._kept or published
 
     def lost(self, policy: Policy) -> Policy | None:
-        """Forget an adapter that the engine no longer has. Return the policy to go on with, or None if it is the same.
+        """Forget an adapter that no engine has any more. Return the policy to go on with, or None if it is the same.
 
         Raises as `PolicyFile.read`.
         """

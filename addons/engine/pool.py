@@ -17,7 +17,7 @@ DOWN_SECONDS = 10.0
 """Seconds between an engine's failure and the first question whether it is healthy, and between the questions. An
 engine that is healthy and fails every call is logged at most twice in this time."""
 
-START_SECONDS = 5.0
+START_SECONDS = 10.0
 """Time limit for an engine to answer at the start of the recorder."""
 
 
@@ -72,6 +72,10 @@ class EnginePool:
                 logger.warning("engine down: %s", error)
                 self._down[engine] = _Outage(asyncio.create_task(self._watch(engine)))
             self._down[engine].failures += 1
+        return self.any_up(avoid)
+
+    def any_up(self, avoid: Collection[Engine] = ()) -> bool:
+        """Return True when an engine is up and not in `avoid`."""
         return bool(self._up(avoid))
 
     async def _watch(self, engine: Engine) -> None:
@@ -97,10 +101,11 @@ class EnginePool:
         await asyncio.gather(*(engine.close() for engine in self._engines))
 
 
-async def require_model(urls: Sequence[str], key: str | None, own: OwnModel) -> None:
-    """Raise `WrongModel` if an engine serves a model with another tokenizer than `own`.
+async def require_model(urls: Sequence[str], key: str | None, own: OwnModel) -> list[str]:
+    """Return the warnings of the comparison of the engines' models with `own`.
 
-    One that does not answer within `START_SECONDS` is logged: it is compared at its first contact.
+    Raises `WrongModel` if an engine serves a model with another tokenizer. One that does not answer within
+    `START_SECONDS` is logged: it is compared at its first contact.
     """
     engines = [Engine(url, key, own) for url in urls]
 
@@ -120,6 +125,7 @@ async def require_model(urls: Sequence[str], key: str | None, own: OwnModel) -> 
                 raise outcome
     finally:
         await asyncio.gather(*(engine.close() for engine in engines))
+    return [engine.warning for engine in engines if engine.warning]
 
 
 def _weight(url: str, session_id: str) -> bytes:

@@ -40,6 +40,7 @@ class OwnModel:
                 f"the engine at {url} serves {served}, whose tokenizer is not that of {self.name}: give the model that "
                 f"the engine serves (--model, rolltap_model), or start the engine with {self.name}",
                 status=502,
+                told=f"the engine at {url} serves another model than the recorder's",
             )
 
     def is_named(self, *names: str) -> bool:

@@ -274,7 +274,7 @@ failed before it began |
     | `replayed` | retry that received the finished reply again |
     | `continued` | engine failure during a call, which went on from the last sampled token |
     | `switched` | the engine no longer had the session's adapter, and the session went on with the published policy |
-| `ended` | the session takes no more calls |
+    | `ended` | the session takes no more calls |
 
     Attributes:
         session_id: None when the credentials did not name one.

@@ -2,7 +2,7 @@
 
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -70,12 +70,16 @@ class SessionIndex:
                 for session_id in batch.column("session_id").unique().to_pylist():
                     self._places[session_id].setdefault(new.path.name, array("q")).append(offset)
 
-    def batches(self, session_id: str | None) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of one session, file by file, in the order of their commits."""
+    def batches(self, session_id: str | None, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of one session, file by file, in the order of their commits. `columns` None means all."""
         for name in sorted(self._places.get(session_id, ())):
             reader = self._reader(name)
             for offset in self._places[session_id].get(name, ()):
-                yield rows_of_session(reader.read(offset), session_id)
+                batch = reader.read(offset)
+                if columns is not None:
+                    batch = batch.select([*columns, *({"session_id"} - {*columns})])
+                rows = rows_of_session(batch, session_id)
+                yield rows if columns is None else rows.select(columns)
 
     def _reader(self, name: str) -> SegmentReader:
         if name not in self._open:

@@ -71,7 +71,7 @@ class TestReady:
     @pytest.fixture
     async def announce(self, context):
         async def announce(ready):
-            listen = Listen()
+            listen = Listen(lambda: ["another model"])
             context.master.addons.add(Proxyserver(), Sessions([].append), Capture(), listen)
             context.configure(listen, rolltap_ready=str(ready))
             listen.running()
@@ -82,7 +82,8 @@ class TestReady:
 
     async def test_the_address_is_written_once_calls_can_be_taken(self, announce, tmp_path):
         await announce(tmp_path / "ready.json")
-        assert json.loads((tmp_path / "ready.json").read_text()) == {"host": "127.0.0.1", "port": 8080}
+        announced = {"host": "127.0.0.1", "port": 8080, "warnings": ["another model"]}
+        assert json.loads((tmp_path / "ready.json").read_text()) == announced
 
     async def test_a_later_change_to_an_open_address_is_refused(self, context, announce):
         listen = await announce("")

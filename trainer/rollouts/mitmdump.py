@@ -1,6 +1,7 @@
 """One mitmdump process with the addons."""
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -13,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from rolltap.addons.errors import MissingPackageError, RecorderError
+
+logger = logging.getLogger(__name__)
 
 _STOP_SECONDS = 20.0
 
@@ -64,14 +67,20 @@ class Mitmdump:
         return self._process.poll() is not None
 
     def address(self) -> str:
-        """Wait until the process accepts calls, and return `HOST:PORT`. Raises `RecorderError` when it ends before."""
+        """Wait until the process accepts calls, and return `HOST:PORT`. Logs its warnings.
+
+        Raises `RecorderError` when it ends before.
+        """
         with self._ready:
             # a line when the recorder is ready; nothing when it exits before
             line = self._ready.readline()
         if not line:
             self._copier.join()
             raise RecorderError(f"{self._name} did not start:\n{self._tail()}")
-        return "{host}:{port}".format(**json.loads(line))
+        announced = json.loads(line)
+        for warning in announced["warnings"]:
+            logger.warning("%s: %s", self._name, warning)
+        return f"{announced['host']}:{announced['port']}"
 
     def check(self) -> None:
         """Raise `RecorderError` if the process has ended."""

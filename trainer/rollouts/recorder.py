@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, get_args
 
-from rolltap.addons.engine.policy import PolicyFile
-from rolltap.addons.errors import InputError, RecorderError
+from rolltap.addons.engine.policy import POLICY_FILE, PolicyFile
+from rolltap.addons.errors import InputError, RecorderError, RunError
 from rolltap.addons.secret import hide_process
 from rolltap.addons.store.records import Session, SessionStatus, utc_now
 from rolltap.addons.store.tables import RunWriter
@@ -155,9 +155,23 @@ class Recorder:
         try:
             self._end_calls(session.session_id)
         finally:  # a session whose recorder has died has its row too
-            sampled = self._rows.first_version(session.session_id)
-            session.policy_version = sampled or session.policy_version or PolicyFile(self.path).read().version
-            self._writer.add_session(session)
+            try:
+                session.policy_version = self._version(session)
+            finally:  # and one whose version cannot be read
+                self._writer.add_session(session)
+
+    def _version(self, session: Session) -> str:
+        """Return the version of a session's row. Raises `RunError` and `OSError`."""
+        known = self._rows.first_version(session.session_id) or session.policy_version
+        if known is not None:
+            return known
+        try:
+            return PolicyFile(self.path).read().version
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            message = (
+                f"{self.path / POLICY_FILE} cannot be read ({error!r}): session {session.session_id} has no version"
+            )
+            raise RunError(message) from error
 
     def check(self) -> None:
         """Raise `RecorderError` if a process has died."""

@@ -29,7 +29,7 @@ class SessionRows:
             else:
                 self._indexes[table] = SessionIndex(self._run, table)
             index = self._indexes[table]
-            batches = [batch.select(columns).to_pydict() for batch in index.batches(session_id)]
+            batches = [batch.to_pydict() for batch in index.batches(session_id, columns)]
             index.close()
         return [row for batch in batches for row in zip(*batch.values(), strict=True)]
 

@@ -22,6 +22,7 @@ from rolltap.trainer.traces.cached import CachedPrompts, cached_prompts
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.sessions import TracedSession, TraceOptions, iter_traces, session_reward
 from rolltap.trainer.versions import Version
+from rolltap.trainer.views.cache_table import CacheRow, cache_table
 
 MOST_SESSIONS = 50
 """Most rows that the printed table of sessions has."""
@@ -50,20 +51,6 @@ class SessionRow:
     bridged: int
     rendered: int
     ledger: Ledger
-
-
-@dataclass(frozen=True, slots=True)
-class CacheRow:
-    """Prompt tokens that the engine took from its prefix cache, of the calls of one kind of one harness."""
-
-    harness: str
-    """Empty when it is not known."""
-    kind: str
-    prompts: CachedPrompts
-    share: float | None
-    """Cached tokens of a prompt token."""
-    unused: bool
-    """True when next to nothing of the parents' tokens came from the cache: see `CachedPrompts.unused`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +104,7 @@ class Summary(JupyterMixin):
             yield _session_table(self.session_rows)
         yield _count_table(self)
         if self.cache:
-            yield _cache_table(self.cache)
+            yield cache_table(self.cache)
         if self.rendered:
             yield _reason_table(self.rendered)
 
@@ -259,22 +246,6 @@ def _count_table(summary: Summary) -> Table:
             table.add_row(note, str(count))
     if summary.refused:
         table.add_row("refused hosts", Text(_counts(summary.refused)))
-    return table
-
-
-def _cache_table(rows: Sequence[CacheRow]) -> Table:
-    table = Table("harness", "prompts", "tokens", "cached", title="prompt tokens from the engine's prefix cache")
-    for row in rows:
-        share = "" if row.share is None else f"{row.share:.1%}"
-        table.add_row(Text(row.harness), row.kind, str(row.prompts.prompt_tokens), share)
-    unused = sorted({row.harness or "unknown" for row in rows if row.unused})
-    if unused:
-        table.caption = Text(
-            f"Continued calls ({', '.join(unused)}) take next to nothing from the cache: each turn computes its whole "
-            "prompt again. Check that the engine caches prefixes of this model (--enable-prefix-caching), has memory "
-            "for them, and that sessions stay on one engine.",
-            "red",
-        )
     return table
 
 

@@ -75,7 +75,40 @@ class TestContinuation:
         status, reply = await harness.ask(user(), max_tokens=ids)
         assert (status, reply["choices"][0]["finish_reason"]) == (200, "length")
         assert len(scripted_engine.requests) == 1
-        assert harness.calls()[0]["violation"] is None
+        # nobody has said which weights the engine had
+        assert harness.calls()[0]["violation"] == f"weight version spans cover 0 of {ids} tokens"
+
+    async def test_its_weights_are_those_that_are_published(self, harness, scripted_engine):
+        (harness.run / "policy.json").write_text('{"version": "7", "model": null}')
+        ids = len(scripted_engine.ids("one two")) + 1
+        scripted_engine.replies.append(Say("one two three", break_after=ids))
+        await harness.ask(user(), max_tokens=ids)
+        (call,) = harness.calls()
+        assert (call["violation"], [span["version"] for span in call["weight_versions"]]) == (None, ["7"])
+
+    @pytest.mark.parametrize(
+        ("asked", "samples", "violation"),
+        [
+            ("7", "7", None),
+            (None, "7", "weight version spans leave token 0 out"),  # the engine does not tell
+            ("default", "7", "weight version spans leave token 0 out"),  # new weights since it was asked
+        ],
+    )
+    async def test_unpublished_weights_are_those_that_the_engine_names_before_and_after(
+        self, patient, scripted_engine, asked, samples, violation
+    ):
+        scripted_engine.weight_version = asked
+        scripted_engine.replies += [
+            Say("one two three", break_after=1, weight_version=samples),
+            Say(" two three", break_after=1, weight_version=samples),
+            Say(" three", weight_version=samples),
+        ]
+        await patient.ask(user())
+        (call,) = patient.calls()
+        assert call["violation"] == violation
+        spans = [(span["version"], span["start"], span["end"]) for span in call["weight_versions"]]
+        named = [(samples, 0, 2)] if violation is None else []
+        assert spans == [*named, (samples, 2, len(call["completion_ids"]))]
 
     async def test_a_call_waits_for_an_engine_that_is_down(self, patient, scripted_engine):
         scripted_engine.replies += [Answer(503, "loading"), Answer(500, "broken"), Say("Hi.")]

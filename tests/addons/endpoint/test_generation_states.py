@@ -15,7 +15,7 @@ from rolltap.addons.endpoint.exchange import KEEP_ALIVE_SECONDS, send_events
 from rolltap.addons.endpoint.generation import LINGER_SECONDS, Generation, Services, State
 from rolltap.addons.endpoint.work import Workers
 from rolltap.addons.engine.events import Chunk
-from rolltap.addons.engine.policy import PolicyFile, SessionPolicy
+from rolltap.addons.engine.policy import Policy, PolicyFile, SessionPolicy
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.errors import EngineError
 from rolltap.addons.prompts.continuity import Prompt
@@ -49,6 +49,9 @@ class ScriptedClient:
     async def healthy(self):
         return True
 
+    async def weight_version(self):
+        return "1"
+
     def forget(self):
         pass
 
@@ -78,9 +81,19 @@ class ScriptedClient:
                 self.sent += new
                 yield Chunk(new, [-1.0] * len(new))
             else:
-                versions = [VersionSpan(version="default", start=0, end=len(self.sent) - start)]
+                versions = [VersionSpan(version="1", start=0, end=len(self.sent) - start)]
                 yield Chunk([], [], finish_reason=said, weight_versions=versions)
                 return
+
+
+class Published(PolicyFile):
+    """The policy file of a run whose trainer has published base weights."""
+
+    def __init__(self):
+        pass
+
+    def read(self):
+        return Policy("1")
 
 
 class Disk(ThreadPoolExecutor):
@@ -225,7 +238,7 @@ class Scenario:
         self.pool = EnginePool([])
         self.engines = [ScriptedClient(f"http://engine-{n}", self.script, self.sent, rude) for n in range(engines)]
         self.pool._engines = self.engines
-        policy = PolicyFile(Path("/nonexistent"))
+        policy = Published()
         services = Services(self.pool, policy, self.renderer, self.disk, None, Workers(), patience, None)
         model_call = ModelCall("m", [], [])
         prompt = Prompt(model_call, PROMPT_IDS, "root", "no earlier call", None, 0, [])

@@ -17,7 +17,7 @@ from rolltap.addons.dialects import anthropic, openai_chat
 from rolltap.addons.dialects.anthropic.claude_code import normal_arguments
 from rolltap.addons.dialects.routes import find_route
 from rolltap.addons.dialects.types import ModelCall
-from rolltap.addons.endpoint.recovery import Recovery
+from rolltap.addons.endpoint.recovery import Recovery, _last_version
 from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call, Event, Session, VersionSpan, utc_now
@@ -508,3 +508,24 @@ def test_many_threads_recover_sessions_while_calls_are_committed_and_compacted(s
             session.ask(messages, "More.<|im_end|>")
             session.writer.close()
         assert [kind.result() for kind in found] == ["bridged"] * len(found)
+
+
+@pytest.mark.parametrize(
+    ("rows", "version"),
+    [
+        ([], None),
+        ([(1, None)], None),
+        ([(1, [("a", 0, 1)]), (2, [])], "a"),
+        ([(2, [("b", 0, 1), ("c", 1, 3)]), (1, [("a", 0, 1)])], "c"),
+        ([(1, [("a", 0, 1), ("b", 1, 1)])], "a"),  # b sampled nothing
+    ],
+)
+def test_the_last_version_is_that_of_the_newest_calls_last_token(rows, version):
+    calls = [
+        {
+            "started_at": at,
+            "weight_versions": spans and [dict(zip(("version", "start", "end"), span, strict=True)) for span in spans],
+        }
+        for at, spans in rows
+    ]
+    assert _last_version(calls) == version

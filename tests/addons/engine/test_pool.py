@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from rolltap.addons.endpoint.server import Endpoint
-from rolltap.addons.engine import client, waiting
+from rolltap.addons.engine import connections, waiting
 from rolltap.addons.engine import pool as module
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.errors import EngineError
@@ -42,9 +42,8 @@ def quick(monkeypatch):
     """Retry without a pause, and do not wait long for an engine that says nothing."""
     for where, name, seconds in (
         (waiting, "FIRST_PAUSE_SECONDS", 0.0),
-        (client, "LOOKUP_SECONDS", 0.2),
-        (client, "SILENCE_SECONDS", 0.01),
-        (client, "HEALTH_SECONDS", 0.2),
+        (connections, "SILENCE_SECONDS", 0.01),
+        (connections, "HEALTH_SECONDS", 0.2),
     ):
         monkeypatch.setattr(where, name, seconds)
 

@@ -1,5 +1,6 @@
 """The model of `rolltap_model` is compared with what the engines serve, at start and at first contact."""
 
+import asyncio
 import logging
 from contextlib import contextmanager
 
@@ -7,6 +8,7 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
+from rolltap.addons.engine import lookup
 from rolltap.addons.engine.client import Engine
 from rolltap.addons.engine.served import TEXT, OwnModel, WrongModel
 from rolltap.addons.errors import EngineError
@@ -70,7 +72,8 @@ class TestStart:
             answer = client.post(CHAT, json=HELLO)
         recorder.stop()
         assert answer.status_code == 502
-        assert names_both(answer.json()["error"]["message"], wrong, tokenizer_folder)
+        message = answer.json()["error"]["message"]
+        assert message == f"the engine at {wrong.url} serves another model than the recorder's"
         (event,) = [event for event in recorder.rows("events") if event["kind"] == "fault"]
         assert names_both(event["detail"], wrong, tokenizer_folder)
         assert wrong.requests == []
@@ -124,7 +127,58 @@ class TestFirstContact:
                 assert (await harness.ask(user("More")))[0] == 502
             assert (await harness.ask(user("More")))[0] == 200
 
-    @pytest.mark.parametrize("status", [404, 500])
+    async def test_an_engine_that_is_replaced_while_no_call_fails_is_found_out(
+        self, scripted_engine, rendering, tmp_path, other_tokenizer, monkeypatch
+    ):
+        scripted_engine.otherwise = lambda request: Say("Hi.")
+        async with recorded(rendering, tmp_path, scripted_engine.url) as harness:
+            assert (await harness.ask(user()))[0] == 200
+            with changed(scripted_engine, tokenizer=other_tokenizer):
+                monkeypatch.setattr(lookup, "AGAIN_SECONDS", 0.0)
+                assert (await harness.ask(user("More")))[0] == 502
+
+    async def test_an_answer_that_was_under_way_when_the_engine_was_forgotten_is_not_kept(
+        self, scripted_engine, rendering, monkeypatch
+    ):
+        engine = Engine(scripted_engine.url, own=own_model(rendering))
+        begun, go = asyncio.Event(), asyncio.Event()
+        ask = engine._lookup._ask
+
+        async def slow(path, body=None):
+            begun.set()
+            await go.wait()
+            return await ask(path, body)
+
+        monkeypatch.setattr(engine._lookup, "_ask", slow)
+        asked = asyncio.create_task(engine.max_model_len())
+        await begun.wait()
+        engine.forget()
+        go.set()
+        assert await asked == 8192
+        assert scripted_engine.asked.count("/v1/models") == 2
+        await engine.close()
+
+    async def test_an_engine_that_answered_once_and_is_too_busy_to_answer_again_is_used(
+        self, scripted_engine, rendering, monkeypatch
+    ):
+        engine = Engine(scripted_engine.url, own=own_model(rendering))
+        await engine.max_model_len()
+        monkeypatch.setattr(lookup, "AGAIN_SECONDS", 0.05)
+        scripted_engine.tokenize_status = 503
+        await asyncio.sleep(0.06)
+        assert await engine.max_model_len() == 8192
+        await engine.close()
+
+    @pytest.mark.parametrize("status", [404, 501])
+    async def test_an_engine_without_the_route_is_used_and_a_warning_names_it(self, scripted_engine, rendering, status):
+        scripted_engine.tokenize_status = status
+        engine = Engine(scripted_engine.url, own=own_model(rendering))
+        assert await engine.max_model_len() == 8192
+        assert "was not compared" in engine.warning
+        assert f"it has no route /tokenize ({status})" in engine.warning
+        await engine.close()
+
+    @pytest.mark.parametrize("status", [400, 500])
     async def test_an_engine_that_does_not_tell_its_tokens_is_not_used(self, scripted_engine, rendering, status):
         scripted_engine.tokenize_status = status
         engine = Engine(scripted_engine.url, own=own_model(rendering))

@@ -39,6 +39,14 @@ def test_a_recorder_that_does_not_start_says_why(tmp_path):
     assert "Traceback" not in ended.stderr
 
 
+def test_a_model_of_another_name_at_the_engine_is_a_warning_on_stderr(scripted_engine, tokenizer_folder, tmp_path):
+    scripted_engine.root = "org/base-model"
+    options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder)
+    ended = rolltap("record", *options, "--", "true")
+    assert ended.returncode == 0
+    assert f"the recorder: the engine at {scripted_engine.url} serves org/base-model (as scripted), not" in ended.stderr
+
+
 def test_a_missing_command_is_status_2():
     ended = rolltap("record", "--out", "x", "--model", "m")
     assert ended.returncode == 2

@@ -8,7 +8,7 @@ from contextlib import suppress
 import httpx
 import pytest
 
-from rolltap.addons.errors import InputError, RecorderError
+from rolltap.addons.errors import InputError, RecorderError, RunError
 from rolltap.addons.store.records import Session
 from rolltap.addons.store.tables import read_rows, run_files
 from rolltap.trainer.rollouts.recorder import Recorder
@@ -125,6 +125,14 @@ class TestPolicyVersion:
         (running.path / "policy.json").write_text('{"version": "5", "model": "policy-5"}')
         assert self.end(running, "b") == "5"
         assert self.end(running, "c", policy_version="1") == "1"
+
+    @pytest.mark.parametrize("text", ["{", '{"model": null}', "[]"])
+    def test_a_policy_file_that_cannot_be_read_is_named_and_the_session_has_its_row(self, running, text):
+        (running.path / "policy.json").write_text(text)
+        with pytest.raises(RunError, match=r"policy\.json cannot be read .*session s has no version"):
+            running.end(Session(session_id="s", status="completed", reward=1.0))
+        session = load_sessions(running.path)["s"]
+        assert (session.reward, session.policy_version) == (1.0, None)
 
     def test_it_is_that_of_a_call_which_runs_when_the_session_ends(self, running, scripted_engine):
         (running.path / "policy.json").write_text('{"version": "5", "model": "policy-5"}')

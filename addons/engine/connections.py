@@ -1,0 +1,118 @@
+"""The connections to one vLLM server: its health, and short questions."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import aiohttp
+
+from rolltap.addons.engine.key import authorization
+from rolltap.addons.engine.waiting import Shared
+from rolltap.addons.errors import EngineError
+
+CONNECT_SECONDS = 10.0
+SILENCE_SECONDS = 10.0
+"""Seconds without a byte of a generation after which the engine is asked for its health, as often as that passes. There
+is no limit on a generation: its prefill may be long, or it may queue behind a weight update."""
+HEALTH_SECONDS = 5.0
+"""Time limit of one such question. It is asked twice, because the recorder itself may have stood still meanwhile: an
+engine that says nothing is found out after 20 to 30 s."""
+KEEP_ALIVE_SECONDS = 4.0
+"""Seconds for which an idle connection is kept for the next request. vLLM closes it after 5."""
+
+
+class Connections:
+    """The connections to the vLLM server at `url`. `key` is sent with each request. Needs a running event loop."""
+
+    def __init__(self, url: str, key: str | None) -> None:
+        self.url = url
+        self.session = aiohttp.ClientSession(
+            headers=authorization(key),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS, socket_factory=_socket_with_probes
+            ),
+        )
+        self._health = Shared(self._ask_health)
+
+    async def close(self) -> None:
+        """Close them. What runs raises `EngineError`."""
+        await self._health.close()
+        await self.session.close()
+
+    async def healthy(self) -> bool:
+        """Return True when the engine answers `/health`, which vLLM does also while it is paused."""
+        return await self._health()
+
+    async def ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+        """Get a path, or post a body to it. Return a status and a JSON object, empty for any other answer.
+
+        Raises `EngineError` without an answer, once the engine is not healthy.
+        """
+        method, unlimited = "GET" if body is None else "POST", aiohttp.ClientTimeout(SILENCE_SECONDS)
+        try:
+            async with (
+                self.while_healthy(),
+                self.session.request(
+                    method, self.url + path, json=body, timeout=unlimited, allow_redirects=False
+                ) as response,
+            ):
+                status, text = response.status, await response.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            if isinstance(error, TimeoutError) and await self.healthy():
+                return await self.ask(path, body)  # the request may be lost
+            why = str(error) or type(error).__name__
+            raise EngineError(f"the engine at {self.url} cannot be reached: {why}", retryable=True) from error
+        try:
+            answer = json.loads(text) if status == 200 else {}
+        except ValueError:
+            answer = {}
+        return status, answer if isinstance(answer, dict) else {}
+
+    @asynccontextmanager
+    async def while_healthy(self) -> AsyncIterator[None]:
+        """End what runs inside with an `EngineError` once it takes long and the engine is not healthy."""
+        try:
+            async with asyncio.timeout(None) as limit:
+                watch = asyncio.create_task(self._expire(limit))
+                try:
+                    yield
+                finally:
+                    watch.cancel()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise self.silent() from None
+
+    async def _expire(self, limit: asyncio.Timeout) -> None:
+        """Let `limit` expire once the engine is not healthy."""
+        while True:
+            await asyncio.sleep(SILENCE_SECONDS)
+            if not await self.healthy():
+                return limit.reschedule(asyncio.get_running_loop().time())
+
+    def silent(self) -> EngineError:
+        """Return the error of an engine that is not healthy."""
+        message = f"the engine at {self.url} says nothing: neither a token nor an answer to /health"
+        return EngineError(message, retryable=True)
+
+    async def _ask_health(self) -> bool:
+        for _ in range(2):
+            with suppress(aiohttp.ClientError, TimeoutError):
+                timeout = aiohttp.ClientTimeout(total=HEALTH_SECONDS)
+                async with self.session.get(f"{self.url}/health", timeout=timeout, allow_redirects=False) as response:
+                    return response.status < 500
+        return False
+
+
+def _socket_with_probes(address: aiohttp.AddrInfoType) -> socket.socket:
+    """Return a socket that notices within 40 s that the engine's machine is gone, though nothing is sent on it."""
+    family, kind, protocol, *_ = address
+    opened = socket.socket(family, kind, protocol)
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
+        opened.setsockopt(socket.IPPROTO_TCP, option, value)
+    return opened

@@ -1,0 +1,139 @@
+"""What an engine serves: asked at first contact, and again while it is in use."""
+
+import asyncio
+import logging
+from contextlib import suppress
+from dataclasses import dataclass
+
+from rolltap.addons.engine import connections
+from rolltap.addons.engine.connections import Connections
+from rolltap.addons.engine.key import key_refused
+from rolltap.addons.engine.served import TEXT, OwnModel, WrongModel
+from rolltap.addons.engine.waiting import Shared
+from rolltap.addons.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+AGAIN_SECONDS = 60.0
+"""Seconds after which an engine that is in use is asked again what it serves: another one may have its URL by then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What an engine serves. `max_model_len` is its context window in tokens.
+
+    `weight_version` names its base weights (vLLM's `/weight_info`), None when it does not say. `warning` says what
+    differs from the recorder's model, or was not compared with it.
+    """
+
+    model: str
+    max_model_len: int
+    weight_version: str | None
+    warning: str | None
+
+
+class Lookup:
+    """Asks an engine what it serves and, if `own` is given, compares that with it."""
+
+    def __init__(self, asking: Connections, key: str | None, own: OwnModel | None) -> None:
+        self.url, self._ask = asking.url, asking.ask
+        self._key, self._own = key, own
+        self._served: Served | None = None
+        self._asked_at = 0.0
+        self._forgotten = 0
+        self.model = ""
+        """Name of the served model, empty before the first answer."""
+        self.warning: str | None = None
+        """That of the last answer."""
+        self._lookup = Shared(self._look_up)
+
+    async def close(self) -> None:
+        """Cancel the question that is being asked."""
+        await self._lookup.close()
+
+    async def served(self) -> Served:
+        """Return what the engine serves. Cached for `AGAIN_SECONDS`.
+
+        An engine that has answered before and now does not is taken to serve the same. Raises `WrongModel` when it
+        serves a model with another tokenizer, and `EngineError` when it does not answer and is not healthy, refuses the
+        key, or its answer is not vLLM's.
+        """
+        clock = asyncio.get_running_loop().time
+        while self._served is None or clock() - self._asked_at > AGAIN_SECONDS:
+            try:
+                await self._lookup()
+            except WrongModel:
+                raise
+            except EngineError:
+                if self._served is None:
+                    raise
+                self._asked_at = clock()  # a request finds out whether the engine is down
+            if self._served is not None:
+                break
+        return self._served
+
+    def forget(self) -> None:
+        """Ask again what the engine serves, because another server may answer from now on.
+
+        The answer to a question that is being asked is of the earlier server: it is not kept.
+        """
+        self._served = None
+        self._forgotten += 1
+
+    async def _look_up(self) -> None:
+        forgotten = self._forgotten
+        status, models = await self._ask("/v1/models")
+        if advice := key_refused(self.url, status, self._key):
+            raise EngineError(advice, status=502)
+        try:
+            base = next(m for m in models["data"] if not m.get("parent"))
+            model, max_model_len = str(base["id"]), int(base["max_model_len"])
+        except (ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
+            message = (
+                f"{self.url}/v1/models did not return a model with max_model_len (status {status}, {error!r}): check "
+                "that rolltap_engine is a vLLM server"
+            )
+            raise EngineError(message, status=502, retryable=status >= 500) from error
+        warning = await self._compare(self._own, str(base.get("root") or model), model) if self._own else None
+        if warning and warning != self.warning:
+            logger.warning("%s", warning)
+        self.model, self.warning = model, warning
+        served = Served(model, max_model_len, await self._weight_version(), warning)
+        if forgotten == self._forgotten:
+            self._served, self._asked_at = served, asyncio.get_running_loop().time()
+
+    async def _compare(self, own: OwnModel, root: str, model: str) -> str | None:
+        """Compare the engine's tokenizer with that of `own`. `root` is its folder or name as the engine has it.
+
+        Returns a warning when another model's tokenizer agrees, or the engine cannot tell its tokens.
+        """
+        status, answer = await self._ask("/tokenize", {"prompt": TEXT, "add_special_tokens": False})
+        if status in (404, 501):
+            return (
+                f"the engine at {self.url} serves {root} (as {model}), which was not compared with {own.name}: it has "
+                f"no route /tokenize ({status})"
+            )
+        if "tokens" not in answer:
+            message = (
+                f"{self.url}/tokenize did not return the tokens of a text (status {status}), by which the engine's "
+                "model is compared with rolltap_model: check that rolltap_engine is a vLLM server"
+            )
+            raise EngineError(message, status=502, retryable=status >= 500)
+        own.require(self.url, root, answer["tokens"])
+        if own.is_named(root, model):
+            return None
+        return (
+            f"the engine at {self.url} serves {root} (as {model}), not {own.name}: their tokenizers agree; weights and "
+            "chat templates were not compared"
+        )
+
+    async def _weight_version(self) -> str | None:
+        """Return the name of the base weights, or None when the engine does not say in time.
+
+        vLLM's engine core answers between two steps, and not while it loads weights.
+        """
+        with suppress(EngineError, TimeoutError):
+            async with asyncio.timeout(connections.HEALTH_SECONDS):
+                _, answer = await self._ask("/weight_info")
+            return version if isinstance(version := answer.get("weight_version"), str) else None
+        return None
