@@ -17,9 +17,6 @@ from rolltap.trainer.rollouts.task import load_tasks
 from rolltap.trainer.training.arguments import check_arguments, sampling, training_arguments
 from rolltap.trainer.training.recipe import Recipe
 
-LARGEST_RANK = 512
-"""Of a LoRA adapter that vLLM loads. vLLM 0.32."""
-
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -141,21 +138,8 @@ def _rollouts(recipe: Recipe) -> Iterator[Finding]:
 def _publishing(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
     if recipe.publish == "lora" and not recipe.lora:
         yield error('publish = "lora" has no adapter', 'add a [lora] table, or publish = "checkpoint"')
-    if recipe.publish == "lora":
-        yield from _adapter(recipe)
     if recipe.publish == "nccl":
         yield from _transfer(recipe, machine)
-
-
-def _adapter(recipe: Recipe) -> Iterator[Finding]:
-    if (rank := adapter_rank(recipe)) > LARGEST_RANK:
-        yield error(
-            f"vLLM loads no adapter of rank {rank}",
-            f"lora.r, and ranks of lora.rank_pattern, of {LARGEST_RANK} or less",
-        )
-    for key in ("use_dora", "modules_to_save", "trainable_token_indices"):
-        if recipe.lora.get(key):
-            yield error(f"vLLM does not apply an adapter with lora.{key}", 'remove it, or publish = "checkpoint"')
 
 
 def _transfer(recipe: Recipe, machine: Machine) -> Iterator[Finding]:

@@ -57,8 +57,8 @@ def test_a_recipe_without_weights_and_tasks_can_start_and_is_told_what_is_missin
     [
         ({"dtype": "float16"}, "float16"),
         ({"publish": "lora"}, "no adapter"),
-        ({"publish": "lora", "lora": {**LORA, "r": 1024}}, "rank 1024"),
-        ({"publish": "lora", "lora": {**LORA, "rank_pattern": {"q_proj": 1024}}}, "rank 1024"),
+        ({"publish": "lora", "lora": {**LORA, "r": 1024}}, "lora.r = 1024"),
+        ({"publish": "lora", "lora": {**LORA, "rank_pattern": {"q_proj": 1024}}}, "lora.rank_pattern"),
         ({"publish": "lora", "lora": {**LORA, "use_dora": True}}, "use_dora"),
         ({"publish": "nccl"}, "needs vLLM"),
         ({"publish": "nccl", "machine": {**GPU, "shared_gpu": True}}, "one GPU"),
