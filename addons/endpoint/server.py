@@ -84,7 +84,7 @@ class Endpoint:
         self.rendering = rendering
         self.writer = writer
         self.warnings = warnings
-        """What the user should know of the engines' models."""
+        """Sentences for the user about the engines' models."""
         self.refusals = Refusals(writer.note)
         self.sampling = {**NEUTRAL_SAMPLING, **sampling}
         self.sessions: dict[str, SessionState] = {}

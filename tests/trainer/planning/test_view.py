@@ -53,7 +53,7 @@ def test_commands_are_printed_whole(recipe, columns):
     served = [shlex.split(line) for line in joined if "rolltap serve" in line]
     assert [words[3] for words in served] == [str(recipe.parent / "a model with a long name that has spaces")] * 4
     assert all(words[-2:] == ["--dtype", "bfloat16"] for words in served)
-    trained = shlex.split(next(line for line in joined if "-m rolltap train" in line))
+    trained = shlex.split(next(line for line in joined if "torchrun" in line))
     urls = ",".join(f"http://127.0.0.1:{8000 + i}" for i in range(4))
     assert urls in trained
     assert trained[-2] == "--out"
