@@ -1,4 +1,4 @@
-"""What an engine serves: asked at first contact, and again while it is in use."""
+"""Questions about what an engine serves: asked at first contact, and again while it is in use."""
 
 import asyncio
 import logging
@@ -20,7 +20,7 @@ AGAIN_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What an engine serves. `max_model_len` is its context window in tokens.
+    """The model that an engine serves. `max_model_len` is its context window in tokens.
 
     `weight_version` names its base weights (vLLM's `/weight_info`), None when it does not say. `warning` says what
     differs from the recorder's model, or was not compared with it.

@@ -128,7 +128,8 @@ class FolderEngine:
     def install(self, checkpoint: Path, version: str) -> None:
         """Replace the weights file by file, as an engine does that loads one tensor after the other; then name them."""
         assert self.is_paused(), "weights change only between calls"
-        (self.place / "version").unlink(missing_ok=True)
+        if (self.place / "version").exists():
+            (self.place / "version").replace(self.place / "earlier")
         self._refuse(checkpoint)
         shutil.copy(checkpoint / "model.safetensors", self.place)
         self.points.reach("after the engine has loaded the weights")
@@ -136,8 +137,9 @@ class FolderEngine:
         (self.place / "version").write_text(version)
 
     def weight_version(self) -> str:
-        """Return the name of the weights."""
-        return (self.place / "version").read_text()
+        """Return the name of the weights. An engine that has loaded others keeps it until it is told the new one."""
+        named = self.place / "version"
+        return (named if named.exists() else self.place / "earlier").read_text()
 
     def models(self) -> Models:
         """Return the loaded adapters."""
