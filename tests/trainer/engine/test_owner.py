@@ -129,4 +129,5 @@ def test_a_real_engine_is_taken_given_back_and_stolen(engine):
     with pytest.raises(EngineError, match="22222222"):
         claim(client, ONE)
     release(client, TWO)
-    assert engine.http.get(PATH).json() == {"owner": None, "about": None, "base": None}
+    # the note of the verified base stays: it ends with the engine
+    assert engine.http.get(PATH).json().items() >= {"owner": None, "about": None}.items()

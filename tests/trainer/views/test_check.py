@@ -235,7 +235,7 @@ class TestOnARealEngine:
         publisher = make_publisher(
             "lora", Engines(engine.url), folder=folder, run=tmp_path, base=engine.model_dir, adapters=2
         )
-        name = publisher.publish(model, ADAPTER)
+        name = publisher.publish(model, ADAPTER, lambda _: None)
         yield name
         engine.http.post("/v1/unload_lora_adapter", json={"lora_name": name}).raise_for_status()
 
