@@ -4,8 +4,10 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from statistics import fmean
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from transformers import PreTrainedTokenizerBase
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase  # takes a second to import
 
 FIXED_TEXT = """\
 The lighthouse keeper wrote down the weather every morning at six: the direction of the wind, the height of the waves,
@@ -24,7 +26,7 @@ LIMITS: Mapping[str, float] = MappingProxyType({"float32": 1e-3, "bfloat16": 0.1
 1e-4 in float32 and below 2e-3 in bfloat16; larger models, float16 and GPUs were not measured."""
 
 
-def fixed_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def fixed_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     """Return the token ids of the fixed text, without special tokens."""
     return list(tokenizer.encode(FIXED_TEXT, add_special_tokens=False))
 

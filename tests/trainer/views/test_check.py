@@ -307,4 +307,4 @@ def test_an_engine_that_is_down_is_an_error_that_says_what_to_do(tmp_path):
 
 def test_a_server_that_is_not_vllm_is_an_error(tmp_path, scripted_engine):
     with pytest.raises(EngineError, match="is it vLLM\\? start it with `rolltap serve`"):
-        check(write(tmp_path, [call()]), scripted_engine.url)
+        check(write(tmp_path, [call()]), f"{scripted_engine.url}/of-another-server")
