@@ -14,7 +14,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from rolltap.trainer.engine.serve import EngineServer
-from tests import tiny_checkpoints
 from tests.recorder_process import Recorder
 from tests.scripted_engine import ScriptedEngine
 
@@ -112,6 +111,8 @@ def qwen35_engine(engine_key, tokenizer_folder, tmp_path_factory) -> Iterator[Ru
     On CPU vLLM 0.32 computes linear attention in bfloat16 only. Prefix caching needs chunked prefill for it.
     """
     folder = tmp_path_factory.mktemp("qwen35")
+    from tests import tiny_checkpoints  # needs torch, which not every environment of the tests has
+
     model = tiny_checkpoints.qwen35(folder / "model", tokenizer_folder)
     extra = ("--language-model-only", "--dtype", "bfloat16", "--no-enable-prefix-caching")
     with running_engine(model, folder / "vllm.log", 4096, *extra) as engine:
