@@ -52,20 +52,19 @@ class Connections:
 
         Raises `EngineError` without an answer, once the engine is not healthy.
         """
-        method, unlimited = "GET" if body is None else "POST", aiohttp.ClientTimeout(SILENCE_SECONDS)
-        try:
-            async with (
-                self.while_healthy(),
-                self.session.request(
-                    method, self.url + path, json=body, timeout=unlimited, allow_redirects=False
-                ) as response,
-            ):
-                status, text = response.status, await response.read()
-        except (aiohttp.ClientError, TimeoutError) as error:
-            if isinstance(error, TimeoutError) and await self.healthy():
-                return await self.ask(path, body)  # the request may be lost
-            why = str(error) or type(error).__name__
-            raise EngineError(f"the engine at {self.url} cannot be reached: {why}", retryable=True) from error
+        method, limit = "GET" if body is None else "POST", aiohttp.ClientTimeout(SILENCE_SECONDS)
+        while True:
+            try:
+                async with self.session.request(
+                    method, self.url + path, json=body, timeout=limit, allow_redirects=False
+                ) as response:
+                    status, text = response.status, await response.read()
+                break
+            except (aiohttp.ClientError, TimeoutError) as error:
+                if isinstance(error, TimeoutError) and await self.healthy():
+                    continue  # the request may be lost
+                why = str(error) or type(error).__name__
+                raise EngineError(f"the engine at {self.url} cannot be reached: {why}", retryable=True) from error
         try:
             answer = json.loads(text) if status == 200 else {}
         except ValueError:

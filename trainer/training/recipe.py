@@ -73,7 +73,7 @@ class Recipe(BaseModel):
     between GPUs over NCCL, which needs vLLM in the trainer's environment."""
     publish_folder: Path | None = None
     """Folder for checkpoints and adapters on their way to the engines, which must see it under the same path. By
-    default `published` in the run folder; `/dev/shm` is faster where all is on one machine."""
+    default `published` in the run folder; `/dev/shm` keeps them in memory where all is on one machine."""
     adapters: int = Field(default=4, ge=2)
     """Adapters that stay loaded, with `publish = "lora"`. A session keeps the adapter that it began with."""
     max_difference: float | None = Field(default=None, gt=0)
