@@ -80,7 +80,7 @@ def of_model(recipe: Recipe, machine: Machine, numbers: ModelNumbers) -> Iterato
     if missing := [name for name, there in kernels(numbers.model_type).items() if not there]:
         where = "" if machine.cuda else " (here; look again on the machine that trains)"
         yield warning(
-            f"linear attention falls back to torch, several times slower: no {' and no '.join(missing)}{where}",
+            f"linear attention falls back to torch, which is slower: no {' and no '.join(missing)}{where}",
             f"{INSTALL} on the machine with the GPU",
         )
     if machine.engines and machine.gpu is None and numbers.tied and not recipe.lora and recipe.publish == "checkpoint":

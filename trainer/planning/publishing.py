@@ -4,13 +4,11 @@ from dataclasses import dataclass
 
 from rolltap.trainer.planning.memory import optimizer_state
 from rolltap.trainer.planning.numbers import ModelNumbers
+from rolltap.trainer.training.arguments import SAVE_TOTAL_LIMIT
 from rolltap.trainer.training.recipe import Recipe
 
 PUBLISHED = 2
 """Published checkpoints that exist at once: the previous one until all engines took the new one."""
-
-SAVE_TOTAL_LIMIT = 2
-"""Checkpoints that are kept, if the recipe has no `grpo.save_total_limit`. Source: training_arguments."""
 
 
 @dataclass(frozen=True, slots=True)

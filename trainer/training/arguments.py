@@ -19,6 +19,8 @@ from rolltap.trainer.training.recipe import Recipe
 from rolltap.trainer.training.report_to import check_report_to
 
 _SET_HERE = ("output_dir", "max_steps", "seed", "save_strategy", "save_steps", "ddp_backend", "ddp_timeout")
+SAVE_TOTAL_LIMIT = 2
+"""Checkpoints that are kept, if the recipe has no `grpo.save_total_limit`."""
 _WIDER_THAN_DECLARED = ("scale_rewards", "init_lora_weights")
 """Fields that take more types than they declare. TRL and PEFT check them."""
 
@@ -64,7 +66,7 @@ def training_arguments(recipe: Recipe, run: Path, seed: int, rows: Sequence[obje
         "project": "rolltap",
         "logging_steps": 1,
         "disable_tqdm": True,
-        "save_total_limit": 2,
+        "save_total_limit": SAVE_TOTAL_LIMIT,
     }
     try:
         args = TraceGRPOConfig(
