@@ -25,6 +25,7 @@ print(json.dumps({
     "left_out": batch.ledger.left_out,
     "masked": sum(sum(trace.completion_mask) for trace in batch.traces),
     "tokens_trained": logged["tokens_trained"],
+    "no_signal": logged.get("left_out/no_signal", 0),
     "gradient_norm": logged["grad_norm"],
     "largest_change": max(float((after[name] - before[name]).abs().max()) for name in before),
 }))
@@ -98,7 +99,8 @@ def test_it_goes_from_a_task_to_a_gradient(executed):
 
     assert executed["sampled"] == sum(len(call.completion_ids) for recorded in calls.values() for call in recorded) > 0
     assert executed["sampled"] == executed["trained"] + sum(executed["left_out"].values())
-    assert executed["trained"] == executed["masked"] == executed["tokens_trained"] > 0
+    assert executed["trained"] == executed["masked"] == executed["tokens_trained"] + executed["no_signal"]
+    assert executed["tokens_trained"] > 0
 
     assert math.isfinite(executed["gradient_norm"])
     assert executed["gradient_norm"] > 0
