@@ -25,8 +25,9 @@ from rolltap.addons.prompts.deltas import cut_at_stop
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.digest import DIGEST, row_digest
 from rolltap.addons.store.ended_sessions import EndedSessions
-from rolltap.addons.store.records import CALL_SCHEMA, Event, utc_now
+from rolltap.addons.store.records import Event, utc_now
 from rolltap.addons.store.scan import nothing
+from rolltap.addons.store.schemas import CALL_SCHEMA
 from rolltap.addons.store.session_index import SessionIndex
 from rolltap.addons.store.tables import RunWriter, batch_rows
 

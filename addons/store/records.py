@@ -1,6 +1,6 @@
-"""The records of a run: calls, sessions and events, with their Arrow schemas and the invariants of a call.
+"""The records of a run: calls, sessions and events, and the invariants of a call.
 
-The recorder writes these rows and the trainer reads them. The store adds the last column of each table, `digest`.
+The recorder writes these rows and the trainer reads them.
 """
 
 import json
@@ -10,12 +10,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-import pyarrow as pa
-
 from rolltap.addons.store.digest import DIGEST
-
-SCHEMA_VERSION = 4
-"""Incremented when a reader of the earlier version would misread a row."""
+from rolltap.addons.store.schemas import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA
 
 SENTINEL_LOGPROB = -9999.0
 """The value to which vLLM clamps log-probabilities. It stands for "unknown", not for "very unlikely"."""
@@ -26,16 +22,32 @@ CallRole = Literal["agent", "subagent", "compaction", "auxiliary"]
 `compaction`: a summary of its own history. `auxiliary`: a side question (a title, a routing decision, a loop check, a
 commit message) that is not part of solving the task."""
 CallStatus = Literal["completed", "aborted", "failed"]
-SessionStatus = Literal["completed", "failed", "timeout", "error", "unknown"]
-"""Outcome of a session. `completed`: the harness exited with status 0; `failed`: with another status; `timeout`: it was
-stopped at the time limit; `error`: it failed because of the engine, the recorder or the machine, so that it has no
-reward; `unknown`: only calls were recorded."""
+SessionStatus = Literal[
+    "completed", "failed", "timeout", "budget", "infrastructure", "unjudged", "cancelled", "unknown"
+]
+"""Outcome of a session.
+
+| status | meaning | reward |
+| --- | --- | --- |
+| `completed` | the harness exited with status 0 | the judge's |
+| `failed` | the harness exited with another status | the judge's |
+| `timeout` | the harness was stopped at the session's time limit | the judge's |
+| `budget` | a budget of the session was used up, and no later call was completed | the judge's |
+| `infrastructure` | it failed because of the engine, the recorder or the machine | none |
+| `unjudged` | the judge could not judge | none |
+| `cancelled` | the rollout was stopped while it ran | none |
+| `unknown` | only calls were recorded | none |
+"""
+UNREWARDED: frozenset[SessionStatus] = frozenset({"infrastructure", "unjudged", "cancelled", "unknown"})
+"""Outcomes without a reward, whoever gave one."""
 EventKind = Literal[
+    "session_started",
     "call_started",
     "refused",
     "uncaptured",
     "unauthorised",
     "rejected",
+    "budget",
     "fault",
     "joined",
     "replayed",
@@ -43,76 +55,6 @@ EventKind = Literal[
     "switched",
     "ended",
 ]
-
-_TIME = pa.timestamp("us", tz="UTC")
-_VERSIONS = pa.list_(pa.struct([("version", pa.string()), ("start", pa.int32()), ("end", pa.int32())]))
-
-CALL_SCHEMA = pa.schema(
-    [
-        ("session_id", pa.string()),
-        ("call_id", pa.string()),
-        ("parent_id", pa.string()),
-        ("kind", pa.string()),
-        ("kind_reason", pa.string()),
-        ("status", pa.string()),
-        ("error", pa.string()),
-        ("violation", pa.string()),
-        ("role", pa.string()),
-        ("role_evidence", pa.string()),
-        ("dialect", pa.string()),
-        ("host", pa.string()),
-        ("path", pa.string()),
-        ("model", pa.string()),
-        ("stream", pa.bool_()),
-        ("prompt_length", pa.int32()),
-        ("prompt_tail_ids", pa.list_(pa.int32())),
-        ("completion_ids", pa.list_(pa.int32())),
-        ("logprobs", pa.list_(pa.float32())),
-        ("weight_versions", _VERSIONS),
-        ("finish_reason", pa.string()),
-        ("sampling", pa.string()),
-        ("messages", pa.string()),
-        ("tools", pa.string()),
-        ("reply", pa.string()),
-        ("cached_tokens", pa.int32()),
-        ("engine", pa.string()),
-        ("started_at", _TIME),
-        ("first_token_at", _TIME),
-        ("finished_at", _TIME),
-        (DIGEST, pa.string()),
-    ]
-)
-
-SESSION_SCHEMA = pa.schema(
-    [
-        ("session_id", pa.string()),
-        ("task_id", pa.string()),
-        ("group_id", pa.string()),
-        ("harness", pa.string()),
-        ("status", pa.string()),
-        ("exit_status", pa.int32()),
-        ("reward", pa.float64()),
-        ("error", pa.string()),
-        ("policy_version", pa.string()),
-        ("started_at", _TIME),
-        ("finished_at", _TIME),
-        (DIGEST, pa.string()),
-    ]
-)
-
-EVENT_SCHEMA = pa.schema(
-    [
-        ("session_id", pa.string()),
-        ("call_id", pa.string()),
-        ("kind", pa.string()),
-        ("host", pa.string()),
-        ("method", pa.string()),
-        ("path", pa.string()),
-        ("detail", pa.string()),
-        ("at", _TIME),
-        (DIGEST, pa.string()),
-    ]
-)
 
 
 def utc_now() -> datetime:
@@ -235,9 +177,22 @@ class Session:
         group_id: Sessions with the same `group_id` are compared with each other. An empty one makes a group of
             its own.
         exit_status: Exit status of the harness; None when it was stopped or not started.
-        reward: None when there is none. Such a session is not trained on. With the status `error` there is none.
+        reward: None when there is none. Such a session is not trained on. There is none with a status of `UNREWARDED`.
+        parts: JSON object of the reward's parts: name -> finite number.
+        evidence: JSON object of what the judge saw: tests and their results, the digest of the changes, why there is no
+            reward.
+        suspicions: JSON object: name of a rule -> how often the session matched it.
+        error: Why the session is not `completed`.
+        revision: Of several rows of a session the one with the highest revision counts; the others stay.
         policy_version: The weights that sampled the first token of the session's calls. Without a token, those that
             were expected to.
+        harness_version: Version that the program itself reports; empty when it does not.
+        program_digest: SHA-256 of the harness's program.
+        preset_digest: SHA-256 of the harness's description.
+        task_digest: SHA-256 of the task: its fields, and the files that it names.
+        runtime: Where the session ran: `process`, `sandbox`, `container` or `apptainer`; empty for a program that
+            rolltap did not start.
+        image_digest: Digest of the container image; empty without one.
     """
 
     session_id: str
@@ -247,8 +202,18 @@ class Session:
     harness: str = ""
     exit_status: int | None = None
     reward: float | None = None
+    parts: str = "{}"
+    evidence: str = "{}"
+    suspicions: str = "{}"
     error: str | None = None
+    revision: int = 0
     policy_version: str | None = None
+    harness_version: str = ""
+    program_digest: str = ""
+    preset_digest: str = ""
+    task_digest: str = ""
+    runtime: str = ""
+    image_digest: str = ""
     started_at: datetime = field(default_factory=utc_now)
     finished_at: datetime | None = None
 
@@ -263,11 +228,13 @@ class Event:
 
     | kind | meaning |
     | --- | --- |
+    | `session_started` | a rollout started the session; `detail` is a JSON object of its task, group and runtime |
     | `call_started` | intent, committed before the engine is asked |
     | `refused` | request to a host or path that is not served |
     | `uncaptured` | request that looks like a model call and was not answered by the recorder |
     | `unauthorised` | bad proxy credentials |
     | `rejected` | model call that was refused for what it asked, before it reached the engine |
+    | `budget` | model call that was refused, or reply that was cut, because a budget of the session was used up |
     | `fault` | model call that failed because of the engine, the recorder or the machine; `call_id` is None when it \
 failed before it began |
     | `joined` | retry of a call that was still running |

@@ -10,7 +10,8 @@ import numpy as np
 import pyarrow as pa
 
 from rolltap.addons.store.digest import DIGEST, row_digest
-from rolltap.addons.store.records import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA, Call, Event, Session
+from rolltap.addons.store.records import Call, Event, Session
+from rolltap.addons.store.schemas import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA
 
 logger = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ def record_command(
     own = {name: value for name, value in os.environ.items() if name != "ROLLTAP_ENGINE_KEY_FILE"}
     session_id = f"record-{secrets.token_hex(4)}"
     session = rolltap.Session(
-        session_id=session_id, task_id=harness.name, group_id=session_id, harness=harness.name, status="error"
+        session_id=session_id, task_id=harness.name, group_id=session_id, harness=harness.name, status="infrastructure"
     )
     with rolltap.Recorder(out, engine=engine, model=model, options=settings) as recorder:
         # the terminal sends Ctrl-C to the command as well, which decides what to do; this process waits for its status

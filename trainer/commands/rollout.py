@@ -47,7 +47,7 @@ def rollout_command(
     """Run every task of a file several times and record it.
 
     TASKS is JSON Lines, one task a line. Each task's own evaluator gives the reward. A session that failed because of
-    the engine, the recorder or the machine has the status error and no reward. Exit status 1: all of them failed so.
+    the engine, the recorder or the machine has the status infrastructure and no reward. Exit status 1: all failed so.
     """
     run = rolltap.rollout(
         tasks,
@@ -68,7 +68,7 @@ def rollout_command(
 def _report_faults(run: rolltap.Run) -> None:
     """Say on stderr how many of the new sessions have no reward, and why. Exits with 1 when it is all of them."""
     new = [session for session in run.sessions() if session.session_id in set(run.new_session_ids)]
-    faults = Counter(session.error or "" for session in new if session.status == "error")
+    faults = Counter(session.error or "" for session in new if session.status == "infrastructure")
     if not faults:
         return
     ((first, _),) = faults.most_common(1)

@@ -6,7 +6,7 @@ from typing import Any
 import pyarrow as pa
 from datasets import Features, List, Value
 
-from rolltap.addons.store.records import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA
+from rolltap.addons.store.schemas import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA
 from rolltap.trainer.traces.build import Trace
 
 _INTERNAL = ("digest", "engine")

@@ -81,7 +81,7 @@ def batch_metrics(batch: TraceBatch, trained: TraceBatch, tasks: Collection[str]
     without_reward = {unrewarded.group_id for unrewarded in batch.unrewarded.values()} - groups.keys()
     metrics = {
         "sessions": float(len(rewards) + len(batch.unrewarded)),
-        "sessions_fault": float(reasons["fault"]),
+        "sessions_fault": float(reasons["infrastructure"]),
         "sessions_no_reward": float(reasons["no_reward"]),
         "groups": float(len(groups) + len(without_reward)),
         "groups_without_signal": float(sum(not rewards_differ(group) for group in groups.values())),

@@ -13,7 +13,7 @@ from typing import Self, get_args
 from rolltap.addons.engine.policy import POLICY_FILE, PolicyFile
 from rolltap.addons.errors import InputError, RecorderError, RunError
 from rolltap.addons.secret import hide_process
-from rolltap.addons.store.records import Session, SessionStatus, utc_now
+from rolltap.addons.store.records import UNREWARDED, Session, SessionStatus, utc_now
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.rollouts import mitmdump
 from rolltap.trainer.rollouts.environment import Proxy
@@ -137,7 +137,7 @@ class Recorder:
         it is None it becomes the published version, `default` for the engine's own weights.
 
         Raises `InputError` for an empty id, a status that a session cannot end with, and a reward that is not finite or
-        comes with the status `error`;
+        comes with a status of `UNREWARDED`;
         `RecorderError` outside of the `with` block and when the recorder has died or cannot do that; `RunError` and
         `OSError` when the run folder cannot be read or written.
         """
@@ -149,8 +149,10 @@ class Recorder:
             raise InputError(f"session {session.session_id}: status={session.status!r}: choose {', '.join(statuses)}")
         if session.reward is not None and not math.isfinite(session.reward):
             raise InputError(f"session {session.session_id}: the reward {session.reward} is not finite")
-        if session.status == "error" and session.reward is not None:
-            raise InputError(f"session {session.session_id}: it has the status error and the reward {session.reward}")
+        if session.status in UNREWARDED and session.reward is not None:
+            raise InputError(
+                f"session {session.session_id}: it has the status {session.status} and the reward {session.reward}"
+            )
         session.finished_at = session.finished_at or utc_now()
         try:
             self._end_calls(session.session_id)

@@ -73,7 +73,7 @@ async def run_groups(
                 task_id=group.task.id,
                 group_id=group.group_id,
                 harness=plan.harness.name,
-                status="error",
+                status="infrastructure",
                 policy_version=policy_version,
             )
             await _run_session(session, group.task, plan, recorder, harness_env)
@@ -99,7 +99,7 @@ async def _run_session(
 ) -> None:
     """Run the harness and the evaluator, and set the outcome in `session`.
 
-    A session with a fault has the status `error` and no reward, and is not evaluated.
+    A session with a fault has the status `infrastructure` and no reward, and is not evaluated.
     """
     try:
         logs = recorder.path / "logs"
@@ -122,7 +122,7 @@ async def _run_session(
                 session.error += f" ({ended or 'the harness ended with status 0'}; its output is in {log})"
                 return
             session.reward, fault = await evaluate(task, workspace, base, logs / f"{session.session_id}.evaluate.log")
-            session.status, session.error = ("error", fault) if fault is not None else (status, ended)
+            session.status, session.error = ("infrastructure", fault) if fault is not None else (status, ended)
     except OSError as error:
         session.error = f"the session could not be run: {error}"
     except (RecorderError, RunError) as error:

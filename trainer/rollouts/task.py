@@ -21,7 +21,7 @@ class Task(BaseModel):
         evaluate: Command that runs in the session's workspace after the harness. The last line of its output is
             the reward if it is a number. Otherwise the reward is 1 for exit status 0, and 0 for other statuses.
             There is no reward when the command cannot be run (status 126 or 127), is killed by a signal, or takes
-            more than 600 s; the session has the status `error` then.
+            more than 600 s; the session has the status `infrastructure` then.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

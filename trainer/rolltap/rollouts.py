@@ -44,9 +44,9 @@ def rollout(
     `Run.new_session_ids` of the result are the sessions of this call: `run.traces().batch(run.new_session_ids)`.
 
     Works in a script and in a notebook; `rollout_async` is for an event loop. A session that fails does not end the
-    rollout: its status says what happened. With the status `error` it failed because of the engine, the recorder or the
-    machine, or no model call of it was answered: it has no reward and is not trained on. KeyboardInterrupt stops the
-    harnesses and the recorder; committed calls stay in the run.
+    rollout: its status says what happened. With the status `infrastructure` it failed because of the engine, the
+    recorder or the machine, or no model call of it was answered: it has no reward and is not trained on.
+    KeyboardInterrupt stops the harnesses and the recorder; committed calls stay in the run.
 
     Raises, before the recorder is started, `InputError` for wrong tasks, numbers or harness, and `EngineError` when an
     engine does not answer; `MissingPackageError` without mitmproxy; `RecorderError` when the recorder does not start,

@@ -31,10 +31,9 @@ class RunTraces:
     def batch(self, session_ids: Collection[str] | None = None) -> TraceBatch:
         """Return all traces as one batch for `TraceGRPOTrainer`; with `session_ids`, the traces of these sessions.
 
-        The batch has the reward of every session that has one. Tokens of the others are left out as `fault` if the
-        session has the status `error`, else as `no_reward`. Groups of equal rewards are in the batch; their advantages
-        are 0. The ledger has been checked against the traces. Set `on_policy` of the batch when the weights to be
-        trained sampled it.
+        The batch has the reward of every session that has one. Tokens of the others are left out for a reason of
+        `LeftOut`. Groups of equal rewards are in the batch; their advantages are 0. The ledger has been checked against
+        the traces. Set `on_policy` of the batch when the weights to be trained sampled it.
 
         Raises `InputError` for a session that is not in the run.
         """

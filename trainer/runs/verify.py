@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from rolltap.addons.store.digest import DIGEST
 from rolltap.addons.store.metadata import read_metadata
-from rolltap.addons.store.records import SESSION_SCHEMA, Session
+from rolltap.addons.store.records import Session
+from rolltap.addons.store.schemas import SESSION_SCHEMA
 from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.session_index import SessionIndex
 from rolltap.addons.store.tables import TABLES, run_files

@@ -119,7 +119,7 @@ class GroupReward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unrewarded:
-    """Why a session has no reward: `fault` or `no_reward`. Its group may have other sessions."""
+    """Why a session has no reward: a reason of `LeftOut`. Its group may have other sessions."""
 
     group_id: str
     reason: LeftOut

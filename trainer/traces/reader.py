@@ -9,7 +9,8 @@ import pyarrow as pa
 
 from rolltap.addons.errors import RunError
 from rolltap.addons.store.digest import DIGEST
-from rolltap.addons.store.records import CALL_SCHEMA, SESSION_SCHEMA, Call, Session, VersionSpan
+from rolltap.addons.store.records import Call, Session, VersionSpan
+from rolltap.addons.store.schemas import CALL_SCHEMA, SESSION_SCHEMA
 from rolltap.addons.store.session_index import SessionIndex
 from rolltap.addons.store.tables import batch_rows, read_batches, read_rows
 from rolltap.trainer.traces.tokens import Tokens

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rolltap.addons.errors import InputError, LedgerError
-from rolltap.addons.store.records import CallRole, Session
+from rolltap.addons.store.records import UNREWARDED, CallRole, Session
 from rolltap.trainer.traces.build import (
     TRAINED_ROLES,
     GroupReward,
@@ -47,7 +47,7 @@ class TracedSession:
 
     @property
     def reward(self) -> float | None:
-        """Reward of the session; None when it has none, no row, or the status `error`."""
+        """Reward of the session; None when it has none, no row, or a status of `UNREWARDED`."""
         return session_reward(self.recorded.session)
 
     @property
@@ -63,12 +63,14 @@ class TracedSession:
 
     @property
     def unrewarded(self) -> Unrewarded | None:
-        """Why the session has no reward: `fault` if its status is `error`, else `no_reward`. None when it has one."""
+        """Why the session has no reward: its status if it is one of `UNREWARDED`, else `no_reward`. None when it has
+        one."""
         if self.reward is not None:
             return None
         session = self.recorded.session
-        fault = session is not None and session.status == "error"
-        return Unrewarded(group_id=self.group_id, reason="fault" if fault else "no_reward")
+        status = session.status if session is not None else "unknown"
+        reason = status if status in ("infrastructure", "unjudged", "cancelled") else "no_reward"
+        return Unrewarded(group_id=self.group_id, reason=reason)
 
     def rewarded(self) -> "TracedSession":
         """Return the session as a trainer needs it. Without a reward it has no traces, and its tokens are left out for
@@ -80,8 +82,8 @@ class TracedSession:
 
 
 def session_reward(session: Session | None) -> float | None:
-    """Return the reward that a trainer uses. A fault has none, whoever recorded one."""
-    return None if session is None or session.status == "error" else session.reward
+    """Return the reward that a trainer uses. A status of `UNREWARDED` has none, whoever recorded one."""
+    return None if session is None or session.status in UNREWARDED else session.reward
 
 
 @dataclass(slots=True)
@@ -91,8 +93,8 @@ class Totals:
     Attributes:
         harnesses: Sessions of each.
         traces: Those of sessions without a reward included.
-        ledger: As a trainer sees the tokens: those of sessions without a reward are left out as `fault` or
-            `no_reward`.
+        ledger: As a trainer sees the tokens: those of sessions without a reward are left out for the
+            reason of `TracedSession.unrewarded`.
     """
 
     sessions: int = 0

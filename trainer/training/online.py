@@ -148,7 +148,7 @@ class OnlineTraces:
             drawn, further = further[:lacking], further[lacking:]
             groups += self._record(drawn, len(groups), version, counts)
         sessions = [session for group in groups for session in group]
-        if all(session.status == "error" for session in sessions):
+        if all(session.status == "infrastructure" for session in sessions):
             raise RecorderError(
                 f"all {len(sessions)} sessions of step {version.step + 1} failed for a reason that is not the agent's; "
                 f"the first: {sessions[0].error}; put it right and start the training again, which goes on from here"

@@ -37,7 +37,7 @@ class FinishedSessions:
         self._groups: defaultdict[str, dict[int, tuple[int, Session]]] = defaultdict(dict)
         for session in sessions:
             found = _PLACE.fullmatch(session.session_id.removeprefix(session.group_id))
-            if found and session.status != "error" and _sampled_by_its_step(session):
+            if found and session.status != "infrastructure" and _sampled_by_its_step(session):
                 index, attempt = int(found[1]), int(found[2])
                 group = self._groups[session.group_id]
                 group[index] = min(group.get(index, (attempt, session)), (attempt, session), key=itemgetter(0))
@@ -45,7 +45,7 @@ class FinishedSessions:
     def of(self, group: Group) -> dict[str, Session]:
         """Return the sessions of a group: id in `group` -> session of the first attempt that was no fault.
 
-        Faults (status `error`) and sessions of other weights are not among them: they are run again.
+        Faults (status `infrastructure`) and sessions of other weights are not among them: they are run again.
         """
         finished = self._groups[group.group_id]
         return {name: finished[index][1] for index, name in enumerate(group.session_ids) if index in finished}

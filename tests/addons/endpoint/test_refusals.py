@@ -3,7 +3,8 @@ import pytest
 
 from rolltap.addons.endpoint import refusals
 from rolltap.addons.endpoint.refusals import Refusals
-from rolltap.addons.store.records import EVENT_SCHEMA, Event
+from rolltap.addons.store.records import Event
+from rolltap.addons.store.schemas import EVENT_SCHEMA
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ import pytest
 
 from rolltap.addons.store.digest import DIGEST, row_digest
 from rolltap.addons.store.metadata import write_metadata
-from rolltap.addons.store.records import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA, Call, Event, Session, VersionSpan
+from rolltap.addons.store.records import Call, Event, Session, VersionSpan
+from rolltap.addons.store.schemas import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA
 from rolltap.addons.store.tables import RunWriter, read_rows
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)

@@ -9,7 +9,7 @@ from pathlib import Path
 from datasets import Dataset
 
 from rolltap.addons.store.digest import row_digest
-from rolltap.addons.store.records import CALL_SCHEMA
+from rolltap.addons.store.schemas import CALL_SCHEMA
 from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.tables import read_rows, run_files
 from rolltap.trainer.traces.reader import RecordedCalls

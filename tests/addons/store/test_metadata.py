@@ -2,7 +2,7 @@ import pytest
 
 from rolltap.addons.errors import RunError
 from rolltap.addons.store.metadata import add_engine, add_recorder, read_metadata, write_metadata
-from rolltap.addons.store.records import SCHEMA_VERSION
+from rolltap.addons.store.schemas import SCHEMA_VERSION
 
 
 @pytest.fixture

@@ -4,17 +4,8 @@ from dataclasses import fields
 import pyarrow as pa
 import pytest
 
-from rolltap.addons.store.records import (
-    CALL_SCHEMA,
-    EVENT_SCHEMA,
-    SENTINEL_LOGPROB,
-    SESSION_SCHEMA,
-    Call,
-    Event,
-    Session,
-    VersionSpan,
-    find_violation,
-)
+from rolltap.addons.store.records import SENTINEL_LOGPROB, Call, Event, Session, VersionSpan, find_violation
+from rolltap.addons.store.schemas import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA
 
 
 def whole(length):

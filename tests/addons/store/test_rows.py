@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from rolltap.addons.store.digest import row_digest
 from rolltap.addons.store.metadata import write_metadata
-from rolltap.addons.store.records import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA, Call, Event, Session, VersionSpan
+from rolltap.addons.store.records import Call, Event, Session, VersionSpan
 from rolltap.addons.store.rows import to_batch
+from rolltap.addons.store.schemas import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA
 from rolltap.addons.store.tables import RunWriter, batch_rows, read_rows
 
 CALL = Call(

@@ -15,7 +15,8 @@ from datasets import Dataset
 from rolltap.addons.errors import RunError
 from rolltap.addons.store import tables
 from rolltap.addons.store.metadata import write_metadata
-from rolltap.addons.store.records import SCHEMA_VERSION, Call, Event, Session, VersionSpan
+from rolltap.addons.store.records import Call, Event, Session, VersionSpan
+from rolltap.addons.store.schemas import SCHEMA_VERSION
 from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.tables import RunWriter, read_rows, run_files
 

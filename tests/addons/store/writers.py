@@ -23,7 +23,8 @@ import pyarrow as pa
 from rolltap.addons.store import staging, tables
 from rolltap.addons.store.digest import row_digest
 from rolltap.addons.store.metadata import add_engine, add_recorder, read_metadata, write_metadata
-from rolltap.addons.store.records import CALL_SCHEMA, Call, Event, VersionSpan
+from rolltap.addons.store.records import Call, Event, VersionSpan
+from rolltap.addons.store.schemas import CALL_SCHEMA
 from rolltap.addons.store.tables import RunWriter, read_rows
 
 KILLS = 200

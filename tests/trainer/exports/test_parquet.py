@@ -6,7 +6,8 @@ import pytest
 from datasets import Features, List, Value, get_dataset_config_names, load_dataset
 
 from rolltap.addons.store.metadata import add_recorder
-from rolltap.addons.store.records import CALL_SCHEMA, Event
+from rolltap.addons.store.records import Event
+from rolltap.addons.store.schemas import CALL_SCHEMA
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.exports.features import trace_row
 from rolltap.trainer.exports.parquet import export

@@ -150,8 +150,8 @@ class TestBatch:
 
     def test_sessions_without_a_reward_are_counted_though_they_sampled_nothing(self, batch, trained):
         batch.unrewarded = {
-            "e": Unrewarded(group_id="x", reason="fault"),
-            "f": Unrewarded(group_id="dead", reason="fault"),
+            "e": Unrewarded(group_id="x", reason="infrastructure"),
+            "f": Unrewarded(group_id="dead", reason="infrastructure"),
             "g": Unrewarded(group_id="dead", reason="no_reward"),
         }
         metrics = batch_metrics(batch, trained, TASKS)
@@ -160,7 +160,7 @@ class TestBatch:
         assert (metrics["reward"], metrics["traces_per_session"]) == (0.25, 1.25)
 
     def test_a_batch_of_faults_alone_has_no_reward_and_says_why(self):
-        batch = TraceBatch(unrewarded={"a": Unrewarded(group_id="x", reason="fault")})
+        batch = TraceBatch(unrewarded={"a": Unrewarded(group_id="x", reason="infrastructure")})
         metrics = batch_metrics(batch, batch, TASKS)
         assert {name: value for name, value in metrics.items() if value} == {
             **{"sessions": 1, "sessions_fault": 1},

@@ -122,7 +122,7 @@ def play(tmp_path, scripted_engine, tokenizer_folder):
 async def test_an_engine_that_is_down_from_the_start_is_a_fault(play, monkeypatch):
     monkeypatch.setattr(EngineAdmin, "models", lambda admin: None)  # as if it had answered before
     session, ledger = await play("ask('a')", engine="http://127.0.0.1:9")
-    assert (session.status, session.reward) == ("error", None)
+    assert (session.status, session.reward) == ("infrastructure", None)
     assert "no token was sampled" in session.error
     assert "the engine at http://127.0.0.1:9 cannot be reached" in session.error
     assert ledger.sampled == 0
@@ -130,28 +130,28 @@ async def test_an_engine_that_is_down_from_the_start_is_a_fault(play, monkeypatc
 
 async def test_a_harness_that_makes_no_call_has_no_reward(play, tmp_path):
     session, _ = await play("sys.exit(3)")
-    assert (session.status, session.exit_status, session.reward) == ("error", 3, None)
+    assert (session.status, session.exit_status, session.reward) == ("infrastructure", 3, None)
     assert f"the harness ended with status 3; its output is in {tmp_path}" in session.error
 
 
 async def test_an_engine_that_dies_in_the_middle_and_stays_dead_is_a_fault(play):
     session, ledger = await play("assert (ask('a'), ask('b'), ask('c')) == (200, 502, 502)", SAY, DOWN, DOWN)
-    assert (session.status, session.exit_status, session.reward) == ("error", 0, None)
+    assert (session.status, session.exit_status, session.reward) == ("infrastructure", 0, None)
     assert "it did not recover from: the engine at" in session.error
-    assert ledger.left_out == {"fault": ledger.sampled}
+    assert ledger.left_out == {"infrastructure": ledger.sampled}
     assert ledger.sampled > 0
 
 
 async def test_an_engine_that_dies_within_a_reply_is_a_fault(play):
     session, ledger = await play("ask('a'); ask('b')", SAY, Say("Hello there.", break_after=1))
-    assert (session.status, session.reward) == ("error", None)
-    assert ledger.left_out == {"failed": 1, "fault": ledger.sampled - 1}
+    assert (session.status, session.reward) == ("infrastructure", None)
+    assert ledger.left_out == {"failed": 1, "infrastructure": ledger.sampled - 1}
 
 
 async def test_a_harness_that_gives_up_while_the_engine_is_down_has_a_fault(play, scripted_engine):
     scripted_engine.otherwise = lambda request: DOWN
     session, _ = await play("assert (ask('a'), ask('b', 2)) == (200, None)", SAY, patience=600)
-    assert (session.status, session.exit_status, session.reward) == ("error", 0, None)
+    assert (session.status, session.exit_status, session.reward) == ("infrastructure", 0, None)
     assert "the engine is broken" in session.error
 
 
@@ -200,9 +200,9 @@ async def test_a_harness_that_is_stopped_within_a_reply_has_its_reward(play, scr
 @pytest.mark.parametrize("refusal", [Answer(400, "bad"), Answer(200, '{"error": {"message": "bad", "code": 413}}')])
 async def test_an_engine_that_refuses_what_the_recorder_asks_is_a_fault(play, refusal):
     session, ledger = await play("ask('a'); assert ask('b') in (400, 413)", SAY, refusal)
-    assert (session.status, session.reward) == ("error", None)
+    assert (session.status, session.reward) == ("infrastructure", None)
     assert "it did not recover from: the engine at" in session.error
-    assert ledger.left_out == {"fault": ledger.sampled}
+    assert ledger.left_out == {"infrastructure": ledger.sampled}
 
 
 async def test_a_side_question_that_fails_is_no_fault(play):
@@ -222,9 +222,9 @@ async def test_a_first_call_that_still_samples_at_the_time_limit_is_no_fault(pla
 
 async def test_a_missing_evaluator_is_a_fault(play):
     session, ledger = await play("ask('a')", SAY, evaluate=["no-such-evaluator"])
-    assert (session.status, session.exit_status, session.reward) == ("error", 0, None)
+    assert (session.status, session.exit_status, session.reward) == ("infrastructure", 0, None)
     assert "'no-such-evaluator' could not be started" in session.error
-    assert ledger.left_out == {"fault": ledger.sampled}
+    assert ledger.left_out == {"infrastructure": ledger.sampled}
 
 
 async def test_events_name_what_was_ours_and_what_was_the_harnesss(play, tmp_path):

@@ -58,7 +58,7 @@ def test_a_recorder_that_dies_inside_the_block_is_an_error_at_its_end(tmp_path, 
         ({"status": "done"}, "session s: status='done': choose completed, failed, timeout, error"),
         ({"status": "unknown"}, "status='unknown': choose"),
         ({"reward": float("nan")}, "session s: the reward nan is not finite"),
-        ({"status": "error", "reward": 1.0}, "session s: it has the status error and the reward 1.0"),
+        ({"status": "infrastructure", "reward": 1.0}, "session s: it has the status infrastructure and the reward 1.0"),
     ],
 )
 def test_a_session_that_cannot_be_is_refused_and_not_recorded(running, fields, message):

@@ -82,5 +82,5 @@ async def test_a_recorder_that_dies_during_a_session_is_an_error_of_its_own(reco
     with pytest.raises(RecorderError, match=r"the recorder (died|does not end)"):
         await play(recorder, f"kill -9 {recorder._processes[0]._process.pid}")
     (session, *_) = load_sessions(recorder.path).values()
-    assert (session.status, session.reward) == ("error", None)
+    assert (session.status, session.reward) == ("infrastructure", None)
     assert "the recorder" in session.error

@@ -75,12 +75,12 @@ def test_without_a_reward_no_token_is_trained_and_those_left_out_before_keep_the
 @pytest.mark.parametrize("reward", [None, 1.0])
 def test_tokens_of_a_session_with_a_fault_are_left_out_as_such_whatever_its_row_says(reward):
     fault = recorded(reward, make_call("s", 1, [1]), make_call("s", 2, [2], status="failed"))
-    fault.session.status = "error"
+    fault.session.status = "infrastructure"
     traced = trace_session(fault, TraceOptions())
     assert [trace.reward for trace in traced.traces] == [None]
     rewarded = traced.rewarded()
     assert (rewarded.reward, rewarded.traces) == (None, [])
-    assert rewarded.ledger == Ledger(sampled=4, trained=0, left_out={"failed": 2, "fault": 2})
+    assert rewarded.ledger == Ledger(sampled=4, trained=0, left_out={"failed": 2, "infrastructure": 2})
 
 
 def test_a_reward_of_zero_is_a_reward():
@@ -97,7 +97,7 @@ def test_tokens_that_the_ledger_misses_are_an_error_that_names_the_session(monke
 def test_a_fault_does_not_count_in_the_mean_of_its_group_and_a_session_without_calls_does(tmp_path):
     write_metadata(tmp_path, {})
     with RunWriter(tmp_path) as writer:
-        writer.add_session(Session(session_id="fault", group_id="g", status="error", reward=1.0))
+        writer.add_session(Session(session_id="fault", group_id="g", status="infrastructure", reward=1.0))
         writer.add_session(Session(session_id="failed", group_id="g", status="failed", reward=0.0))
     batch = load_batch(tmp_path, None, TraceOptions())
     assert batch.rewards == {"failed": GroupReward(group_id="g", reward=0.0)}
@@ -105,14 +105,14 @@ def test_a_fault_does_not_count_in_the_mean_of_its_group_and_a_session_without_c
 
 def test_a_batch_names_every_session_without_a_reward_and_why_even_if_it_sampled_nothing():
     dead = RecordedSession(
-        session_id="dead", session=Session(session_id="dead", group_id="g", status="error"), calls=[]
+        session_id="dead", session=Session(session_id="dead", group_id="g", status="infrastructure"), calls=[]
     )
     late = RecordedSession(session_id="late", session=Session(session_id="late", status="timeout"), calls=[])
     unknown = RecordedSession(session_id="u", session=None, calls=[make_call("u", 1, [1])])
     batch = make_batch(trace_session(session, TraceOptions()) for session in (dead, late, unknown))
     assert (batch.rewards, batch.traces) == ({}, [])
     assert batch.unrewarded == {
-        "dead": Unrewarded(group_id="g", reason="fault"),
+        "dead": Unrewarded(group_id="g", reason="infrastructure"),
         "late": Unrewarded(group_id="late", reason="no_reward"),
         "u": Unrewarded(group_id="u", reason="no_reward"),
     }
@@ -120,7 +120,7 @@ def test_a_batch_names_every_session_without_a_reward_and_why_even_if_it_sampled
 
 def test_totals_account_for_tokens_as_a_batch_does():
     fault, late = (recorded(None, make_call("s", 1, [1])) for _ in range(2))
-    fault.session.status = "error"
+    fault.session.status = "infrastructure"
     traced = [
         trace_session(session, TraceOptions()) for session in (fault, late, recorded(1.0, make_call("s", 1, [1])))
     ]
@@ -128,7 +128,7 @@ def test_totals_account_for_tokens_as_a_batch_does():
     for session in traced:
         totals.add(session)
     assert totals.ledger == make_batch(traced).ledger
-    assert totals.ledger == Ledger(sampled=6, trained=2, left_out={"fault": 2, "no_reward": 2})
+    assert totals.ledger == Ledger(sampled=6, trained=2, left_out={"infrastructure": 2, "no_reward": 2})
     assert totals.traces == 3
 
 

@@ -224,7 +224,7 @@ def sessions_by(points: Points) -> Callable[..., Any]:
                     policy_version=policy_version,
                 )
                 if FAULTS.search(session_id) and session_id.rpartition(".")[0] not in before:
-                    session.status, session.reward, session.error = "error", None, "no engine"
+                    session.status, session.reward, session.error = "infrastructure", None, "no engine"
                 points.reach("before a session is recorded")
                 writer.add_session(session)
                 points.reach("after a session was recorded")

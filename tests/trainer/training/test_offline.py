@@ -70,7 +70,7 @@ def write_run(run, model, groups, *, prefix="", sampling="{}", **metadata):
                         sampling=sampling,
                     )
                 )
-                status = "error" if reward is None else "completed"
+                status = "infrastructure" if reward is None else "completed"
                 labels = {"group_id": group, "task_id": f"task {group}"}
                 writer.add_session(Session(session_id=session_id, status=status, reward=reward, **labels))
     return run
@@ -163,11 +163,11 @@ def test_the_ledgers_of_all_rows_and_of_the_groups_that_are_none_add_up_to_that_
     source = RecordedTraces([run], groups, TraceOptions())
     batch = source([{"group": group} for group in range(len(groups))])
     skipped = source.skipped()
-    assert batch.ledger == Ledger(sampled=20, trained=16, left_out={"fault": 4})
-    assert skipped.ledger == Ledger(sampled=17, left_out={"no_signal": 8, "fault": 8, "no_reward": 1})
+    assert batch.ledger == Ledger(sampled=20, trained=16, left_out={"infrastructure": 4})
+    assert skipped.ledger == Ledger(sampled=17, left_out={"no_signal": 8, "infrastructure": 8, "no_reward": 1})
     total, recorded = batch.ledger + skipped.ledger, summarize(run).ledger
     assert total == recorded + Ledger(trained=-8, left_out={"no_signal": 8})
-    assert batch.unrewarded == {"a-2": Unrewarded(group_id="0/a", reason="fault")}
+    assert batch.unrewarded == {"a-2": Unrewarded(group_id="0/a", reason="infrastructure")}
     assert str(skipped) == (
         "1 group whose rewards are equal (3 sessions), 2 groups without a reward (2 sessions); "
         "tokens 17: 0 to train, left out: 8 fault, 1 no_reward, 8 no_signal"

@@ -79,7 +79,7 @@ class Loop:
         ]
         for session in sessions:
             if self.faults or (session.task_id in self.at_first and version.endswith(".0")):
-                session.status, session.reward, session.error = "error", None, "the engine is down"
+                session.status, session.reward, session.error = "infrastructure", None, "the engine is down"
         with RunWriter(self.folder, "never") as writer:
             for session in reversed(sessions):
                 writer.add_call(sampled(session.session_id, session.policy_version))

@@ -88,11 +88,11 @@ def test_the_first_attempt_at_a_session_counts_whatever_the_order_of_the_rows():
 
 class TestFaults:
     def test_a_fault_is_run_again(self):
-        sessions = ended(group_of(0), 0) + ended(group_of(0), 1, 2, status="error", reward=None)
+        sessions = ended(group_of(0), 0) + ended(group_of(0), 1, 2, status="infrastructure", reward=None)
         assert list(FinishedSessions(sessions).of(group_of(1)).values()) == sessions[:1]
 
     def test_the_session_that_was_run_in_place_of_a_fault_counts(self):
-        fault, again = ended(group_of(0), 0, status="error", reward=None), ended(group_of(1), 0)
+        fault, again = ended(group_of(0), 0, status="infrastructure", reward=None), ended(group_of(1), 0)
         assert list(FinishedSessions(fault + again).of(group_of(2)).values()) == again
 
 

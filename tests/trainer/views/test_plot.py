@@ -33,7 +33,9 @@ def test_the_attempts_at_a_step_are_one_point(tmp_path, monkeypatch):
             writer.add_session(
                 Session(session_id=str(number), status="completed", reward=number, policy_version=version)
             )
-        writer.add_session(Session(session_id="fault", status="error", reward=9.0, policy_version="1a2b3c4d.11.1"))
+        writer.add_session(
+            Session(session_id="fault", status="infrastructure", reward=9.0, policy_version="1a2b3c4d.11.1")
+        )
         writer.add_session(Session(session_id="unknown", status="completed", reward=5.0))
     plot_rewards(tmp_path, tmp_path / "some.png", "something")
     (axes,) = drawn[0].axes

@@ -46,7 +46,7 @@ def test_the_attempts_at_a_step_are_one_entry_for_they_have_the_same_weights():
 
 def test_a_fault_has_no_reward_whoever_recorded_one():
     fault = session(1, "9", 1.0)
-    fault.status = "error"
+    fault.status = "infrastructure"
     assert reward_steps([fault, session(2, "9", 0.5)]) == [VersionRewards("9", 2, 0.5, 0.5)]
 
 
