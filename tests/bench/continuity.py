@@ -26,7 +26,7 @@ from rolltap.addons.store.records import Call
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.scheduler import Plan, new_group, run_groups
-from rolltap.trainer.rollouts.task import Task
+from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
 from tests.bench.awkward import replies
 from tests.bench.recorder import ROOT

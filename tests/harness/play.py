@@ -13,7 +13,7 @@ from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.scheduler import Plan, new_group, run_groups
-from rolltap.trainer.rollouts.task import Task
+from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.traces.reader import RecordedCalls
 from rolltap.trainer.views.report import Summary, summarize
 

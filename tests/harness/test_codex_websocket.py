@@ -6,7 +6,7 @@ import pytest
 
 from rolltap.trainer.rollouts import mitmdump
 from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.task import Task
+from rolltap.trainer.rollouts.tasks.task import Task
 from tests.harness.play import installed, play, shell
 from tests.scripted_engine import Say
 

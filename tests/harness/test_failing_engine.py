@@ -2,7 +2,7 @@
 
 import pytest
 
-from rolltap.trainer.rollouts.task import Task
+from rolltap.trainer.rollouts.tasks.task import Task
 from tests.harness.play import installed, play, shell
 from tests.scripted_engine import Answer, Say
 

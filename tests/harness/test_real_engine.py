@@ -16,7 +16,7 @@ from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.scheduler import Plan, new_group, run_groups
-from rolltap.trainer.rollouts.task import Task
+from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.traces.reader import RecordedCalls
 from rolltap.trainer.views.report import summarize
 

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 from rolltap.trainer.rollouts.runtime import run
-from rolltap.trainer.rollouts.task import Task
+from rolltap.trainer.rollouts.tasks.task import Task
 
 EVALUATE_SECONDS = 600.0
 

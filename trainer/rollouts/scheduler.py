@@ -17,7 +17,7 @@ from rolltap.trainer.rollouts.evaluate import evaluate
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.runtime import run
-from rolltap.trainer.rollouts.task import Task
+from rolltap.trainer.rollouts.tasks.task import Task
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from rolltap.trainer.rollouts.environment import Proxy
     from rolltap.trainer.rollouts.harness import Harness
     from rolltap.trainer.rollouts.recorder import Recorder
-    from rolltap.trainer.rollouts.task import Task
+    from rolltap.trainer.rollouts.tasks.task import Task
     from rolltap.trainer.traces.build import GroupReward, Trace, TraceBatch, build_traces
     from rolltap.trainer.traces.ledger import Ledger
     from rolltap.training import plan_training, train, train_offline
@@ -103,7 +103,7 @@ _MODULES = {
     "rolltap.trainer.rollouts.environment": ("Proxy",),
     "rolltap.trainer.rollouts.harness": ("Harness",),
     "rolltap.trainer.rollouts.recorder": ("Recorder",),
-    "rolltap.trainer.rollouts.task": ("Task",),
+    "rolltap.trainer.rollouts.tasks.task": ("Task",),
     "rolltap.trainer.traces.build": ("GroupReward", "Trace", "TraceBatch", "build_traces"),
     "rolltap.trainer.traces.ledger": ("Ledger",),
     "rolltap.training": ("plan_training", "train", "train_offline"),

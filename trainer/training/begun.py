@@ -7,7 +7,7 @@ from typing import Any
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.task import Task
+from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.training.arguments import dtype_of
 from rolltap.trainer.training.recipe import Recipe
 

@@ -16,7 +16,7 @@ from rolltap.addons.errors import EngineError, RecorderError, RolltapError, RunE
 from rolltap.addons.store.records import Session
 from rolltap.trainer.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.rollouts.scheduler import Group
-from rolltap.trainer.rollouts.task import Task
+from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.traces.reader import iter_sessions, load_sessions
 from rolltap.trainer.traces.sessions import TraceOptions, load_batch

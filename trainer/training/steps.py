@@ -9,7 +9,7 @@ from operator import itemgetter
 from rolltap.addons.store.records import Session
 from rolltap.trainer.grpo.advantages import rewards_differ
 from rolltap.trainer.rollouts.scheduler import Group
-from rolltap.trainer.rollouts.task import Task
+from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.traces.sessions import session_reward
 from rolltap.trainer.versions import Version
 

@@ -4,7 +4,7 @@ import pytest
 
 from rolltap.trainer.rollouts import evaluate as module
 from rolltap.trainer.rollouts.evaluate import evaluate
-from rolltap.trainer.rollouts.task import Task
+from rolltap.trainer.rollouts.tasks.task import Task
 
 
 async def judge(command, tmp_path):

@@ -8,7 +8,7 @@ from rolltap.addons.errors import RecorderError
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.scheduler import Group, Plan, new_group, run_groups
-from rolltap.trainer.rollouts.task import Task
+from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.traces.reader import load_sessions
 from tests.scripted_engine import Say
 from tests.trainer.commands.program import ASK

@@ -7,7 +7,7 @@ import pytest
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.task import Task
+from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.training.begun import begun_offline, begun_online, require_same
 from rolltap.trainer.training.recipe import Machine, Recipe
 

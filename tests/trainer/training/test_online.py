@@ -12,7 +12,7 @@ from rolltap.addons.errors import EngineError, RecorderError, RunError
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Session, VersionSpan
 from rolltap.addons.store.tables import RunWriter
-from rolltap.trainer.rollouts.task import Task
+from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import iter_sessions
 from rolltap.trainer.training.attempts import Attempt

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.rollouts.task import load_tasks
+from rolltap.trainer.rollouts.tasks.task import load_tasks
 
 GOOD = {"id": "t", "instruction": "Do it.", "evaluate": ["true"]}
 

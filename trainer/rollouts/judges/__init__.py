@@ -1,0 +1,1 @@
+"""Judging what an agent made, in a fresh copy of the start."""

@@ -1,0 +1,21 @@
+"""The result of judging."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """The judgement of a session.
+
+    Attributes:
+        reward: Finite; None when the judge could not judge.
+        unjudged: Why there is no reward; None when there is one.
+        parts: Name -> finite number.
+        evidence: JSON values: tests, their results, what was not applied, the digest of the changes.
+    """
+
+    reward: float | None = None
+    unjudged: str | None = None
+    parts: dict[str, float] = field(default_factory=dict)
+    evidence: dict[str, Any] = field(default_factory=dict)
