@@ -16,7 +16,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENVS="$PWD/.venvs"
 HARNESSES="${ROLLTAP_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/rolltap}/harnesses"
 # uv does not read pip's settings: pass on where pip looks for wheels
-export UV_COMPILE_BYTECODE=1 UV_LINK_MODE="${UV_LINK_MODE:-hardlink}" UV_FIND_LINKS="${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}}"
+export UV_LINK_MODE="${UV_LINK_MODE:-hardlink}" UV_FIND_LINKS="${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}}"
 
 say() { printf '\n== %s\n' "$*"; }
 fail() { printf '\nerror: %s\n' "$*" >&2; exit 1; }
@@ -81,7 +81,6 @@ environment_312() {
 
 # wheel NAME EXTRAS PACKAGE...: an environment with the wheel in .venvs/dist and with packages, without this checkout
 wheel() {
-    local -x UV_COMPILE_BYTECODE=0  # most modules are not imported
     local name="$1" file="$(echo "$VENVS"/dist/*.whl)" extras="$2"
     shift 2
     environment "$name" -c constraints.txt $TORCH "$@" "$file[$extras]"

@@ -26,15 +26,16 @@ if [ $# -gt 0 ]; then
 fi
 # the tests with engines and harnesses run sequentially, in parallel with the others
 log="$VENVS/pytest.log"
-pytest -m "engine or harness" > "$log" 2>&1 & engines=$!
+pytest -m "engine or harness" --durations 20 > "$log" 2>&1 & engines=$!
 failed=0
 say "pytest: what starts no engine and no harness"
-pytest -q -n 2 -m "not engine and not harness" || failed=1
+pytest -q -n 2 --durations 20 -m "not engine and not harness" || failed=1
 if environment_312; then
     say "pytest: the addons on Python 3.12 with mitmproxy 12"
-    # of the attacks, those on mitmproxy's layers
-    "$VENVS/rolltap-3.12/bin/pytest" -q -n 2 -m "not engine" tests/addons \
-        tests/security/test_{bodies,descriptors,egress,limits,log,raw_bytes,websockets}.py || failed=1
+    # those that mitmproxy takes part in; of the attacks, those on its layers
+    "$VENVS/rolltap-3.12/bin/pytest" -q -n 2 -m "not engine" tests/addons/test_*.py tests/addons/endpoint \
+        tests/addons/engine tests/security/test_{bodies,descriptors,egress,limits,log,raw_bytes,websockets}.py ||
+        failed=1
 fi
 environments_wheel
 say "pytest: the wheel"
