@@ -21,7 +21,7 @@ from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Runtime
 
 logger = logging.getLogger(__name__)
 
-_VERSION = re.compile(r"\bv?(\d+(?:\.\d+)+(?:[-+.][0-9A-Za-z.-]*[0-9A-Za-z])?)")
+_VERSION = re.compile(r"\bv?(\d+(?:\.\d+)+(?:[-+][0-9A-Za-z.+-]*[0-9A-Za-z])?)")
 _VERSION_SECONDS = 60.0
 _MOST_OUTPUT = 4096
 

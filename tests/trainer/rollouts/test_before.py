@@ -12,13 +12,13 @@ from tests.scripted_engine import ScriptedEngine
 @pytest.fixture
 def warnings(caplog):
     caplog.set_level(logging.WARNING, "rolltap")
-    return caplog.messages
+    return caplog
 
 
 def test_an_engine_that_serves_the_model_is_asked_for_its_weights(scripted_engine, warnings):
     scripted_engine.weight_version = "1a2b3c4d.3.0"
     assert check_engines(scripted_engine.url, scripted_engine.root) == "1a2b3c4d.3.0"
-    assert warnings == []
+    assert not warnings.messages
 
 
 def test_an_engine_that_does_not_answer_is_an_error(scripted_engine):
@@ -37,7 +37,7 @@ def test_another_model_weights_without_a_name_and_different_weights_are_named(sc
     with ScriptedEngine(tokenizer) as other:
         assert check_engines(f"{scripted_engine.url},{other.url}", "org/model") == "default,unknown"
     assert [
-        sum("the recorder's model is org/model" in line for line in warnings),
-        sum("does not tell which weights it serves" in line for line in warnings),
-        sum("the engines serve different weights" in line for line in warnings),
+        sum("the recorder's model is org/model" in line for line in warnings.messages),
+        sum("does not tell which weights it serves" in line for line in warnings.messages),
+        sum("the engines serve different weights" in line for line in warnings.messages),
     ] == [2, 1, 1]
