@@ -69,7 +69,9 @@ class Canary:
         """The plugin's module, for PYTEST_PLUGINS."""
         return f"plugin_{self.token}"
 
-    def take(self, outcomes: Mapping[Name, Outcome]) -> tuple[dict[Name, Outcome], Literal["failed", "passed", "absent"]]:
+    def take(
+        self, outcomes: Mapping[Name, Outcome]
+    ) -> tuple[dict[Name, Outcome], Literal["failed", "passed", "absent"]]:
         """Return the outcomes of the other tests, and what the canary's did: `passed` if one did not fail."""
         rest = {name: outcome for name, outcome in outcomes.items() if self.token not in f"{name.classname}{name.name}"}
         own = [outcome for name, outcome in outcomes.items() if name not in rest]

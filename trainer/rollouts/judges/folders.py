@@ -26,7 +26,19 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CHUNK = 1 << 20
 
 Refusal = Literal[
-    "symlink", "fifo", "socket", "device", "setuid", "git", "cache", "size", "unreadable", "depth", "protected", "planted", "settings"
+    "symlink",
+    "fifo",
+    "socket",
+    "device",
+    "setuid",
+    "git",
+    "cache",
+    "size",
+    "unreadable",
+    "depth",
+    "protected",
+    "planted",
+    "settings",
 ]
 """Why something is not applied: a symbolic link out of the workspace; what is no file; a setuid or setgid bit (the file
 is applied without it); a repository's own files; compiled Python; larger than `MAX_FILE_BYTES`; no right to

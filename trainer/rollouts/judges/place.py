@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.environment import clean_environment
@@ -19,10 +20,24 @@ from rolltap.trainer.rollouts.judges.judged import UnjudgedError
 from rolltap.trainer.rollouts.judges.select import OneJudge, select
 from rolltap.trainer.rollouts.judges.spec import CommandJudge, PytestJudge
 from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec, Mount, Runtime
-from rolltap.trainer.rollouts.tasks.starts import Start
 from rolltap.trainer.rollouts.tasks.task import Task
 
 _OUT, _TOOLS = "/rolltap/out", "/rolltap/tools"
+
+
+class Start(Protocol):
+    """The part of a task's start that judging needs."""
+
+    @property
+    def folder(self) -> Path:
+        """Pristine folder."""
+
+    @property
+    def digest(self) -> str:
+        """Digest of its content."""
+
+    def copy_to(self, target: Path) -> None:
+        """Make the folder `target` a copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,7 +78,8 @@ def parse_output(output: str, how: Literal["number", "json"] | None) -> Reward |
         return Reward(parse_number(line), {})
     if line and len(line) <= _MAX_LINE and _NEARLY.fullmatch(line):
         raise UnjudgedError(
-            f'the last line of the output, {_short(line)}, is not one finite number: print the number alone, or set "result" to "status"'
+            f"the last line of the output, {_short(line)}, is not one finite number: print the number alone, "
+            'or set "result" to "status"'
         )
     return None
 

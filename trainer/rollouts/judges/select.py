@@ -26,13 +26,13 @@ def select(changes: Changes, spec: OneJudge, tests: Collection[str], start: Path
     for path in [*changes.changed, *changes.deleted]:
         entry = changes.changed.get(path)
         is_folder = entry is not None and entry.kind == "folder"
-        if path in tests or any(parent in tests for parent in _parents(path)):
-            refused[path] = "protected"
-        elif not is_folder and path in tests_folders and entry is not None:
-            refused[path] = "protected"
-        elif spec.paths is not None and not is_folder and not matches(path, spec.paths):
-            refused[path] = "protected"
-        elif matches(path, spec.protect):
+        if (
+            path in tests
+            or any(parent in tests for parent in _parents(path))
+            or (not is_folder and path in tests_folders and entry is not None)
+            or (spec.paths is not None and not is_folder and not matches(path, spec.paths))
+            or matches(path, spec.protect)
+        ):
             refused[path] = "protected"
         elif isinstance(spec, PytestJudge) and (why := _refuse_for_pytest(path, changes, spec, start, workspace)):
             refused[path] = why
