@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.scheduler import Plan, new_group, run_groups
-from rolltap.trainer.rollouts.tasks.task import load_tasks
+from rolltap.trainer.rollouts.tasks.sources import load_tasks
 from rolltap.trainer.traces.reader import RecordedCalls
 from rolltap.trainer.traces.sessions import TraceOptions, load_batch
 

@@ -15,7 +15,8 @@ from rolltap.trainer.progress import progress_bar
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.scheduler import Plan, new_group, run_groups
-from rolltap.trainer.rollouts.tasks.task import Task, load_tasks
+from rolltap.trainer.rollouts.tasks.sources import load_tasks
+from rolltap.trainer.rollouts.tasks.task import Task
 
 
 def rollout(

@@ -42,7 +42,8 @@ from rolltap.trainer.progress import progress_bar
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.scheduler import Group, Plan, run_groups
-from rolltap.trainer.rollouts.tasks.task import Task, load_tasks
+from rolltap.trainer.rollouts.tasks.sources import load_tasks
+from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.training.arguments import (
     check_arguments,
