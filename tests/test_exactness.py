@@ -15,7 +15,7 @@ from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.groups import Group
 from rolltap.trainer.rollouts.plan import Plan
 from rolltap.trainer.rollouts.scheduler import run_groups
-from rolltap.trainer.rollouts.tasks.task import load_tasks
+from rolltap.trainer.rollouts.tasks.sources import load_tasks
 from rolltap.trainer.traces.reader import RecordedCalls
 from rolltap.trainer.traces.sessions import TraceOptions, load_batch
 

@@ -23,6 +23,7 @@ from rolltap.trainer.rollouts.resume import Recorded, end_interrupted
 from rolltap.trainer.rollouts.runtimes.choose import make_runtime
 from rolltap.trainer.rollouts.runtimes.runtime import Runtime
 from rolltap.trainer.rollouts.scheduler import run_groups
+from rolltap.trainer.rollouts.tasks.fit import fit_tasks
 from rolltap.trainer.rollouts.tasks.sources import load_tasks
 from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.traces.reader import load_sessions
@@ -146,6 +147,7 @@ async def rollout_async(
     await asyncio.to_thread(box.check)
     if not isinstance(harness, Harness):
         harness = Harness.load(str(harness))
+    task_list = fit_tasks(task_list, box)
     if not all(task.image for task in task_list):
         harness.require_program()
     plan = Plan(harness, concurrency, timeout, box, retries, give_up_after)

@@ -46,7 +46,8 @@ from rolltap.trainer.rollouts.plan import Plan
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import end_interrupted
 from rolltap.trainer.rollouts.scheduler import run_groups
-from rolltap.trainer.rollouts.tasks.task import Task, load_tasks
+from rolltap.trainer.rollouts.tasks.sources import load_tasks
+from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.training.arguments import (
     check_arguments,
