@@ -23,10 +23,10 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from rolltap.addons.store.records import Call
-from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.groups import Group
+from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.plan import Plan
+from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.scheduler import run_groups
 from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.engine.admin import EngineAdmin
-from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.groups import Group
+from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.plan import Plan
+from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.scheduler import run_groups
 from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.traces.reader import RecordedCalls

@@ -80,11 +80,15 @@ class Provenances:
                     env = {**clean_environment(Path(box.home)), **self._harness.env}
                     ended = await box.run(command, env=env, timeout=_VERSION_SECONDS, log=log)
                     await box.settle()
-                with log.open(errors="replace") as output:
-                    return output.read(_MOST_OUTPUT) if ended.status == 0 else ""
+                return await asyncio.to_thread(_beginning, log) if ended.status == 0 else ""
             except (OSError, RolltapError) as error:
                 logger.info("%s does not tell its version: %s", self._harness.program, error)
                 return ""
+
+
+def _beginning(log: Path) -> str:
+    with log.open(errors="replace") as output:
+        return output.read(_MOST_OUTPUT)
 
 
 def find_version(output: str) -> str:

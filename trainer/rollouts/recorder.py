@@ -19,8 +19,8 @@ from rolltap.trainer.rollouts import mitmdump
 from rolltap.trainer.rollouts.environment import Proxy
 from rolltap.trainer.rollouts.facts import Facts, session_facts
 from rolltap.trainer.rollouts.mitmdump import Mitmdump
-from rolltap.trainer.rollouts.started import started_event
 from rolltap.trainer.rollouts.session_rows import SessionRows
+from rolltap.trainer.rollouts.started import started_event
 
 _CA_FILES = ("mitmproxy-ca.pem", "mitmproxy-dhparam.pem")
 """Files that mitmproxy makes in its folder when it first starts."""

@@ -1,4 +1,4 @@
-"""Scheduling of sessions: several at a time, and further attempts at those that failed through no fault of the agent."""
+"""Scheduling of sessions: several at a time, and further attempts at those that failed because of infrastructure."""
 
 import asyncio
 from collections.abc import Sequence
@@ -78,6 +78,6 @@ def _require_sense(tally: Tally, plan: Plan, last: Session) -> None:
     """Raise `RecorderError` when it makes no sense to go on."""
     if tally.in_a_row >= plan.give_up_after:
         raise RecorderError(
-            f"{tally.in_a_row} sessions in a row said nothing of the policy; the last, {last.session_id}: {last.error}. "
-            "Put it right and start again: sessions that have ended are used again"
+            f"gave up after {tally.in_a_row} sessions in a row that say nothing of the policy; the last, "
+            f"{last.session_id}: {last.error}. Put it right and start again: sessions that have ended are used again"
         )

@@ -160,8 +160,11 @@ async def rollout_async(
             await run_to_end(end_interrupted, recorder)
             recorded = Recorded(load_sessions(run_folder).values())
             weights = f"{weights},{PolicyFile(run_folder).read().version}"
-            keyed = [(task, group_key(task.digest(), harness.digest(), box.name, str(model), weights)) for task in task_list]
-            groups = [recorded.group(task, key, sessions, further=new_groups) for task, key in keyed]
+            common = (harness.digest(), box.name, str(model), weights)
+            groups = [
+                recorded.group(task, group_key(task.digest(), *common), sessions, further=new_groups)
+                for task in task_list
+            ]
             missing = [recorded.missing(group) for group in groups]
             with progress_bar(show=progress) as advance:
                 await run_groups(missing, plan, recorder, policy_version=None, advance=advance)

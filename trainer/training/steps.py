@@ -31,8 +31,8 @@ def step_group(version: Version, position: int, task: Task, sessions: int) -> Gr
 
 
 class FinishedSessions:
-    """Sessions with a row in the run folder that need not be tried again, and whose first token the weights of their step
-    sampled, by group and index."""
+    """Sessions with a row in the run folder that need not be tried again, by group and index. The weights of their step
+    sampled the first token of each."""
 
     def __init__(self, sessions: Iterable[Session]) -> None:
         self._groups: defaultdict[str, dict[int, tuple[tuple[int, int], Session]]] = defaultdict(dict)

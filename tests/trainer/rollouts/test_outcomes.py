@@ -36,7 +36,12 @@ HALF = Judged(reward=0.5)
             Outcome("budget", 0.5, "budget: 3 calls (stopped after 60 s)"),
         ),
         (DONE, GOOD, Judged(unjudged="no pytest"), Outcome("unjudged", None, "no pytest")),
-        (Ended(1), GOOD, Judged(), Outcome("unjudged", None, "the judge gave no reward (the harness ended with status 1)")),
+        (
+            Ended(1),
+            GOOD,
+            Judged(),
+            Outcome("unjudged", None, "the judge gave no reward (the harness ended with status 1)"),
+        ),
         (
             Ended(1),
             GOOD._replace(fault="no engine"),

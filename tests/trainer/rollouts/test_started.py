@@ -38,6 +38,7 @@ def test_a_session_that_was_begun_and_has_no_row_is_cancelled_with_all_that_was_
 def test_the_event_of_a_later_version_is_read_as_far_as_it_is_known(tmp_path):
     write_metadata(tmp_path, {"model": "m"})
     with RunWriter(tmp_path) as writer:
-        writer.add_event(Event(kind="session_started", session_id="s", detail='{"task_id": "t", "status": "completed"}'))
+        detail = '{"task_id": "t", "status": "completed"}'
+        writer.add_event(Event(kind="session_started", session_id="s", detail=detail))
     (found,) = interrupted_sessions(tmp_path)
     assert (found.task_id, found.status) == ("t", "cancelled")
