@@ -48,6 +48,8 @@ async def run_groups(
     async def one(task: Task, group_id: str, session_id: str) -> None:
         async with semaphore:
             for attempt in range(plan.retries + 1):
+                if tally.in_a_row >= plan.give_up_after:
+                    return  # another session gives up, and the task is about to be cancelled
                 recorder.check()
                 session, facts = await run_session(stage, task, group_id, session_id)
                 sessions.append(session)
