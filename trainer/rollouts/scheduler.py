@@ -2,11 +2,9 @@
 
 import asyncio
 import shutil
-import tempfile
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rolltap.addons.errors import RecorderError, RunError
 from rolltap.addons.store.records import Session, SessionStatus, utc_now
@@ -16,6 +14,7 @@ from rolltap.trainer.rollouts.environment import clean_environment
 from rolltap.trainer.rollouts.evaluate import evaluate
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
+from rolltap.trainer.rollouts.runtimes.scratch import scratch_folder
 from rolltap.trainer.rollouts.runtimes.supervised import run_supervised
 from rolltap.trainer.rollouts.tasks.task import Task
 
@@ -104,8 +103,8 @@ async def _run_session(
     try:
         logs = recorder.path / "logs"
         logs.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="rolltap-", ignore_cleanup_errors=True) as folder:
-            workspace, home = Path(folder, "workspace"), Path(folder, "home")
+        with scratch_folder() as folder:
+            workspace, home = folder / "workspace", folder / "home"
             home.mkdir()
             if task.workspace is not None:
                 await asyncio.to_thread(shutil.copytree, task.workspace, workspace, symlinks=True)
