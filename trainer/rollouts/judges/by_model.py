@@ -103,7 +103,7 @@ async def _answer(spec: LLMJudge, body: dict[str, Any], client: httpx.AsyncClien
         raise UnjudgedError(f"the judge's model {spec.model} answered with status {response.status_code}: {text}")
     try:
         text = httpx.Response(200, content=content).json()["choices"][0]["message"]["content"]
-        return read_answer(text)
+        return read_answer(text if isinstance(text, str) else "")
     except (ValueError, LookupError, TypeError, RecursionError, UnjudgedError) as error:
         raise _AgainError(f"its answer is not as asked for: {error}", 0.0) from None
 
