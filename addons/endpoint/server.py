@@ -21,13 +21,22 @@ from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.routes import ROUTES, Route
 from rolltap.addons.dialects.types import DialectError, ModelCall, ReplyContext, ServedModel
 from rolltap.addons.endpoint.body import BODY_LIMIT, Bodies
-from rolltap.addons.endpoint.client_request import ClientRequest
+from rolltap.addons.endpoint.budget import UNBOUNDED, Budgets
+from rolltap.addons.endpoint.client_request import (
+    END,
+    HOST_HEADER,
+    ROUTE_HEADER,
+    SECRET_HEADER,
+    SESSION_HEADER,
+    client_request,
+)
 from rolltap.addons.endpoint.exchange import error_response, respond, stream
 from rolltap.addons.endpoint.failures import as_dialect_error, event_kind
 from rolltap.addons.endpoint.gate import Expected, Gate
-from rolltap.addons.endpoint.generation import UNANSWERED_SECONDS, Services
+from rolltap.addons.endpoint.generation import UNANSWERED_SECONDS
 from rolltap.addons.endpoint.recovery import Recovery
 from rolltap.addons.endpoint.refusals import Refusals
+from rolltap.addons.endpoint.services import Services
 from rolltap.addons.endpoint.session_state import AnyCall, SessionState
 from rolltap.addons.endpoint.websocket import serve_socket
 from rolltap.addons.endpoint.work import Workers
@@ -41,16 +50,8 @@ from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.metadata import RUN_FILE, add_engine
 from rolltap.addons.store.records import Event
 from rolltap.addons.store.tables import RunWriter
-from rolltap.addons.store.text import printable
 
 logger = logging.getLogger(__name__)
-
-SECRET_HEADER = "x-rolltap-secret"
-SESSION_HEADER = "x-rolltap-session"
-HOST_HEADER = "x-rolltap-host"
-ROUTE_HEADER = "x-rolltap-route"
-END = "end"
-"""Value of `ROUTE_HEADER` for a request that ends its session."""
 
 HEADER_BYTES = 512 * 1024
 """Maximum bytes of a request line, and of a header."""
@@ -66,7 +67,8 @@ class Endpoint:
     """An aiohttp application that answers model calls. `start` begins to serve, `close` stops and aborts running calls.
 
     `sampling` overrides entries of `NEUTRAL_SAMPLING`. `patience` is in seconds, see `Services`. `engine_key` is sent
-    to the engines. With `keep_adapter` a session keeps its adapter, see `SessionPolicy`.
+    to the engines. With `keep_adapter` a session keeps its adapter, see `SessionPolicy`. `budgets` are those of each
+    session.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Endpoint:
         patience: float,
         engine_key: str | None = None,
         keep_adapter: bool = True,
+        budgets: Budgets = UNBOUNDED,
         warnings: Sequence[str] = (),
     ) -> None:
         self.rendering = rendering
@@ -91,7 +94,7 @@ class Endpoint:
         """Session id -> state, of the sessions that asked lately. The others are in the run."""
         self._secret = secrets.token_urlsafe(32)
         self._engine_urls, self._engine_key = engine_urls, engine_key
-        self._patience, self._keep_adapter = patience, keep_adapter
+        self._patience, self._keep_adapter, self._budgets = patience, keep_adapter, budgets
         self._described: dict[str, asyncio.Task[None]] = {}
         # bound and listening from here on, so that requests queue before `start`
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
@@ -118,6 +121,7 @@ class Endpoint:
             self._patience,
             self.refusals,
             self._keep_adapter,
+            self._budgets,
         )
         app = web.Application(client_max_size=BODY_LIMIT)
         app.router.add_route("*", "/{target:.*}", self._serve)
@@ -201,7 +205,7 @@ class Endpoint:
             match route.service:
                 case "models":
                     engine, window = await self._engine(request)
-                    models = [ServedModel(engine.model, window)]
+                    models = [ServedModel(engine.model, self._budgets.window(window))]
                     return _json(dialect.encode_models(request.raw_path, models, int(time.time())))
                 case "count_tokens":
                     asked = client_request(request)
@@ -289,19 +293,6 @@ class Endpoint:
             )
         )
         return answer
-
-
-def client_request(request: web.Request) -> ClientRequest:
-    """Return a request without its body."""
-    headers = request.headers
-    return ClientRequest(
-        session_id=headers[SESSION_HEADER],
-        host=printable(headers[HOST_HEADER]),
-        method=printable(request.method),
-        path=printable(request.path),
-        target=request.raw_path,
-        headers=headers,
-    )
 
 
 def _json(body: bytes) -> web.Response:
