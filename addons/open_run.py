@@ -48,7 +48,7 @@ RUN_OPTIONS = {
     f"rolltap_{name}"
     for name in (
         *("out", "engine", "engine_key_file", "model", "renderer", "sampling", "patience", "fsync"),
-        "keep_adapter",
+        *("keep_adapter", "accept_rewards"),
     )
 }
 RUN_OPTIONS |= LIMITS.keys() | BUDGETS.keys()
@@ -102,6 +102,12 @@ def add_options(loader: Loader) -> None:
         "recorder finds an adapter again only under the name policy-VERSION, as rolltap publishes it."
     )
     loader.add_option("rolltap_keep_adapter", bool, True, keep_adapter)
+    accept_rewards = (
+        "Accept a reward with the request that ends a session: a POST through the proxy to http://session.rolltap/end "
+        "with a JSON object of the keys reward, parts, task and group. Only for programs that you trust: a harness "
+        "knows its session's credentials, and can send a reward of its own."
+    )
+    loader.add_option("rolltap_accept_rewards", bool, False, accept_rewards)
     for name, text in LIMITS.items():
         loader.add_option(name, int, 0, f"{text} A request over it gets 429. 0 is no limit.")
     for name, text in BUDGETS.items():
@@ -138,6 +144,7 @@ def open_run(options: OptManager) -> Endpoint:
         "sampling": {**NEUTRAL_SAMPLING, **sampling},
         "limits": limits,
         "keep_adapter": options.rolltap_keep_adapter,
+        "accept_rewards": options.rolltap_accept_rewards,
         "versions": {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
     }
     try:
@@ -154,6 +161,7 @@ def open_run(options: OptManager) -> Endpoint:
         patience=options.rolltap_patience,
         engine_key=key,
         keep_adapter=options.rolltap_keep_adapter,
+        accept_rewards=options.rolltap_accept_rewards,
         budgets=Budgets(**{field.name: limits[field.name] for field in fields(Budgets)}),
         warnings=warnings,
     )

@@ -15,8 +15,8 @@ from rolltap.addons.dialects.types import ContextOverflow, DialectError
 from rolltap.addons.store.records import Call, Event
 
 _STATUS = {anthropic.NAME: 400, openai_chat.NAME: 403, openai_responses.NAME: 400, google.NAME: 400}
-"""HTTP status of the error for a used-up budget, by API. Harnesses end within a second or two after these. They retry 429
-and 5xx, Claude Code and Codex also 401, and mini-swe-agent (LiteLLM) also 400."""
+"""HTTP status of the error for a used-up budget, by API: harnesses end within a second after it. All retry 429 and 5xx;
+Codex retries 402 and 403 for seconds, and mini-swe-agent's LiteLLM 400 for minutes."""
 
 
 class BudgetUsedUp(DialectError):

@@ -30,6 +30,7 @@ from rolltap.addons.endpoint.client_request import (
     SESSION_HEADER,
     client_request,
 )
+from rolltap.addons.endpoint.ending import end_session
 from rolltap.addons.endpoint.exchange import error_response, respond, stream
 from rolltap.addons.endpoint.failures import as_dialect_error, event_kind
 from rolltap.addons.endpoint.gate import Expected, Gate
@@ -68,7 +69,7 @@ class Endpoint:
 
     `sampling` overrides entries of `NEUTRAL_SAMPLING`. `patience` is in seconds, see `Services`. `engine_key` is sent
     to the engines. With `keep_adapter` a session keeps its adapter, see `SessionPolicy`. `budgets` are those of each
-    session.
+    session. With `accept_rewards` the request that ends a session may have its reward.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Endpoint:
         engine_key: str | None = None,
         keep_adapter: bool = True,
         budgets: Budgets = UNBOUNDED,
+        accept_rewards: bool = False,
         warnings: Sequence[str] = (),
     ) -> None:
         self.rendering = rendering
@@ -95,6 +97,7 @@ class Endpoint:
         self._secret = secrets.token_urlsafe(32)
         self._engine_urls, self._engine_key = engine_urls, engine_key
         self._patience, self._keep_adapter, self._budgets = patience, keep_adapter, budgets
+        self._accept_rewards = accept_rewards
         self._described: dict[str, asyncio.Task[None]] = {}
         # bound and listening from here on, so that requests queue before `start`
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
@@ -195,7 +198,8 @@ class Endpoint:
         if not hmac.compare_digest(request.headers.get(SECRET_HEADER, ""), self._secret):
             return web.Response(status=403, text="this port takes requests only from the rolltap recorder's proxy")
         if request.headers[ROUTE_HEADER] == END:
-            return await self._end_session(request)
+            how = self._bodies, self._session(request), self.writer, self.refusals
+            return await end_session(request, *how, accept_rewards=self._accept_rewards)
         route = ROUTES[request.headers[ROUTE_HEADER]]
         dialect = route.dialect
         if route.service == "websocket":
@@ -267,17 +271,6 @@ class Endpoint:
             await asyncio.to_thread(add_engine, self.writer.run, engine.url, await engine.describe())
         except (EngineError, RunError, OSError) as error:
             logger.warning("the description of the engine at %s is not in %s: %s", engine.url, RUN_FILE, error)
-
-    async def _end_session(self, request: web.Request) -> web.Response:
-        """End the session of the request: abort its calls, refuse later ones, sync as `rolltap_fsync` says."""
-        self.refusals.end(request.headers[SESSION_HEADER])
-        try:
-            await self._session(request).end()
-            await asyncio.to_thread(self.writer.end_session)
-        except OSError as error:
-            logger.error("cannot write to %s: %s", self.writer.run, error)
-            return web.Response(status=500, text=f"the session has ended, but its calls may not be on disk: {error}")
-        return web.Response()
 
     def _reject(self, request: web.Request, error: Exception) -> DialectError:
         """Record a request that no generation answers. Return the error as the harness receives it."""

@@ -13,6 +13,7 @@ from rolltap.addons.dialects.types import DialectError, ModelCall, Reply
 from rolltap.addons.endpoint.budget import Grant, SessionBudget
 from rolltap.addons.endpoint.client_request import ClientRequest
 from rolltap.addons.endpoint.generation import Generation, unapplied
+from rolltap.addons.endpoint.parameters import parameters
 from rolltap.addons.endpoint.recovery import RecoveredSession
 from rolltap.addons.endpoint.retries import FinishedCall, find_retried, newest, request_digest
 from rolltap.addons.endpoint.roles import find_role
@@ -237,7 +238,8 @@ class SessionState:
             budgets.require_fit(least, context_window)
             prompt = self._prompt(recovered, dialect, model_call)
             budgets.require_fit(len(prompt.ids), context_window)
-            sampling = self._sampling_for(model_call, context_window - len(prompt.ids))
+            stop_ids = self._services.rendering.stop_token_ids()
+            sampling = parameters(self._sampling, stop_ids, model_call, context_window - len(prompt.ids))
             recorded = {**sampling, "asked": unapplied(model_call)}
             prompt_ids = array("i", prompt.ids)
             digest = request_digest(dialect.NAME, model_call.model, prompt_ids, recorded)
@@ -288,17 +290,3 @@ class SessionState:
                 status=410,
                 code="session_ended",
             )
-
-    def _sampling_for(self, model_call: ModelCall, max_new_tokens: int) -> dict[str, Any]:
-        """Return vLLM's sampling parameters: the run's, and the harness's token limit, stop texts and JSON schema."""
-        own_limit = self._sampling.get("max_tokens", max_new_tokens)
-        sampling = {
-            **self._sampling,
-            "max_tokens": min(model_call.max_tokens or max_new_tokens, max_new_tokens, own_limit),
-            "stop_token_ids": self._services.rendering.stop_token_ids(),
-        }
-        if model_call.stop:
-            sampling["stop"] = model_call.stop
-        if model_call.schema is not None:
-            sampling["structured_outputs"] = {"json": model_call.schema} if model_call.schema else {"json_object": True}
-        return sampling

@@ -189,15 +189,21 @@ async def test_a_call_waits_for_what_a_running_one_may_give_back(restart, script
     assert harness.events("budget") == []
 
 
-async def test_the_end_of_a_session_ends_the_calls_that_wait(restart, scripted_engine):
+async def test_the_end_of_a_session_ends_the_calls_that_wait(restart, scripted_engine, monkeypatch):
+    waits, settled = asyncio.Queue(), SessionBudget.settled
+
+    async def wait(budget):
+        waits.put_nowait(budget)
+        await settled(budget)
+
+    monkeypatch.setattr(SessionBudget, "settled", wait)
     scripted_engine.replies.append(Say("Hello.", hold_after=1))
     async with restart(max_sampled_tokens=10) as harness:
         first = asyncio.create_task(harness.ask(user("Hi")))
         await asyncio.to_thread(scripted_engine.holding.wait)
         second = asyncio.create_task(harness.ask(user("Ho")))
         third = asyncio.create_task(harness.ask(user("Hu")))
-        while not harness.endpoint.sessions["s1"]._budget._settled._waiters:
-            await asyncio.sleep(0)
+        await asyncio.gather(waits.get(), waits.get())
         assert await harness.end() == (200, "")
         assert [(await call)[0] for call in (first, second, third)] == [503, 410, 410]
         scripted_engine.release()
