@@ -1,5 +1,7 @@
 """The judge of `rolltap record --evaluate`."""
 
+from pathlib import Path
+
 import pytest
 
 from rolltap.trainer.rollouts.judges.here import judge_here
@@ -51,4 +53,4 @@ def test_what_it_leaves_running_ends_with_it(judge, tmp_path):
     assert judged.reward == 1.0
     pid = (tmp_path / "pid").read_text().strip()
     with pytest.raises(FileNotFoundError):
-        open(f"/proc/{pid}/stat")
+        Path(f"/proc/{pid}/stat").read_text()
