@@ -20,7 +20,8 @@ from rolltap.addons.store.records import Call, Session
 from rolltap.addons.store.session_index import SessionIndex
 from rolltap.trainer.traces.cached import CachedPrompts, cached_prompts
 from rolltap.trainer.traces.ledger import Ledger
-from rolltap.trainer.traces.sessions import TracedSession, TraceOptions, iter_traces, session_reward
+from rolltap.trainer.traces.outcomes import session_reward
+from rolltap.trainer.traces.sessions import TracedSession, TraceOptions, iter_traces
 from rolltap.trainer.versions import Version
 from rolltap.trainer.views.cache_table import CacheRow, cache_table
 
