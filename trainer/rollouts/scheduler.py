@@ -1,6 +1,7 @@
 """Scheduling of sessions: several at a time, each in a copy of the workspace, with credentials of its own."""
 
 import asyncio
+import json
 import shutil
 import tempfile
 import uuid
@@ -13,10 +14,12 @@ from rolltap.addons.store.records import Session, SessionStatus, utc_now
 from rolltap.trainer.blocking import run_to_end
 from rolltap.trainer.progress import Advance
 from rolltap.trainer.rollouts.environment import clean_environment
-from rolltap.trainer.rollouts.evaluate import evaluate
 from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.rollouts.judges.changes import Made
+from rolltap.trainer.rollouts.judges.judge import judge
 from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.runtime import run
+from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
+from rolltap.trainer.rollouts.runtimes.supervised import run_supervised
 from rolltap.trainer.rollouts.tasks.task import Task
 
 
@@ -27,6 +30,17 @@ class Plan:
     harness: Harness
     concurrency: int
     timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """A pristine copy of what a session started from."""
+
+    folder: Path
+    digest: str = ""
+
+    def copy_to(self, target: Path) -> None:
+        shutil.copytree(self.folder, target, symlinks=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,18 +125,23 @@ async def _run_session(
                 await asyncio.to_thread(shutil.copytree, task.workspace, workspace, symlinks=True)
             else:
                 workspace.mkdir()
-            base = clean_environment(home)
-            env = {**base, **harness_env, **recorder.environment(session.session_id)}
+            start = _Start(Path(folder, "start"))
+            await asyncio.to_thread(shutil.copytree, workspace, start.folder, symlinks=True)
+            env = {**clean_environment(home), **harness_env, **recorder.environment(session.session_id)}
             log = logs / f"{session.session_id}.log"
             command = plan.harness.command_for(task.instruction)
-            session.exit_status = await run(command, cwd=workspace, env=env, timeout=plan.timeout, log=log)
+            how_it_ended = await run_supervised(command, cwd=workspace, env=env, timeout=plan.timeout, log=log)
+            session.exit_status = how_it_ended.status
             status, ended = _outcome(session.exit_status, plan.timeout)
             session.error = await run_to_end(recorder.end_calls, session.session_id)
             if session.error is not None:
                 session.error += f" ({ended or 'the harness ended with status 0'}; its output is in {log})"
                 return
-            session.reward, fault = await evaluate(task, workspace, base, logs / f"{session.session_id}.evaluate.log")
-            session.status, session.error = ("infrastructure", fault) if fault is not None else (status, ended)
+            made = Made(workspace, home)
+            judged = await judge(task, made, start, ProcessRuntime(), name=session.session_id, logs=logs)
+            session.reward, session.error = judged.reward, judged.unjudged or ended
+            session.status = status if judged.reward is not None else "unjudged"
+            session.parts, session.evidence = json.dumps(judged.parts), json.dumps(judged.evidence)
     except OSError as error:
         session.error = f"the session could not be run: {error}"
     except (RecorderError, RunError) as error:
