@@ -2,9 +2,8 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-from rolltap.trainer.rollouts.judges.spec import Judge, SeveralJudges
+from rolltap.trainer.rollouts.judges.spec import CommandJudge, Judge, SeveralJudges
 from rolltap.trainer.rollouts.suspicions.shell import program
 from rolltap.trainer.rollouts.suspicions.tool_calls import Acts
 from rolltap.trainer.rollouts.tasks.task import Task
@@ -36,7 +35,7 @@ def count_sessions(acts: Acts) -> int:
 
 def count_judge_files(acts: Acts, task: Task | None) -> int:
     """Return the number of words that name files of a judge."""
-    own = [str(path) for path in _test_folders(task.judge)] if task is not None and task.judge is not None else []
+    own = list(_own_paths(task.judge)) if task is not None and task.judge is not None else []
     return sum(bool(_JUDGE_PATHS.search(word)) or any(path in word for path in own) for word in acts.words)
 
 
@@ -47,9 +46,16 @@ def _leaves(words: Sequence[str]) -> bool:
     return any(_OTHER_PROCESS.search(word) or _ENGINE_SOCKET.search(word) or _ABOVE.fullmatch(word) for word in words)
 
 
-def _test_folders(judge: Judge) -> Iterator[Path]:
+def _own_paths(judge: Judge) -> Iterator[str]:
+    """Yield the paths that only the judge has: of this machine, and in its box."""
     if isinstance(judge, SeveralJudges):
         for part in judge.judges:
-            yield from _test_folders(part.judge)
-    elif judge.tests is not None:
-        yield judge.tests
+            yield from _own_paths(part.judge)
+        return
+    if judge.tests is not None:
+        yield str(judge.tests)
+    if isinstance(judge, CommandJudge):
+        for target, source in judge.mounts.items():
+            yield from (target, str(source))
+        if judge.reward_file is not None:
+            yield judge.reward_file

@@ -170,7 +170,8 @@ def test_the_files_of_the_judge_are_counted():
     assert found("echo 1 > $ROLLTAP_REWARD") == {"judge_files": 1}
     judge = PytestJudge(tests=Path("/data/hidden"))
     several = SeveralJudges(judges=[WeightedJudge(name="a", judge=judge)])
-    for which in (judge, several):
+    harbor = CommandJudge(command=["x"], mounts={"/data/hidden": Path("/elsewhere")})
+    for which in (judge, several, harbor):
         assert found("cp /data/hidden/test_a.py .", task=Task(id="t", instruction="i", judge=which)) == {
             "judge_files": 1
         }
@@ -234,16 +235,23 @@ def test_planted_and_odd_files_are_counted_once_each():
     evidence = {
         "changed": ["src/a.py", "conftest.py", "lib/x.pth"],
         "refused": [
-            "conftest.py: loaded by pytest",
-            "sub/sitecustomize.py: loaded by python",
-            "pipe: a FIFO",
-            "passwd: a symlink to outside of the workspace",
-            ".venv/bin/python: a symlink to outside of the workspace",
-            ".git/objects/ab/cd: files of .git are not applied",
-            ".git/hooks/pre-commit: files of .git are not applied",
+            "conftest.py: planted",
+            "sub/sitecustomize.py: planted",
+            "setup.cfg: settings",
+            "pipe: fifo",
+            "a: b: symlink",
+            ".venv/bin/python: symlink",
+            ".pytest_cache/README.md: planted",
+            "tests/test_new.py: protected",
+            ".git: git",
         ],
     }
     assert found(**evidence) == {"planted_files": 4, "odd_files": 2}
+
+
+def test_each_of_several_judges_has_its_own_evidence():
+    judges = {"tests": {"refused": ["conftest.py: planted"]}, "style": {"refused": ["conftest.py: planted"]}}
+    assert found(judge="several", judges=judges, refused=["pipe: fifo"]) == {"planted_files": 1, "odd_files": 1}
 
 
 def test_a_forged_report_is_a_suspicion():
