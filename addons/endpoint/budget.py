@@ -14,9 +14,9 @@ from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.types import ContextOverflow, DialectError
 from rolltap.addons.store.records import Call, Event
 
-_STATUS = {anthropic.NAME: 400, openai_chat.NAME: 403, openai_responses.NAME: 400, google.NAME: 400}
+_STATUS = {anthropic.NAME: 400, openai_chat.NAME: 404, openai_responses.NAME: 400, google.NAME: 400}
 """HTTP status of the error for a used-up budget, by API: harnesses end within a second after it. All retry 429 and 5xx;
-Codex retries 402 and 403 for seconds, and mini-swe-agent's LiteLLM 400 for minutes."""
+Codex retries 402 and 403 for seconds, mini-swe-agent (LiteLLM) 400 and 403 for minutes."""
 
 
 class BudgetUsedUp(DialectError):
@@ -26,7 +26,7 @@ class BudgetUsedUp(DialectError):
         super().__init__(
             f"The budget of this session is used up: {what}. Further requests will fail: end the work here.",
             status=_STATUS[dialect.NAME],
-            code="budget_used_up",
+            code="insufficient_quota",
         )
 
 

@@ -1,6 +1,6 @@
 """A run folder as an object: its sessions, calls and traces, and what can be made of them."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, Literal, get_args
@@ -8,7 +8,9 @@ from typing import Any, BinaryIO, Literal, get_args
 from rolltap.addons.errors import InputError, MissingPackageError
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call, CallRole, Session, SessionStatus
+from rolltap.addons.store.rewards import GivenReward, give_reward
 from rolltap.addons.store.staging import new_folder
+from rolltap.addons.store.tables import RunWriter
 from rolltap.traces import RunTraces
 from rolltap.trainer.progress import Advance, progress_bar
 from rolltap.trainer.runs.import_calls import ImportSummary
@@ -110,6 +112,29 @@ class Run:
         Unique prefixes of both ids are accepted. Raises `InputError` for an unknown id.
         """
         return view_call(self.path, session_id, call_id)
+
+    def reward(
+        self,
+        session_id: str,
+        value: float,
+        *,
+        parts: Mapping[str, float] | None = None,
+        task: str = "",
+        group: str = "",
+        change: bool = False,
+    ) -> Session:
+        """Give a session the reward `value`, a finite number, and return its new row. The earlier rows stay in the run.
+
+        `parts` are named numbers that the reward is made of. `task` and `group` replace those of the session if they
+        are not empty. A session that is in no group with others joins that of `task`, unless `group` is given.
+
+        Raises `InputError` for a value that is not finite, for an unknown session, one without a completed call, one
+        with the status `infrastructure` or `cancelled`, one that a rollout has not ended, and for one that has a reward
+        already unless `change` is true. Raises `OSError` when the folder cannot be written.
+        """
+        given = GivenReward(value=value, parts=parts or {}, task=task, group=group, source="rolltap reward")
+        with RunWriter(self.path) as writer:
+            return give_reward(writer, session_id, given, change=change)
 
     def verify(self, *, repair: bool = False, progress: bool = True) -> Verification:
         """Check the run, as `verify_run`."""

@@ -3,7 +3,7 @@
 from rolltap.addons.store.records import CallKind, CallRole, CallStatus, SessionStatus, VersionSpan
 from rolltap.runs import ExportFormat
 from rolltap.traces import RunTraces
-from rolltap.trainer.runs.findings import Finding
+from rolltap.trainer.runs.finding import Finding
 from rolltap.trainer.runs.import_calls import ImportSummary
 from rolltap.trainer.runs.merge import LeftBehind
 from rolltap.trainer.runs.parts import SplitBy

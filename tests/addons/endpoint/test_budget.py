@@ -98,10 +98,10 @@ async def test_a_call_that_failed_because_of_the_engine_does_not_count(restart, 
         scripted_engine.replies.append(Answer(500, "no memory left"))
         assert (await harness.ask(user("Hi")))[0] >= 500
         assert (await harness.ask(user("Ho")))[0] == 200
-        assert (await harness.ask(user("Hu")))[0] == 403
+        assert (await harness.ask(user("Hu")))[0] == 404
     async with restart(max_calls=2) as harness:
         assert (await harness.ask(user("He")))[0] == 200
-        assert (await harness.ask(user("Ha")))[0] == 403
+        assert (await harness.ask(user("Ha")))[0] == 404
 
 
 async def test_the_last_reply_is_cut_and_then_calls_are_refused(restart, scripted_engine, encode):
@@ -110,7 +110,7 @@ async def test_the_last_reply_is_cut_and_then_calls_are_refused(restart, scripte
     async with restart(max_sampled_tokens=len(encode(LONG)) + 1 + few) as harness:
         assert (await harness.ask(user("Hi")))[1]["choices"][0]["finish_reason"] == "stop"
         assert (await harness.ask(user("Ho")))[1]["choices"][0]["finish_reason"] == "length"
-        assert (await harness.ask(user("Hu")))[0] == 403
+        assert (await harness.ask(user("Hu")))[0] == 404
     assert [request["sampling_params"]["max_tokens"] for request in scripted_engine.requests][1:] == [few]
     sampling = json.loads(harness.calls()[1]["sampling"])
     assert sampling["max_tokens"] == few < sampling["asked"]["max_tokens"]
@@ -133,9 +133,9 @@ async def test_what_was_used_is_known_after_a_restart(restart, scripted_engine, 
     async with restart(max_calls=2, max_sampled_tokens=used + 3) as harness:
         assert (await harness.ask(user("Ho")))[0] == 200
         assert scripted_engine.requests[-1]["sampling_params"]["max_tokens"] == 3
-        assert (await harness.ask(user("Hu")))[0] == 403
+        assert (await harness.ask(user("Hu")))[0] == 404
     async with restart(max_calls=2) as harness:
-        assert (await harness.ask(user("He")))[0] == 403
+        assert (await harness.ask(user("He")))[0] == 404
 
 
 async def test_what_was_used_is_known_after_the_session_was_forgotten(restart):
@@ -143,7 +143,7 @@ async def test_what_was_used_is_known_after_the_session_was_forgotten(restart):
         assert (await harness.ask(user("Hi")))[0] == 200
         harness.endpoint.forget_idle(0)
         assert harness.endpoint.sessions == {}
-        assert (await harness.ask(user("Ho")))[0] == 403
+        assert (await harness.ask(user("Ho")))[0] == 404
 
 
 async def test_a_reply_that_was_cut_is_given_again_after_a_restart(restart, scripted_engine):
@@ -162,7 +162,7 @@ async def test_calls_at_the_same_time_cannot_use_more_than_there_is(restart, scr
     one = len(encode("Hello.")) + 1
     async with restart(max_sampled_tokens=2 * one) as harness:
         replies = await asyncio.gather(*(harness.ask(user(f"Hi {n}")) for n in range(6)))
-    assert sorted(status for status, _ in replies) == [200, 200, 403, 403, 403, 403]
+    assert sorted(status for status, _ in replies) == [200, 200, 404, 404, 404, 404]
     assert sum(len(call["completion_ids"]) for call in harness.calls()) == 2 * one
     assert all("cut" not in event["detail"] for event in harness.events("budget"))
 
