@@ -13,6 +13,7 @@ from rolltap.addons.store.staging import new_folder
 from rolltap.addons.store.tables import RunWriter
 from rolltap.traces import RunTraces
 from rolltap.trainer.progress import Advance, progress_bar
+from rolltap.trainer.rollouts.suspicions.rules import NAMES as SUSPICIONS
 from rolltap.trainer.runs.import_calls import ImportSummary
 from rolltap.trainer.runs.import_calls import import_calls as _import_calls
 from rolltap.trainer.runs.merge import LeftBehind
@@ -205,18 +206,25 @@ class Run:
         statuses: Collection[SessionStatus] = (),
         session_ids: Collection[str] = (),
         roles: Collection[CallRole] = (),
+        tasks: Collection[str] = (),
+        runtimes: Collection[str] = (),
+        suspicious: bool | None = None,
+        suspicions: Collection[str] = (),
         progress: bool = True,
     ) -> "Run":
         """Write the sessions that meet every given criterion to the new folder `out`, and return it.
 
         `roles` keeps only the calls of these roles, and the calls that their prompts continue. A session without such a
-        call is left out, and so are events without a session. Raises `InputError` when no session is left, and when one
-        of `session_ids` does not exist.
+        call is left out, and so are events without a session. `suspicious` is whether a session's row has suspicions,
+        `suspicions` are names of rules of which it matched one. Raises `InputError` when no session is left, when one
+        of `session_ids` does not exist, and for the name of no rule.
         """
-        collections = (harnesses, policy_versions, statuses, session_ids, roles)
-        for given in collections:
+        collections = (harnesses, policy_versions, statuses, session_ids, roles, tasks, runtimes)
+        for given in (*collections, suspicions):
             require_collection(given)
-        criteria = Filter(min_reward, max_reward, *collections)
+        if unknown := set(suspicions) - {*SUSPICIONS}:
+            raise InputError(f"no rule of suspicion is named {min(unknown)!r}: choose {', '.join(SUSPICIONS)}")
+        criteria = Filter(min_reward, max_reward, *collections, suspicious, suspicions)
         with progress_bar(show=progress) as advance:
             filter_run(self.path, Path(out), criteria, advance)
         return Run(out)
