@@ -13,7 +13,7 @@ from rolltap.runs import Run, open_run
 from rolltap.trainer.blocking import run_blocking, run_to_end, wait_for_end
 from rolltap.trainer.progress import progress_bar
 from rolltap.trainer.rollouts.before import check_engines
-from rolltap.trainer.rollouts.budgets import budget_options
+from rolltap.trainer.rollouts.budget import Budget
 from rolltap.trainer.rollouts.groups import group_key
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.lock import rollout_lock
@@ -142,15 +142,15 @@ async def rollout_async(
 ) -> Run:
     """Do what `rollout` does inside an event loop. Cancelling it stops the harnesses and the recorder."""
     task_list = _checked_tasks(tasks, repositories)
-    positive = {"sessions": sessions, "concurrency": concurrency, "recorders": recorders}
-    for name, value in {**positive, "give_up_after": give_up_after}.items():
-        if value < 1:
+    numbers = {"sessions": sessions, "concurrency": concurrency, "recorders": recorders, "give_up_after": give_up_after}
+    budgets = {"calls": max_calls, "sampled_tokens": max_sampled_tokens, "prompt_tokens": max_prompt_tokens}
+    for name, value in {**numbers, **{f"max_{name}": value for name, value in budgets.items()}}.items():
+        if value is not None and value < 1:
             raise InputError(f"{name}={value}: give at least 1")
     if retries < 0:
         raise InputError(f"retries={retries}: give at least 0")
     if not timeout > 0:
         raise InputError(f"timeout={timeout}: give a number of seconds above 0")
-    budgets = {"calls": max_calls, "sampled_tokens": max_sampled_tokens, "prompt_tokens": max_prompt_tokens}
     if isinstance(runtime, str):
         runtime = make_runtime(
             runtime, tools=tools, container_engine=container_engine, container_arguments=container_arguments
@@ -164,7 +164,7 @@ async def rollout_async(
     plan = Plan(harness, concurrency, timeout, runtime, retries, give_up_after)
     weights = await asyncio.to_thread(check_engines, engine, str(model))
     run_folder = Path(out)
-    settings = {**budget_options(budgets), **(options or {})}
+    settings = {**Budget(**budgets).options(), **(options or {})}
     recorder = Recorder(run_folder, engine=engine, model=model, options=settings, processes=recorders)
     with rollout_lock(run_folder):
         async with _started(recorder):
