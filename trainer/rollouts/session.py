@@ -156,10 +156,11 @@ async def _play(stage: Stage, session: Session, task: Task) -> Facts:
 
 def _environment(stage: Stage, session_id: str, task: Task, box: Box) -> dict[str, str]:
     """Return the whole environment of the harness. The recorder's variables win."""
-    certificates = CERTIFICATES if stage.plan.runtime.isolated else None
+    isolated = stage.plan.runtime.isolated
+    certificates = CERTIFICATES if isolated else None
     proxy = stage.recorder.proxy(session_id)
     return {
-        **clean_environment(Path(box.home)),
+        **clean_environment(Path(box.home), isolated=isolated),
         **stage.harness_env,
         **task.env,
         **proxy.environment(session_id, address=box.proxy, certificates=certificates),
