@@ -86,8 +86,8 @@ async def run_session(stage: Stage, task: Task, group_id: str, session_id: str) 
         runtime=plan.runtime.name,
     )
     facts = Facts()
-    await run_to_end(recorder.begin, session)
     try:
+        await run_to_end(recorder.begin, session)
         facts = await _play(stage, session, task)
     except (OSError, InputError) as error:
         session.status, session.error = "infrastructure", f"the session could not be run: {error}"

@@ -42,7 +42,7 @@ class Run:
         """Raises `RunError` when `path` is not a run, or is one of another schema version."""
         self.path = Path(path)
         self.new_session_ids: tuple[str, ...] = ()
-        """Sessions that `rollout` ran when it returned this run, in the order in which they ended."""
+        """Sessions of the groups of the `rollout` that returned this run: all attempts, those of earlier calls too."""
         read_metadata(self.path)
 
     def __repr__(self) -> str:
