@@ -31,6 +31,8 @@ _MAX_PROCESSES = 32768
 """Podman asks for 2^20 of both otherwise, and raising a limit is a right that not even every root has."""
 
 _FURTHER_PROCESSES = 64
+_MASKED = "/proc/pressure"
+"""Files that root of a container may open for writing: each writer is a thread of the kernel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +59,14 @@ class ContainerEngine:
         options = [
             *("--name", name, "--label", f"{LABEL}={self.label}", "--hostname", "localhost", "--user", self.user),
             *("--network", "none", "--cap-drop", "all", "--security-opt", "no-new-privileges", "--cgroupns", "private"),
-            *("--log-driver", "none", "--pull", "never", "--stop-timeout", "0", "--entrypoint", KEEPER[0]),
+            *("--log-driver", "none", "--pull", "never", "--stop-timeout", "0", "--no-healthcheck"),
+            *("--entrypoint", KEEPER[0]),
             *self._limits(spec.limits),
             *(part for mount in mounts for part in ("--mount", mount_option(mount, "readonly"))),
         ]
         if self.command[0] == "podman":
             options.append("--http-proxy=false")  # containers get this process's proxy variables otherwise
+            options += ["--security-opt", f"mask={_MASKED}"]
         if self.seccomp is not None:
             profile = folder / "seccomp.json"
             profile.write_text(json.dumps(self.seccomp))
