@@ -321,7 +321,7 @@ async def test_a_root_folder_that_holds_the_sessions_is_refused(tmp_path):
 
 
 async def test_a_tool_folder_that_holds_the_sessions_is_refused(tmp_path):
-    with pytest.raises(InputError, match="the tool folder .* contains .*/workspace"):
+    with pytest.raises(InputError, match=r"the tool folder .* contains .*/workspace"):
         async with ContainerRuntime(tools=[tmp_path]).box(make_spec(tmp_path)):
             pass
 

@@ -64,7 +64,7 @@ def test_nothing_but_a_folder_of_the_root_folder_is_copied(workdir, root, tmp_pa
 
 
 def test_a_command_that_fails_says_its_own_message():
-    with pytest.raises(OSError, match="`sh -c 'echo why >&2; exit 3' ...` fails with status 3: why"):
+    with pytest.raises(OSError, match=r"`sh -c 'echo why >&2; exit 3' \.\.\.` fails with status 3: why"):
         call(["sh", "-c", "echo why >&2; exit 3"])
-    with pytest.raises(OSError, match="does not end within 0.1 s"):
+    with pytest.raises(OSError, match=r"does not end within 0\.1 s"):
         call(["sleep", "60"], timeout=0.1)
