@@ -2,6 +2,7 @@
 
 import os
 import py_compile
+import shutil
 import socket
 import stat
 import sys
@@ -9,6 +10,7 @@ import sys
 import pytest
 
 from rolltap.trainer.rollouts.judges import folders
+from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
 from tests.trainer.rollouts.judges.sessions import Left, write
 
 ROOT = os.getcwd()
@@ -304,3 +306,38 @@ async def test_a_workspace_with_too_many_files_earns_nothing(tmp_path, monkeypat
         0.0,
         "there are more than 50 files and folders in the workspace",
     )
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+class TestSandbox:
+    async def test_the_sandbox_judges_as_processes_do(self, tmp_path):
+        left = Left(tmp_path, START, SandboxRuntime())
+        left.do({"calc.py": RIGHT, "conftest.py": PASS_ALL})
+        judged = await left.judge({**JUDGE, "command": ["python", *JUDGE["command"][1:]]})
+        assert (judged.reward, judged.unjudged) == (1.0, None), left.log
+        assert judged.evidence["canary"] == "failed"
+
+    async def test_a_forger_earns_nothing_in_the_sandbox(self, tmp_path):
+        left = Left(tmp_path, START, SandboxRuntime())
+        left.do({"calc.py": FORGER})
+        judged = await left.judge({**JUDGE, "command": ["python", *JUDGE["command"][1:]]})
+        assert judged.reward == 0.0, left.log
+        assert judged.evidence["forged_report"]
+
+    async def test_a_reward_file_and_mounts_are_where_the_task_says_and_there_is_no_network(self, tmp_path):
+        left = Left(tmp_path / "left", {}, SandboxRuntime())
+        script = "cat /proc/net/dev; echo x > /tests/new; echo 0.5 > /logs/verifier/reward.txt"
+        write(tmp_path / "tests", {"test.sh": script})
+        judged = await left.judge(
+            {
+                "kind": "command",
+                "command": ["bash", "/tests/test.sh"],
+                "mounts": {"/tests": str(tmp_path / "tests")},
+                "writable": ["/logs/verifier"],
+                "reward_file": "/logs/verifier/reward.txt",
+            }
+        )
+        assert judged.reward == 0.5, left.log
+        assert "/tests/new: Read-only file system" in left.log
+        assert {line.split(":")[0].strip() for line in left.log.splitlines() if line.count(" 0 ") > 5} == {"lo"}
+        assert sorted(path.name for path in (tmp_path / "tests").iterdir()) == ["test.sh"]
