@@ -165,19 +165,20 @@ async def test_a_report_that_pytest_did_not_write_is_told(tmp_path):
     assert judged.evidence["forged_report"].startswith("tests are not in it that pytest ran on the untouched start")
 
 
-async def test_compiled_tests_with_the_time_and_size_of_the_real_ones_are_not_run(tmp_path):
-    left = Left(tmp_path, START)
-    real = left.start.folder / "tests/test_calc.py"
-    fake = tmp_path / "test_calc.py"
-    fake.write_text("def test_add(): pass\ndef test_double(): pass\n".ljust(real.stat().st_size, "#"))
+async def test_compiled_code_with_the_time_and_size_of_the_tasks_own_is_not_run(tmp_path):
+    left = Left(
+        tmp_path, {"check.py": "import answer\nraise SystemExit(answer.value != 4)\n", "answer.py": "value = 5\n"}
+    )
+    real = left.start.folder / "check.py"
+    fake = tmp_path / "check.py"
+    fake.write_text("raise SystemExit(0)\n".ljust(real.stat().st_size, "#"))
     os.utime(fake, ns=(real.stat().st_atime_ns, real.stat().st_mtime_ns))
-    cache = left.workspace / "tests/__pycache__"
+    cache = left.workspace / "__pycache__"
     cache.mkdir()
-    version = f"{sys.implementation.cache_tag}-pytest-{pytest.__version__}"
-    for name in (f"test_calc.{sys.implementation.cache_tag}.pyc", f"test_calc.{version}.pyc"):
-        py_compile.compile(str(fake), str(cache / name), "test_calc.py", doraise=True)
-    judged = await left.judge(JUDGE)
-    assert judged.reward == 0.0
+    name = f"check.{sys.implementation.cache_tag}.pyc"
+    py_compile.compile(str(fake), str(cache / name), "check.py", doraise=True)
+    spec = {"kind": "command", "command": [sys.executable, "-c", "import check"], "protect": ["check.py"]}
+    assert (await left.judge(spec)).reward == 0.0
 
 
 async def test_tests_laid_over_the_workspace_win(tmp_path):
