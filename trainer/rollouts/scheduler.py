@@ -3,7 +3,6 @@
 import asyncio
 import json
 import shutil
-import tempfile
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from rolltap.trainer.rollouts.judges.changes import Made
 from rolltap.trainer.rollouts.judges.judge import judge
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
+from rolltap.trainer.rollouts.runtimes.scratch import scratch_folder
 from rolltap.trainer.rollouts.runtimes.supervised import run_supervised
 from rolltap.trainer.rollouts.tasks.task import Task
 
@@ -118,14 +118,14 @@ async def _run_session(
     try:
         logs = recorder.path / "logs"
         logs.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="rolltap-", ignore_cleanup_errors=True) as folder:
-            workspace, home = Path(folder, "workspace"), Path(folder, "home")
+        with scratch_folder() as folder:
+            workspace, home = folder / "workspace", folder / "home"
             home.mkdir()
             if task.workspace is not None:
                 await asyncio.to_thread(shutil.copytree, task.workspace, workspace, symlinks=True)
             else:
                 workspace.mkdir()
-            start = _Start(Path(folder, "start"))
+            start = _Start(folder / "start")
             await asyncio.to_thread(shutil.copytree, workspace, start.folder, symlinks=True)
             env = {**clean_environment(home), **harness_env, **recorder.environment(session.session_id)}
             log = logs / f"{session.session_id}.log"

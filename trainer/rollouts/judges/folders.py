@@ -63,7 +63,7 @@ class Entry:
 
 @dataclass(slots=True)
 class Tree:
-    """What is in a folder, by relative path, and what cannot be applied elsewhere, with the reason."""
+    """Content of a folder by relative path, and what of it cannot be applied elsewhere, with the reason."""
 
     entries: dict[str, Entry] = field(default_factory=dict)
     refused: dict[str, Refusal] = field(default_factory=dict)
