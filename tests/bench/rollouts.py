@@ -47,7 +47,7 @@ def faults(folder: Path, sessions: int) -> Iterator[str]:
     if not run.verify(progress=False).sound:
         yield "the run is damaged"
     yield from (f"process {number} is left: {command}" for number, command in processes(str(folder)).items())
-    yield from (f"{left} is left" for left in (folder / "tmp").glob("rolltap-work-*"))
+    yield from (f"{left} is left" for left in (folder / "tmp").glob("rolltap-*"))
 
 
 def _is_wrong(row: rolltap.Session) -> bool:

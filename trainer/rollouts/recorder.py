@@ -3,7 +3,6 @@
 import hashlib
 import math
 import secrets
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,6 +20,7 @@ from rolltap.trainer.rollouts.facts import Facts, session_facts
 from rolltap.trainer.rollouts.mitmdump import Mitmdump
 from rolltap.trainer.rollouts.session_rows import SessionRows
 from rolltap.trainer.rollouts.started import started_event
+from rolltap.trainer.rollouts.workplace import workplace
 
 _CA_FILES = ("mitmproxy-ca.pem", "mitmproxy-dhparam.pem")
 """Files that mitmproxy makes in its folder when it first starts."""
@@ -77,7 +77,7 @@ class Recorder:
         confdir = Path(self._options.get("confdir", ["~/.mitmproxy"])[-1]).expanduser()
         self.path.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            bundle = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rolltap-")), "ca-bundle.pem")
+            bundle = stack.enter_context(workplace()) / "ca-bundle.pem"
             self._processes = []
             stack.callback(self._stop)
             addresses: list[str] = []

@@ -1,4 +1,4 @@
-"""The folder for what a rollout needs while it runs: starts, and the workspaces and homes of its sessions."""
+"""The folder for what a recorder or a rollout needs while it runs: certificates, starts, workspaces, homes."""
 
 import shutil
 import tempfile
@@ -16,13 +16,13 @@ def workplace() -> Iterator[Path]:
     """Yield a new folder below the system's folder for temporary files, and remove it at the end.
 
     It is not in the run folder: a harness looks for its settings and for a checkout in the folders above its workspace.
-    The folder is locked while its process runs. Those that killed rollouts of this user left are removed first.
+    The folder is locked while its process runs. Those that killed processes of this user left are removed first.
     """
     _remove_left(Path(tempfile.gettempdir()))
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
         with locked(folder) as held:
-            if held is None:  # another rollout has taken it for a left one
+            if held is None:  # another process has taken it for a left one
                 continue
             try:
                 yield folder

@@ -62,4 +62,4 @@ def test_the_ledger_adds_up_and_the_run_is_sound(soaked):
 
 def test_no_process_and_no_workspace_is_left(soaked):
     assert processes(str(soaked[0])) == {}
-    assert list((soaked[0] / "tmp").glob("rolltap-work-*")) == []
+    assert list((soaked[0] / "tmp").glob("rolltap-*")) == []
