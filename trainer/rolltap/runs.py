@@ -1,16 +1,19 @@
 """A run folder as an object: its sessions, calls and traces, and what can be made of them."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, Literal, get_args
 
 from rolltap.addons.errors import InputError, MissingPackageError
 from rolltap.addons.store.metadata import read_metadata
-from rolltap.addons.store.records import Call, CallRole, Session, SessionStatus
+from rolltap.addons.store.records import CallRole, Session, SessionStatus
+from rolltap.addons.store.rewards import GivenReward, give_reward
 from rolltap.addons.store.staging import new_folder
+from rolltap.addons.store.tables import RunWriter
 from rolltap.traces import RunTraces
 from rolltap.trainer.progress import Advance, progress_bar
+from rolltap.trainer.rollouts.suspicions.rules import NAMES as SUSPICIONS
 from rolltap.trainer.runs.import_calls import ImportSummary
 from rolltap.trainer.runs.import_calls import import_calls as _import_calls
 from rolltap.trainer.runs.merge import LeftBehind
@@ -20,7 +23,7 @@ from rolltap.trainer.runs.verify import Verification
 from rolltap.trainer.runs.verify import verify_run as _verify_run
 from rolltap.trainer.traces.build import TRAINED_ROLES, Strategy, require_collection
 from rolltap.trainer.traces.ledger import Ledger
-from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
+from rolltap.trainer.traces.reader import RecordedCalls, load_sessions, unknown_session
 from rolltap.trainer.traces.sessions import TraceOptions, iter_traces
 from rolltap.trainer.views.check import CheckReport, check_run
 from rolltap.trainer.views.inspect import CallView, SessionView, view_call, view_session
@@ -39,7 +42,7 @@ class Run:
         """Raises `RunError` when `path` is not a run, or is one of another schema version."""
         self.path = Path(path)
         self.new_session_ids: tuple[str, ...] = ()
-        """Sessions that `rollout` ran when it returned this run, in the order in which they ended."""
+        """Sessions of the groups of the `rollout` that returned this run: all attempts, those of earlier calls too."""
         read_metadata(self.path)
 
     def __repr__(self) -> str:
@@ -57,7 +60,7 @@ class Run:
         """
         rows, calls = load_sessions(self.path), self.calls
         known = dict.fromkeys([*calls, *rows])
-        return [rows.get(session_id) or _unknown(session_id, calls[session_id]) for session_id in known]
+        return [rows.get(session_id) or unknown_session(session_id, calls[session_id]) for session_id in known]
 
     @property
     def calls(self) -> RecordedCalls:
@@ -110,6 +113,26 @@ class Run:
         Unique prefixes of both ids are accepted. Raises `InputError` for an unknown id.
         """
         return view_call(self.path, session_id, call_id)
+
+    def reward(
+        self,
+        session_id: str,
+        value: float,
+        *,
+        parts: Mapping[str, float] | None = None,
+        task: str = "",
+        group: str = "",
+        change: bool = False,
+    ) -> Session:
+        """Give a session the reward `value`, a finite number, and return its new row. The earlier rows stay in the run.
+
+        `task` and `group`, if not empty, replace those of the session; one in a group of its own joins that of `task`.
+
+        Raises `InputError`, `RunError` and `OSError` as `GivenReward` and `give_reward`.
+        """
+        given = GivenReward(value=value, parts=parts or {}, task=task, group=group, source="rolltap reward")
+        with RunWriter(self.path) as writer:
+            return give_reward(writer, session_id, given, change=change)
 
     def verify(self, *, repair: bool = False, progress: bool = True) -> Verification:
         """Check the run, as `verify_run`."""
@@ -180,18 +203,25 @@ class Run:
         statuses: Collection[SessionStatus] = (),
         session_ids: Collection[str] = (),
         roles: Collection[CallRole] = (),
+        tasks: Collection[str] = (),
+        runtimes: Collection[str] = (),
+        suspicious: bool | None = None,
+        suspicions: Collection[str] = (),
         progress: bool = True,
     ) -> "Run":
         """Write the sessions that meet every given criterion to the new folder `out`, and return it.
 
         `roles` keeps only the calls of these roles, and the calls that their prompts continue. A session without such a
-        call is left out, and so are events without a session. Raises `InputError` when no session is left, and when one
-        of `session_ids` does not exist.
+        call is left out, and so are events without a session. `suspicious` is whether a session's row has suspicions,
+        `suspicions` are names of rules of which it matched one. Raises `InputError` when no session is left, when one
+        of `session_ids` does not exist, and for the name of no rule.
         """
-        collections = (harnesses, policy_versions, statuses, session_ids, roles)
-        for given in collections:
+        collections = (harnesses, policy_versions, statuses, session_ids, roles, tasks, runtimes)
+        for given in (*collections, suspicions):
             require_collection(given)
-        criteria = Filter(min_reward, max_reward, *collections)
+        if unknown := set(suspicions) - {*SUSPICIONS}:
+            raise InputError(f"no rule of suspicion is named {min(unknown)!r}: choose {', '.join(SUSPICIONS)}")
+        criteria = Filter(min_reward, max_reward, *collections, suspicious, suspicions)
         with progress_bar(show=progress) as advance:
             filter_run(self.path, Path(out), criteria, advance)
         return Run(out)
@@ -225,12 +255,6 @@ class Run:
         except ImportError as error:
             raise MissingPackageError(f"plots need matplotlib ({error}): pip install 'rolltap[train]'") from error
         plot_rewards(self.path, Path(path), title)
-
-
-def _unknown(session_id: str, calls: Sequence[Call]) -> Session:
-    """Return the session of calls without a row."""
-    finished = max((call.finished_at for call in calls if call.finished_at is not None), default=None)
-    return Session(session_id=session_id, status="unknown", started_at=calls[0].started_at, finished_at=finished)
 
 
 def open_run(path: str | Path) -> Run:

@@ -15,11 +15,11 @@ from rich.console import Console
 from rolltap.addons.errors import EngineError, RecorderError, RolltapError, RunError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.grpo.trainer import TraceGRPOTrainer
-from rolltap.trainer.rollouts.scheduler import Group
+from rolltap.trainer.rollouts.groups import Group, place_of
 from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.traces.reader import iter_sessions, load_sessions
-from rolltap.trainer.traces.sessions import TraceOptions, load_batch
+from rolltap.trainer.traces.sessions import load_batch
 from rolltap.trainer.training.attempts import Attempt
 from rolltap.trainer.training.batches import BATCHES, TrainedBatches
 from rolltap.trainer.training.recipe import FINISHED, Recipe
@@ -29,7 +29,8 @@ from rolltap.trainer.versions import Version
 from rolltap.trainer.views.check import check_sessions
 
 RunSessions = Callable[[Sequence[Group], str], list[Session]]
-"""Runs and records the sessions of groups. The second argument is their policy version."""
+"""Runs and records the sessions of groups, and returns all tries in the order in which they ended. The second argument
+is their policy version."""
 
 
 CHECKED_CALLS = 16
@@ -64,7 +65,7 @@ class OnlineTraces:
         self._recipe = recipe
         self._tasks = {task.id: task for task in tasks}
         self._run = run
-        self._trace_options = TraceOptions(recipe.strategy, recipe.roles, recipe.max_tokens)
+        self._trace_options = recipe.trace_options()
         self._attempt = attempt
         self._serving = serving
         self._run_sessions = run_sessions
@@ -144,7 +145,9 @@ class OnlineTraces:
             seed=self.trainer.args.seed,
             step=version.step,
         )
-        while further and (lacking := len(tasks) - sum(map(has_signal, groups))):
+        while further and (
+            lacking := len(tasks) - sum(has_signal(group, self._trace_options.rewards) for group in groups)
+        ):
             drawn, further = further[:lacking], further[lacking:]
             groups += self._record(drawn, len(groups), version, counts)
         sessions = [session for group in groups for session in group]
@@ -166,10 +169,11 @@ class OnlineTraces:
         ]
         if any(group.session_ids for group in missing):
             started = time.monotonic()
-            sessions |= {session.session_id: session for session in self._run_sessions(missing, str(version))}
+            ended = self._run_sessions(missing, str(version))
+            sessions |= {place_of(session.session_id): session for session in ended}  # of several tries the last
             counts.session_seconds += time.monotonic() - started
             if not self._checked:
-                self._to_check += [name for group in missing for name in group.session_ids]
+                self._to_check += [session.session_id for session in ended]
         return [[sessions[name] for name in group.session_ids] for group in groups]
 
     def _publish(self, version: Version, publish: Callable[[TraceGRPOTrainer, str], None]) -> None:

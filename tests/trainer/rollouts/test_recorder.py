@@ -1,6 +1,8 @@
 """The recorder as child processes."""
 
 import json
+import os
+import signal
 import ssl
 import threading
 from contextlib import suppress
@@ -18,7 +20,7 @@ from tests.scripted_engine import Answer, Say
 
 
 def kill(process):
-    process._process.kill()
+    os.kill(process.pid, signal.SIGKILL)
     process._process.wait()
 
 
@@ -55,7 +57,7 @@ def test_a_recorder_that_dies_inside_the_block_is_an_error_at_its_end(tmp_path, 
     ("fields", "message"),
     [
         ({"session_id": ""}, "the session has an empty session_id"),
-        ({"status": "done"}, "session s: status='done': choose completed, failed, timeout, error"),
+        ({"status": "done"}, "session s: status='done': choose completed, failed, timeout, budget"),
         ({"status": "unknown"}, "status='unknown': choose"),
         ({"reward": float("nan")}, "session s: the reward nan is not finite"),
         ({"status": "infrastructure", "reward": 1.0}, "session s: it has the status infrastructure and the reward 1.0"),

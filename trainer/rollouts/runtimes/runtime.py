@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from rolltap.trainer.rollouts.tasks.limits import Limits
 
@@ -93,7 +93,7 @@ class Runtime(Protocol):
     name: str
     """`process`, `sandbox`, `container` or `apptainer`."""
     warning: str | None
-    """What the runtime does not protect from; None when there is nothing to say."""
+    """Dangers that the runtime does not protect from; None when there is nothing to say."""
     isolated: bool
     """True when a box has its own files and network: paths of the box are then not those of this machine."""
 
@@ -105,3 +105,11 @@ class Runtime(Protocol):
 
     def image_digest(self, image: str) -> str:
         """Return the digest of an image or root folder; empty when the runtime knows none."""
+
+
+@runtime_checkable
+class ImageRuntime(Runtime, Protocol):
+    """A runtime whose boxes have an image: a name, or the absolute path of a root folder."""
+
+    def copy_out(self, image: str, workdir: str, dest: Path) -> None:
+        """Copy what the folder `workdir` of an image holds into the folder `dest`. Raises `InputError` without it."""
