@@ -156,7 +156,7 @@ ATTACKS = {
     for what, scripts in (("read", READ), ("reach", REACH), ("disturb", DISTURB), ("survive", SURVIVE))
     for name, script in scripts.items()
 }
-"""Name and script of each attack. It has held when `World.escaped` says nothing."""
+"""Name and script of each attack. It is held when `World.escaped` returns nothing and `World.visits` stays empty."""
 
 HARMFUL = {f"read {name}" for name in READ} | {f"reach {name}" for name in REACH}
 HARMFUL -= {
@@ -257,7 +257,7 @@ class World:
     env: dict[str, str]
     victim: "subprocess.Popen[bytes]"
     visits: list[str] = field(default_factory=list)
-    """Servers of this machine that were reached."""
+    """Servers of this machine that were reached, by any attack."""
 
     def escaped(self, output: str) -> list[str]:
         """Return what an attack got."""
@@ -265,7 +265,7 @@ class World:
         found += ["the canary"] if self.canary in output else []
         found += ["a process that lives"] if self._survivors() else []
         found += ["the death of another process"] if self.victim.poll() is not None else []
-        return found + self.visits
+        return found
 
     def _survivors(self) -> list[str]:
         marker = self.env["MARKER"].encode()

@@ -49,11 +49,17 @@ def test_an_attack_is_held(played, name):
     assert machine.escaped(results[name]["output"]) == []
 
 
+@sandboxed
+def test_no_server_of_the_machine_is_reached(played):
+    machine, _ = played
+    assert machine.visits == []
+
+
 @pytest.mark.parametrize("name", sorted(HARMFUL))
 async def test_the_attack_works_where_nothing_isolates(tmp_path, name):
     with world(tmp_path) as machine:
         result = await play(ProcessRuntime(), ATTACKS[name], tmp_path / "box", machine.env)
-        assert machine.escaped(result["output"]) != []
+        assert machine.escaped(result["output"]) + machine.visits != []
 
 
 @sandboxed
