@@ -9,7 +9,8 @@ import pytest
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
 from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
-from tests.security.attacks import ATTACKS, FILLINGS, HARMFUL, WORKS, play, run_as, world
+from tests.security.attack_scripts import ATTACKS, FILLINGS, HARMFUL, WORKS
+from tests.security.attacks import play, run_as, world
 
 
 def make():
