@@ -196,10 +196,9 @@ def run_as(
     folder.mkdir()
     os.chown(folder, uid, -1)
     request = json.dumps({"user": user, "folder": str(folder), "make": make, "env": env, "proxy": proxy})
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.security.attacks"], input=request, cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-    assert done.returncode == 0
+    command = [sys.executable, "-m", "tests.security.attacks"]
+    done = subprocess.run(command, input=request, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
