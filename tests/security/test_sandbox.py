@@ -9,7 +9,9 @@ import pytest
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
 from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
-from tests.security.attacks import ATTACKS, FILLINGS, HARMFUL, WORKS, play, run_as, world
+from rolltap.trainer.rollouts.runtimes.scratch import scratch_folder
+from tests.security.attack_scripts import ATTACKS, FILLINGS, HARMFUL, WORKS
+from tests.security.attacks import play, run_as, world
 
 
 def make():
@@ -30,16 +32,15 @@ ME = pwd.getpwuid(os.getuid()).pw_name
 
 
 @pytest.fixture(scope="module", params=[ME, "nobody"])
-def played(request, tmp_path_factory):
+def played(request):
     """How each script ended as this user, and as an ordinary one."""
     if request.param != ME and os.getuid() != 0:
         pytest.skip("only root can become nobody")
-    folder = tmp_path_factory.mktemp("attacks")
-    for place in (folder, *folder.parents):
-        if place.owner() == ME and place.is_relative_to("/tmp"):
-            place.chmod(0o755)
-    with world(folder) as machine:
-        yield machine, run_as(request.param, folder / "boxes", "tests.security.test_sandbox:make", machine.env)
+    # not below pytest's folder, which it closes to others again and again
+    with scratch_folder() as folder:
+        folder.chmod(0o755)
+        with world(folder) as machine:
+            yield machine, run_as(request.param, folder / "boxes", "tests.security.test_sandbox:make", machine.env)
 
 
 @sandboxed
@@ -49,11 +50,17 @@ def test_an_attack_is_held(played, name):
     assert machine.escaped(results[name]["output"]) == []
 
 
+@sandboxed
+def test_no_server_of_the_machine_is_reached(played):
+    machine, _ = played
+    assert machine.visits == []
+
+
 @pytest.mark.parametrize("name", sorted(HARMFUL))
 async def test_the_attack_works_where_nothing_isolates(tmp_path, name):
     with world(tmp_path) as machine:
         result = await play(ProcessRuntime(), ATTACKS[name], tmp_path / "box", machine.env)
-        assert machine.escaped(result["output"]) != []
+        assert machine.escaped(result["output"]) + machine.visits != []
 
 
 @sandboxed
