@@ -1,6 +1,7 @@
 import asyncio
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -61,6 +62,11 @@ async def test_a_program_runs_in_the_workspace_with_its_own_home_and_environment
         script = 'pwd; echo "$VALUE"; touch here ~/there; cat; exit 3'
         assert await sh(box, script, tmp_path / "log", VALUE=value) == (Ended(3), f"/a, b:c/workspace\n{value}\n")
     assert (spec.workspace / "here").stat().st_uid == (spec.home / "there").stat().st_uid == os.getuid()
+
+
+async def test_the_lines_of_stdout_and_stderr_keep_their_order(tmp_path):
+    _, output = await in_box(tmp_path, "for i in $(seq 1000); do echo $i; echo $i >&2; done")
+    assert output.split() == [str(number) for number in range(1, 1001) for _ in range(2)]
 
 
 async def test_a_box_has_none_of_this_machines_files_and_names(tmp_path):
@@ -208,7 +214,7 @@ async def test_nothing_of_a_program_is_on_a_command_line_that_all_users_can_read
 
 
 KILLED = """
-import asyncio, os, signal, sys
+import asyncio, os, psutil, signal, sys
 from pathlib import Path
 from rolltap.trainer.rollouts.runtimes.container import ContainerRuntime
 from tests.containers import make_spec
@@ -220,7 +226,7 @@ async def main():
         script = ["sh", "-c", "(setsid sleep 4245 &); echo > fifo; sleep 4245"]
         task = asyncio.create_task(box.run(script, env={}, timeout=600, log=spec.home / "log"))
         await asyncio.to_thread((spec.workspace / "fifo").read_text)
-        print(box._pid, box._folder, flush=True)
+        print(box._folder, box._pid, *(child.pid for child in psutil.Process().children()), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(main())
 """
@@ -231,10 +237,11 @@ async def test_everything_dies_with_rolltap_when_it_is_killed(tmp_path):
         sys.executable, "-c", KILLED, tmp_path, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path()}
     )
     output, _ = await process.communicate()
-    pid, folder = output.decode().split()
+    folder, *pids = output.decode().split()
     assert process.returncode == -signal.SIGKILL
-    await asyncio.wait_for(asyncio.to_thread(wait_until, lambda: not Path(folder).exists()), 60)
-    assert not Path(f"/proc/{pid}").exists()
+    assert len(pids) == 3  # the box's first process, the supervisor and the engine's program
+    assert all(wait_until_dead(int(pid)) for pid in pids)
+    assert not Path(folder).exists()
     assert not any(tmp_path.name in name for name in containers())
 
 
@@ -242,9 +249,15 @@ def path():
     return os.pathsep.join([*sys.path, os.getcwd()])
 
 
-def wait_until(true):
-    while not true():
-        pass
+def wait_until_dead(pid):
+    """Return True when a process has ended or ends soon."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    ended, _, _ = select.select([descriptor], [], [], 60)
+    os.close(descriptor)
+    return bool(ended)
 
 
 @pytest.fixture(params=["control groups", "watched"])
