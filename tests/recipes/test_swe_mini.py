@@ -1,0 +1,83 @@
+"""The miniature: its files are what they say, and the real programs get the rewards that they earn on it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.conftest import ROOT
+
+MAKE = ROOT / "recipes" / "swe" / "mini" / "make.py"
+BASE = "3fb9a65ae893c8749fba78377090211074d348ea"
+
+
+def make(folder, **environment):
+    subprocess.run([sys.executable, MAKE, folder], env={**os.environ, **environment}, check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mini(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("mini") / "made")
+
+
+@pytest.fixture(scope="module")
+def row(mini):
+    (line,) = (mini / "tasks.jsonl").read_text().splitlines()
+    return json.loads(line)
+
+
+@pytest.fixture
+def checkout(mini, tmp_path):
+    return shutil.copytree(mini / "repositories" / "example__spans", tmp_path / "checkout")
+
+
+def apply(patch: str, checkout: Path) -> None:
+    subprocess.run(["git", "-C", checkout, "apply"], input=patch, text=True, check=True)
+
+
+def outcomes(checkout: Path, report: Path) -> dict[str, bool]:
+    """Return which tests pass, by the names that pytest gives them."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junit-xml={report}"]
+    subprocess.run(command, cwd=checkout, stdout=subprocess.DEVNULL)
+    found = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        folder, file, *classes = case.attrib["classname"].split(".")
+        name = "::".join([f"{folder}/{file}.py", *classes, case.attrib["name"]])
+        found[name] = case.find("failure") is None
+    return found
+
+
+def test_it_comes_out_the_same_whatever_git_is_told(mini, row, tmp_path):
+    (tmp_path / "gitconfig").write_text("[user]\nname = Somebody\n[am]\nkeepcr = true\n[commit]\ngpgsign = true\n")
+    settings = {"GIT_CONFIG_GLOBAL": str(tmp_path / "gitconfig"), "TZ": "Asia/Tokyo", "GIT_AUTHOR_NAME": "Somebody"}
+    again = make(tmp_path / "again", **settings)
+    assert (again / "tasks.jsonl").read_bytes() == (mini / "tasks.jsonl").read_bytes()
+    assert row["base_commit"] == BASE
+
+
+def test_the_tests_of_the_row_are_those_that_the_reference_patch_mends_and_keeps(row, checkout, tmp_path):
+    apply(row["test_patch"], checkout)
+    before = outcomes(checkout, tmp_path / "before.xml")
+    assert sorted(name for name, passes in before.items() if not passes) == sorted(json.loads(row["FAIL_TO_PASS"]))
+    assert sorted(name for name, passes in before.items() if passes) == sorted(json.loads(row["PASS_TO_PASS"]))
+    apply(row["patch"], checkout)
+    assert outcomes(checkout, tmp_path / "after.xml") == dict.fromkeys(before, True)
+
+
+def test_the_checkout_is_a_clone_that_has_the_fix_and_the_harbor_task_starts_before_it(mini, row):
+    def log(checkout, *which):
+        command = ["git", "-C", checkout, "log", "--format=%H %s", *which]
+        return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
+
+    clone, start = (
+        mini / "repositories" / "example__spans",
+        mini / "harbor" / row["instance_id"] / "environment" / "repo",
+    )
+    assert log(clone)[0] == log(start)[0] == f"{BASE} Version 0.2"
+    assert log(clone, "--all")[2:] == log(start, "--all")
