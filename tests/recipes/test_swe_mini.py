@@ -10,7 +10,13 @@ from xml.etree import ElementTree
 
 import pytest
 
+import rolltap
+from rolltap.addons.errors import InputError
+from rolltap.trainer.rollouts.runtimes.choose import make_runtime
 from tests.conftest import ROOT
+from tests.harness.play import installed
+from tests.recipes.mini_agents import AGENTS, ask, lead
+from tests.scripted_engine import ScriptedEngine
 
 MAKE = ROOT / "recipes" / "swe" / "mini" / "make.py"
 BASE = "3fb9a65ae893c8749fba78377090211074d348ea"
@@ -81,3 +87,72 @@ def test_the_checkout_is_a_clone_that_has_the_fix_and_the_harbor_task_starts_bef
     )
     assert log(clone)[0] == log(start)[0] == f"{BASE} Version 0.2"
     assert log(clone, "--all")[2:] == log(start, "--all")
+
+
+EARNED = {"right": 1.0, "wrong": 0.0, "deletes-tests": 0.0, "breaks-others": 0.0}
+"""Attempt -> its reward."""
+PYTHON = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--junit-xml", "{report}"]
+WITHOUT_PYTEST = [sys.executable, "-S", *PYTHON[1:]]
+"""Ends with status 1, as failing tests do."""
+
+
+def runtime_of(name):
+    """Return the runtime. Skips the test when this machine cannot have it."""
+    runtime = make_runtime(name)
+    try:
+        runtime.check()
+    except InputError as error:
+        pytest.skip(str(error))
+    return runtime
+
+
+def variant(task, attempt, command=PYTHON):
+    judge = task.judge.model_copy(update={"command": command})
+    instruction = ask(task.instruction, attempt)
+    name = attempt if command is PYTHON else f"{attempt}-without-pytest"
+    return task.model_copy(update={"id": name, "instruction": instruction, "judge": judge})
+
+
+@pytest.fixture
+def play(mini, tokenizer, tokenizer_folder, tmp_path):
+    """Return a function that runs tasks in one rollout, and returns the run and the last row of each task."""
+
+    def play(tasks, harness, runtime):
+        installed(harness)
+        checkout = mini / "repositories" / "example__spans"
+        files = {name: (checkout / name).read_text() for name in ("spans/reading.py", "spans/writing.py")}
+        with ScriptedEngine(tokenizer, max_model_len=200_000) as engine:
+            lead(engine, harness, files)
+            run = rolltap.rollout(
+                tasks,
+                harness=harness,
+                engine=engine.url,
+                model=tokenizer_folder,
+                out=tmp_path / "run",
+                sessions=1,
+                concurrency=2,
+                timeout=120.0,
+                runtime=runtime_of(runtime),
+                progress=False,
+                options={"confdir": str(tmp_path / "mitmproxy")},
+            )
+        return run, {session.task_id: session for session in run.sessions()}
+
+    return play
+
+
+@pytest.mark.harness
+@pytest.mark.parametrize("runtime", ["process", "sandbox"])
+@pytest.mark.parametrize("harness", AGENTS)
+def test_every_attempt_gets_the_reward_that_it_earns(harness, runtime, play, mini):
+    (task,) = rolltap.load_tasks(mini / "tasks.jsonl", repositories=mini / "repositories")
+    tasks = [variant(task, attempt) for attempt in EARNED] + [variant(task, "right", WITHOUT_PYTEST)]
+    _, sessions = play(tasks, harness, runtime)
+    assert {name: session.reward for name, session in sessions.items()} == {**EARNED, "right-without-pytest": None}
+    assert sessions["right-without-pytest"].status == "unjudged"
+    assert {sessions[name].status for name in EARNED} == {"completed"}
+    # each agent did what its attempt says
+    changed = {name: json.loads(sessions[name].evidence)["changed"] for name in EARNED}
+    assert changed["right"] == changed["wrong"] == ["spans/reading.py"]
+    assert changed["deletes-tests"] == ["tests/test_reading.py", "tests/test_writing.py"]
+    assert changed["breaks-others"] == ["spans/reading.py", "spans/writing.py"]
