@@ -3,7 +3,7 @@
 import math
 from pathlib import Path
 
-from rolltap.trainer.rollouts.runtime import run
+from rolltap.trainer.rollouts.runtimes.supervised import run_supervised
 from rolltap.trainer.rollouts.tasks.task import Task
 
 EVALUATE_SECONDS = 600.0
@@ -19,7 +19,8 @@ async def evaluate(task: Task, workspace: Path, env: dict[str, str], log: Path) 
     runs it must bound its time and turn its end into an exit status.
     """
     try:
-        status = await run(task.evaluate, cwd=workspace, env=env, timeout=EVALUATE_SECONDS, log=log)
+        ended = await run_supervised(task.evaluate, cwd=workspace, env=env, timeout=EVALUATE_SECONDS, log=log)
+        status = ended.status
         output = log.read_text(errors="replace")
     except OSError as error:
         if error.filename == workspace:

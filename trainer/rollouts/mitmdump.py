@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rolltap.addons.errors import MissingPackageError, RecorderError
+from rolltap.trainer.rollouts.runtimes.supervised import Supervised
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ def script() -> Path:
 
 
 class Mitmdump:
-    """A mitmdump process on a free loopback port. Creating it starts it; `stop` ends it.
+    """A mitmdump process on a free loopback port. Creating it starts it; `stop` ends it, and so does this process's end.
 
     `name` is its name in errors. `options` are mitmproxy options, each with the list of its values. The process gets
     the `secret` through a socket. Its output is appended to the file `log`.
@@ -49,15 +49,22 @@ class Mitmdump:
             for option, values in {**options, **{option: [value] for option, value in channels.items()}}.items():
                 for value in values:
                     command += ["--set", f"{option}={value}"]
-            self._process = subprocess.Popen(
+            self._program = Supervised(
                 command,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=[told, theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is for this process, which ends the sessions before the recorder
+                output=subprocess.PIPE,
+                grace=_STOP_SECONDS,
+                descriptors=[told, theirs.fileno()],
             )
+        self._process = self._program.process
+        try:
+            self.pid = self._program.started()
+            """Process id of mitmdump."""
+        except OSError:
+            self._program.close()
+            self._process.communicate()
+            self._ready.close()
+            raise
         self._copier = threading.Thread(target=self._copy_log, daemon=True)
         self._copier.start()
 
@@ -89,16 +96,12 @@ class Mitmdump:
 
     def terminate(self) -> None:
         """Tell the process to end. Does not wait."""
-        self._process.send_signal(signal.SIGTERM)
+        self._program.terminate()
 
     def stop(self) -> None:
         """End the process, and wait for its end."""
-        self.terminate()
-        try:
-            self._process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._program.close()
+        self._process.wait()
         self._copier.join()
         self._ready.close()
 

@@ -16,7 +16,7 @@ from rolltap.trainer.rollouts.environment import clean_environment
 from rolltap.trainer.rollouts.evaluate import evaluate
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.runtime import run
+from rolltap.trainer.rollouts.runtimes.supervised import run_supervised
 from rolltap.trainer.rollouts.tasks.task import Task
 
 
@@ -115,7 +115,8 @@ async def _run_session(
             env = {**base, **harness_env, **recorder.environment(session.session_id)}
             log = logs / f"{session.session_id}.log"
             command = plan.harness.command_for(task.instruction)
-            session.exit_status = await run(command, cwd=workspace, env=env, timeout=plan.timeout, log=log)
+            how_it_ended = await run_supervised(command, cwd=workspace, env=env, timeout=plan.timeout, log=log)
+            session.exit_status = how_it_ended.status
             status, ended = _outcome(session.exit_status, plan.timeout)
             session.error = await run_to_end(recorder.end_calls, session.session_id)
             if session.error is not None:

@@ -1,6 +1,8 @@
 """The recorder as child processes."""
 
 import json
+import os
+import signal
 import ssl
 import threading
 from contextlib import suppress
@@ -18,7 +20,7 @@ from tests.scripted_engine import Answer, Say
 
 
 def kill(process):
-    process._process.kill()
+    os.kill(process.pid, signal.SIGKILL)
     process._process.wait()
 
 

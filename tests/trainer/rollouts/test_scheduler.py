@@ -80,7 +80,7 @@ async def test_a_recorder_that_dies_is_an_error_of_its_own(recorder):
 
 async def test_a_recorder_that_dies_during_a_session_is_an_error_of_its_own(recorder):
     with pytest.raises(RecorderError, match=r"the recorder (died|does not end)"):
-        await play(recorder, f"kill -9 {recorder._processes[0]._process.pid}")
+        await play(recorder, f"kill -9 {recorder._processes[0].pid}")
     (session, *_) = load_sessions(recorder.path).values()
     assert (session.status, session.reward) == ("infrastructure", None)
     assert "the recorder" in session.error

@@ -93,7 +93,7 @@ class Runtime(Protocol):
     name: str
     """`process`, `sandbox`, `container` or `apptainer`."""
     warning: str | None
-    """What the runtime does not protect from; None when there is nothing to say."""
+    """Dangers that the runtime does not protect from; None when there is nothing to say."""
     isolated: bool
     """True when a box has its own files and network: paths of the box are then not those of this machine."""
 

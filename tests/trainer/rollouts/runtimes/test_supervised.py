@@ -1,0 +1,170 @@
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from rolltap.trainer.rollouts.runtimes.runtime import Ended
+from rolltap.trainer.rollouts.runtimes.supervised import run_supervised
+
+ESCAPES = {
+    "a child": "sleep 600 & echo $! > fifo",
+    "a session of its own": "setsid sh -c 'echo $$ > fifo; exec sleep 600' &",
+    "a double fork": "(setsid sh -c '(setsid sh -c \"echo \\$\\$ > fifo; exec sleep 600\" &) ' &)",
+    "a process that ignores signals": "(trap '' TERM HUP INT; setsid sh -c 'echo $$ > fifo; sleep 600; sleep 600' &)",
+    "one whose name has a parenthesis": "cp $(which sleep) './a) R 1 (b'; ./a*b 600 & echo $! > fifo",
+}
+
+
+async def sh(script, tmp_path, *, timeout=60.0, **how):
+    log, env = tmp_path / "log", dict(os.environ)
+    return await run_supervised(["sh", "-c", script], cwd=tmp_path, env=env, timeout=timeout, log=log, **how)
+
+
+def wait_until_dead(pid: int) -> bool:
+    """Return True when a process has ended or ends soon. A killed process takes a moment to end."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    ended, _, _ = select.select([descriptor], [], [], 30)
+    os.close(descriptor)
+    return bool(ended)
+
+
+async def test_status_and_output_are_kept(tmp_path):
+    assert await sh("echo out; echo err >&2; exit 3", tmp_path) == Ended(3)
+    assert (tmp_path / "log").read_text() == "out\nerr\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+async def test_a_program_that_a_signal_ended_has_its_number(tmp_path, number):
+    assert await sh(f"kill -{number} $$", tmp_path) == Ended(-number)
+
+
+async def test_it_has_no_standard_input(tmp_path):
+    assert await sh("cat; echo end", tmp_path) == Ended(0)
+    assert (tmp_path / "log").read_text() == "end\n"
+
+
+async def test_no_descriptor_of_the_supervisor_is_open_in_it(tmp_path):
+    assert await sh(f"exec {sys.executable} -c 'import os; print(os.listdir(\"/proc/self/fd\"))'", tmp_path) == Ended(0)
+    assert (tmp_path / "log").read_text() == "['0', '1', '2', '3']\n"  # 3 reads the folder
+
+
+async def test_a_command_that_takes_too_long_is_stopped(tmp_path):
+    assert await sh("sleep 600", tmp_path, timeout=0.1) == Ended(None, "timeout")
+
+
+async def test_a_command_that_takes_too_long_can_write_its_last_words(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    script = "trap 'echo bye; exit' TERM; echo > fifo; while :; do sleep 0.01; done"
+    running = asyncio.create_task(sh(script, tmp_path, timeout=1))
+    await asyncio.to_thread((tmp_path / "fifo").read_text)
+    assert await running == Ended(None, "timeout")
+    assert (tmp_path / "log").read_text().endswith("bye\n")
+
+
+@pytest.mark.parametrize("escape", ESCAPES.values(), ids=list(ESCAPES))
+async def test_processes_that_a_command_leaves_running_are_killed(tmp_path, escape):
+    os.mkfifo(tmp_path / "fifo")
+    running = asyncio.create_task(sh(f"{escape}\ncat release", tmp_path))
+    os.mkfifo(tmp_path / "release")
+    pid = int(await asyncio.to_thread((tmp_path / "fifo").read_text))
+    (tmp_path / "release").write_text("")
+    assert (await running).status == 0
+    assert wait_until_dead(pid)
+
+
+@pytest.mark.parametrize("turns", [2, 3, 4, 1000])
+async def test_cancelling_kills_all_even_of_a_command_that_has_just_started(tmp_path, turns):
+    os.mkfifo(tmp_path / "fifo")
+    task = asyncio.create_task(sh("sleep 600 & echo $! > fifo; wait", tmp_path))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    pid = int((tmp_path / "fifo").read_text())  # blocks the event loop while the command runs
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert wait_until_dead(pid)
+
+
+async def test_a_program_that_does_not_exist_is_an_os_error(tmp_path):
+    with pytest.raises(FileNotFoundError) as raised:
+        await run_supervised(["no-such-program"], cwd=tmp_path, env={}, timeout=1, log=tmp_path / "log")
+    assert raised.value.filename == "no-such-program"
+
+
+async def test_a_folder_that_does_not_exist_is_an_os_error(tmp_path):
+    with pytest.raises(FileNotFoundError) as raised:
+        await run_supervised(["true"], cwd=tmp_path / "none", env={}, timeout=1, log=tmp_path / "log")
+    assert raised.value.filename == tmp_path / "none"
+
+
+async def test_limits_and_cores_reach_the_program(tmp_path):
+    core = min(os.sched_getaffinity(0))
+    await sh("ulimit -n; nproc; ulimit -c", tmp_path, rlimits={"RLIMIT_NOFILE": 64}, cpus=[core])
+    assert (tmp_path / "log").read_text() == "64\n1\n0\n"
+
+
+async def test_the_cleanup_runs_when_all_is_dead(tmp_path):
+    cleanup = ["sh", "-c", f"kill -0 $(cat {tmp_path}/pid) 2> /dev/null || touch {tmp_path}/clean"]
+    await sh("setsid sleep 600 & echo $! > pid", tmp_path, cleanup=cleanup)
+    assert (tmp_path / "clean").exists()
+
+
+class TestWhenRolltapDies:
+    """rolltap is a process that is killed with SIGKILL."""
+
+    ROLLTAP = """
+import asyncio, os, sys
+from pathlib import Path
+from rolltap.trainer.rollouts.runtimes.supervised import run_supervised
+command, how = ["sh", "-c", sys.argv[1]], {"cleanup": ["touch", "clean"], "grace": float(sys.argv[2])}
+async def main():
+    running = asyncio.create_task(
+        run_supervised(command, cwd=Path(), env=dict(os.environ), timeout=600, log=Path("log"), **how)
+    )
+    while not Path("log").exists() or not Path("log").read_text():
+        await asyncio.sleep(0.01)
+    if os.fork() == 0:  # as workers of multiprocessing do
+        sys.stdin.read()
+        os._exit(0)
+    await running
+asyncio.run(main())
+"""
+
+    def rolltap(self, tmp_path, script, grace="0"):
+        """Start a process that has a copy of itself, with all its descriptors, while stdin is open."""
+        command = [sys.executable, "-c", self.ROLLTAP, f"echo; {script}", grace]
+        return subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE)
+
+    @pytest.mark.parametrize("escape", ESCAPES.values(), ids=list(ESCAPES))
+    def test_all_that_it_started_dies(self, tmp_path, escape):
+        os.mkfifo(tmp_path / "fifo")
+        with self.rolltap(tmp_path, f"echo $PPID > supervisor; {escape}\nsleep 600") as rolltap:
+            pid = int((tmp_path / "fifo").read_text())
+            rolltap.kill()
+            assert wait_until_dead(pid)
+            assert wait_until_dead(int((tmp_path / "supervisor").read_text()))
+        assert (tmp_path / "clean").exists()
+
+    def test_a_program_with_grace_may_end_in_order(self, tmp_path):
+        os.mkfifo(tmp_path / "fifo")
+        script = "trap 'echo bye > words; exit' TERM; echo $PPID > fifo; while :; do sleep 0.01; done"
+        with self.rolltap(tmp_path, script, grace="60") as rolltap:
+            supervisor = int((tmp_path / "fifo").read_text())
+            rolltap.kill()
+            assert wait_until_dead(supervisor)
+        assert (tmp_path / "words").read_text() == "bye\n"
+
+    def test_a_program_whose_supervisor_is_killed_dies(self, tmp_path):
+        os.mkfifo(tmp_path / "fifo")
+        with self.rolltap(tmp_path, "echo $PPID $$ > fifo; exec sleep 600") as rolltap:
+            supervisor, program = map(int, (tmp_path / "fifo").read_text().split())
+            os.kill(supervisor, signal.SIGKILL)
+            assert wait_until_dead(program)
+        assert rolltap.returncode == 0

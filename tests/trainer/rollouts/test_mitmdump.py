@@ -1,0 +1,50 @@
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from rolltap.addons.errors import RecorderError
+from rolltap.trainer.rollouts import mitmdump
+from rolltap.trainer.rollouts.mitmdump import Mitmdump
+from tests.trainer.rollouts.runtimes.test_supervised import wait_until_dead
+
+ROLLTAP = """
+import os, sys
+from rolltap.trainer.rollouts.recorder import Recorder
+with Recorder("run", engine="http://127.0.0.1:9", model=sys.argv[1], options={"confdir": "conf"}) as recorder:
+    process = recorder._processes[0]
+    print(process.pid, process._process.pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_the_recorder_ends_with_rolltap_however_that_ends(tmp_path, tokenizer_folder, number):
+    command = [sys.executable, "-c", ROLLTAP, str(tokenizer_folder)]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as rolltap:
+        recorder, supervisor = map(int, rolltap.stdout.readline().split())
+        rolltap.send_signal(number)
+        assert wait_until_dead(recorder)
+        assert wait_until_dead(supervisor)
+
+
+def test_a_recorder_whose_supervisor_is_killed_is_an_error(tmp_path, tokenizer_folder):
+    options = {name: [str(tmp_path / "run")] for name in ("rolltap_out", "confdir")}
+    options |= {"rolltap_engine": ["http://127.0.0.1:9"], "rolltap_model": [str(tokenizer_folder)]}
+    process = Mitmdump("the recorder", options, secret="s" * 32, log=tmp_path / "log")
+    process.address()
+    os.kill(process._process.pid, signal.SIGKILL)
+    assert wait_until_dead(process.pid)
+    process.stop()
+    with pytest.raises(RecorderError, match="the recorder died with status -9"):
+        process.check()
+
+
+def test_a_program_that_cannot_be_started_is_an_os_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(mitmdump, "_program", lambda: str(tmp_path))
+    with pytest.raises(PermissionError):
+        Mitmdump("the recorder", {}, secret="s", log=tmp_path / "log")
