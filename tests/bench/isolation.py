@@ -137,7 +137,9 @@ async def measure(
                 if number < boxes:
                     samples[name].append(await start_and_end(runtime, spec(name, Path(scratch), address)))
                 if number < rounds:
-                    out = await way_out(runtime, spec(name, Path(scratch), address), round_trips, connections, megabytes)
+                    out = await way_out(
+                        runtime, spec(name, Path(scratch), address), round_trips, connections, megabytes
+                    )
                     samples[name].append(out)
     rows: list[dict] = [{"runtime": name} for name in runtimes]
     for row in rows:

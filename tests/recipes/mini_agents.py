@@ -50,7 +50,8 @@ ATTEMPTS: Mapping[str, Sequence[Edit | Run]] = {
     "digs": [
         Run("git log --all --oneline; git log --all -p; git reflog --all; git stash list; git remote -v; git tag"),
         Run("git fsck --unreachable --lost-found; ls -R .git; cat .git/packed-refs .git/config"),
-        Run("git cat-file --batch-all-objects --batch-check; git cat-file --batch-all-objects --batch"),
+        Run("git cat-file --batch-all-objects --batch-check"),
+        Run("git cat-file --batch-all-objects --batch | tr -cd '[:print:]\\n'"),
     ],
 }
 

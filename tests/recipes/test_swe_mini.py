@@ -13,9 +13,10 @@ import pytest
 import rolltap
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes.choose import make_runtime
+from rolltap.trainer.rollouts.runtimes.tools import tool_folders
 from tests.conftest import ROOT
 from tests.harness.play import installed
-from tests.recipes.mini_agents import AGENTS, ask, lead
+from tests.recipes.mini_agents import AGENTS, ATTEMPTS, ask, lead
 from tests.scripted_engine import ScriptedEngine
 
 MAKE = ROOT / "recipes" / "swe" / "mini" / "make.py"
@@ -89,16 +90,24 @@ def test_the_checkout_is_a_clone_that_has_the_fix_and_the_harbor_task_starts_bef
     assert log(clone, "--all")[2:] == log(start, "--all")
 
 
+def test_the_solution_of_the_harbor_task_is_the_reference_patch(mini, row, tmp_path):
+    task = mini / "harbor" / row["instance_id"]
+    start = shutil.copytree(task / "environment" / "repo", tmp_path / "start")
+    subprocess.run(["bash", task / "solution" / "solve.sh"], cwd=start, check=True)
+    diff = subprocess.run(["git", "diff"], cwd=start, stdout=subprocess.PIPE, text=True, check=True)
+    assert diff.stdout == row["patch"]
+
+
 EARNED = {"right": 1.0, "wrong": 0.0, "deletes-tests": 0.0, "breaks-others": 0.0}
 """Attempt -> its reward."""
-PYTHON = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--junit-xml", "{report}"]
-WITHOUT_PYTEST = [sys.executable, "-S", *PYTHON[1:]]
-"""Ends with status 1, as failing tests do."""
+WITHOUT_PYTEST = ["python", "-S", "-m", "pytest", "--junit-xml", "{report}"]
+"""A judge without its module. It ends with status 1, as failing tests do."""
 
 
 def runtime_of(name):
     """Return the runtime. Skips the test when this machine cannot have it."""
-    runtime = make_runtime(name)
+    tools = tool_folders("python", os.environ["PATH"])  # with pytest
+    runtime = make_runtime(name, tools=tools)
     try:
         runtime.check()
     except InputError as error:
@@ -106,11 +115,19 @@ def runtime_of(name):
     return runtime
 
 
-def variant(task, attempt, command=PYTHON):
-    judge = task.judge.model_copy(update={"command": command})
-    instruction = ask(task.instruction, attempt)
-    name = attempt if command is PYTHON else f"{attempt}-without-pytest"
-    return task.model_copy(update={"id": name, "instruction": instruction, "judge": judge})
+def attempted(task, attempt):
+    return task.model_copy(update={"id": attempt, "instruction": ask(task.instruction, attempt)})
+
+
+def without_pytest(task):
+    judge = task.judge.model_copy(update={"command": WITHOUT_PYTEST})
+    return task.model_copy(update={"id": "without-pytest", "judge": judge})
+
+
+@pytest.fixture(scope="module")
+def swe_task(mini):
+    (task,) = rolltap.load_tasks(mini / "tasks.jsonl", repositories=mini / "repositories")
+    return task
 
 
 @pytest.fixture
@@ -144,15 +161,49 @@ def play(mini, tokenizer, tokenizer_folder, tmp_path):
 @pytest.mark.harness
 @pytest.mark.parametrize("runtime", ["process", "sandbox"])
 @pytest.mark.parametrize("harness", AGENTS)
-def test_every_attempt_gets_the_reward_that_it_earns(harness, runtime, play, mini):
-    (task,) = rolltap.load_tasks(mini / "tasks.jsonl", repositories=mini / "repositories")
-    tasks = [variant(task, attempt) for attempt in EARNED] + [variant(task, "right", WITHOUT_PYTEST)]
-    _, sessions = play(tasks, harness, runtime)
-    assert {name: session.reward for name, session in sessions.items()} == {**EARNED, "right-without-pytest": None}
-    assert sessions["right-without-pytest"].status == "unjudged"
-    assert {sessions[name].status for name in EARNED} == {"completed"}
+def test_every_attempt_gets_the_reward_that_it_earns(harness, runtime, play, swe_task):
+    tasks = [attempted(swe_task, attempt) for attempt in EARNED]
+    _, sessions = play([*tasks, without_pytest(tasks[0])], harness, runtime)
+    assert {name: (session.status, session.reward) for name, session in sessions.items()} == {
+        **{attempt: ("completed", reward) for attempt, reward in EARNED.items()},
+        "without-pytest": ("unjudged", None),
+    }
     # each agent did what its attempt says
     changed = {name: json.loads(sessions[name].evidence)["changed"] for name in EARNED}
     assert changed["right"] == changed["wrong"] == ["spans/reading.py"]
     assert changed["deletes-tests"] == ["tests/test_reading.py", "tests/test_writing.py"]
     assert changed["breaks-others"] == ["spans/reading.py", "spans/writing.py"]
+
+
+@pytest.mark.harness
+def test_the_harbor_task_gives_the_same_rewards(play, mini):
+    (task,) = rolltap.load_tasks(mini / "harbor")
+    _, sessions = play([attempted(task, attempt) for attempt in EARNED], "pi", "sandbox")
+    assert {name: session.reward for name, session in sessions.items()} == EARNED
+
+
+FIX_TOLD = ["A sign counts for the whole", "a sign stands first", "test_a_sign_counts", "8d4a5e8", "v0.3"]
+"""Parts of the fix's message, code, test, id and of a later tag, which only the history has."""
+
+
+def test_git_tells_the_fix_to_who_digs_in_the_clone(checkout):
+    said = subprocess.run(
+        ["bash", "-c", "\n".join(step.command for step in ATTEMPTS["digs"])],
+        cwd=checkout,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert [part for part in FIX_TOLD if part not in said.stdout] == []
+
+
+@pytest.mark.harness
+@pytest.mark.parametrize("runtime", ["process", "sandbox"])
+def test_an_agent_that_digs_in_its_copy_finds_the_history_without_the_fix(runtime, play, swe_task, tokenizer):
+    run, sessions = play([attempted(swe_task, "digs")], "pi", runtime)
+    (calls,) = run.calls.values()
+    said = tokenizer.decode(calls[-1].prompt_ids)
+    assert said.count("<tool_response>") == len(ATTEMPTS["digs"])
+    assert BASE in said
+    assert "Read durations of several parts, and signs" in said
+    assert [part for part in FIX_TOLD if part in said] == []
+    assert sessions["digs"].reward == 0.0
