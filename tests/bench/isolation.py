@@ -156,7 +156,7 @@ def _print(rows: list[dict]) -> None:
     for title in COLUMNS.values():
         table.add_column(title, justify="right")
     for row in rows:
-        table.add_row(row["runtime"], *(f"{row[column]:,.1f}\n×{row['ratios'][column]:.2g}" for column in COLUMNS))
+        table.add_row(row["runtime"], *(f"{row[column]:,.1f}\n{row['ratios'][column]:.2f} x" for column in COLUMNS))
     Console().print(table)
 
 

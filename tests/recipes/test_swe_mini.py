@@ -82,10 +82,8 @@ def test_the_checkout_is_a_clone_that_has_the_fix_and_the_harbor_task_starts_bef
         command = ["git", "-C", checkout, "log", "--format=%H %s", *which]
         return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
 
-    clone, start = (
-        mini / "repositories" / "example__spans",
-        mini / "harbor" / row["instance_id"] / "environment" / "repo",
-    )
+    clone = mini / "repositories" / "example__spans"
+    start = mini / "harbor" / row["instance_id"] / "environment" / "repo"
     assert log(clone)[0] == log(start)[0] == f"{BASE} Version 0.2"
     assert log(clone, "--all")[2:] == log(start, "--all")
 
