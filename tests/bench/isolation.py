@@ -3,9 +3,14 @@
     python -m tests.bench.isolation
 
 The runtimes take turns in each round, so that a slower minute of the machine is one for all. Numbers are medians, and
-their ratio to `process` stands beside them. A runtime that this machine lacks is left out. The box is that of a session
-with a proxy. Its program is `/bin/true` for the start and the end, and `tests/bench/peer.py` for the way out, with a
-peer in place of the recorder.
+their ratio to `process` stands below them. A runtime that this machine lacks is left out.
+
+    box         a box is made, a program that does nothing runs in it, and the box is gone
+    round trip  1 KiB to the peer and back, over one connection
+    connection  a new connection and one round trip
+    down, up    many bytes over one connection
+
+The peer (`tests/bench/peer.py`) stands in place of the recorder.
 """
 
 import asyncio
@@ -25,7 +30,7 @@ from rich.table import Table
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes.choose import make_runtime
-from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Runtime
+from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Ended, Runtime
 
 PEER = Path(__file__).with_name("peer.py")
 PYTHON = "/usr/bin/python3"
@@ -36,9 +41,7 @@ IMAGE = {"container": "/"}
 TIMEOUT = 120.0
 
 COLUMNS = {
-    "start_ms": "start ms",
-    "program_ms": "program ms",
-    "end_ms": "end ms",
+    "box_ms": "box ms",
     "round_trip_us": "round trip µs",
     "connection_us": "connection µs",
     "download_mb_s": "down MB/s",
@@ -90,39 +93,37 @@ def spec(name: str, folder: Path, proxy: str) -> BoxSpec:
 
 
 async def start_and_end(runtime: Runtime, spec: BoxSpec) -> dict[str, float]:
-    """Return the times of a box whose program does nothing."""
-    times = [time.perf_counter()]
+    """Return the time in which a box is made, its program starts and ends, and the box is gone."""
+    started = time.perf_counter()
     async with runtime.box(spec) as box:
-        times.append(time.perf_counter())
         ended = await box.run(["/bin/true"], env={}, timeout=TIMEOUT, log=spec.home / "log")
-        times.append(time.perf_counter())
-    times.append(time.perf_counter())
-    if ended.status != 0:
-        raise click.ClickException(f"{runtime.name}: the program ended with {ended}: {(spec.home / 'log').read_text()}")
-    return {
-        name: 1e3 * (after - before)
-        for name, before, after in zip(("start_ms", "program_ms", "end_ms"), times[:-1], times[1:], strict=True)
-    }
+    seconds = time.perf_counter() - started
+    _check(ended, runtime, spec)
+    return {"box_ms": 1e3 * seconds}
 
 
 async def way_out(
     runtime: Runtime, spec: BoxSpec, round_trips: int, connections: int, megabytes: int
 ) -> dict[str, float]:
     """Return the measurements of a program that talks to the peer."""
-    log = spec.home / "log"
     async with runtime.box(spec) as box:
         assert box.proxy is not None
         command = [PYTHON, PEER.name, "ask", box.proxy, *map(str, (round_trips, connections, megabytes))]
-        ended = await box.run(command, env={}, timeout=TIMEOUT, log=log)
-    if ended.status != 0:
-        raise click.ClickException(f"{runtime.name}: the program ended with {ended}: {log.read_text()}")
-    measured = json.loads(log.read_text())
+        ended = await box.run(command, env={}, timeout=TIMEOUT, log=spec.home / "log")
+    _check(ended, runtime, spec)
+    measured = json.loads((spec.home / "log").read_text())
     return {
         "round_trip_us": 1e6 * statistics.median(measured["round_trips"]),
         "connection_us": 1e6 * statistics.median(measured["connections"]),
         "download_mb_s": measured["download"] / 1e6,
         "upload_mb_s": measured["upload"] / 1e6,
     }
+
+
+def _check(ended: Ended, runtime: Runtime, spec: BoxSpec) -> None:
+    if ended.status != 0:
+        said = (spec.home / "log").read_text()
+        raise click.ClickException(f"{runtime.name}: the program ended with {ended}: {said}")
 
 
 async def measure(

@@ -13,7 +13,6 @@ import pytest
 import rolltap
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes.choose import make_runtime
-from rolltap.trainer.rollouts.runtimes.tools import tool_folders
 from tests.conftest import ROOT
 from tests.harness.play import installed
 from tests.recipes.mini_agents import AGENTS, ATTEMPTS, ask, lead
@@ -104,8 +103,7 @@ WITHOUT_PYTEST = ["python", "-S", "-m", "pytest", "--junit-xml", "{report}"]
 
 def runtime_of(name):
     """Return the runtime. Skips the test when this machine cannot have it."""
-    tools = tool_folders("python", os.environ["PATH"])  # with pytest
-    runtime = make_runtime(name, tools=tools)
+    runtime = make_runtime(name)
     try:
         runtime.check()
     except InputError as error:
