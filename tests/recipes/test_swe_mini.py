@@ -167,7 +167,7 @@ def test_every_attempt_gets_the_reward_that_it_earns(harness, runtime, play, swe
     # each agent did what its attempt says
     changed = {name: json.loads(sessions[name].evidence)["changed"] for name in EARNED}
     assert changed["right"] == changed["wrong"] == ["spans/reading.py"]
-    assert changed["deletes-tests"] == ["tests/test_reading.py", "tests/test_writing.py"]
+    assert changed["deletes-tests"] == ["tests", "tests/test_reading.py", "tests/test_writing.py"]
     assert changed["breaks-others"] == ["spans/reading.py", "spans/writing.py"]
 
 
