@@ -44,9 +44,11 @@ Reply = Say | Answer
 class ScriptedEngine:
     """A context manager of an HTTP server in its own thread. It gives `replies` in order, then those of `otherwise`."""
 
-    def __init__(self, tokenizer: Any, *, max_model_len: int = 8192, key: str | None = None) -> None:
+    def __init__(self, tokenizer: Any, *, max_model_len: int = 8192, key: str | None = None, port: int = 0) -> None:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
+        self.port = port
+        """Port to listen on. 0: a free one, which it has from then on."""
         self.key = key
         """If set, every path but /health requires it."""
         self.adapters: set[str] | None = None
@@ -100,9 +102,10 @@ class ScriptedEngine:
         app.router.add_post("/inference/v1/generate", self._generate)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True)
         await site.start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        self.port = runner.addresses[0][1]
+        self.url = f"http://127.0.0.1:{self.port}"
         self._ready.set()
         await self._stop.wait()
         await runner.cleanup()

@@ -10,10 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rolltap.trainer.rollouts.groups import Group
 from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.rollouts.plan import Plan
 from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.scheduler import Plan, new_group, run_groups
-from rolltap.trainer.rollouts.tasks.task import load_tasks
+from rolltap.trainer.rollouts.scheduler import run_groups
+from rolltap.trainer.rollouts.tasks.sources import load_tasks
 from rolltap.trainer.traces.reader import RecordedCalls
 from rolltap.trainer.traces.sessions import TraceOptions, load_batch
 
@@ -29,7 +31,10 @@ def recorded(engine, tmp_path_factory):
         pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
     run = tmp_path_factory.mktemp("run")
     plan = Plan(Harness.load("mini-swe-agent"), 3, 300.0)
-    groups = [new_group(task, 3) for task in load_tasks(RECIPES / "quickstart" / "tasks.jsonl")]
+    groups = [
+        Group(task, task.id, [f"{task.id}-{index}" for index in range(3)])
+        for task in load_tasks(RECIPES / "quickstart" / "tasks.jsonl")
+    ]
     with Recorder(run, engine=engine.url, model=str(engine.model_dir)) as recorder:
         sessions = asyncio.run(run_groups(groups, plan, recorder, policy_version="default", advance=lambda *_: None))
     return run, sessions

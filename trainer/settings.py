@@ -40,6 +40,8 @@ def describe(error: ValidationError) -> str:
                 what = f"{key!r} is missing"
             case "json_invalid":
                 what = fault["msg"]
+            case "value_error" if not key:  # a check of several keys, which its message names
+                what = fault["msg"].removeprefix("Value error, ")
             case _:
                 what = f"{repr(key) if key else 'the line'} is {reprlib.repr(fault['input'])}: {fault['msg']}"
         faults.setdefault(".".join(part for part in fault["loc"] if isinstance(part, str)), what)

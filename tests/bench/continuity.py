@@ -23,9 +23,11 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from rolltap.addons.store.records import Call
+from rolltap.trainer.rollouts.groups import Group
 from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.rollouts.plan import Plan
 from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.scheduler import Plan, new_group, run_groups
+from rolltap.trainer.rollouts.scheduler import run_groups
 from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
 from tests.bench.awkward import replies
@@ -67,7 +69,7 @@ def play(harness: Harness, sessions: int, run: Path, model: Path) -> None:
     """Record `sessions` sessions into `run`."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     plan = Plan(harness, CONCURRENCY, TIMEOUT)
-    groups = [new_group(_task(number), 1) for number in range(sessions)]
+    groups = [Group(_task(number), f"g{number}", [f"g{number}-0"]) for number in range(sessions)]
     with ScriptedEngine(tokenizer, max_model_len=200_000) as engine:
         engine.otherwise = _model(harness.name, tokenizer)
         options = {"confdir": str(run.parent / "mitmproxy")}

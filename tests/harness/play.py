@@ -10,9 +10,11 @@ import pytest
 
 from rolltap.addons.store.records import Call, Session
 from rolltap.addons.store.tables import read_rows
+from rolltap.trainer.rollouts.groups import Group
 from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.rollouts.plan import Plan
 from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.scheduler import Plan, new_group, run_groups
+from rolltap.trainer.rollouts.scheduler import run_groups
 from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.traces.reader import RecordedCalls
 from rolltap.trainer.views.report import Summary, summarize
@@ -55,9 +57,9 @@ async def play(
     run = folder / "run"
     options = {"confdir": str(folder / "mitmproxy"), **(options or {})}
     with Recorder(run, engine=engine.url, model=str(model), options=options) as recorder:
-        plan = Plan(harness, 1, 120.0)
+        plan = Plan(harness, 1, 120.0, retries=0)
         (session,) = await run_groups(
-            [new_group(task, 1)], plan, recorder, policy_version="default", advance=lambda *_: None
+            [Group(task, task.id, [f"{task.id}-0"])], plan, recorder, policy_version="default", advance=lambda *_: None
         )
     return Played(
         session=session,

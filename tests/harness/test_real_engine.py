@@ -13,9 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.engine.admin import EngineAdmin
+from rolltap.trainer.rollouts.groups import Group
 from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.rollouts.plan import Plan
 from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.scheduler import Plan, new_group, run_groups
+from rolltap.trainer.rollouts.scheduler import run_groups
 from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.traces.reader import RecordedCalls
 from rolltap.trainer.views.report import summarize
@@ -58,9 +60,9 @@ async def test_a_session_completes_and_its_ledger_adds_up(name, parrot, tmp_path
     run = tmp_path / "run"
     options = {"confdir": str(tmp_path / "mitmproxy")}
     with Recorder(run, engine=parrot.url, model=str(parrot.model_dir), options=options) as recorder:
-        plan = Plan(harness, 1, 240.0)
+        plan = Plan(harness, 1, 240.0, retries=0)
         (session,) = await run_groups(
-            [new_group(TASK, 1)], plan, recorder, policy_version="default", advance=lambda *_: None
+            [Group(TASK, TASK.id, [f"{TASK.id}-0"])], plan, recorder, policy_version="default", advance=lambda *_: None
         )
     log = next((run / "logs").glob("*[0-9].log")).read_text()
     assert (session.status, session.error) == ("completed", None), log

@@ -8,7 +8,7 @@ import pytest
 
 import rolltap
 from rolltap.trainer.cli import rolltap as command_line
-from rolltap.trainer.rollouts.tasks.task import load_tasks
+from rolltap.trainer.rollouts.tasks.sources import load_tasks
 from rolltap.trainer.runs.verify import verify_run
 from rolltap.trainer.traces.reader import RecordedCalls
 from rolltap.trainer.training.recipe import load_recipe

@@ -1,18 +1,19 @@
-"""`rolltap rollout`: runs the tasks of a file, several sessions each."""
+"""`rolltap rollout`: runs tasks, several sessions each."""
 
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import click
 
 import rolltap
-from rolltap.trainer.commands.options import FILE, harness_option, json_option, print_result, recorder_options
+from rolltap.trainer.commands.options import FOLDER, harness_option, json_option, print_result, recorder_options
 
 
 @click.command("rollout")
 @recorder_options
-@click.argument("tasks", type=FILE)
+@click.argument("tasks", type=click.Path(path_type=Path, exists=True))
 @harness_option(required=True)
 @click.option("-n", "--sessions", default=8, show_default=True, type=click.IntRange(1), help="Sessions of each task.")
 @click.option(
@@ -30,53 +31,68 @@ from rolltap.trainer.commands.options import FILE, harness_option, json_option, 
     help="Processes of the recorder. Each uses one core.",
 )
 @click.option("--timeout", default=1800.0, show_default=True, help="Seconds after which a harness is stopped.")
+@click.option(
+    "--runtime",
+    default="process",
+    show_default=True,
+    type=click.Choice(["process", "sandbox", "container", "apptainer"]),
+    help="Where sessions run.",
+)
+@click.option(
+    "--tools",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True),
+    help="Further folder that a sandbox shows, read-only. Repeatable.",
+)
+@click.option("--repositories", type=FOLDER, help="Folder with the checkouts of SWE tasks, as OWNER__NAME.")
+@click.option("--max-calls", type=click.IntRange(1), help="Most model calls of a session.")
+@click.option("--max-sampled-tokens", type=click.IntRange(1), help="Most tokens that a session samples.")
+@click.option("--max-prompt-tokens", type=click.IntRange(1), help="Most tokens of the prompt of one call.")
+@click.option(
+    "--retries",
+    default=2,
+    show_default=True,
+    type=click.IntRange(0),
+    help="Further attempts at a session that failed because of the engine, the recorder or the machine.",
+)
+@click.option(
+    "--give-up-after",
+    default=8,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Stop after so many such sessions in a row.",
+)
+@click.option("--new-groups", is_flag=True, help="Begin further groups, in place of going on with those of the run.")
 @json_option
-def rollout_command(
-    out: Path,
-    engine: str,
-    model: str,
-    settings: dict[str, list[str]],
-    tasks: Path,
-    preset: str,
-    sessions: int,
-    concurrency: int,
-    recorders: int,
-    timeout: float,
-    as_json: bool,
-) -> None:
-    """Run every task of a file several times and record it.
+def rollout_command(tasks: Path, settings: dict[str, list[str]], preset: str, as_json: bool, **arguments: Any) -> None:
+    """Run every task several times and record it.
 
-    TASKS is JSON Lines, one task a line. Each task's own evaluator gives the reward. A session that failed because of
-    the engine, the recorder or the machine has the status infrastructure and no reward. Exit status 1: all failed so.
+    TASKS is JSON Lines, one task a line; a Harbor task folder, or a folder of them; or rows of a SWE dataset: JSON
+    Lines, Parquet, or a dataset on the disk. Each task's own judge gives the reward. A session that failed because of
+    the engine, the recorder or the machine has the status infrastructure and no reward. The same command goes on where
+    it was stopped. Exit status 1: no session ended otherwise, or the rollout gave up.
     """
-    run = rolltap.rollout(
-        tasks,
-        harness=preset,
-        engine=engine,
-        model=model,
-        out=out,
-        sessions=sessions,
-        concurrency=concurrency,
-        recorders=recorders,
-        timeout=timeout,
-        options=settings,
-    )
+    run = rolltap.rollout(tasks, harness=preset, options=settings, **arguments)
     print_result(run.summary(), as_json)
     _report_faults(run)
 
 
 def _report_faults(run: rolltap.Run) -> None:
-    """Say on stderr how many of the new sessions have no reward, and why. Exits with 1 when it is all of them."""
-    new = [session for session in run.sessions() if session.session_id in set(run.new_session_ids)]
-    faults = Counter(session.error or "" for session in new if session.status == "infrastructure")
-    if not faults:
+    """Say on stderr how many of the sessions have no reward, and why. Exits with 1 when all failed through no fault of
+    the agent."""
+    rows = {session.session_id: session for session in run.sessions()}
+    last = {name.partition("~")[0]: rows[name] for name in run.new_session_ids}  # of several attempts
+    without = Counter(session.status for session in last.values() if session.reward is None)
+    if not without:
         return
-    ((first, _),) = faults.most_common(1)
+    reasons = Counter(session.error or "" for session in last.values() if session.reward is None)
+    ((first, _),) = reasons.most_common(1)
+    named = ", ".join(f"{number} {status}" for status, number in without.most_common())
     click.echo(
-        f"{faults.total()} of {len(new)} sessions have no reward, because the engine, the recorder or the machine "
-        f"failed, or the harness made no call. The most frequent reason: {first}. See {run.path / 'logs'} and the "
-        "recorder's log in the run; once it is mended, the same command adds new sessions.",
+        f"{without.total()} of {len(last)} sessions have no reward ({named}). The most frequent reason: {first}. See "
+        f"{run.path / 'logs'} and the recorder's log in the run; once it is mended, the same command tries again those "
+        "that are infrastructure.",
         err=True,
     )
-    if faults.total() == len(new):
+    if without["infrastructure"] == len(last):
         sys.exit(1)

@@ -13,7 +13,7 @@ from rolltap.trainer.models.kernels import INSTALL, kernels
 from rolltap.trainer.planning.machine import Machine
 from rolltap.trainer.planning.numbers import ModelNumbers
 from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.tasks.task import load_tasks
+from rolltap.trainer.rollouts.tasks.sources import load_tasks
 from rolltap.trainer.training.arguments import check_arguments, sampling, training_arguments
 from rolltap.trainer.training.recipe import Recipe
 

@@ -9,12 +9,18 @@ import httpx
 
 from rolltap.addons.credentials import password
 from rolltap.addons.errors import InputError, RecorderError
+from rolltap.trainer.rollouts.runtimes.runtime import Mount
 
 SESSION_END = "http://session.rolltap/end"
 """URL that ends a session, requested through the proxy with the session's credentials (`rolltap.addons.capture`)."""
 
+CERTIFICATES = "/etc/rolltap"
+"""Folder of the recorder's certificates in a box that has files of its own."""
+
 _INHERITED = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TERM", "TMPDIR", "USER", "LOGNAME", "SHELL")
 _PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy")
+_LOOPBACK = "localhost,127.0.0.1,::1"
+_DIRECT = ("NO_PROXY", "no_proxy")
 _BUNDLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "GIT_SSL_CAINFO", "CODEX_CA_CERTIFICATE")
 _END_SECONDS = 300.0
 """Timeout of ending a session: the disk may be slow, and a large file may be compacted."""
@@ -55,22 +61,40 @@ class Proxy:
         except OSError as error:
             raise InputError(f"cannot write {self.bundle}: {error.strerror}; name another file") from error
 
-    def url(self, session_id: str) -> str:
-        """Return the proxy's URL with the credentials of a session."""
-        return f"http://{quote(session_id, safe='')}:{password(self._secret, session_id)}@{self._address}"
+    @property
+    def address(self) -> str:
+        """The recorder as this machine reaches it, `HOST:PORT`."""
+        return self._address
 
-    def environment(self, session_id: str) -> dict[str, str]:
+    def mounts(self) -> list[Mount]:
+        """Return the certificates as a box shows them, in the folder `CERTIFICATES`."""
+        return [Mount(self.ca, f"{CERTIFICATES}/ca.pem"), Mount(self.bundle, f"{CERTIFICATES}/ca-bundle.pem")]
+
+    def url(self, session_id: str, address: str | None = None) -> str:
+        """Return the proxy's URL with the credentials of a session. `address` is where the session reaches it."""
+        user = f"{quote(session_id, safe='')}:{password(self._secret, session_id)}"
+        return f"http://{user}@{address or self._address}"
+
+    def environment(
+        self, session_id: str, *, address: str | None = None, certificates: str | None = None
+    ) -> dict[str, str]:
         """Return the variables that make a program send its calls through the recorder and trust its certificate.
 
         Programs that add certificates to their roots get the CA; programs that replace their roots get the bundle.
         Each program reads other variables, so all known ones are set.
+
+        In a box with files and a network of its own, `address` is the recorder as its programs reach it, and
+        `certificates` the folder of `mounts`. Its own loopback is reached directly there: nothing else is on it.
         """
+        ca, bundle = str(self.ca), str(self.bundle)
+        if certificates is not None:
+            ca, bundle = f"{certificates}/ca.pem", f"{certificates}/ca-bundle.pem"
+        direct = "" if certificates is None else _LOOPBACK
         return {
-            **dict.fromkeys(_PROXIES, self.url(session_id)),
-            "NO_PROXY": "",
-            "no_proxy": "",
-            "NODE_EXTRA_CA_CERTS": str(self.ca),
-            **dict.fromkeys(_BUNDLES, str(self.bundle)),
+            **dict.fromkeys(_PROXIES, self.url(session_id, address)),
+            **dict.fromkeys(_DIRECT, direct),
+            "NODE_EXTRA_CA_CERTS": ca,
+            **dict.fromkeys(_BUNDLES, bundle),
         }
 
     def end_session(self, session_id: str) -> None:

@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 from rolltap.addons.dialects.routes import find_route
 from rolltap.addons.store.records import CallRole, CallStatus
-from rolltap.trainer.rollouts.session_rows import SessionRows
 
 
 class Asked(NamedTuple):
@@ -36,7 +35,7 @@ class Asked(NamedTuple):
 
 
 class Told(NamedTuple):
-    """A recorded event of the kind `fault` or `call_started`, with the method and path of its request."""
+    """A recorded event, with the method and path of its request."""
 
     kind: str
     call_id: str | None
@@ -60,6 +59,8 @@ def find_fault(calls: Sequence[Asked], events: Sequence[Told]) -> str | None:
     ]
     own = [call for call in calls if call.role != "auxiliary"]
     if not any(call.sampled for call in own or calls):
+        if not faults and any(event.kind == "budget" for event in events):
+            return None  # the first prompt was over the budget: another attempt would be refused too
         why = f": {_newest(faults).detail}" if faults else ""
         return f"no token was sampled, so that no reward can be the policy's{why}"
     open_faults = [
@@ -85,17 +86,3 @@ def _is_aside(fault: Told, roles: Mapping[str, CallRole]) -> bool:
 def _recovered(fault: Told, role: CallRole | None, calls: Sequence[Asked]) -> bool:
     enough = {"agent", role} if role is not None else {"agent", "subagent", "compaction"}
     return any(call.status == "completed" and call.started_at > fault.at and call.role in enough for call in calls)
-
-
-def session_fault(rows: SessionRows, session_id: str) -> str | None:
-    """Return the fault of a session whose calls have ended, or None.
-
-    Raises `RunError` and `OSError` when the folder cannot be read.
-    """
-    calls = [
-        Asked(call_id, role, status, started_at, len(completion_ids or ()))
-        for call_id, role, status, started_at, completion_ids in rows.of(
-            "calls", session_id, ("call_id", "role", "status", "started_at", "completion_ids")
-        )
-    ]
-    return find_fault(calls, [Told(*row) for row in rows.of("events", session_id, Told._fields)])

@@ -1,6 +1,7 @@
 """A harness: the command line and environment of an unmodified agent program, as data."""
 
 import shutil
+from hashlib import sha256
 from importlib import resources
 from pathlib import Path
 from typing import Self
@@ -30,6 +31,7 @@ class Harness(BaseModel):
             without asking, also as root, and exits. `{instruction}` is replaced by the instruction.
         env: Variables that it needs: a placeholder key if it refuses to start without one, telemetry and update
             checks off. `{max_model_len}` is replaced by the engine's context window in tokens.
+        version_arguments: Arguments with which the program prints its version and exits.
         quirks: Facts that a person who runs the program should know.
     """
 
@@ -42,6 +44,7 @@ class Harness(BaseModel):
     arguments: list[str] = []
     headless: list[str]
     env: dict[str, str] = {}
+    version_arguments: list[str] = ["--version"]
     quirks: list[str] = []
 
     @classmethod
@@ -63,6 +66,10 @@ class Harness(BaseModel):
             raise InputError(
                 f"{self.program!r} is not on the PATH: install it{how}, or give its folder with PATH=...:$PATH"
             )
+
+    def digest(self) -> str:
+        """Return the SHA-256 of what decides how the program is started."""
+        return sha256(self.model_dump_json(exclude={"install", "quirks"}).encode()).hexdigest()
 
     def command_for(self, instruction: str) -> list[str]:
         """Return the command line of one headless session."""

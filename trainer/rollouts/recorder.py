@@ -17,9 +17,10 @@ from rolltap.addons.store.records import UNREWARDED, Session, SessionStatus, utc
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.rollouts import mitmdump
 from rolltap.trainer.rollouts.environment import Proxy
-from rolltap.trainer.rollouts.faults import session_fault
+from rolltap.trainer.rollouts.facts import Facts, session_facts
 from rolltap.trainer.rollouts.mitmdump import Mitmdump
 from rolltap.trainer.rollouts.session_rows import SessionRows
+from rolltap.trainer.rollouts.started import started_event
 
 _CA_FILES = ("mitmproxy-ca.pem", "mitmproxy-dhparam.pem")
 """Files that mitmproxy makes in its folder when it first starts."""
@@ -115,7 +116,25 @@ class Recorder:
 
         Raises `RecorderError` outside of the `with` block.
         """
-        return self._proxy(session_id).environment(session_id)
+        return self.proxy(session_id).environment(session_id)
+
+    def proxy(self, session_id: str) -> Proxy:
+        """Return the process of a session. It depends on the id and the number of processes only.
+
+        Raises `RecorderError` outside of the `with` block.
+        """
+        if not self._proxies:
+            raise RecorderError("the recorder is not running: use it inside `with Recorder(...) as recorder:`")
+        digest = hashlib.blake2b(session_id.encode(), digest_size=8).digest()
+        return self._proxies[int.from_bytes(digest) % len(self._proxies)]
+
+    def begin(self, session: Session) -> None:
+        """Record that a rollout starts a session. A session that is begun and not ended was interrupted.
+
+        Raises `RecorderError` outside of the `with` block, and `OSError` when the run folder cannot be written.
+        """
+        self.proxy(session.session_id)
+        self._writer.add_event(started_event(session))
 
     def end_calls(self, session_id: str) -> str | None:
         """End the calls of a session, before its result is judged. Return why the session has no reward, or None.
@@ -127,7 +146,15 @@ class Recorder:
         and `OSError` when the run folder cannot be read.
         """
         self._end_calls(session_id)
-        return session_fault(self._rows, session_id)
+        return self.facts(session_id).fault
+
+    def facts(self, session_id: str) -> Facts:
+        """Return the facts of a session after `end_calls`.
+
+        Raises `RecorderError` outside of the `with` block; `RunError` and `OSError` when the run folder cannot be read.
+        """
+        self.proxy(session_id)
+        return session_facts(self._rows, session_id)
 
     def end(self, session: Session) -> None:
         """End a session and record how it ended. Its running calls are recorded, and its commits are synced to the disk
@@ -141,7 +168,7 @@ class Recorder:
         `RecorderError` outside of the `with` block and when the recorder has died or cannot do that; `RunError` and
         `OSError` when the run folder cannot be read or written.
         """
-        self._proxy(session.session_id)
+        self.proxy(session.session_id)
         if not session.session_id:
             raise InputError("the session has an empty session_id")
         statuses = [status for status in get_args(SessionStatus) if status != "unknown"]
@@ -181,19 +208,12 @@ class Recorder:
             process.check()
 
     def _end_calls(self, session_id: str) -> None:
-        proxy = self._proxy(session_id)
+        proxy = self.proxy(session_id)
         try:
             proxy.end_session(session_id)
         except RecorderError:
             self.check()
             raise
-
-    def _proxy(self, session_id: str) -> Proxy:
-        """Return the process of a session. It depends on the id and the number of processes only."""
-        if not self._proxies:
-            raise RecorderError("the recorder is not running: use it inside `with Recorder(...) as recorder:`")
-        digest = hashlib.blake2b(session_id.encode(), digest_size=8).digest()
-        return self._proxies[int.from_bytes(digest) % len(self._proxies)]
 
     def _start(self, number: int, secret: str) -> None:
         alone = self._number == 1

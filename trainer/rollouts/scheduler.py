@@ -1,47 +1,23 @@
-"""Scheduling of sessions: several at a time, each in a copy of the workspace, with credentials of its own."""
+"""Scheduling of sessions: several at a time, and further attempts at those that failed because of infrastructure."""
 
 import asyncio
-import shutil
-import tempfile
-import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
-from rolltap.addons.errors import RecorderError, RunError
-from rolltap.addons.store.records import Session, SessionStatus, utc_now
-from rolltap.trainer.blocking import run_to_end
+from rolltap.addons.errors import RecorderError
+from rolltap.addons.store.records import Session
 from rolltap.trainer.progress import Advance
-from rolltap.trainer.rollouts.environment import clean_environment
-from rolltap.trainer.rollouts.evaluate import evaluate
-from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.rollouts.groups import Group, next_attempt
+from rolltap.trainer.rollouts.plan import Plan
+from rolltap.trainer.rollouts.provenance import Provenances
 from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.runtimes.supervised import run_supervised
+from rolltap.trainer.rollouts.session import Stage, run_session
+from rolltap.trainer.rollouts.tally import Tally
+from rolltap.trainer.rollouts.tasks.starts import Starts
 from rolltap.trainer.rollouts.tasks.task import Task
+from rolltap.trainer.rollouts.workplace import workplace
 
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Parameters of running sessions. `timeout` is in seconds, for the harness without its evaluator."""
-
-    harness: Harness
-    concurrency: int
-    timeout: float
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Sessions to run of one task. A group may have others that were run before."""
-
-    task: Task
-    group_id: str
-    session_ids: Sequence[str]
-
-
-def new_group(task: Task, sessions: int) -> Group:
-    """Return a group of a new id with a number of sessions."""
-    group_id = f"{task.id}-{uuid.uuid4().hex[:8]}"
-    return Group(task, group_id, [f"{group_id}-{index}" for index in range(sessions)])
+PAUSE_SECONDS = 1.0
+"""Pause before the first further attempt at a session. Each one after it is twice as long."""
 
 
 async def run_groups(
@@ -54,86 +30,56 @@ async def run_groups(
 ) -> list[Session]:
     """Run the sessions of groups and record the outcome of every session, failed ones included.
 
-    `policy_version` is that of sessions without a sampled token; None stands for the published one. Other sessions have
-    the version that their calls say: see `Recorder.end`.
+    A session with the status `infrastructure` is tried again, under the id of the next attempt. `policy_version` is
+    that of sessions without a sampled token; None stands for the published one. Other sessions have the version that
+    their calls say: see `Recorder.end`.
 
-    Returns the sessions in the order in which they ended. Raises `RecorderError` when the recorder dies, `EngineError`
-    when the engine does not say its context window, and `OSError` when the run folder cannot be written.
+    Returns the sessions in the order in which they ended, all attempts. Raises `RecorderError` when the recorder dies,
+    and when too many sessions in a row say nothing of the policy; `EngineError` when the engine does not say its
+    context window, and `OSError` when the run folder cannot be written. The sessions that still run are stopped then,
+    and have rows.
     """
     harness_env = await asyncio.to_thread(plan.harness.environment, recorder.engine)
+    digests = {group.task.id: await asyncio.to_thread(group.task.digest) for group in groups if group.session_ids}
     semaphore = asyncio.Semaphore(plan.concurrency)
     sessions: list[Session] = []
-    total = sum(len(group.session_ids) for group in groups)
+    tally = Tally(sum(len(group.session_ids) for group in groups))
 
-    async def one(group: Group, session_id: str) -> None:
+    async def one(task: Task, group_id: str, session_id: str) -> None:
         async with semaphore:
-            recorder.check()
-            session = Session(
-                session_id=session_id,
-                task_id=group.task.id,
-                group_id=group.group_id,
-                harness=plan.harness.name,
-                status="infrastructure",
-                policy_version=policy_version,
-            )
-            await _run_session(session, group.task, plan, recorder, harness_env)
-            session.finished_at = utc_now()
-            await run_to_end(recorder.end, session)
-            sessions.append(session)
-            what = f"{len(sessions)} of {total} sessions: {session.session_id} {session.status} {session.reward}"
-            advance(what, len(sessions), total)
+            for attempt in range(plan.retries + 1):
+                if tally.in_a_row >= plan.give_up_after:
+                    return  # another session gives up, and the task is about to be cancelled
+                recorder.check()
+                session, facts = await run_session(stage, task, group_id, session_id)
+                sessions.append(session)
+                again = session.status == "infrastructure" and attempt < plan.retries
+                tally.add(session, facts, again=again)
+                advance(tally.line(), tally.done, tally.total)
+                _require_sense(tally, plan, session)
+                if not again:
+                    return
+                session_id = next_attempt(session_id)
+                await asyncio.sleep(PAUSE_SECONDS * 2**attempt)
 
-    try:
-        async with asyncio.TaskGroup() as running:
-            for group in groups:
-                for session_id in group.session_ids:
-                    running.create_task(one(group, session_id))
-    except ExceptionGroup as failures:
-        # the first failure cancelled the other sessions; errors that came with it are in `__cause__`
-        raise failures.exceptions[0] from failures
+    with workplace() as work:
+        starts, provenances = Starts(work / "starts", plan.runtime), Provenances(plan.harness, plan.runtime, work)
+        stage = Stage(plan, recorder, work, starts, provenances, digests, harness_env, policy_version)
+        try:
+            async with asyncio.TaskGroup() as running:
+                for group in groups:
+                    for session_id in group.session_ids:
+                        running.create_task(one(group.task, group.group_id, session_id))
+        except ExceptionGroup as failures:
+            # the first failure cancelled the other sessions; errors that came with it are in `__cause__`
+            raise failures.exceptions[0] from failures
     return sessions
 
 
-async def _run_session(
-    session: Session, task: Task, plan: Plan, recorder: Recorder, harness_env: dict[str, str]
-) -> None:
-    """Run the harness and the evaluator, and set the outcome in `session`.
-
-    A session with a fault has the status `infrastructure` and no reward, and is not evaluated.
-    """
-    try:
-        logs = recorder.path / "logs"
-        logs.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="rolltap-", ignore_cleanup_errors=True) as folder:
-            workspace, home = Path(folder, "workspace"), Path(folder, "home")
-            home.mkdir()
-            if task.workspace is not None:
-                await asyncio.to_thread(shutil.copytree, task.workspace, workspace, symlinks=True)
-            else:
-                workspace.mkdir()
-            base = clean_environment(home)
-            env = {**base, **harness_env, **recorder.environment(session.session_id)}
-            log = logs / f"{session.session_id}.log"
-            command = plan.harness.command_for(task.instruction)
-            how_it_ended = await run_supervised(command, cwd=workspace, env=env, timeout=plan.timeout, log=log)
-            session.exit_status = how_it_ended.status
-            status, ended = _outcome(session.exit_status, plan.timeout)
-            session.error = await run_to_end(recorder.end_calls, session.session_id)
-            if session.error is not None:
-                session.error += f" ({ended or 'the harness ended with status 0'}; its output is in {log})"
-                return
-            session.reward, fault = await evaluate(task, workspace, base, logs / f"{session.session_id}.evaluate.log")
-            session.status, session.error = ("infrastructure", fault) if fault is not None else (status, ended)
-    except OSError as error:
-        session.error = f"the session could not be run: {error}"
-    except (RecorderError, RunError) as error:
-        session.error = str(error)  # `Recorder.end` raises it once this session has its row
-
-
-def _outcome(exit_status: int | None, timeout: float) -> tuple[SessionStatus, str | None]:
-    """Return the status of a session that had no fault, and why it is not `completed`."""
-    if exit_status is None:
-        return "timeout", f"stopped after {timeout:g} s"
-    if exit_status != 0:
-        return "failed", f"the harness ended with status {exit_status}"
-    return "completed", None
+def _require_sense(tally: Tally, plan: Plan, last: Session) -> None:
+    """Raise `RecorderError` when it makes no sense to go on."""
+    if tally.in_a_row >= plan.give_up_after:
+        raise RecorderError(
+            f"gave up after {tally.in_a_row} sessions in a row that say nothing of the policy; the last, "
+            f"{last.session_id}: {last.error}. Put it right and start again: sessions that have ended are used again"
+        )

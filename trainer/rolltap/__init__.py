@@ -13,6 +13,7 @@ Record
     `rollout`            run tasks with a harness, several sessions each, and record every model call
     `rollout_async`      the same inside an event loop
     `Task`, `Harness`    an instruction with its evaluator; an agent program and how to start it
+    `load_tasks`         tasks of a file or folder: JSON Lines, Harbor tasks, SWE-bench rows
     `Recorder`           record programs that you start yourself
     `Proxy`              a recorder that runs already
     `EngineServer`       a vLLM server with the endpoints that recording and publishing need
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from rolltap.trainer.rollouts.environment import Proxy
     from rolltap.trainer.rollouts.harness import Harness
     from rolltap.trainer.rollouts.recorder import Recorder
+    from rolltap.trainer.rollouts.tasks.sources import load_tasks
     from rolltap.trainer.rollouts.tasks.task import Task
     from rolltap.trainer.traces.build import GroupReward, Trace, TraceBatch, build_traces
     from rolltap.trainer.traces.ledger import Ledger
@@ -81,6 +83,7 @@ __all__ = [
     "TraceGRPOTrainer",
     "build_traces",
     "import_calls",
+    "load_tasks",
     "merge_runs",
     "open_run",
     "plan_training",
@@ -103,6 +106,7 @@ _MODULES = {
     "rolltap.trainer.rollouts.environment": ("Proxy",),
     "rolltap.trainer.rollouts.harness": ("Harness",),
     "rolltap.trainer.rollouts.recorder": ("Recorder",),
+    "rolltap.trainer.rollouts.tasks.sources": ("load_tasks",),
     "rolltap.trainer.rollouts.tasks.task": ("Task",),
     "rolltap.trainer.traces.build": ("GroupReward", "Trace", "TraceBatch", "build_traces"),
     "rolltap.trainer.traces.ledger": ("Ledger",),

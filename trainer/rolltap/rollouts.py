@@ -7,15 +7,26 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.errors import InputError
 from rolltap.runs import Run, open_run
 from rolltap.trainer.blocking import run_blocking, run_to_end, wait_for_end
-from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.progress import progress_bar
+from rolltap.trainer.rollouts.before import check_engines
+from rolltap.trainer.rollouts.budgets import budget_options
+from rolltap.trainer.rollouts.groups import group_key
 from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.rollouts.lock import rollout_lock
+from rolltap.trainer.rollouts.plan import Plan
 from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.scheduler import Plan, new_group, run_groups
-from rolltap.trainer.rollouts.tasks.task import Task, load_tasks
+from rolltap.trainer.rollouts.resume import Recorded, end_interrupted
+from rolltap.trainer.rollouts.runtimes.choose import make_runtime
+from rolltap.trainer.rollouts.runtimes.runtime import Runtime
+from rolltap.trainer.rollouts.scheduler import run_groups
+from rolltap.trainer.rollouts.tasks.fit import fit_tasks
+from rolltap.trainer.rollouts.tasks.sources import load_tasks
+from rolltap.trainer.rollouts.tasks.task import Task
+from rolltap.trainer.traces.reader import load_sessions
 
 
 def rollout(
@@ -29,28 +40,48 @@ def rollout(
     concurrency: int = 8,
     recorders: int = 1,
     timeout: float = 1800.0,
+    runtime: str | Runtime = "process",
+    tools: Sequence[str | Path] = (),
+    repositories: str | Path | None = None,
+    max_calls: int | None = None,
+    max_sampled_tokens: int | None = None,
+    max_prompt_tokens: int | None = None,
+    retries: int = 2,
+    give_up_after: int = 8,
+    new_groups: bool = False,
     options: Mapping[str, str | Sequence[str]] | None = None,
     progress: bool = True,
 ) -> Run:
     """Run every task several times with a harness, record all model calls, and return the run.
 
-    `tasks` is a list of tasks, or the path of a JSON Lines file of them. `harness` is a harness, the name of a preset,
-    or the path of a `.toml` file. `engine` is the URL of the vLLM server that serves `model`, or several separated by
-    commas. `out` is the run folder; a folder that is a run already gets more sessions. The `sessions` of one task are
-    one group. At most `concurrency` of all sessions run at the same time. A harness is stopped after `timeout` seconds.
-    `recorders` is the number of the recorder's processes, as in `Recorder`. `options` are further mitmproxy options of
-    the recorder; a repeatable one has a list of values. `progress` shows a progress bar on a terminal.
+    `tasks` is a list of tasks, or what `load_tasks` reads, with `repositories`. `harness` is a harness, the name of a
+    preset, or the path of a `.toml` file. `engine` is the URL of the vLLM server that serves `model`, or several
+    separated by commas. The `sessions` of one task are one group. At most `concurrency` of all sessions run at the same
+    time. A harness is stopped after `timeout` seconds, unless its task has a time limit of its own. `recorders` is the
+    number of the recorder's processes, as in `Recorder`. `options` are further mitmproxy options of the recorder; a
+    repeatable one has a list of values. `progress` shows a progress bar on a terminal.
 
-    `Run.new_session_ids` of the result are the sessions of this call: `run.traces().batch(run.new_session_ids)`.
+    `out` is the run folder. A rollout into the folder of an earlier one goes on with it: sessions of the same task,
+    harness, runtime, model and weights that have ended are used again, those that were interrupted or failed because of
+    the engine, the recorder or the machine are tried again. `new_groups` begins further groups instead.
 
-    Works in a script and in a notebook; `rollout_async` is for an event loop. A session that fails does not end the
-    rollout: its status says what happened. With the status `infrastructure` it failed because of the engine, the
-    recorder or the machine, or no model call of it was answered: it has no reward and is not trained on.
-    KeyboardInterrupt stops the harnesses and the recorder; committed calls stay in the run.
+    `runtime` is where sessions run: `process`, `sandbox`, `container`, `apptainer`, or a runtime. `tools` are further
+    folders that a sandbox shows, read-only. `max_calls`, `max_sampled_tokens` and `max_prompt_tokens` are budgets of a
+    session: model calls, sampled tokens, and prompt tokens of one call.
 
-    Raises, before the recorder is started, `InputError` for wrong tasks, numbers or harness, and `EngineError` when an
-    engine does not answer; `MissingPackageError` without mitmproxy; `RecorderError` when the recorder does not start,
-    for instance for a wrong `model` or option, or dies; `OSError` when the run folder cannot be written.
+    A session that fails does not end the rollout: its status says what happened. With the status `infrastructure` it
+    failed because of the engine, the recorder or the machine, or no model call of it was answered: it is tried again up
+    to `retries` times, has no reward and is not trained on. After `give_up_after` such sessions in a row the rollout
+    stops. KeyboardInterrupt stops the harnesses and the recorder; sessions that ran have the status `cancelled`.
+
+    `Run.new_session_ids` of the result are the sessions of this call's groups, all attempts:
+    `run.traces().batch(run.new_session_ids)`. Works in a script and in a notebook; `rollout_async` is for an event
+    loop.
+
+    Raises, before the recorder is started, `InputError` for wrong tasks, numbers, harness or runtime, and `EngineError`
+    when an engine does not answer; `RunError` when another rollout runs in the folder; `MissingPackageError` without
+    mitmproxy; `RecorderError` when the recorder does not start, for instance for a wrong `model` or option, dies, or
+    when the rollout gives up; `OSError` when the run folder cannot be written.
     """
     return run_blocking(
         rollout_async(
@@ -63,6 +94,15 @@ def rollout(
             concurrency=concurrency,
             recorders=recorders,
             timeout=timeout,
+            runtime=runtime,
+            tools=tools,
+            repositories=repositories,
+            max_calls=max_calls,
+            max_sampled_tokens=max_sampled_tokens,
+            max_prompt_tokens=max_prompt_tokens,
+            retries=retries,
+            give_up_after=give_up_after,
+            new_groups=new_groups,
             options=options,
             progress=progress,
         )
@@ -80,35 +120,63 @@ async def rollout_async(
     concurrency: int = 8,
     recorders: int = 1,
     timeout: float = 1800.0,
+    runtime: str | Runtime = "process",
+    tools: Sequence[str | Path] = (),
+    repositories: str | Path | None = None,
+    max_calls: int | None = None,
+    max_sampled_tokens: int | None = None,
+    max_prompt_tokens: int | None = None,
+    retries: int = 2,
+    give_up_after: int = 8,
+    new_groups: bool = False,
     options: Mapping[str, str | Sequence[str]] | None = None,
     progress: bool = True,
 ) -> Run:
     """Do what `rollout` does inside an event loop. Cancelling it stops the harnesses and the recorder."""
-    task_list = _checked_tasks(tasks)
-    for name, value in {"sessions": sessions, "concurrency": concurrency, "recorders": recorders}.items():
+    task_list = _checked_tasks(tasks, repositories)
+    positive = {"sessions": sessions, "concurrency": concurrency, "recorders": recorders}
+    for name, value in {**positive, "give_up_after": give_up_after}.items():
         if value < 1:
             raise InputError(f"{name}={value}: give at least 1")
+    if retries < 0:
+        raise InputError(f"retries={retries}: give at least 0")
     if not timeout > 0:
         raise InputError(f"timeout={timeout}: give a number of seconds above 0")
+    budgets = {"calls": max_calls, "sampled_tokens": max_sampled_tokens, "prompt_tokens": max_prompt_tokens}
+    box = make_runtime(runtime, tools=[Path(tool) for tool in tools]) if isinstance(runtime, str) else runtime
+    await asyncio.to_thread(box.check)
     if not isinstance(harness, Harness):
         harness = Harness.load(str(harness))
-    harness.require_program()
-    for url in engine.split(","):
-        await asyncio.to_thread(EngineAdmin(url.strip()).models)
-    plan = Plan(harness, concurrency, timeout)
-    groups = [new_group(task, sessions) for task in task_list]
-    recorder = Recorder(out, engine=engine, model=model, options=options, processes=recorders)
-    async with _started(recorder):
-        with progress_bar(show=progress) as advance:
-            ended = await run_groups(groups, plan, recorder, policy_version=None, advance=advance)
+    task_list = fit_tasks(task_list, box)
+    if not all(task.image for task in task_list):
+        harness.require_program()
+    plan = Plan(harness, concurrency, timeout, box, retries, give_up_after)
+    weights = await asyncio.to_thread(check_engines, engine, str(model))
+    run_folder = Path(out)
+    settings = {**budget_options(budgets), **(options or {})}
+    recorder = Recorder(run_folder, engine=engine, model=model, options=settings, processes=recorders)
+    with rollout_lock(run_folder):
+        async with _started(recorder):
+            await run_to_end(end_interrupted, recorder)
+            recorded = Recorded(load_sessions(run_folder).values())
+            weights = f"{weights},{PolicyFile(run_folder).read().version}"
+            common = (harness.digest(), box.name, str(model), weights)
+            groups = [
+                recorded.group(task, group_key(task.digest(), *common), sessions, further=new_groups)
+                for task in task_list
+            ]
+            missing = [recorded.missing(group) for group in groups]
+            with progress_bar(show=progress) as advance:
+                await run_groups(missing, plan, recorder, policy_version=None, advance=advance)
     run = open_run(out)
-    run.new_session_ids = tuple(session.session_id for session in ended)
+    ended = Recorded(load_sessions(run_folder).values())
+    run.new_session_ids = tuple(session.session_id for group in groups for session in ended.attempts(group))
     return run
 
 
-def _checked_tasks(tasks: Sequence[Task] | str | Path) -> list[Task]:
+def _checked_tasks(tasks: Sequence[Task] | str | Path, repositories: str | Path | None) -> list[Task]:
     if isinstance(tasks, str | Path):
-        return load_tasks(Path(tasks))
+        return load_tasks(Path(tasks), repositories=None if repositories is None else Path(repositories))
     if isinstance(tasks, Task):
         raise InputError("tasks is one task: give a list")
     checked = list(tasks)

@@ -39,10 +39,15 @@ from rolltap.trainer.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.models.loading import load_policy, load_tokenizer
 from rolltap.trainer.models.saving import save_adapter, save_whole
 from rolltap.trainer.progress import progress_bar
+from rolltap.trainer.rollouts.groups import Group
 from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.rollouts.lock import rollout_lock
+from rolltap.trainer.rollouts.plan import Plan
 from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.scheduler import Group, Plan, run_groups
-from rolltap.trainer.rollouts.tasks.task import Task, load_tasks
+from rolltap.trainer.rollouts.resume import end_interrupted
+from rolltap.trainer.rollouts.scheduler import run_groups
+from rolltap.trainer.rollouts.tasks.sources import load_tasks
+from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.training.arguments import (
     check_arguments,
@@ -133,8 +138,10 @@ def _online(
         claimed_attempt(run, begun_online(recipe, tasks, harness, seed)) as attempt,
         published_folder(recipe, run, attempt.run) as folder,
         engines.claimed(attempt.run, _about(run), steal=steal),
+        rollout_lock(run),
         recorder,
     ):
+        end_interrupted(recorder)
         serving = Serving(recipe, engines, folder, run)
         yield OnlineTraces(recipe, tasks, run, attempt, serving, run_sessions, console)
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rolltap.addons.errors import EngineError, RecorderError, RolltapError, RunError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.grpo.trainer import TraceGRPOTrainer
-from rolltap.trainer.rollouts.scheduler import Group
+from rolltap.trainer.rollouts.groups import Group, place_of
 from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.traces.reader import iter_sessions, load_sessions
@@ -29,7 +29,8 @@ from rolltap.trainer.versions import Version
 from rolltap.trainer.views.check import check_sessions
 
 RunSessions = Callable[[Sequence[Group], str], list[Session]]
-"""Runs and records the sessions of groups. The second argument is their policy version."""
+"""Runs and records the sessions of groups, and returns all tries in the order in which they ended. The second argument
+is their policy version."""
 
 
 CHECKED_CALLS = 16
@@ -166,10 +167,11 @@ class OnlineTraces:
         ]
         if any(group.session_ids for group in missing):
             started = time.monotonic()
-            sessions |= {session.session_id: session for session in self._run_sessions(missing, str(version))}
+            ended = self._run_sessions(missing, str(version))
+            sessions |= {place_of(session.session_id): session for session in ended}  # of several tries the last
             counts.session_seconds += time.monotonic() - started
             if not self._checked:
-                self._to_check += [name for group in missing for name in group.session_ids]
+                self._to_check += [session.session_id for session in ended]
         return [[sessions[name] for name in group.session_ids] for group in groups]
 
     def _publish(self, version: Version, publish: Callable[[TraceGRPOTrainer, str], None]) -> None:

@@ -8,13 +8,14 @@ from operator import itemgetter
 
 from rolltap.addons.store.records import Session
 from rolltap.trainer.grpo.advantages import rewards_differ
-from rolltap.trainer.rollouts.scheduler import Group
+from rolltap.trainer.rollouts.groups import Group
+from rolltap.trainer.rollouts.resume import TRIED_AGAIN
 from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.traces.sessions import session_reward
 from rolltap.trainer.versions import Version
 
-_PLACE = re.compile(r"-([0-9]+)\.([0-9]+)")
-"""End of a session's id: its index in the group, and its attempt."""
+_PLACE = re.compile(r"-([0-9]+)\.([0-9]+)(?:~([0-9]+))?")
+"""End of a session's id: its index in the group, the training's attempt, and the number of earlier tries in that."""
 _WEIGHTS = re.compile(r"-([0-9a-f]{8}\.[0-9]+)\.[0-9]+$")
 """End of a group's id: the run and the step of the weights, and its position."""
 
@@ -23,29 +24,29 @@ def step_group(version: Version, position: int, task: Task, sessions: int) -> Gr
     """Return a group of a step, with the ids that its sessions get in the version's attempt.
 
     The group's id is `<task>-<run>.<step>.<position>`, the same in all attempts; `position` is its place in the step.
-    A session's id is `<group>-<index>.<attempt>`.
+    A session's id is `<group>-<index>.<attempt>`; one that is tried again in the same attempt has `~<number>` after it.
     """
     group_id = f"{task.id}-{version.run}.{version.step}.{position}"
     return Group(task, group_id, [f"{group_id}-{index}.{version.attempt}" for index in range(sessions)])
 
 
 class FinishedSessions:
-    """Sessions with a row in the run folder that were no faults, and whose first token the weights of their step
-    sampled, by group and index."""
+    """Sessions with a row in the run folder that need not be tried again, by group and index. The weights of their step
+    sampled the first token of each."""
 
     def __init__(self, sessions: Iterable[Session]) -> None:
-        self._groups: defaultdict[str, dict[int, tuple[int, Session]]] = defaultdict(dict)
+        self._groups: defaultdict[str, dict[int, tuple[tuple[int, int], Session]]] = defaultdict(dict)
         for session in sessions:
             found = _PLACE.fullmatch(session.session_id.removeprefix(session.group_id))
-            if found and session.status != "infrastructure" and _sampled_by_its_step(session):
-                index, attempt = int(found[1]), int(found[2])
+            if found and session.status not in TRIED_AGAIN and _sampled_by_its_step(session):
+                index, attempt = int(found[1]), (int(found[2]), int(found[3] or 0))
                 group = self._groups[session.group_id]
                 group[index] = min(group.get(index, (attempt, session)), (attempt, session), key=itemgetter(0))
 
     def of(self, group: Group) -> dict[str, Session]:
-        """Return the sessions of a group: id in `group` -> session of the first attempt that was no fault.
+        """Return the sessions of a group: id in `group` -> session of the first attempt that need not be tried again.
 
-        Faults (status `infrastructure`) and sessions of other weights are not among them: they are run again.
+        Those of `TRIED_AGAIN` and sessions of other weights are not among them: they are run again.
         """
         finished = self._groups[group.group_id]
         return {name: finished[index][1] for index, name in enumerate(group.session_ids) if index in finished}

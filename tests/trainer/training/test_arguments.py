@@ -4,7 +4,7 @@ import pytest
 from peft import LoraConfig, get_peft_model
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.rollouts.tasks.task import load_tasks
+from rolltap.trainer.rollouts.tasks.sources import load_tasks
 from rolltap.trainer.training.arguments import check_arguments, dtype_of, sampling, training_arguments, without_frozen
 from rolltap.trainer.training.checkpoints import CHECKPOINTS
 from rolltap.trainer.training.recipe import load_recipe

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.store.records import Session
-from rolltap.trainer.rollouts.scheduler import Group
+from rolltap.trainer.rollouts.groups import Group
 from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.training.steps import FinishedSessions, further_tasks, has_signal, step_group
 from rolltap.trainer.versions import Version

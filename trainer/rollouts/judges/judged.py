@@ -19,3 +19,16 @@ class Judged:
     unjudged: str | None = None
     parts: dict[str, float] = field(default_factory=dict)
     evidence: dict[str, Any] = field(default_factory=dict)
+
+
+class UnjudgedError(Exception):
+    """A judge has no verdict.
+
+    `broke` is True when it broke down: a time limit, a signal, a report that is missing. The agent's changes may have
+    caused that: a judge that has a verdict on the untouched start was broken by them.
+    """
+
+    def __init__(self, reason: str, *, broke: bool = False, evidence: dict[str, Any] | None = None) -> None:
+        super().__init__(reason)
+        self.broke = broke
+        self.evidence = evidence or {}

@@ -1,9 +1,9 @@
 """Descriptions of judges: pydantic models that stand in a task."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class _Judge(BaseModel):
@@ -35,11 +35,19 @@ class CommandJudge(_Judge):
             `number`: one finite number alone on the last line of the output. `json`: a JSON object as the last line of
             the output, or in the file that ROLLTAP_REWARD names: `{"reward": 0.5, "parts": {"speed": 1.0}}`. None: JSON
             or a number if the last line is one, else the status.
+        reward_file: Absolute path in the box of a file that the command writes: its text is the reward, as of the last
+            line of the output. None: the file that ROLLTAP_REWARD names, if the command writes it.
+        mounts: Absolute path in the box -> file or folder of this machine, visible there, read-only. The runtime
+            `process` has no paths of its own: the task is refused there.
+        writable: Absolute paths in the box of empty folders that the command may write to.
     """
 
     kind: Literal["command"] = "command"
     command: list[str] = Field(min_length=1)
     result: Literal["status", "number", "json"] | None = None
+    reward_file: str | None = Field(default=None, pattern=r"^/[^/]")
+    mounts: dict[str, Path] = {}
+    writable: list[str] = []
     env: dict[str, str] = {}
 
 
@@ -111,6 +119,12 @@ class SeveralJudges(BaseModel):
 
     kind: Literal["several"] = "several"
     judges: list[WeightedJudge] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        if len({one.name for one in self.judges}) < len(self.judges):
+            raise ValueError("two of the judges have the same name")
+        return self
 
 
 Judge = Annotated[CommandJudge | PytestJudge | PythonJudge | LLMJudge | SeveralJudges, Field(discriminator="kind")]

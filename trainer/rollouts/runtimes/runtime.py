@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from rolltap.trainer.rollouts.tasks.limits import Limits
 
@@ -105,3 +105,11 @@ class Runtime(Protocol):
 
     def image_digest(self, image: str) -> str:
         """Return the digest of an image or root folder; empty when the runtime knows none."""
+
+
+@runtime_checkable
+class ImageRuntime(Runtime, Protocol):
+    """A runtime whose boxes have an image: a name, or the absolute path of a root folder."""
+
+    def copy_out(self, image: str, workdir: str, dest: Path) -> None:
+        """Copy what the folder `workdir` of an image holds into the folder `dest`. Raises `InputError` without it."""

@@ -1,0 +1,107 @@
+"""The table of outcomes, row by row."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolltap.addons.store.records import UNREWARDED
+from rolltap.trainer.rollouts.facts import Facts
+from rolltap.trainer.rollouts.judges.judged import Judged
+from rolltap.trainer.rollouts.outcomes import Outcome, is_judged, outcome
+from rolltap.trainer.rollouts.runtimes.runtime import Ended
+
+GOOD = Facts(completed_calls=2)
+DONE = Ended(0)
+HALF = Judged(reward=0.5)
+
+
+@pytest.mark.parametrize(
+    ("ended", "facts", "judged", "expected"),
+    [
+        (DONE, GOOD, HALF, Outcome("completed", 0.5)),
+        (Ended(3), GOOD, HALF, Outcome("failed", 0.5, "the harness ended with status 3")),
+        (Ended(-9), GOOD, HALF, Outcome("failed", 0.5, "the harness was ended by signal 9")),
+        (Ended(None, "timeout"), GOOD, HALF, Outcome("timeout", 0.5, "stopped after 60 s")),
+        (
+            Ended(None, "memory"),
+            GOOD,
+            HALF,
+            Outcome("failed", 0.5, "stopped: its programs used more memory than the limit"),
+        ),
+        (DONE, GOOD._replace(budget="budget: 3 calls"), HALF, Outcome("budget", 0.5, "budget: 3 calls")),
+        (
+            Ended(None, "timeout"),
+            GOOD._replace(budget="budget: 3 calls"),
+            HALF,
+            Outcome("budget", 0.5, "budget: 3 calls (stopped after 60 s)"),
+        ),
+        (DONE, GOOD, Judged(unjudged="no pytest"), Outcome("unjudged", None, "no pytest")),
+        (
+            Ended(1),
+            GOOD,
+            Judged(),
+            Outcome("unjudged", None, "the judge gave no reward (the harness ended with status 1)"),
+        ),
+        (
+            Ended(1),
+            GOOD._replace(fault="no engine"),
+            None,
+            Outcome("infrastructure", None, "no engine (the harness ended with status 1)"),
+        ),
+        (
+            DONE,
+            GOOD._replace(fault="no engine", budget="budget: 3 calls"),
+            None,
+            Outcome("infrastructure", None, "no engine (the harness ended with status 0)"),
+        ),
+        (DONE, Facts(), None, Outcome("completed", None, "no model call was completed, so that there is no reward")),
+        (
+            Ended(None, "timeout"),
+            Facts(),
+            None,
+            Outcome("timeout", None, "no model call was completed, so that there is no reward (stopped after 60 s)"),
+        ),
+        (
+            Ended(1),
+            Facts(budget="budget: the prompt is too long"),
+            None,
+            Outcome(
+                "budget",
+                None,
+                "no model call was completed, so that there is no reward (budget: the prompt is too long "
+                "(the harness ended with status 1))",
+            ),
+        ),
+    ],
+)
+def test_a_session_has_the_outcome_of_the_first_row_that_holds(ended, facts, judged, expected):
+    assert outcome(ended, 60, facts, judged) == expected
+
+
+ENDS = st.one_of(
+    st.builds(Ended, st.integers(-64, 255)),
+    st.builds(Ended, st.none(), st.sampled_from(["timeout", "memory", "processes", "disk"])),
+)
+FACTS = st.builds(
+    Facts,
+    fault=st.none() | st.just("a fault"),
+    budget=st.none() | st.just("a budget"),
+    completed_calls=st.integers(0, 2),
+    refusals=st.integers(0, 2),
+)
+JUDGED = st.builds(Judged, reward=st.none() | st.floats(allow_nan=False, allow_infinity=False))
+
+
+@given(ENDS, FACTS, JUDGED)
+def test_a_reward_is_the_judges_and_none_comes_without_it_or_with_an_outcome_that_has_none(ended, facts, judged):
+    found = outcome(ended, 60, facts, judged if is_judged(facts) else None)
+    assert found.reward == (judged.reward if is_judged(facts) else None)
+    assert found.reward is None or found.status not in UNREWARDED
+    assert (found.status == "infrastructure") == (facts.fault is not None)
+    assert (found.error is None) == (found.status == "completed" and found.reward is not None)
+
+
+@given(ENDS, FACTS, JUDGED)
+def test_a_judgement_where_none_belongs_or_none_where_one_does_is_a_mistake_of_the_caller(ended, facts, judged):
+    with pytest.raises(ValueError, match="judged if and only if"):
+        outcome(ended, 60, facts, None if is_judged(facts) else judged)

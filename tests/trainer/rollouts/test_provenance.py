@@ -1,0 +1,68 @@
+"""Which program ran, in which version."""
+
+import hashlib
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+
+from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.rollouts.provenance import Provenances, find_version
+from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
+
+
+@pytest.mark.parametrize(
+    ("output", "version"),
+    [
+        ("2.1.329 (Claude Code)\n", "2.1.329"),
+        ("codex-cli 0.169.0\n", "0.169.0"),
+        ("This is mini-swe-agent version 2.4.6.\nCheck the v2 guide\n", "2.4.6"),
+        ("v1.18.33", "1.18.33"),
+        ("tool 1.2.0-beta.3+build5, 2026", "1.2.0-beta.3+build5"),
+        ("usage: sh [-c]", ""),
+        ("", ""),
+    ],
+)
+def test_the_version_is_the_first_number_of_what_a_program_prints(output, version):
+    assert find_version(output) == version
+
+
+def harness(tmp_path, script, **fields):
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    return Harness(name="x", program=str(program), headless=[], **fields)
+
+
+async def test_the_program_is_asked_once_and_its_file_and_its_preset_have_digests(tmp_path):
+    asked = tmp_path / "asked"
+    found = harness(tmp_path, f'echo "$@" >> {asked}; echo x 1.2.3', version="1.2.3", version_arguments=["-V"])
+    provenances = Provenances(found, ProcessRuntime(), tmp_path)
+    known = await provenances.of(None)
+    assert known == await provenances.of(None)
+    assert asked.read_text() == "-V\n"
+    assert known.harness_version == "1.2.3"
+    assert known.program_digest == hashlib.sha256(Path(found.program).read_bytes()).hexdigest()
+    assert known.preset_digest == found.digest()
+
+
+async def test_a_version_that_is_not_the_presets_is_a_warning(tmp_path, caplog):
+    found = harness(tmp_path, "echo 1.3.0", version="1.2.3", install="pip install x==1.2.3")
+    await Provenances(found, ProcessRuntime(), tmp_path).of(None)
+    (record,) = caplog.records
+    assert "has the version 1.3.0, and its preset was tested with 1.2.3: install it with `pip install" in record.message
+
+
+@pytest.mark.parametrize("script", ["echo 1.2.3; exit 2", "echo no number", "kill -9 $$"])
+async def test_a_program_that_does_not_tell_its_version_has_none_and_no_warning(tmp_path, caplog, script):
+    caplog.set_level(logging.WARNING)
+    known = await Provenances(harness(tmp_path, script, version="1"), ProcessRuntime(), tmp_path).of(None)
+    assert known.harness_version == ""
+    assert not caplog.records
+
+
+def test_the_digest_of_a_preset_is_that_of_how_it_is_started():
+    plain = Harness(name="x", program=sys.executable, headless=[])
+    assert plain.digest() == plain.model_copy(update={"quirks": ["q"], "install": "i"}).digest()
+    assert plain.digest() != plain.model_copy(update={"arguments": ["-I"]}).digest()

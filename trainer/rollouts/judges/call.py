@@ -1,0 +1,29 @@
+"""Calls a Python function of the user's. A program of its own: `python -P call.py MODULE:FUNCTION FOLDER OUTPUT`.
+
+It writes the function's result to the file OUTPUT as JSON, and ends with status 3 when there is none.
+"""
+
+import importlib
+import json
+import sys
+import traceback
+from pathlib import Path
+
+
+def main(function: str, folder: str, output: str) -> int:
+    """Call the function with the folder, and return the exit status."""
+    module, _, name = function.partition(":")
+    try:
+        found = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+        text = json.dumps(found(Path(folder)), default=float)  # numbers of NumPy
+    except Exception:
+        traceback.print_exc()
+        return 3
+    Path(output).write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,199 @@
+"""Judging a session: its reward, or why there is none.
+
+A judge judges in a fresh copy of the task's start: the task's own tests are laid over it, the agent's changes are
+applied to all else, and the judge runs in a box without network. Nothing of the agent's but these changes is there.
+
+A judge that breaks down (a time limit, a signal, no report) may be broken itself, or by the agent: its code runs
+in the judge's programs. The untouched start tells which, and is judged when this is needed, once per task: a judge that
+has a verdict on it and none with the agent's changes was broken by these, and the reward is 0. Without a verdict on the
+untouched start, the session is unjudged. What a judge says in words that are no reward is unjudged in any case.
+"""
+
+import asyncio
+import dataclasses
+import hashlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rolltap.trainer.rollouts.judges.by_function import judge_by_function
+from rolltap.trainer.rollouts.judges.by_model import judge_by_model
+from rolltap.trainer.rollouts.judges.by_report import judge_by_report
+from rolltap.trainer.rollouts.judges.canary import is_pytest
+from rolltap.trainer.rollouts.judges.changes import Changes, Made, find_changes
+from rolltap.trainer.rollouts.judges.command import judge_by_command
+from rolltap.trainer.rollouts.judges.folders import TooMuchError
+from rolltap.trainer.rollouts.judges.judged import Judged, UnjudgedError
+from rolltap.trainer.rollouts.judges.place import Case, Start, place
+from rolltap.trainer.rollouts.judges.reward import Reward
+from rolltap.trainer.rollouts.judges.select import OneJudge
+from rolltap.trainer.rollouts.judges.several import combine
+from rolltap.trainer.rollouts.judges.spec import CommandJudge, Judge, LLMJudge, PytestJudge, PythonJudge, SeveralJudges
+from rolltap.trainer.rollouts.runtimes.runtime import Box, Runtime
+from rolltap.trainer.rollouts.tasks.task import Task
+
+_untouched: dict[str, Judged] = {}
+"""Judgements of untouched starts, by a digest of all that they depend on."""
+_MAX_UNTOUCHED = 10_000
+
+
+async def judge(
+    task: Task,
+    made: Made,
+    start: Start,
+    runtime: Runtime,
+    *,
+    name: str,
+    logs: Path,
+    engine_urls: Sequence[str] = (),
+    session_box: Box | None = None,
+) -> Judged:
+    """Judge what a session made. No process of it may run any more.
+
+    Writes the agent's changes to `logs/NAME.diff`, and the judge's output to `logs/NAME.judge.log`. `engine_urls` are
+    the policy's engines. `session_box` is the session's own box, for judges that ask for it.
+
+    Raises `InputError` for a task that cannot be judged here, and `OSError` for a fault of this machine, for instance a
+    full disk.
+    """
+    spec = task.judge if task.judge is not None else CommandJudge(command=task.evaluate)
+    try:
+        changes = await asyncio.to_thread(find_changes, start.folder, made.workspace)
+    except TooMuchError as error:
+        return Judged(reward=0.0, evidence={"judge": spec.kind, "too_much": str(error)})
+    (logs / f"{name}.diff").write_text(changes.diff, encoding="utf-8")
+    case = Case(
+        task=task,
+        start=start,
+        runtime=runtime,
+        made=made,
+        changes=changes,
+        name=name,
+        logs=logs,
+        engine_urls=engine_urls,
+        session_box=session_box,
+    )
+    judged = await _judge(spec, case)
+    return dataclasses.replace(judged, evidence={**changes.evidence(), **judged.evidence})
+
+
+async def _judge(spec: Judge, case: Case) -> Judged:
+    if isinstance(spec, SeveralJudges):
+        judged = [
+            await _judge(one.judge, dataclasses.replace(case, name=f"{case.name}.{number}"))
+            for number, one in enumerate(spec.judges)
+        ]
+        return combine(spec.judges, judged)
+    if isinstance(spec, CommandJudge):
+        spec = _by_its_report(spec)
+    try:
+        judged = await _ask(spec, case)
+    except UnjudgedError as error:
+        return await _who_broke_it(error, spec, case)
+    return await _check(judged, spec, case) if isinstance(spec, PytestJudge) else judged
+
+
+def _by_its_report(spec: CommandJudge) -> CommandJudge | PytestJudge:
+    """Return the judge of a command that is pytest itself: by its report, because a test can end it with status 0."""
+    if spec.result == "number" or spec.result == "json" or spec.reward_file or not is_pytest(spec.command):
+        return spec
+    if spec.mounts or spec.writable:
+        return spec
+    fields = spec.model_dump(include={"where", "timeout", "paths", "protect", "tests", "env"})
+    return PytestJudge(command=[*spec.command, "--junit-xml", "{report}"], **fields)
+
+
+async def _ask(spec: OneJudge, case: Case) -> Judged:
+    """Ask one judge. Raises `UnjudgedError` when it has no verdict."""
+    evidence: dict[str, Any] = {"judge": spec.kind}
+    if isinstance(spec, LLMJudge):
+        reward, more = await judge_by_model(spec, case)
+        return _judged(reward, {**evidence, **more})
+    async with place(case, spec) as made:
+        refused = made.changes.evidence()
+        evidence |= {"log": case.log.name, **{key: refused[key] for key in ("refused", "refused_files")}}
+        try:
+            if isinstance(spec, PytestJudge):
+                reward, more = await judge_by_report(spec, made)
+            elif isinstance(spec, PythonJudge):
+                reward, more = await judge_by_function(spec, made)
+            else:
+                reward, more = await judge_by_command(spec, made)
+        except UnjudgedError as error:
+            error.evidence = {**evidence, **error.evidence}
+            raise
+    return _judged(reward, {**evidence, **more})
+
+
+def _judged(reward: Reward, evidence: dict[str, Any]) -> Judged:
+    if reward.reason:
+        evidence["reason"] = reward.reason[:2000]
+    return Judged(reward=reward.reward, parts=reward.parts, evidence=evidence)
+
+
+async def _who_broke_it(error: UnjudgedError, spec: OneJudge, case: Case) -> Judged:
+    """Return the judgement of a session whose judge has no verdict."""
+    evidence = {"judge": spec.kind, **error.evidence}
+    if not error.broke or (spec.where == "fresh" and not case.changes):
+        return Judged(unjudged=str(error), evidence=evidence)
+    untouched = await _judge_untouched(spec, case)
+    if untouched.reward is None:
+        return Judged(unjudged=f"{error}; on the untouched start: {untouched.unjudged}", evidence=evidence)
+    evidence |= {"broke_judge": str(error), "untouched_start": untouched.reward}
+    return Judged(reward=0.0, evidence=evidence)
+
+
+async def _check(judged: Judged, spec: PytestJudge, case: Case) -> Judged:
+    """Compare a report with that of the untouched start when only this tells what it means.
+
+    A report without the tests that must fail, which the untouched start's has, is not pytest's. Tests that passed
+    before and none of which passes on the untouched start, or that want a module of which neither the task nor the
+    workspace knows, tell of a broken installation.
+    """
+    if judged.reward and judged.evidence["canary"] == "absent":
+        untouched = await _judge_untouched(spec, case)
+        if untouched.evidence.get("canary") != "failed":
+            return judged
+        why = "tests are not in it that pytest ran on the untouched start"
+        return dataclasses.replace(judged, reward=0.0, evidence={**judged.evidence, "forged_report": why})
+    missing = [module for module in judged.evidence["missing_modules"] if not _is_known(module, case)]
+    none_passes = judged.parts.get("pass_to_pass") == 0.0
+    if judged.reward or not (none_passes or missing):
+        return judged
+    untouched = await _judge_untouched(spec, case)
+    both = sorted({*missing} & {*untouched.evidence.get("missing_modules", [])})
+    if none_passes and untouched.parts.get("pass_to_pass", 0.0) == 0.0:
+        why = f"no test of 'pass_to_pass' passes on the untouched start{f': no module {both[0]}' if both else ''}"
+    elif both and not spec.pass_to_pass:
+        why = f"the tests need the module {both[0]!r}, which is not there on the untouched start either"
+    else:
+        return judged
+    return Judged(unjudged=f"{why}; the output is in {case.log.name}", evidence=judged.evidence)
+
+
+def _is_known(module: str, case: Case) -> bool:
+    """Return True for a module that the task names or that a workspace has: the agent may have been asked for it."""
+    made = {case.start.folder} if case.made is None else {case.start.folder, case.made.workspace}
+    if any(
+        (folder / f"{place}{module}{end}").exists() for folder in made for place in ("", "src/") for end in ("", ".py")
+    ):
+        return True
+    return re.search(rf"\b{re.escape(module)}\b", case.task.instruction) is not None
+
+
+async def _judge_untouched(spec: OneJudge, case: Case) -> Judged:
+    """Return the judgement of the untouched start, made once."""
+    fresh = spec.model_copy(update={"where": "fresh"})
+    facts = (fresh.model_dump_json(), case.start.digest, case.runtime.name, case.task.image, case.task.workdir)
+    key = hashlib.sha256(repr((*facts, sorted(case.task.env.items()), case.task.limits)).encode()).hexdigest()
+    if key in _untouched:
+        return _untouched[key]
+    start = dataclasses.replace(case, made=None, changes=Changes(), name=f"{case.name}.start", session_box=None)
+    try:
+        judged = await _ask(fresh, start)
+    except UnjudgedError as error:
+        judged = Judged(unjudged=str(error), evidence=error.evidence)
+    if len(_untouched) < _MAX_UNTOUCHED:
+        _untouched[key] = judged
+    return judged

@@ -1,0 +1,120 @@
+"""Provenance of a session: which program ran, in which version, described by which preset, in which image.
+
+The harness's version is what the program itself reports. It is asked once for each image of a rollout, in a box without
+network. The digest of the program is that of the file that PATH names, through symbolic links: of a script that loads a
+package, it tells the script and not the package, which the version tells.
+"""
+
+import asyncio
+import hashlib
+import logging
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rolltap.addons.errors import RolltapError
+from rolltap.trainer.rollouts.environment import clean_environment
+from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Runtime
+
+logger = logging.getLogger(__name__)
+
+_VERSION = re.compile(r"\bv?(\d+(?:\.\d+)+(?:[-+][0-9A-Za-z.+-]*[0-9A-Za-z])?)")
+_VERSION_SECONDS = 60.0
+_MOST_OUTPUT = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Fields of a session's row, as `Session` describes them."""
+
+    harness_version: str
+    program_digest: str
+    preset_digest: str
+    image_digest: str
+
+
+class Provenances:
+    """The provenance of a harness in a runtime: one for each image. `work` is a folder for its boxes."""
+
+    def __init__(self, harness: Harness, runtime: Runtime, work: Path) -> None:
+        self._harness, self._runtime, self._work = harness, runtime, work
+        self._known: dict[str | None, Provenance] = {}
+        self._asking = asyncio.Lock()
+
+    async def of(self, image: str | None) -> Provenance:
+        """Return the provenance of sessions in an image, or in none.
+
+        Warns when the program's version is not the preset's. A program that does not tell its version has an empty one.
+        """
+        async with self._asking:
+            if image not in self._known:
+                self._known[image] = await self._find(image)
+            return self._known[image]
+
+    async def _find(self, image: str | None) -> Provenance:
+        version = find_version(await self._reported(image))
+        if warning := version_warning(self._harness, version):
+            logger.warning("%s", warning)
+        return Provenance(
+            harness_version=version,
+            program_digest=await asyncio.to_thread(_program_digest, self._harness.program, image),
+            preset_digest=self._harness.digest(),
+            image_digest=await asyncio.to_thread(self._runtime.image_digest, image) if image is not None else "",
+        )
+
+    async def _reported(self, image: str | None) -> str:
+        """Return what the program prints when it is asked for its version; empty when it cannot be asked."""
+        with TemporaryDirectory(dir=self._work, prefix="version-", ignore_cleanup_errors=True) as folder:
+            workspace, home, log = Path(folder, "workspace"), Path(folder, "home"), Path(folder, "log")
+            workspace.mkdir()
+            home.mkdir()
+            spec = BoxSpec(
+                name=f"rolltap-{Path(folder).name}", workspace=workspace, workdir="/workspace", home=home, image=image
+            )
+            try:
+                async with self._runtime.box(spec) as box:
+                    command = [self._harness.program, *self._harness.version_arguments]
+                    env = {**clean_environment(Path(box.home)), **self._harness.env}
+                    ended = await box.run(command, env=env, timeout=_VERSION_SECONDS, log=log)
+                    await box.settle()
+                return await asyncio.to_thread(_beginning, log) if ended.status == 0 else ""
+            except (OSError, RolltapError) as error:
+                logger.info("%s does not tell its version: %s", self._harness.program, error)
+                return ""
+
+
+def _beginning(log: Path) -> str:
+    with log.open(errors="replace") as output:
+        return output.read(_MOST_OUTPUT)
+
+
+def find_version(output: str) -> str:
+    """Return the first version number in a program's output; empty when there is none."""
+    found = _VERSION.search(output)
+    return found[1] if found else ""
+
+
+def version_warning(harness: Harness, version: str) -> str | None:
+    """Return a warning when a program's version is known and not the preset's, or None."""
+    if not version or not harness.version or version == harness.version:
+        return None
+    how = f": install it with `{harness.install}`, or" if harness.install else ":"
+    return (
+        f"the harness {harness.name} has the version {version}, and its preset was tested with {harness.version}{how} "
+        "expect other prompts and tools; sessions of both versions are no fair comparison"
+    )
+
+
+def _program_digest(program: str, image: str | None) -> str:
+    """Return the SHA-256 of a program's file; empty in an image, whose digest stands for it, and when it is gone."""
+    path = shutil.which(program)
+    if path is None or image is not None:
+        return ""
+    try:
+        with Path(path).resolve().open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return ""

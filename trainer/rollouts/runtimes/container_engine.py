@@ -1,0 +1,187 @@
+"""The command lines of Podman and of Docker, and which of their options work on this machine."""
+
+import json
+import os
+import resource
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.rollouts.runtimes.engine import KEEPER, call, mount_option
+from rolltap.trainer.rollouts.runtimes.images import is_root_folder
+from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Mount
+from rolltap.trainer.rollouts.tasks.limits import Limits
+
+LABEL = "rolltap"
+"""Label of every container. Its value is the id of the runtime that made it."""
+
+_INSTALL = {
+    "podman": "apt-get install podman runc, or choose another runtime",
+    "docker": 'see https://docs.docker.com/engine/install, or set container_engine = "podman"',
+}
+_MAX_FILES = 65536
+_MAX_PROCESSES = 32768
+"""Podman asks for 2^20 of both otherwise, and raising a limit is a right that not even every root has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerEngine:
+    """The command lines of Podman and Docker, which are the same up to a few options.
+
+    Attributes:
+        command: The program and its arguments before a command.
+        user: User and group in the box that are this user on this machine.
+        controllers: Controllers of control groups that the engine can use: `cpu`, `memory`, `pids`.
+        label: Value of the label of each container.
+    """
+
+    command: tuple[str, ...]
+    user: str = "0:0"
+    controllers: frozenset[str] = frozenset()
+    label: str = ""
+
+    def create(self, name: str, spec: BoxSpec, mounts: Sequence[Mount]) -> list[list[str]]:
+        """See `Engine.create`."""
+        image = str(spec.image)
+        options = [
+            *("--name", name, "--label", f"{LABEL}={self.label}", "--hostname", "localhost", "--user", self.user),
+            *("--network", "none", "--cap-drop", "all", "--security-opt", "no-new-privileges", "--cgroupns", "private"),
+            *("--log-driver", "none", "--pull", "never", "--stop-timeout", "0", "--entrypoint", KEEPER[0]),
+            *self._limits(spec.limits),
+            *(part for mount in mounts for part in ("--mount", mount_option(mount, "readonly"))),
+        ]
+        if self.command[0] == "podman":
+            options.append("--http-proxy=false")  # containers get this process's proxy variables otherwise
+        source = ["--rootfs", f"{image}:O"] if is_root_folder(image) else [image]
+        return [[*self.command, "create", *options, *source, *KEEPER[1:]], [*self.command, "start", name]]
+
+    def _limits(self, limits: Limits) -> Iterator[str]:
+        if limits.cpus is not None and "cpu" in self.controllers:
+            yield from ("--cpus", f"{limits.cpus:g}")
+        if limits.memory_gib is not None and "memory" in self.controllers:
+            size = f"{limits.memory_gib * 2**30:.0f}"
+            yield from ("--memory", size, "--memory-swap", size)
+        if limits.processes is not None and "pids" in self.controllers:
+            yield from ("--pids-limit", str(limits.processes))
+        yield from ("--ulimit", "core=0:0")
+        for name, limit, value in (
+            ("nofile", resource.RLIMIT_NOFILE, _MAX_FILES),
+            ("nproc", resource.RLIMIT_NPROC, _MAX_PROCESSES),
+        ):
+            hard = resource.getrlimit(limit)[1]
+            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            yield from ("--ulimit", f"{name}={value}:{value}")
+        if limits.disk_gib is not None:
+            size = f"{limits.disk_gib * 2**30:.0f}"
+            yield from ("--ulimit", f"fsize={size}:{size}")
+
+    def restart(self, name: str, spec: BoxSpec, mounts: Sequence[Mount]) -> list[str]:
+        """See `Engine.restart`."""
+        return [*self.command, "start", name]
+
+    def stop(self, name: str) -> list[str]:
+        """See `Engine.stop`."""
+        return [*self.command, "stop", "-t", "0", name]
+
+    def remove(self, name: str) -> list[str]:
+        """See `Engine.remove`."""
+        return [*self.command, "rm", "--force", "--volumes", name]
+
+    def execute(self, name: str, command: Sequence[str]) -> list[str]:
+        """See `Engine.execute`."""
+        return [*self.command, "exec", name, *command]
+
+    def state(self, name: str) -> list[str]:
+        """See `Engine.state`."""
+        return [*self.command, "inspect", "--type", "container", "--format", "{{.State.Pid}}", name]
+
+    def pid(self, state: str) -> int:
+        """See `Engine.pid`."""
+        return int(state)
+
+
+def system_root(folder: Path) -> list[Mount]:
+    """Make a root folder of this machine's programs: links in `folder`. Return the mounts that it needs."""
+    for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
+        if Path("/", name).is_symlink():
+            (folder / name).symlink_to(os.readlink(Path("/", name)))
+    return [
+        Mount(path, str(path))
+        for path in (Path("/", name) for name in ("usr", "bin", "sbin", "lib", "lib64"))
+        if path.is_dir() and not path.is_symlink()
+    ]
+
+
+@cache
+def find_engine(program: str, arguments: tuple[str, ...]) -> ContainerEngine:
+    """Return the engine as it works here. Raises `InputError`, which says what is missing.
+
+    Podman has several OCI runtimes, of which some fail on machines with old control groups: each is tried with an empty
+    container, with and without limits by control groups.
+    """
+    if shutil.which(program) is None:
+        raise InputError(f"{program} is not installed: {_INSTALL[program]}")
+    command = (program, *arguments)
+    try:
+        if program == "docker":
+            return _docker(command)
+        host = json.loads(call([*command, "info", "--format", "json"]))["host"]
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"{program} does not work here: {error}; {_INSTALL[program]}") from error
+    controllers = frozenset(host.get("cgroupControllers") or ())
+    failures: list[str] = []
+    for further in _podman_arguments(arguments):
+        for usable in dict.fromkeys((controllers, frozenset[str]())):
+            engine = ContainerEngine(command=(*command, *further), controllers=usable)
+            try:
+                _try(engine)
+            except OSError as error:
+                failures.append(str(error))
+            else:
+                return engine
+    raise InputError(
+        f"podman cannot start containers here: {failures[0]}. Install runc (apt-get install runc), or name what works: "
+        'container_arguments = ["--runtime", "runc", "--cgroup-manager", "cgroupfs"]'
+    )
+
+
+def _podman_arguments(given: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the further arguments to try."""
+    if any(argument.startswith("--runtime") for argument in given):
+        return [()]
+    path = f"{os.environ.get('PATH', '')}:/usr/sbin"
+    runtimes = [("--runtime", name) for name in ("runc", "crun") if shutil.which(name, path=path)]
+    return [(), *runtimes, *((*runtime, "--cgroup-manager", "cgroupfs") for runtime in runtimes)]
+
+
+def _try(engine: ContainerEngine) -> None:
+    """Make, start and remove a container. Raises `OSError`."""
+    name = f"rolltap-trial-{secrets.token_hex(8)}"
+    with tempfile.TemporaryDirectory(prefix="rolltap-trial-") as folder:
+        root = Path(folder)
+        mounts = system_root(root)
+        limits = Limits(cpus=1, memory_gib=1, processes=1000, disk_gib=1)
+        spec = BoxSpec(name=name, workspace=root, workdir="/", home=root, image=folder, limits=limits)
+        try:
+            for command in engine.create(name, spec, mounts):
+                call(command)
+        finally:
+            call(engine.remove(name))
+
+
+def _docker(command: tuple[str, ...]) -> ContainerEngine:
+    """Return Docker's engine. Raises `InputError` for a daemon whose containers this user cannot enter."""
+    info = json.loads(call([*command, "info", "--format", "{{json .}}"]))
+    rootless = any("rootless" in option for option in info.get("SecurityOptions") or ())
+    if os.geteuid() and not rootless:
+        raise InputError(
+            "containers of the system's Docker daemon have networks that only root can enter: run rolltap as root, use "
+            'rootless Docker, or set container_engine = "podman"'
+        )
+    known = {"cpu": "CpuCfsQuota", "memory": "MemoryLimit", "pids": "PidsLimit"}
+    return ContainerEngine(command=command, controllers=frozenset(name for name, key in known.items() if info.get(key)))

@@ -1,0 +1,185 @@
+"""The life of a box that a container engine makes by its command line."""
+
+import asyncio
+import os
+import re
+import secrets
+import shlex
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from rolltap.trainer.blocking import run_to_end
+from rolltap.trainer.rollouts.runtimes.engine import Engine, call
+from rolltap.trainer.rollouts.runtimes.relay import Relay
+from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Ended, Mount
+from rolltap.trainer.rollouts.runtimes.supervised import Supervised, start
+
+HOME = "/home/rolltap"
+"""The home folder in a box."""
+
+_PORT = 3128
+"""Port of a box's loopback that leads to the recorder."""
+_SCRIPTS = "/.rolltap"
+"""Folder in a box, read-only, with the scripts that start its programs."""
+_ABSENT = 127
+"""Exit status of a shell that does not find a program."""
+_HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
+"""`/etc/hosts` of a box. Engines copy names of this machine and its network into theirs."""
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+
+
+class EngineBox:
+    """A box of a container engine. Its first process lives until the box ends, and its programs beside it."""
+
+    def __init__(self, engine: Engine, spec: BoxSpec, name: str) -> None:
+        self.workdir = spec.workdir
+        self.home = HOME
+        self.proxy = None if spec.proxy is None else f"127.0.0.1:{_PORT}"
+        self._engine, self._spec, self._name = engine, spec, name
+        self._folder = Path()
+        self._mounts: list[Mount] = []
+        self._running = AsyncExitStack()
+        self._pid = 0
+
+    @asynccontextmanager
+    async def alive(self) -> AsyncIterator[None]:
+        """Make and start the box. It is removed when the block is left, and when this process dies.
+
+        Raises `OSError` when the engine cannot make it.
+        """
+        # only its owner can enter it: the environment of programs is in it
+        self._folder = Path(tempfile.mkdtemp(prefix="rolltap-box-"))
+        try:
+            (self._folder / "scripts").mkdir()
+            (self._folder / "hosts").write_text(_HOSTS)
+            self._mounts = [
+                Mount(self._spec.workspace, self.workdir, writable=True),
+                Mount(self._spec.home, HOME, writable=True),
+                *self._spec.mounts,
+                Mount(self._folder / "scripts", _SCRIPTS),
+                Mount(self._folder / "hosts", "/etc/hosts"),
+            ]
+            async with self._made(), self._running:
+                await self._join()
+                yield
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    @asynccontextmanager
+    async def _made(self) -> AsyncIterator[None]:
+        """Start the program that makes the box. Its end removes the box, and it ends when this process does."""
+        fifo = self._folder / "started"
+        os.mkfifo(fifo)
+        making = [f"{shlex.join(each)} >&2" for each in self._engine.create(self._name, self._spec, self._mounts)]
+        removing = f"{shlex.join(self._engine.remove(self._name))}; rm -rf {shlex.quote(str(self._folder))}"
+        with os.fdopen(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK), "rb") as started, tempfile.TemporaryFile() as output:
+            async with start(
+                ["/bin/sh", "-c", " && ".join([*making, f"echo >{fifo.name}", "exec sleep infinity"])],
+                cwd=self._folder,
+                env=os.environ,
+                output=output,
+                cleanup=["/bin/sh", "-c", f"exec >/dev/null 2>&1; {removing}"],
+            ) as keeper:
+                await _readable(started.fileno(), keeper)
+                if not started.read():
+                    output.seek(0)
+                    said = output.read().decode(errors="replace").strip()
+                    raise OSError(f"the container of {self._spec.name} cannot be made: {said}")
+                yield
+
+    async def _join(self) -> None:
+        """Find the first process of the box, and open the way to the recorder."""
+        self._pid = self._engine.pid(await run_to_end(call, self._engine.state(self._name)))
+        if not self._pid:
+            raise OSError(f"the container of {self._spec.name} has ended by itself: has its image /bin/sh and sleep?")
+        if self._spec.proxy is not None:
+            await self._running.enter_async_context(Relay(self._pid, self._spec.proxy, _PORT))
+
+    async def run(self, command: Sequence[str], *, env: Mapping[str, str], timeout: float, log: Path) -> Ended:
+        """Run a program: see `Box.run`. The image's own variables stay, and the folders of its PATH come first.
+
+        Processes that the program leaves in the background run until `settle`; all are killed when it is stopped.
+        """
+        if not self._pid:
+            await run_to_end(call, self._engine.restart(self._name, self._spec, self._mounts))
+            await self._join()
+        absent = secrets.token_hex(16)
+        script = self._folder / "scripts" / secrets.token_hex(8)
+        script.write_text(_script(command, env, self.workdir))
+        inside = ["/bin/sh", f"{_SCRIPTS}/{script.name}", absent]
+        try:
+            ended = await self._execute(self._engine.execute(self._name, inside), timeout, log)
+        finally:
+            script.unlink()
+        if ended.status == _ABSENT and _last_line(log) == absent:
+            raise FileNotFoundError(f"there is no program {command[0]} in the container")
+        if ended.status and not self._engine.pid(await run_to_end(call, self._engine.state(self._name))):
+            raise OSError(f"the container of {self._spec.name} ended while {command[0]} ran")
+        return ended
+
+    async def _execute(self, command: Sequence[str], timeout: float, log: Path) -> Ended:
+        """Run a program of the engine. Stopping it stops the box, whose programs are no children of that one."""
+        with log.open("wb") as output:
+            client = await asyncio.create_subprocess_exec(
+                *command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            )
+        try:
+            return _as_ended(await asyncio.wait_for(client.wait(), timeout))
+        except TimeoutError:
+            return Ended(None, "timeout")
+        finally:
+            if client.returncode is None:
+                await self.settle()
+                await client.wait()
+
+    async def settle(self) -> None:
+        """Kill all processes of the box. The next program starts it again, with its files."""
+        if self._pid:
+            self._pid = 0
+            await self._running.aclose()
+            await run_to_end(call, self._engine.stop(self._name))
+
+
+async def _readable(descriptor: int, keeper: Supervised) -> None:
+    """Wait until a descriptor can be read, or a program has ended."""
+    loop, event = asyncio.get_running_loop(), asyncio.Event()
+    ended = asyncio.create_task(keeper.wait())
+    ended.add_done_callback(lambda _: event.set())
+    loop.add_reader(descriptor, event.set)
+    try:
+        await event.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        ended.cancel()
+
+
+def _script(command: Sequence[str], env: Mapping[str, str], workdir: str) -> str:
+    """Return the script for /bin/sh that becomes a program: command lines are shown to all users of this machine.
+
+    It prints its first argument, and exits with `_ABSENT`, when there is no such program.
+    """
+    lines = [f"cd {shlex.quote(workdir)} || exit"]
+    for name, value in env.items():
+        if not _VARIABLE.fullmatch(name):
+            raise OSError(f"the environment variable {name!r} has no name that a shell knows: rename it")
+        before = '"${PATH:+$PATH:}"' if name == "PATH" else ""
+        lines.append(f"export {name}={before}{shlex.quote(value)}")
+    program = shlex.quote(command[0])
+    lines.append(f'command -v {program} >/dev/null || {{ echo "$1"; exit {_ABSENT}; }}')
+    lines.append(f"exec {shlex.join(command)}")
+    return "\n".join(lines) + "\n"
+
+
+def _last_line(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 1000))
+        return file.read().decode(errors="replace").rstrip("\n").rpartition("\n")[2]
+
+
+def _as_ended(status: int) -> Ended:
+    """Return the end of a program: engines report a signal as 128 and its number."""
+    return Ended(128 - status if 128 < status < 128 + signal.NSIG else status)

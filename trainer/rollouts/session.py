@@ -1,0 +1,176 @@
+"""The way of one session, from a copy of the task's start to its row.
+
+    begin           event `session_started`
+    start           a copy of the task's start: the workspace
+    box             of the runtime; the recorder is all that it reaches
+    harness         until it ends, or is stopped
+    settle          every process that it left is killed
+    end calls       running calls are recorded, later ones are refused
+    facts           faults, budgets and counts, from the rows
+    judge           unless there was a fault, or no completed call
+    outcome         status, reward, error
+    end             the row
+
+A session has a row in any case: `infrastructure` when a step before the judge fails, `cancelled` when it is stopped.
+"""
+
+import asyncio
+import json
+import logging
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rolltap.addons.errors import InputError, RecorderError, RunError
+from rolltap.addons.store.records import Session, utc_now
+from rolltap.trainer.blocking import run_to_end
+from rolltap.trainer.rollouts.environment import CERTIFICATES, clean_environment
+from rolltap.trainer.rollouts.facts import Facts
+from rolltap.trainer.rollouts.judges.changes import Made
+from rolltap.trainer.rollouts.judges.judge import judge
+from rolltap.trainer.rollouts.judges.judged import Judged
+from rolltap.trainer.rollouts.outcomes import is_judged, outcome
+from rolltap.trainer.rollouts.plan import Plan
+from rolltap.trainer.rollouts.provenance import Provenances
+from rolltap.trainer.rollouts.recorder import Recorder
+from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec
+from rolltap.trainer.rollouts.tasks.starts import Start, Starts
+from rolltap.trainer.rollouts.tasks.task import Task
+from rolltap.trainer.rollouts.workplace import remove_tree
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """All that the sessions of a rollout share.
+
+    Attributes:
+        work: Folder for what they need while they run.
+        digests: Task id -> the task's digest, which takes reading its folders.
+    """
+
+    plan: Plan
+    recorder: Recorder
+    work: Path
+    starts: Starts
+    provenances: Provenances
+    digests: Mapping[str, str]
+    harness_env: Mapping[str, str]
+    policy_version: str | None
+
+
+async def run_session(stage: Stage, task: Task, group_id: str, session_id: str) -> tuple[Session, Facts]:
+    """Run a session and record it. Return its row, and its facts, which are empty when they cannot be known.
+
+    Raises `RecorderError` when the recorder has died, and `RunError` and `OSError` when the run folder cannot be read
+    or written. The session has its row then, if it can be written.
+    """
+    plan, recorder = stage.plan, stage.recorder
+    known = await stage.provenances.of(task.image)
+    session = Session(
+        session_id=session_id,
+        task_id=task.id,
+        group_id=group_id,
+        harness=plan.harness.name,
+        status="cancelled",
+        error="the rollout was stopped while it ran",
+        policy_version=stage.policy_version,
+        harness_version=known.harness_version,
+        program_digest=known.program_digest,
+        preset_digest=known.preset_digest,
+        image_digest=known.image_digest,
+        task_digest=stage.digests[task.id],
+        runtime=plan.runtime.name,
+    )
+    facts = Facts()
+    await run_to_end(recorder.begin, session)
+    try:
+        facts = await _play(stage, session, task)
+    except (OSError, InputError) as error:
+        session.status, session.error = "infrastructure", f"the session could not be run: {error}"
+    except (RecorderError, RunError) as error:
+        session.status, session.error = "infrastructure", str(error)  # `Recorder.end` raises it, after the row
+    finally:
+        session.finished_at = utc_now()
+        await run_to_end(recorder.end, session)
+    return session, facts
+
+
+async def _play(stage: Stage, session: Session, task: Task) -> Facts:
+    """Run the harness and the judge, and set the outcome in `session`."""
+    plan, recorder = stage.plan, stage.recorder
+    timeout = task.timeout or plan.timeout
+    logs = recorder.path / "logs"
+    logs.mkdir(exist_ok=True)
+    folder = stage.work / secrets.token_hex(4)
+    made = Made(folder / "workspace", folder / "home")
+    try:
+        made.home.mkdir(parents=True)
+        start = await stage.starts.of(task)
+        await asyncio.to_thread(start.copy_to, made.workspace)
+        proxy = recorder.proxy(session.session_id)
+        spec = BoxSpec(
+            name=f"rolltap-{folder.name}",
+            workspace=made.workspace,
+            workdir=task.workdir,
+            home=made.home,
+            mounts=proxy.mounts() if plan.runtime.isolated else (),
+            image=task.image,
+            limits=task.limits,
+            proxy=proxy.address,
+        )
+        async with plan.runtime.box(spec) as box:
+            env = _environment(stage, session.session_id, task, box)
+            log = logs / f"{session.session_id}.log"
+            ended = await box.run(plan.harness.command_for(task.instruction), env=env, timeout=timeout, log=log)
+            session.exit_status = ended.status
+            await box.settle()
+            await run_to_end(recorder.end_calls, session.session_id)
+            facts = await asyncio.to_thread(recorder.facts, session.session_id)
+            judged = await _judge(stage, session, task, start, made, box) if is_judged(facts) else None
+        result = outcome(ended, timeout, facts, judged)
+        session.status, session.reward, session.error = result.status, result.reward, result.error
+        if facts.fault is not None:
+            session.error = f"{result.error}; its output is in {log}"
+        return facts
+    finally:
+        await run_to_end(remove_tree, folder)
+
+
+def _environment(stage: Stage, session_id: str, task: Task, box: Box) -> dict[str, str]:
+    """Return the whole environment of the harness. The recorder's variables win."""
+    certificates = CERTIFICATES if stage.plan.runtime.isolated else None
+    proxy = stage.recorder.proxy(session_id)
+    return {
+        **clean_environment(Path(box.home)),
+        **stage.harness_env,
+        **task.env,
+        **proxy.environment(session_id, address=box.proxy, certificates=certificates),
+    }
+
+
+async def _judge(stage: Stage, session: Session, task: Task, start: Start, made: Made, box: Box) -> Judged:
+    """Return the judgement, and set its parts and evidence in `session`.
+
+    A judge that fails in a way that nobody thought of leaves the session unjudged: the cause may be what an agent made,
+    and that must not end the rollout.
+    """
+    try:
+        judged = await judge(
+            task,
+            made,
+            start,
+            stage.plan.runtime,
+            name=session.session_id,
+            logs=stage.recorder.path / "logs",
+            engine_urls=stage.recorder.engine.split(","),
+            session_box=box,
+        )
+    except Exception as error:
+        logger.warning("the judge of session %s failed", session.session_id, exc_info=True)
+        judged = Judged(unjudged=f"the judge failed: {error!r}")
+    session.parts = json.dumps(judged.parts)
+    session.evidence = json.dumps(judged.evidence)
+    return judged

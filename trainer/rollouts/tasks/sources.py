@@ -1,0 +1,125 @@
+"""Tasks from files and folders: JSON Lines of tasks, Harbor tasks, SWE rows."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.rollouts.judges.spec import CommandJudge, Judge, SeveralJudges
+from rolltap.trainer.rollouts.tasks.harbor import is_harbor, load_harbor
+from rolltap.trainer.rollouts.tasks.rows import is_dataset, read_rows
+from rolltap.trainer.rollouts.tasks.swe import swe_task
+from rolltap.trainer.rollouts.tasks.task import Task
+from rolltap.trainer.settings import describe
+
+
+def load_tasks(
+    path: str | Path, *, repositories: str | Path | None = None, refused: list[str] | None = None
+) -> list[Task]:
+    """Return the tasks of a file or folder.
+
+    The source is a JSON Lines file of tasks (`Task` has the keys), a Harbor task folder or a folder of them, or rows of
+    SWE-bench and its relatives: a JSON Lines or Parquet file, or a Hugging Face dataset on disk.
+
+    Args:
+        path: File or folder.
+        repositories: Folder with the checkouts or bare mirrors of SWE rows: `<owner>__<name>` or `<owner>/<name>`, with
+            or without `.git`. None: the rows' images have them.
+        refused: List that gets one line for each task that is refused; the others are returned. None: the first one
+            raises.
+
+    Raises `InputError` for a source that cannot be read, for one without tasks, and for what a task asks for and cannot
+    have: it names the line, row or folder, the key, and what to do.
+    """
+    path = Path(path)
+    folder = None if repositories is None else Path(repositories)
+    if folder is not None and not folder.is_dir():
+        raise InputError(f"the folder of repositories {folder} is not a folder")
+    tasks: dict[str, Task] = {}
+    for make in _readers(path, folder):
+        try:
+            task = make()
+            if task.id in tasks:
+                raise InputError(f"{task.source}: the id {task.id!r} is used twice")
+            tasks[task.id] = task
+        except InputError as error:
+            if refused is None:
+                raise
+            refused.append(str(error))
+    if not tasks:
+        reasons = Counter(refused or ["it is empty"]).most_common(1)[0][0]
+        raise InputError(f"{path} has no tasks: {reasons}")
+    return list(tasks.values())
+
+
+def _readers(path: Path, repositories: Path | None) -> Iterator[Callable[[], Task]]:
+    """Yield a function for each task of the source: it returns the task or raises `InputError`."""
+    if path.is_dir() and not is_dataset(path):
+        folders = [path] if is_harbor(path) else sorted(folder for folder in path.iterdir() if is_harbor(folder))
+        if not folders:
+            raise InputError(
+                f"{path} has no tasks: give a Harbor task folder (with task.toml), a folder of them, a Hugging Face "
+                "dataset on disk, or a .jsonl or .parquet file"
+            )
+        yield from (partial(load_harbor, folder) for folder in folders)
+        return
+    for where, row in read_rows(path):
+        yield partial(_task_of_row, where, row, path, repositories)
+
+
+def _task_of_row(where: str, row: Mapping[str, Any] | str, path: Path, repositories: Path | None) -> Task:
+    if isinstance(row, str):
+        try:
+            fields = json.loads(row)
+        except ValueError as error:
+            raise InputError(f"{where}: Invalid JSON: {error}") from error
+        if not isinstance(fields, dict):
+            raise InputError(f"{where} is not a JSON object")
+        row = fields
+    try:
+        if "instance_id" in row or "problem_statement" in row:
+            return swe_task(row, where, repositories)
+        return _resolve(Task.model_validate_json(json.dumps({"source": where, **row})), path.parent, where)
+    except ValidationError as error:
+        raise InputError(f"{where}: {describe(error)}") from error
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}: 'instance_dict' is not JSON: {error}") from error
+
+
+def _resolve(task: Task, folder: Path, where: str) -> Task:
+    """Return the task with its paths relative to `folder` as absolute ones."""
+
+    def absolute(path: Path, key: str) -> Path:
+        place = (folder / path).resolve()
+        if not place.exists():
+            raise InputError(f"{where}: {key} {place} does not exist")
+        return place
+
+    def judge_of(judge: Judge) -> Judge:
+        if isinstance(judge, SeveralJudges):
+            judges = [one.model_copy(update={"judge": judge_of(one.judge)}) for one in judge.judges]
+            return judge.model_copy(update={"judges": judges})
+        update: dict[str, Any] = {"tests": judge.tests and absolute(judge.tests, "'judge.tests'")}
+        if isinstance(judge, CommandJudge):
+            update["mounts"] = {place: absolute(source, "'judge.mounts'") for place, source in judge.mounts.items()}
+        return judge.model_copy(update=update)
+
+    workspace = task.workspace and (folder / task.workspace).resolve()
+    if workspace is not None and not workspace.is_dir():
+        raise InputError(f"{where}: the workspace {workspace} is not a folder")
+    image = task.image
+    if image is not None and image.startswith(("./", "../")):
+        image = str(absolute(Path(image), "'image'"))
+    return task.model_copy(
+        update={
+            "workspace": workspace,
+            "files": {place: absolute(source, "'files'") for place, source in task.files.items()},
+            "image": image,
+            "judge": task.judge and judge_of(task.judge),
+        }
+    )
