@@ -130,6 +130,15 @@ npm_packages() {
     export PATH="$folder/node_modules/.bin:$PATH"
 }
 
+# The programs of the runtimes `sandbox` and `container`, in 10 seconds. Without them their tests are skipped.
+programs_isolation() {
+    if type bwrap podman runc >/dev/null 2>&1; then return; fi
+    if [ "$(id -u)" = 0 ] && type apt-get >/dev/null 2>&1; then
+        apt-get update -qq && apt-get install -y -qq --no-install-recommends bubblewrap podman runc >/dev/null && return
+    fi
+    say "bubblewrap, podman and runc are not all installed (apt-get install bubblewrap podman runc): tests are skipped"
+}
+
 # Add every harness to the PATH, in the version of its preset. The tests of a Node harness that fails to install are
 # skipped.
 environment_harnesses() {

@@ -9,6 +9,7 @@ trap 'kill $(jobs -p) 2>/dev/null || :' EXIT
 python recipes/quickstart/make_model.py runs/quickstart/model & model=$!
 environment_vllm
 environment_harnesses
+programs_isolation
 export ROLLTAP_VLLM="$VENVS/vllm/bin/vllm"
 wait "$model"
 

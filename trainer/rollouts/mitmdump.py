@@ -28,7 +28,7 @@ def script() -> Path:
 
 
 class Mitmdump:
-    """A mitmdump process on a free loopback port. Creating it starts it; `stop` ends it, and so does this process's end.
+    """A mitmdump process on a free loopback port. Creating it starts it; `stop` and the end of this process end it.
 
     `name` is its name in errors. `options` are mitmproxy options, each with the list of its values. The process gets
     the `secret` through a socket. Its output is appended to the file `log`.

@@ -23,7 +23,7 @@ _COPIED = "/rolltap-copy"
 class ApptainerEngine:
     """The command lines of Apptainer. A box is an instance: its first process is Apptainer's own."""
 
-    def create(self, name: str, spec: BoxSpec, mounts: Sequence[Mount]) -> list[list[str]]:
+    def create(self, name: str, spec: BoxSpec, mounts: Sequence[Mount], folder: Path) -> list[list[str]]:
         """See `Engine.create`."""
         return [self.restart(name, spec, mounts)]
 

@@ -10,11 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes.engine import KEEPER, call, mount_option
 from rolltap.trainer.rollouts.runtimes.images import is_root_folder
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Mount
+from rolltap.trainer.rollouts.runtimes.seccomp import without_namespaces
 from rolltap.trainer.rollouts.tasks.limits import Limits
 
 LABEL = "rolltap"
@@ -28,6 +30,8 @@ _MAX_FILES = 65536
 _MAX_PROCESSES = 32768
 """Podman asks for 2^20 of both otherwise, and raising a limit is a right that not even every root has."""
 
+_FURTHER_PROCESSES = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerEngine:
@@ -38,14 +42,16 @@ class ContainerEngine:
         user: User and group in the box that are this user on this machine.
         controllers: Controllers of control groups that the engine can use: `cpu`, `memory`, `pids`.
         label: Value of the label of each container.
+        seccomp: Profile of system calls; None for the engine's own.
     """
 
     command: tuple[str, ...]
     user: str = "0:0"
     controllers: frozenset[str] = frozenset()
     label: str = ""
+    seccomp: dict[str, Any] | None = None
 
-    def create(self, name: str, spec: BoxSpec, mounts: Sequence[Mount]) -> list[list[str]]:
+    def create(self, name: str, spec: BoxSpec, mounts: Sequence[Mount], folder: Path) -> list[list[str]]:
         """See `Engine.create`."""
         image = str(spec.image)
         options = [
@@ -57,6 +63,10 @@ class ContainerEngine:
         ]
         if self.command[0] == "podman":
             options.append("--http-proxy=false")  # containers get this process's proxy variables otherwise
+        if self.seccomp is not None:
+            profile = folder / "seccomp.json"
+            profile.write_text(json.dumps(self.seccomp))
+            options += ["--security-opt", f"seccomp={profile}"]
         source = ["--rootfs", f"{image}:O"] if is_root_folder(image) else [image]
         return [[*self.command, "create", *options, *source, *KEEPER[1:]], [*self.command, "start", name]]
 
@@ -67,7 +77,8 @@ class ContainerEngine:
             size = f"{limits.memory_gib * 2**30:.0f}"
             yield from ("--memory", size, "--memory-swap", size)
         if limits.processes is not None and "pids" in self.controllers:
-            yield from ("--pids-limit", str(limits.processes))
+            # the box is stopped above its limit: this is against those that are faster
+            yield from ("--pids-limit", str(2 * limits.processes + _FURTHER_PROCESSES))
         yield from ("--ulimit", "core=0:0")
         for name, limit, value in (
             ("nofile", resource.RLIMIT_NOFILE, _MAX_FILES),
@@ -134,10 +145,11 @@ def find_engine(program: str, arguments: tuple[str, ...]) -> ContainerEngine:
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"{program} does not work here: {error}; {_INSTALL[program]}") from error
     controllers = frozenset(host.get("cgroupControllers") or ())
+    seccomp = _profile(host.get("security") or {})
     failures: list[str] = []
     for further in _podman_arguments(arguments):
         for usable in dict.fromkeys((controllers, frozenset[str]())):
-            engine = ContainerEngine(command=(*command, *further), controllers=usable)
+            engine = ContainerEngine(command=(*command, *further), controllers=usable, seccomp=seccomp)
             try:
                 _try(engine)
             except OSError as error:
@@ -148,6 +160,14 @@ def find_engine(program: str, arguments: tuple[str, ...]) -> ContainerEngine:
         f"podman cannot start containers here: {failures[0]}. Install runc (apt-get install runc), or name what works: "
         'container_arguments = ["--runtime", "runc", "--cgroup-manager", "cgroupfs"]'
     )
+
+
+def _profile(security: dict[str, Any]) -> dict[str, Any] | None:
+    """Return Podman's profile of system calls, narrowed; None where the kernel or Podman has none."""
+    path = security.get("seccompProfilePath")
+    if not security.get("seccompEnabled") or not path or not Path(path).is_file():
+        return None
+    return without_namespaces(json.loads(Path(path).read_text()))
 
 
 def _podman_arguments(given: Sequence[str]) -> list[tuple[str, ...]]:
@@ -168,7 +188,7 @@ def _try(engine: ContainerEngine) -> None:
         limits = Limits(cpus=1, memory_gib=1, processes=1000, disk_gib=1)
         spec = BoxSpec(name=name, workspace=root, workdir="/", home=root, image=folder, limits=limits)
         try:
-            for command in engine.create(name, spec, mounts):
+            for command in engine.create(name, spec, mounts, root):
                 call(command)
         finally:
             call(engine.remove(name))

@@ -5,6 +5,7 @@ import io
 import shlex
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Mount
@@ -19,8 +20,11 @@ _SECONDS = 300.0
 class Engine(Protocol):
     """The command lines of a container engine. Nothing here runs them."""
 
-    def create(self, name: str, spec: BoxSpec, mounts: Sequence[Mount]) -> list[list[str]]:
-        """Return the commands that make and start the box `name` with the process `KEEPER`, without network."""
+    def create(self, name: str, spec: BoxSpec, mounts: Sequence[Mount], folder: Path) -> list[list[str]]:
+        """Return the commands that make and start the box `name` with the process `KEEPER`, without network.
+
+        The files that they read are written into `folder`.
+        """
 
     def restart(self, name: str, spec: BoxSpec, mounts: Sequence[Mount]) -> list[str]:
         """Return the command that starts a stopped box again."""

@@ -10,15 +10,18 @@ import signal
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
-from rolltap.trainer.blocking import run_to_end
+from rolltap.trainer.blocking import run_to_end, wait_for_end
 from rolltap.trainer.rollouts.runtimes.engine import Engine, call
 from rolltap.trainer.rollouts.runtimes.relay import Relay
-from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Ended, Mount
+from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Ended, Mount, StopReason
 from rolltap.trainer.rollouts.runtimes.supervised import Supervised, start
+from rolltap.trainer.rollouts.runtimes.usage import out_of_memory_kills, processes_in, written_folders
+from rolltap.trainer.rollouts.runtimes.watch import exceeded
 
-HOME = "/home/rolltap"
+HOME = "/home/agent"
 """The home folder in a box."""
 
 _PORT = 3128
@@ -74,7 +77,8 @@ class EngineBox:
         """Start the program that makes the box. Its end removes the box, and it ends when this process does."""
         fifo = self._folder / "started"
         os.mkfifo(fifo)
-        making = [f"{shlex.join(each)} >&2" for each in self._engine.create(self._name, self._spec, self._mounts)]
+        commands = self._engine.create(self._name, self._spec, self._mounts, self._folder)
+        making = [f"{shlex.join(command)} >&2" for command in commands]
         removing = f"{shlex.join(self._engine.remove(self._name))}; rm -rf {shlex.quote(str(self._folder))}"
         with os.fdopen(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK), "rb") as started, tempfile.TemporaryFile() as output:
             async with start(
@@ -127,14 +131,25 @@ class EngineBox:
             client = await asyncio.create_subprocess_exec(
                 *command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )
+        killed_before = out_of_memory_kills(self._pid)
+        ending, limit = asyncio.create_task(client.wait()), asyncio.create_task(self._exceeded(log))
         try:
-            return _as_ended(await asyncio.wait_for(client.wait(), timeout))
-        except TimeoutError:
-            return Ended(None, "timeout")
+            await asyncio.wait([ending, limit], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if ending.done():
+                killed = client.returncode and out_of_memory_kills(self._pid) > killed_before
+                return Ended(None, "memory") if killed else _as_ended(ending.result())
+            return Ended(None, limit.result() if limit.done() else "timeout")
         finally:
-            if client.returncode is None:
+            limit.cancel()
+            if not ending.done():
                 await self.settle()
-                await client.wait()
+                await wait_for_end(ending)
+
+    async def _exceeded(self, log: Path) -> StopReason:
+        """Return the first limit that the box exceeds."""
+        folders = [self._spec.workspace, self._spec.home, log, *written_folders(self._pid)]
+        memory = [Path(f"/proc/{self._pid}/root/dev{folder}") for folder in ("", "/shm")]
+        return await exceeded(self._spec.limits, partial(processes_in, self._pid), folders, memory)
 
     async def settle(self) -> None:
         """Kill all processes of the box. The next program starts it again, with its files."""
@@ -162,7 +177,8 @@ def _script(command: Sequence[str], env: Mapping[str, str], workdir: str) -> str
 
     It prints its first argument, and exits with `_ABSENT`, when there is no such program.
     """
-    lines = [f"cd {shlex.quote(workdir)} || exit"]
+    # root of a box may give no file to another user, and tar(1) fails of that
+    lines = [f"cd {shlex.quote(workdir)} || exit", "export TAR_OPTIONS=--no-same-owner"]
     for name, value in env.items():
         if not _VARIABLE.fullmatch(name):
             raise OSError(f"the environment variable {name!r} has no name that a shell knows: rename it")

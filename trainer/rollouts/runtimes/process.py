@@ -20,7 +20,16 @@ class ProcessBox:
 
     async def run(self, command: Sequence[str], *, env: Mapping[str, str], timeout: float, log: Path) -> Ended:
         """Run a program: see `Box.run`."""
-        return await run_supervised(command, cwd=self._spec.workspace, env=env, timeout=timeout, log=log)
+        spec = self._spec
+        return await run_supervised(
+            command,
+            cwd=spec.workspace,
+            env=env,
+            timeout=timeout,
+            log=log,
+            limits=spec.limits,
+            folders=[spec.workspace, spec.home],
+        )
 
     async def settle(self) -> None:
         """Do nothing: a program's end is the end of all that it left."""

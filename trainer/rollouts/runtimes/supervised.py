@@ -7,13 +7,15 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from rolltap.trainer.blocking import wait_for_end
-from rolltap.trainer.rollouts.runtimes.runtime import Ended
+from rolltap.trainer.rollouts.runtimes.runtime import Ended, StopReason
+from rolltap.trainer.rollouts.runtimes.watch import choose_cores, exceeded, rlimits
+from rolltap.trainer.rollouts.tasks.limits import Limits
 
 _SCRIPT = Path(__file__).with_name("supervise.py")
 _GRACE_SECONDS = 5.0
@@ -133,24 +135,42 @@ async def start(command: Sequence[str], **how: Any) -> AsyncIterator[Supervised]
 
 
 async def run_supervised(
-    command: Sequence[str], *, cwd: Path, env: Mapping[str, str], timeout: float, log: Path, **how: Any
+    command: Sequence[str],
+    *,
+    cwd: Path,
+    env: Mapping[str, str],
+    timeout: float,
+    log: Path,
+    limits: Limits | None = None,
+    folders: Sequence[Path] = (),
+    **how: Any,
 ) -> Ended:
     """Run a program to its end, with its output in the file `log`, and kill what it leaves. See `Supervised`.
 
-    It gets SIGTERM after `timeout` seconds, and is killed 5 s later; at once when the caller is cancelled. Raises
-    `OSError` when it cannot be started.
+    It gets SIGTERM after `timeout` seconds, and is killed 5 s later; at once at a limit of all its processes, with
+    `folders` and the log as the files that count, and when the caller is cancelled. Raises `OSError` when it cannot be
+    started.
     """
+    limits = limits or Limits()
+    how = {"rlimits": rlimits(limits), "cpus": choose_cores(limits), **how}
     with log.open("wb") as output:
         async with start(command, cwd=cwd, env=env, output=output, **how) as program:
-            return await end(program, timeout)
+            return await end(program, timeout, exceeded(limits, program.process.pid, [*folders, log]))
 
 
-async def end(program: Supervised, timeout: float) -> Ended:
-    """Wait for the end of a program; stop it after `timeout` seconds."""
+async def end(program: Supervised, timeout: float, limit: Coroutine[Any, Any, StopReason]) -> Ended:
+    """Wait for the end of a program. Stop it after `timeout` seconds, and when `limit` returns."""
+    ending, limited = asyncio.create_task(program.wait()), asyncio.create_task(limit)
     try:
-        return Ended(await asyncio.wait_for(program.wait(), timeout))
-    except TimeoutError:
+        await asyncio.wait([ending, limited], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if ending.done():
+            return Ended(ending.result())
+        if limited.done():
+            return Ended(None, limited.result())
         program.terminate()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(program.wait(), _GRACE_SECONDS)
+        await asyncio.wait([ending], timeout=_GRACE_SECONDS)
         return Ended(None, "timeout")
+    finally:
+        for task in (ending, limited):
+            task.cancel()
+        await asyncio.gather(ending, limited, return_exceptions=True)

@@ -5,11 +5,13 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rolltap.addons.errors import InputError
+from rolltap.trainer.rollouts.runtimes import container
 from rolltap.trainer.rollouts.runtimes.container import ContainerRuntime
 from rolltap.trainer.rollouts.runtimes.container_engine import LABEL, find_engine
 from rolltap.trainer.rollouts.runtimes.runtime import Ended, Mount
@@ -18,7 +20,7 @@ from tests.containers import make_spec, podman  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("podman")
 
-ENV = {"PATH": "/usr/bin:/bin", "HOME": "/home/rolltap"}
+ENV = {"PATH": "/usr/bin:/bin", "HOME": "/home/agent"}
 
 
 async def sh(box, script, log, *, timeout=120.0, **env):
@@ -55,7 +57,7 @@ async def test_a_program_runs_in_the_workspace_with_its_own_home_and_environment
     value = "two\nlines 'and' \"quotes\" $HOME"
     spec = make_spec(tmp_path, workdir="/a, b:c/workspace")
     async with ContainerRuntime().box(spec) as box:
-        assert (box.workdir, box.home, box.proxy) == ("/a, b:c/workspace", "/home/rolltap", None)
+        assert (box.workdir, box.home, box.proxy) == ("/a, b:c/workspace", "/home/agent", None)
         script = 'pwd; echo "$VALUE"; touch here ~/there; cat; exit 3'
         assert await sh(box, script, tmp_path / "log", VALUE=value) == (Ended(3), f"/a, b:c/workspace\n{value}\n")
     assert (spec.workspace / "here").stat().st_uid == (spec.home / "there").stat().st_uid == os.getuid()
@@ -236,16 +238,45 @@ def wait_until(true):
         pass
 
 
+@pytest.fixture(params=["control groups", "watched"])
+def held_by(request, monkeypatch):
+    """Hold limits by control groups, where the engine can use them, and by looking at what a box uses."""
+    engine = find_engine("podman", ())
+    if request.param == "control groups" and not engine.controllers:
+        pytest.skip("Podman can use no control groups here")
+    if request.param == "watched":
+        without = replace(engine, controllers=frozenset())
+        monkeypatch.setattr(container, "find_engine", lambda program, arguments: without)
+    return request.param
+
+
+@pytest.mark.usefixtures("held_by")
 async def test_memory_is_limited(tmp_path):
-    script = "python3 -c 'bytearray(600 << 20)'"
+    script = "exec python3 -c 'import time; x = bytearray(600 << 20); time.sleep(600)'"
     ended, _ = await in_box(tmp_path, script, limits=Limits(memory_gib=0.2))
-    assert ended.status != 0
+    assert ended == Ended(None, "memory")
 
 
+@pytest.mark.usefixtures("held_by")
 async def test_processes_are_limited(tmp_path):
-    script = "for i in $(seq 200); do sleep 100 & done"
-    ended, output = await in_box(tmp_path, script, limits=Limits(processes=60))
-    assert ended.status != 0 or "fork" in output
+    script = "import os, time\nfor _ in range(80):\n    if not os.fork(): time.sleep(600)\ntime.sleep(600)"
+    ended, _ = await in_box(tmp_path, f"python3 -c '{script}'", limits=Limits(processes=60))
+    assert ended == Ended(None, "processes")
+
+
+async def test_a_program_that_forks_faster_than_it_is_watched_does_not_fill_the_machine(tmp_path):
+    if not find_engine("podman", ()).controllers:
+        pytest.skip("Podman can use no control groups here")
+    script = "import os, time\nfor _ in range(1000):\n    if not os.fork(): time.sleep(600)"
+    _, output = await in_box(tmp_path, f"python3 -c '{script}'", limits=Limits(processes=10))
+    assert "BlockingIOError" in output
+
+
+@pytest.mark.parametrize("where", [".", "~", "/var/tmp"])
+async def test_the_space_on_disk_is_limited_wherever_it_is_written(tmp_path, where):
+    script = f"cd {where}; for i in $(seq 30); do head -c 2000000 /dev/zero > $i; done; sleep 600"
+    ended, _ = await in_box(tmp_path, script, limits=Limits(disk_gib=0.02))
+    assert ended == Ended(None, "disk")
 
 
 async def test_a_file_cannot_be_larger_than_the_disk_limit(tmp_path):

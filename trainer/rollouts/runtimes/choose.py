@@ -1,0 +1,62 @@
+"""Choosing a runtime by its name and settings."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.rollouts.runtimes.apptainer import ApptainerRuntime
+from rolltap.trainer.rollouts.runtimes.container import ContainerRuntime
+from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
+from rolltap.trainer.rollouts.runtimes.runtime import Runtime
+from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
+
+RUNTIMES = ("process", "sandbox", "container", "apptainer")
+"""Names of the runtimes."""
+ENGINES = ("podman", "docker")
+"""Programs that the runtime `container` can use."""
+
+
+def make_runtime(
+    name: str,
+    *,
+    tools: Sequence[str | Path] = (),
+    container_engine: str | None = None,
+    container_arguments: Sequence[str] = (),
+) -> Runtime:
+    """Return a runtime. `Runtime.check` says whether it works here.
+
+    `tools` are folders of this machine that boxes have read-only, under the same path. `container_engine` is `podman`
+    or `docker`; by default the first that is installed. `container_arguments` stand between the engine's name and its
+    commands. Raises `InputError` for a setting that is wrong, or that the runtime does not have.
+    """
+    if name not in RUNTIMES:
+        raise InputError(f'runtime = "{name}" is not known: write one of {", ".join(RUNTIMES)}')
+    if name == "process" and tools:
+        raise InputError(
+            f'tools = {[str(tool) for tool in tools]} has no meaning with runtime = "process", which sees all folders: '
+            "remove it"
+        )
+    if name != "container":
+        for key, value in (("container_engine", container_engine), ("container_arguments", list(container_arguments))):
+            if value:
+                raise InputError(f'{key} = {value!r} has no meaning with runtime = "{name}": remove it')
+    folders = [_folder(tool) for tool in tools]
+    if name == "process":
+        return ProcessRuntime()
+    if name == "sandbox":
+        return SandboxRuntime(tools=folders)
+    if name == "apptainer":
+        return ApptainerRuntime(tools=folders)
+    if container_engine is None:
+        container_engine = next((engine for engine in ENGINES if shutil.which(engine)), ENGINES[0])
+    if container_engine not in ENGINES:
+        raise InputError(f'container_engine = "{container_engine}" is not known: write one of {", ".join(ENGINES)}')
+    return ContainerRuntime(container_engine, container_arguments, tools=folders)
+
+
+def _folder(tool: str | Path) -> Path:
+    folder = Path(tool).expanduser().absolute()
+    if not folder.is_dir():
+        raise InputError(f'tools names "{tool}", which is no folder: write the folder of an installed program')
+    return folder
