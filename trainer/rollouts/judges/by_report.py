@@ -49,7 +49,7 @@ async def judge_by_report(spec: PytestJudge, place: Place) -> tuple[Reward, dict
         raise UnjudgedError(f"{ended}, and no test ran; its output is in {place.case.log.name}", broke=True)
     verdict = compare(outcomes, spec.fail_to_pass, spec.pass_to_pass)
     worst_first = sorted(verdict.tests.items(), key=lambda test: test[1] in ("passed", "xfailed"))
-    evidence = {
+    evidence: dict[str, Any] = {
         "exit_status": status,
         "canary": saw,
         "tests": dict(worst_first[:_MAX_TESTS]),

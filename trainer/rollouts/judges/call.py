@@ -8,13 +8,14 @@ import json
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 
 def main(function: str, folder: str, output: str) -> int:
     """Call the function with the folder, and return the exit status."""
     module, _, name = function.partition(":")
     try:
-        found = importlib.import_module(module)
+        found: Any = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
         text = json.dumps(found(Path(folder)), default=float)  # numbers of NumPy

@@ -80,11 +80,11 @@ async def judge(
 
 async def _judge(spec: Judge, case: Case) -> Judged:
     if isinstance(spec, SeveralJudges):
-        judged = [
+        results = [
             await _judge(one.judge, dataclasses.replace(case, name=f"{case.name}.{number}"))
             for number, one in enumerate(spec.judges)
         ]
-        return combine(spec.judges, judged)
+        return combine(spec.judges, results)
     if isinstance(spec, CommandJudge):
         spec = _by_its_report(spec)
     try:
@@ -174,11 +174,10 @@ async def _check(judged: Judged, spec: PytestJudge, case: Case) -> Judged:
 
 def _is_known(module: str, case: Case) -> bool:
     """Return True for a module that the task names or that a workspace has: the agent may have been asked for it."""
-    made = {case.start.folder} if case.made is None else {case.start.folder, case.made.workspace}
-    if any(
-        (folder / f"{place}{module}{end}").exists() for folder in made for place in ("", "src/") for end in ("", ".py")
-    ):
-        return True
+    folders = [case.start.folder] if case.made is None else [case.start.folder, case.made.workspace]
+    for folder in [*folders, *(folder / "src" for folder in folders)]:
+        if (folder / module).exists() or (folder / f"{module}.py").exists():
+            return True
     return re.search(rf"\b{re.escape(module)}\b", case.task.instruction) is not None
 
 

@@ -153,8 +153,7 @@ def compare(outcomes: Mapping[Name, Outcome], fail_to_pass: Sequence[str], pass_
         passes = [outcome in ("passed", "xfailed", "skipped") for outcome in outcomes.values()]
         some = any(outcome in ("passed", "xfailed") for outcome in outcomes.values())
         share = sum(passes) / len(passes) if passes else 0.0
-        tests = {str(name): outcome for name, outcome in outcomes.items()}
-        return Verdict(float(bool(some and all(passes))), {"tests": share}, tests)
+        return Verdict(float(some and all(passes)), {"tests": share}, {str(name): outcomes[name] for name in outcomes})
     parts, whole = {}, True
     tests: dict[str, str] = {}
     for part, names, good in (

@@ -13,9 +13,18 @@ from pathlib import Path
 from typing import Protocol
 
 from rolltap.addons.errors import InputError
+from rolltap.trainer.blocking import run_to_end
 from rolltap.trainer.rollouts.environment import clean_environment
 from rolltap.trainer.rollouts.judges.changes import Changes, Made, apply_changes, find_changes
-from rolltap.trainer.rollouts.judges.folders import opened, read_chunks, read_file, remove, scan, write_file
+from rolltap.trainer.rollouts.judges.folders import (
+    opened,
+    read_chunks,
+    read_file,
+    remove,
+    remove_tree,
+    scan,
+    write_file,
+)
 from rolltap.trainer.rollouts.judges.judged import UnjudgedError
 from rolltap.trainer.rollouts.judges.select import OneJudge, select
 from rolltap.trainer.rollouts.judges.spec import CommandJudge, PytestJudge
@@ -125,45 +134,53 @@ async def place(case: Case, spec: OneJudge) -> AsyncIterator[Place]:
             yield made
         return
     beside = case.made.workspace.parent if case.made is not None else None
-    with tempfile.TemporaryDirectory(prefix="judge-", dir=beside, ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        workspace, home, out, tools = (folder / part for part in ("workspace", "home", "out", "tools"))
-        for made_folder in (home, out, tools):
-            made_folder.mkdir()
-        changes = await asyncio.to_thread(_prepare, case, spec, workspace)
-        isolated = case.runtime.isolated
-        out_inside, tools_inside = (_OUT, _TOOLS) if isolated else (str(out), str(tools))
-        mounts = [Mount(out, out_inside, writable=True), Mount(tools, tools_inside)]
-        outside = {out_inside: out}
-        if isinstance(spec, CommandJudge):
-            if not isolated and (spec.mounts or spec.writable):
-                raise UnjudgedError(f"the judge needs mounts, and the runtime {case.runtime.name} has none")
-            mounts += [Mount(source.absolute(), target) for target, source in spec.mounts.items()]
-            for number, target in enumerate(spec.writable):
-                outside[target] = folder / f"writable-{number}"
-                outside[target].mkdir()
-                mounts.append(Mount(outside[target], target, writable=True))
-        box_spec = BoxSpec(
-            name=folder.name,
+    folder = Path(tempfile.mkdtemp(prefix="judge-", dir=beside))
+    try:
+        async with _fresh_place(case, spec, folder) as made:
+            yield made
+    finally:
+        await run_to_end(remove_tree, folder)
+
+
+@asynccontextmanager
+async def _fresh_place(case: Case, spec: OneJudge, folder: Path) -> AsyncIterator[Place]:
+    workspace, home, out, tools = (folder / part for part in ("workspace", "home", "out", "tools"))
+    for made_folder in (home, out, tools):
+        made_folder.mkdir()
+    changes = await asyncio.to_thread(_prepare, case, spec, workspace)
+    isolated = case.runtime.isolated
+    out_inside, tools_inside = (_OUT, _TOOLS) if isolated else (str(out), str(tools))
+    mounts = [Mount(out, out_inside, writable=True), Mount(tools, tools_inside)]
+    outside = {out_inside: out}
+    if isinstance(spec, CommandJudge):
+        if not isolated and (spec.mounts or spec.writable):
+            raise UnjudgedError(f"the judge needs mounts, and the runtime {case.runtime.name} has none")
+        mounts += [Mount(source.absolute(), target) for target, source in spec.mounts.items()]
+        for number, target in enumerate(spec.writable):
+            outside[target] = folder / f"writable-{number}"
+            outside[target].mkdir()
+            mounts.append(Mount(outside[target], target, writable=True))
+    box_spec = BoxSpec(
+        name=folder.name,
+        workspace=workspace,
+        workdir=case.task.workdir,
+        home=home,
+        mounts=mounts,
+        image=case.task.image,
+        limits=case.task.limits,
+    )
+    async with case.runtime.box(box_spec) as box:
+        yield Place(
+            case=case,
+            box=box,
             workspace=workspace,
-            workdir=case.task.workdir,
-            home=home,
-            mounts=mounts,
-            image=case.task.image,
-            limits=case.task.limits,
+            changes=changes,
+            out=out,
+            out_inside=out_inside,
+            tools=tools,
+            tools_inside=tools_inside,
+            outside=outside,
         )
-        async with case.runtime.box(box_spec) as box:
-            yield Place(
-                case=case,
-                box=box,
-                workspace=workspace,
-                changes=changes,
-                out=out,
-                out_inside=out_inside,
-                tools=tools,
-                tools_inside=tools_inside,
-                outside=outside,
-            )
 
 
 @asynccontextmanager

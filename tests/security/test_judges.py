@@ -1,0 +1,306 @@
+"""Attacks on judges: everything that an agent can leave in its folders, against a real pytest."""
+
+import os
+import py_compile
+import socket
+import stat
+import sys
+
+import pytest
+
+from rolltap.trainer.rollouts.judges import folders
+from tests.trainer.rollouts.judges.sessions import Left, write
+
+ROOT = os.getcwd()
+
+START = {
+    "calc.py": "def add(a, b):\n    return a - b\n\n\ndef double(a):\n    return 2 * a\n",
+    "tests/__init__.py": "",
+    "tests/test_calc.py": (
+        "import calc\n\n\ndef test_add():\n    assert calc.add(2, 2) == 4\n\n\n"
+        "def test_double():\n    assert calc.double(2) == 4\n"
+    ),
+}
+RIGHT = START["calc.py"].replace("a - b", "a + b")
+JUDGE = {
+    "kind": "pytest",
+    "command": [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--junit-xml", "{report}", "tests"],
+    "fail_to_pass": ["tests/test_calc.py::test_add"],
+    "pass_to_pass": ["tests/test_calc.py::test_double"],
+    "timeout": 60,
+}
+NO_LISTS = {**JUDGE, "fail_to_pass": [], "pass_to_pass": []}
+SHORT = {"kind": "command", "command": [sys.executable, "-m", "pytest", "-q"]}
+JUDGES = pytest.mark.parametrize("spec", [JUDGE, NO_LISTS, SHORT], ids=["lists", "no lists", "short form"])
+
+PASS_ALL = """
+import pytest
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    outcome = yield
+    report = outcome.get_result()
+    report.outcome = "passed"
+    report.longrepr = None
+"""
+FORGER = """
+import os, sys
+path = next((a.partition("=")[2] or sys.argv[i + 1] for i, a in enumerate(sys.argv) if a.startswith("--junit")), None)
+text = '<testsuites><testsuite>' + ''.join(
+    f'<testcase classname="tests.test_calc" name="{name}"/>' for name in ("test_add", "test_double")
+) + '</testsuite></testsuites>'
+open(path or os.environ["ROLLTAP_REPORT"], "w").write(text)
+os._exit(0)
+"""
+PATCH_RUNTEST = """
+import _pytest.python, _pytest.unittest
+_pytest.python.Function.runtest = lambda self: None
+_pytest.unittest.TestCaseFunction.runtest = lambda self: None
+"""
+PATCH_REPORTS = """
+import _pytest.reports
+make = _pytest.reports.TestReport.from_item_and_call
+def passed(item, call):
+    call.excinfo = None
+    return make(item, call)
+_pytest.reports.TestReport.from_item_and_call = passed
+"""
+BROKEN = START["calc.py"]
+
+ATTACKS = {
+    "conftest.py": {"conftest.py": PASS_ALL},
+    "tests/conftest.py": {"tests/conftest.py": PASS_ALL},
+    "sitecustomize.py": {"sitecustomize.py": FORGER},
+    "usercustomize.py": {"usercustomize.py": FORGER},
+    "a fake pytest": {"pytest.py": FORGER},
+    "a fake pytest package": {"pytest/__init__.py": "", "pytest/__main__.py": FORGER},
+    "a fake _pytest": {"_pytest/__init__.py": FORGER},
+    "a fake pluggy": {"pluggy/__init__.py": FORGER},
+    "changed tests": {"tests/test_calc.py": "def test_add(): pass\ndef test_double(): pass\n"},
+    "emptied tests": {"tests/test_calc.py": ""},
+    "deleted tests": {"tests/test_calc.py": None},
+    "deleted tests, and others": {"tests/test_calc.py": None, "tests/test_new.py": "def test_add(): pass\n"},
+    "pytest.ini": {"pytest.ini": "[pytest]\naddopts = --deselect tests/test_calc.py::test_add\n"},
+    "addopts in pyproject.toml": {
+        "pyproject.toml": "[tool.pytest.ini_options]\naddopts = ['--deselect', 'tests/test_calc.py::test_add']\n"
+    },
+    "addopts in tox.ini": {"tox.ini": "[pytest]\naddopts = -k double\n"},
+    "addopts in setup.cfg": {"setup.cfg": "[tool:pytest]\naddopts = -k double\n"},
+    "environment files": {
+        ".env": "PYTEST_ADDOPTS=-k double\n",
+        ".pdbrc": "import os; os._exit(0)\n",
+        ".pythonstartup": "import os; os._exit(0)\n",
+        ".venv/lib/python3.11/site-packages/evil.pth": "import os; os._exit(0)\n",
+    },
+    "rewards in the workspace": {
+        "reward": "1.0",
+        "reward.txt": "1.0",
+        "reward.json": '{"reward": 1.0}',
+        "report.xml": "<testsuite><testcase classname='tests.test_calc' name='test_add'/></testsuite>",
+    },
+    "git attributes": {
+        ".gitattributes": "* filter=evil\n",
+        ".git/config": '[filter "evil"]\nsmudge = touch /tmp/evil\n',
+    },
+    "git hooks": {".git/hooks/post-checkout": "#!/bin/sh\nexit 0\n", "sub/.git/hooks/pre-commit": "#!/bin/sh\n"},
+    "an exit at import": {"calc.py": "import os\nos._exit(0)\n"},
+    "an exit by SystemExit": {"calc.py": "import sys\nsys.exit(0)\n"},
+    "a forged report, then an exit": {"calc.py": FORGER},
+    "pytest.exit": {"calc.py": "import pytest\npytest.exit('done', returncode=0)\n"},
+    "a patched runtest": {"calc.py": PATCH_RUNTEST + BROKEN},
+    "patched reports": {"calc.py": PATCH_REPORTS + BROKEN},
+    "the answer in the output": {"calc.py": "import atexit\natexit.register(print, '1.0')\n" + BROKEN},
+    "a kill of its own process": {"calc.py": "import os\nos.kill(os.getpid(), 9)\n"},
+    "a syntax error": {"calc.py": "def add(:\n"},
+    "an emptied report": {"calc.py": "import os\nopen(os.environ['ROLLTAP_REPORT'], 'w').close()\nos._exit(0)\n"},
+}
+BY_FILES = {name: files for name, files in ATTACKS.items() if "calc.py" not in files}
+IN_PROCESS = [name for name in ATTACKS if name not in BY_FILES]
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+async def test_an_attack_on_the_tests_that_must_pass_earns_nothing(tmp_path, attack):
+    left = Left(tmp_path, START)
+    left.do(ATTACKS[attack])
+    judged = await left.judge(JUDGE)
+    assert (judged.reward, judged.unjudged) == (0.0, None), left.log
+
+
+@pytest.mark.parametrize("attack", ["deleted tests, and others", "addopts in pyproject.toml", *IN_PROCESS])
+async def test_an_attack_on_the_short_form_earns_nothing(tmp_path, attack):
+    left = Left(tmp_path, START)
+    left.do(ATTACKS[attack])
+    judged = await left.judge(SHORT)
+    assert (judged.reward, judged.unjudged) == (0.0, None), left.log
+
+
+@JUDGES
+async def test_the_right_change_is_judged_as_such_beside_all_that_can_be_planted(tmp_path, spec):
+    left = Left(tmp_path, START)
+    for files in BY_FILES.values():
+        if "pytest.py" not in files and "tests/test_calc.py" not in files:
+            left.do(files)
+    left.do({"calc.py": RIGHT, "tests/test_calc.py": "def test_nothing(): pass\n"})
+    judged = await left.judge(spec)
+    assert (judged.reward, judged.unjudged) == (1.0, None), left.log
+    assert judged.evidence["changed_tests"] == ["tests/test_calc.py"]
+    refused = judged.evidence["refused"]
+    assert {"conftest.py: planted", "tests/test_calc.py: protected", "pyproject.toml: settings"} <= {*refused}
+
+
+@pytest.mark.parametrize("attack", ["a patched runtest", "patched reports"])
+async def test_tests_that_pass_although_they_must_fail_are_told(tmp_path, attack):
+    left = Left(tmp_path, START)
+    left.do(ATTACKS[attack])
+    judged = await left.judge(JUDGE)
+    assert judged.evidence["forged_report"] == "a test passed that must fail"
+
+
+async def test_a_report_that_pytest_did_not_write_is_told(tmp_path):
+    left = Left(tmp_path, START)
+    left.do({"calc.py": FORGER})
+    judged = await left.judge(JUDGE)
+    assert judged.evidence["forged_report"].startswith("tests are not in it that pytest ran on the untouched start")
+
+
+async def test_compiled_tests_with_the_time_and_size_of_the_real_ones_are_not_run(tmp_path):
+    left = Left(tmp_path, START)
+    real = left.start.folder / "tests/test_calc.py"
+    fake = tmp_path / "test_calc.py"
+    fake.write_text("def test_add(): pass\ndef test_double(): pass\n".ljust(real.stat().st_size, "#"))
+    os.utime(fake, ns=(real.stat().st_atime_ns, real.stat().st_mtime_ns))
+    cache = left.workspace / "tests/__pycache__"
+    cache.mkdir()
+    version = f"{sys.implementation.cache_tag}-pytest-{pytest.__version__}"
+    for name in (f"test_calc.{sys.implementation.cache_tag}.pyc", f"test_calc.{version}.pyc"):
+        py_compile.compile(str(fake), str(cache / name), "test_calc.py", doraise=True)
+    judged = await left.judge(JUDGE)
+    assert judged.reward == 0.0
+
+
+async def test_tests_laid_over_the_workspace_win(tmp_path):
+    left = Left(tmp_path, START)
+    write(tmp_path / "overlay", {"tests/test_calc.py": START["tests/test_calc.py"]})
+    left.do({"tests/test_calc.py": None, "tests/__init__.py": None})
+    (left.workspace / "tests").rmdir()
+    (left.workspace / "other").mkdir()
+    (left.workspace / "tests").symlink_to("other")
+    left.do({"other/test_calc.py": "def test_add(): pass\ndef test_double(): pass\n"})
+    judged = await left.judge({**JUDGE, "tests": str(tmp_path / "overlay")})
+    assert judged.reward == 0.0
+    left.do({"calc.py": RIGHT})
+    judged = await left.judge({**JUDGE, "tests": str(tmp_path / "overlay")})
+    assert judged.reward == 1.0, left.log
+
+
+async def test_a_patch_of_tests_wins_over_the_agents(tmp_path):
+    left = Left(tmp_path, START)
+    patch = """--- a/tests/test_calc.py
++++ b/tests/test_calc.py
+@@ -8,2 +8,5 @@
+ def test_double():
+     assert calc.double(2) == 4
++
++
++def test_more(): assert calc.add(1, 1) == 2
+"""
+    left.do({"tests/test_calc.py": "def test_add(): pass\ndef test_double(): pass\ndef test_more(): pass\n"})
+    spec = {
+        **JUDGE,
+        "test_patch": patch.replace("-7,1 +7,4", "-8,2 +8,5"),
+        "fail_to_pass": ["tests/test_calc.py::test_more"],
+    }
+    judged = await left.judge(spec)
+    assert judged.reward == 0.0, judged
+    left.do({"calc.py": RIGHT})
+    judged = await left.judge(spec)
+    assert judged.reward == 1.0, left.log
+
+
+async def test_a_reward_planted_where_the_judge_writes_is_not_read(tmp_path):
+    left = Left(tmp_path, {"a.txt": "a"})
+    for folder in (left.workspace, left.home):
+        write(folder, {"reward": "1.0", "out/reward": "1.0", "reward.json": '{"reward": 1.0}'})
+    os.mkfifo(left.home / "report.xml")
+    judged = await left.judge({"kind": "command", "command": ["sh", "-c", "echo nothing; exit 1"]})
+    assert judged.reward == 0.0
+
+
+@pytest.mark.parametrize("what", ["fifo", "link", "folder", "socket"])
+async def test_a_reward_file_that_is_no_file_is_none(tmp_path, what):
+    make = {
+        "fifo": 'mkfifo "$ROLLTAP_REWARD"',
+        "link": 'echo 1.0 > there; ln -s "$PWD/there" "$ROLLTAP_REWARD"',
+        "folder": 'mkdir "$ROLLTAP_REWARD"',
+        "socket": '"$0" -c \'import os, socket; socket.socket(socket.AF_UNIX).bind(os.environ["ROLLTAP_REWARD"])\'',
+    }
+    left = Left(tmp_path, {"a.txt": "a"})
+    judged = await left.judge({"kind": "command", "command": ["sh", "-c", make[what] + "; exit 1", sys.executable]})
+    assert judged.reward == 0.0
+
+
+async def test_odd_files_are_left_behind_and_told(tmp_path):
+    left = Left(tmp_path, {"good.txt": "old"})
+    (tmp_path / "secret").write_text("1.0")
+    space = left.workspace
+    os.mkfifo(space / "fifo")
+    with socket.socket(socket.AF_UNIX) as listener:
+        os.chdir(space)
+        try:
+            listener.bind("socket")
+        finally:
+            os.chdir(ROOT)
+    (space / "out").symlink_to(tmp_path / "secret")
+    (space / "up").symlink_to("../../secret")
+    (space / "loop").symlink_to("loop")
+    (space / "folder").symlink_to("/")
+    (space / "sub").mkdir()
+    (space / "sub/link").symlink_to("../good.txt")
+    (space / "tool").write_text("#!/bin/sh\n")
+    (space / "tool").chmod(0o6755)
+    with (space / "huge").open("wb") as file:
+        file.truncate(1 << 40)
+    left.do({"good.txt": "new", "sub/.git/config": "[core]", "__pycache__/a.pyc": "x"})
+    script = "ls -A . sub; cat good.txt sub/link; stat -c %a tool"
+    judged = await left.judge({"kind": "command", "command": ["sh", "-c", script], "result": "status"})
+    assert judged.reward == 1.0
+    assert left.log.split() == [".:", "good.txt", "loop", "sub", "tool", "sub:", "link", "newnew755"]
+    assert judged.evidence["refused"] == [
+        "fifo: fifo",
+        "folder: symlink",
+        "huge: size",
+        "out: symlink",
+        "socket: socket",
+        "sub/.git: git",
+        "tool: setuid",
+        "up: symlink",
+    ]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="devices can be made only by root")
+async def test_a_device_is_left_behind(tmp_path):
+    left = Left(tmp_path, {})
+    os.mknod(left.workspace / "disk", stat.S_IFBLK | 0o666, os.makedev(7, 0))
+    judged = await left.judge({"kind": "command", "command": ["test", "!", "-e", "disk"]})
+    assert (judged.reward, judged.evidence["refused"]) == (1.0, ["disk: device"])
+
+
+async def test_a_workspace_that_is_gone_or_a_link_is_empty(tmp_path):
+    left = Left(tmp_path, {"a.txt": "a"})
+    (left.workspace / "a.txt").unlink()
+    left.workspace.rmdir()
+    spec = {"kind": "command", "command": ["test", "-e", "a.txt"]}
+    assert (await left.judge(spec)).reward == 0.0
+    left.workspace.symlink_to(left.start.folder)
+    assert (await left.judge(spec)).reward == 0.0
+
+
+async def test_a_workspace_with_too_many_files_earns_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "MAX_ENTRIES", 50)
+    left = Left(tmp_path, {"a.txt": "a"})
+    left.do({f"{number}": "" for number in range(60)})
+    judged = await left.judge({"kind": "command", "command": ["true"]})
+    assert (judged.reward, judged.evidence["too_much"]) == (
+        0.0,
+        "there are more than 50 files and folders in the workspace",
+    )

@@ -1,0 +1,59 @@
+"""Sessions that an agent has left, and judging them with a real runtime."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from rolltap.trainer.rollouts.judges.changes import Made
+from rolltap.trainer.rollouts.judges.judge import judge
+from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
+from rolltap.trainer.rollouts.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start with a digest of its own: judgements of untouched starts are kept by it."""
+
+    folder: Path
+    digest: str
+
+    def copy_to(self, target):
+        shutil.copytree(self.folder, target, symlinks=True, dirs_exist_ok=True)
+
+
+class Left:
+    """A session of a task whose start has `files`; the agent's folders are `workspace` and `home`."""
+
+    def __init__(self, folder, files, runtime=None):
+        self.folder = folder
+        self.start = Start(folder / "start", str(folder))
+        self.workspace, self.home, self.logs = folder / "session/workspace", folder / "session/home", folder / "logs"
+        self.start.folder.mkdir(parents=True)
+        write(self.start.folder, files)
+        self.start.copy_to(self.workspace)
+        self.home.mkdir(parents=True)
+        self.logs.mkdir()
+        self.runtime = runtime or ProcessRuntime()
+
+    def do(self, files):
+        """Write files as the agent; None deletes one."""
+        write(self.workspace, files)
+
+    async def judge(self, spec, instruction="Mend it.", **given):
+        self.task = Task.model_validate({"id": "t", "instruction": instruction, "judge": spec})
+        made = Made(self.workspace, self.home)
+        return await judge(self.task, made, self.start, self.runtime, name="t-0", logs=self.logs, **given)
+
+    @property
+    def log(self):
+        return (self.logs / "t-0.judge.log").read_text()
+
+
+def write(folder, files):
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if text is None:
+            path.unlink()
+        else:
+            path.write_text(text)

@@ -1,0 +1,165 @@
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rolltap.trainer.rollouts.judges import folders
+from rolltap.trainer.rollouts.judges.changes import apply_changes, find_changes
+from rolltap.trainer.rollouts.judges.folders import remove_tree, scan, stays_inside
+from rolltap.trainer.rollouts.judges.patterns import matches
+
+NAMES = st.sampled_from(["a", "b", "c", "ü\n", "d e", "-rf", "\udcff"])
+CONTENT = st.one_of(st.binary(max_size=4), st.just(b"line\n" * 3))
+TREES = st.recursive(CONTENT, lambda below: st.dictionaries(NAMES, below, max_size=3), max_leaves=8).map(
+    lambda tree: tree if isinstance(tree, dict) else {"a": tree}
+)
+
+
+def build(folder: Path, tree):
+    folder.mkdir()
+    for name, below in tree.items():
+        path = Path(os.fsdecode(os.fsencode(folder / name)))
+        if isinstance(below, dict):
+            build(path, below)
+        else:
+            path.write_bytes(below)
+            path.chmod(0o755 if len(below) % 2 else 0o644)
+
+
+@settings(deadline=None, max_examples=60)
+@given(TREES, TREES)
+def test_changes_that_are_applied_to_the_start_make_the_workspace(before, after):
+    with tempfile.TemporaryDirectory() as name:
+        top = Path(name)
+        build(top / "start", before)
+        build(top / "fresh", before)
+        build(top / "workspace", after)
+        changes = find_changes(top / "start", top / "workspace")
+        changes.diff.encode()
+        apply_changes(changes, top / "workspace", top / "fresh")
+        assert scan(top / "fresh") == scan(top / "workspace")
+        assert bool(changes) == (scan(top / "start") != scan(top / "workspace"))
+
+
+def test_a_diff_shows_texts_modes_and_what_is_no_text(tmp_path):
+    build(tmp_path / "start", {"a.txt": b"one\ntwo\n", "gone": b"x", "bytes": b"\0", "same": b"same"})
+    build(tmp_path / "workspace", {"a.txt": b"one\n2", "new": b"new\n", "bytes": b"\0\1\2", "same": b"same"})
+    for name in ("a.txt", "new", "bytes", "same"):
+        (tmp_path / "workspace" / name).chmod(0o644)
+    (tmp_path / "start/a.txt").chmod(0o644)
+    (tmp_path / "workspace/link").symlink_to("same")
+    (tmp_path / "workspace/same").chmod(0o755)
+    (tmp_path / "start/same").chmod(0o644)
+    changes = find_changes(tmp_path / "start", tmp_path / "workspace")
+    assert "--- a/a.txt\n+++ b/a.txt\n@@ -1,2 +1,2 @@\n one\n-two\n+2\n\\ No newline at end of file\n" in changes.diff
+    assert "--- /dev/null\n+++ b/new\n@@ -0,0 +1 @@\n+new\n" in changes.diff
+    assert "--- a/gone\n+++ /dev/null\n" in changes.diff
+    assert "bytes: executable file of 1 bytes, SHA-256 6e34" in changes.diff
+    assert "link: nothing -> link to 'same'\n" in changes.diff
+    assert "same: file of 4 bytes" in changes.diff
+    assert changes.evidence()["changed"] == ["a.txt", "bytes", "gone", "link", "new", "same"]
+
+
+def test_a_large_diff_is_cut_off_and_still_names_all_changes_by_a_digest(tmp_path):
+    digests = set()
+    for end in (b"1", b"2"):
+        top = tmp_path / end.decode()
+        top.mkdir()
+        build(top / "start", {})
+        build(top / "workspace", {f"{number:03}": b"x" * 99 + b"\n" * 2000 for number in range(300)} | {"z": end})
+        changes = find_changes(top / "start", top / "workspace")
+        assert len(changes.diff) < (1 << 20) + 200
+        assert "The diff is cut off here. SHA-256 of all changes:" in changes.diff
+        digests.add(changes.evidence()["diff_sha256"])
+    assert len(digests) == 2
+
+
+@pytest.mark.parametrize(
+    ("target", "depth", "inside"),
+    [
+        ("a", 0, True),
+        ("a/b", 0, True),
+        ("../a", 1, True),
+        ("../a", 0, False),
+        ("../../a", 1, False),
+        ("a/../b", 3, False),
+        ("/etc", 3, False),
+        ("", 0, False),
+        (".git/config", 0, False),
+        ("../.GIT", 1, False),
+        ("..", 1, True),
+        ("..", 0, False),
+    ],
+)
+def test_a_link_stays_inside_the_workspace(target, depth, inside):
+    assert stays_inside(target, depth) is inside
+
+
+def test_a_link_to_a_link_does_not_lead_out_when_it_is_applied(tmp_path):
+    build(tmp_path / "start", {})
+    build(tmp_path / "fresh", {})
+    build(tmp_path / "workspace", {"sub": {}})
+    (tmp_path / "workspace/sub/up").symlink_to("..")
+    (tmp_path / "workspace/sub/out").symlink_to("up/../secret")
+    (tmp_path / "secret").write_text("1.0")
+    changes = find_changes(tmp_path / "start", tmp_path / "workspace")
+    apply_changes(changes, tmp_path / "workspace", tmp_path / "fresh")
+    assert changes.refused == {"sub/out": "symlink"}
+    assert (tmp_path / "fresh/sub/up").resolve() == tmp_path / "fresh"
+
+
+def test_folders_deeper_than_the_bound_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "MAX_DEPTH", 3)
+    build(tmp_path / "start", {})
+    build(tmp_path / "workspace", {"a": {"a": {"a": {"a": {"a": b""}}}}})
+    assert find_changes(tmp_path / "start", tmp_path / "workspace").refused == {"a/a/a/a/a": "depth"}
+
+
+def test_a_very_deep_folder_is_bounded(tmp_path):
+    build(tmp_path / "start", {})
+    build(tmp_path / "workspace", {})
+    folder = os.open(tmp_path / "workspace", os.O_RDONLY)
+    for _ in range(3000):
+        os.mkdir("d" * 20, dir_fd=folder)
+        below = os.open("d" * 20, os.O_RDONLY, dir_fd=folder)
+        os.close(folder)
+        folder = below
+    os.close(folder)
+    changes = find_changes(tmp_path / "start", tmp_path / "workspace")
+    assert list(changes.refused.values()) == ["depth"]
+    remove_tree(tmp_path / "workspace")
+    assert not (tmp_path / "workspace").exists()
+
+
+def test_a_file_that_changes_after_it_was_found_is_not_applied(tmp_path):
+    build(tmp_path / "start", {})
+    build(tmp_path / "fresh", {})
+    build(tmp_path / "workspace", {"a": b"1"})
+    changes = find_changes(tmp_path / "start", tmp_path / "workspace")
+    (tmp_path / "workspace/a").write_bytes(b"2")
+    with pytest.raises(OSError, match="a was changed while it was copied"):
+        apply_changes(changes, tmp_path / "workspace", tmp_path / "fresh")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "found"),
+    [
+        ("**/conftest.py", "conftest.py", True),
+        ("**/conftest.py", "a/b/conftest.py", True),
+        ("**/conftest.py", "a/conftest.pyc", False),
+        ("src/*.py", "src/a/b.py", False),
+        ("src/*.py", "src/b.py", True),
+        ("src", "src/a/b.py", True),
+        ("src/", "src/a", True),
+        ("a?c", "abc", True),
+        ("a?c", "a/c", False),
+        ("**/tests/**", "tests/a", True),
+        ("**/tests/**", "src/tests/a/b", True),
+        ("a.b", "axb", False),
+    ],
+)
+def test_a_pattern_names_paths(pattern, path, found):
+    assert matches(path, [pattern]) is found

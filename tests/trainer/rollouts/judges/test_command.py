@@ -1,0 +1,174 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Ended
+from tests.trainer.rollouts.judges.sessions import Left
+
+
+def shell(script, **fields):
+    return {"kind": "command", "command": ["sh", "-c", script], **fields}
+
+
+@pytest.mark.parametrize(
+    ("script", "reward"),
+    [
+        ("exit 0", 1.0),
+        ("exit 1", 0.0),
+        ("echo text", 1.0),
+        ("echo 0.25", 0.25),
+        ("echo first; echo -3", -3.0),
+        ("echo 0.5; exit 1", 0.5),
+        ("printf '\\377\\n0.5'", 0.5),
+        ("echo 0.5 > $ROLLTAP_REWARD; echo 1; exit 3", 0.5),
+        ('echo \'{"reward": 0.5, "parts": {"a": 1}}\' > $ROLLTAP_REWARD', 0.5),
+        ("cat a.txt", 7.0),
+    ],
+)
+async def test_the_reward_is_a_number_or_json_or_the_exit_status(tmp_path, script, reward):
+    judged = await Left(tmp_path, {"a.txt": "7"}).judge(shell(script))
+    assert (judged.reward, judged.unjudged) == (reward, None)
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("echo nan", "'nan', is not one finite number"),
+        ("echo 'score: 0.3'", "'score: 0.3', is not one finite number"),
+        ("exit 2", "ended with status 2, and only 0 and 1 are a verdict"),
+        ("exit 5", "ended with status 5"),
+        ("no-such-program", "'sh', or a program in it, is not there"),
+        ("kill -9 $$", "ended by signal 9"),
+        ("echo x > $ROLLTAP_REWARD", "'x' is not one number"),
+        ("yes | head -c 70000 > $ROLLTAP_REWARD", "more than 64 KiB"),
+    ],
+)
+async def test_all_else_is_unjudged(tmp_path, script, why):
+    left = Left(tmp_path, {})
+    left.do({"a.txt": "made"})
+    judged = await left.judge(shell(script))
+    assert judged.reward is None
+    assert why in judged.unjudged
+
+
+@pytest.mark.parametrize("command", [["no-such-evaluator"], ["/dev/null"]])
+async def test_a_judge_that_cannot_be_started_is_unjudged(tmp_path, command):
+    left = Left(tmp_path, {})
+    left.do({"a.txt": "made"})
+    judged = await left.judge({"kind": "command", "command": command})
+    assert f"the judge {command[0]!r} could not be started" in judged.unjudged
+
+
+async def test_a_time_limit_is_unjudged_when_the_start_takes_as_long(tmp_path):
+    left = Left(tmp_path, {})
+    left.do({"a.txt": "made"})
+    judged = await left.judge(shell("exec sleep 600", timeout=0.2))
+    assert judged.unjudged == (
+        "the judge took more than 0.2 s; its output is in t-0.judge.log; on the untouched start: "
+        "the judge took more than 0.2 s; its output is in t-0.start.judge.log"
+    )
+
+
+async def test_the_status_is_all_that_counts_when_it_is_asked_for(tmp_path):
+    judged = await Left(tmp_path, {}).judge(shell("echo 0.3 | tee $ROLLTAP_REWARD; exit 1", result="status"))
+    assert judged.reward == 0.0
+
+
+async def test_the_environment_is_clean_and_has_the_judges_variables(tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET_KEY", "x")
+    script = 'test -z "$SECRET_KEY" && test "$A" = b && test -z "$(ls -A $HOME)"'
+    left = Left(tmp_path, {})
+    (left.home / ".profile").write_text("planted")
+    assert (await left.judge(shell(script, env={"A": "b"}))).reward == 1.0
+
+
+async def test_only_what_paths_name_is_applied_and_never_what_is_protected(tmp_path):
+    left = Left(tmp_path, {"src/a": "old", "b": "old", "src/c": "old"})
+    left.do({"src/a": "new", "b": "new", "src/c": "new", "src/d": "new"})
+    judged = await left.judge(shell("cat src/a b src/c src/d; exit 0", paths=["src/**"], protect=["**/c"]))
+    assert left.log == "newoldoldnew"
+    assert judged.evidence["refused"] == ["b: protected", "src/c: protected"]
+
+
+async def test_a_judge_of_the_session_sees_the_agents_own_folders(tmp_path):
+    left = Left(tmp_path, {"a.txt": "old", "check.sh": "exit 0"})
+    left.do({"a.txt": "new"})
+    os.mkfifo(left.workspace / "fifo")
+    (left.home / "note").write_text("in the home")
+    write = tmp_path / "tests/check.sh"
+    write.parent.mkdir()
+    write.write_text('cat a.txt "$HOME/note"; test -p fifo; echo 0.75 > "$ROLLTAP_REWARD"')
+
+    class Box:
+        workdir, home, proxy = str(left.workspace), str(left.home), None
+        settled = 0
+
+        async def run(self, command, *, env, timeout, log):
+            spec = BoxSpec(name="s", workspace=left.workspace, workdir="/w", home=left.home)
+            async with left.runtime.box(spec) as box:
+                return await box.run(command, env=env, timeout=timeout, log=log)
+
+        async def settle(self):
+            self.settled += 1
+
+    box = Box()
+    spec = shell(". ./check.sh", where="session", tests=str(write.parent))
+    judged = await left.judge(spec, session_box=box)
+    assert (judged.reward, box.settled) == (0.75, 1), left.log
+    assert left.log == "newin the home"
+    assert (await left.judge(spec)).unjudged == "the session's box is gone, and its judge asks for it"
+
+
+class Mounted:
+    """A runtime that has paths of its own: what is written in the box is written to its mounts."""
+
+    name, isolated = "mounted", True
+
+    def __init__(self, files):
+        self.files = files
+
+    def box(self, spec):
+        self.spec = spec
+        return self
+
+    async def __aenter__(self):
+        self.workdir, self.home, self.proxy = self.spec.workdir, "/root", None
+        return self
+
+    async def __aexit__(self, *_):
+        pass
+
+    async def run(self, command, *, env, timeout, log):
+        log.write_bytes(b"")
+        for name, text in self.files.items():
+            mount = next(mount for mount in self.spec.mounts if name.startswith(mount.target + "/"))
+            assert mount.writable
+            (mount.source / name.removeprefix(mount.target + "/")).write_text(text)
+        return Ended(7)
+
+
+@pytest.mark.parametrize(("text", "reward"), [("0.5\n", 0.5), ('{"reward": 0.25}', 0.25), (None, None), ("pass", None)])
+async def test_a_reward_file_is_read_from_a_writable_folder_whatever_the_status(tmp_path, text, reward):
+    name = "/logs/verifier/reward.txt"
+    left = Left(tmp_path, {}, Mounted({name: text} if text is not None else {}))
+    (tmp_path / "tests").mkdir()
+    spec = {"kind": "command", "command": ["bash", "/tests/test.sh"], "reward_file": name}
+    judged = await left.judge({**spec, "mounts": {"/tests": str(tmp_path / "tests")}, "writable": ["/logs/verifier"]})
+    assert judged.reward == reward
+    mounts = {mount.target: (mount.source, mount.writable) for mount in left.runtime.spec.mounts}
+    assert mounts["/tests"] == (tmp_path / "tests", False)
+    assert left.runtime.spec.proxy is None
+
+
+async def test_mounts_are_refused_without_paths_of_ones_own(tmp_path):
+    judged = await Left(tmp_path, {}).judge(shell("true", writable=["/logs"]))
+    assert judged.unjudged == "the judge needs mounts, and the runtime process has none"
+
+
+async def test_nothing_of_the_judging_is_left(tmp_path):
+    left = Left(tmp_path, {})
+    deep = "import os\nfor i in range(1500):\n    os.mkdir('d' * 9)\n    os.chdir('d' * 9)\n"
+    left.do({"deep.py": deep})
+    await left.judge(shell("python3 deep.py; mkdir closed; chmod 0 closed"))
+    assert sorted(path.name for path in Path(left.workspace.parent).iterdir()) == ["home", "workspace"]

@@ -1,0 +1,193 @@
+import sys
+
+import pytest
+
+from rolltap.trainer.rollouts.judges import judge as module
+from tests.trainer.rollouts.judges.sessions import Left, write
+
+PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--junit-xml", "{report}"]
+START = {
+    "calc.py": "def add(a, b): return a - b\n",
+    "test_calc.py": (
+        "import calc\ndef test_add(): assert calc.add(2, 2) == 4\ndef test_zero(): assert calc.add(0, 0) == 0\n"
+    ),
+}
+LISTS = {"fail_to_pass": ["test_calc.py::test_add"], "pass_to_pass": ["test_calc.py::test_zero"]}
+SPEC = {"kind": "pytest", "command": PYTEST, "timeout": 60, **LISTS}
+
+
+@pytest.mark.parametrize(
+    ("code", "reward", "parts"),
+    [
+        ("def add(a, b): return a + b\n", 1.0, (1.0, 1.0)),
+        ("def add(a, b): return a - b + 0\n", 0.0, (0.0, 1.0)),
+        ("def add(a, b): return 4\n", 0.0, (1.0, 0.0)),
+        ("def add(a, b): raise OSError\n", 0.0, (0.0, 0.0)),
+    ],
+)
+async def test_the_reward_is_1_when_both_lists_pass(tmp_path, code, reward, parts):
+    left = Left(tmp_path, START)
+    left.do({"calc.py": code})
+    judged = await left.judge(SPEC)
+    assert (judged.reward, tuple(judged.parts.values())) == (reward, parts)
+    assert judged.evidence["canary"] == "failed"
+    assert {*judged.evidence["tests"]} == {"test_calc.py::test_add", "test_calc.py::test_zero"}
+    assert judged.evidence["changed"] == ["calc.py"]
+    assert (left.logs / "t-0.diff").read_text().startswith("--- a/calc.py\n+++ b/calc.py\n")
+
+
+@pytest.mark.parametrize("module_name", ["pytest", "no_such_module"])
+async def test_a_judge_without_its_module_is_unjudged_whatever_the_agent_did(tmp_path, module_name):
+    left = Left(tmp_path, {**START, "conftest.py": f"import {module_name}\n"})
+    left.do({"calc.py": "def add(a, b): return a + b\n"})
+    command = [sys.executable, "-S", "-m", *PYTEST[2:]] if module_name == "pytest" else PYTEST
+    judged = await left.judge({**SPEC, "command": command})
+    assert judged.reward is None
+    assert "wrote no report" in judged.unjudged
+    assert "on the untouched start" in judged.unjudged
+
+
+async def test_tests_that_want_a_module_nobody_knows_are_unjudged(tmp_path):
+    left = Left(tmp_path, {**START, "test_calc.py": "import numpie\n" + START["test_calc.py"]})
+    left.do({"calc.py": "def add(a, b): return a + b\n"})
+    judged = await left.judge(SPEC)
+    assert judged.unjudged.startswith("no test of 'pass_to_pass' passes on the untouched start: no module numpie")
+    judged = await left.judge({**SPEC, "pass_to_pass": []})
+    assert judged.unjudged.startswith("the tests need the module 'numpie', which is not there on the untouched start")
+
+
+async def test_a_module_that_the_agent_was_asked_for_is_the_agents(tmp_path):
+    left = Left(tmp_path, {"test_new.py": "import solver\ndef test_it(): assert solver.one() == 1\n"})
+    left.do({"other.py": ""})
+    spec = {**SPEC, "fail_to_pass": ["test_new.py::test_it"], "pass_to_pass": []}
+    assert (await left.judge(spec, "Write solver.py with a function one.")).reward == 0.0
+    left.do({"solver.py": "def one(): return 1\n"})
+    assert (await left.judge(spec, "Write solver.py with a function one.")).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("while True: pass\n", "took more than 6 s"),
+        ("import os; os._exit(0)\n", "ended with status 0 and wrote no report"),
+        ("import os; os.abort()\n", "ended by signal 6"),
+    ],
+)
+async def test_a_judge_that_works_on_the_start_and_breaks_with_the_changes_was_broken_by_them(tmp_path, code, why):
+    left = Left(tmp_path, START)
+    left.do({"calc.py": code})
+    judged = await left.judge({**SPEC, "timeout": 6})
+    assert (judged.reward, judged.evidence["untouched_start"]) == (0.0, 0.0)
+    assert why in judged.evidence["broke_judge"]
+
+
+async def test_the_start_is_judged_once_for_all_sessions_of_a_task(tmp_path):
+    left = Left(tmp_path, {"run.sh": "echo x >> $COUNT; exit 0\n"})
+    left.do({"run.sh": "exit 7\n"})
+    spec = {"kind": "command", "command": ["sh", "run.sh"], "env": {"COUNT": str(tmp_path / "count")}}
+    for _ in range(3):
+        assert (await left.judge(spec)).reward == 0.0
+    assert (tmp_path / "count").read_text() == "x\n"
+
+
+async def test_an_untouched_workspace_is_not_judged_twice(tmp_path):
+    left = Left(tmp_path, {})
+    judged = await left.judge({"kind": "command", "command": ["sh", "-c", f"echo x >> {tmp_path}/count; exit 7"]})
+    assert judged.unjudged.startswith("the judge ended with status 7")
+    assert (tmp_path / "count").read_text() == "x\n"
+
+
+@pytest.mark.parametrize(("parallel", "code"), [("-x", "a + b"), ("-k zero", "a - b"), ("-q -q", "a + b")])
+async def test_arguments_of_the_task_do_not_silence_the_tests_that_must_fail(tmp_path, parallel, code):
+    left = Left(tmp_path, START)
+    left.do({"calc.py": f"def add(a, b): return {code}\n"})
+    judged = await left.judge({**SPEC, "command": [*PYTEST, *parallel.split()], "fail_to_pass": []})
+    assert (judged.reward, judged.evidence["canary"]) == (1.0, "failed"), left.log
+
+
+async def test_a_judge_whose_pytest_takes_no_plugins_is_trusted_when_the_start_says_the_same(tmp_path):
+    left = Left(tmp_path, START)
+    left.do({"calc.py": "def add(a, b): return a + b\n"})
+    judged = await left.judge({**SPEC, "command": ["env", "-u", "PYTEST_PLUGINS", *PYTEST]})
+    assert (judged.reward, judged.evidence["canary"]) == (1.0, "absent")
+
+
+async def test_a_patch_that_does_not_fit_is_unjudged(tmp_path):
+    judged = await Left(tmp_path, START).judge({**SPEC, "test_patch": "--- a/no\n+++ b/no\n@@ -1 +1 @@\n-a\n+b\n"})
+    assert judged.unjudged.startswith("the task's test_patch does not fit its start:")
+
+
+def several(*scripts):
+    judges = [{"kind": "command", "command": ["sh", "-c", script]} for script in scripts]
+    return {
+        "kind": "several",
+        "judges": [
+            {"name": name, "weight": weight, "judge": one}
+            for name, weight, one in zip("ab", (3, 1), judges, strict=True)
+        ],
+    }
+
+
+async def test_several_judges_give_the_weighted_mean(tmp_path):
+    left = Left(tmp_path, {})
+    judged = await left.judge(several("exit 0", 'echo \'{"reward": 0.5, "parts": {"c": 2}}\''))
+    assert judged.reward == pytest.approx(0.875)
+    assert judged.parts == {"a": 1.0, "b": 0.5, "b.c": 2.0}
+    assert [evidence["judge"] for evidence in judged.evidence["judges"].values()] == ["command", "command"]
+
+
+async def test_several_judges_of_which_one_cannot_judge_are_unjudged(tmp_path):
+    judged = await Left(tmp_path, {}).judge(several("exit 0", "exit 9"))
+    assert judged.unjudged.startswith("b: the judge ended with status 9")
+    assert judged.parts == {"a": 1.0}
+
+
+async def test_judgements_of_starts_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_MAX_UNTOUCHED", 0)
+    monkeypatch.setattr(module, "_untouched", {})
+    left = Left(tmp_path, {"run.sh": "exit 0"})
+    left.do({"run.sh": "exit 7"})
+    assert (await left.judge({"kind": "command", "command": ["sh", "run.sh"]})).reward == 0.0
+    assert module._untouched == {}
+
+
+FUNCTIONS = """
+import os, time
+def number(folder): return float((folder / "a.txt").read_text())
+def parts(folder): return {"reward": 0.5, "parts": {"files": len(list(folder.iterdir()))}, "reason": "half"}
+def true(folder): return True
+def nan(folder): return float("nan")
+def raises(folder): raise KeyError("why")
+def slow(folder): time.sleep(600)
+def dies(folder): os._exit(0)
+class Judges:
+    @staticmethod
+    def inner(folder): return 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "reward", "why"),
+    [
+        ("number", 7.0, None),
+        ("parts", 0.5, None),
+        ("Judges.inner", 1.0, None),
+        ("true", None, "is not one number"),
+        ("nan", None, "is not one number"),
+        ("raises", None, "gave no result (status 3): KeyError: 'why'"),
+        ("slow", None, "took more than 2 s"),
+        ("dies", None, "gave no result (status 0)"),
+        ("missing", None, "has no attribute 'missing'"),
+    ],
+)
+async def test_a_function_of_the_users_judges_in_a_process_of_its_own(tmp_path, monkeypatch, function, reward, why):
+    write(tmp_path / "modules", {"my_judges.py": FUNCTIONS})
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    left = Left(tmp_path / "left", {"a.txt": "6"})
+    left.do({"a.txt": "7", "my_judges.py": "def number(folder): return 1000\n", "json.py": "raise OSError\n"})
+    timeout = 2 if function == "slow" else 60
+    judged = await left.judge({"kind": "python", "function": f"my_judges:{function}", "timeout": timeout})
+    assert judged.reward == reward
+    assert judged.unjudged is None or why in judged.unjudged
+    if function == "parts":
+        assert (judged.parts, judged.evidence["reason"]) == ({"files": 3.0}, "half")

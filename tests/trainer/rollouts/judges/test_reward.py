@@ -1,0 +1,124 @@
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolltap.trainer.rollouts.judges.judged import UnjudgedError
+from rolltap.trainer.rollouts.judges.reward import Reward, parse_json, parse_number, parse_output
+
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("0.25", 0.25), (" -3\n", -3.0), ("+.5", 0.5), ("1.", 1.0), ("1e-3", 0.001)]
+)
+def test_a_number_is_read(text, number):
+    assert parse_number(text) == number
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "nan", "inf", "-Infinity", "1e999", "1_000", "0x1", "0,5", "0.3 0.4", "score: 0.3", "½", "\uff11", "50%", "."],
+)
+def test_what_is_not_one_finite_number_is_refused(text):
+    with pytest.raises(UnjudgedError):
+        parse_number(text)
+
+
+@pytest.mark.parametrize(
+    ("output", "reward"),
+    [
+        ("first\n0.5\n\n", 0.5),
+        ('log\n{"reward": 1, "parts": {"speed": 0.5}}', 1.0),
+        ("", None),
+        ("===== 3 passed in 0.02s =====", None),
+        ("1 passed in 0.01s", None),
+        ("Ran 3 tests in 0.1s\n\nOK", None),
+        ("FAILED (failures=1)", None),
+        ("[INFO] BUILD SUCCESS", None),
+        ("done: all 3 files are right", None),
+    ],
+)
+def test_the_last_line_is_the_reward_or_none_was_meant(output, reward):
+    found = parse_output(output, None)
+    assert (found and found.reward) == reward
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(
+            "nan",
+            "-inf",
+            "Infinity",
+            "score: 0.3",
+            "reward=1.0",
+            "0.3 0.4",
+            "0.3, 0.4",
+            "50%",
+            "1/2",
+            "0,5",
+            "1_0",
+            "None",
+        ),
+        *(
+            "reward: nan",
+            "score = .5",
+            "True",
+            "[1.0]",
+            '"1.0"',
+            "(0.5,)",
+            "{}",
+            '{"reward": 1',
+            "{'reward': 1}",
+            "1e999",
+        ),
+    ],
+)
+@pytest.mark.parametrize("how", [None, "number", "json"])
+def test_a_line_that_may_have_been_meant_as_a_reward_is_unjudged(line, how):
+    with pytest.raises(UnjudgedError):
+        parse_output("text\n" + line, how)
+
+
+@pytest.mark.parametrize("how", ["number", "json"])
+def test_a_line_is_asked_for(how):
+    with pytest.raises(UnjudgedError):
+        parse_output("text", how)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[]", "1", '"1"', "null", "{}", '{"reward": null}', '{"reward": true}', '{"reward": "1"}', '{"reward": NaN}'),
+        *('{"reward": 1e999}', '{"reward": 1, "reward": 0}', '{"reward": 1, "part": {}}', '{"reward": 1, "parts": []}'),
+        *('{"reward": 1, "parts": {"a": Infinity}}', '{"reward": 1, "parts": {"a": false}}', '{"reward": 1} {}'),
+        *('{"reward": 1, "reason": 3}', "[" * 100_000, '{"reward": 1' + "0" * 400 + "}", '{"reward": 1}\n0.5'),
+        '{"reward": ' + "9" * 5000 + "}",
+    ],
+)
+def test_json_that_is_no_reward_is_refused(text):
+    with pytest.raises(UnjudgedError):
+        parse_json(text)
+
+
+@given(FINITE, st.dictionaries(st.text(), FINITE, max_size=5), st.text())
+def test_a_reward_survives_its_json(reward, parts, reason):
+    text = json.dumps({"reward": reward, "parts": parts, "reason": reason})
+    assert parse_json(text) == Reward(reward, parts, reason)
+
+
+@given(FINITE)
+def test_a_printed_number_is_read_as_printed(number):
+    assert parse_output(f"text\n{number!r}\n", None) == Reward(number, {})
+
+
+@given(st.text(max_size=200))
+def test_no_output_gives_a_reward_that_is_not_finite_or_fails_otherwise(output):
+    try:
+        found = parse_output(output, None)
+    except UnjudgedError:
+        return
+    assert found is None or math.isfinite(found.reward)
