@@ -27,7 +27,7 @@ CONTROL_HOST = "session.rolltap"
 """Virtual host of the recorder. A session's requests to it come through the proxy with the session's credentials."""
 END_PATH = "/end"
 """A `POST` to this path ends the session: running calls are recorded as aborted, commits are synced unless
-`rolltap_fsync` is `never`, and later calls are refused."""
+`rolltap_fsync` is `never`, and later calls are refused. A body gives it a reward: see `rolltap_accept_rewards`."""
 
 _CREDENTIALS = ("authorization", "x-api-key", "x-goog-api-key", "api-key", "cookie")
 _PATH_CHARACTERS = string.punctuation

@@ -7,6 +7,7 @@ import os
 import platform
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
@@ -16,6 +17,7 @@ from mitmproxy.addonmanager import Loader
 from mitmproxy.exceptions import OptionsError
 from mitmproxy.optmanager import OptManager
 
+from rolltap.addons.endpoint.budget import Budgets
 from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.engine.key import KEY_FILE, read_key
 from rolltap.addons.engine.pool import require_model
@@ -34,14 +36,22 @@ LIMITS = {
     "rolltap_max_requests_per_minute": "Maximum number of requests of a session in a minute.",
 }
 """Options of the limits of a session, and what they say."""
+BUDGETS = {
+    "rolltap_max_calls": "Maximum number of model calls of a session. Failed ones do not count.",
+    "rolltap_max_sampled_tokens": "Maximum number of tokens that are sampled for a session. The last reply is cut.",
+    "rolltap_max_prompt_tokens": (
+        "Maximum number of prompt tokens of one call. A longer one gets its API's error for a full context window."
+    ),
+}
+"""Options of the budgets of a session, and what they say."""
 RUN_OPTIONS = {
     f"rolltap_{name}"
     for name in (
         *("out", "engine", "engine_key_file", "model", "renderer", "sampling", "patience", "fsync"),
-        "keep_adapter",
+        *("keep_adapter", "accept_rewards"),
     )
 }
-RUN_OPTIONS |= LIMITS.keys()
+RUN_OPTIONS |= LIMITS.keys() | BUDGETS.keys()
 """Options that cannot change while a run is open."""
 _SAMPLING_KEYS = {*NEUTRAL_SAMPLING, "max_tokens", "seed"}
 _PACKAGES = ("rolltap", "mitmproxy", "renderers", "transformers", "pyarrow")
@@ -92,8 +102,16 @@ def add_options(loader: Loader) -> None:
         "recorder finds an adapter again only under the name policy-VERSION, as rolltap publishes it."
     )
     loader.add_option("rolltap_keep_adapter", bool, True, keep_adapter)
+    accept_rewards = (
+        "Accept a reward with the request that ends a session: a POST through the proxy to http://session.rolltap/end "
+        "with a JSON object of the keys reward, parts, task and group. Only for programs that you trust: a harness "
+        "knows its session's credentials, and can send a reward of its own."
+    )
+    loader.add_option("rolltap_accept_rewards", bool, False, accept_rewards)
     for name, text in LIMITS.items():
         loader.add_option(name, int, 0, f"{text} A request over it gets 429. 0 is no limit.")
+    for name, text in BUDGETS.items():
+        loader.add_option(name, int, 0, f"{text} 0 is no budget.")
 
 
 def open_run(options: OptManager) -> Endpoint:
@@ -126,6 +144,7 @@ def open_run(options: OptManager) -> Endpoint:
         "sampling": {**NEUTRAL_SAMPLING, **sampling},
         "limits": limits,
         "keep_adapter": options.rolltap_keep_adapter,
+        "accept_rewards": options.rolltap_accept_rewards,
         "versions": {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
     }
     try:
@@ -142,6 +161,8 @@ def open_run(options: OptManager) -> Endpoint:
         patience=options.rolltap_patience,
         engine_key=key,
         keep_adapter=options.rolltap_keep_adapter,
+        accept_rewards=options.rolltap_accept_rewards,
+        budgets=Budgets(**{field.name: limits[field.name] for field in fields(Budgets)}),
         warnings=warnings,
     )
 
@@ -202,7 +223,7 @@ def _sync(options: OptManager) -> Sync:
 
 
 def _limits(options: OptManager) -> dict[str, int]:
-    limits = {name.removeprefix("rolltap_"): getattr(options, name) for name in LIMITS}
+    limits = {name.removeprefix("rolltap_"): getattr(options, name) for name in (*LIMITS, *BUDGETS)}
     for name, limit in limits.items():
         if limit < 0:
             raise OptionsError(f"rolltap_{name} is {limit}: give 0 for no limit, or a number above 0")

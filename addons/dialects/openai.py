@@ -13,6 +13,8 @@ WORDING = Wording("'{place}' must be {expected}.")
 def encode_error(error: DialectError) -> bytes:
     """Return the body of an error reply."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
+    if error.code == "insufficient_quota":
+        kind = error.code  # LiteLLM takes an error of the type invalid_request_error for one that may be retried
     return dump_json({"error": {"message": str(error), "type": kind, "param": None, "code": error.code}})
 
 

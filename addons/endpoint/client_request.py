@@ -3,6 +3,17 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from aiohttp import web
+
+from rolltap.addons.store.text import printable
+
+SECRET_HEADER = "x-rolltap-secret"
+SESSION_HEADER = "x-rolltap-session"
+HOST_HEADER = "x-rolltap-host"
+ROUTE_HEADER = "x-rolltap-route"
+END = "end"
+"""Value of `ROUTE_HEADER` for a request that ends its session."""
+
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
@@ -20,3 +31,16 @@ class ClientRequest:
     """Path and query."""
     headers: Mapping[str, str]
     """Looked up without case."""
+
+
+def client_request(request: web.Request) -> ClientRequest:
+    """Return a request without its body."""
+    headers = request.headers
+    return ClientRequest(
+        session_id=headers[SESSION_HEADER],
+        host=printable(headers[HOST_HEADER]),
+        method=printable(request.method),
+        path=printable(request.path),
+        target=request.raw_path,
+        headers=headers,
+    )

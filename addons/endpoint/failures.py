@@ -4,6 +4,7 @@ import errno
 import logging
 
 from rolltap.addons.dialects.types import DialectError
+from rolltap.addons.endpoint.budget import BudgetUsedUp, PromptOverBudget
 from rolltap.addons.errors import EngineError, RunError
 from rolltap.addons.store.records import EventKind
 
@@ -19,11 +20,13 @@ _PASSING = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def event_kind(error: Exception) -> EventKind:
-    """Return the kind of the event for a model call that ends with `error`: `fault` or `rejected`.
+    """Return the kind of the event for a model call that ends with `error`: `fault`, `budget` or `rejected`.
 
     What the harness asked wrongly is a `DialectError`, found before the engine is asked. Any other error is ours: also
     an engine's refusal with a status below 500, because the recorder made the request that it refuses.
     """
+    if isinstance(error, BudgetUsedUp | PromptOverBudget):
+        return "budget"
     theirs = isinstance(error, DialectError) and error.status < _OUR_STATUS
     return "rejected" if theirs else "fault"
 

@@ -9,25 +9,19 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any
 
 from rolltap.addons.dialects.types import DialectError, ModelCall, Reply, Usage
+from rolltap.addons.endpoint.call_states import NEXT, STATUS, UNRECORDED, State
 from rolltap.addons.endpoint.failures import as_dialect_error, event_kind
-from rolltap.addons.endpoint.recovery import Recovery
-from rolltap.addons.endpoint.refusals import Refusals
-from rolltap.addons.endpoint.work import Workers
+from rolltap.addons.endpoint.services import Services
 from rolltap.addons.engine.completion import sample
 from rolltap.addons.engine.connections import SILENCE_SECONDS
-from rolltap.addons.engine.policy import PolicyFile, SessionPolicy
-from rolltap.addons.engine.pool import EnginePool
+from rolltap.addons.engine.policy import SessionPolicy
 from rolltap.addons.errors import EngineError
 from rolltap.addons.prompts.continuity import Prompt
 from rolltap.addons.prompts.growing_reply import GrowingReply
-from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.records import Call, CallStatus, Event, find_violation, utc_now
-from rolltap.addons.store.tables import RunWriter
 
 logger = logging.getLogger(__name__)
 
@@ -38,50 +32,10 @@ UNANSWERED_SECONDS = 6 * SILENCE_SECONDS
 time in which an engine that says nothing is found out, so that a long prefill or a queue is still an answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Services:
-    """The objects that all generations of a recorder share."""
-
-    engines: EnginePool
-    policy: PolicyFile
-    rendering: Rendering
-    writer: RunWriter
-    recovery: Recovery
-    workers: Workers
-    patience: float
-    """Seconds after an engine failure during which a call is retried: see `Patience`."""
-    refusals: Refusals
-    keep_adapter: bool = True
-    """True when a session keeps its adapter: see `SessionPolicy`."""
-
-
+Settle = Callable[[Call], None]
+"""Counts a call that has ended against the budgets of its session."""
 AddCall = Callable[[Call, Prompt, Reply], Awaitable[None]]
 """Lets later calls of the session continue a committed call."""
-
-
-class State(Enum):
-    """State of a generation. `_NEXT` lists the transitions."""
-
-    SAMPLING = auto()
-    SAMPLED = auto()
-    """The completion has a finish reason. It is committed once a request listens."""
-    COMMITTED = auto()
-    """Recorded as completed: later calls can continue it. With `rolltap_fsync=call` the sync is outstanding."""
-    COMPLETED = auto()
-    FAILED = auto()
-    ABORTED = auto()
-
-
-_NEXT = {
-    State.SAMPLING: {State.SAMPLED, State.FAILED, State.ABORTED},
-    State.SAMPLED: {State.COMMITTED, State.FAILED, State.ABORTED},
-    State.COMMITTED: {State.COMPLETED, State.FAILED},
-}
-"""Transitions. The other states are final."""
-_UNRECORDED = {State.SAMPLING, State.SAMPLED}
-_STATUS: dict[State, CallStatus] = {State.COMMITTED: "completed", State.FAILED: "failed", State.ABORTED: "aborted"}
-"""Recorded status of a call, by the state that follows the unrecorded ones. A call whose sync fails stays `completed`:
-its harness gets an error."""
 
 
 class Generation:
@@ -96,6 +50,7 @@ class Generation:
         services: Services,
         policy: SessionPolicy,
         add_call: AddCall,
+        settle: Settle,
         call: Call,
         prompt: Prompt,
         model_call: ModelCall,
@@ -105,6 +60,7 @@ class Generation:
         self._services = services
         self._policy = policy
         self._add_call = add_call
+        self._settle = settle
         self._prompt = prompt
         self._sampling = sampling
         self.call = call
@@ -132,7 +88,7 @@ class Generation:
     @property
     def done(self) -> bool:
         """True when the call is in a final state. It is recorded by then, unless its commit failed."""
-        return self._state not in _NEXT
+        return self._state not in NEXT
 
     @property
     def call_id(self) -> str:
@@ -189,7 +145,7 @@ class Generation:
             return False
         self._changed.clear()
         # a committed call has all its pieces: at most its sync is outstanding
-        if self._state not in _UNRECORDED or self._parsed_tokens == len(self.call.completion_ids):
+        if self._state not in UNRECORDED or self._parsed_tokens == len(self.call.completion_ids):
             return False
         self._parsed_tokens = len(self.call.completion_ids)
         try:
@@ -201,7 +157,7 @@ class Generation:
 
     def abort(self, why: str) -> None:
         """Stop sampling and record the tokens so far. Does nothing when the call is already recorded."""
-        if self._state in _UNRECORDED:
+        if self._state in UNRECORDED:
             self._task.cancel()
             self._enter(State.ABORTED, DialectError(why, status=503, code="aborted"))
 
@@ -236,26 +192,27 @@ class Generation:
                 self._enter(State.FAILED, error)
 
     def _enter(self, state: State, outcome: Reply | Exception | None = None) -> None:
-        """Change the state, with the reply or the error. The call is recorded here, when it leaves `_UNRECORDED`.
+        """Change the state, with the reply or the error. The call is recorded here, when it leaves `UNRECORDED`.
 
-        Raises `RuntimeError` for a transition that `_NEXT` does not list. When the commit of a completed call fails,
+        Raises `RuntimeError` for a transition that `NEXT` does not list. When the commit of a completed call fails,
         its error is raised and the state stays, so that an unrecorded reply is not delivered. When the commit of a
         failed or aborted call fails, the error is logged and the state changes, so that its listeners end.
         """
-        if state not in _NEXT.get(self._state, ()):
+        if state not in NEXT.get(self._state, ()):
             raise RuntimeError(f"call {self.call.call_id} is {self._state.name} and cannot become {state.name}")
         if isinstance(outcome, Exception):
             self.error = as_dialect_error(outcome)
             if state is State.ABORTED:
                 self.call.error = self._unanswered()
             self._note_fault(state, outcome)
-        if self._state in _UNRECORDED and state not in _UNRECORDED:
+        if self._state in UNRECORDED and state not in UNRECORDED:
             try:
-                self._record(_STATUS[state], outcome)
+                self._record(STATUS[state], outcome)
             except Exception as failure:
                 if state is State.COMMITTED:
                     raise
                 logger.error("cannot write call %s to %s: %s", self.call.call_id, self._services.writer.run, failure)
+            self._settle(self.call)
         self._state = state
         if self.done:
             if not isinstance(outcome, Exception):

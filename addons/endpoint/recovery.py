@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from rolltap.addons.dialects.types import EchoRule, Message, ModelCall, Reply, Tool, ToolCall, Usage
+from rolltap.addons.endpoint.budget import Used, uncut
 from rolltap.addons.endpoint.retries import FinishedCall, newest, request_digest
 from rolltap.addons.errors import RunError
 from rolltap.addons.prompts.continuity import Conversations, Turn
@@ -133,6 +134,8 @@ class RecoveredSession:
         """True when an earlier call of the session had tools."""
         self.last_version: str | None = None
         """The weights that sampled the last token of the session's newest call that has one. Known after `index`."""
+        self.used = Used()
+        """What the earlier calls of the session used of its budgets. Known after `index`."""
         self._recovery = recovery
         self._session_id = session_id
         self._indexed: set[tuple[str, EchoRule | None]] = set()
@@ -169,6 +172,7 @@ class RecoveredSession:
         if first:
             self.tools_seen = any(row["tools"] not in (None, "[]") for row in rows)
             self.last_version = _last_version(rows)
+            self.used = Used.of(rows)
             last_start = max((row["started_at"] for row in rows), default=self._recovery.started)
             for recorded, turn in newest(restored):
                 finished_at = recorded.row["finished_at"] or self._recovery.started
@@ -206,7 +210,7 @@ class RecoveredSession:
                 return None
         return FinishedCall(
             call_id=row["call_id"],
-            request=request_digest(row["dialect"], row["model"], prompt_ids, sampling),
+            request=request_digest(row["dialect"], row["model"], prompt_ids, uncut(sampling)),
             reply=reply,
             usage=Usage(len(prompt_ids), len(turn.completion_ids), row["cached_tokens"] or 0),
             delivered=delivered,

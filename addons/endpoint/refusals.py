@@ -17,6 +17,8 @@ BURST = 20_000
 """Number of events of refusals that all sessions together may cause at once."""
 PER_SECOND = 20.0
 """Number of such events each second after that."""
+_DECISIVE = frozenset({"fault", "budget"})
+"""Kinds of events on which the outcome of a session depends."""
 REMEMBERED = 10_000
 """Number of pairs of a session and a kind that are counted at the same time."""
 
@@ -40,8 +42,8 @@ class Refusals:
     the number so far in `detail`, and one at the end of the session the number in all. The texts of an event come from
     the wire: they are made printable and cut. Sessions are free to choose their names without a secret: events of all
     of them together are bounded by a rate too, and those over it are counted, with an event at each power of two.
-    The last fault of a session has an event in any case, when its count is written at the latest: a reward depends on
-    it.
+    The last fault of a session and its last `budget` have an event in any case, when their counts are written at the
+    latest: its outcome depends on them.
     """
 
     def __init__(self, write: Callable[[Event], None]) -> None:
@@ -63,7 +65,7 @@ class Refusals:
         else:
             so_far = f"{tally.count} {event.kind} so far, the last: {event.detail}"
             told = self._tell(event if tally.count <= LISTED else replace(event, detail=so_far))
-            if event.kind == "fault" and not told:
+            if event.kind in _DECISIVE and not told:
                 tally.last = event
         while len(self._tallies) > REMEMBERED:
             self._end(next(iter(self._tallies)))
@@ -84,7 +86,7 @@ class Refusals:
         tally = self._tallies.pop(key)
         if tally.last is not None:
             detail = f"{tally.count} {tally.last.kind} in all, the last: {tally.last.detail}"
-            self._tell(replace(tally.last, detail=detail), always=tally.last.kind == "fault")
+            self._tell(replace(tally.last, detail=detail), always=tally.last.kind in _DECISIVE)
 
     def _tell(self, event: Event, *, always: bool = False) -> bool:
         """Write an event if the rate has room for it. Return False when it is counted without its session."""

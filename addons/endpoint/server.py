@@ -21,13 +21,23 @@ from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.routes import ROUTES, Route
 from rolltap.addons.dialects.types import DialectError, ModelCall, ReplyContext, ServedModel
 from rolltap.addons.endpoint.body import BODY_LIMIT, Bodies
-from rolltap.addons.endpoint.client_request import ClientRequest
+from rolltap.addons.endpoint.budget import UNBOUNDED, Budgets
+from rolltap.addons.endpoint.client_request import (
+    END,
+    HOST_HEADER,
+    ROUTE_HEADER,
+    SECRET_HEADER,
+    SESSION_HEADER,
+    client_request,
+)
+from rolltap.addons.endpoint.ending import end_session
 from rolltap.addons.endpoint.exchange import error_response, respond, stream
 from rolltap.addons.endpoint.failures import as_dialect_error, event_kind
 from rolltap.addons.endpoint.gate import Expected, Gate
-from rolltap.addons.endpoint.generation import UNANSWERED_SECONDS, Services
+from rolltap.addons.endpoint.generation import UNANSWERED_SECONDS
 from rolltap.addons.endpoint.recovery import Recovery
 from rolltap.addons.endpoint.refusals import Refusals
+from rolltap.addons.endpoint.services import Services
 from rolltap.addons.endpoint.session_state import AnyCall, SessionState
 from rolltap.addons.endpoint.websocket import serve_socket
 from rolltap.addons.endpoint.work import Workers
@@ -41,16 +51,8 @@ from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.metadata import RUN_FILE, add_engine
 from rolltap.addons.store.records import Event
 from rolltap.addons.store.tables import RunWriter
-from rolltap.addons.store.text import printable
 
 logger = logging.getLogger(__name__)
-
-SECRET_HEADER = "x-rolltap-secret"
-SESSION_HEADER = "x-rolltap-session"
-HOST_HEADER = "x-rolltap-host"
-ROUTE_HEADER = "x-rolltap-route"
-END = "end"
-"""Value of `ROUTE_HEADER` for a request that ends its session."""
 
 HEADER_BYTES = 512 * 1024
 """Maximum bytes of a request line, and of a header."""
@@ -66,7 +68,8 @@ class Endpoint:
     """An aiohttp application that answers model calls. `start` begins to serve, `close` stops and aborts running calls.
 
     `sampling` overrides entries of `NEUTRAL_SAMPLING`. `patience` is in seconds, see `Services`. `engine_key` is sent
-    to the engines. With `keep_adapter` a session keeps its adapter, see `SessionPolicy`.
+    to the engines. With `keep_adapter` a session keeps its adapter, see `SessionPolicy`. `budgets` are those of each
+    session. With `accept_rewards` the request that ends a session may have its reward.
     """
 
     def __init__(
@@ -79,6 +82,8 @@ class Endpoint:
         patience: float,
         engine_key: str | None = None,
         keep_adapter: bool = True,
+        budgets: Budgets = UNBOUNDED,
+        accept_rewards: bool = False,
         warnings: Sequence[str] = (),
     ) -> None:
         self.rendering = rendering
@@ -91,7 +96,8 @@ class Endpoint:
         """Session id -> state, of the sessions that asked lately. The others are in the run."""
         self._secret = secrets.token_urlsafe(32)
         self._engine_urls, self._engine_key = engine_urls, engine_key
-        self._patience, self._keep_adapter = patience, keep_adapter
+        self._patience, self._keep_adapter, self._budgets = patience, keep_adapter, budgets
+        self._accept_rewards = accept_rewards
         self._described: dict[str, asyncio.Task[None]] = {}
         # bound and listening from here on, so that requests queue before `start`
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
@@ -118,6 +124,7 @@ class Endpoint:
             self._patience,
             self.refusals,
             self._keep_adapter,
+            self._budgets,
         )
         app = web.Application(client_max_size=BODY_LIMIT)
         app.router.add_route("*", "/{target:.*}", self._serve)
@@ -191,7 +198,8 @@ class Endpoint:
         if not hmac.compare_digest(request.headers.get(SECRET_HEADER, ""), self._secret):
             return web.Response(status=403, text="this port takes requests only from the rolltap recorder's proxy")
         if request.headers[ROUTE_HEADER] == END:
-            return await self._end_session(request)
+            how = self._bodies, self._session(request), self.writer, self.refusals
+            return await end_session(request, *how, accept_rewards=self._accept_rewards)
         route = ROUTES[request.headers[ROUTE_HEADER]]
         dialect = route.dialect
         if route.service == "websocket":
@@ -201,7 +209,7 @@ class Endpoint:
             match route.service:
                 case "models":
                     engine, window = await self._engine(request)
-                    models = [ServedModel(engine.model, window)]
+                    models = [ServedModel(engine.model, self._budgets.window(window))]
                     return _json(dialect.encode_models(request.raw_path, models, int(time.time())))
                 case "count_tokens":
                     asked = client_request(request)
@@ -264,17 +272,6 @@ class Endpoint:
         except (EngineError, RunError, OSError) as error:
             logger.warning("the description of the engine at %s is not in %s: %s", engine.url, RUN_FILE, error)
 
-    async def _end_session(self, request: web.Request) -> web.Response:
-        """End the session of the request: abort its calls, refuse later ones, sync as `rolltap_fsync` says."""
-        self.refusals.end(request.headers[SESSION_HEADER])
-        try:
-            await self._session(request).end()
-            await asyncio.to_thread(self.writer.end_session)
-        except OSError as error:
-            logger.error("cannot write to %s: %s", self.writer.run, error)
-            return web.Response(status=500, text=f"the session has ended, but its calls may not be on disk: {error}")
-        return web.Response()
-
     def _reject(self, request: web.Request, error: Exception) -> DialectError:
         """Record a request that no generation answers. Return the error as the harness receives it."""
         answer = as_dialect_error(error)
@@ -289,19 +286,6 @@ class Endpoint:
             )
         )
         return answer
-
-
-def client_request(request: web.Request) -> ClientRequest:
-    """Return a request without its body."""
-    headers = request.headers
-    return ClientRequest(
-        session_id=headers[SESSION_HEADER],
-        host=printable(headers[HOST_HEADER]),
-        method=printable(request.method),
-        path=printable(request.path),
-        target=request.raw_path,
-        headers=headers,
-    )
 
 
 def _json(body: bytes) -> web.Response:

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 from rolltap.addons.dialects.dialect import Dialect
-from rolltap.addons.dialects.types import ContextOverflow, DialectError, ModelCall, Reply
+from rolltap.addons.dialects.types import DialectError, ModelCall, Reply
+from rolltap.addons.endpoint.budget import Grant, SessionBudget
 from rolltap.addons.endpoint.client_request import ClientRequest
-from rolltap.addons.endpoint.generation import Generation, Services, unapplied
+from rolltap.addons.endpoint.generation import Generation, unapplied
+from rolltap.addons.endpoint.parameters import parameters
 from rolltap.addons.endpoint.recovery import RecoveredSession
 from rolltap.addons.endpoint.retries import FinishedCall, find_retried, newest, request_digest
 from rolltap.addons.endpoint.roles import find_role
+from rolltap.addons.endpoint.services import Services
 from rolltap.addons.endpoint.work import INLINE_BYTES
 from rolltap.addons.engine.policy import SessionPolicy
 from rolltap.addons.prompts.continuity import Prompt
@@ -64,6 +67,8 @@ class SessionState:
         """None before the first request and after the end."""
         self._policy: SessionPolicy | None = None
         """None before the first call and after the end."""
+        self._budget: SessionBudget | None = None
+        """None before the first call and after the end."""
         self._order = asyncio.Lock()
         """Held while a prompt is made, and while a call is added to the conversations."""
 
@@ -81,30 +86,27 @@ class SessionState:
         engine's, in tokens, and may wait for the engine. Raises what it raises, `DialectError` for an invalid request,
         when the session has ended and when the prompt fills the window, and `OSError` when a new call cannot be begun:
         its event cannot be committed, or the disk is nearly full.
+
+        A call that needs what running ones have reserved of a budget waits for their ends. Raises `BudgetUsedUp`.
         """
         self.used_at = asyncio.get_running_loop().time()
-        async with self._order:
-            recovered = await self._open()
-            model_call = await self._decode(dialect, body, request)
-            asked = await self._prepare(recovered, dialect, model_call, await context_window(), len(body))
-            self.settle()
-            calls: list[AnyCall] = [*recovered.finished, *self.generations]
-            retried = find_retried(calls, asked.digest, request.headers)
-            if retried is not None:
-                kind: EventKind = "replayed" if retried.done else "joined"
-                self._services.refusals.record(self._event(kind, request, retried.call_id))
-                return retried, model_call
-            call = self._call(recovered, dialect, model_call, asked, request)
-            self._services.writer.require_room()
-            self._services.writer.add_event(self._event("call_started", request, call.call_id))
-            if self._policy is None:
-                services, last_version = self._services, recovered.last_version
-                self._policy = SessionPolicy(services.policy, keep=services.keep_adapter, last_version=last_version)
-            generation = Generation(
-                self._services, self._policy, self._add, call, asked.prompt, model_call, asked.sampling, asked.digest
-            )
-            self.generations.append(generation)
-            return generation, model_call
+        while True:
+            async with self._order:
+                recovered = await self._open()
+                model_call = await self._decode(dialect, body, request)
+                asked = await self._prepare(recovered, dialect, model_call, await context_window(), len(body))
+                self.settle()
+                calls: list[AnyCall] = [*recovered.finished, *self.generations]
+                retried = find_retried(calls, asked.digest, request.headers)
+                if retried is not None:
+                    kind: EventKind = "replayed" if retried.done else "joined"
+                    self._services.refusals.record(self._event(kind, request, retried.call_id))
+                    return retried, model_call
+                budget = self._budget = self._budget or SessionBudget(self._services.budgets, recovered.used)
+                grant = budget.take(dialect, asked.sampling["max_tokens"])
+                if grant is not None:
+                    return self._start(recovered, dialect, model_call, asked, request, grant), model_call
+            await budget.settled()
 
     async def count_tokens(self, dialect: Dialect, body: bytes, request: ClientRequest) -> int:
         """Return the number of prompt tokens of a call, which may be more than the context window.
@@ -141,10 +143,39 @@ class SessionState:
         """
         self._ended = True
         self.abort("the session ended")
-        self.generations, self._recovered, self._policy = [], None, None
+        self.generations, self._recovered, self._policy, self._budget = [], None, None, None
         if not self._end_recorded:
             await asyncio.to_thread(self._services.recovery.end, self._session_id)
             self._end_recorded = True
+
+    def _start(
+        self,
+        recovered: RecoveredSession,
+        dialect: Dialect,
+        model_call: ModelCall,
+        asked: _Asked,
+        request: ClientRequest,
+        grant: Grant,
+    ) -> Generation:
+        grant.record_cut(model_call.requested_sampling, asked.sampling)
+        call, services = self._call(recovered, dialect, model_call, asked, request), self._services
+        try:
+            services.writer.require_room()
+            services.writer.add_event(self._event("call_started", request, call.call_id))
+        except BaseException:
+            grant.cancel()
+            raise
+        if self._policy is None:
+            last_version = recovered.last_version
+            self._policy = SessionPolicy(services.policy, keep=services.keep_adapter, last_version=last_version)
+
+        def settle(ended: Call) -> None:
+            if (event := grant.settle(ended)) is not None:
+                services.refusals.record(event)
+
+        how = call, asked.prompt, model_call, asked.sampling, asked.digest
+        self.generations.append(Generation(services, self._policy, self._add, settle, *how))
+        return self.generations[-1]
 
     def _call(
         self,
@@ -201,13 +232,14 @@ class SessionState:
         """Make the prompt of a request. A conversation that cannot fit into the window is refused untokenised."""
 
         def prepare() -> _Asked:
-            least = self._services.rendering.least_tokens(model_call.messages, model_call.tools, context_window)
-            if least > context_window:
-                raise ContextOverflow(least, context_window)
+            budgets = self._services.budgets
+            most = budgets.window(context_window)
+            least = self._services.rendering.least_tokens(model_call.messages, model_call.tools, most)
+            budgets.require_fit(least, context_window)
             prompt = self._prompt(recovered, dialect, model_call)
-            if len(prompt.ids) >= context_window:
-                raise ContextOverflow(len(prompt.ids), context_window)
-            sampling = self._sampling_for(model_call, context_window - len(prompt.ids))
+            budgets.require_fit(len(prompt.ids), context_window)
+            stop_ids = self._services.rendering.stop_token_ids()
+            sampling = parameters(self._sampling, stop_ids, model_call, context_window - len(prompt.ids))
             recorded = {**sampling, "asked": unapplied(model_call)}
             prompt_ids = array("i", prompt.ids)
             digest = request_digest(dialect.NAME, model_call.model, prompt_ids, recorded)
@@ -258,17 +290,3 @@ class SessionState:
                 status=410,
                 code="session_ended",
             )
-
-    def _sampling_for(self, model_call: ModelCall, max_new_tokens: int) -> dict[str, Any]:
-        """Return vLLM's sampling parameters: the run's, and the harness's token limit, stop texts and JSON schema."""
-        own_limit = self._sampling.get("max_tokens", max_new_tokens)
-        sampling = {
-            **self._sampling,
-            "max_tokens": min(model_call.max_tokens or max_new_tokens, max_new_tokens, own_limit),
-            "stop_token_ids": self._services.rendering.stop_token_ids(),
-        }
-        if model_call.stop:
-            sampling["stop"] = model_call.stop
-        if model_call.schema is not None:
-            sampling["structured_outputs"] = {"json": model_call.schema} if model_call.schema else {"json_object": True}
-        return sampling

@@ -146,7 +146,7 @@ def record(url: str, model: Path, folder: Path) -> Iterator[Line]:
         tasks, harness="mini-swe-agent", engine=url, model=model, out=folder / "record", sessions=2, timeout=300
     )
     sessions = run.sessions()
-    faults = [session for session in sessions if session.status == "error"]
+    faults = [session for session in sessions if session.status == "infrastructure"]
     calls = sum(len(recorded) for recorded in run.calls.values())
     vllm = run.metadata["engines"][url]["vllm"]
     note = f"{len(sessions)} sessions, {calls} calls, vLLM {vllm}"

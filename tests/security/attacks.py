@@ -116,13 +116,14 @@ for path in (os.environ["SOCKET"], "/proc/1/root" + os.environ["SOCKET"], "/run/
 }
 DISTURB = {
     "the kernel's settings": "find /proc /sys -maxdepth 6 -type f -writable 2> /dev/null | grep -v '^/proc/[0-9]' | "
-    "grep -v -e /self/ -e /thread-self/ | sed 's/^/ESCAPED /'",
+    "grep -v -e /self/ -e /thread-self/ | while read -r f; do test -f $f && ( : >> $f ) && echo ESCAPED $f; done",
     "the name of the program for core dumps": "( : >> /proc/sys/kernel/core_pattern ) && echo ESCAPED",
     "a trigger of the kernel": "( : >> /proc/sysrq-trigger ) && echo ESCAPED; ( : >> /proc/mtrr ) && echo ESCAPED",
-    "the system's files": "for d in / /usr /usr/bin /etc; do touch $d/canary && echo ESCAPED && rm $d/canary; done; "
+    "the system's files": "for d in $SYSTEM; do touch $d/canary && echo ESCAPED && rm $d/canary; done; "
     "test -w /usr/bin/env && echo ESCAPED; mount -o remount,rw /usr && echo ESCAPED",
     "another process": "kill -9 $PID && echo ESCAPED",
-    "the terminal": "( echo hello > /dev/tty ) && echo ESCAPED; ( echo hello > /dev/console ) && echo ESCAPED",
+    "the terminal": "( echo hello > /dev/tty ) && echo ESCAPED; "
+    "test -c /dev/console && ( echo hello > /dev/console ) && echo ESCAPED",
     "the priority of all": "nice -n -5 true 2>&1 | grep -q cannot || echo ESCAPED",
     "a program with more rights": "cp /bin/sh shell; chmod u+s,g+s shell; "
     "./shell -p -c 'head -c 1 /etc/shadow' && echo ESCAPED; su -c true && echo ESCAPED; sudo -n true && echo ESCAPED",
@@ -322,6 +323,7 @@ def world(folder: Path) -> Iterator[World]:
             "HOST_PORT": str(host.getsockname()[1]),
             "ABSTRACT": canary[:20],
             "SOCKET": str(folder / "socket"),
+            "SYSTEM": "/ /usr /usr/bin /etc",
             "MARKER": f"3600.{secrets.randbelow(10**9)}",
         }
         made = World(canary, env, victim)

@@ -29,6 +29,26 @@ from rolltap.types import CallRole, SessionStatus
     type=click.Choice(get_args(SessionStatus)),
     help="Session status. Repeatable.",
 )
+@click.option("--task", "tasks", multiple=True, metavar="ID", help="Name of the task. Repeatable.")
+@click.option(
+    "--runtime",
+    "runtimes",
+    multiple=True,
+    metavar="NAME",
+    help="Where the session ran: process, sandbox, container or apptainer. Repeatable.",
+)
+@click.option(
+    "--suspicious/--not-suspicious",
+    default=None,
+    help="Sessions with, or without, evidence of cheating. `rolltap inspect` shows it.",
+)
+@click.option(
+    "--suspicion",
+    "suspicions",
+    multiple=True,
+    metavar="RULE",
+    help="Name of a rule that the session matched, as `rolltap inspect` shows it. Repeatable.",
+)
 @click.option("--session", "sessions", multiple=True, metavar="ID", help="Session id. Repeatable.")
 @click.option(
     "--role",
@@ -46,13 +66,17 @@ def filter_command(
     harnesses: tuple[str, ...],
     policy_versions: tuple[str, ...],
     statuses: tuple[SessionStatus, ...],
+    tasks: tuple[str, ...],
+    runtimes: tuple[str, ...],
+    suspicious: bool | None,
+    suspicions: tuple[str, ...],
     sessions: tuple[str, ...],
     roles: tuple[CallRole, ...],
 ) -> None:
     """Write the sessions of a RUN that meet every given criterion to a new run.
 
     An option that is given several times accepts each of its values. A session without a row has the status unknown, no
-    harness, no policy version and no reward. Events without a session are left out.
+    harness, no policy version, no suspicions and no reward. Events without a session are left out.
     """
     run_of_them = rolltap.open_run(run).filter(
         out,
@@ -63,5 +87,9 @@ def filter_command(
         statuses=statuses,
         session_ids=sessions,
         roles=roles,
+        tasks=tasks,
+        runtimes=runtimes,
+        suspicious=suspicious,
+        suspicions=suspicions,
     )
     click.echo(f"{len(run_of_them.sessions())} sessions in {out}")

@@ -1,5 +1,6 @@
 """`rolltap record`: runs one command under the recorder."""
 
+import json
 import os
 import secrets
 import signal
@@ -11,20 +12,36 @@ from pathlib import Path
 import click
 
 import rolltap
+from rolltap.addons.store.rewards import session_rows
 from rolltap.trainer.commands.options import harness_option, recorder_options
+from rolltap.trainer.rollouts.judges.here import judge_here
 
 
 @click.command("record", context_settings={"ignore_unknown_options": True})
 @recorder_options
 @harness_option()
+@click.option("--task", default="", metavar="ID", help="Name of the task; the harness's name if not given.")
+@click.option("--group", default="", metavar="ID", help="Sessions that are compared with each other.")
+@click.option("--evaluate", metavar="COMMAND", help="Runs here afterwards, and gives the session its reward.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def record_command(
-    out: Path, engine: str, model: str, settings: dict[str, list[str]], preset: str | None, command: tuple[str, ...]
+    out: Path,
+    engine: str,
+    model: str,
+    settings: dict[str, list[str]],
+    preset: str | None,
+    task: str,
+    group: str,
+    evaluate: str | None,
+    command: tuple[str, ...],
 ) -> None:
     """Run one COMMAND under the recorder and exit with its status.
 
     The command keeps its own configuration. With --harness, COMMAND is only the arguments of the harness's program, and
     variables that you have set yourself override the harness's.
+
+    With --evaluate, the reward is the number alone on the last line of the evaluator's output, or the JSON object there
+    (the keys reward and parts). Without one it is 1 for status 0 and 0 for status 1; other statuses are no verdict.
     """
     if preset is not None:
         harness = rolltap.Harness.load(preset)
@@ -38,7 +55,11 @@ def record_command(
     own = {name: value for name, value in os.environ.items() if name != "ROLLTAP_ENGINE_KEY_FILE"}
     session_id = f"record-{secrets.token_hex(4)}"
     session = rolltap.Session(
-        session_id=session_id, task_id=harness.name, group_id=session_id, harness=harness.name, status="infrastructure"
+        session_id=session_id,
+        task_id=task or harness.name,
+        group_id=group or task or session_id,
+        harness=harness.name,
+        status="infrastructure",
     )
     with rolltap.Recorder(out, engine=engine, model=model, options=settings) as recorder:
         # the terminal sends Ctrl-C to the command as well, which decides what to do; this process waits for its status
@@ -55,6 +76,37 @@ def record_command(
             signal.signal(signal.SIGINT, before)
         session.status = "completed" if session.exit_status == 0 else "failed"
         session.finished_at = datetime.now(UTC)
+        if evaluate is not None:
+            _judge(session, recorder, evaluate)
+        _keep_own_reward(session, recorder.path)
         recorder.end(session)
+    reward = "no reward" if session.reward is None else f"reward {session.reward:g}"
+    why = f" ({session.error})" if session.error else ""
+    click.echo(f"session {session_id}: {session.status}, {reward}{why}", err=True)
     status = session.exit_status
     sys.exit(status if status >= 0 else 128 - status)
+
+
+def _judge(session: rolltap.Session, recorder: rolltap.Recorder, evaluate: str) -> None:
+    """Set the reward of a session, or why it has none."""
+    fault = recorder.end_calls(session.session_id)
+    if fault is not None:
+        session.status, session.error = "infrastructure", fault
+        return
+    judged = judge_here(evaluate, recorder.path / "logs" / f"{session.session_id}.evaluate.log")
+    session.reward, session.parts = judged.reward, json.dumps(judged.parts)
+    session.evidence = json.dumps(judged.evidence)
+    if judged.reward is None:
+        session.status, session.error = "unjudged", judged.unjudged
+
+
+def _keep_own_reward(session: rolltap.Session, run: Path) -> None:
+    """Take over the reward that the program gave at the session's end: the first one counts."""
+    rows = session_rows(run, session.session_id)
+    if not rows:
+        return
+    own = rows[-1]
+    session.revision = own.revision + 1
+    session.status = "completed" if session.exit_status == 0 else "failed"
+    session.reward, session.parts, session.evidence, session.error = own.reward, own.parts, own.evidence, None
+    session.task_id, session.group_id = own.task_id or session.task_id, own.group_id or session.group_id

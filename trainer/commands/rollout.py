@@ -42,7 +42,18 @@ from rolltap.trainer.commands.options import FOLDER, harness_option, json_option
     "--tools",
     multiple=True,
     type=click.Path(path_type=Path, exists=True),
-    help="Further folder that a sandbox shows, read-only. Repeatable.",
+    help="Folder of installed programs that a box shows, read-only, under the same path. Repeatable.",
+)
+@click.option(
+    "--container-engine",
+    type=click.Choice(["podman", "docker"]),
+    help="Program of the runtime container. By default the first that is installed.",
+)
+@click.option(
+    "--container-argument",
+    "container_arguments",
+    multiple=True,
+    help="Argument between the name of that program and its commands. Repeatable.",
 )
 @click.option("--repositories", type=FOLDER, help="Folder with the checkouts of SWE tasks, as OWNER__NAME.")
 @click.option("--max-calls", type=click.IntRange(1), help="Most model calls of a session.")

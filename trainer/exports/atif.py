@@ -12,14 +12,14 @@ by their recorded parents. A line is a path of this tree from a root to the last
   an embedded one from its last step that started earlier, if there is one. The wire does not tell which tool call
   started a sub-agent.
 - `extra` holds what ATIF has no field for. In a step: the call's id, role, kind, status, why its tokens are not trained
-  (`left_out`), and more. In metrics: the weight versions. In the trajectory: the session's row with its reward.
+  (`left_out`), and more. In metrics: the weight versions. In the trajectory: the session's row with its reward, parts,
+  evidence and suspicions. Absolute paths of the machine that recorded it are cut to their last part.
 
 Not expressible:
 
 - Sessions without calls: a trajectory has at least one step. A warning counts them.
 - The position of tool results among user messages: they belong to an earlier step.
 - Log-probabilities that are not finite: all of that call are in `metrics.extra.logprobs`, NaN and infinity as text.
-- The harness's version is not recorded: `unknown`.
 """
 
 import json
@@ -34,6 +34,7 @@ from typing import Any
 
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call
+from rolltap.trainer.exports.public import parsed_public_session
 from rolltap.trainer.exports.sessions import dump_json, each_session
 from rolltap.trainer.file_names import file_name
 from rolltap.trainer.progress import Advance
@@ -78,7 +79,8 @@ def trajectory(recorded: RecordedSession, model: str | None = None) -> dict[str,
     main, *others = [_Line(conversations, left_out, path, shared) for path, shared in lines if shared < len(path)]
     for line in others:
         main.refer_to(line)
-    agent = {"name": recorded.session.harness if recorded.session else UNKNOWN, "version": UNKNOWN, "model_name": model}
+    version = (recorded.session.harness_version if recorded.session else "") or UNKNOWN
+    agent = {"name": recorded.session.harness if recorded.session else UNKNOWN, "version": version, "model_name": model}
     document = {
         **main.document(recorded.session_id, agent),
         "session_id": recorded.session_id,
@@ -165,7 +167,7 @@ class _Line:
 
 
 def _session_extra(recorded: RecordedSession) -> dict[str, Any]:
-    row = recorded.session.to_row() if recorded.session else {}
+    row = parsed_public_session(recorded.session) if recorded.session else {}
     row.pop("session_id", None)
     return _known({name: value.isoformat() if isinstance(value, datetime) else value for name, value in row.items()})
 

@@ -27,7 +27,8 @@ _TRACES = """\
 
 A trace is one sequence to train on. Each sampled token is trained by exactly one trace, or left out for a reason that
 is counted above. Traces of sessions without a reward are here too, with the reward null; the count above has their
-tokens as `fault` or `no_reward`. Tokens that the policy did not sample (tool results, later instructions) have mask 0.
+tokens by the reason, for instance `infrastructure`, `unjudged` or `no_reward`. Tokens that the policy did not sample
+(tool results, later instructions) have mask 0.
 
 {columns}
 """
@@ -68,7 +69,7 @@ calls = load_dataset("{where}", "calls", split="train")
 | --- | --- | --- |
 | `traces` | {traces:,} | one sequence to train on |
 | `calls` | {calls:,} | one model call: tokens, messages, reply, sampling parameters, timings |
-| `sessions` | {sessions:,} | one run of an agent program: task, group, status, reward |
+| `sessions` | {sessions:,} | one run of an agent program: task, group, outcome, reward, evidence, versions |
 | `events` | {events:,} | one other event on the wire: a refused host, a retry, the start of a call |
 """
 
@@ -91,8 +92,9 @@ def full_prompts(calls):
         yield call | {"prompt_ids": prompt_ids}
 ```
 
-`messages`, `tools`, `reply` and `sampling` are JSON. Messages hold what the agent program sent to the model, which may
-include names and files of its machine: read them before you make this dataset public.
+`messages`, `tools`, `reply` and `sampling` are JSON, and so are `parts`, `evidence` and `suspicions` of a session.
+Messages hold what the agent program sent to the model, which may include names and files of its machine: read them
+before you make this dataset public.
 """
 
 
@@ -143,6 +145,9 @@ def _facts(run: Path, options: TraceOptions, totals: Totals) -> list[str]:
     facts = {
         "sessions": f"{totals.sessions:,}",
         "tasks": f"{len(totals.tasks):,}" if totals.tasks else "",
+        "outcomes": ", ".join(f"{name} ({n:,})" for name, n in sorted(totals.statuses.items())),
+        "with suspicions of cheating": f"{totals.suspicious:,} sessions" if totals.suspicious else "",
+        "ran in": ", ".join(f"{name} ({n:,})" for name, n in sorted(totals.runtimes.items())),
         "agent programs": ", ".join(f"{name} ({n:,})" for name, n in sorted(totals.harnesses.items())),
         "rewards": rewards,
         "model calls": f"{totals.calls:,}",

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rolltap.addons.store.records import Call
+from rolltap.trainer.exports.public import parsed_public_session
 from rolltap.trainer.exports.sessions import dump_json, each_session
 from rolltap.trainer.file_names import file_name
 from rolltap.trainer.progress import Advance
@@ -145,11 +146,15 @@ def _training_turn(conversation: CallConversation, index: int, left_out: str | N
 
 def index_line(recorded: RecordedSession, file: str, selected: SelectedCalls) -> dict[str, Any]:
     """Return a session's line in `sessions.jsonl`."""
-    names = ("task_id", "group_id", "harness", "status", "reward", "policy_version")
+    names = (
+        *("task_id", "group_id", "harness", "status", "reward", "parts", "suspicions", "policy_version"),
+        *("harness_version", "task_digest", "runtime", "image_digest"),
+    )
+    row = parsed_public_session(recorded.session) if recorded.session else {}
     return {
         "session_id": recorded.session_id,
         "file": file,
-        **{name: getattr(recorded.session, name, None) for name in names},
+        **{name: row.get(name) for name in names},
         "turns": len(selected.order),
         "left_out": selected.refused,
     }

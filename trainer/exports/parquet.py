@@ -12,6 +12,7 @@ from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.exports.card import HERE, parquet_card
 from rolltap.trainer.exports.features import CALL_FEATURES, EVENT_FEATURES, SESSION_FEATURES, TRACE_FEATURES, trace_row
+from rolltap.trainer.exports.public import public_session
 from rolltap.trainer.exports.spool import Spool
 from rolltap.trainer.progress import Advance
 from rolltap.trainer.traces.reader import count_sessions
@@ -44,7 +45,9 @@ def export(run: Path, out: Path, advance: Advance, *, where: str = HERE) -> int:
             engines.update(urlsplit(call.engine).netloc for call in recorded.calls if call.engine)
             spools["traces"].add(map(trace_row, traced.traces))
             spools["calls"].add(_without_addresses(call.to_row(), "error", engines) for call in recorded.calls)
-            spools["sessions"].add([recorded.session.to_row()] if recorded.session else [])
+            if recorded.session is not None:
+                row = _without_addresses(public_session(recorded.session), "error", engines)
+                spools["sessions"].add([_without_addresses(row, "evidence", engines)])
             totals.add(traced)
             advance("sessions", totals.sessions, total)
         spools["events"].add(_without_addresses(row, "detail", engines) for row in read_rows(run, "events"))

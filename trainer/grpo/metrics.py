@@ -19,10 +19,10 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from rolltap.addons.store.records import CallKind
+from rolltap.addons.store.records import CallKind, SessionStatus
 from rolltap.trainer.file_names import file_name
 from rolltap.trainer.grpo.advantages import mean_group_std, rewards_differ
-from rolltap.trainer.traces.build import GroupReward, TraceBatch
+from rolltap.trainer.traces.build import GroupReward, TraceBatch, Unrewarded
 from rolltap.trainer.traces.cached import cached_shares
 from rolltap.trainer.traces.ledger import LeftOut
 
@@ -67,7 +67,9 @@ def batch_metrics(batch: TraceBatch, trained: TraceBatch, tasks: Collection[str]
 
     `trained` is the part of it that has a signal, with its ledger. `tasks` are those with a metric each.
 
-    `sessions` and `groups` are all; `sessions_fault` and `sessions_no_reward` those without a reward, by reason;
+    `sessions` and `groups` are all; `sessions_STATUS` those with this status; `sessions_excluded` those that the recipe
+    leaves out for their outcome or for suspicions, `sessions_no_reward` those that have none for another reason than
+    their status. `suspicious` are those that match a rule of suspicion, `suspicious/RULE` those that match this one.
     `groups_without_reward` those without any, `groups_without_signal` those whose rewards are all equal.
     `reward` is the mean over sessions with a reward, `reward/harness/NAME` and `reward/task/ID` over those with this
     label, with names percent-encoded. `reward_std` is the mean over groups with a reward. `traces_per_session` is of
@@ -77,12 +79,18 @@ def batch_metrics(batch: TraceBatch, trained: TraceBatch, tasks: Collection[str]
     """
     rewards = list(batch.rewards.values())
     groups = _split(rewards, lambda labelled: labelled.group_id)
+    labels: list[GroupReward | Unrewarded] = [*rewards, *batch.unrewarded.values()]
+    statuses = Counter(label.status for label in labels)
+    matched = Counter(rule for label in labels for rule in label.suspicions)
     reasons = Counter(unrewarded.reason for unrewarded in batch.unrewarded.values())
     without_reward = {unrewarded.group_id for unrewarded in batch.unrewarded.values()} - groups.keys()
     metrics = {
         "sessions": float(len(rewards) + len(batch.unrewarded)),
-        "sessions_fault": float(reasons["infrastructure"]),
+        **{f"sessions_{status}": float(statuses[status]) for status in get_args(SessionStatus)},
+        "sessions_excluded": float(reasons["excluded"] + reasons["suspicious"]),
         "sessions_no_reward": float(reasons["no_reward"]),
+        "suspicious": float(sum(bool(label.suspicions) for label in labels)),
+        **{f"suspicious/{rule}": float(count) for rule, count in matched.items()},
         "groups": float(len(groups) + len(without_reward)),
         "groups_without_signal": float(sum(not rewards_differ(group) for group in groups.values())),
         "groups_without_reward": float(len(without_reward)),
@@ -96,11 +104,11 @@ def batch_metrics(batch: TraceBatch, trained: TraceBatch, tasks: Collection[str]
         metrics["traces_per_session"] = len(batch.traces) / len(rewards)
         metrics["reward"] = fmean(labelled.reward for labelled in rewards)
         metrics["reward_std"] = mean_group_std(batch.rewards)
-        labels = {
+        means = {
             "harness": _split(rewards, lambda labelled: labelled.harness),
             "task": _split((r for r in rewards if r.task_id in tasks), lambda labelled: labelled.task_id),
         }
-        for label, parts in labels.items():
+        for label, parts in means.items():
             metrics |= {f"reward/{label}/{file_name(name)}": fmean(part) for name, part in parts.items() if name}
     return metrics
 

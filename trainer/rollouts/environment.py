@@ -17,7 +17,9 @@ SESSION_END = "http://session.rolltap/end"
 CERTIFICATES = "/etc/rolltap"
 """Folder of the recorder's certificates in a box that has files of its own."""
 
-_INHERITED = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TERM", "TMPDIR", "USER", "LOGNAME", "SHELL")
+_INHERITED = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TERM")
+_OF_THIS_MACHINE = ("TMPDIR", "USER", "LOGNAME", "SHELL")
+"""Variables that mean nothing in a box with files of its own."""
 _PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy")
 _LOOPBACK = "localhost,127.0.0.1,::1"
 _DIRECT = ("NO_PROXY", "no_proxy")
@@ -110,6 +112,10 @@ class Proxy:
             raise RecorderError(f"the recorder cannot end session {session_id}: {answer.text}")
 
 
-def clean_environment(home: Path) -> dict[str, str]:
-    """Return the environment that a session starts from: its own home, and none of the caller's keys and settings."""
-    return {**{name: os.environ[name] for name in _INHERITED if name in os.environ}, "HOME": str(home)}
+def clean_environment(home: Path, *, isolated: bool = False) -> dict[str, str]:
+    """Return the environment that a session starts from: its own home, and none of the caller's keys and settings.
+
+    `isolated` is True in a box with files of its own.
+    """
+    names = _INHERITED if isolated else (*_INHERITED, *_OF_THIS_MACHINE)
+    return {**{name: os.environ[name] for name in names if name in os.environ}, "HOME": str(home)}

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from rolltap.trainer.rollouts.budgets import find_budget
+from rolltap.trainer.rollouts.budget import find_budget
 from rolltap.trainer.rollouts.faults import Asked, Told, find_fault
 from rolltap.trainer.rollouts.session_rows import SessionRows
 

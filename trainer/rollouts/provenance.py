@@ -77,7 +77,7 @@ class Provenances:
             try:
                 async with self._runtime.box(spec) as box:
                     command = [self._harness.program, *self._harness.version_arguments]
-                    env = {**clean_environment(Path(box.home)), **self._harness.env}
+                    env = {**clean_environment(Path(box.home), isolated=self._runtime.isolated), **self._harness.env}
                     ended = await box.run(command, env=env, timeout=_VERSION_SECONDS, log=log)
                     await box.settle()
                 return await asyncio.to_thread(_beginning, log) if ended.status == 0 else ""

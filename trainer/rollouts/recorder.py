@@ -148,6 +148,11 @@ class Recorder:
         self._end_calls(session_id)
         return self.facts(session_id).fault
 
+    @property
+    def rows(self) -> SessionRows:
+        """The rows of the run's sessions. Only inside of the `with` block."""
+        return self._rows
+
     def facts(self, session_id: str) -> Facts:
         """Return the facts of a session after `end_calls`.
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from rolltap.addons.store.records import Session, SessionStatus
 from rolltap.trainer.rollouts.groups import Group, attempt_of, next_attempt, place_of
 from rolltap.trainer.rollouts.recorder import Recorder
+from rolltap.trainer.rollouts.session import end_session
 from rolltap.trainer.rollouts.started import interrupted_sessions
 from rolltap.trainer.rollouts.tasks.task import Task
 
@@ -25,7 +26,7 @@ def end_interrupted(recorder: Recorder) -> None:
     Call it with the run's `rollout_lock`. Raises as `Recorder.end`.
     """
     for session in interrupted_sessions(recorder.path):
-        recorder.end(session)
+        end_session(recorder, session, None)
 
 
 class Recorded:

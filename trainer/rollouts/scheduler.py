@@ -1,7 +1,9 @@
 """Scheduling of sessions: several at a time, and further attempts at those that failed because of infrastructure."""
 
 import asyncio
+import logging
 from collections.abc import Sequence
+from functools import cache
 
 from rolltap.addons.errors import RecorderError
 from rolltap.addons.store.records import Session
@@ -15,6 +17,8 @@ from rolltap.trainer.rollouts.tally import Tally
 from rolltap.trainer.rollouts.tasks.starts import Starts
 from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.rollouts.workplace import workplace
+
+logger = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 1.0
 """Pause before the first further attempt at a session. Each one after it is twice as long."""
@@ -39,6 +43,8 @@ async def run_groups(
     context window, and `OSError` when the run folder cannot be written. The sessions that still run are stopped then,
     and have rows.
     """
+    if plan.runtime.warning is not None:
+        _tell_once(plan.runtime.warning)
     harness_env = await asyncio.to_thread(plan.harness.environment, recorder.engine)
     digests = {group.task.id: await asyncio.to_thread(group.task.digest) for group in groups if group.session_ids}
     semaphore = asyncio.Semaphore(plan.concurrency)
@@ -74,6 +80,11 @@ async def run_groups(
             # the first failure cancelled the other sessions; errors that came with it are in `__cause__`
             raise failures.exceptions[0] from failures
     return sessions
+
+
+@cache
+def _tell_once(warning: str) -> None:
+    logger.warning("%s", warning)
 
 
 def _require_sense(tally: Tally, plan: Plan, last: Session) -> None:

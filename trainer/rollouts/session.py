@@ -35,6 +35,7 @@ from rolltap.trainer.rollouts.plan import Plan
 from rolltap.trainer.rollouts.provenance import Provenances
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec
+from rolltap.trainer.rollouts.suspicions.session import suspicions
 from rolltap.trainer.rollouts.tasks.starts import Start, Starts
 from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.rollouts.workplace import remove_tree
@@ -85,8 +86,8 @@ async def run_session(stage: Stage, task: Task, group_id: str, session_id: str) 
         runtime=plan.runtime.name,
     )
     facts = Facts()
-    await run_to_end(recorder.begin, session)
     try:
+        await run_to_end(recorder.begin, session)
         facts = await _play(stage, session, task)
     except (OSError, InputError) as error:
         session.status, session.error = "infrastructure", f"the session could not be run: {error}"
@@ -94,8 +95,22 @@ async def run_session(stage: Stage, task: Task, group_id: str, session_id: str) 
         session.status, session.error = "infrastructure", str(error)  # `Recorder.end` raises it, after the row
     finally:
         session.finished_at = utc_now()
-        await run_to_end(recorder.end, session)
+        await run_to_end(end_session, recorder, session, task)
     return session, facts
+
+
+def end_session(recorder: Recorder, session: Session, task: Task | None) -> None:
+    """Count the suspicions of a session, and end it. Raises as `Recorder.end`.
+
+    What an agent did must not end the rollout: when a rule fails on it, the log says so.
+    """
+    try:
+        found = suspicions(recorder.rows, session.session_id, task, json.loads(session.evidence))
+        session.suspicions = json.dumps(found)
+    except Exception:
+        logger.warning("the suspicions of session %s could not be counted", session.session_id, exc_info=True)
+    finally:
+        recorder.end(session)
 
 
 async def _play(stage: Stage, session: Session, task: Task) -> Facts:
@@ -141,10 +156,11 @@ async def _play(stage: Stage, session: Session, task: Task) -> Facts:
 
 def _environment(stage: Stage, session_id: str, task: Task, box: Box) -> dict[str, str]:
     """Return the whole environment of the harness. The recorder's variables win."""
-    certificates = CERTIFICATES if stage.plan.runtime.isolated else None
+    isolated = stage.plan.runtime.isolated
+    certificates = CERTIFICATES if isolated else None
     proxy = stage.recorder.proxy(session_id)
     return {
-        **clean_environment(Path(box.home)),
+        **clean_environment(Path(box.home), isolated=isolated),
         **stage.harness_env,
         **task.env,
         **proxy.environment(session_id, address=box.proxy, certificates=certificates),

@@ -1,13 +1,12 @@
 """The rows of the sessions of a run that is being recorded."""
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rolltap.addons.store.session_index import SessionIndex
-
-_TIMES_AND_TOKENS = ("first_token_at", "started_at", "weight_versions")
+from rolltap.addons.store.versions import FIRST_VERSION_COLUMNS, first_version
 
 
 class SessionRows:
@@ -35,18 +34,4 @@ class SessionRows:
 
     def first_version(self, session_id: str) -> str | None:
         """Return the weights that sampled the first token of a session's calls, or None without one. Raises as `of`."""
-        return first_version(self.of("calls", session_id, _TIMES_AND_TOKENS))
-
-
-def first_version(calls: Iterable[tuple[Any, ...]]) -> str | None:
-    """Return the weights that sampled the first token of calls, or None when no token was sampled.
-
-    Each call is a tuple of `first_token_at`, `started_at` and `weight_versions`, a list of dicts. Calls without a time
-    of their first token count from their start.
-    """
-    for _, spans in sorted(((first or start, spans) for first, start, spans in calls), key=lambda call: call[0]):
-        for span in spans or ():
-            if span["end"] > span["start"]:
-                version: str = span["version"]
-                return version
-    return None
+        return first_version(self.of("calls", session_id, FIRST_VERSION_COLUMNS))

@@ -13,7 +13,7 @@ from rolltap.runs import Run, open_run
 from rolltap.trainer.blocking import run_blocking, run_to_end, wait_for_end
 from rolltap.trainer.progress import progress_bar
 from rolltap.trainer.rollouts.before import check_engines
-from rolltap.trainer.rollouts.budgets import budget_options
+from rolltap.trainer.rollouts.budget import Budget
 from rolltap.trainer.rollouts.groups import group_key
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.lock import rollout_lock
@@ -42,6 +42,8 @@ def rollout(
     timeout: float = 1800.0,
     runtime: str | Runtime = "process",
     tools: Sequence[str | Path] = (),
+    container_engine: str | None = None,
+    container_arguments: Sequence[str] = (),
     repositories: str | Path | None = None,
     max_calls: int | None = None,
     max_sampled_tokens: int | None = None,
@@ -65,9 +67,11 @@ def rollout(
     harness, runtime, model and weights that have ended are used again, those that were interrupted or failed because of
     the engine, the recorder or the machine are tried again. `new_groups` begins further groups instead.
 
-    `runtime` is where sessions run: `process`, `sandbox`, `container`, `apptainer`, or a runtime. `tools` are further
-    folders that a sandbox shows, read-only. `max_calls`, `max_sampled_tokens` and `max_prompt_tokens` are budgets of a
-    session: model calls, sampled tokens, and prompt tokens of one call.
+    `runtime` is where sessions run: `process`, `sandbox`, `container`, `apptainer`, or a runtime that you made. The
+    first does not protect this machine from the harness. `tools` are folders of installed programs that a box shows,
+    read-only; `container_engine` and `container_arguments` are the program that makes containers, and its arguments.
+    `max_calls`, `max_sampled_tokens` and `max_prompt_tokens` are budgets of a session: model calls, sampled tokens, and
+    prompt tokens of one call.
 
     A session that fails does not end the rollout: its status says what happened. With the status `infrastructure` it
     failed because of the engine, the recorder or the machine, or no model call of it was answered: it is tried again up
@@ -96,6 +100,8 @@ def rollout(
             timeout=timeout,
             runtime=runtime,
             tools=tools,
+            container_engine=container_engine,
+            container_arguments=container_arguments,
             repositories=repositories,
             max_calls=max_calls,
             max_sampled_tokens=max_sampled_tokens,
@@ -122,6 +128,8 @@ async def rollout_async(
     timeout: float = 1800.0,
     runtime: str | Runtime = "process",
     tools: Sequence[str | Path] = (),
+    container_engine: str | None = None,
+    container_arguments: Sequence[str] = (),
     repositories: str | Path | None = None,
     max_calls: int | None = None,
     max_sampled_tokens: int | None = None,
@@ -134,33 +142,36 @@ async def rollout_async(
 ) -> Run:
     """Do what `rollout` does inside an event loop. Cancelling it stops the harnesses and the recorder."""
     task_list = _checked_tasks(tasks, repositories)
-    positive = {"sessions": sessions, "concurrency": concurrency, "recorders": recorders}
-    for name, value in {**positive, "give_up_after": give_up_after}.items():
-        if value < 1:
+    numbers = {"sessions": sessions, "concurrency": concurrency, "recorders": recorders, "give_up_after": give_up_after}
+    budgets = {"calls": max_calls, "sampled_tokens": max_sampled_tokens, "prompt_tokens": max_prompt_tokens}
+    for name, value in {**numbers, **{f"max_{name}": value for name, value in budgets.items()}}.items():
+        if value is not None and value < 1:
             raise InputError(f"{name}={value}: give at least 1")
     if retries < 0:
         raise InputError(f"retries={retries}: give at least 0")
     if not timeout > 0:
         raise InputError(f"timeout={timeout}: give a number of seconds above 0")
-    budgets = {"calls": max_calls, "sampled_tokens": max_sampled_tokens, "prompt_tokens": max_prompt_tokens}
-    box = make_runtime(runtime, tools=[Path(tool) for tool in tools]) if isinstance(runtime, str) else runtime
-    await asyncio.to_thread(box.check)
+    if isinstance(runtime, str):
+        runtime = make_runtime(
+            runtime, tools=tools, container_engine=container_engine, container_arguments=container_arguments
+        )
+    await asyncio.to_thread(runtime.check)
     if not isinstance(harness, Harness):
         harness = Harness.load(str(harness))
-    task_list = fit_tasks(task_list, box)
+    task_list = fit_tasks(task_list, runtime)
     if not all(task.image for task in task_list):
         harness.require_program()
-    plan = Plan(harness, concurrency, timeout, box, retries, give_up_after)
+    plan = Plan(harness, concurrency, timeout, runtime, retries, give_up_after)
     weights = await asyncio.to_thread(check_engines, engine, str(model))
     run_folder = Path(out)
-    settings = {**budget_options(budgets), **(options or {})}
+    settings = {**Budget(**budgets).options(), **(options or {})}
     recorder = Recorder(run_folder, engine=engine, model=model, options=settings, processes=recorders)
     with rollout_lock(run_folder):
         async with _started(recorder):
             await run_to_end(end_interrupted, recorder)
             recorded = Recorded(load_sessions(run_folder).values())
             weights = f"{weights},{PolicyFile(run_folder).read().version}"
-            common = (harness.digest(), box.name, str(model), weights)
+            common = (harness.digest(), runtime.name, str(model), weights)
             groups = [
                 recorded.group(task, group_key(task.digest(), *common), sessions, further=new_groups)
                 for task in task_list

@@ -1,6 +1,6 @@
 """A run folder as an object: its sessions, calls and traces, and what can be made of them."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, Literal, get_args
@@ -8,9 +8,12 @@ from typing import Any, BinaryIO, Literal, get_args
 from rolltap.addons.errors import InputError, MissingPackageError
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call, CallRole, Session, SessionStatus
+from rolltap.addons.store.rewards import GivenReward, give_reward
 from rolltap.addons.store.staging import new_folder
+from rolltap.addons.store.tables import RunWriter
 from rolltap.traces import RunTraces
 from rolltap.trainer.progress import Advance, progress_bar
+from rolltap.trainer.rollouts.suspicions.rules import NAMES as SUSPICIONS
 from rolltap.trainer.runs.import_calls import ImportSummary
 from rolltap.trainer.runs.import_calls import import_calls as _import_calls
 from rolltap.trainer.runs.merge import LeftBehind
@@ -39,7 +42,7 @@ class Run:
         """Raises `RunError` when `path` is not a run, or is one of another schema version."""
         self.path = Path(path)
         self.new_session_ids: tuple[str, ...] = ()
-        """Sessions that `rollout` ran when it returned this run, in the order in which they ended."""
+        """Sessions of the groups of the `rollout` that returned this run: all attempts, those of earlier calls too."""
         read_metadata(self.path)
 
     def __repr__(self) -> str:
@@ -111,6 +114,29 @@ class Run:
         """
         return view_call(self.path, session_id, call_id)
 
+    def reward(
+        self,
+        session_id: str,
+        value: float,
+        *,
+        parts: Mapping[str, float] | None = None,
+        task: str = "",
+        group: str = "",
+        change: bool = False,
+    ) -> Session:
+        """Give a session the reward `value`, a finite number, and return its new row. The earlier rows stay in the run.
+
+        `parts` are named numbers that the reward is made of. `task` and `group` replace those of the session if they
+        are not empty. A session that is in no group with others joins that of `task`, unless `group` is given.
+
+        Raises `InputError` for a value that is not finite, for an unknown session, one without a completed call, one
+        with the status `infrastructure` or `cancelled`, one that a rollout has not ended, and for one that has a reward
+        already unless `change` is true. Raises `OSError` when the folder cannot be written.
+        """
+        given = GivenReward(value=value, parts=parts or {}, task=task, group=group, source="rolltap reward")
+        with RunWriter(self.path) as writer:
+            return give_reward(writer, session_id, given, change=change)
+
     def verify(self, *, repair: bool = False, progress: bool = True) -> Verification:
         """Check the run, as `verify_run`."""
         return verify_run(self.path, repair=repair, progress=progress)
@@ -180,18 +206,25 @@ class Run:
         statuses: Collection[SessionStatus] = (),
         session_ids: Collection[str] = (),
         roles: Collection[CallRole] = (),
+        tasks: Collection[str] = (),
+        runtimes: Collection[str] = (),
+        suspicious: bool | None = None,
+        suspicions: Collection[str] = (),
         progress: bool = True,
     ) -> "Run":
         """Write the sessions that meet every given criterion to the new folder `out`, and return it.
 
         `roles` keeps only the calls of these roles, and the calls that their prompts continue. A session without such a
-        call is left out, and so are events without a session. Raises `InputError` when no session is left, and when one
-        of `session_ids` does not exist.
+        call is left out, and so are events without a session. `suspicious` is whether a session's row has suspicions,
+        `suspicions` are names of rules of which it matched one. Raises `InputError` when no session is left, when one
+        of `session_ids` does not exist, and for the name of no rule.
         """
-        collections = (harnesses, policy_versions, statuses, session_ids, roles)
-        for given in collections:
+        collections = (harnesses, policy_versions, statuses, session_ids, roles, tasks, runtimes)
+        for given in (*collections, suspicions):
             require_collection(given)
-        criteria = Filter(min_reward, max_reward, *collections)
+        if unknown := set(suspicions) - {*SUSPICIONS}:
+            raise InputError(f"no rule of suspicion is named {min(unknown)!r}: choose {', '.join(SUSPICIONS)}")
+        criteria = Filter(min_reward, max_reward, *collections, suspicious, suspicions)
         with progress_bar(show=progress) as advance:
             filter_run(self.path, Path(out), criteria, advance)
         return Run(out)

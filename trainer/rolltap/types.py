@@ -3,7 +3,7 @@
 from rolltap.addons.store.records import CallKind, CallRole, CallStatus, SessionStatus, VersionSpan
 from rolltap.runs import ExportFormat
 from rolltap.traces import RunTraces
-from rolltap.trainer.runs.findings import Finding
+from rolltap.trainer.runs.finding import Finding
 from rolltap.trainer.runs.import_calls import ImportSummary
 from rolltap.trainer.runs.merge import LeftBehind
 from rolltap.trainer.runs.parts import SplitBy
@@ -14,7 +14,9 @@ from rolltap.trainer.traces.reader import RecordedCalls, RecordedSession
 from rolltap.trainer.traces.sessions import Totals, TracedSession
 from rolltap.trainer.views.check import CheckReport, CheckRow, ScoredToken
 from rolltap.trainer.views.inspect import CallNode, CallView, Divergence, SessionView
-from rolltap.trainer.views.report import SessionRow, Summary, VersionRewards
+from rolltap.trainer.views.outcomes import MixedGroup, OutcomeRow, PartRow, ProvenanceRow, SuspicionRow
+from rolltap.trainer.views.report import Summary, VersionRewards
+from rolltap.trainer.views.session_table import SessionRow
 
 __all__ = [
     "TRAINED_ROLES",
@@ -32,6 +34,10 @@ __all__ = [
     "KindSpan",
     "LeftBehind",
     "LeftOut",
+    "MixedGroup",
+    "OutcomeRow",
+    "PartRow",
+    "ProvenanceRow",
     "RecordedCalls",
     "RecordedSession",
     "RunTraces",
@@ -42,6 +48,7 @@ __all__ = [
     "SplitBy",
     "Strategy",
     "Summary",
+    "SuspicionRow",
     "Totals",
     "TracedSession",
     "Unrewarded",

@@ -3,41 +3,24 @@
 import errno
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from datetime import datetime
 from itertools import chain
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 import pyarrow as pa
 
 from rolltap.addons.errors import LedgerError, RunError
 from rolltap.addons.store.digest import DIGEST, row_digest
-from rolltap.addons.store.records import Call, CallKind, CallRole, CallStatus, Session, SessionStatus, find_violation
+from rolltap.addons.store.records import Call, CallKind, CallRole, CallStatus, Session, find_violation
 from rolltap.addons.store.tables import TABLES, batch_rows
+from rolltap.trainer.runs.finding import FROM_A_COPY, Finding, check_times, check_values
+from rolltap.trainer.runs.session_findings import check_session_rows
 from rolltap.trainer.traces.reader import RecordedSession, Row, rebuild_calls
 from rolltap.trainer.traces.sessions import TraceOptions, trace_session
 from rolltap.trainer.traces.tree import parents_first
 
-Grade = Literal["damage", "repair", "notice"]
-"""`damage`: rows are lost, were changed, or break an invariant. `repair`: `--repair` removes it, and no row with it.
-`notice`: unusual, but no row is damaged."""
-
-FROM_A_COPY = "restore the file from a copy of the run if there is one; the other rows can be used"
 _DISK_FULL = f"[Errno {errno.ENOSPC}]"
 """Text of an `OSError` for a full disk, as the events of refused requests have it."""
-SALVAGE = "restore the file from a copy of the run, or save the other rows with `rolltap merge RUN --out NEW`"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One deviation from a sound run."""
-
-    grade: Grade
-    where: str
-    """File name and byte offset, or session id and call id."""
-    what: str
-    advice: str = ""
 
 
 def check_rows(table: str, batch: pa.RecordBatch) -> Iterator[tuple[Row | None, str | None]]:
@@ -61,13 +44,13 @@ def check_rows(table: str, batch: pa.RecordBatch) -> Iterator[tuple[Row | None, 
 def check_session(
     run: Path,
     session_id: str,
-    session: Session | None,
+    rows: Sequence[Session],
     calls: Sequence[pa.RecordBatch],
     events: Iterable[pa.RecordBatch],
     *,
     salvaged: bool,
 ) -> Iterator[Finding]:
-    """Yield the findings of one session: in its calls, in its own row, and in its events.
+    """Yield the findings of one session: in its calls, in its own rows, and in its events.
 
     A `salvaged` run is merged from damaged ones, and rows are missing. There a call with a missing ancestor is a
     notice, not damage.
@@ -80,9 +63,8 @@ def check_session(
             yield Finding("damage", f"{where}, call {call_id}", f"it is recorded {count} times", advice)
     if ids.total() == len(ids):
         yield from _check_calls(run, session_id, calls, salvaged)
-    if session is not None:
-        yield from _check_values(where, session, status=get_args(SessionStatus))
-        yield from _check_times(where, session.started_at, session.finished_at)
+    if rows:
+        yield from check_session_rows(where, rows, salvaged=salvaged)
     elif ids:
         yield Finding("notice", where, "has no row in sessions: its calls have no reward and no group")
     yield from _check_events(where, ids, events)
@@ -109,8 +91,8 @@ def _check_calls(run: Path, session_id: str, batches: Sequence[pa.RecordBatch], 
         call.violation = recorded[call.call_id] or call.violation
         yield from _check_tokens(where, call)
         names = {"kind": get_args(CallKind), "role": get_args(CallRole), "status": get_args(CallStatus)}
-        yield from _check_values(where, call, **names)
-        yield from _check_times(where, call.started_at, call.first_token_at, call.finished_at)
+        yield from check_values(where, call, **names)
+        yield from check_times(where, call.started_at, call.first_token_at, call.finished_at)
     try:
         trace_session(RecordedSession(session_id=session_id, session=None, calls=calls), TraceOptions())
     except LedgerError as error:
@@ -129,19 +111,6 @@ def _check_tokens(where: str, call: Call) -> Iterator[Finding]:
     violation = find_violation(call.completion_ids, call.logprobs, call.weight_versions) if call.logprobs else None
     if violation and not call.violation:
         yield Finding("damage", where, f"{violation}, and the call is not marked", "the call is not trained on anyway")
-
-
-def _check_values(where: str, row: Call | Session, **known: Sequence[str]) -> Iterator[Finding]:
-    for name, values in known.items():
-        if (value := getattr(row, name)) not in values:
-            yield Finding("damage", where, f"its {name} is {value!r}", FROM_A_COPY)
-
-
-def _check_times(where: str, *times: datetime | None) -> Iterator[Finding]:
-    known = [time for time in times if time is not None]
-    if known != sorted(known):
-        what = "its times are out of order: the clock was set back"
-        yield Finding("notice", where, what, "do not rely on its duration")
 
 
 def _check_events(where: str, calls: Counter[str], events: Iterable[pa.RecordBatch]) -> Iterator[Finding]:

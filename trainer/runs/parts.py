@@ -21,6 +21,7 @@ from rolltap.addons.store.staging import new_folder
 from rolltap.addons.store.tables import TABLES, RunWriter
 from rolltap.trainer.file_names import file_name
 from rolltap.trainer.progress import Advance
+from rolltap.trainer.traces.outcomes import suspected
 from rolltap.trainer.traces.reader import load_sessions
 
 SplitBy = Literal["harness", "task_id", "group_id", "policy_version", "status"]
@@ -46,16 +47,27 @@ class Filter:
     roles: Collection[CallRole] = ()
     """Roles of the calls to keep. Their ancestors are kept too, whatever their role. A session without a call of these
     roles is left out."""
+    tasks: Collection[str] = ()
+    runtimes: Collection[str] = ()
+    suspicious: bool | None = None
+    """Whether the session's row has suspicions."""
+    suspicions: Collection[str] = ()
+    """Names of rules: the session matched one of them."""
 
     def fits(self, session_id: str, session: Session | None) -> bool:
-        """Return True when a session fits, `roles` aside. A session without a row has the status `unknown`, no harness
-        and no policy version. A session without a reward fits no criterion on it."""
+        """Return True when a session fits, `roles` aside. A session without a row has the status `unknown`, no harness,
+        no policy version and no suspicions. A session without a reward fits no criterion on it."""
         session = session or Session(session_id=session_id, status="unknown")
+        matched = suspected(session).keys()
         return (
             (not self.sessions or session_id in self.sessions)
             and (not self.harnesses or session.harness in self.harnesses)
             and (not self.policy_versions or session.policy_version in self.policy_versions)
             and (not self.statuses or session.status in self.statuses)
+            and (not self.tasks or session.task_id in self.tasks)
+            and (not self.runtimes or session.runtime in self.runtimes)
+            and (self.suspicious is None or self.suspicious == bool(matched))
+            and (not self.suspicions or not matched.isdisjoint(self.suspicions))
             and (self.min_reward is None or (session.reward is not None and session.reward >= self.min_reward))
             and (self.max_reward is None or (session.reward is not None and session.reward <= self.max_reward))
         )

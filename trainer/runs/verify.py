@@ -4,20 +4,21 @@ The first pass reads all files. The second rebuilds the calls of one session aft
 session, and the rows of all sessions.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rolltap.addons.store.digest import DIGEST
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Session
-from rolltap.addons.store.schemas import SESSION_SCHEMA
+from rolltap.addons.store.rewards import make_session
 from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.session_index import SessionIndex
 from rolltap.addons.store.tables import TABLES, run_files
 from rolltap.trainer.progress import Advance
-from rolltap.trainer.runs.findings import SALVAGE, Finding, check_rows, check_session
+from rolltap.trainer.runs.finding import SALVAGE, Finding
+from rolltap.trainer.runs.findings import check_rows, check_session
 from rolltap.trainer.runs.repair import cut_end, find_leftovers, is_held, remove_leftovers
 
 Verdict = Literal["ok", "needs repair", "damaged"]
@@ -69,7 +70,7 @@ def verify_run(run: Path, advance: Advance, *, repair: bool = False) -> Verifica
         for table, path in files:
             found.repaired += cut_end(path, TABLES[table])
     found.findings += _check_leftovers(run)
-    sessions: dict[str, Session] = {}
+    sessions: defaultdict[str, list[Session]] = defaultdict(list)
     unreadable: set[str | None] = set()
     size, done = sum(path.stat().st_size for _, path in files), 0
     for table, path in files:
@@ -82,8 +83,7 @@ def verify_run(run: Path, advance: Advance, *, repair: bool = False) -> Verifica
                     if row is None:
                         unreadable.add(batch.column("session_id")[number].as_py())
                     elif table == "sessions":
-                        fields = {name: row[name] for name in SESSION_SCHEMA.names if name != DIGEST}
-                        sessions[row["session_id"]] = Session(**fields)
+                        sessions[row["session_id"]].append(make_session(row))
                 advance("bytes read", done + offset, size)
         found.findings += _check_file(reader)
         done += path.stat().st_size
@@ -93,7 +93,7 @@ def verify_run(run: Path, advance: Advance, *, repair: bool = False) -> Verifica
         names = [name for name in known if name is not None and name not in unreadable]
         for number, name in enumerate(names, start=1):
             found.findings += check_session(
-                run, name, sessions.get(name), list(calls.batches(name)), events.batches(name), salvaged=salvaged
+                run, name, sessions.get(name, []), list(calls.batches(name)), events.batches(name), salvaged=salvaged
             )
             advance("sessions rebuilt", number, len(names))
     return found

@@ -28,7 +28,7 @@ from urllib.parse import quote
 import numpy as np
 
 from rolltap.addons.errors import InputError, LedgerError
-from rolltap.addons.store.records import Call, CallKind, CallRole, VersionSpan, find_violation
+from rolltap.addons.store.records import Call, CallKind, CallRole, SessionStatus, VersionSpan, find_violation
 from rolltap.trainer.traces.cached import CachedPrompts
 from rolltap.trainer.traces.ledger import Ledger, LeftOut
 from rolltap.trainer.traces.shared_prefixes import shared_prefixes
@@ -109,12 +109,18 @@ class Trace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReward:
-    """Reward of a session, and the group of sessions that it is compared with. The other labels are for metrics."""
+    """Reward of a session, and the group of sessions that it is compared with. The other labels are for metrics.
+
+    Attributes:
+        suspicions: Names of the rules that the session matched.
+    """
 
     group_id: str
     reward: float
     task_id: str = ""
     harness: str = ""
+    status: SessionStatus = "completed"
+    suspicions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +129,8 @@ class Unrewarded:
 
     group_id: str
     reason: LeftOut
+    status: SessionStatus = "unknown"
+    suspicions: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)

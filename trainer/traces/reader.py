@@ -10,7 +10,8 @@ import pyarrow as pa
 from rolltap.addons.errors import RunError
 from rolltap.addons.store.digest import DIGEST
 from rolltap.addons.store.records import Call, Session, VersionSpan
-from rolltap.addons.store.schemas import CALL_SCHEMA, SESSION_SCHEMA
+from rolltap.addons.store.rewards import make_session
+from rolltap.addons.store.schemas import CALL_SCHEMA
 from rolltap.addons.store.session_index import SessionIndex
 from rolltap.addons.store.tables import batch_rows, read_batches, read_rows
 from rolltap.trainer.traces.tokens import Tokens
@@ -27,7 +28,7 @@ class RecordedSession:
 
     session_id: str
     session: Session | None
-    """The session's row; None when only its calls were recorded, by a recorder that was started without a rollout."""
+    """The session's row that counts; None when only its calls were recorded."""
     calls: list[Call]
     """Calls in the order of `started_at`, each with its full prompt as `Tokens`, which share their prefixes."""
 
@@ -55,9 +56,16 @@ def count_sessions(run: Path) -> int:
 
 
 def load_sessions(run: Path) -> dict[str, Session]:
-    """Return session id -> its last row. Raises `RunError` when the folder cannot be read."""
-    names = [name for name in SESSION_SCHEMA.names if name != DIGEST]
-    return {row["session_id"]: Session(**{name: row[name] for name in names}) for row in read_rows(run, "sessions")}
+    """Return session id -> the row that counts: the one of the highest revision, of several the last.
+
+    Raises `RunError` when the folder cannot be read.
+    """
+    sessions: dict[str, Session] = {}
+    for session in map(make_session, read_rows(run, "sessions")):
+        known = sessions.get(session.session_id)
+        if known is None or session.revision >= known.revision:
+            sessions[session.session_id] = session
+    return sessions
 
 
 class RecordedCalls(Mapping[str, list[Call]]):

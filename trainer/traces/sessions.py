@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rolltap.addons.errors import InputError, LedgerError
-from rolltap.addons.store.records import UNREWARDED, CallRole, Session
+from rolltap.addons.store.records import CallRole, SessionStatus
 from rolltap.trainer.traces.build import (
     TRAINED_ROLES,
     GroupReward,
@@ -20,18 +20,23 @@ from rolltap.trainer.traces.build import (
 )
 from rolltap.trainer.traces.cached import CachedPrompts, cached_prompts
 from rolltap.trainer.traces.ledger import Ledger
+from rolltap.trainer.traces.outcomes import Label, RewardRules, label_session, suspected
 from rolltap.trainer.traces.reader import RecordedSession, iter_sessions
 from rolltap.trainer.versions import Version
 
 
 @dataclass(frozen=True, slots=True)
 class TraceOptions:
-    """Arguments of `build_traces`, checked. Raises `InputError` for a strategy or a role that does not exist."""
+    """Arguments of `build_traces`, checked, and the rules by which sessions get their rewards.
+
+    Raises `InputError` for a strategy or a role that does not exist.
+    """
 
     strategy: Strategy = "prefix_merging"
     roles: Collection[CallRole] = TRAINED_ROLES
     max_tokens: int | None = None
     weights: Version | None = None
+    rewards: RewardRules = field(default_factory=RewardRules)
 
     def __post_init__(self) -> None:
         check_arguments(self.strategy, self.roles, self.max_tokens)
@@ -39,16 +44,17 @@ class TraceOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedSession:
-    """A session, its labelled traces, and the ledger of its sampled tokens."""
+    """A session, its labelled traces, the ledger of its sampled tokens, and its reward or why it has none."""
 
     recorded: RecordedSession
     traces: list[Trace]
     ledger: Ledger
+    label: Label
 
     @property
     def reward(self) -> float | None:
-        """Reward of the session; None when it has none, no row, or a status of `UNREWARDED`."""
-        return session_reward(self.recorded.session)
+        """Reward of the session by the rules of its options; None when it has none."""
+        return self.label.reward
 
     @property
     def group_id(self) -> str:
@@ -62,28 +68,31 @@ class TracedSession:
         return self.recorded.session.harness if self.recorded.session else ""
 
     @property
+    def status(self) -> SessionStatus:
+        """Status of the session; `unknown` without a row."""
+        return self.recorded.session.status if self.recorded.session else "unknown"
+
+    @property
+    def suspicions(self) -> dict[str, int]:
+        """Rule -> count, of the session's row."""
+        return suspected(self.recorded.session)
+
+    @property
     def unrewarded(self) -> Unrewarded | None:
-        """Why the session has no reward: its status if it is one of `UNREWARDED`, else `no_reward`. None when it has
-        one."""
-        if self.reward is not None:
+        """Why the session has no reward; None when it has one."""
+        if self.label.reason is None:
             return None
-        session = self.recorded.session
-        status = session.status if session is not None else "unknown"
-        reason = status if status in ("infrastructure", "unjudged", "cancelled") else "no_reward"
-        return Unrewarded(group_id=self.group_id, reason=reason)
+        return Unrewarded(
+            group_id=self.group_id, reason=self.label.reason, status=self.status, suspicions=tuple(self.suspicions)
+        )
 
     def rewarded(self) -> "TracedSession":
         """Return the session as a trainer needs it. Without a reward it has no traces, and its tokens are left out for
-        the reason in `unrewarded`."""
-        if self.unrewarded is None:
+        the reason in `label`."""
+        if self.label.reason is None:
             return self
-        moved = Ledger(trained=-self.ledger.trained, left_out={self.unrewarded.reason: self.ledger.trained})
+        moved = Ledger(trained=-self.ledger.trained, left_out={self.label.reason: self.ledger.trained})
         return replace(self, traces=[], ledger=self.ledger + moved)
-
-
-def session_reward(session: Session | None) -> float | None:
-    """Return the reward that a trainer uses. A status of `UNREWARDED` has none, whoever recorded one."""
-    return None if session is None or session.status in UNREWARDED else session.reward
 
 
 @dataclass(slots=True)
@@ -91,16 +100,20 @@ class Totals:
     """Counts over sessions: their calls, traces, rewards and sampled tokens.
 
     Attributes:
-        harnesses: Sessions of each.
+        statuses, harnesses, runtimes: Sessions of each.
+        suspicious: Sessions with a suspicion.
         traces: Those of sessions without a reward included.
         ledger: As a trainer sees the tokens: those of sessions without a reward are left out for the
-            reason of `TracedSession.unrewarded`.
+            reason of `TracedSession.label`.
     """
 
     sessions: int = 0
     rewarded: int = 0
     reward_sum: float = 0.0
+    statuses: Counter[str] = field(default_factory=Counter)
     harnesses: Counter[str] = field(default_factory=Counter)
+    runtimes: Counter[str] = field(default_factory=Counter)
+    suspicious: int = 0
     tasks: set[str] = field(default_factory=set)
     calls: int = 0
     traces: int = 0
@@ -112,7 +125,10 @@ class Totals:
         self.calls += len(traced.recorded.calls)
         self.traces += len(traced.traces)
         self.ledger += traced.rewarded().ledger
+        self.suspicious += bool(traced.suspicions)
         if session := traced.recorded.session:
+            self.statuses[session.status] += 1
+            self.runtimes.update(filter(None, [session.runtime]))
             self.harnesses.update(filter(None, [session.harness]))
             self.tasks.update(filter(None, [session.task_id]))
         if traced.reward is not None:
@@ -139,11 +155,12 @@ def trace_session(recorded: RecordedSession, options: TraceOptions) -> TracedSes
             raise LedgerError(f"the calls hold {sampled} sampled tokens, the ledger says {ledger.sampled}")
     except LedgerError as error:
         raise LedgerError(f"session {recorded.session_id}: {error}; this is a bug of rolltap") from error
+    label = label_session(session, options.rewards)
     if session is not None:
         for trace in traces:
             trace.task_id, trace.group_id = session.task_id, session.group_id or session.session_id
-            trace.harness, trace.reward = session.harness, session_reward(session)
-    return TracedSession(recorded=recorded, traces=traces, ledger=ledger)
+            trace.harness, trace.reward = session.harness, label.reward
+    return TracedSession(recorded=recorded, traces=traces, ledger=ledger, label=label)
 
 
 def iter_traces(run: Path, options: TraceOptions, sessions: Collection[str] | None = None) -> Iterator[TracedSession]:
@@ -192,6 +209,8 @@ def make_batch(sessions: Iterable[TracedSession]) -> TraceBatch:
                 reward=traced.reward,
                 task_id=session.task_id,
                 harness=session.harness,
+                status=session.status,
+                suspicions=tuple(traced.suspicions),
             )
     batch.ledger.check()
     return batch

@@ -13,8 +13,8 @@ from rolltap.trainer.training.recipe import Recipe
 
 _CONSTANT = ("constant", "constant_with_warmup")
 """Values of `lr_scheduler_type` whose learning rates do not depend on the number of steps."""
-_KEYS = ("groups_per_step", "strategy", "roles", "max_tokens")
-_ROLLOUT_KEYS = ("sessions_per_group", "replace_zero_variance")
+_KEYS = ("groups_per_step", "strategy", "roles", "max_tokens", "suspicious")
+_ROLLOUT_KEYS = ("sessions_per_group", "replace_zero_variance", "runtime")
 _DIGEST = "sha256:"
 
 _MAY_CHANGE = frozenset(
@@ -56,6 +56,7 @@ def begun_online(recipe: Recipe, tasks: Sequence[Task], harness: Harness, seed: 
         "harness": _digest(harness.model_dump(mode="json", exclude={"install", "quirks"})),
         **{key: getattr(recipe, key) for key in _ROLLOUT_KEYS},
         **_table("recorder", recipe.recorder),
+        **_table("budget", recipe.budget.model_dump(exclude_none=True)),
         **_common(recipe, seed),
     }
 
@@ -82,6 +83,7 @@ def _common(recipe: Recipe, seed: int) -> dict[str, Any]:
         "dtype": dtype_of(recipe),
         **({} if _same_rates(recipe) else {"steps": recipe.steps}),
         **{key: getattr(recipe, key) for key in _KEYS},
+        **_table("outcomes", recipe.outcomes.model_dump()),
         **_table("lora", recipe.lora),
         **_table("grpo", recipe.grpo),
     }

@@ -45,7 +45,10 @@ from rolltap.trainer.rollouts.lock import rollout_lock
 from rolltap.trainer.rollouts.plan import Plan
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import end_interrupted
+from rolltap.trainer.rollouts.runtimes.choose import make_runtime
+from rolltap.trainer.rollouts.runtimes.runtime import Runtime
 from rolltap.trainer.rollouts.scheduler import run_groups
+from rolltap.trainer.rollouts.tasks.fit import fit_tasks
 from rolltap.trainer.rollouts.tasks.sources import load_tasks
 from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.traces.build import TraceBatch
@@ -86,7 +89,11 @@ def train(
         require_machine(recipe.machine, len(engines.admins))
         check_arguments(recipe)
         tasks, harness = _rollouts(recipe)
-        harness.require_program()
+        runtime = _runtime(recipe)
+        runtime.check()
+        tasks = fit_tasks(tasks, runtime)
+        if not all(task.image for task in tasks):
+            harness.require_program()
         if recipe.publish == "nccl":
             require_transfer()
         engines.require_endpoints()
@@ -120,8 +127,15 @@ def _online(
     steal: bool,
 ) -> Iterator[OnlineTraces]:
     """Claim the run folder and the engines, start the recorder, and yield the trace source. On the main process."""
-    plan = Plan(harness, recipe.concurrency, recipe.session_timeout)
-    options = {**recipe.recorder, "rolltap_sampling": json.dumps(sampling(recipe))}
+    plan = Plan(
+        harness,
+        recipe.concurrency,
+        recipe.session_timeout,
+        _runtime(recipe),
+        retries=recipe.retries,
+        give_up_after=recipe.give_up_after,
+    )
+    options = {**recipe.recorder, **recipe.budget.options(), "rolltap_sampling": json.dumps(sampling(recipe))}
     recorder = Recorder(
         run,
         engine=",".join(engine.url for engine in engines.admins),
@@ -158,7 +172,16 @@ def _rollouts(recipe: Recipe) -> tuple[list[Task], Harness]:
     if recipe.tasks is None or recipe.harness is None:
         missing = "tasks" if recipe.tasks is None else "harness"
         raise InputError(f"the recipe has no key {missing!r}: rollouts need it; add it, or train from recorded runs")
-    return load_tasks(recipe.tasks), Harness.load(recipe.harness)
+    return load_tasks(recipe.tasks, repositories=recipe.repositories), Harness.load(recipe.harness)
+
+
+def _runtime(recipe: Recipe) -> Runtime:
+    return make_runtime(
+        recipe.runtime,
+        tools=recipe.tools,
+        container_engine=recipe.container_engine,
+        container_arguments=recipe.container_arguments,
+    )
 
 
 def make_trainer(

@@ -22,8 +22,9 @@ from rolltap.trainer.grpo.advantages import rewards_differ
 from rolltap.trainer.grpo.ranks import initialise, on_main
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.traces.ledger import Ledger
+from rolltap.trainer.traces.outcomes import RewardRules, label_session
 from rolltap.trainer.traces.reader import RecordedCalls, RecordedSession, load_sessions
-from rolltap.trainer.traces.sessions import TracedSession, TraceOptions, make_batch, session_reward, trace_session
+from rolltap.trainer.traces.sessions import TracedSession, TraceOptions, make_batch, trace_session
 from rolltap.trainer.training.arguments import check_arguments, training_arguments
 from rolltap.trainer.training.attempts import claimed_attempt
 from rolltap.trainer.training.begun import begun_offline
@@ -105,7 +106,7 @@ def _groups(recipe: Recipe, runs: Sequence[Path]) -> list[RecordedGroup]:
     temperature = recipe.grpo.get("temperature", 1.0)
     for run in runs:
         _require_tokenizer(run, recipe.model)
-    groups = recorded_groups(runs)
+    groups = recorded_groups(runs, recipe.trace_options().rewards)
     for number, run in enumerate(runs):
         _require_temperature(
             run, {i for group in groups if group.run == number for i in group.session_ids}, temperature
@@ -125,7 +126,7 @@ def _recorded(
     with claimed_attempt(out, begun_offline(recipe, [astuple(group) for group in groups], seed)):
         sessions = sum(len(group.session_ids) for group in groups)
         console.print(f"{len(groups)} groups whose rewards differ, of {sessions} sessions")
-        source = RecordedTraces(runs, groups, TraceOptions(recipe.strategy, recipe.roles, recipe.max_tokens))
+        source = RecordedTraces(runs, groups, recipe.trace_options())
         if (skipped := source.skipped()).groups:
             console.print(f"not trained: {skipped}", highlight=False)
         yield source
@@ -178,10 +179,11 @@ class RecordedTraces:
         return trace_session(RecordedSession(session_id=session_id, session=session, calls=calls), self._options)
 
 
-def recorded_groups(runs: Sequence[Path]) -> list[RecordedGroup]:
+def recorded_groups(runs: Sequence[Path], rules: RewardRules) -> list[RecordedGroup]:
     """Return the groups of runs that train something, by run and id.
 
-    Groups whose rewards are all equal are left out: they have no advantage. A session without a reward does not count.
+    Groups whose rewards, by the recipe's rules, are all equal are left out: they have no advantage. A session without a
+    reward does not count.
 
     Raises `InputError` when a session id is in two runs and when no group is left, and `RunError` for a folder that is
     not a run.
@@ -197,7 +199,7 @@ def recorded_groups(runs: Sequence[Path]) -> list[RecordedGroup]:
             if session_id in owners:
                 raise InputError(f"session {session_id} is in {owners[session_id]} and in {run}: name each run once")
             owners[session_id] = run
-            if (reward := session_reward(session)) is not None:
+            if (reward := label_session(session, rules).reward) is not None:
                 rewards[session.group_id or session_id][session_id] = reward
             else:
                 unrewarded[session.group_id or session_id].append(session_id)

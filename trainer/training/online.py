@@ -19,7 +19,7 @@ from rolltap.trainer.rollouts.groups import Group, place_of
 from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.traces.reader import iter_sessions, load_sessions
-from rolltap.trainer.traces.sessions import TraceOptions, load_batch
+from rolltap.trainer.traces.sessions import load_batch
 from rolltap.trainer.training.attempts import Attempt
 from rolltap.trainer.training.batches import BATCHES, TrainedBatches
 from rolltap.trainer.training.recipe import FINISHED, Recipe
@@ -65,7 +65,7 @@ class OnlineTraces:
         self._recipe = recipe
         self._tasks = {task.id: task for task in tasks}
         self._run = run
-        self._trace_options = TraceOptions(recipe.strategy, recipe.roles, recipe.max_tokens)
+        self._trace_options = recipe.trace_options()
         self._attempt = attempt
         self._serving = serving
         self._run_sessions = run_sessions
@@ -145,7 +145,9 @@ class OnlineTraces:
             seed=self.trainer.args.seed,
             step=version.step,
         )
-        while further and (lacking := len(tasks) - sum(map(has_signal, groups))):
+        while further and (
+            lacking := len(tasks) - sum(has_signal(group, self._trace_options.rewards) for group in groups)
+        ):
             drawn, further = further[:lacking], further[lacking:]
             groups += self._record(drawn, len(groups), version, counts)
         sessions = [session for group in groups for session in group]

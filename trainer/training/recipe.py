@@ -7,8 +7,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import CallRole
+from rolltap.trainer.rollouts.budget import Budget
 from rolltap.trainer.settings import load_toml
 from rolltap.trainer.traces.build import TRAINED_ROLES, Strategy
+from rolltap.trainer.traces.outcomes import Outcomes, RewardRules, Suspicious
+from rolltap.trainer.traces.sessions import TraceOptions
 
 FINISHED = "model"
 """Folder in the run with the trained model. It exists once the training is finished."""
@@ -40,7 +43,10 @@ class Recipe(BaseModel):
     model: Path
     """Folder of the model to train; the engine serves the same model."""
     tasks: Path | None = None
-    """Task file (JSON Lines). Required to roll out; recorded runs need none."""
+    """Tasks: a task file (JSON Lines), a folder of Harbor tasks, or SWE rows. Required to roll out; recorded runs need
+    none."""
+    repositories: Path | None = None
+    """Folder with the checkouts that SWE rows name, each as `OWNER__NAME`."""
     harness: str | None = None
     """Name of a harness preset, or path of a preset file that ends in `.toml`. Required to roll out."""
     steps: int = Field(ge=1)
@@ -58,7 +64,26 @@ class Recipe(BaseModel):
     recorders: int = Field(default=1, ge=1)
     """Number of the recorder's processes. Each uses one core; a session's id names its process."""
     session_timeout: float = Field(default=1800.0, gt=0)
-    """Seconds after which a harness is stopped."""
+    """Seconds after which a harness is stopped, if its task says nothing else."""
+    runtime: Literal["process", "sandbox", "container", "apptainer"] = "process"
+    """Where sessions run. `process` protects from nothing; see `rolltap rollout --help`."""
+    tools: tuple[Path, ...] = ()
+    """Further folders that are visible in a session's box, read-only, with runtimes other than `process`."""
+    container_engine: Literal["podman", "docker"] | None = None
+    """Program that runs containers, with `runtime = "container"`. By default the first that is installed."""
+    container_arguments: tuple[str, ...] = ()
+    """Further arguments of its command that makes a container."""
+    retries: int = Field(default=2, ge=0)
+    """Further tries of a session that failed for a reason of the engine, the recorder or the machine."""
+    give_up_after: int = Field(default=8, ge=1)
+    """Failures of this kind in a row, over all sessions, after which the rollout stops."""
+    budget: Budget = Budget()
+    """Budgets of each session: see `Budget`."""
+    outcomes: Outcomes = Outcomes()
+    """Rewards of sessions that were not completed: see `Outcomes`."""
+    suspicious: Suspicious = "keep"
+    """Sessions with evidence of cheating (`rolltap inspect` shows it): `"keep"`, `"exclude"`, or a number that is
+    subtracted from their reward."""
     strategy: Strategy = "prefix_merging"
     """Way from calls to traces: see `Strategy`."""
     roles: tuple[CallRole, ...] = Field(default=TRAINED_ROLES, min_length=1)
@@ -90,17 +115,30 @@ class Recipe(BaseModel):
     lora: dict[str, Any] = {}
     """Arguments of PEFT's `LoraConfig`. If given, an adapter is trained instead of the full model."""
 
+    def trace_options(self) -> TraceOptions:
+        """Return the way from its sessions to labelled traces."""
+        rules = RewardRules(self.outcomes, self.suspicious)
+        return TraceOptions(self.strategy, self.roles, self.max_tokens, rewards=rules)
+
 
 def load_recipe(path: Path) -> Recipe:
     """Read a recipe from a TOML file, with paths made absolute. Raises `InputError`."""
     recipe = load_toml(path, Recipe)
     if recipe.publish == "lora" and not recipe.lora:
         raise InputError(f'{path}: publish = "lora" needs a [lora] table; publish = "checkpoint" trains without one')
+    if twice := recipe.recorder.keys() & {f"rolltap_max_{name}" for name in Budget.model_fields}:
+        option = min(twice)
+        raise InputError(f"{path}: set budget.{option.removeprefix('rolltap_max_')} instead of recorder.{option}")
+    if recipe.runtime != "container" and (recipe.container_engine or recipe.container_arguments):
+        raise InputError(
+            f'{path}: container_engine and container_arguments are for runtime = "container", not "{recipe.runtime}"'
+        )
     paths: dict[str, Any] = {
         name: (path.parent / getattr(recipe, name)).resolve()
-        for name in ("model", "tasks", "publish_folder")
+        for name in ("model", "tasks", "repositories", "publish_folder")
         if getattr(recipe, name)
     }
+    paths["tools"] = tuple((path.parent / folder).resolve() for folder in recipe.tools)
     if recipe.harness is not None and recipe.harness.endswith(".toml"):
         paths["harness"] = str((path.parent / recipe.harness).resolve())
     return recipe.model_copy(update=paths)

@@ -113,7 +113,12 @@ def step_line(step: int, steps: int, logs: Mapping[str, Any]) -> str:
     rows = number.get("tokens_in_rows")
     parts: list[tuple[str, float | None]] = [
         ("reward [bold]{:.3f}[/]", number.get("reward")),
-        ("sessions with faults {:.0f}", number.get("sessions_fault") or None),
+        ("infrastructure failures {:.0f}", number.get("sessions_infrastructure") or None),
+        ("unjudged {:.0f}", number.get("sessions_unjudged") or None),
+        ("timeouts {:.0f}", number.get("sessions_timeout") or None),
+        ("out of budget {:.0f}", number.get("sessions_budget") or None),
+        ("suspicious {:.0f}", number.get("suspicious") or None),
+        ("excluded {:.0f}", number.get("sessions_excluded") or None),
         ("sessions without a reward {:.0f}", number.get("sessions_no_reward") or None),
         ("groups without signal {:.0f}", number.get("groups_without_signal") or None),
         ("loss {:.4g}", number.get("loss")),

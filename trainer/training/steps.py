@@ -11,7 +11,7 @@ from rolltap.trainer.grpo.advantages import rewards_differ
 from rolltap.trainer.rollouts.groups import Group
 from rolltap.trainer.rollouts.resume import TRIED_AGAIN
 from rolltap.trainer.rollouts.tasks.task import Task
-from rolltap.trainer.traces.sessions import session_reward
+from rolltap.trainer.traces.outcomes import RewardRules, label_session
 from rolltap.trainer.versions import Version
 
 _PLACE = re.compile(r"-([0-9]+)\.([0-9]+)(?:~([0-9]+))?")
@@ -57,9 +57,10 @@ def _sampled_by_its_step(session: Session) -> bool:
     return weights is not None and (session.policy_version or "").rpartition(".")[0] == weights[1]
 
 
-def has_signal(sessions: Iterable[Session]) -> bool:
-    """Return True when the rewards of a group's sessions differ (`rewards_differ`)."""
-    return rewards_differ([reward for session in sessions if (reward := session_reward(session)) is not None])
+def has_signal(sessions: Iterable[Session], rules: RewardRules) -> bool:
+    """Return True when the rewards of a group's sessions, by the recipe's rules, differ (`rewards_differ`)."""
+    labels = [label_session(session, rules) for session in sessions]
+    return rewards_differ([label.reward for label in labels if label.reward is not None])
 
 
 def further_tasks(tasks: Sequence[Task], used: Sequence[Task], number: int, *, seed: int, step: int) -> list[Task]:

@@ -12,14 +12,19 @@ from rich.jupyter import JupyterMixin
 
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import Call, Session
+from rolltap.addons.store.rewards import session_rows
+from rolltap.addons.store.session_index import SessionIndex
 from rolltap.addons.store.tables import read_batches
+from rolltap.trainer.rollouts.suspicions.session import CALL_COLUMNS, EVENT_COLUMNS, recorded_suspicions
 from rolltap.trainer.traces.build import judge_calls
 from rolltap.trainer.traces.ledger import Ledger
+from rolltap.trainer.traces.outcomes import suspected
 from rolltap.trainer.traces.reader import RecordedSession, iter_sessions
 from rolltap.trainer.traces.sessions import TraceOptions, trace_session
 from rolltap.trainer.traces.shared_prefixes import common_length
 from rolltap.trainer.traces.tokens import pack
 from rolltap.trainer.traces.tree import start_order
+from rolltap.trainer.views.session_facts import parsed_session
 
 FIRST_WORDS = 60
 """Most characters of a reply in the call tree."""
@@ -63,10 +68,18 @@ class SessionView(JupyterMixin):
     ledger: Ledger
     policy_versions: list[str]
     """All weights that sampled tokens of its calls, in the order of their first use."""
+    suspicions: dict[str, int]
+    """Rule -> how often the session matched it: of its row; of its calls so far while it has none."""
+    revisions: list[Session]
+    """All rows of the session, the one that counts last."""
+    diff: str | None
+    """File with the agent's changes, relative to the run folder; None when there is none."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the view as JSON values."""
-        return json_values(asdict(self))
+        """Return the view as JSON values, the columns that hold JSON parsed."""
+        session = self.session and parsed_session(self.session)
+        revisions = [parsed_session(row) for row in self.revisions]
+        return json_values(asdict(self) | {"session": session, "revisions": revisions})
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rolltap.trainer.views.show import render_session
@@ -161,7 +174,32 @@ def view_session(run: Path, prefix: str) -> SessionView:
     ledger = trace_session(recorded, TraceOptions()).rewarded().ledger
     spans = [span for call in recorded.calls for span in call.weight_versions if span.end > span.start]
     versions = list(dict.fromkeys(span.version for span in spans))
-    return SessionView(recorded.session_id, recorded.session, call_nodes(recorded.calls), ledger, versions)
+    diff = f"logs/{recorded.session_id}.diff"
+    return SessionView(
+        session_id=recorded.session_id,
+        session=recorded.session,
+        calls=call_nodes(recorded.calls),
+        ledger=ledger,
+        policy_versions=versions,
+        suspicions=find_suspicions(recorded, _events(run, recorded.session_id)),
+        revisions=session_rows(run, recorded.session_id),
+        diff=diff if (run / diff).is_file() else None,
+    )
+
+
+def find_suspicions(recorded: RecordedSession, events: Sequence[tuple[Any, ...]]) -> dict[str, int]:
+    """Return the suspicions of a session: of its row, or of its calls and events so far. `events` as for
+    `recorded_suspicions`."""
+    if recorded.session is not None:
+        return suspected(recorded.session)
+    calls = [tuple(getattr(call, name) for name in CALL_COLUMNS) for call in recorded.calls]
+    return recorded_suspicions(calls, events)
+
+
+def _events(run: Path, session_id: str) -> list[tuple[Any, ...]]:
+    with SessionIndex(run, "events") as index:
+        batches = [batch.to_pydict() for batch in index.batches(session_id, EVENT_COLUMNS)]
+    return [row for batch in batches for row in zip(*batch.values(), strict=True)]
 
 
 def view_call(run: Path, session: str, prefix: str) -> CallView:

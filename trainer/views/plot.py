@@ -5,8 +5,8 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from rolltap.addons.store.records import Session
+from rolltap.trainer.traces.outcomes import session_reward
 from rolltap.trainer.traces.reader import load_sessions
-from rolltap.trainer.traces.sessions import session_reward
 from rolltap.trainer.versions import Version
 from rolltap.trainer.views.report import reward_steps, weights_name
 

@@ -11,9 +11,13 @@ from matplotlib.ticker import MaxNLocator
 
 from rolltap.trainer.metrics_file import read_metrics
 
+_OUTCOMES = tuple(
+    f"sessions_{name}"
+    for name in ("failed", "timeout", "budget", "infrastructure", "unjudged", "cancelled", "excluded", "no_reward")
+)
 _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("reward", ("reward", "reward/harness/*", "reward/task/*")),
-    ("sessions", ("sessions", "sessions_fault", "sessions_no_reward")),
+    ("sessions", ("sessions", *_OUTCOMES, "suspicious")),
     ("groups of sessions", ("groups", "groups_without_signal", "groups_without_reward")),
     ("sampler and trainer: mean difference of log-probabilities", ("difference/*",)),
     ("off policy: mean difference of log-probabilities", ("off_policy/*",)),
@@ -25,7 +29,8 @@ _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("tokens in rows a second", ("tokens_per_second",)),
     ("peak memory, GiB", ("peak_memory_gib",)),
 )
-"""Titles, and names of metrics; `PREFIX/*` stands for each that begins so."""
+"""Titles, and names of metrics; `PREFIX/*` stands for each that begins so. Outcomes and reasons that never occur are
+left out."""
 _COLUMNS = 2
 MOST_LABELLED = 8
 """More lines than this of one prefix are thin, grey and without a label."""
@@ -70,8 +75,8 @@ def _matching(lines: Sequence[Mapping[str, Any]], pattern: str) -> list[str]:
     prefix = pattern.removesuffix("*")
     names = {name for line in lines for name, value in line.items() if name.startswith(prefix) and value is not None}
     if prefix == pattern:
-        return [pattern] if pattern in names else []
-    if prefix == "left_out/":
+        names &= {pattern}
+    if prefix == "left_out/" or pattern in (*_OUTCOMES, "suspicious"):
         names = {name for name in names if any(line.get(name) for line in lines)}
     elif prefix.startswith("reward/") and len(names) == 1:
         return []  # the reward of all

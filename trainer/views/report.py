@@ -10,7 +10,6 @@ from statistics import fmean
 from typing import Any
 
 from pyarrow import RecordBatch
-from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.jupyter import JupyterMixin
 from rich.table import Table
@@ -18,14 +17,27 @@ from rich.text import Text
 
 from rolltap.addons.store.records import Call, Session
 from rolltap.addons.store.session_index import SessionIndex
+from rolltap.trainer.rollouts.suspicions.session import EVENT_COLUMNS
 from rolltap.trainer.traces.cached import CachedPrompts, cached_prompts
 from rolltap.trainer.traces.ledger import Ledger
-from rolltap.trainer.traces.sessions import TracedSession, TraceOptions, iter_traces, session_reward
+from rolltap.trainer.traces.outcomes import session_reward
+from rolltap.trainer.traces.sessions import TraceOptions, iter_traces
 from rolltap.trainer.versions import Version
 from rolltap.trainer.views.cache_table import CacheRow, cache_table
-
-MOST_SESSIONS = 50
-"""Most rows that the printed table of sessions has."""
+from rolltap.trainer.views.outcomes import (
+    MixedGroup,
+    OutcomeRow,
+    PartRow,
+    ProvenanceRow,
+    SuspicionRow,
+    mixed_groups,
+    outcome_rows,
+    outcome_tables,
+    part_rows,
+    provenance_rows,
+    suspicion_rows,
+)
+from rolltap.trainer.views.session_table import SessionRow, number, session_row, session_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +49,6 @@ class VersionRewards:
     sessions: int
     mean_reward: float | None
     best_reward: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class SessionRow:
-    """Counts of one session. `status` and `harness` are None when only its calls were recorded."""
-
-    session_id: str
-    harness: str | None
-    status: str | None
-    reward: float | None
-    calls: int
-    bridged: int
-    rendered: int
-    ledger: Ledger
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +68,9 @@ class Summary(JupyterMixin):
         unauthorised: Requests with bad proxy credentials.
         interrupted: Calls that began and were not recorded: they run, or the recorder was killed.
         cache: By harness and kind of call; only calls whose engine says what it took from its cache.
+        outcomes: Of the sessions that have a row, as all that follows here, with the exception of `suspicions`, which
+            counts sessions without a row too, by their calls so far.
+        mixed: Groups whose sessions ran other programs, tasks or places.
         session_rows: In the order in which the sessions started.
     """
 
@@ -91,6 +92,11 @@ class Summary(JupyterMixin):
     ledger: Ledger
     steps: list[VersionRewards]
     cache: list[CacheRow]
+    outcomes: list[OutcomeRow]
+    parts: list[PartRow]
+    suspicions: list[SuspicionRow]
+    provenance: list[ProvenanceRow]
+    mixed: list[MixedGroup]
     session_rows: list[SessionRow]
 
     def to_json(self) -> dict[str, Any]:
@@ -101,8 +107,9 @@ class Summary(JupyterMixin):
         if self.steps:
             yield _reward_table(self.steps)
         if self.session_rows:
-            yield _session_table(self.session_rows)
+            yield session_table(self.session_rows)
         yield _count_table(self)
+        yield from outcome_tables(self.outcomes, self.parts, self.suspicions, self.provenance, self.mixed)
         if self.cache:
             yield cache_table(self.cache)
         if self.rendered:
@@ -122,17 +129,18 @@ def summarize(run: Path) -> Summary:
     with SessionIndex(run, "events") as index:
         for traced in iter_traces(run, TraceOptions()):
             session, calls = traced.recorded.session, traced.recorded.calls
-            row = _session_row(traced.rewarded())
+            told = _events(index.batches(traced.recorded.session_id))
+            row = session_row(traced.rewarded(), told)
             rows.append((session.started_at if session else calls[0].started_at, row))
             sessions += [session] if session else []
             _count_calls(calls, counts)
             for kind, prompts in cached_prompts(calls).items():
                 cached[traced.harness, kind] += prompts
-            begun = _count_events(index.batches(row.session_id), counts)
+            begun = _count_events(told, counts)
             interrupted += len(begun - {call.call_id for call in calls})
         # events without a session, and of sessions that have events only
         for session_id in set(index.session_ids) - {row.session_id for _, row in rows}:
-            interrupted += len(_count_events(index.batches(session_id), counts))
+            interrupted += len(_count_events(_events(index.batches(session_id)), counts))
     events = counts["events"]
     return Summary(
         sessions=dict(Counter(session.status for session in sessions)),
@@ -153,6 +161,11 @@ def summarize(run: Path) -> Summary:
         ledger=sum((row.ledger for _, row in rows), Ledger()),
         steps=reward_steps(sessions),
         cache=[CacheRow(*key, prompts, prompts.share, prompts.unused) for key, prompts in sorted(cached.items())],
+        outcomes=outcome_rows(sessions),
+        parts=part_rows(sessions),
+        suspicions=suspicion_rows(row.suspicions for _, row in rows),
+        provenance=provenance_rows(sessions),
+        mixed=mixed_groups(sessions),
         session_rows=[row for _, row in sorted(rows, key=lambda row: (row[0], row[1].session_id))],
     )
 
@@ -165,27 +178,15 @@ def _count_calls(calls: Sequence[Call], counts: Mapping[str, Counter[str]]) -> N
     counts["violations"].update(call.violation for call in calls if call.violation)
 
 
-def _count_events(batches: Iterable[RecordBatch], counts: Mapping[str, Counter[str]]) -> set[str]:
+def _events(batches: Iterable[RecordBatch]) -> list[dict[str, Any]]:
+    return [event for batch in batches for event in batch.select([*EVENT_COLUMNS, "call_id"]).to_pylist()]
+
+
+def _count_events(events: Sequence[Mapping[str, Any]], counts: Mapping[str, Counter[str]]) -> set[str]:
     """Count the events of a session. Return the ids of the calls that began."""
-    events = [event for batch in batches for event in batch.select(["kind", "host", "call_id"]).to_pylist()]
     counts["events"].update(event["kind"] for event in events)
     counts["refused"].update(event["host"] for event in events if event["kind"] == "refused")
     return {event["call_id"] for event in events if event["kind"] == "call_started"}
-
-
-def _session_row(traced: TracedSession) -> SessionRow:
-    session, calls = traced.recorded.session, traced.recorded.calls
-    kinds = Counter(call.kind for call in calls)
-    return SessionRow(
-        session_id=traced.recorded.session_id,
-        harness=session.harness if session else None,
-        status=session.status if session else None,
-        reward=traced.reward,
-        calls=len(calls),
-        bridged=kinds["bridged"],
-        rendered=kinds["rendered"],
-        ledger=traced.ledger,
-    )
 
 
 def reward_steps(sessions: Iterable[Session]) -> list[VersionRewards]:
@@ -214,9 +215,7 @@ def weights_name(session: Session) -> str:
 def _reward_table(steps: Sequence[VersionRewards]) -> Table:
     table = Table("policy version", "sessions", "mean reward", "best reward", title="reward")
     for step in steps:
-        table.add_row(
-            Text(step.policy_version), str(step.sessions), _number(step.mean_reward), _number(step.best_reward)
-        )
+        table.add_row(Text(step.policy_version), str(step.sessions), number(step.mean_reward), number(step.best_reward))
     return table
 
 
@@ -256,24 +255,6 @@ def _reason_table(rendered: Mapping[str, int]) -> Table:
     return table
 
 
-def _session_table(rows: Sequence[SessionRow]) -> Table:
-    columns = ("session", "harness", "status", "reward", "calls", "bridged/\nrendered", "tokens")
-    cut = f"the first {MOST_SESSIONS} of {len(rows)}; --json has all" if len(rows) > MOST_SESSIONS else None
-    # narrow, so that a row fits a terminal of 80 columns
-    table = Table(*columns, title="sessions", caption=cut, box=box.SIMPLE, padding=0, pad_edge=False)
-    for row in rows[:MOST_SESSIONS]:
-        table.add_row(
-            Text(row.session_id, overflow="fold"),
-            Text(row.harness or ""),
-            row.status or "",
-            _number(row.reward),
-            str(row.calls),
-            f"{row.bridged}/{row.rendered}",
-            str(row.ledger.sampled),
-        )
-    return table
-
-
 def _without_ids(reason: str) -> str:
     """Replace hexadecimal ids and numbers by an ellipsis, so that equal reasons count together."""
     return re.sub(r"\b([0-9a-f]{16,}|[0-9]+)\b", "…", reason)
@@ -281,7 +262,3 @@ def _without_ids(reason: str) -> str:
 
 def _counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "none"
-
-
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.3f}"

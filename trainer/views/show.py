@@ -16,6 +16,7 @@ from rich.tree import Tree
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call
 from rolltap.trainer.views.inspect import CallNode, CallView, Divergence, SessionView
+from rolltap.trainer.views.session_facts import fact_tables
 
 Decoder = Callable[[list[int]], str]
 
@@ -42,7 +43,7 @@ def load_decoder(run: Path) -> Decoder | None:
 
 
 def render_session(view: SessionView) -> RenderableType:
-    """Return a session's outcome, its call tree and its ledger."""
+    """Return a session's outcome, its call tree, the facts about it and its ledger."""
     title = Text.assemble(("session ", "bold"), view.session_id)
     if (session := view.session) is not None:
         reward = "no reward" if session.reward is None else f"reward {session.reward:g}"
@@ -50,7 +51,8 @@ def render_session(view: SessionView) -> RenderableType:
         weights = f"weights {', '.join(filter(None, versions))}" if any(versions) else None
         fields = (session.harness, session.status, weights, reward, session.error)
         title.append(": " + ", ".join(field for field in fields if field))
-    return Group(call_tree(view.calls, title), view.ledger)
+    facts = fact_tables(view.session, view.suspicions, view.diff, view.revisions)
+    return Group(call_tree(view.calls, title), *facts, view.ledger)
 
 
 def call_tree(nodes: Sequence[CallNode], title: Text) -> Tree:

@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects.types import ModelCall, Reply
+from rolltap.addons.endpoint.call_states import State
 from rolltap.addons.endpoint.exchange import KEEP_ALIVE_SECONDS, send_events
-from rolltap.addons.endpoint.generation import LINGER_SECONDS, Generation, Services, State
+from rolltap.addons.endpoint.generation import LINGER_SECONDS, Generation
+from rolltap.addons.endpoint.services import Services
 from rolltap.addons.endpoint.work import Workers
 from rolltap.addons.engine.events import Chunk
 from rolltap.addons.engine.policy import Policy, PolicyFile, SessionPolicy
@@ -243,9 +245,13 @@ class Scenario:
         model_call = ModelCall("m", [], [])
         prompt = Prompt(model_call, PROMPT_IDS, "root", "no earlier call", None, 0, [])
         call = Call(session_id="s1", call_id="c1", prompt_ids=PROMPT_IDS)
+        self.settled = []
+        """The call, once it no longer counts as running."""
         sampling = {"max_tokens": MAX_TOKENS, "stop_token_ids": [STOP], "structured_outputs": {"json_object": True}}
         kept = SessionPolicy(policy, keep=True)
-        self.generation = Generation(services, kept, self.memory.add, call, prompt, model_call, sampling, b"digest")
+        self.generation = Generation(
+            services, kept, self.memory.add, self.settled.append, call, prompt, model_call, sampling, b"digest"
+        )
         self.disk.generation = self.generation
         self.listeners = []
         self.faulty = False

@@ -1,6 +1,8 @@
 import os
+import subprocess
 import sys
 
+from rolltap.trainer.runs.verify import verify_run
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
 from tests.scripted_engine import Say
 from tests.trainer.commands.program import ASK, rolltap
@@ -51,3 +53,59 @@ def test_a_missing_command_is_status_2():
     ended = rolltap("record", "--out", "x", "--model", "m")
     assert ended.returncode == 2
     assert "give a COMMAND after --, or --harness" in ended.stderr
+
+
+def record(scripted_engine, model, folder, *arguments, program=ASK):
+    """Record a program in the folder `folder / "here"`, and return the end of `rolltap` and the session."""
+    scripted_engine.otherwise = lambda request: Say("Hi.")
+    (folder / "here").mkdir()
+    run = folder / "run"
+    options = ("--out", run, "--engine", scripted_engine.url, "--model", model, *arguments)
+    command = [sys.executable, "-m", "rolltap", "record", *map(str, options), "--", sys.executable, "-c", program]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=folder / "here")
+    (session,) = load_sessions(run).values()
+    return ended, session
+
+
+def test_an_evaluator_gives_the_session_its_reward(scripted_engine, tokenizer_folder, tmp_path):
+    program = ASK.replace("sys.exit(3)", "open('made', 'w').close()\nsys.exit(3)")
+    how = "--evaluate", "test -e made", "--task", "sort"
+    ended, session = record(scripted_engine, tokenizer_folder, tmp_path, *how, program=program)
+    assert (ended.returncode, ended.stdout) == (3, "Hi.\n")
+    assert f"session {session.session_id}: failed, reward 1" in ended.stderr
+    assert (session.status, session.reward, session.task_id, session.group_id) == ("failed", 1.0, "sort", "sort")
+    assert verify_run(tmp_path / "run", lambda *_: None).verdict == "ok"
+
+
+def test_an_evaluator_without_a_verdict_leaves_the_session_unjudged(scripted_engine, tokenizer_folder, tmp_path):
+    ended, session = record(scripted_engine, tokenizer_folder, tmp_path, "--evaluate", "echo score: 0.3")
+    assert (session.status, session.reward) == ("unjudged", None)
+    assert "score: 0.3" in session.error
+    assert session.error in ended.stderr
+
+
+def test_a_session_that_the_engine_failed_is_not_judged(scripted_engine, tokenizer_folder, tmp_path):
+    _, session = record(*(scripted_engine, tokenizer_folder, tmp_path, "--evaluate", "touch judged"), program="pass")
+    assert (session.status, session.reward) == ("infrastructure", None)
+    assert "no token was sampled" in session.error
+    assert not (tmp_path / "here" / "judged").exists()
+
+
+END = """
+import os
+answer = httpx.post("http://session.rolltap/end", json={"reward": 0.75, "task": "own"}, proxy=os.environ["HTTPS_PROXY"])
+print(answer.status_code)
+"""
+
+
+def test_a_program_rewards_itself_only_where_that_is_accepted(scripted_engine, tokenizer_folder, tmp_path):
+    program = ASK.replace("sys.exit(3)", END)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    ended, session = record(scripted_engine, tokenizer_folder, tmp_path / "a", program=program)
+    assert (ended.stdout, session.reward, session.status) == ("Hi.\n403\n", None, "completed")
+    accept = ("--set", "rolltap_accept_rewards=true")
+    ended, session = record(scripted_engine, tokenizer_folder, tmp_path / "b", *accept, program=program)
+    assert (ended.stdout, session.reward, session.revision) == ("Hi.\n200\n", 0.75, 1)
+    assert (session.task_id, session.status, session.exit_status) == ("own", "completed", 0)
+    assert verify_run(tmp_path / "b" / "run", lambda *_: None).verdict == "ok"

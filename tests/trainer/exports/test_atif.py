@@ -75,6 +75,17 @@ class TestTrajectory:
         assert (document["session_id"], document["extra"]["reward"], document["extra"]["task_id"]) == ("s", 1.0, "task")
         assert document["final_metrics"]["total_completion_tokens"] == 4
 
+    def test_versions_parts_and_evidence_are_in_it_and_no_path_of_this_machine(self):
+        made = recording.turns_with_tools()
+        made.session.harness_version, made.session.parts = "1.2.3", '{"speed": 0.5}'
+        made.session.evidence = '{"changed": ["src/a.py"], "log": "/home/me/runs/s.log"}'
+        made.session.error = "stopped: the output is in /home/me/runs/s.log"
+        document = written(made)
+        assert document["agent"]["version"] == "1.2.3"
+        assert document["extra"]["parts"] == {"speed": 0.5}
+        assert document["extra"]["evidence"] == {"changed": ["src/a.py"], "log": "…/s.log"}
+        assert "/home" not in json.dumps(document)
+
     def test_a_side_question_is_embedded_where_it_was_asked(self):
         document = written(recording.side_question())
         assert shown(document)[2:] == ["c0", "user: More.", "c2"]

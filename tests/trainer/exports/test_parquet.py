@@ -6,7 +6,7 @@ import pytest
 from datasets import Features, List, Value, get_dataset_config_names, load_dataset
 
 from rolltap.addons.store.metadata import add_recorder
-from rolltap.addons.store.records import Event
+from rolltap.addons.store.records import Event, Session
 from rolltap.addons.store.schemas import CALL_SCHEMA
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.exports.features import trace_row
@@ -82,9 +82,6 @@ def test_sessions_and_events_hold_what_was_recorded(run, out, load):
 
 
 def test_only_the_last_row_of_a_session_is_exported(run, out, load):
-    from rolltap.addons.store.records import Session
-    from rolltap.addons.store.tables import RunWriter
-
     writer = RunWriter(run)
     writer.add_session(
         Session(
@@ -158,3 +155,34 @@ def test_progress_is_reported_after_every_session(run, out):
     told = []
     export(run, out, lambda what, done, total: told.append((what, done, total)))
     assert told == [("sessions", done, 3) for done in (1, 2, 3)]
+
+
+def test_neither_paths_of_this_machine_nor_engines_are_in_exported_sessions(run, out, load):
+    evidence = {
+        "judge": "pytest",
+        "changed": ["src/a.py"],
+        "log": "/home/me/runs/logs/v.judge.log",
+        "tests": {"t.py::a": "x"},
+    }
+    with RunWriter(run) as writer:
+        writer.add_session(
+            Session(
+                session_id="v",
+                status="failed",
+                error="http://gpu-7.internal:8000 (its output is in /home/me/runs/logs/v.log)",
+                evidence=json.dumps(evidence),
+                parts='{"speed": 0.5}',
+                suspicions='{"git_history": 1}',
+                harness_version="1.2.3",
+                runtime="sandbox",
+            )
+        )
+    add_recorder(run, {"engines": ["http://gpu-7.internal:8000"]})
+    export(run, out, ignore)
+    [row] = [row for row in load("sessions") if row["session_id"] == "v"]
+    assert row["error"] == "http://ENGINE (its output is in …/v.log)"
+    assert json.loads(row["evidence"]) == evidence | {"log": "…/v.judge.log"}
+    assert (row["parts"], row["suspicions"]) == ('{"speed": 0.5}', '{"git_history": 1}')
+    assert (row["harness_version"], row["runtime"]) == ("1.2.3", "sandbox")
+    assert facts(out / "README.md")["with suspicions of cheating"] == "1 sessions"
+    assert facts(out / "README.md")["ran in"] == "sandbox (1)"

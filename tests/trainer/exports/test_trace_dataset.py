@@ -118,6 +118,7 @@ class TestCard:
         assert facts(tmp_path / "out" / "README.md") == {
             "sessions": "3",
             "tasks": "1",
+            "outcomes": "completed (1), timeout (1)",
             "agent programs": "codex (1), pi (1)",
             "rewards": "1 of 3 sessions, mean 0.250",
             "model calls": "7",

@@ -150,23 +150,42 @@ class TestBatch:
 
     def test_sessions_without_a_reward_are_counted_though_they_sampled_nothing(self, batch, trained):
         batch.unrewarded = {
-            "e": Unrewarded(group_id="x", reason="infrastructure"),
-            "f": Unrewarded(group_id="dead", reason="infrastructure"),
+            "e": Unrewarded(group_id="x", reason="infrastructure", status="infrastructure"),
+            "f": Unrewarded(group_id="dead", reason="infrastructure", status="infrastructure"),
             "g": Unrewarded(group_id="dead", reason="no_reward"),
         }
         metrics = batch_metrics(batch, trained, TASKS)
-        assert (metrics["sessions"], metrics["sessions_fault"], metrics["sessions_no_reward"]) == (7, 2, 1)
+        assert (metrics["sessions"], metrics["sessions_infrastructure"], metrics["sessions_no_reward"]) == (7, 2, 1)
         assert (metrics["groups"], metrics["groups_without_signal"], metrics["groups_without_reward"]) == (3, 1, 1)
         assert (metrics["reward"], metrics["traces_per_session"]) == (0.25, 1.25)
 
     def test_a_batch_of_faults_alone_has_no_reward_and_says_why(self):
-        batch = TraceBatch(unrewarded={"a": Unrewarded(group_id="x", reason="infrastructure")})
+        batch = TraceBatch(unrewarded={"a": Unrewarded(group_id="x", reason="infrastructure", status="infrastructure")})
         metrics = batch_metrics(batch, batch, TASKS)
         assert {name: value for name, value in metrics.items() if value} == {
-            **{"sessions": 1, "sessions_fault": 1},
+            **{"sessions": 1, "sessions_infrastructure": 1},
             **{"groups": 1, "groups_without_reward": 1},
         }
         assert "reward" not in metrics
+
+    def test_sessions_are_counted_by_status_and_suspicion_whether_rewarded_or_not(self):
+        batch = TraceBatch(
+            rewards={
+                "a": GroupReward(group_id="g", reward=1.0, suspicions=("git_history", "web_search")),
+                "b": GroupReward(group_id="g", reward=0.0, status="timeout"),
+            },
+            unrewarded={
+                "c": Unrewarded(group_id="g", reason="excluded", status="timeout"),
+                "d": Unrewarded(group_id="g", reason="suspicious", status="failed", suspicions=("git_history",)),
+                "e": Unrewarded(group_id="g", reason="unjudged", status="unjudged"),
+            },
+        )
+        metrics = batch_metrics(batch, batch, TASKS)
+        counted = {"sessions_completed": 1, "sessions_timeout": 2, "sessions_failed": 1, "sessions_unjudged": 1}
+        counted |= {"sessions_excluded": 2, "suspicious": 2, "suspicious/git_history": 2, "suspicious/web_search": 1}
+        names = {name for name, value in metrics.items() if name.startswith(("sessions_", "suspicious")) and value}
+        assert {name: metrics[name] for name in names} == counted
+        assert metrics["sessions"] == 5
 
     def test_a_batch_without_sessions_trains_nothing(self):
         assert set(batch_metrics(TraceBatch(), TraceBatch(), TASKS).values()) == {0}

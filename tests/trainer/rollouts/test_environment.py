@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from rolltap.addons.credentials import password
@@ -55,3 +57,26 @@ def test_a_session_starts_without_the_callers_keys(monkeypatch, tmp_path):
     assert "OPENAI_API_KEY" not in env
     assert env["HOME"] == str(tmp_path)
     assert "PATH" in env
+
+
+def test_a_box_with_files_of_its_own_gets_no_folder_or_user_of_this_machine(monkeypatch):
+    monkeypatch.setenv("TMPDIR", "/scratch")
+    monkeypatch.setenv("USER", "me")
+    assert {"TMPDIR", "USER"} <= clean_environment(Path("/home")).keys()
+    assert not {"TMPDIR", "USER"} & clean_environment(Path("/home"), isolated=True).keys()
+
+
+def test_in_a_box_the_proxy_and_the_certificates_are_where_the_box_has_them_and_its_own_loopback_is_direct(
+    ca, tmp_path
+):
+    proxy = Proxy("http://127.0.0.1:1", ca=ca, bundle=tmp_path / "all.pem")
+    env = proxy.environment("s", address="127.0.0.1:3128", certificates="/etc/rolltap")
+    assert env["HTTPS_PROXY"] == proxy.url("s", "127.0.0.1:3128")
+    assert env["HTTPS_PROXY"].endswith("@127.0.0.1:3128")
+    assert {mount.target: mount.source for mount in proxy.mounts()} == {
+        env["NODE_EXTRA_CA_CERTS"]: ca,
+        env["SSL_CERT_FILE"]: tmp_path / "all.pem",
+    }
+    assert not any(mount.writable for mount in proxy.mounts())
+    assert env["NO_PROXY"] == env["no_proxy"] == "localhost,127.0.0.1,::1"
+    assert proxy.environment("s")["NO_PROXY"] == ""

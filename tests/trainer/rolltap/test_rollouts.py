@@ -177,7 +177,7 @@ def test_a_second_rollout_into_the_folder_is_refused_while_one_runs(arguments):
         ({"recorders": 0}, "recorders=0: give at least 1"),
         ({"give_up_after": 0}, "give_up_after=0: give at least 1"),
         ({"retries": -1}, "retries=-1: give at least 0"),
-        ({"max_calls": 0}, "max_calls=0: give at least 1, or leave it out"),
+        ({"max_calls": 0}, "max_calls=0: give at least 1"),
         ({"timeout": float("nan")}, "timeout=nan: give a number of seconds above 0"),
         ({"tasks": []}, "the list of tasks is empty"),
         ({"tasks": TASK}, "tasks is one task: give a list"),

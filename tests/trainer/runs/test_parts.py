@@ -79,6 +79,11 @@ class TestFilter:
             ({"harnesses": ["x"]}, ["u"]),
             ({"policy_versions": ["2"]}, ["t"]),
             ({"statuses": ["timeout"]}, ["u"]),
+            ({"tasks": ["other"]}, ["u"]),
+            ({"runtimes": ["sandbox", "container"]}, ["t"]),
+            ({"suspicious": True}, ["t"]),
+            ({"suspicious": False}, ["s", "u", "v"]),
+            ({"suspicions": ["web_search", "git_history"]}, ["t"]),
             ({"sessions": ["v", "s"]}, ["s", "v"]),
             ({"harnesses": ["h"], "max_reward": 0.5}, ["t"]),
         ],
@@ -88,8 +93,10 @@ class TestFilter:
         run = make_run(
             tmp_path / "run",
             make_session("s"),
-            make_session("t", reward=0.5, policy_version="2"),
-            make_session("u", harness="x", status="timeout", reward=None),
+            make_session("t", reward=0.5, policy_version="2", runtime="sandbox", suspicions='{"git_history": 3}'),
+            make_session(
+                "u", harness="x", status="timeout", reward=None, task_id="other", suspicions='{"odd_files": 0}'
+            ),
         )
         with RunWriter(run) as writer:
             writer.add_call(make_call("v", "a", [1], [2]))

@@ -100,7 +100,7 @@ def test_a_fault_does_not_count_in_the_mean_of_its_group_and_a_session_without_c
         writer.add_session(Session(session_id="fault", group_id="g", status="infrastructure", reward=1.0))
         writer.add_session(Session(session_id="failed", group_id="g", status="failed", reward=0.0))
     batch = load_batch(tmp_path, None, TraceOptions())
-    assert batch.rewards == {"failed": GroupReward(group_id="g", reward=0.0)}
+    assert batch.rewards == {"failed": GroupReward(group_id="g", reward=0.0, status="failed")}
 
 
 def test_a_batch_names_every_session_without_a_reward_and_why_even_if_it_sampled_nothing():
@@ -112,8 +112,8 @@ def test_a_batch_names_every_session_without_a_reward_and_why_even_if_it_sampled
     batch = make_batch(trace_session(session, TraceOptions()) for session in (dead, late, unknown))
     assert (batch.rewards, batch.traces) == ({}, [])
     assert batch.unrewarded == {
-        "dead": Unrewarded(group_id="g", reason="infrastructure"),
-        "late": Unrewarded(group_id="late", reason="no_reward"),
+        "dead": Unrewarded(group_id="g", reason="infrastructure", status="infrastructure"),
+        "late": Unrewarded(group_id="late", reason="no_reward", status="timeout"),
         "u": Unrewarded(group_id="u", reason="no_reward"),
     }
 

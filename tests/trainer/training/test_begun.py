@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from rolltap.addons.errors import InputError
+from rolltap.trainer.rollouts.budget import Budget
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.tasks.task import Task
+from rolltap.trainer.traces.outcomes import Outcomes
 from rolltap.trainer.training.begun import begun_offline, begun_online, require_same
 from rolltap.trainer.training.recipe import Machine, Recipe
 
@@ -28,6 +30,7 @@ def online(*, tasks=(TASK,), harness=HARNESS, seed=0, **recipe):
         {"grpo": {"report_to": "wandb", "logging_steps": 2, "save_total_limit": 9, "run_name": "x"}},
         {"grpo": {"tokens_per_segment": 8, "memory_gib": 2.0, "offload_states": True, "forward": "padded"}},
         {"recorder": {"rolltap_patience": "9"}},
+        {"retries": 5, "give_up_after": 1, "tools": (Path("/opt"),), "container_arguments": ("--cpus=2",)},
     ],
 )
 def test_how_a_step_is_computed_and_reported_may_change(changed):
@@ -51,6 +54,10 @@ def test_how_a_step_is_computed_and_reported_may_change(changed):
         ({"roles": ("agent",)}, "roles"),
         ({"max_tokens": 9}, r"max_tokens \(it was null\)"),
         ({"recorder": {"rolltap_sampling": "{}"}}, r"recorder\.rolltap_sampling \(it was not given\)"),
+        ({"runtime": "sandbox"}, r'runtime \(it was "process"\)'),
+        ({"suspicious": "exclude"}, r'suspicious \(it was "keep"\)'),
+        ({"outcomes": Outcomes(timeout=0)}, r'outcomes\.timeout \(it was "judge"\)'),
+        ({"budget": Budget(calls=3)}, r"budget\.calls \(it was not given\)"),
         ({"lora": {"r": 8}}, r"lora\.r \(it was not given\)"),
         ({"grpo": {"beta": 0.1}, "seed": 2}, r"grpo\.beta \(it was not given\), seed \(it was 0\)"),
     ],

@@ -19,6 +19,7 @@ from rolltap.trainer import cli
 from rolltap.trainer.metrics_file import METRICS, read_metrics
 from rolltap.trainer.traces.build import Unrewarded
 from rolltap.trainer.traces.ledger import Ledger
+from rolltap.trainer.traces.outcomes import Outcomes, RewardRules
 from rolltap.trainer.traces.sessions import TraceOptions
 from rolltap.trainer.training.offline import RecordedGroup, RecordedTraces, recorded_groups
 from rolltap.trainer.views.report import summarize
@@ -146,7 +147,7 @@ def test_a_finished_training_is_not_overwritten(run, write_recipe, tmp_path):
 def test_groups_have_the_sessions_with_a_reward_if_the_rewards_differ(tmp_path, model):
     first = write_run(tmp_path / "first", model, {"a": [0.0, 1.0, None], "same": [1.0, 1.0], "none": [None]})
     second = write_run(tmp_path / "second", model, {"a": [0.0, 1.0]}, prefix="x")
-    assert recorded_groups([first, second]) == [
+    assert recorded_groups([first, second], RewardRules()) == [
         RecordedGroup(0, "a", ("a-0", "a-1"), ("a-2",), "task a"),
         RecordedGroup(1, "a", ("xa-0", "xa-1"), (), "task a"),
     ]
@@ -159,7 +160,7 @@ def test_the_ledgers_of_all_rows_and_of_the_groups_that_are_none_add_up_to_that_
         spans = [VersionSpan(version="0", start=0, end=1)]
         fields = {"prompt_ids": [1], "completion_ids": [2], "logprobs": [-1.0], "weight_versions": spans}
         writer.add_call(Call(session_id="unknown", call_id="c", **fields))
-    groups = recorded_groups([run])
+    groups = recorded_groups([run], RewardRules())
     source = RecordedTraces([run], groups, TraceOptions())
     batch = source([{"group": group} for group in range(len(groups))])
     skipped = source.skipped()
@@ -167,11 +168,28 @@ def test_the_ledgers_of_all_rows_and_of_the_groups_that_are_none_add_up_to_that_
     assert skipped.ledger == Ledger(sampled=17, left_out={"no_signal": 8, "infrastructure": 8, "no_reward": 1})
     total, recorded = batch.ledger + skipped.ledger, summarize(run).ledger
     assert total == recorded + Ledger(trained=-8, left_out={"no_signal": 8})
-    assert batch.unrewarded == {"a-2": Unrewarded(group_id="0/a", reason="infrastructure")}
+    assert batch.unrewarded == {"a-2": Unrewarded(group_id="0/a", reason="infrastructure", status="infrastructure")}
     assert str(skipped) == (
         "1 group whose rewards are equal (3 sessions), 2 groups without a reward (2 sessions); "
-        "tokens 17: 0 to train, left out: 8 fault, 1 no_reward, 8 no_signal"
+        "tokens 17: 0 to train, left out: 8 infrastructure, 1 no_reward, 8 no_signal"
     )
+
+
+def test_a_row_has_the_rewards_of_the_recipe_and_not_those_of_the_run(tmp_path, model):
+    run = write_run(tmp_path / "run", model, {"a": [1.0, 1.0], "b": [0.0, 1.0]})
+    late = Session(session_id="b-1", task_id="task b", group_id="b", status="timeout", reward=1.0)
+    with RunWriter(run) as writer:
+        writer.add_session(Session(**{**late.to_row(), "revision": 1}))
+        cheated = {"session_id": "a-1", "task_id": "task a", "group_id": "a", "revision": 1, "reward": 1.0}
+        writer.add_session(Session(**cheated, status="completed", suspicions='{"git_history": 2}'))
+    assert [group.group_id for group in recorded_groups([run], RewardRules())] == ["b"]
+    rules = RewardRules(Outcomes(timeout="exclude"), 0.5)
+    [group] = recorded_groups([run], rules)
+    assert (group.group_id, group.session_ids) == ("a", ("a-0", "a-1"))
+    source = RecordedTraces([run], [group], TraceOptions(rewards=rules))
+    batch = source([{"group": 0}])
+    assert {name: label.reward for name, label in batch.rewards.items()} == {"a-0": 1.0, "a-1": 0.5}
+    assert source.skipped().ledger.left_out == {"excluded": 4, "no_signal": 4}
 
 
 def test_what_is_no_row_is_printed_at_the_start_and_what_has_no_reward_is_in_the_metrics(tmp_path, model, write_recipe):
@@ -182,7 +200,7 @@ def test_what_is_no_row_is_printed_at_the_start_and_what_has_no_reward_is_in_the
     assert "1 groups whose rewards differ, of 2 sessions" in printed
     assert "not trained: 1 group whose rewards are equal (2 sessions); tokens 8: 0 to train" in printed
     [line] = read_metrics(tmp_path / "out" / METRICS)
-    assert (line["sessions"], line["sessions_fault"], line["left_out/fault"]) == (3, 1, 4)
+    assert (line["sessions"], line["sessions_infrastructure"], line["left_out/infrastructure"]) == (3, 1, 4)
     assert line["reward/task/task%20a"] == 0.5
     assert line["off_policy/root"] > 0
     assert "difference/root" not in line
@@ -190,12 +208,12 @@ def test_what_is_no_row_is_printed_at_the_start_and_what_has_no_reward_is_in_the
 
 def test_nothing_is_said_when_all_groups_are_rows(tmp_path, model):
     run = write_run(tmp_path / "run", model, {"a": [0.0, 1.0, None]})
-    assert not RecordedTraces([run], recorded_groups([run]), TraceOptions()).skipped().ledger.sampled
+    assert not RecordedTraces([run], recorded_groups([run], RewardRules()), TraceOptions()).skipped().ledger.sampled
 
 
 def test_groups_of_one_name_in_two_runs_are_two_groups(tmp_path, model):
     runs = [write_run(tmp_path / name, model, {"a": [0.0, 1.0]}, prefix=name) for name in ("x", "y")]
-    source = RecordedTraces(runs, recorded_groups(runs), TraceOptions())
+    source = RecordedTraces(runs, recorded_groups(runs, RewardRules()), TraceOptions())
     batch = source._load(source._groups[1])
     assert {reward.group_id for reward in batch.rewards.values()} == {"1/a"}
     assert [(trace.session_id, trace.group_id) for trace in batch.traces] == [("ya-0", "1/a"), ("ya-1", "1/a")]

@@ -38,9 +38,37 @@ def test_every_role_but_side_questions_is_trained_at_any_length(tmp_path):
     assert (recipe.roles, recipe.max_tokens) == (("agent", "subagent", "compaction"), None)
 
 
+def test_outcomes_suspicions_and_budgets_become_rules_and_options(tmp_path):
+    text = GOOD + 'suspicious = 0.5\n[outcomes]\ntimeout = 0\nfailed = "exclude"\n[budget]\ncalls = 40\n'
+    (tmp_path / "r.toml").write_text(text)
+    recipe = load_recipe(tmp_path / "r.toml")
+    rules = recipe.trace_options().rewards
+    assert (rules.suspicious, rules.outcomes.timeout, rules.outcomes.failed) == (0.5, 0, "exclude")
+    assert (rules.outcomes.budget, rules.outcomes.unjudged) == ("judge", "exclude")
+    assert recipe.budget.options() == {"rolltap_max_calls": "40"}
+
+
+def test_folders_of_tools_and_repositories_are_relative_to_the_recipe(tmp_path):
+    (tmp_path / "r.toml").write_text(GOOD + 'runtime = "sandbox"\ntools = ["bin", "/opt/x"]\nrepositories = "repos"\n')
+    recipe = load_recipe(tmp_path / "r.toml")
+    assert recipe.tools == (tmp_path / "bin", Path("/opt/x"))
+    assert (recipe.runtime, recipe.repositories) == ("sandbox", tmp_path / "repos")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        (GOOD + 'suspicious = "maybe"\n', "'suspicious"),
+        (GOOD + "suspicious = -1\n", "'suspicious"),
+        (GOOD + "suspicious = true\n", "'suspicious"),
+        (GOOD + '[outcomes]\ntimeout = "zero"\n', r"'outcomes\.timeout"),
+        (GOOD + '[outcomes]\nunjudged = "judge"\n', r"'outcomes\.unjudged"),
+        (GOOD + "[outcomes]\ninfrastructure = 0\n", r"outcomes\.infrastructure"),
+        (GOOD + 'runtime = "vm"\n', "'runtime' is 'vm'"),
+        (GOOD + 'container_engine = "docker"\n', 'are for runtime = "container", not "process"'),
+        (GOOD + "retries = -1\n", "'retries' is -1"),
+        (GOOD + "[budget]\ncalls = 0\n", r"'budget\.calls' is 0"),
+        (GOOD + '[recorder]\nrolltap_max_calls = "3"\n', r"set budget\.calls instead of recorder\.rolltap_max_calls"),
         ("model = ", "is not TOML"),
         (GOOD + "stepz = 3\n", "unknown key 'stepz'"),
         (GOOD.replace("steps = 1", "steps = 0"), "'steps' is 0"),

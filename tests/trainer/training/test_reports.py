@@ -146,7 +146,10 @@ def test_the_line_of_a_step_has_the_numbers_that_one_looks_at_first():
     logs = {
         "reward": 0.625,
         "sessions": 16.0,
-        "sessions_fault": 3.0,
+        "sessions_infrastructure": 3.0,
+        "sessions_unjudged": 1.0,
+        "sessions_timeout": 0.0,
+        "suspicious": 2.0,
         "sessions_no_reward": 1.0,
         "groups_without_signal": 2.0,
         "groups_without_reward": 1.0,
@@ -169,7 +172,8 @@ def test_the_line_of_a_step_has_the_numbers_that_one_looks_at_first():
         "learning_rate": 1e-6,
     }
     assert step_line(3, 5, logs) == (
-        "step 3/5  reward [bold]0.625[/]  sessions with faults 3  sessions without a reward 1  "
+        "step 3/5  reward [bold]0.625[/]  infrastructure failures 3  unjudged 1  suspicious 2  "
+        "sessions without a reward 1  "
         "groups without signal 2  loss 0.01234  difference 2.0e-03  ratio 1.000  "
         "clipped 1.2 %  masked 0.3 %  KL 0.25  entropy 0.500  4,210 tokens trained  35 left out  "
         "38 % of rows forwarded  1,300 tokens/s  2.1 GiB"
@@ -183,7 +187,7 @@ def test_a_difference_from_other_weights_is_called_so():
 def test_a_step_without_tokens_says_so_and_no_more():
     logs = {
         "reward": None,
-        "sessions_fault": 0.0,
+        "sessions_infrastructure": 0.0,
         "groups_without_signal": 0.0,
         "tokens_trained": 0.0,
         "tokens_in_rows": 0.0,

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from rolltap.addons.store.records import Session
 from rolltap.trainer.rollouts.groups import Group
 from rolltap.trainer.rollouts.tasks.task import Task
+from rolltap.trainer.traces.outcomes import RewardRules
 from rolltap.trainer.training.steps import FinishedSessions, further_tasks, has_signal, step_group
 from rolltap.trainer.versions import Version
 
@@ -102,7 +103,7 @@ class TestFaults:
 )
 def test_a_group_has_a_signal_when_its_rewards_differ(rewards, signal):
     sessions = [Session(session_id=str(i), status="completed", reward=reward) for i, reward in enumerate(rewards)]
-    assert has_signal(sessions) is signal
+    assert has_signal(sessions, RewardRules()) is signal
 
 
 class TestFurtherTasks:

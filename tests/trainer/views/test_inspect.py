@@ -19,7 +19,8 @@ from rolltap.trainer.cli import rolltap, run
 from rolltap.trainer.commands.inspect import inspect_command
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.views.inspect import call_nodes, find_divergence, find_id, view_call, view_session
-from rolltap.trainer.views.report import MOST_SESSIONS, summarize
+from rolltap.trainer.views.report import summarize
+from rolltap.trainer.views.session_table import MOST_SESSIONS
 from rolltap.trainer.views.show import CONTEXT_TOKENS, call_tree, completion, context, load_decoder
 from tests.trainer.forests import forget_a_call
 

@@ -12,7 +12,8 @@ STEP = {
     "reward/harness/my%20own": 0.75,
     "reward/task/only": 0.5,
     "sessions": 16,
-    "sessions_fault": 3,
+    "sessions_infrastructure": 3,
+    "sessions_failed": 0,
     "sessions_no_reward": 0,
     "groups": 4,
     "groups_without_signal": 1,
@@ -77,7 +78,7 @@ def test_every_metric_has_its_panel(drawn):
         "masked/low",
         "masked/high",
     }
-    assert panels["sessions"].keys() == {"sessions", "sessions_fault", "sessions_no_reward"}
+    assert panels["sessions"].keys() == {"sessions", "sessions_infrastructure"}  # others never occurred
     assert panels["groups of sessions"].keys() == {"groups", "groups_without_signal", "groups_without_reward"}
     assert panels["off policy: mean difference of log-probabilities"].keys() == {"off_policy/bridged"}
     assert panels["importance ratio"].keys() == {"ratio/mean", "ratio/min"}

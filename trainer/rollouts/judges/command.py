@@ -29,11 +29,11 @@ async def judge_by_command(spec: CommandJudge, place: Place) -> tuple[Reward, di
         return parse_text(written.decode(errors="replace")), evidence
     if spec.reward_file is not None:
         raise UnjudgedError(f"the judge ended with status {status} and did not write {file}", broke=True)
-    return _read(spec, status, place.case.log), evidence
+    return read_verdict(spec, status, place.case.log), evidence
 
 
-def _read(spec: CommandJudge, status: int, log: Path) -> Reward:
-    """Return the reward by the output and the exit status."""
+def read_verdict(spec: CommandJudge, status: int, log: Path) -> Reward:
+    """Return the reward by the output, which is in `log`, and the exit status. Raises `UnjudgedError`."""
     if status not in (0, 1):
         what = f": {spec.command[0]!r}, or a program in it, {_NOT_RUN[status]}" if status in _NOT_RUN else ""
         raise UnjudgedError(

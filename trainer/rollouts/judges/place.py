@@ -100,7 +100,8 @@ class Place:
 
     async def run(self, command: Sequence[str], env: Mapping[str, str], timeout: float) -> int:
         """Run the judge's program, and return its exit status. Raises `UnjudgedError` when it has none."""
-        whole = {**clean_environment(Path(self.box.home)), **self.case.task.env, "PYTHONDONTWRITEBYTECODE": "1", **env}
+        clean = clean_environment(Path(self.box.home), isolated=self.case.runtime.isolated)
+        whole = {**clean, **self.case.task.env, "PYTHONDONTWRITEBYTECODE": "1", **env}
         try:
             ended = await self.box.run(command, env=whole, timeout=timeout, log=self.case.log)
         except OSError as error:

@@ -102,8 +102,8 @@ class ApptainerRuntime:
         self.check()
         if spec.image is None:
             raise InputError(
-                f"{spec.name} has no image, and the runtime apptainer needs one: set `image` of its task to a SIF file, "
-                "a root folder or an image's name, or choose the runtime sandbox"
+                f"{spec.name} has no image, and the runtime apptainer needs one: set `image` of its task to a SIF "
+                "file, a root folder or an image's name, or choose the runtime sandbox"
             )
         if spec.image.startswith("/") and not Path(spec.image).exists():
             raise InputError(f"there is no image {spec.image} on this machine")

@@ -10,7 +10,6 @@ import signal
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 from pathlib import Path
 
 from rolltap.trainer.blocking import run_to_end, wait_for_end
@@ -129,7 +128,12 @@ class EngineBox:
         """Run a program of the engine. Stopping it stops the box, whose programs are no children of that one."""
         with log.open("wb") as output:
             client = await asyncio.create_subprocess_exec(
-                *command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                *command,
+                cwd=self._folder,  # Podman writes files there
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
             )
         killed_before = out_of_memory_kills(self._pid)
         ending, limit = asyncio.create_task(client.wait()), asyncio.create_task(self._exceeded(log))
@@ -149,7 +153,7 @@ class EngineBox:
         """Return the first limit that the box exceeds."""
         folders = [self._spec.workspace, self._spec.home, log, *written_folders(self._pid)]
         memory = [Path(f"/proc/{self._pid}/root/dev{folder}") for folder in ("", "/shm")]
-        return await exceeded(self._spec.limits, partial(processes_in, self._pid), folders, memory)
+        return await exceeded(self._spec.limits, self._pid, folders, memory, find=processes_in)
 
     async def settle(self) -> None:
         """Kill all processes of the box. The next program starts it again, with its files."""

@@ -146,9 +146,10 @@ class SandboxRuntime:
         for tool in self._tools:
             if not tool.exists():
                 raise InputError(f"the tool folder {tool} does not exist")
+        bwrap = self._bwrap()
         with scratch_folder() as place:
             view = View(workspace=place, workdir="/workspace", home=place, home_in_box=HOME, etc=write_etc(place))
-            command = [self._bwrap(), *view.arguments({}), "--", "/usr/bin/env"]
+            command = [bwrap, *view.arguments({}), "--", "/usr/bin/env"]
             done = subprocess.run(command, env={}, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if done.returncode:
             said = done.stderr.strip()

@@ -1,4 +1,4 @@
-"""What a container uses, as this machine sees it: its processes, its files, and what ended for lack of memory."""
+"""Processes and written files of a container, as this machine sees them, and kills for lack of memory."""
 
 import contextlib
 import os

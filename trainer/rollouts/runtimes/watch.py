@@ -8,7 +8,7 @@ import random
 import stat
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -24,10 +24,23 @@ _DESCRIPTORS = 4096
 """Soft limit of open files of a process."""
 
 
+def descendants(pid: int) -> list[psutil.Process]:
+    """Return the descendants of process `pid`."""
+    try:
+        return list(psutil.Process(pid).children(recursive=True))
+    except psutil.NoSuchProcess:
+        return []
+
+
 async def exceeded(
-    limits: Limits, pid: int, folders: Sequence[Path], memory_folders: Sequence[Path] = ()
+    limits: Limits,
+    pid: int,
+    folders: Sequence[Path],
+    memory_folders: Sequence[Path] = (),
+    *,
+    find: Callable[[int], list[psutil.Process]] = descendants,
 ) -> StopReason:
-    """Return the first limit that the descendants of process `pid` exceed.
+    """Return the first limit that the descendants of process `pid` exceed, or other processes that `find` returns.
 
     Memory is what the processes have, shared pages divided among them, the files in `memory_folders` (tmpfs), and the
     files without a folder that they hold open in memory (memfd). Disk is the space of `folders`, and of files that were
@@ -37,7 +50,7 @@ async def exceeded(
     """
     while True:
         begin = time.monotonic()
-        reason = await asyncio.to_thread(_look, limits, pid, folders, memory_folders)
+        reason = await asyncio.to_thread(_look, limits, find, pid, folders, memory_folders)
         if reason is not None:
             return reason
         await asyncio.sleep(max(_PAUSE_SECONDS, (time.monotonic() - begin) / _BUSY_SHARE))
@@ -60,13 +73,16 @@ def choose_cores(limits: Limits) -> list[int]:
     return sorted(random.sample(available, math.ceil(limits.cpus)))
 
 
-def _look(limits: Limits, pid: int, folders: Sequence[Path], memory_folders: Sequence[Path]) -> StopReason | None:
+def _look(
+    limits: Limits,
+    find: Callable[[int], list[psutil.Process]],
+    pid: int,
+    folders: Sequence[Path],
+    memory_folders: Sequence[Path],
+) -> StopReason | None:
     if limits.memory_gib is None and limits.processes is None and limits.disk_gib is None:
         return None
-    try:
-        processes = psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return None
+    processes = find(pid)
     if limits.processes is not None:
         threads = 0
         for process in processes:

@@ -9,11 +9,8 @@ from rolltap.addons.errors import InputError
 
 _SETTINGS = {
     "safe.directory": "*",  # a dataset may belong to another user
-    "core.fsmonitor": "false",
-    "core.hooksPath": os.devnull,
     "core.logAllRefUpdates": "false",
-    "gc.auto": "0",
-    "pack.allowPackReuse": "false",
+    "pack.useBitmaps": "false",  # they may have been written with replacements or grafts, and reach later commits then
 }
 
 

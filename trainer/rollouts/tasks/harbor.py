@@ -37,11 +37,12 @@ def load_harbor(folder: Path) -> Task:
     """Return the task of a Harbor folder. The judge runs `tests/test.sh`, mounted at /tests, in a fresh box.
 
     Files that the Dockerfile copies into its work folder are laid into the workspace, and an image that is a plain
-    operating system or Python is optional. A verifier with `environment_mode = "shared"`, in words, judges in the
-    agent's box; one with `separate` gets the declared artifacts only; without the key all changes are judged afresh.
+    operating system or Python is optional. A verifier with `environment_mode = "separate"` gets the declared artifacts
+    only, others get all changes of the work folder; what the agent changed elsewhere in its box is not judged.
 
     Raises `InputError`, which names the file and the key, for what Harbor has and rolltap has not: images to build,
-    several steps, other services, users, GPUs, MCP servers, skills, health checks, a verifier's own image, Windows.
+    several steps, other services, users, GPUs, MCP servers, skills, health checks, a verifier's own image or the
+    agent's box for it, Windows.
     """
     folder = folder.resolve()
     file = folder / "task.toml"
@@ -129,12 +130,11 @@ def _judge(folder: Path, config: HarborConfig, workdir: str) -> CommandJudge:
     first = script.read_text(encoding="utf-8").partition("\n")[0]
     # the script is mounted as it is, perhaps without its executable bit
     program = shlex.split(first[2:]) if first.startswith("#!") else ["bash"]
-    mode = config.verifier.environment_mode
+    separate = config.verifier.environment_mode == "separate"
     return CommandJudge(
         command=["sh", "-c", _RUN_TESTS, "sh", *program, "/tests/test.sh"],
-        where="session" if mode == "shared" else "fresh",
         timeout=config.verifier.timeout_sec,
-        paths=config.artifact_paths(workdir) if mode == "separate" else None,
+        paths=config.artifact_paths(workdir) if separate else None,
         reward_file=f"{_LOGS}/reward.txt",
         mounts={"/tests": folder / "tests"},
         writable=[_LOGS],

@@ -103,6 +103,10 @@ class HarborConfig(_Table):
             found.append(("environment.os", self.environment.os))
         found.append(("agent.user", self.agent.user))
         found += [(f"verifier.{name}", getattr(self.verifier, name)) for name in ("user", "environment", "collect")]
+        if (
+            self.verifier.environment_mode == "shared"
+        ):  # Harbor's default; in words it asks for what is judged afresh here
+            found.append(("verifier.environment_mode", "shared"))
         return next((f"{key!r} = {str(value)[:100]}" for key, value in found if value not in (None, 0, [], {})), None)
 
     def network(self) -> str | None:

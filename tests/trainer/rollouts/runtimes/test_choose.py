@@ -2,6 +2,7 @@ import pytest
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes.choose import RUNTIMES, make_runtime
+from rolltap.trainer.rollouts.runtimes.container_engine import find_engine
 
 
 @pytest.mark.parametrize("name", RUNTIMES)
@@ -29,7 +30,11 @@ def test_a_runtime_that_is_not_known_is_named_with_those_that_are():
         ("process", {"tools": ["/opt"]}, "tools = .* has no meaning .*: remove it"),
         ("sandbox", {"container_engine": "podman"}, "container_engine = 'podman' has no meaning .*: remove it"),
         ("apptainer", {"container_arguments": ["-x"]}, "container_arguments = .* has no meaning .*: remove it"),
-        ("container", {"container_engine": "crio"}, 'container_engine = "crio" is not known: write one of podman, docker'),
+        (
+            "container",
+            {"container_engine": "crio"},
+            'container_engine = "crio" is not known: write one of podman',
+        ),
     ],
 )
 def test_a_setting_that_a_runtime_does_not_have_is_named_with_the_fix(name, settings, message):
@@ -37,15 +42,23 @@ def test_a_setting_that_a_runtime_does_not_have_is_named_with_the_fix(name, sett
         make_runtime(name, **settings)
 
 
-def test_the_engine_of_containers_is_the_first_that_is_installed(tmp_path, monkeypatch):
+@pytest.fixture
+def nothing_installed(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    find_engine.cache_clear()
+    yield
+    find_engine.cache_clear()
+
+
+@pytest.mark.usefixtures("nothing_installed")
+def test_the_engine_of_containers_is_the_first_that_is_installed(tmp_path):
     (tmp_path / "docker").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "docker").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(InputError, match="docker does not work here"):
         make_runtime("container").check()
 
 
-def test_without_an_engine_the_installation_is_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
+@pytest.mark.usefixtures("nothing_installed")
+def test_without_an_engine_the_installation_is_named():
     with pytest.raises(InputError, match="podman is not installed: apt-get install podman runc"):
         make_runtime("container").check()

@@ -65,9 +65,7 @@ async def test_a_program_runs_in_the_workspace_with_its_own_home_and_environment
 
 async def test_a_box_has_none_of_this_machines_files_and_names(tmp_path):
     (tmp_path / "secret").write_text("s3cret")
-    script = (
-        f"ls / /home; cat {tmp_path}/secret /etc/passwd; cat /etc/hosts; hostname; ls /proc | grep -c '^[0-9]'"
-    )
+    script = f"ls / /home; cat {tmp_path}/secret /etc/passwd; cat /etc/hosts; hostname; ls /proc | grep -c '^[0-9]'"
     _, output = await in_box(tmp_path, script)
     assert "s3cret" not in output
     assert "root:" not in output
@@ -83,6 +81,13 @@ async def test_a_program_has_no_rights_over_the_machine(tmp_path):
     fields = dict(line.split(":\t") for line in output.splitlines()[:4])
     assert fields == {"CapBnd": "0" * 16, "CapEff": "0" * 16, "NoNewPrivs": "1", "Seccomp": "2"}
     assert not list((tmp_path / "workspace").iterdir())
+
+
+async def test_a_container_writes_to_a_copy_of_its_root_folder(tmp_path):
+    ended, _ = await in_box(tmp_path, "echo changed > /etc/file && mkdir /folder && cat /etc/file /etc/hosts")
+    assert ended == Ended(0)
+    assert not list((tmp_path / "root" / "etc").iterdir())
+    assert not (tmp_path / "root" / "folder").exists()
 
 
 async def test_mounts_are_read_only_unless_they_are_writable(tmp_path):

@@ -134,9 +134,7 @@ def test_an_image_that_must_be_built_is_refused(tmp_path, dockerfile, message):
         load(tmp_path, dockerfile=dockerfile)
 
 
-def test_the_words_shared_and_separate_say_where_the_judge_runs(tmp_path):
-    shared = load(tmp_path, toml='[verifier]\nenvironment_mode = "shared"').effective_judge
-    assert (shared.where, shared.paths) == ("session", None)
+def test_a_separate_verifier_gets_the_artifacts_only(tmp_path):
     toml = 'artifacts = ["out.json", { source = "/app/sub/x" }]\n[verifier]\nenvironment_mode = "separate"'
     separate = load(tmp_path, toml=toml).effective_judge
     assert (separate.where, separate.paths) == ("fresh", ["out.json", "out.json/**", "sub/x", "sub/x/**"])
@@ -202,6 +200,7 @@ def test_tests_that_download_need_a_network(tmp_path, line):
         ('[agent]\nuser = "agent"', r"'agent\.user' = agent"),
         ("[verifier]\nuser = 1000", r"'verifier\.user' = 1000"),
         ('[verifier.environment]\ndocker_image = "x"', r"'verifier\.environment' = "),
+        ('[verifier]\nenvironment_mode = "shared"', r"'verifier\.environment_mode' = shared"),
         ('[[verifier.collect]]\ncommand = "x"', r"'verifier\.collect' = "),
         ("[agent]\ntimeout = 3", r"task\.toml: unknown key 'agent\.timeout'"),
         ("[environment]\ncpus = -1", r"'environment\.cpus' is -1"),

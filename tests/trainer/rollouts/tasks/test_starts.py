@@ -56,8 +56,14 @@ def as_shallow_clone(folder, base):
     return folder.parent / "shallow"
 
 
+def as_one_pack_with_bitmap(folder, base):
+    git(folder, "repack", "-q", "-a", "-d", "-b")
+    return folder
+
+
 FORMS = [
     as_checkout,
+    as_one_pack_with_bitmap,
     as_worktree,
     as_bare_mirror,
     as_clone_with_alternates,
@@ -111,6 +117,25 @@ def test_a_shallow_checkout_stays_shallow(tmp_path):
     assert git(start, "log", "--format=%s").splitlines() == ["number 3", "number 2"]
     with pytest.raises(InputError, match=r"task 't': .*shallow has no commit 1234567: fetch it there"):
         start_of(tmp_path, make_task(workspace=tmp_path / "shallow", commit="1234567"))
+
+
+def test_a_partial_clone_that_lacks_files_is_refused(tmp_path):
+    folder = tmp_path / "whole"
+    folder.mkdir()
+    git(folder, "init", "--quiet")
+    git(folder, "config", "uploadpack.allowFilter", "true")
+    base = commit(folder, "a", "a")
+    git(tmp_path, "clone", "--quiet", "--filter=blob:none", "--no-checkout", f"file://{folder}", "partial")
+    with pytest.raises(InputError, match=r"`git pack-objects` failed in .*partial: "):
+        start_of(tmp_path, make_task(workspace=tmp_path / "partial", commit=base))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")
+def test_a_checkout_of_another_user_is_read(repository, tmp_path):
+    folder, base = repository
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, 65534, 65534, follow_symlinks=False)
+    assert find_secret(start_of(tmp_path, make_task(workspace=folder, commit=base)).folder) == []
 
 
 def test_a_start_without_a_commit_keeps_what_is_not_committed(repository, tmp_path):

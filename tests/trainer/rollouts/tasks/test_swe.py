@@ -80,6 +80,14 @@ def test_a_repository_is_found_by_its_names(tmp_path, row, name):
     assert task.workspace == place
 
 
+def test_a_plain_folder_inside_a_larger_repository_is_no_repository(tmp_path, row):
+    (tmp_path / "repositories" / "owner__name" / "other" / "name").mkdir(parents=True)
+    with pytest.raises(InputError, match="other/name has no commit"):
+        load_tasks(
+            write(tmp_path, {**row, "repo": "other/name"}), repositories=tmp_path / "repositories" / "owner__name"
+        )
+
+
 def test_the_rows_of_every_dataset_format_are_the_same(tmp_path, row):
     rows = [row, {**row, "instance_id": "owner__name-2", "FAIL_TO_PASS": '["tests/test_code.py::test_z"]'}]
     dataset = Dataset.from_list(rows)

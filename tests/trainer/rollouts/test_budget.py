@@ -1,7 +1,6 @@
 import pytest
 
-from rolltap.addons.errors import InputError
-from rolltap.trainer.rollouts.budgets import budget_options, find_budget
+from rolltap.trainer.rollouts.budget import Budget, find_budget
 from rolltap.trainer.rollouts.faults import Told, find_fault
 from tests.trainer.rollouts.test_faults import at, call, fault
 
@@ -34,7 +33,5 @@ def test_a_session_whose_first_prompt_is_over_the_budget_is_no_fault_and_not_tri
 
 
 def test_budgets_become_options_of_the_recorder():
-    given = {"calls": 3, "sampled_tokens": None, "prompt_tokens": 100}
-    assert budget_options(given) == {"rolltap_max_calls": "3", "rolltap_max_prompt_tokens": "100"}
-    with pytest.raises(InputError, match="max_calls=0: give at least 1"):
-        budget_options({"calls": 0})
+    given = Budget(calls=3, prompt_tokens=100)
+    assert given.options() == {"rolltap_max_calls": "3", "rolltap_max_prompt_tokens": "100"}

@@ -1,0 +1,166 @@
+"""Budgets of a session: its model calls, its sampled tokens, and the prompt tokens of one call.
+
+A call takes from the budgets before it begins, and gives back what it did not use. Calls that run at the same time can
+therefore not use more than there is. What was used is counted from the session's rows after a restart.
+"""
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rolltap.addons.dialects import anthropic, google, openai_chat, openai_responses
+from rolltap.addons.dialects.dialect import Dialect
+from rolltap.addons.dialects.types import ContextOverflow, DialectError
+from rolltap.addons.store.records import Call, Event
+
+_STATUS = {anthropic.NAME: 400, openai_chat.NAME: 404, openai_responses.NAME: 400, google.NAME: 400}
+"""HTTP status of the error for a used-up budget, by API: harnesses end within a second after it. All retry 429 and 5xx;
+Codex retries 402 and 403 for seconds, mini-swe-agent (LiteLLM) 400 and 403 for minutes."""
+
+
+class BudgetUsedUp(DialectError):
+    """A budget of the session is used up: no later call is answered."""
+
+    def __init__(self, what: str, dialect: Dialect) -> None:
+        super().__init__(
+            f"The budget of this session is used up: {what}. Further requests will fail: end the work here.",
+            status=_STATUS[dialect.NAME],
+            code="insufficient_quota",
+        )
+
+
+class PromptOverBudget(ContextOverflow):
+    """A prompt of more tokens than a call of the session may have. Harnesses may compact their history and go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Budgets of each session of a recorder. 0 is none."""
+
+    max_calls: int = 0
+    max_sampled_tokens: int = 0
+    max_prompt_tokens: int = 0
+    """Of one call."""
+
+    def window(self, context_window: int) -> int:
+        """Return the number of prompt tokens that a call may have, where an engine has a window of `context_window`."""
+        return min(context_window, self.max_prompt_tokens or context_window)
+
+    def require_fit(self, prompt_tokens: int, context_window: int) -> None:
+        """Raise `ContextOverflow` for a prompt that leaves no room for a reply, or that is over the budget."""
+        if self.max_prompt_tokens and prompt_tokens > self.max_prompt_tokens:
+            raise PromptOverBudget(prompt_tokens, self.max_prompt_tokens)
+        if prompt_tokens >= context_window:
+            raise ContextOverflow(prompt_tokens, context_window)
+
+
+UNBOUNDED = Budgets()
+"""No budgets."""
+
+
+@dataclass(slots=True)
+class Used:
+    """Model calls and sampled tokens of a session. Failed calls are not the agent's: they do not count."""
+
+    calls: int = 0
+    tokens: int = 0
+
+    def add(self, status: str, num_sampled: int) -> None:
+        """Count a call that has ended. Aborted calls without a token do not count."""
+        if status == "completed" or (status == "aborted" and num_sampled):
+            self.calls += 1
+            self.tokens += num_sampled
+
+    @classmethod
+    def of(cls, rows: Iterable[Mapping[str, Any]]) -> "Used":
+        """Return what the calls in these rows used."""
+        used = cls()
+        for row in rows:
+            used.add(row["status"], len(row["completion_ids"] or ()))
+        return used
+
+
+@dataclass(slots=True, eq=False)
+class Grant:
+    """What one running call may use."""
+
+    budget: "SessionBudget"
+    tokens: int
+    """Maximum number of sampled tokens."""
+    cut: bool
+    """True when that is less than the call would have without the budget."""
+
+    def record_cut(self, asked: dict[str, Any], sampling: dict[str, Any]) -> None:
+        """Set the token limit in vLLM's parameters. When the call is cut, its own limit goes to what it `asked`."""
+        if self.cut:
+            asked["max_tokens"], sampling["max_tokens"] = sampling["max_tokens"], self.tokens
+
+    def cancel(self) -> None:
+        """Give all back: the call did not begin."""
+        self.budget.free(self)
+
+    def settle(self, call: Call) -> Event | None:
+        """Give back what an ended call did not use. Return an event `budget` when its reply was cut."""
+        self.budget.free(self)
+        self.budget.used.add(call.status, len(call.completion_ids))
+        if not self.cut or call.finish_reason != "length":
+            return None
+        return Event(
+            kind="budget",
+            session_id=call.session_id,
+            host=call.host,
+            method="POST",
+            path=call.path,
+            detail=f"the reply was cut after the last {self.tokens} of the tokens that may be sampled",
+            call_id=call.call_id,
+        )
+
+
+@dataclass(slots=True)
+class SessionBudget:
+    """What a session may use, has used, and has granted to running calls. Not thread-safe: use it in the event loop."""
+
+    budgets: Budgets
+    used: Used
+    _running: list[Grant] = field(default_factory=list)
+    _settled: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def take(self, dialect: Dialect, max_tokens: int) -> Grant | None:
+        """Grant a call of at most `max_tokens` sampled tokens, or fewer when the budget has no more.
+
+        Returns None when running calls may give back what is missing: try again after `settled`. Raises `BudgetUsedUp`.
+        """
+        most = self.budgets
+        if most.max_calls and self.used.calls + len(self._running) >= most.max_calls:
+            raise BudgetUsedUp(f"it may make {most.max_calls:,} model calls", dialect)
+        left = max_tokens
+        if most.max_sampled_tokens:
+            left = most.max_sampled_tokens - self.used.tokens - sum(grant.tokens for grant in self._running)
+            if left < max_tokens and self._running:
+                return None
+            if left <= 0:
+                raise BudgetUsedUp(f"{most.max_sampled_tokens:,} tokens may be sampled for it", dialect)
+        grant = Grant(self, min(left, max_tokens), left < max_tokens)
+        self._running.append(grant)
+        return grant
+
+    def free(self, grant: Grant) -> None:
+        """End a grant."""
+        self._running.remove(grant)
+        self._settled.set()
+
+    async def settled(self) -> None:
+        """Wait until a running call has ended."""
+        self._settled.clear()
+        await self._settled.wait()
+
+
+def uncut(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return recorded sampling parameters with the token limit that the call had before its budget cut it.
+
+    `Grant.record_cut` has put that limit among the parameters that were `asked`, so that a retry is known by it.
+    """
+    asked = dict(sampling.get("asked", {}))
+    limit = asked.pop("max_tokens", sampling.get("max_tokens"))
+    return {**sampling, "max_tokens": limit, "asked": asked}

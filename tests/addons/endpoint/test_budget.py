@@ -1,0 +1,294 @@
+"""Budgets of a session, over HTTP: what a harness sees, what the engine is asked, and what a restart keeps."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolltap.addons.dialects import openai_chat
+from rolltap.addons.dialects.routes import find_route
+from rolltap.addons.endpoint.budget import Budgets, BudgetUsedUp, SessionBudget, Used
+from rolltap.addons.endpoint.server import Endpoint
+from rolltap.addons.store.metadata import write_metadata
+from rolltap.addons.store.records import Call
+from rolltap.addons.store.tables import RunWriter
+from tests.addons.harness import Harness, content, user
+from tests.scripted_engine import Answer, Say
+
+LONG = "One two three four five six seven eight nine ten."
+REQUESTS = {
+    "/v1/chat/completions": lambda text: {"model": "m", "messages": [user(text)]},
+    "/v1/responses": lambda text: {"model": "m", "input": text},
+    "/v1/messages": lambda text: {"model": "m", "max_tokens": 4096, "messages": [user(text)]},
+    "/v1beta/models/m:generateContent": lambda text: {"contents": [{"role": "user", "parts": [{"text": text}]}]},
+}
+
+
+@pytest.fixture
+def restart(rendering, scripted_engine, tmp_path):
+    """Return a function that starts a recorder of the same run with these budgets. It is killed at the end."""
+    write_metadata(tmp_path, {})
+    scripted_engine.otherwise = lambda request: Say("Hello.")
+
+    @asynccontextmanager
+    async def recorder(**budgets):
+        endpoint = Endpoint(
+            rendering, [scripted_engine.url], RunWriter(tmp_path), {}, patience=0, budgets=Budgets(**budgets)
+        )
+        await endpoint.start()
+        async with Harness.connect(endpoint) as harness:
+            yield harness
+        await endpoint.close()
+
+    return recorder
+
+
+async def post(harness, path, text, **more):
+    headers = harness.endpoint.headers("s1", "api", find_route("POST", path, {}))
+    body = {**REQUESTS[path](text), **more}
+    async with harness.client.post(harness.url(path), json=body, headers=headers) as response:
+        return response.status, await response.text()
+
+
+@pytest.mark.parametrize("path", REQUESTS)
+async def test_a_call_over_the_number_of_calls_gets_an_error_of_its_api(restart, scripted_engine, path):
+    async with restart(max_calls=1) as harness:
+        assert (await post(harness, path, "Hi"))[0] == 200
+        status, text = await post(harness, path, "Ho")
+        again, _ = await post(harness, path, "Hu")
+    assert 400 <= status < 429  # harnesses retry 429 and server errors
+    assert again == status
+    assert "it may make 1 model calls" in json.loads(text)["error"]["message"]
+    assert len(scripted_engine.requests) == len(harness.calls()) == 1
+    assert [(event["session_id"], event["path"]) for event in harness.events("budget")] == [("s1", path)] * 2
+    assert harness.events("rejected") == harness.events("fault") == []
+
+
+async def test_another_session_has_budgets_of_its_own(restart):
+    async with restart(max_calls=1) as harness:
+        assert (await harness.ask(user("Hi")))[0] == 200
+        async with harness.post({"model": "m", "messages": [user("Hi")]}, session="s2") as response:
+            assert response.status == 200
+
+
+async def test_a_streamed_call_over_the_budget_gets_a_status_and_no_stream(restart):
+    async with restart(max_calls=1) as harness:
+        assert (await harness.stream(user("Hi")))[0] == 200
+        status, events = await harness.stream(user("Ho"))
+    assert 400 <= status < 429
+    assert "budget" in events[0]
+
+
+async def test_a_retry_is_no_call_of_its_own(restart, scripted_engine):
+    async with restart(max_calls=1) as harness:
+        first = await harness.ask(user("Hi"))
+        async with harness.post(
+            {"model": "m", "messages": [user("Hi")]}, headers={"x-stainless-retry-count": "1"}
+        ) as response:
+            assert (response.status, (await response.json())["choices"]) == (200, first[1]["choices"])
+    assert len(scripted_engine.requests) == 1
+
+
+async def test_a_call_that_failed_because_of_the_engine_does_not_count(restart, scripted_engine):
+    async with restart(max_calls=1) as harness:
+        scripted_engine.replies.append(Answer(500, "no memory left"))
+        assert (await harness.ask(user("Hi")))[0] >= 500
+        assert (await harness.ask(user("Ho")))[0] == 200
+        assert (await harness.ask(user("Hu")))[0] == 404
+    async with restart(max_calls=2) as harness:
+        assert (await harness.ask(user("He")))[0] == 200
+        assert (await harness.ask(user("Ha")))[0] == 404
+
+
+async def test_the_last_reply_is_cut_and_then_calls_are_refused(restart, scripted_engine, encode):
+    few = len(encode("One two"))
+    scripted_engine.replies += [Say(LONG), Say("One two", finish_reason="length")]
+    async with restart(max_sampled_tokens=len(encode(LONG)) + 1 + few) as harness:
+        assert (await harness.ask(user("Hi")))[1]["choices"][0]["finish_reason"] == "stop"
+        assert (await harness.ask(user("Ho")))[1]["choices"][0]["finish_reason"] == "length"
+        assert (await harness.ask(user("Hu")))[0] == 404
+    assert [request["sampling_params"]["max_tokens"] for request in scripted_engine.requests][1:] == [few]
+    sampling = json.loads(harness.calls()[1]["sampling"])
+    assert sampling["max_tokens"] == few < sampling["asked"]["max_tokens"]
+    cut, refused = harness.events("budget")
+    assert (cut["call_id"], refused["call_id"]) == (harness.calls()[1]["call_id"], None)
+    assert cut["detail"] == f"the reply was cut after the last {few} of the tokens that may be sampled"
+
+
+async def test_a_limit_of_the_harness_that_fits_is_not_the_budgets(restart, scripted_engine):
+    scripted_engine.replies.append(Say("One", finish_reason="length"))
+    async with restart(max_sampled_tokens=100) as harness:
+        assert (await harness.ask(user("Hi"), max_tokens=1))[0] == 200
+    assert harness.events("budget") == []
+
+
+async def test_what_was_used_is_known_after_a_restart(restart, scripted_engine, encode):
+    used = len(encode("Hello.")) + 1
+    async with restart(max_calls=2, max_sampled_tokens=used + 3) as harness:
+        assert (await harness.ask(user("Hi")))[0] == 200
+    async with restart(max_calls=2, max_sampled_tokens=used + 3) as harness:
+        assert (await harness.ask(user("Ho")))[0] == 200
+        assert scripted_engine.requests[-1]["sampling_params"]["max_tokens"] == 3
+        assert (await harness.ask(user("Hu")))[0] == 404
+    async with restart(max_calls=2) as harness:
+        assert (await harness.ask(user("He")))[0] == 404
+
+
+async def test_what_was_used_is_known_after_the_session_was_forgotten(restart):
+    async with restart(max_calls=1) as harness:
+        assert (await harness.ask(user("Hi")))[0] == 200
+        harness.endpoint.forget_idle(0)
+        assert harness.endpoint.sessions == {}
+        assert (await harness.ask(user("Ho")))[0] == 404
+
+
+async def test_a_reply_that_was_cut_is_given_again_after_a_restart(restart, scripted_engine):
+    scripted_engine.otherwise = None
+    scripted_engine.replies.append(Say("One", finish_reason="length"))
+    async with restart(max_sampled_tokens=1) as harness:
+        _, first = await harness.ask(user("Hi"))
+    async with restart(max_sampled_tokens=1) as harness:
+        request = {"model": "m", "messages": [user("Hi")]}
+        async with harness.post(request, headers={"x-stainless-retry-count": "1"}) as response:
+            assert (response.status, (await response.json())["choices"]) == (200, first["choices"])
+    assert len(scripted_engine.requests) == 1
+
+
+async def test_calls_at_the_same_time_cannot_use_more_than_there_is(restart, scripted_engine, encode):
+    one = len(encode("Hello.")) + 1
+    async with restart(max_sampled_tokens=2 * one) as harness:
+        replies = await asyncio.gather(*(harness.ask(user(f"Hi {n}")) for n in range(6)))
+    assert sorted(status for status, _ in replies) == [200, 200, 404, 404, 404, 404]
+    assert sum(len(call["completion_ids"]) for call in harness.calls()) == 2 * one
+    assert all("cut" not in event["detail"] for event in harness.events("budget"))
+
+
+async def test_calls_at_the_same_time_cannot_be_more_than_allowed(restart, scripted_engine):
+    async with restart(max_calls=3) as harness:
+        replies = await asyncio.gather(*(harness.stream(user(f"Hi {n}")) for n in range(8)))
+    assert [status for status, _ in replies].count(200) == len(harness.calls()) == 3
+
+
+async def test_a_call_waits_for_what_a_running_one_may_give_back(restart, scripted_engine):
+    """The second call is not cut, although the first has reserved more than it will use."""
+    scripted_engine.replies.append(Say("Hello.", hold_after=1))
+    async with restart(max_sampled_tokens=100) as harness:
+        first = asyncio.create_task(harness.stream(user("Hi"), max_tokens=60))
+        await asyncio.to_thread(scripted_engine.holding.wait)
+        second = asyncio.create_task(harness.stream(user("Ho"), max_tokens=60))
+        third = await harness.stream(user("He"), max_tokens=40)  # there is room for it
+        assert not second.done()
+        scripted_engine.release()
+        assert content("\n\n".join(f"data: {event}" for event in [*(await second)[1], ""])) == "Hello."
+        assert ((await first)[0], third[0]) == (200, 200)
+    assert [request["sampling_params"]["max_tokens"] for request in scripted_engine.requests] == [60, 40, 60]
+    assert harness.events("budget") == []
+
+
+async def test_the_end_of_a_session_ends_the_calls_that_wait(restart, scripted_engine, monkeypatch):
+    waits, settled = asyncio.Queue(), SessionBudget.settled
+
+    async def wait(budget):
+        waits.put_nowait(budget)
+        await settled(budget)
+
+    monkeypatch.setattr(SessionBudget, "settled", wait)
+    scripted_engine.replies.append(Say("Hello.", hold_after=1))
+    async with restart(max_sampled_tokens=10) as harness:
+        first = asyncio.create_task(harness.ask(user("Hi")))
+        await asyncio.to_thread(scripted_engine.holding.wait)
+        second = asyncio.create_task(harness.ask(user("Ho")))
+        third = asyncio.create_task(harness.ask(user("Hu")))
+        await asyncio.gather(waits.get(), waits.get())
+        assert await harness.end() == (200, "")
+        assert [(await call)[0] for call in (first, second, third)] == [503, 410, 410]
+        scripted_engine.release()
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/v1/chat/completions", "maximum context length is 20 tokens"),
+        ("/v1/responses", "maximum context length is 20 tokens"),
+        ("/v1/messages", "prompt is too long: "),
+        ("/v1beta/models/m:generateContent", "exceeds the maximum number of tokens allowed (20)"),
+    ],
+)
+async def test_a_long_prompt_gets_its_apis_error_for_a_full_context_window(restart, scripted_engine, path, words):
+    """Harnesses compact their history after it and go on."""
+    async with restart(max_prompt_tokens=20) as harness:
+        status, text = await post(harness, path, LONG * 10)
+        assert (status, words in text) == (400, True), text
+        assert (await post(harness, path, "Hi"))[0] == 200
+    assert len(scripted_engine.requests) == 1
+    assert len(harness.events("budget")) == 1
+
+
+async def test_a_prompt_over_the_engines_window_is_not_the_budgets(restart, scripted_engine):
+    async with restart(max_prompt_tokens=1_000_000) as harness:
+        assert (await harness.ask(user("a " * 50_000)))[0] == 400
+    assert (len(harness.events("budget")), len(harness.events("rejected"))) == (0, 1)
+
+
+async def test_the_models_window_is_the_most_that_a_prompt_may_have(restart):
+    async with restart(max_prompt_tokens=20) as harness:
+        route = find_route("GET", "/v1/models", {"x-api-key": "x", "anthropic-version": "1"})
+        headers = harness.endpoint.headers("s1", "api.anthropic.com", route)
+        async with harness.client.get(harness.url("/v1/models"), headers=headers) as response:
+            (model,) = (await response.json())["data"]
+    assert 20 in model.values()
+
+
+async def test_the_last_refusal_has_an_event_however_many_there_were(restart):
+    """The outcome of the session depends on whether a call was completed after it."""
+    async with restart(max_calls=1) as harness:
+        await harness.ask(user("Hi"))
+        for number in range(70):
+            await harness.ask(user(f"Ho {number}"))
+        await harness.end()
+    last = max(harness.events("budget"), key=lambda event: event["at"])
+    assert last["detail"].startswith("70 budget in all, the last: The budget of this session is used up")
+
+
+CALL = Call(session_id="s", call_id="c", prompt_ids=[])
+
+
+@given(
+    most=st.builds(Budgets, max_calls=st.integers(0, 5), max_sampled_tokens=st.integers(0, 40)),
+    steps=st.lists(
+        st.one_of(
+            st.tuples(st.just("take"), st.integers(1, 30)),
+            st.tuples(st.sampled_from(["completed", "aborted", "failed"]), st.integers(0, 30)),
+        )
+    ),
+)
+def test_no_order_of_calls_goes_over_a_budget_and_no_call_waits_for_nothing(most, steps):
+    budget, running, used = SessionBudget(most, Used()), [], Used()
+    for step, number in steps:
+        if step == "take":
+            try:
+                grant = budget.take(openai_chat, number)
+            except BudgetUsedUp:
+                calls_out = most.max_calls and used.calls + len(running) >= most.max_calls
+                assert calls_out or (most.max_sampled_tokens and used.tokens >= most.max_sampled_tokens and not running)
+                continue
+            if grant is None:
+                assert running
+                continue
+            assert 0 < grant.tokens <= number
+            assert grant.cut == (grant.tokens < number)
+            running.append(grant)
+        elif running:
+            grant = running.pop()
+            sampled = min(number, grant.tokens)
+            grant.settle(replace(CALL, status=step, completion_ids=[0] * sampled))
+            used.add(step, sampled)
+        if most.max_calls:
+            assert used.calls + len(running) <= most.max_calls
+        if most.max_sampled_tokens:
+            assert used.tokens + sum(grant.tokens for grant in running) <= most.max_sampled_tokens
+    assert budget.used == used

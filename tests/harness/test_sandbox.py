@@ -1,0 +1,46 @@
+"""The real programs in the sandbox: they start, use their tools, and reach the recorder and nothing else."""
+
+import pytest
+
+from rolltap.addons.store.tables import read_rows
+from rolltap.trainer.rollouts.environment import clean_environment
+from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.rollouts.recorder import Recorder
+from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Ended, Mount
+from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
+from tests.harness.play import installed
+from tests.harness.test_harnesses import INSTRUCTION, SCRIPTS, lead
+from tests.security.test_sandbox import sandboxed
+
+pytestmark = [pytest.mark.harness, sandboxed]
+
+
+@pytest.mark.parametrize("name", Harness.names())
+async def test_a_harness_works_in_the_sandbox(name, scripted_engine, tokenizer_folder, tmp_path):
+    harness = installed(name)
+    lead(scripted_engine, SCRIPTS[name])
+    workspace, home, log = (tmp_path / part for part in ("workspace", "home", "log"))
+    workspace.mkdir()
+    home.mkdir()
+    with Recorder(tmp_path / "run", engine=scripted_engine.url, model=tokenizer_folder) as recorder:
+        outside = recorder.environment("s1")
+        address = outside["HTTPS_PROXY"].rpartition("@")[2]
+        files = {
+            outside["NODE_EXTRA_CA_CERTS"]: "/etc/rolltap/ca.pem",
+            outside["SSL_CERT_FILE"]: "/etc/rolltap/ca-bundle.pem",
+        }
+        spec = BoxSpec(
+            name="s1",
+            workspace=workspace,
+            workdir="/workspace",
+            home=home,
+            proxy=address,
+            mounts=[Mount(source=source, target=target) for source, target in files.items()],
+        )
+        async with SandboxRuntime().box(spec) as box:
+            inside = {key: files.get(value, value.replace(address, box.proxy)) for key, value in outside.items()}
+            env = {**clean_environment(home), **harness.environment(scripted_engine.url), **inside, "HOME": box.home}
+            ended = await box.run(harness.command_for(INSTRUCTION), env=env, timeout=120, log=log)
+    assert ended == Ended(0), log.read_text()
+    assert "héllo" in (workspace / "greeting.txt").read_text()
+    assert {call["status"] for call in read_rows(tmp_path / "run", "calls")} == {"completed"}

@@ -1,0 +1,50 @@
+import os
+
+import pytest
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
+from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Ended, Runtime
+from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
+from rolltap.trainer.rollouts.tasks.limits import Limits
+
+
+def spec_in(folder, **fields):
+    for name in ("workspace", "home"):
+        (folder / name).mkdir()
+    return BoxSpec(name="box", workspace=folder / "workspace", workdir="/testbed", home=folder / "home", **fields)
+
+
+async def test_a_program_runs_in_the_workspace_and_reaches_the_recorder_itself(tmp_path):
+    async with ProcessRuntime().box(spec_in(tmp_path, proxy="127.0.0.1:8080")) as box:
+        assert (box.workdir, box.home, box.proxy) == (
+            str(tmp_path / "workspace"),
+            str(tmp_path / "home"),
+            "127.0.0.1:8080",
+        )
+        ended = await box.run(["sh", "-c", "pwd; exit 3"], env=dict(os.environ), timeout=60, log=tmp_path / "log")
+        await box.settle()
+    assert ended == Ended(3)
+    assert (tmp_path / "log").read_text() == f"{tmp_path}/workspace\n"
+
+
+async def test_limits_hold_without_isolation(tmp_path):
+    async with ProcessRuntime().box(spec_in(tmp_path, limits=Limits(processes=20))) as box:
+        script = "for i in $(seq 40); do sleep 600 & done; wait"
+        ended = await box.run(["sh", "-c", script], env=dict(os.environ), timeout=60, log=tmp_path / "log")
+    assert ended == Ended(None, "processes")
+
+
+async def test_an_image_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"process has no images, and the task needs debian:12"):
+        async with ProcessRuntime().box(spec_in(tmp_path, image="debian:12")):
+            pass
+
+
+def test_it_says_what_it_does_not_protect_from():
+    process: Runtime = ProcessRuntime()
+    sandbox: Runtime = SandboxRuntime()
+    assert not process.isolated
+    assert "all rights of this user" in process.warning
+    assert sandbox.isolated
+    assert sandbox.warning is None

@@ -1,0 +1,190 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Ended, Mount
+from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
+from rolltap.trainer.rollouts.runtimes.view import View, write_etc
+from rolltap.trainer.rollouts.tasks.limits import Limits
+from tests.security.test_sandbox import sandboxed
+from tests.trainer.rollouts.runtimes.test_supervised import wait_until_dead
+
+
+def spec_in(folder, **fields):
+    for name in ("workspace", "home"):
+        (folder / name).mkdir(exist_ok=True)
+    return BoxSpec(name="box", workspace=folder / "workspace", workdir="/testbed", home=folder / "home", **fields)
+
+
+async def run(folder, script, *, tools=(), hidden=(), timeout=60.0, env=(), command=None, **fields):
+    async with SandboxRuntime(tools, hidden).box(spec_in(folder, **fields)) as box:
+        env = {"PATH": "/usr/bin:/bin", "HOME": box.home, **dict(env)}
+        ended = await box.run(command or ["sh", "-c", script], env=env, timeout=timeout, log=folder / "log")
+        return ended, (folder / "log").read_text()
+
+
+class TestArguments:
+    """The options of bubblewrap, as data."""
+
+    def view(self, tmp_path, **fields):
+        folders = {"workspace": tmp_path / "w", "home": tmp_path / "h", "etc": tmp_path / "etc"}
+        return View(**folders, workdir="/testbed", home_in_box="/home/agent", **fields)
+
+    def test_every_namespace_is_new_and_no_right_is_kept(self, tmp_path):
+        arguments = self.view(tmp_path).arguments({})
+        for option in ("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"):
+            assert option in arguments
+        assert arguments[arguments.index("--cap-drop") + 1] == "ALL"
+        assert "--share-net" not in arguments
+
+    def test_only_the_workspace_and_the_home_can_be_written(self, tmp_path):
+        mounts = (Mount(Path("/a"), "/b"), Mount(Path("/c"), "/d", writable=True))
+        arguments = self.view(tmp_path, mounts=mounts).arguments({})
+        targets = [arguments[number + 2] for number, option in enumerate(arguments) if option == "--bind"]
+        assert targets == ["/home/agent", "/testbed", "/d"]
+
+    def test_of_the_machine_only_system_folders_are_seen(self, tmp_path):
+        arguments = self.view(tmp_path).arguments({})
+        options = ("--ro-bind", "--ro-bind-try", "--bind")
+        sources = {arguments[number + 1] for number, option in enumerate(arguments) if option in options}
+        assert {Path(source).parts[1] for source in sources if not source.startswith(str(tmp_path))} <= {
+            *("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc")
+        }
+        assert not sources & {"/etc", "/etc/ssl", "/etc/shadow", "/"}
+
+    def test_the_environment_is_the_given_one(self, tmp_path):
+        arguments = self.view(tmp_path).arguments({"A": "b c"})
+        assert "--clearenv" in arguments
+        assert arguments[-3:] == ["--setenv", "A", "b c"]
+
+    def test_a_tool_in_another_ones_folder_is_mounted_once(self, tmp_path):
+        (tmp_path / "t" / "bin").mkdir(parents=True)
+        view = self.view(tmp_path).with_tools([tmp_path / "t" / "bin", tmp_path / "t", tmp_path / "t"])
+        assert view.arguments({}).count(str(tmp_path / "t" / "bin")) == 0
+        assert view.arguments({}).count(str(tmp_path / "t")) == 2
+
+    def test_the_files_of_etc_name_one_user(self, tmp_path):
+        assert (write_etc(tmp_path) / "passwd").read_text().startswith("agent:x:1000:1000:")
+
+
+@sandboxed
+class TestBox:
+    async def test_a_program_runs_in_the_workspace_with_its_own_environment(self, tmp_path):
+        ended, said = await run(tmp_path, "pwd; env | sort | head -1; touch made; exit 3", env={"A": "b"})
+        assert (ended, said) == (Ended(3), "/testbed\nA=b\n")
+        assert (tmp_path / "workspace" / "made").exists()
+
+    async def test_a_signal_that_ends_a_program_is_its_status(self, tmp_path):
+        ended, _ = await run(tmp_path, "kill -9 $$")
+        assert ended == Ended(-9)
+
+    async def test_a_program_that_takes_too_long_is_stopped(self, tmp_path):
+        ended, _ = await run(tmp_path, "sleep 600", timeout=0.5)
+        assert ended == Ended(None, "timeout")
+
+    @pytest.mark.parametrize("program", ["no-such-program", "/testbed/none"])
+    async def test_a_program_that_is_not_there_is_named(self, tmp_path, program):
+        with pytest.raises(FileNotFoundError) as raised:
+            await run(tmp_path, "", command=[program])
+        assert raised.value.filename == program
+
+    async def test_a_program_cannot_say_that_it_did_not_start(self, tmp_path):
+        ended, _ = await run(tmp_path, "echo 'bwrap: execvp sh: No such file or directory' >&2; exit 1")
+        assert ended == Ended(1)
+
+    async def test_a_box_that_cannot_be_made_is_an_os_error(self, tmp_path):
+        with pytest.raises(OSError, match=r"the sandbox could not be made: bwrap: .*nowhere"):
+            await run(tmp_path, "true", mounts=[Mount(Path("/nowhere"), "/x")])
+
+    async def test_mounts_are_seen_and_only_the_writable_can_be_written(self, tmp_path):
+        for name in ("a", "b"):
+            (tmp_path / name).mkdir()
+        mounts = [Mount(tmp_path / "a", "/testbed/tests"), Mount(tmp_path / "b", "/logs/b", writable=True)]
+        ended, _ = await run(tmp_path, "touch tests/x || touch /logs/b/x", mounts=mounts)
+        assert ended == Ended(0)
+        assert not (tmp_path / "a" / "x").exists()
+        assert (tmp_path / "b" / "x").exists()
+
+    async def test_tools_are_seen_without_what_is_hidden_in_them(self, tmp_path):
+        for name in ("tool/bin", "tool/run", "beside"):
+            (tmp_path / name).mkdir(parents=True)
+            (tmp_path / name / "file").write_text(name)
+        (tmp_path / "tool" / "secret").write_text("secret")
+        script = f"cd {tmp_path}; cat tool/bin/file tool/run/file tool/secret beside/file; touch tool/x; ls -A tool/run"
+        hidden = [tmp_path / "tool" / "run", tmp_path / "tool" / "secret", tmp_path / "tool" / "none"]
+        _, said = await run(tmp_path, script, tools=[tmp_path / "tool"], hidden=hidden)
+        assert "tool/bincat" in said.replace("\n", "")
+        assert "secret\n" not in said.replace("tool/secret", "")
+        assert not (tmp_path / "tool" / "x").exists()
+
+    async def test_a_box_with_cores_sees_so_many(self, tmp_path):
+        _, said = await run(tmp_path, "nproc", limits=Limits(cpus=1))
+        assert said == "1\n"
+
+    async def test_a_tool_folder_that_holds_the_workspace_is_refused(self, tmp_path):
+        with pytest.raises(InputError, match="contains"):
+            await run(tmp_path, "true", tools=[tmp_path])
+
+    async def test_an_image_is_refused(self, tmp_path):
+        with pytest.raises(InputError, match=r"has no images, and the task needs debian:12"):
+            await run(tmp_path, "true", image="debian:12")
+
+
+class TestCheck:
+    def test_a_machine_without_bubblewrap_is_told_how_to_get_it(self, monkeypatch):
+        monkeypatch.setenv("PATH", "/nowhere")
+        with pytest.raises(InputError, match="apt-get install bubblewrap"):
+            SandboxRuntime().check()
+
+    @pytest.mark.parametrize(
+        ("words", "how"),
+        [
+            ("bwrap: Unknown option --disable-userns", r"0\.8 or newer"),
+            ("bwrap: setting up uid map: Permission denied", "allow user namespaces"),
+        ],
+    )
+    def test_a_machine_that_cannot_make_namespaces_is_told_why(self, tmp_path, monkeypatch, words, how):
+        (tmp_path / "bwrap").write_text(f"#!/bin/sh\necho '{words}' >&2\nexit 1\n")
+        (tmp_path / "bwrap").chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+        with pytest.raises(InputError, match=how):
+            SandboxRuntime().check()
+
+    def test_a_tool_folder_that_does_not_exist_is_named(self):
+        with pytest.raises(InputError, match="the tool folder /nowhere does not exist"):
+            SandboxRuntime([Path("/nowhere")]).check()
+
+
+ROLLTAP = '''
+import asyncio, sys
+from pathlib import Path
+from tests.trainer.rollouts.runtimes.test_sandbox import run
+script = """
+(setsid sh -c '(setsid sleep 3600.5 &)' &)
+until pgrep sleep; do :; done
+echo > fifo
+sleep 3600.5
+"""
+asyncio.run(run(Path(sys.argv[1]), script))
+'''
+
+
+@sandboxed
+def test_a_box_dies_with_rolltap(tmp_path):
+    (tmp_path / "workspace").mkdir()
+    os.mkfifo(tmp_path / "workspace" / "fifo")
+    root = Path(__file__).resolve().parents[4]
+    with subprocess.Popen([sys.executable, "-c", ROLLTAP, str(tmp_path)], cwd=root) as rolltap:
+        (tmp_path / "workspace" / "fifo").read_text()
+        sleeping = [
+            int(path.parent.name)
+            for path in Path("/proc").glob("[0-9]*/cmdline")
+            if path.read_bytes().split(b"\0")[:2] == [b"sleep", b"3600.5"]
+        ]
+        rolltap.kill()
+    assert sleeping
+    assert all(wait_until_dead(pid) for pid in sleeping)

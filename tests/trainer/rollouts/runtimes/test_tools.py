@@ -1,0 +1,91 @@
+from pathlib import Path
+
+import pytest
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.rollouts.runtimes.tools import require_narrow, tool_folders
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A home folder with installations as package managers make them."""
+    home = tmp_path / "home"
+    monkeypatch.setenv("HOME", str(home))
+
+    def write(path, text="\x7fELF", mode=0o755):
+        file = home / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        file.chmod(mode)
+        return file
+
+    def link(path, target):
+        (home / path).parent.mkdir(parents=True, exist_ok=True)
+        (home / path).symlink_to(target)
+
+    # npm in a folder
+    write("cache/agent-1/node_modules/agent/cli.js", "#!/usr/bin/env -S node --flag\n")
+    link("cache/agent-1/node_modules/.bin/agent", "../agent/cli.js")
+    # node below a prefix, with global packages
+    write(".nvm/versions/v22/bin/node")
+    write(".nvm/versions/v22/lib/node_modules/global/cli.js", "#!/usr/bin/env node\n")
+    link(".nvm/versions/v22/bin/global", "../lib/node_modules/global/cli.js")
+    # a virtual environment of a Python of pyenv
+    write(".pyenv/versions/3.11/bin/python3.11")
+    link(".pyenv/versions/3.11/bin/python3", "python3.11")
+    (home / ".pyenv/versions/3.11/lib/python3.11").mkdir(parents=True)
+    write("venv/pyvenv.cfg", f"home = {home}/.pyenv/versions/3.11/bin\nversion = 3.11\n")
+    link("venv/bin/python", home / ".pyenv/versions/3.11/bin/python3.11")
+    write("venv/bin/mini", f"#!{home}/venv/bin/python\n")
+    write(".pyenv/shims/tox", "#!/usr/bin/env sh\n")
+    # pip install --user, pipx, a native program
+    write(".local/bin/user-agent", "#!/usr/bin/env sh\n")
+    (home / ".local/lib/python3.11").mkdir(parents=True)
+    link(".local/bin/mini-by-pipx", "../../venv/bin/mini")
+    write(".local/share/claude/versions/2")
+    link(".local/bin/claude", "../share/claude/versions/2")
+    write("scripts/run.sh", "#!/bin/sh\n")
+    write("scripts/not-a-program", mode=0o644)
+    return home
+
+
+FOLDERS = (
+    "cache/agent-1/node_modules/.bin",
+    ".nvm/versions/v22/bin",
+    "venv/bin",
+    ".pyenv/shims",
+    ".local/bin",
+    "scripts",
+)
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("agent", ["cache/agent-1/node_modules", ".nvm/versions/v22"]),
+        ("global", [".nvm/versions/v22", ".nvm/versions/v22/lib/node_modules"]),
+        ("mini", ["venv", ".pyenv/versions/3.11"]),
+        ("tox", [".pyenv"]),
+        ("user-agent", [".local/bin/user-agent", ".local/lib/python3.11"]),
+        ("mini-by-pipx", [".local/bin/mini-by-pipx", ".local/lib/python3.11", "venv", ".pyenv/versions/3.11"]),
+        ("claude", [".local/bin/claude", ".local/lib/python3.11", ".local/share/claude/versions/2"]),
+        ("run.sh", ["scripts/run.sh"]),
+        ("not-a-program", []),
+        ("no-such-program", []),
+        ("sh", []),
+    ],
+)
+def test_a_program_is_found_with_all_of_its_installation_and_no_more(place, program, expected):
+    path = ":".join([*(str(place / folder) for folder in FOLDERS), "/usr/bin", "/bin"])
+    found = tool_folders(program, path)
+    assert {folder.relative_to(place) for folder in found} == {Path(folder) for folder in expected}
+
+
+@pytest.mark.parametrize("folder", ["/", "home", "home/work", "."])
+def test_a_tool_folder_that_contains_the_home_or_the_workspace_is_refused(place, folder):
+    with pytest.raises(InputError, match="contains"):
+        require_narrow(place.parent / folder, place / "work/session/workspace")
+
+
+def test_a_tool_folder_beside_them_is_not(place):
+    require_narrow(place / "venv", place / "work/session/workspace")

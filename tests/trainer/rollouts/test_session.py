@@ -1,0 +1,113 @@
+"""The way of one session, on a real recorder."""
+
+import json
+import shlex
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from rolltap.addons.store.tables import read_rows
+from rolltap.trainer.rollouts import session as session_module
+from rolltap.trainer.rollouts.groups import Group
+from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.rollouts.judges.judged import Judged
+from rolltap.trainer.rollouts.plan import Plan
+from rolltap.trainer.rollouts.recorder import Recorder
+from rolltap.trainer.rollouts.runtimes.process import ProcessBox, ProcessRuntime
+from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec
+from rolltap.trainer.rollouts.scheduler import run_groups
+from rolltap.trainer.rollouts.tasks.task import Task
+from rolltap.trainer.traces.reader import load_sessions
+from tests.scripted_engine import Say, ScriptedEngine
+from tests.trainer.commands.program import ASK
+
+ONE_CALL = shlex.join([sys.executable, "-c", ASK.replace("sys.exit(3)", "")])
+
+
+@pytest.fixture(scope="module")
+def recorder(tmp_path_factory, tokenizer, tokenizer_folder):
+    with ScriptedEngine(tokenizer) as engine:
+        engine.otherwise = lambda request: Say("Hi.")
+        with Recorder(tmp_path_factory.mktemp("run"), engine=engine.url, model=tokenizer_folder) as recorder:
+            yield recorder
+
+
+@pytest.fixture
+def play(recorder, request):
+    async def play(script, *, runtime=None, **fields):
+        """Run one session. Return its row."""
+        name = f"{request.node.name.partition('[')[0]}-{len(load_sessions(recorder.path))}"
+        task = Task(id="t", instruction="go", **{"evaluate": ["true"], **fields})
+        harness = Harness(name="sh", program="sh", headless=["-c", script])
+        plan = Plan(harness, 1, 60, runtime or ProcessRuntime(), retries=0)
+        await run_groups([Group(task, name, [f"{name}-0"])], plan, recorder, policy_version=None, advance=lambda *_: 0)
+        return load_sessions(recorder.path)[f"{name}-0"]
+
+    return play
+
+
+async def test_a_session_is_begun_before_it_runs_and_its_row_is_complete(play, recorder):
+    row = await play(f"{ONE_CALL}; echo made > made.txt")
+    (begun,) = [
+        event for event in read_rows(recorder.path, "events", [row.session_id]) if event["kind"] == "session_started"
+    ]
+    assert begun["at"] == row.started_at
+    assert (row.status, row.reward, row.runtime) == ("completed", 1.0, "process")
+    assert json.loads(row.evidence)["changed"] == ["made.txt"]
+    assert json.loads(row.suspicions) == {}
+
+
+async def test_the_time_limit_and_the_variables_of_a_task_are_its_own(play):
+    row = await play(f"{ONE_CALL}; test $COLOUR = blue && exec sleep 600", timeout=5, env={"COLOUR": "blue"})
+    assert (row.status, row.error) == ("timeout", "stopped after 5 s")
+
+
+async def test_a_task_cannot_lead_the_calls_around_the_recorder(play):
+    row = await play(ONE_CALL, env={"HTTPS_PROXY": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"})
+    assert row.status == "completed"
+
+
+async def test_a_box_that_cannot_be_made_is_no_fault_of_the_agent(play):
+    class NoRoom(ProcessRuntime):
+        @asynccontextmanager
+        async def box(self, spec: BoxSpec) -> AsyncIterator[ProcessBox]:
+            raise OSError("no room")
+            yield
+
+    row = await play(ONE_CALL, runtime=NoRoom())
+    assert (row.status, row.reward, row.error) == (
+        "infrastructure",
+        None,
+        "the session could not be run: no room",
+    )
+
+
+async def test_a_judge_that_breaks_leaves_the_session_unjudged_and_the_rollout_goes_on(play, monkeypatch):
+    async def broken(*_, **__):
+        raise KeyError("of the agent's making")
+
+    monkeypatch.setattr(session_module, "judge", broken)
+    row = await play(ONE_CALL)
+    assert (row.status, row.reward) == ("unjudged", None)
+    assert "the judge failed: KeyError" in row.error
+
+
+async def test_a_judge_has_the_parts_and_the_evidence_of_the_row(play, monkeypatch):
+    async def thorough(*_, **__):
+        return Judged(reward=0.25, parts={"speed": 0.5}, evidence={"judge": "command"})
+
+    monkeypatch.setattr(session_module, "judge", thorough)
+    row = await play(ONE_CALL)
+    assert (row.reward, json.loads(row.parts), json.loads(row.evidence)) == (0.25, {"speed": 0.5}, {"judge": "command"})
+
+
+async def test_rules_that_fail_on_what_an_agent_did_do_not_end_the_rollout(play, monkeypatch, caplog):
+    def broken(*_):
+        raise KeyError("of the agent's making")
+
+    monkeypatch.setattr(session_module, "suspicions", broken)
+    row = await play(ONE_CALL)
+    assert (row.status, row.reward) == ("completed", 1.0)
+    assert "the suspicions of session" in caplog.text
