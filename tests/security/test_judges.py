@@ -2,6 +2,7 @@
 
 import os
 import py_compile
+import shutil
 import socket
 import stat
 import sys
@@ -9,6 +10,7 @@ import sys
 import pytest
 
 from rolltap.trainer.rollouts.judges import folders
+from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
 from tests.trainer.rollouts.judges.sessions import Left, write
 
 ROOT = os.getcwd()
@@ -163,19 +165,20 @@ async def test_a_report_that_pytest_did_not_write_is_told(tmp_path):
     assert judged.evidence["forged_report"].startswith("tests are not in it that pytest ran on the untouched start")
 
 
-async def test_compiled_tests_with_the_time_and_size_of_the_real_ones_are_not_run(tmp_path):
-    left = Left(tmp_path, START)
-    real = left.start.folder / "tests/test_calc.py"
-    fake = tmp_path / "test_calc.py"
-    fake.write_text("def test_add(): pass\ndef test_double(): pass\n".ljust(real.stat().st_size, "#"))
+async def test_compiled_code_with_the_time_and_size_of_the_tasks_own_is_not_run(tmp_path):
+    left = Left(
+        tmp_path, {"check.py": "import answer\nraise SystemExit(answer.value != 4)\n", "answer.py": "value = 5\n"}
+    )
+    real = left.start.folder / "check.py"
+    fake = tmp_path / "check.py"
+    fake.write_text("raise SystemExit(0)\n".ljust(real.stat().st_size, "#"))
     os.utime(fake, ns=(real.stat().st_atime_ns, real.stat().st_mtime_ns))
-    cache = left.workspace / "tests/__pycache__"
+    cache = left.workspace / "__pycache__"
     cache.mkdir()
-    version = f"{sys.implementation.cache_tag}-pytest-{pytest.__version__}"
-    for name in (f"test_calc.{sys.implementation.cache_tag}.pyc", f"test_calc.{version}.pyc"):
-        py_compile.compile(str(fake), str(cache / name), "test_calc.py", doraise=True)
-    judged = await left.judge(JUDGE)
-    assert judged.reward == 0.0
+    name = f"check.{sys.implementation.cache_tag}.pyc"
+    py_compile.compile(str(fake), str(cache / name), "check.py", doraise=True)
+    spec = {"kind": "command", "command": [sys.executable, "-c", "import check"], "protect": ["check.py"]}
+    assert (await left.judge(spec)).reward == 0.0
 
 
 async def test_tests_laid_over_the_workspace_win(tmp_path):
@@ -304,3 +307,38 @@ async def test_a_workspace_with_too_many_files_earns_nothing(tmp_path, monkeypat
         0.0,
         "there are more than 50 files and folders in the workspace",
     )
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+class TestSandbox:
+    async def test_the_sandbox_judges_as_processes_do(self, tmp_path):
+        left = Left(tmp_path, START, SandboxRuntime())
+        left.do({"calc.py": RIGHT, "conftest.py": PASS_ALL})
+        judged = await left.judge({**JUDGE, "command": ["python", *JUDGE["command"][1:]]})
+        assert (judged.reward, judged.unjudged) == (1.0, None), left.log
+        assert judged.evidence["canary"] == "failed"
+
+    async def test_a_forger_earns_nothing_in_the_sandbox(self, tmp_path):
+        left = Left(tmp_path, START, SandboxRuntime())
+        left.do({"calc.py": FORGER})
+        judged = await left.judge({**JUDGE, "command": ["python", *JUDGE["command"][1:]]})
+        assert judged.reward == 0.0, left.log
+        assert judged.evidence["forged_report"]
+
+    async def test_a_reward_file_and_mounts_are_where_the_task_says_and_there_is_no_network(self, tmp_path):
+        left = Left(tmp_path / "left", {}, SandboxRuntime())
+        script = "cat /proc/net/dev; echo x > /tests/new; echo 0.5 > /logs/verifier/reward.txt"
+        write(tmp_path / "tests", {"test.sh": script})
+        judged = await left.judge(
+            {
+                "kind": "command",
+                "command": ["bash", "/tests/test.sh"],
+                "mounts": {"/tests": str(tmp_path / "tests")},
+                "writable": ["/logs/verifier"],
+                "reward_file": "/logs/verifier/reward.txt",
+            }
+        )
+        assert judged.reward == 0.5, left.log
+        assert "/tests/new: Read-only file system" in left.log
+        assert {line.split(":")[0].strip() for line in left.log.splitlines() if line.count(" 0 ") > 5} == {"lo"}
+        assert sorted(path.name for path in (tmp_path / "tests").iterdir()) == ["test.sh"]

@@ -220,11 +220,11 @@ async def test_a_first_call_that_still_samples_at_the_time_limit_is_no_fault(pla
     assert ledger.left_out == {"aborted": 2}
 
 
-async def test_a_missing_evaluator_is_a_fault(play):
+async def test_a_session_whose_judge_is_missing_is_unjudged(play):
     session, ledger = await play("ask('a')", SAY, evaluate=["no-such-evaluator"])
-    assert (session.status, session.exit_status, session.reward) == ("infrastructure", 0, None)
+    assert (session.status, session.exit_status, session.reward) == ("unjudged", 0, None)
     assert "'no-such-evaluator' could not be started" in session.error
-    assert ledger.left_out == {"infrastructure": ledger.sampled}
+    assert ledger.left_out == {"unjudged": ledger.sampled}
 
 
 async def test_events_name_what_was_ours_and_what_was_the_harnesss(play, tmp_path):

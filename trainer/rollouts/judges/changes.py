@@ -42,7 +42,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What differs between a start and the workspace that an agent left. Paths are relative, with `/`.
+    """Differences between a start and the workspace that an agent left. Paths are relative, with `/`.
 
     Attributes:
         changed: Path -> what is there now: new and changed files, links and folders.

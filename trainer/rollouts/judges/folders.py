@@ -9,7 +9,6 @@ import hashlib
 import os
 import shutil
 import stat
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,7 +63,7 @@ class Entry:
 
 @dataclass(slots=True)
 class Tree:
-    """What is in a folder, by relative path, and what cannot be applied elsewhere, with the reason."""
+    """Content of a folder by relative path, and what of it cannot be applied elsewhere, with the reason."""
 
     entries: dict[str, Entry] = field(default_factory=dict)
     refused: dict[str, Refusal] = field(default_factory=dict)
@@ -243,13 +242,3 @@ def remove(folder: int, name: str) -> None:
             shutil.rmtree(name, dir_fd=folder)
         else:
             os.unlink(name, dir_fd=folder)
-
-
-def remove_tree(root: Path) -> None:
-    """Remove a folder, however deep it is and whatever its modes are. What cannot be removed stays.
-
-    `shutil.rmtree` recurses: a chain of a thousand folders ends it with `RecursionError`.
-    """
-    for command in (["rm", "-rf"], ["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
-        if os.path.lexists(root):
-            subprocess.run([*command, "--", root], stderr=subprocess.DEVNULL, check=False)

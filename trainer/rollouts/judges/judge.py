@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rolltap.trainer.rollouts.judges.by_function import judge_by_function
+from rolltap.trainer.rollouts.judges.by_log import judge_by_log
 from rolltap.trainer.rollouts.judges.by_model import judge_by_model
 from rolltap.trainer.rollouts.judges.by_report import judge_by_report
 from rolltap.trainer.rollouts.judges.canary import is_pytest
@@ -54,8 +55,8 @@ async def judge(
     Writes the agent's changes to `logs/NAME.diff`, and the judge's output to `logs/NAME.judge.log`. `engine_urls` are
     the policy's engines. `session_box` is the session's own box, for judges that ask for it.
 
-    Raises `InputError` for a task that cannot be judged here, and `OSError` for a fault of this machine, for instance a
-    full disk.
+    Raises `InputError` for a task that cannot be judged here, `MissingPackageError` for a package that its judge needs,
+    and `OSError` for a fault of this machine, for instance a full disk.
     """
     spec = task.judge if task.judge is not None else CommandJudge(command=task.evaluate)
     try:
@@ -114,7 +115,9 @@ async def _ask(spec: OneJudge, case: Case) -> Judged:
         refused = made.changes.evidence()
         evidence |= {"log": case.log.name, **{key: refused[key] for key in ("refused", "refused_files")}}
         try:
-            if isinstance(spec, PytestJudge):
+            if isinstance(spec, PytestJudge) and spec.log_parser is not None:
+                reward, more = await judge_by_log(spec, spec.log_parser, made)
+            elif isinstance(spec, PytestJudge):
                 reward, more = await judge_by_report(spec, made)
             elif isinstance(spec, PythonJudge):
                 reward, more = await judge_by_function(spec, made)

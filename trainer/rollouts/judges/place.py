@@ -21,7 +21,6 @@ from rolltap.trainer.rollouts.judges.folders import (
     read_chunks,
     read_file,
     remove,
-    remove_tree,
     scan,
     write_file,
 )
@@ -29,6 +28,7 @@ from rolltap.trainer.rollouts.judges.judged import UnjudgedError
 from rolltap.trainer.rollouts.judges.select import OneJudge, select
 from rolltap.trainer.rollouts.judges.spec import CommandJudge, PytestJudge
 from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec, Mount, Runtime
+from rolltap.trainer.rollouts.runtimes.scratch import remove_folder
 from rolltap.trainer.rollouts.tasks.task import Task
 
 _OUT, _TOOLS = "/rolltap/out", "/rolltap/tools"
@@ -140,7 +140,7 @@ async def place(case: Case, spec: OneJudge) -> AsyncIterator[Place]:
         async with _fresh_place(case, spec, folder) as made:
             yield made
     finally:
-        await run_to_end(remove_tree, folder)
+        await run_to_end(remove_folder, folder)
 
 
 @asynccontextmanager

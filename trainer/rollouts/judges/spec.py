@@ -62,6 +62,9 @@ class PytestJudge(_Judge):
         fail_to_pass: Tests that failed before the change, as pytest names them.
         pass_to_pass: Tests that passed before.
         test_patch: Unified diff that is applied after the agent's changes and `tests`. Its files are protected.
+        log_parser: Name of a log parser of the `swebench` package (extra `swe`), for instance `parse_log_django`: the
+            tests' results are read from the output of `command` then, and no report is needed. None: the report. The
+            agent's code can print what the parser takes for results.
     """
 
     kind: Literal["pytest"] = "pytest"
@@ -69,6 +72,7 @@ class PytestJudge(_Judge):
     fail_to_pass: list[str] = []
     pass_to_pass: list[str] = []
     test_patch: str | None = None
+    log_parser: str | None = None
     env: dict[str, str] = {}
 
 

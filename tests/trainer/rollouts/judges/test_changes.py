@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from rolltap.trainer.rollouts.judges import folders
 from rolltap.trainer.rollouts.judges.changes import apply_changes, find_changes
-from rolltap.trainer.rollouts.judges.folders import remove_tree, scan, stays_inside
+from rolltap.trainer.rollouts.judges.folders import scan, stays_inside
 from rolltap.trainer.rollouts.judges.patterns import matches
+from rolltap.trainer.rollouts.runtimes.scratch import remove_folder
 
 NAMES = st.sampled_from(["a", "b", "c", "ü\n", "d e", "-rf", "\udcff"])
 CONTENT = st.one_of(st.binary(max_size=4), st.just(b"line\n" * 3))
@@ -130,8 +131,7 @@ def test_a_very_deep_folder_is_bounded(tmp_path):
     os.close(folder)
     changes = find_changes(tmp_path / "start", tmp_path / "workspace")
     assert list(changes.refused.values()) == ["depth"]
-    remove_tree(tmp_path / "workspace")
-    assert not (tmp_path / "workspace").exists()
+    remove_folder(tmp_path / "workspace")
 
 
 def test_a_file_that_changes_after_it_was_found_is_not_applied(tmp_path):
