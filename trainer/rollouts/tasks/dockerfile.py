@@ -1,4 +1,4 @@
-"""Dockerfiles that only copy files: what they do, without building an image."""
+"""Dockerfiles that only copy files: their effect, without building an image."""
 
 import json
 import posixpath
@@ -13,7 +13,7 @@ _PLAIN_SYSTEMS = {"alpine", "busybox", "debian", "python", "ubuntu"}
 
 @dataclass(slots=True)
 class Dockerfile:
-    """What a Dockerfile says.
+    """Content of a Dockerfile.
 
     Attributes:
         base: Image of its FROM; None for `scratch`.

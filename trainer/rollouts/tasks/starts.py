@@ -15,7 +15,7 @@ from rolltap.trainer.rollouts.tasks.task import Task
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a session of a task starts from.
+    """Folder that the sessions of a task start from.
 
     Attributes:
         folder: Pristine folder: nothing but this class writes it.
