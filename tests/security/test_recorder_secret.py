@@ -56,10 +56,16 @@ def memory(folder):
                 memory.seek(start)
                 yield memory.read(end - start)
 
-def is_of_the_rollout(folder):
-    above = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-    return os.getppid() in (above, int(folder.name))
+def parent(pid):
+    return int(Path(f"/proc/{{pid}}/stat").read_text().rpartition(")")[2].split()[1])
 
+def is_of_the_rollout(folder):
+    pid = int(folder.name)
+    while pid and pid != ROLLOUT:
+        pid = parent(pid)
+    return pid == ROLLOUT
+
+ROLLOUT = parent(os.getppid())  # between them is the supervisor
 print("mine", os.environ["HTTPS_PROXY"].partition("@")[0] + "@")
 for folder in Path("/proc").glob("[0-9]*"):
     if int(folder.name) != os.getpid():

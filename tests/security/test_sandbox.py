@@ -9,7 +9,8 @@ import pytest
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
 from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
-from tests.security.attacks import ATTACKS, FILLINGS, HARMFUL, WORKS, play, run_as, world
+from tests.security.attack_scripts import ATTACKS, FILLINGS, HARMFUL, WORKS
+from tests.security.attacks import play, run_as, world
 
 
 def make():
@@ -49,11 +50,17 @@ def test_an_attack_is_held(played, name):
     assert machine.escaped(results[name]["output"]) == []
 
 
+@sandboxed
+def test_no_server_of_the_machine_is_reached(played):
+    machine, _ = played
+    assert machine.visits == []
+
+
 @pytest.mark.parametrize("name", sorted(HARMFUL))
 async def test_the_attack_works_where_nothing_isolates(tmp_path, name):
     with world(tmp_path) as machine:
         result = await play(ProcessRuntime(), ATTACKS[name], tmp_path / "box", machine.env)
-        assert machine.escaped(result["output"]) != []
+        assert machine.escaped(result["output"]) + machine.visits != []
 
 
 @sandboxed

@@ -71,7 +71,7 @@ class SandboxBox:
 
 
 class _Pipes:
-    """What this process and bubblewrap tell each other. A context manager."""
+    """The descriptors through which this process and bubblewrap talk. A context manager."""
 
     def __init__(self) -> None:
         status, status_write = os.pipe()

@@ -19,6 +19,7 @@ import time
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
 _KILL_SECONDS = 10.0
 """Time for killing. Only processes of another user, or in the kernel, take longer."""
@@ -167,6 +168,8 @@ def _children(parent: int) -> list[tuple[int, int]]:
 
 def main() -> None:
     """Read the request from stdin, run it, and end as the program ended."""
+    # its memory holds what its program may have forgotten: hidden from other processes of the user
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     request = json.load(sys.stdin)
     status = Supervisor(request, socket.socket(fileno=int(sys.argv[1]))).run()
