@@ -97,6 +97,8 @@ def test_the_solution_of_the_harbor_task_is_the_reference_patch(mini, row, tmp_p
 
 EARNED = {"right": 1.0, "wrong": 0.0, "deletes-tests": 0.0, "breaks-others": 0.0}
 """Attempt -> its reward."""
+PASSES = {"right": (6, 26), "wrong": (4, 26), "deletes-tests": (0, 26), "breaks-others": (6, 24)}
+"""Attempt -> how many of the 6 tests of FAIL_TO_PASS and of the 26 of PASS_TO_PASS pass."""
 WITHOUT_PYTEST = ["python", "-S", "-m", "pytest", "--junit-xml", "{report}"]
 """A judge without its module. It ends with status 1, as failing tests do."""
 
@@ -164,6 +166,9 @@ def test_every_attempt_gets_the_reward_that_it_earns(harness, runtime, play, swe
         **{attempt: ("completed", reward) for attempt, reward in EARNED.items()},
         "without-pytest": ("unjudged", None),
     }
+    parts = {name: json.loads(sessions[name].parts) for name in EARNED}
+    shares = {name: {"fail_to_pass": f / 6, "pass_to_pass": p / 26} for name, (f, p) in PASSES.items()}
+    assert parts == {name: pytest.approx(share) for name, share in shares.items()}
     # each agent did what its attempt says
     changed = {name: json.loads(sessions[name].evidence)["changed"] for name in EARNED}
     assert changed["right"] == changed["wrong"] == ["spans/reading.py"]
