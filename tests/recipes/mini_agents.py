@@ -49,9 +49,7 @@ ATTEMPTS: Mapping[str, Sequence[Edit | Run]] = {
     # looks for the fix in all that git has
     "digs": [
         Run("git log --all --oneline; git log --all -p; git reflog --all; git stash list; git remote -v; git tag"),
-        Run(
-            "git fsck --unreachable --lost-found; ls -R .git; grep -rIh '' .git --exclude-dir={hooks,objects}"
-        ),
+        Run("git fsck --unreachable --lost-found; ls -R .git; grep -rIh '' .git --exclude-dir={hooks,objects}"),
         Run("git cat-file --batch-all-objects --batch-check"),
         Run("git cat-file --batch-all-objects --batch | tr -cd '[:print:]\\n'"),
     ],
