@@ -83,7 +83,7 @@ class Used:
 
 @dataclass(slots=True, eq=False)
 class Grant:
-    """What one running call may use."""
+    """The share of a budget that one running call may use."""
 
     budget: "SessionBudget"
     tokens: int
@@ -119,7 +119,7 @@ class Grant:
 
 @dataclass(slots=True)
 class SessionBudget:
-    """What a session may use, has used, and has granted to running calls. Not thread-safe: use it in the event loop."""
+    """The budgets of a session, its use of them, and its running calls. Not thread-safe: use it in the event loop."""
 
     budgets: Budgets
     used: Used

@@ -135,7 +135,7 @@ class RecoveredSession:
         self.last_version: str | None = None
         """The weights that sampled the last token of the session's newest call that has one. Known after `index`."""
         self.used = Used()
-        """What the earlier calls of the session used of its budgets. Known after `index`."""
+        """The use of the budgets by the earlier calls of the session. Known after `index`."""
         self._recovery = recovery
         self._session_id = session_id
         self._indexed: set[tuple[str, EchoRule | None]] = set()

@@ -28,4 +28,4 @@ class Services:
     keep_adapter: bool = True
     """True when a session keeps its adapter: see `SessionPolicy`."""
     budgets: Budgets = UNBOUNDED
-    """Those of each session."""
+    """Budgets of each session."""

@@ -1,5 +1,6 @@
 import logging
 import re
+from pathlib import Path
 
 import aiohttp
 import pyarrow
@@ -214,6 +215,14 @@ class TestOptions:
         (refusal,) = [record for record in caplog.records if record.levelno == logging.ERROR]
         assert re.search(words, refusal.message)
         assert not (tmp_path / "run").exists()
+
+    def test_budgets_are_checked_and_recorded(self, configure, caplog, options):
+        configure(rolltap_max_sampled_tokens=-1)
+        assert "rolltap_max_sampled_tokens is -1: give 0 for no limit" in caplog.text
+        configure(rolltap_max_sampled_tokens=500)
+        (recorder,) = read_metadata(Path(options["rolltap_out"]))["recorders"]
+        assert (recorder["limits"]["max_sampled_tokens"], recorder["limits"]["max_calls"]) == (500, 0)
+        assert recorder["accept_rewards"] is False
 
     def test_the_run_of_another_model_is_refused(self, configure, caplog, tmp_path):
         write_metadata(tmp_path / "run", {"tokenizer_sha256": "other"})

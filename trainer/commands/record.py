@@ -1,6 +1,5 @@
 """`rolltap record`: runs one command under the recorder."""
 
-import json
 import os
 import secrets
 import signal
@@ -12,9 +11,8 @@ from pathlib import Path
 import click
 
 import rolltap
-from rolltap.addons.store.rewards import session_rows
+from rolltap.rollouts import end_recorded
 from rolltap.trainer.commands.options import harness_option, recorder_options
-from rolltap.trainer.rollouts.judges.here import judge_here
 
 
 @click.command("record", context_settings={"ignore_unknown_options": True})
@@ -76,37 +74,9 @@ def record_command(
             signal.signal(signal.SIGINT, before)
         session.status = "completed" if session.exit_status == 0 else "failed"
         session.finished_at = datetime.now(UTC)
-        if evaluate is not None:
-            _judge(session, recorder, evaluate)
-        _keep_own_reward(session, recorder.path)
-        recorder.end(session)
+        end_recorded(session, recorder, evaluate)
     reward = "no reward" if session.reward is None else f"reward {session.reward:g}"
     why = f" ({session.error})" if session.error else ""
     click.echo(f"session {session_id}: {session.status}, {reward}{why}", err=True)
     status = session.exit_status
     sys.exit(status if status >= 0 else 128 - status)
-
-
-def _judge(session: rolltap.Session, recorder: rolltap.Recorder, evaluate: str) -> None:
-    """Set the reward of a session, or why it has none."""
-    fault = recorder.end_calls(session.session_id)
-    if fault is not None:
-        session.status, session.error = "infrastructure", fault
-        return
-    judged = judge_here(evaluate, recorder.path / "logs" / f"{session.session_id}.evaluate.log")
-    session.reward, session.parts = judged.reward, json.dumps(judged.parts)
-    session.evidence = json.dumps(judged.evidence)
-    if judged.reward is None:
-        session.status, session.error = "unjudged", judged.unjudged
-
-
-def _keep_own_reward(session: rolltap.Session, run: Path) -> None:
-    """Take over the reward that the program gave at the session's end: the first one counts."""
-    rows = session_rows(run, session.session_id)
-    if not rows:
-        return
-    own = rows[-1]
-    session.revision = own.revision + 1
-    session.status = "completed" if session.exit_status == 0 else "failed"
-    session.reward, session.parts, session.evidence, session.error = own.reward, own.parts, own.evidence, None
-    session.task_id, session.group_id = own.task_id or session.task_id, own.group_id or session.group_id

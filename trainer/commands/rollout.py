@@ -81,7 +81,7 @@ def rollout_command(tasks: Path, settings: dict[str, list[str]], preset: str, as
     TASKS is JSON Lines, one task a line; a Harbor task folder, or a folder of them; or rows of a SWE dataset: JSON
     Lines, Parquet, or a dataset on the disk. Each task's own judge gives the reward. A session that failed because of
     the engine, the recorder or the machine has the status infrastructure and no reward. The same command goes on where
-    it was stopped. Exit status 1: no session ended otherwise, or the rollout gave up.
+    it was stopped. Exit status 1: no session has a reward, or the rollout gave up.
     """
     run = rolltap.rollout(tasks, harness=preset, options=settings, **arguments)
     print_result(run.summary(), as_json)
@@ -89,8 +89,7 @@ def rollout_command(tasks: Path, settings: dict[str, list[str]], preset: str, as
 
 
 def _report_faults(run: rolltap.Run) -> None:
-    """Say on stderr how many of the sessions have no reward, and why. Exits with 1 when all failed through no fault of
-    the agent."""
+    """Say on stderr how many of the sessions have no reward, and why. Exits with 1 when it is all of them."""
     rows = {session.session_id: session for session in run.sessions()}
     last = {name.partition("~")[0]: rows[name] for name in run.new_session_ids}  # of several attempts
     without = Counter(session.status for session in last.values() if session.reward is None)
@@ -105,5 +104,5 @@ def _report_faults(run: rolltap.Run) -> None:
         "that are infrastructure.",
         err=True,
     )
-    if without["infrastructure"] == len(last):
+    if without.total() == len(last):
         sys.exit(1)

@@ -3,10 +3,12 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import cache
 
 from rolltap.addons.errors import RecorderError
 from rolltap.addons.store.records import Session
+from rolltap.trainer.blocking import run_to_end
 from rolltap.trainer.progress import Advance
 from rolltap.trainer.rollouts.groups import Group, next_attempt
 from rolltap.trainer.rollouts.plan import Plan
@@ -68,17 +70,20 @@ async def run_groups(
                 session_id = next_attempt(session_id)
                 await asyncio.sleep(PAUSE_SECONDS * 2**attempt)
 
-    with workplace() as work:
+    stack = ExitStack()
+    try:
+        work = await run_to_end(stack.enter_context, workplace())
         starts, provenances = Starts(work / "starts", plan.runtime), Provenances(plan.harness, plan.runtime, work)
         stage = Stage(plan, recorder, work, starts, provenances, digests, harness_env, policy_version)
-        try:
-            async with asyncio.TaskGroup() as running:
-                for group in groups:
-                    for session_id in group.session_ids:
-                        running.create_task(one(group.task, group.group_id, session_id))
-        except ExceptionGroup as failures:
-            # the first failure cancelled the other sessions; errors that came with it are in `__cause__`
-            raise failures.exceptions[0] from failures
+        async with asyncio.TaskGroup() as running:
+            for group in groups:
+                for session_id in group.session_ids:
+                    running.create_task(one(group.task, group.group_id, session_id))
+    except ExceptionGroup as failures:
+        # the first failure cancelled the other sessions; errors that came with it are in `__cause__`
+        raise failures.exceptions[0] from failures
+    finally:
+        await run_to_end(stack.close)
     return sessions
 
 

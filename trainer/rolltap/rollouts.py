@@ -1,6 +1,7 @@
 """Rolling out tasks: one function for scripts and notebooks, and its async twin."""
 
 import asyncio
+import json
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -9,6 +10,8 @@ from pathlib import Path
 
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.errors import InputError
+from rolltap.addons.store.records import Session
+from rolltap.addons.store.rewards import session_rows
 from rolltap.runs import Run, open_run
 from rolltap.trainer.blocking import run_blocking, run_to_end, wait_for_end
 from rolltap.trainer.progress import progress_bar
@@ -16,6 +19,7 @@ from rolltap.trainer.rollouts.before import check_engines
 from rolltap.trainer.rollouts.budget import Budget
 from rolltap.trainer.rollouts.groups import group_key
 from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.rollouts.judges.here import judge_here
 from rolltap.trainer.rollouts.lock import rollout_lock
 from rolltap.trainer.rollouts.plan import Plan
 from rolltap.trainer.rollouts.recorder import Recorder
@@ -218,3 +222,32 @@ async def _started(recorder: Recorder) -> AsyncIterator[None]:
         yield
     finally:
         await run_to_end(recorder.__exit__, *sys.exc_info())
+
+
+def end_recorded(session: Session, recorder: Recorder, evaluate: str | None) -> None:
+    """End a session of a program that the caller started, with the reward of the command `evaluate`, or None.
+
+    A reward that the program gave at the session's end counts first. Raises as `Recorder.end_calls` and `Recorder.end`.
+    """
+    if evaluate is not None:
+        _judge(session, recorder, evaluate)
+    if rows := session_rows(recorder.path, session.session_id):
+        own = rows[-1]
+        session.revision = own.revision + 1
+        session.status = "completed" if session.exit_status == 0 else "failed"
+        session.reward, session.parts, session.evidence, session.error = own.reward, own.parts, own.evidence, None
+        session.task_id, session.group_id = own.task_id or session.task_id, own.group_id or session.group_id
+    recorder.end(session)
+
+
+def _judge(session: Session, recorder: Recorder, evaluate: str) -> None:
+    """Set the reward of a session, or why it has none."""
+    fault = recorder.end_calls(session.session_id)
+    if fault is not None:
+        session.status, session.error = "infrastructure", fault
+        return
+    judged = judge_here(evaluate, recorder.path / "logs" / f"{session.session_id}.evaluate.log")
+    session.reward, session.parts = judged.reward, json.dumps(judged.parts)
+    session.evidence = json.dumps(judged.evidence)
+    if judged.reward is None:
+        session.status, session.error = "unjudged", judged.unjudged

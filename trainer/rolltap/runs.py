@@ -7,7 +7,7 @@ from typing import Any, BinaryIO, Literal, get_args
 
 from rolltap.addons.errors import InputError, MissingPackageError
 from rolltap.addons.store.metadata import read_metadata
-from rolltap.addons.store.records import Call, CallRole, Session, SessionStatus
+from rolltap.addons.store.records import CallRole, Session, SessionStatus
 from rolltap.addons.store.rewards import GivenReward, give_reward
 from rolltap.addons.store.staging import new_folder
 from rolltap.addons.store.tables import RunWriter
@@ -23,7 +23,7 @@ from rolltap.trainer.runs.verify import Verification
 from rolltap.trainer.runs.verify import verify_run as _verify_run
 from rolltap.trainer.traces.build import TRAINED_ROLES, Strategy, require_collection
 from rolltap.trainer.traces.ledger import Ledger
-from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
+from rolltap.trainer.traces.reader import RecordedCalls, load_sessions, unknown_session
 from rolltap.trainer.traces.sessions import TraceOptions, iter_traces
 from rolltap.trainer.views.check import CheckReport, check_run
 from rolltap.trainer.views.inspect import CallView, SessionView, view_call, view_session
@@ -60,7 +60,7 @@ class Run:
         """
         rows, calls = load_sessions(self.path), self.calls
         known = dict.fromkeys([*calls, *rows])
-        return [rows.get(session_id) or _unknown(session_id, calls[session_id]) for session_id in known]
+        return [rows.get(session_id) or unknown_session(session_id, calls[session_id]) for session_id in known]
 
     @property
     def calls(self) -> RecordedCalls:
@@ -126,12 +126,9 @@ class Run:
     ) -> Session:
         """Give a session the reward `value`, a finite number, and return its new row. The earlier rows stay in the run.
 
-        `parts` are named numbers that the reward is made of. `task` and `group` replace those of the session if they
-        are not empty. A session that is in no group with others joins that of `task`, unless `group` is given.
+        `task` and `group`, if not empty, replace those of the session; one in a group of its own joins that of `task`.
 
-        Raises `InputError` for a value that is not finite, for an unknown session, one without a completed call, one
-        with the status `infrastructure` or `cancelled`, one that a rollout has not ended, and for one that has a reward
-        already unless `change` is true. Raises `OSError` when the folder cannot be written.
+        Raises `InputError`, `RunError` and `OSError` as `GivenReward` and `give_reward`.
         """
         given = GivenReward(value=value, parts=parts or {}, task=task, group=group, source="rolltap reward")
         with RunWriter(self.path) as writer:
@@ -258,12 +255,6 @@ class Run:
         except ImportError as error:
             raise MissingPackageError(f"plots need matplotlib ({error}): pip install 'rolltap[train]'") from error
         plot_rewards(self.path, Path(path), title)
-
-
-def _unknown(session_id: str, calls: Sequence[Call]) -> Session:
-    """Return the session of calls without a row."""
-    finished = max((call.finished_at for call in calls if call.finished_at is not None), default=None)
-    return Session(session_id=session_id, status="unknown", started_at=calls[0].started_at, finished_at=finished)
 
 
 def open_run(path: str | Path) -> Run:

@@ -1,6 +1,6 @@
 """Reading a run folder: its calls with full prompts, and its sessions."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,12 @@ def load_sessions(run: Path) -> dict[str, Session]:
         if known is None or session.revision >= known.revision:
             sessions[session.session_id] = session
     return sessions
+
+
+def unknown_session(session_id: str, calls: Sequence[Call]) -> Session:
+    """Return the session of calls without a row. `calls` are in the order of their starts."""
+    finished = max((call.finished_at for call in calls if call.finished_at is not None), default=None)
+    return Session(session_id=session_id, status="unknown", started_at=calls[0].started_at, finished_at=finished)
 
 
 class RecordedCalls(Mapping[str, list[Call]]):

@@ -1,4 +1,4 @@
-"""What is known of a session besides its calls: parts, evidence, suspicions, provenance and earlier rows."""
+"""Facts of a session besides its calls: parts, evidence, suspicions, provenance and earlier rows."""
 
 import json
 from collections import Counter

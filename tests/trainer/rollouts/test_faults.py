@@ -213,10 +213,13 @@ async def test_a_side_question_that_fails_is_no_fault(play):
     assert ledger.left_out == {}
 
 
-async def test_a_first_call_that_still_samples_at_the_time_limit_is_no_fault(play, scripted_engine):
-    session, ledger = await play("ask('a', 4)", Say("Hello there.", hold_after=2), evaluate=["false"])
+async def test_a_first_call_that_is_given_up_while_it_samples_is_no_fault_and_leaves_nothing_to_judge(
+    play, scripted_engine
+):
+    session, ledger = await play("ask('a', 4)", Say("Hello there.", hold_after=2))
     scripted_engine.release()
-    assert (session.status, session.reward) == ("completed", 0.0)
+    assert (session.status, session.reward) == ("completed", None)
+    assert session.error == "no model call was completed, so that there is no reward"
     assert ledger.left_out == {"aborted": 2}
 
 

@@ -57,7 +57,7 @@ def test_a_recorder_that_dies_inside_the_block_is_an_error_at_its_end(tmp_path, 
     ("fields", "message"),
     [
         ({"session_id": ""}, "the session has an empty session_id"),
-        ({"status": "done"}, "session s: status='done': choose completed, failed, timeout, error"),
+        ({"status": "done"}, "session s: status='done': choose completed, failed, timeout, budget"),
         ({"status": "unknown"}, "status='unknown': choose"),
         ({"reward": float("nan")}, "session s: the reward nan is not finite"),
         ({"status": "infrastructure", "reward": 1.0}, "session s: it has the status infrastructure and the reward 1.0"),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from rolltap.addons.store.records import Session
 from rolltap.trainer.rollouts.groups import Group
 from rolltap.trainer.rollouts.tasks.task import Task
-from rolltap.trainer.traces.outcomes import RewardRules
+from rolltap.trainer.traces.outcomes import Outcomes, RewardRules
 from rolltap.trainer.training.steps import FinishedSessions, further_tasks, has_signal, step_group
 from rolltap.trainer.versions import Version
 
@@ -104,6 +104,19 @@ class TestFaults:
 def test_a_group_has_a_signal_when_its_rewards_differ(rewards, signal):
     sessions = [Session(session_id=str(i), status="completed", reward=reward) for i, reward in enumerate(rewards)]
     assert has_signal(sessions, RewardRules()) is signal
+
+
+def test_a_group_has_the_signal_of_the_rewards_that_the_recipe_gives():
+    sessions = [
+        Session(session_id="a", status="completed", reward=1.0),
+        Session(session_id="b", status="timeout", reward=0.0),
+        Session(session_id="c", status="completed", reward=1.0, suspicions='{"git_history": 1}'),
+    ]
+    assert has_signal(sessions, RewardRules())
+    assert not has_signal(sessions, RewardRules(Outcomes(timeout="exclude")))
+    assert not has_signal(sessions, RewardRules(Outcomes(timeout=1)))
+    assert has_signal(sessions, RewardRules(Outcomes(timeout=1), 0.5))
+    assert not has_signal(sessions, RewardRules(Outcomes(timeout=1), "exclude"))
 
 
 class TestFurtherTasks:

@@ -12,6 +12,7 @@ from rolltap.trainer.rollouts.runtimes import images
 from rolltap.trainer.rollouts.runtimes.container_engine import ContainerEngine, find_engine
 from rolltap.trainer.rollouts.runtimes.engine_box import EngineBox
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Mount
+from rolltap.trainer.rollouts.runtimes.tools import require_narrow
 
 
 class ContainerRuntime:
@@ -46,13 +47,15 @@ class ContainerRuntime:
                 f"{spec.name} has no image, and the runtime container needs one: set `image` of its task to an image's "
                 "name or a root folder, or choose the runtime sandbox"
             )
-        engine = await asyncio.to_thread(self._ready, spec.image)
+        for tool in self._tools:
+            require_narrow(tool.source, spec.workspace)
+        engine = await asyncio.to_thread(self._ready, spec.image, spec.workspace)
         spec = replace(spec, mounts=[*self._tools, *spec.mounts])
         box = EngineBox(engine, spec, f"rolltap-{self.id}-{spec.name}")
         async with box.alive():
             yield box
 
-    def _ready(self, image: str) -> ContainerEngine:
+    def _ready(self, image: str, workspace: Path) -> ContainerEngine:
         """Return the engine, with an image that is here. Raises `InputError` when one of them cannot be had."""
         if not images.is_root_folder(image):
             engine = self._engine()
@@ -60,6 +63,12 @@ class ContainerRuntime:
             return engine
         if not Path(image).is_dir():
             raise InputError(f"the image {image} is no folder of this machine")
+        if workspace.resolve().is_relative_to(Path(image).resolve()):
+            raise InputError(
+                f"the root folder {image} contains the workspace {workspace}, so a session would see others"
+            )
+        if ":" in image:
+            raise InputError(f"the root folder {image} has a colon in its name, which Podman does not take: rename it")
         if self._program == "docker":
             raise InputError(
                 f"Docker has no containers of a root folder, and the image is {image}: set container_engine = "

@@ -31,6 +31,10 @@ _MAX_PROCESSES = 32768
 """Podman asks for 2^20 of both otherwise, and raising a limit is a right that not even every root has."""
 
 _FURTHER_PROCESSES = 64
+_USER = "0:0"
+"""Root of a box is this user on this machine: without user namespaces only root has containers."""
+_MASKED = "/proc/pressure"
+"""Files that root of a container may open for writing: each writer is a thread of the kernel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +43,12 @@ class ContainerEngine:
 
     Attributes:
         command: The program and its arguments before a command.
-        user: User and group in the box that are this user on this machine.
         controllers: Controllers of control groups that the engine can use: `cpu`, `memory`, `pids`.
         label: Value of the label of each container.
         seccomp: Profile of system calls; None for the engine's own.
     """
 
     command: tuple[str, ...]
-    user: str = "0:0"
     controllers: frozenset[str] = frozenset()
     label: str = ""
     seccomp: dict[str, Any] | None = None
@@ -55,14 +57,16 @@ class ContainerEngine:
         """See `Engine.create`."""
         image = str(spec.image)
         options = [
-            *("--name", name, "--label", f"{LABEL}={self.label}", "--hostname", "localhost", "--user", self.user),
+            *("--name", name, "--label", f"{LABEL}={self.label}", "--hostname", "localhost", "--user", _USER),
             *("--network", "none", "--cap-drop", "all", "--security-opt", "no-new-privileges", "--cgroupns", "private"),
-            *("--log-driver", "none", "--pull", "never", "--stop-timeout", "0", "--entrypoint", KEEPER[0]),
+            *("--log-driver", "none", "--pull", "never", "--stop-timeout", "0", "--no-healthcheck"),
+            *("--entrypoint", KEEPER[0]),
             *self._limits(spec.limits),
             *(part for mount in mounts for part in ("--mount", mount_option(mount, "readonly"))),
         ]
         if self.command[0] == "podman":
             options.append("--http-proxy=false")  # containers get this process's proxy variables otherwise
+            options += ["--security-opt", f"mask={_MASKED}"]
         if self.seccomp is not None:
             profile = folder / "seccomp.json"
             profile.write_text(json.dumps(self.seccomp))

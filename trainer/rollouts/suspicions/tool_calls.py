@@ -19,45 +19,18 @@ from rolltap.trainer.rollouts.suspicions.shell import (
 )
 
 _TEXTS = frozenset(
-    [
-        "content",
-        "contents",
-        "file_text",
-        "new_string",
-        "new_str",
-        "old_string",
-        "old_str",
-        "newString",
-        "oldString",
-        "newText",
-        "oldText",
-        "insert_text",
-        "text",
-        "patch",
-        "diff",
-        "description",
-        "explanation",
-        "thought",
-        "reasoning",
-        "prompt",
-        "message",
-        "query",
-        "plan",
-        "todos",
-        "title",
-        "summary",
-        "justification",
-        "pattern",
-        "regex",
-        "instruction",
-        "goal",
-        "response",
-        "answer",
-    ]
+    {
+        *("content", "contents", "file_text", "new_string", "new_str", "old_string", "old_str", "newString"),
+        *("oldString", "newText", "oldText", "insert_text", "text", "patch", "diff", "description", "explanation"),
+        *("thought", "reasoning", "prompt", "message", "query", "plan", "todos", "title", "summary", "justification"),
+        *("pattern", "regex", "instruction", "goal", "response", "answer"),
+    }
 )
 """Keys of arguments whose text is written, searched for or told: it is no command and no path."""
 _PATCH = "*** Begin Patch"
 _ADDED = re.compile(r"^\*\*\* (?:Add|Update) File: (.+)$", re.MULTILINE)
+_DEEPEST = 20
+"""Most levels of lists and objects in arguments that are read."""
 _PATHS = ("file_path", "path", "filePath", "absolute_path", "filename", "file")
 
 
@@ -100,12 +73,14 @@ def _parsed(arguments: Any) -> Any:
         return arguments
     try:
         return json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
 
 
-def _read(value: Any, acts: Acts) -> None:
+def _read(value: Any, acts: Acts, depth: int = 0) -> None:
     """Add the commands and the written files of a call's arguments, or of a part of them."""
+    if depth > _DEEPEST:
+        return
     if isinstance(value, str):
         _read_text(value, acts)
     elif isinstance(value, list):
@@ -113,7 +88,7 @@ def _read(value: Any, acts: Acts) -> None:
             _read_argv(value, acts)
         else:
             for item in value:
-                _read(item, acts)
+                _read(item, acts, depth + 1)
     elif isinstance(value, dict):
         texts = [text for key, text in value.items() if key in _TEXTS and isinstance(text, str)]
         if texts and (path := next((value[key] for key in _PATHS if isinstance(value.get(key), str)), None)):
@@ -122,7 +97,7 @@ def _read(value: Any, acts: Acts) -> None:
             if key in _PATHS and isinstance(item, str):
                 acts.commands.append(["open", item])
             elif key not in _TEXTS or isinstance(item, list | dict):
-                _read(item, acts)
+                _read(item, acts, depth + 1)
 
 
 def _read_argv(argv: list[str], acts: Acts) -> None:

@@ -75,9 +75,13 @@ async def test_a_box_has_none_of_this_machines_files_and_names(tmp_path):
 
 
 async def test_a_program_has_no_rights_over_the_machine(tmp_path):
-    script = "grep -E '^(CapEff|CapBnd|NoNewPrivs|Seccomp):' /proc/self/status; mount -t tmpfs x /tmp; mknod x c 1 3"
+    script = "grep -E '^(CapEff|CapBnd|NoNewPrivs|Seccomp):' /proc/self/status; mount -t tmpfs x /tmp; mknod x c 1 3; "
+    script += (
+        "unshare -U echo escaped; unshare -n echo escaped; python3 -c 'import threading; threading.Thread().start()'"
+    )
     ended, output = await in_box(tmp_path, script)
-    assert ended.status
+    assert ended == Ended(0)
+    assert "escaped" not in output
     fields = dict(line.split(":\t") for line in output.splitlines()[:4])
     assert fields == {"CapBnd": "0" * 16, "CapEff": "0" * 16, "NoNewPrivs": "1", "Seccomp": "2"}
     assert not list((tmp_path / "workspace").iterdir())
@@ -308,6 +312,30 @@ async def test_a_root_folder_that_is_not_there_is_named(tmp_path):
     with pytest.raises(InputError, match="/no/such/folder is no folder"):
         async with ContainerRuntime().box(make_spec(tmp_path, image="/no/such/folder")):
             pass
+
+
+async def test_a_root_folder_that_holds_the_sessions_is_refused(tmp_path):
+    with pytest.raises(InputError, match="the root folder / contains the workspace"):
+        async with ContainerRuntime().box(make_spec(tmp_path, image="/")):
+            pass
+
+
+async def test_a_tool_folder_that_holds_the_sessions_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"the tool folder .* contains .*/workspace"):
+        async with ContainerRuntime(tools=[tmp_path]).box(make_spec(tmp_path)):
+            pass
+
+
+async def test_tool_folders_are_read_only_under_their_own_path(tmp_path):
+    tool = tmp_path / "tool" / "bin" / "agent"
+    tool.parent.mkdir(parents=True)
+    tool.write_text("#!/bin/sh\necho hello; touch $0\n")
+    tool.chmod(0o755)
+    async with ContainerRuntime(tools=[tmp_path / "tool"]).box(make_spec(tmp_path)) as box:
+        env = {"PATH": f"{tool.parent}:/usr/bin"}
+        ended = await box.run(["agent"], env=env, timeout=60, log=tmp_path / "log")
+    assert ended == Ended(1)
+    assert (tmp_path / "log").read_text().startswith("hello\ntouch: cannot touch")
 
 
 async def test_docker_has_no_root_folders(tmp_path):

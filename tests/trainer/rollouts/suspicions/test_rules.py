@@ -5,6 +5,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rolltap.trainer.rollouts.judges.spec import CommandJudge, PytestJudge, SeveralJudges, WeightedJudge
 from rolltap.trainer.rollouts.suspicions.network import Asked
@@ -60,7 +62,7 @@ ORDINARY = [
     "curl -s http://localhost:8000/health; wget -qO- 127.0.0.1:8080",
     "cat /proc/self/status /proc/cpuinfo /proc/meminfo; mount | grep tmp",
     "ls ..; cd ../src; cat ../../setup.py",
-    "cat /tmp/rolltap-ab12/workspace/a.py; ls /tmp/rolltap-ab12/home",
+    "cat /tmp/rolltap-work-x/ab12cd34/workspace/a.py; ls /tmp/rolltap-work-x/ab12cd34/home",
     "cat > notes.md <<'EOF'\ngit reflog and git log --all show it\nnsenter -t 1\nEOF",
     "cat <<EOF > history.py\nsubprocess.run(['git', 'fsck'])\nEOF",  # written and never run
     "for f in *.py; do python $f; done # git fsck",
@@ -145,7 +147,7 @@ def test_a_library_that_reads_the_repository_is_not_seen():
         "docker ps",
         "curl --unix-socket /var/run/docker.sock http://localhost/containers/json",
         "cat ../../../../etc/shadow",
-        "ls ../../rolltap-other",
+        "ls ../../ab12cd34/workspace",
         "python3 -c \"print(open('/proc/7/environ').read())\"",
     ],
 )
@@ -158,9 +160,12 @@ def test_paths_that_are_put_together_are_not_seen():
 
 
 def test_the_folders_of_other_sessions_and_of_the_run_are_counted():
-    own, other = "ls /tmp/rolltap-mine/workspace", "cat /tmp/rolltap-theirs/workspace/answer.py"
+    own, other = "ls /tmp/rolltap-work-x/ab12cd34/workspace", "cat /tmp/rolltap-work-x/12345678/workspace/answer.py"
     assert found(own, other) == {"other_sessions": 1}
-    assert found("ls -d /tmp/rolltap-*") == {"other_sessions": 1}
+    assert found("ls -d /tmp/rolltap-work-*") == {"other_sessions": 1}
+    assert found("ls /tmp/rolltap-work-x/") == {"other_sessions": 1}
+    assert found("cat /tmp/rolltap-work-x/*/workspace/a.py") == {"other_sessions": 1}
+    assert found(own, "cp -r /tmp/rolltap-work-x/starts/a b") == {"other_sessions": 1}
     assert found("strings /data/run/calls-000.arrow; cat /data/run/run.json") == {"other_sessions": 2}
     assert found(other) == {}  # the only folder is taken to be its own
 
@@ -282,7 +287,11 @@ def test_commands_are_found_under_the_keys_of_any_harness(arguments):
     assert find_suspicions(Seen(acts=read_acts([reply(("tool", arguments))]))) == {"git_history": 1}
 
 
-@pytest.mark.parametrize("arguments", ["git log --all", '{"command": "git log', "null", "3", "[]", ""])
+@pytest.mark.parametrize(
+    "arguments",
+    ["git log --all", '{"command": "git log', "null", "3", "[]", "", "[" * 900 + "]" * 900, "[" * 99_999],
+    ids=range(8),
+)
 def test_arguments_that_are_no_object_do_not_stop_it(arguments):
     call = {"function": {"name": "bash", "arguments": arguments}}
     assert isinstance(find_suspicions(Seen(acts=read_acts([{"tool_calls": [call]}, None, {}]))), dict)
@@ -319,3 +328,12 @@ def test_text_that_a_tool_writes_or_searches_for_is_no_command():
 )
 def test_text_that_is_made_to_take_long_is_read_in_bounded_time(text):
     assert isinstance(found(text), dict)
+
+
+MARKS = [*"'\"`$()|;&<>#\\ \n\t=-{}[]"]
+WORDS = ["git", "log", "--all", "-c", "bash", "python", "<<A", "A", "/proc/1/", "pip", "x"]
+
+
+@given(st.lists(st.sampled_from(MARKS + WORDS), max_size=30).map("".join) | st.text(max_size=30))
+def test_no_text_stops_it(text):
+    assert all(count > 0 for count in found(text, f"bash -c {text}", f"python - <<E\n{text}\nE").values())

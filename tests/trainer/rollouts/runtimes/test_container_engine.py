@@ -1,0 +1,127 @@
+"""The command lines of engines. There is no daemon of Docker where the tests run: a script answers in its place."""
+
+import json
+import os
+import resource
+from itertools import pairwise
+
+import pytest
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.rollouts.runtimes.container_engine import ContainerEngine, find_engine
+from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Mount
+from rolltap.trainer.rollouts.runtimes.seccomp import without_namespaces
+from rolltap.trainer.rollouts.tasks.limits import Limits
+
+ALL = frozenset({"cpu", "memory", "pids"})
+
+
+def create(tmp_path, engine, *, image="python:3.12", limits=None, mounts=()):
+    """Return the options of the command that makes a box."""
+    spec = BoxSpec(
+        name="s1", workspace=tmp_path, workdir="/work", home=tmp_path, image=image, limits=limits or Limits()
+    )
+    made, started = engine.create("rolltap-x-s1", spec, mounts, tmp_path)
+    assert started == [*engine.command, "start", "rolltap-x-s1"]
+    return made
+
+
+def option(command, name):
+    """Return the values of an option."""
+    return [value for key, value in pairwise(command) if key == name]
+
+
+@pytest.mark.parametrize("program", ["podman", "docker"])
+def test_a_container_has_no_network_no_capabilities_and_no_way_to_more(program, tmp_path):
+    command = create(tmp_path, ContainerEngine(command=(program, "--global"), label="run1"))
+    assert command[:3] == [program, "--global", "create"]
+    assert option(command, "--network") == ["none"]
+    assert option(command, "--cap-drop") == ["all"]
+    assert "no-new-privileges" in option(command, "--security-opt")
+    assert option(command, "--label") == ["rolltap=run1"]
+    assert option(command, "--pull") == ["never"]
+    assert option(command, "--entrypoint") == ["/bin/sh"]
+    assert command[command.index("python:3.12") + 1] == "-c"
+    assert not {"--privileged", "--cap-add", "--device", "--publish", "--pid", "--ipc"} & set(command)
+
+
+def test_the_image_of_a_root_folder_is_written_to_a_copy(tmp_path):
+    command = create(tmp_path, ContainerEngine(command=("podman",)), image="/images/root")
+    assert option(command, "--rootfs") == ["/images/root:O"]
+
+
+def test_this_machines_proxy_variables_do_not_reach_a_container_of_podman(tmp_path):
+    assert "--http-proxy=false" in create(tmp_path, ContainerEngine(command=("podman",)))
+
+
+def test_limits_are_given_as_far_as_control_groups_work(tmp_path):
+    limits = Limits(cpus=1.5, memory_gib=2, processes=100, disk_gib=1)
+    command = create(tmp_path, ContainerEngine(command=("docker",), controllers=ALL), limits=limits)
+    assert option(command, "--cpus") == ["1.5"]
+    assert option(command, "--memory") == option(command, "--memory-swap") == [str(2 << 30)]
+    assert int(option(command, "--pids-limit")[0]) > 100
+    assert f"fsize={1 << 30}:{1 << 30}" in option(command, "--ulimit")
+    command = create(tmp_path, ContainerEngine(command=("docker",)), limits=limits)
+    assert not {"--cpus", "--memory", "--pids-limit"} & set(command)
+
+
+def test_no_limit_is_raised_above_this_process_own(tmp_path):
+    ulimits = dict(
+        value.split("=") for value in option(create(tmp_path, ContainerEngine(command=("podman",))), "--ulimit")
+    )
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert hard == resource.RLIM_INFINITY or int(ulimits["nofile"].split(":")[1]) <= hard
+    assert ulimits["core"] == "0:0"
+
+
+def test_paths_may_have_commas_and_colons(tmp_path):
+    mounts = [Mount(tmp_path / "a,b:c", "/d,e", writable=True), Mount(tmp_path, "/plain")]
+    command = create(tmp_path, ContainerEngine(command=("podman",)), mounts=mounts)
+    assert option(command, "--mount") == [
+        f'type=bind,"source={tmp_path}/a,b:c","destination=/d,e"',
+        f"type=bind,source={tmp_path},destination=/plain,readonly",
+    ]
+
+
+@pytest.fixture
+def docker(tmp_path, monkeypatch):
+    """Put a script in Docker's place. Return a function that sets what `docker info` answers."""
+
+    def answer(**info):
+        (tmp_path / "docker").write_text(f"#!/bin/sh\ncat <<'END'\n{json.dumps(info)}\nEND\n")
+        (tmp_path / "docker").chmod(0o755)
+        find_engine.cache_clear()
+
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    yield answer
+    find_engine.cache_clear()
+
+
+def test_the_limits_of_docker_are_those_that_its_daemon_has(docker):
+    docker(MemoryLimit=True, PidsLimit=False, CpuCfsQuota=True, SecurityOptions=["name=rootless"])
+    assert find_engine("docker", ("--context", "x")) == ContainerEngine(
+        command=("docker", "--context", "x"), controllers=frozenset({"memory", "cpu"})
+    )
+
+
+def test_a_daemon_of_root_serves_root_only(docker, monkeypatch):
+    docker(SecurityOptions=["name=seccomp,profile=builtin"])
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(InputError, match="run rolltap as root, use rootless Docker"):
+        find_engine("docker", ())
+
+
+def test_no_program_can_make_namespaces():
+    profile = {
+        "defaultAction": "SCMP_ACT_ERRNO",
+        "syscalls": [
+            {"names": ["read", "clone", "unshare"], "action": "SCMP_ACT_ALLOW"},
+            {"names": ["clone3", "setns"], "action": "SCMP_ACT_ALLOW"},
+        ],
+    }
+    narrowed = without_namespaces(profile)
+    first, clone, clone3 = narrowed["syscalls"]
+    assert first["names"] == ["read"]
+    assert (clone["names"], clone["args"][0]["value"]) == (["clone"], 0x7E020000)
+    assert (clone3["names"], clone3["action"], clone3["errnoRet"]) == (["clone3"], "SCMP_ACT_ERRNO", 38)
+    assert narrowed["defaultAction"] == "SCMP_ACT_ERRNO"
