@@ -37,7 +37,7 @@ def played(request, tmp_path_factory):
         pytest.skip("only root can become nobody")
     folder = tmp_path_factory.mktemp("attacks")
     for place in (folder, *folder.parents):
-        if place.owner() == ME and place.is_relative_to("/tmp"):
+        if place.owner() == ME and place.is_relative_to("/tmp") and str(place) != "/tmp":
             place.chmod(0o755)
     with world(folder) as machine:
         yield machine, run_as(request.param, folder / "boxes", "tests.security.test_sandbox:make", machine.env)

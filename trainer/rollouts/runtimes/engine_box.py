@@ -181,8 +181,11 @@ def _script(command: Sequence[str], env: Mapping[str, str], workdir: str) -> str
 
     It prints its first argument, and exits with `_ABSENT`, when there is no such program.
     """
-    # root of a box may give no file to another user, and tar(1) fails of that
-    lines = [f"cd {shlex.quote(workdir)} || exit", "export TAR_OPTIONS=--no-same-owner"]
+    lines = [
+        "exec 2>&1",  # engines read two pipes, and lose the order of their lines
+        f"cd {shlex.quote(workdir)} || exit",
+        "export TAR_OPTIONS=--no-same-owner",  # root of a box may give no file to another user
+    ]
     for name, value in env.items():
         if not _VARIABLE.fullmatch(name):
             raise OSError(f"the environment variable {name!r} has no name that a shell knows: rename it")
