@@ -9,6 +9,7 @@ import pytest
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
 from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
+from rolltap.trainer.rollouts.runtimes.scratch import scratch_folder
 from tests.security.attack_scripts import ATTACKS, FILLINGS, HARMFUL, WORKS
 from tests.security.attacks import play, run_as, world
 
@@ -31,16 +32,15 @@ ME = pwd.getpwuid(os.getuid()).pw_name
 
 
 @pytest.fixture(scope="module", params=[ME, "nobody"])
-def played(request, tmp_path_factory):
+def played(request):
     """How each script ended as this user, and as an ordinary one."""
     if request.param != ME and os.getuid() != 0:
         pytest.skip("only root can become nobody")
-    folder = tmp_path_factory.mktemp("attacks")
-    for place in (folder, *folder.parents):
-        if place.owner() == ME and place.is_relative_to("/tmp") and str(place) != "/tmp":
-            place.chmod(0o755)
-    with world(folder) as machine:
-        yield machine, run_as(request.param, folder / "boxes", "tests.security.test_sandbox:make", machine.env)
+    # not below pytest's folder, which it closes to others again and again
+    with scratch_folder() as folder:
+        folder.chmod(0o755)
+        with world(folder) as machine:
+            yield machine, run_as(request.param, folder / "boxes", "tests.security.test_sandbox:make", machine.env)
 
 
 @sandboxed

@@ -28,6 +28,7 @@ def test_the_recorder_ends_with_rolltap_however_that_ends(tmp_path, tokenizer_fo
     ) as rolltap:
         recorder, supervisor = map(int, rolltap.stdout.readline().split())
         rolltap.send_signal(number)
+        rolltap.stdin.close()  # a signal just before the read does not interrupt it
         assert wait_until_dead(recorder)
         assert wait_until_dead(supervisor)
 
