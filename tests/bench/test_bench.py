@@ -92,3 +92,12 @@ def test_every_sync_policy_and_every_file_is_measured(tmp_path):
     assert all(row["commits_per_s"] > 0 for row in rows["commits"])
     sizes = {row["file"]: row["bytes"] for row in rows["sizes"]}
     assert sizes["compacted, zstd"] < sizes["compacted"] < sizes["as recorded"] < sizes["JSON Lines"] / 8
+
+
+def test_a_box_and_its_way_out_are_measured_in_every_runtime_of_this_machine():
+    few = ["--boxes", 1, "--rounds", 1, "--round-trips", 5, "--connections", 2, "--megabytes", 1]
+    first, *others = measured("isolation", *few)
+    assert first["runtime"] == "process"
+    assert set(first["ratios"].values()) == {1.0}
+    for row in (first, *others):
+        assert all(row[column] > 0 for column in row["ratios"]), row

@@ -7,6 +7,7 @@ SKIPPED = {
         "needs two GPUs; the fixture `engine` starts the server of this command on the CPU"
     ),
     "recipes/gpu/check.sh": "takes minutes; tests/recipes/test_gpu.py runs its small form",
+    "python recipes/swe/mini/make.py runs/mini": "tests/recipes/test_swe_mini.py runs these tasks in more ways",
     "CUDA_VISIBLE_DEVICES=0 rolltap serve Qwen/Qwen3-4B --port 8000 --lora-rank 16 &": "needs four GPUs",
     "rolltap train recipe.toml --from runs/first --out runs/offline": (
         "the shortened rollout has one session a task, and so no group to compare"

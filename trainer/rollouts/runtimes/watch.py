@@ -93,7 +93,7 @@ def _look(
     in_memory, on_disk = _nameless_bytes(processes)
     if limits.memory_gib is not None:
         most = limits.memory_gib * _GIB
-        files = in_memory + sum(_tmpfs_bytes(folder) for folder in memory_folders)
+        files = in_memory + sum(tmpfs_bytes(folder) for folder in memory_folders)
         # resident sizes are quick to read, and count shared pages for each process
         if files + _memory(processes, "rss") > most and files + _memory(processes, "pss") > most:
             return "memory"
@@ -128,8 +128,11 @@ def _nameless_bytes(processes: Sequence[psutil.Process]) -> tuple[int, int]:
     return sum(in_memory.values()), sum(on_disk.values())
 
 
-def _tmpfs_bytes(folder: Path) -> int:
+def tmpfs_bytes(folder: Path) -> int:
+    """Return the bytes in the file system of a box's folder: 0 while the box is being made and sees this machine's."""
     with contextlib.suppress(OSError):
+        if os.stat(folder).st_dev in {os.stat(own).st_dev for own in ("/", "/tmp", "/dev/shm")}:
+            return 0
         status = os.statvfs(folder)
         return (status.f_blocks - status.f_bfree) * status.f_frsize
     return 0

@@ -2,10 +2,11 @@
 
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
-from rolltap.trainer.rollouts.runtimes.watch import choose_cores, disk_bytes, rlimits
+from rolltap.trainer.rollouts.runtimes.watch import choose_cores, disk_bytes, rlimits, tmpfs_bytes
 from rolltap.trainer.rollouts.tasks.limits import Limits
 
 
@@ -47,3 +48,8 @@ def test_names_that_look_like_options_are_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     subprocess.run(["mkdir", "--", "--version"], check=True)
     assert disk_bytes([tmp_path / "--version"]) > 0
+
+
+@pytest.mark.parametrize("folder", ["/tmp", "/dev/shm"])
+def test_a_box_that_is_being_made_and_still_sees_this_machine_has_nothing_in_memory(folder):
+    assert tmpfs_bytes(Path(f"/proc/{os.getpid()}/root{folder}")) == 0

@@ -1,0 +1,2 @@
+#!/bin/bash
+git apply "$(dirname "$0")/fix.patch"

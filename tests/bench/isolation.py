@@ -1,0 +1,191 @@
+"""Measure what a runtime costs: start and end of a box, and the way out of it.
+
+    python -m tests.bench.isolation
+
+The runtimes take turns in each round, so that a slower minute of the machine is one for all. Numbers are medians, and
+their ratio to `process` stands below them. A runtime that this machine lacks is left out.
+
+    box         a box is made, a program that does nothing runs in it, and the box is gone
+    round trip  1 KiB to the peer and back, over one connection
+    connection  a new connection and one round trip
+    down, up    many bytes over one connection
+
+The peer (`tests/bench/peer.py`) stands in place of the recorder.
+"""
+
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.rollouts.runtimes.choose import make_runtime
+from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Ended, Runtime
+
+PEER = Path(__file__).with_name("peer.py")
+PYTHON = "/usr/bin/python3"
+"""A Python that is in every box whose system folders are this machine's."""
+NAMES = ("process", "sandbox", "container")
+IMAGE = {"container": "/"}
+"""Runtime -> its image: this machine's own root folder."""
+TIMEOUT = 120.0
+
+COLUMNS = {
+    "box_ms": "box ms",
+    "round_trip_us": "round trip µs",
+    "connection_us": "connection µs",
+    "download_mb_s": "down MB/s",
+    "upload_mb_s": "up MB/s",
+}
+
+
+@contextmanager
+def peer() -> Iterator[str]:
+    """Run the other end of the connections. Yields its address."""
+    process = subprocess.Popen([sys.executable, PEER, "serve"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield f"127.0.0.1:{process.stdout.readline().strip()}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def available(names: tuple[str, ...]) -> dict[str, Runtime]:
+    """Return the runtimes that this machine has, and say which ones it lacks."""
+    found = {}
+    for name in names:
+        runtime = make_runtime(name)
+        try:
+            runtime.check()
+        except InputError as error:
+            click.echo(f"{name} is left out: {error}", err=True)
+        else:
+            found[name] = runtime
+    return found
+
+
+def spec(name: str, folder: Path, proxy: str) -> BoxSpec:
+    """Return a new box with a workspace and a home of its own."""
+    number = len(list(folder.iterdir()))
+    workspace, home = folder / f"{number}-workspace", folder / f"{number}-home"
+    workspace.mkdir()
+    home.mkdir()
+    (workspace / PEER.name).write_bytes(PEER.read_bytes())
+    return BoxSpec(
+        name=f"bench-{folder.name}-{name}-{number}",
+        workspace=workspace,
+        workdir="/workspace",
+        home=home,
+        image=IMAGE.get(name),
+        proxy=proxy,
+    )
+
+
+async def start_and_end(runtime: Runtime, spec: BoxSpec) -> dict[str, float]:
+    """Return the time in which a box is made, its program starts and ends, and the box is gone."""
+    started = time.perf_counter()
+    async with runtime.box(spec) as box:
+        ended = await box.run(["/bin/true"], env={}, timeout=TIMEOUT, log=spec.home / "log")
+    seconds = time.perf_counter() - started
+    _check(ended, runtime, spec)
+    return {"box_ms": 1e3 * seconds}
+
+
+async def way_out(
+    runtime: Runtime, spec: BoxSpec, round_trips: int, connections: int, megabytes: int
+) -> dict[str, float]:
+    """Return the measurements of a program that talks to the peer."""
+    async with runtime.box(spec) as box:
+        assert box.proxy is not None
+        command = [PYTHON, PEER.name, "ask", box.proxy, *map(str, (round_trips, connections, megabytes))]
+        ended = await box.run(command, env={}, timeout=TIMEOUT, log=spec.home / "log")
+    _check(ended, runtime, spec)
+    measured = json.loads((spec.home / "log").read_text())
+    return {
+        "round_trip_us": 1e6 * statistics.median(measured["round_trips"]),
+        "connection_us": 1e6 * statistics.median(measured["connections"]),
+        "download_mb_s": measured["download"] / 1e6,
+        "upload_mb_s": measured["upload"] / 1e6,
+    }
+
+
+def _check(ended: Ended, runtime: Runtime, spec: BoxSpec) -> None:
+    if ended.status != 0:
+        said = (spec.home / "log").read_text()
+        raise click.ClickException(f"{runtime.name}: the program ended with {ended}: {said}")
+
+
+async def measure(
+    names: tuple[str, ...], boxes: int, rounds: int, round_trips: int, connections: int, megabytes: int
+) -> list[dict]:
+    """Return a row for each runtime: medians, and their ratios to the first runtime."""
+    runtimes = available(names)
+    samples: dict[str, list[dict[str, float]]] = {name: [] for name in runtimes}
+    with tempfile.TemporaryDirectory(prefix="bench-") as scratch, peer() as address:
+        for number in range(max(boxes, rounds)):
+            for name, runtime in runtimes.items():
+                if number < boxes:
+                    samples[name].append(await start_and_end(runtime, spec(name, Path(scratch), address)))
+                if number < rounds:
+                    out = await way_out(
+                        runtime, spec(name, Path(scratch), address), round_trips, connections, megabytes
+                    )
+                    samples[name].append(out)
+    rows: list[dict] = [{"runtime": name} for name in runtimes]
+    for row in rows:
+        for column in COLUMNS:
+            row[column] = statistics.median(one[column] for one in samples[row["runtime"]] if column in one)
+    for row in rows:
+        row["ratios"] = {column: row[column] / rows[0][column] for column in COLUMNS}
+    return rows
+
+
+def _print(rows: list[dict]) -> None:
+    table = Table(title="What a runtime costs, and its ratio to the first one")
+    table.add_column("runtime", no_wrap=True)
+    for title in COLUMNS.values():
+        table.add_column(title, justify="right")
+    for row in rows:
+        table.add_row(row["runtime"], *(f"{row[column]:,.1f}\n{row['ratios'][column]:.2f} x" for column in COLUMNS))
+    Console().print(table)
+
+
+@click.command(help="Measure the start and the end of a box and its way out, in every runtime that this machine has.")
+@click.option("--runtime", "names", multiple=True, type=click.Choice(NAMES), default=NAMES, help="Only these.")
+@click.option("--boxes", default=20, show_default=True, help="Boxes whose start and end are measured.")
+@click.option("--rounds", default=5, show_default=True, help="Boxes whose way out is measured.")
+@click.option("--round-trips", default=2_000, show_default=True, help="Of 1 KiB over one connection, a box.")
+@click.option("--connections", default=200, show_default=True, help="New ones with one round trip each, a box.")
+@click.option("--megabytes", default=200, show_default=True, help="In each direction over one connection, a box.")
+@click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
+def main(
+    names: tuple[str, ...],
+    boxes: int,
+    rounds: int,
+    round_trips: int,
+    connections: int,
+    megabytes: int,
+    as_json: bool,
+) -> None:
+    rows = asyncio.run(measure(names, boxes, rounds, round_trips, connections, megabytes))
+    if not rows:
+        raise click.ClickException("this machine has no runtime that was asked for")
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+    else:
+        _print(rows)
+
+
+if __name__ == "__main__":
+    main()

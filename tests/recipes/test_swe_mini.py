@@ -1,0 +1,210 @@
+"""The miniature: its files are what they say, and the real programs get the rewards that they earn on it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+import rolltap
+from rolltap.addons.errors import InputError
+from rolltap.trainer.rollouts.runtimes.choose import make_runtime
+from tests.conftest import ROOT
+from tests.harness.play import installed
+from tests.recipes.mini_agents import AGENTS, ATTEMPTS, ask, lead
+from tests.scripted_engine import ScriptedEngine
+
+MAKE = ROOT / "recipes" / "swe" / "mini" / "make.py"
+BASE = "3fb9a65ae893c8749fba78377090211074d348ea"
+
+
+def make(folder, **environment):
+    subprocess.run([sys.executable, MAKE, folder], env={**os.environ, **environment}, check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mini(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("mini") / "made")
+
+
+@pytest.fixture(scope="module")
+def row(mini):
+    (line,) = (mini / "tasks.jsonl").read_text().splitlines()
+    return json.loads(line)
+
+
+@pytest.fixture
+def checkout(mini, tmp_path):
+    return shutil.copytree(mini / "repositories" / "example__spans", tmp_path / "checkout")
+
+
+def apply(patch: str, checkout: Path) -> None:
+    subprocess.run(["git", "-C", checkout, "apply"], input=patch, text=True, check=True)
+
+
+def outcomes(checkout: Path, report: Path) -> dict[str, bool]:
+    """Return which tests pass, by the names that pytest gives them."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junit-xml={report}"]
+    subprocess.run(command, cwd=checkout, stdout=subprocess.DEVNULL)
+    found = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        folder, file, *classes = case.attrib["classname"].split(".")
+        name = "::".join([f"{folder}/{file}.py", *classes, case.attrib["name"]])
+        found[name] = case.find("failure") is None
+    return found
+
+
+def test_it_comes_out_the_same_whatever_git_is_told(mini, row, tmp_path):
+    (tmp_path / "gitconfig").write_text("[user]\nname = Somebody\n[am]\nkeepcr = true\n[commit]\ngpgsign = true\n")
+    settings = {"GIT_CONFIG_GLOBAL": str(tmp_path / "gitconfig"), "TZ": "Asia/Tokyo", "GIT_AUTHOR_NAME": "Somebody"}
+    again = make(tmp_path / "again", **settings)
+    assert (again / "tasks.jsonl").read_bytes() == (mini / "tasks.jsonl").read_bytes()
+    assert row["base_commit"] == BASE
+
+
+def test_the_tests_of_the_row_are_those_that_the_reference_patch_mends_and_keeps(row, checkout, tmp_path):
+    apply(row["test_patch"], checkout)
+    before = outcomes(checkout, tmp_path / "before.xml")
+    assert sorted(name for name, passes in before.items() if not passes) == sorted(json.loads(row["FAIL_TO_PASS"]))
+    assert sorted(name for name, passes in before.items() if passes) == sorted(json.loads(row["PASS_TO_PASS"]))
+    apply(row["patch"], checkout)
+    assert outcomes(checkout, tmp_path / "after.xml") == dict.fromkeys(before, True)
+
+
+def test_the_checkout_is_a_clone_that_has_the_fix_and_the_harbor_task_starts_before_it(mini, row):
+    def log(checkout, *which):
+        command = ["git", "-C", checkout, "log", "--format=%H %s", *which]
+        return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
+
+    clone = mini / "repositories" / "example__spans"
+    start = mini / "harbor" / row["instance_id"] / "environment" / "repo"
+    assert log(clone)[0] == log(start)[0] == f"{BASE} Version 0.2"
+    assert log(clone, "--all")[2:] == log(start, "--all")
+
+
+def test_the_solution_of_the_harbor_task_is_the_reference_patch(mini, row, tmp_path):
+    task = mini / "harbor" / row["instance_id"]
+    start = shutil.copytree(task / "environment" / "repo", tmp_path / "start")
+    subprocess.run(["bash", task / "solution" / "solve.sh"], cwd=start, check=True)
+    diff = subprocess.run(["git", "diff"], cwd=start, stdout=subprocess.PIPE, text=True, check=True)
+    assert diff.stdout == row["patch"]
+
+
+EARNED = {"right": 1.0, "wrong": 0.0, "deletes-tests": 0.0, "breaks-others": 0.0}
+"""Attempt -> its reward."""
+PASSES = {"right": (6, 26), "wrong": (4, 26), "deletes-tests": (0, 26), "breaks-others": (6, 24)}
+"""Attempt -> how many of the 6 tests of FAIL_TO_PASS and of the 26 of PASS_TO_PASS pass."""
+WITHOUT_PYTEST = ["python", "-S", "-m", "pytest", "--junit-xml", "{report}"]
+"""A judge without its module. It ends with status 1, as failing tests do."""
+
+
+def runtime_of(name):
+    """Return the runtime. Skips the test when this machine cannot have it."""
+    runtime = make_runtime(name)
+    try:
+        runtime.check()
+    except InputError as error:
+        pytest.skip(str(error))
+    return runtime
+
+
+def attempted(task, attempt):
+    return task.model_copy(update={"id": attempt, "instruction": ask(task.instruction, attempt)})
+
+
+def without_pytest(task):
+    judge = task.judge.model_copy(update={"command": WITHOUT_PYTEST})
+    return task.model_copy(update={"id": "without-pytest", "judge": judge})
+
+
+@pytest.fixture(scope="module")
+def swe_task(mini):
+    (task,) = rolltap.load_tasks(mini / "tasks.jsonl", repositories=mini / "repositories")
+    return task
+
+
+@pytest.fixture
+def play(mini, tokenizer, tokenizer_folder, tmp_path):
+    """Return a function that runs tasks in one rollout, and returns the run and the last row of each task."""
+
+    def play(tasks, harness, runtime):
+        installed(harness)
+        checkout = mini / "repositories" / "example__spans"
+        files = {name: (checkout / name).read_text() for name in ("spans/reading.py", "spans/writing.py")}
+        with ScriptedEngine(tokenizer, max_model_len=200_000) as engine:
+            lead(engine, harness, files)
+            run = rolltap.rollout(
+                tasks,
+                harness=harness,
+                engine=engine.url,
+                model=tokenizer_folder,
+                out=tmp_path / "run",
+                sessions=1,
+                concurrency=2,
+                timeout=120.0,
+                runtime=runtime_of(runtime),
+                progress=False,
+                options={"confdir": str(tmp_path / "mitmproxy")},
+            )
+        return run, {session.task_id: session for session in run.sessions()}
+
+    return play
+
+
+@pytest.mark.harness
+@pytest.mark.parametrize("runtime", ["process", "sandbox"])
+@pytest.mark.parametrize("harness", AGENTS)
+def test_every_attempt_gets_the_reward_that_it_earns(harness, runtime, play, swe_task):
+    tasks = [attempted(swe_task, attempt) for attempt in EARNED]
+    _, sessions = play([*tasks, without_pytest(tasks[0])], harness, runtime)
+    assert {name: (session.status, session.reward) for name, session in sessions.items()} == {
+        **{attempt: ("completed", reward) for attempt, reward in EARNED.items()},
+        "without-pytest": ("unjudged", None),
+    }
+    parts = {name: json.loads(sessions[name].parts) for name in EARNED}
+    shares = {name: {"fail_to_pass": f / 6, "pass_to_pass": p / 26} for name, (f, p) in PASSES.items()}
+    assert parts == {name: pytest.approx(share) for name, share in shares.items()}
+    # each agent did what its attempt says
+    changed = {name: json.loads(sessions[name].evidence)["changed"] for name in EARNED}
+    assert changed["right"] == changed["wrong"] == ["spans/reading.py"]
+    assert changed["deletes-tests"] == ["tests", "tests/test_reading.py", "tests/test_writing.py"]
+    assert changed["breaks-others"] == ["spans/reading.py", "spans/writing.py"]
+
+
+@pytest.mark.harness
+def test_the_harbor_task_gives_the_same_rewards(play, mini):
+    (task,) = rolltap.load_tasks(mini / "harbor")
+    _, sessions = play([attempted(task, attempt) for attempt in EARNED], "pi", "sandbox")
+    assert {name: session.reward for name, session in sessions.items()} == EARNED
+
+
+FIX_TOLD = ["A sign counts for the whole", "a sign stands first", "test_a_sign_counts", "8d4a5e8", "v0.3"]
+"""Parts of the fix's message, code, test, id and of a later tag, which only the history has."""
+
+
+def test_git_tells_the_fix_to_who_digs_in_the_clone(checkout):
+    said = subprocess.run(
+        ["bash", "-c", "\n".join(step.command for step in ATTEMPTS["digs"])],
+        cwd=checkout,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert [part for part in FIX_TOLD if part not in said.stdout] == []
+
+
+@pytest.mark.harness
+@pytest.mark.parametrize("runtime", ["process", "sandbox"])
+def test_an_agent_that_digs_in_its_copy_finds_the_history_without_the_fix(runtime, play, swe_task, tokenizer):
+    run, sessions = play([attempted(swe_task, "digs")], "pi", runtime)
+    (calls,) = run.calls.values()
+    said = tokenizer.decode(calls[-1].prompt_ids)
+    assert said.count("<tool_response>") == len(ATTEMPTS["digs"])
+    assert BASE in said
+    assert "Read durations of several parts, and signs" in said
+    assert [part for part in FIX_TOLD if part in said] == []
+    assert sessions["digs"].reward == 0.0
