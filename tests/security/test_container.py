@@ -52,6 +52,11 @@ def test_an_attack_is_held(played, name):
     assert machine.escaped(results[name]["output"]) == []
 
 
+def test_no_server_of_the_machine_is_reached(played):
+    machine, _ = played
+    assert machine.visits == []
+
+
 @pytest.mark.parametrize("name", WORKS)
 def test_what_agents_do_works(played, name):
     _, results = played
