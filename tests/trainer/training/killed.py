@@ -1,4 +1,6 @@
-"""Trainings that are killed and started again: `python -m tests.trainer.training.killed FOLDER`.
+"""Trainings that are killed and started again: `python -m tests.trainer.training.killed FOLDER [N]`.
+
+All points of `POINTS` are tried, or with N every Nth of each list.
 
 One process imports everything and has no threads. It forks a process for each training. The loop, the trainer, the
 publisher, the checkpoints and the run folder are the real ones. In place of the engine there is a folder with the
@@ -275,8 +277,8 @@ def recipe_of(kind: str) -> str:
     return recipe + (LORA if kind == "lora" else "")
 
 
-def main(folder: Path) -> None:
-    """Write the recipe, train without a kill, and then once for each point."""
+def main(folder: Path, every: int) -> None:
+    """Write the recipe, train without a kill, and then once for every so many-th point."""
     torch.set_num_threads(1)
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # no threads before the forks
     tiny_folder(folder / "model")
@@ -292,11 +294,11 @@ def main(folder: Path) -> None:
         (place / "recipe.toml").write_text(recipe_of(kind))
         (place / "plain").mkdir()
         assert train(place / "plain") == 0
-        for number, kills in enumerate(POINTS[kind]):
+        for number, kills in enumerate(POINTS[kind][::every]):
             (place / str(number)).mkdir()
             reports.append({"publish": kind, **report_of(place / "plain", place / str(number), kills)})
     print(json.dumps(reports))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1)
