@@ -173,6 +173,28 @@ async def test_the_first_process_of_a_box_cannot_be_killed_from_inside(tmp_path)
         assert await sh(box, "echo alive", tmp_path / "log") == (Ended(0), "alive\n")
 
 
+async def test_a_program_whose_box_ends_has_failed_and_the_next_has_a_box(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    mounts = [Mount(tmp_path / "fifo", "/fifo", writable=True)]
+    async with ContainerRuntime().box(make_spec(tmp_path, mounts=mounts)) as box:
+        running = asyncio.create_task(sh(box, "echo started > /fifo; sleep 4246", tmp_path / "log"))
+        await asyncio.to_thread((tmp_path / "fifo").read_text)
+        os.kill(box._pid, signal.SIGKILL)
+        ended, _ = await running
+        assert ended.stopped is None
+        assert ended.status not in (None, 0)
+        assert await sh(box, "echo alive", tmp_path / "log") == (Ended(0), "alive\n")
+
+
+async def test_a_box_that_has_ended_before_the_program_is_an_os_error(tmp_path, monkeypatch):
+    async with ContainerRuntime().box(make_spec(tmp_path)) as box:
+        monkeypatch.setattr(Path, "exists", lambda _: True)
+        os.kill(box._pid, signal.SIGKILL)
+        wait_until_dead(box._pid)
+        with pytest.raises(OSError, match="bash could not be started in the container of"):
+            await sh(box, "true", tmp_path / "log")
+
+
 async def test_nothing_of_a_program_is_on_a_command_line_that_all_users_can_read(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     mounts = [Mount(tmp_path / "fifo", "/fifo", writable=True)]
