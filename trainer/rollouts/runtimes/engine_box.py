@@ -36,13 +36,17 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
 class EngineBox:
-    """A box of a container engine. Its first process lives until the box ends, and its programs beside it."""
+    """A box of a container engine. Its first process lives until the box ends, and its programs beside it.
 
-    def __init__(self, engine: Engine, spec: BoxSpec, name: str) -> None:
+    The files and folders `hidden` of the box, which are in its mounts, are empty.
+    """
+
+    def __init__(self, engine: Engine, spec: BoxSpec, name: str, hidden: Sequence[Path] = ()) -> None:
         self.workdir = spec.workdir
         self.home = HOME
         self.proxy = None if spec.proxy is None else f"127.0.0.1:{_PORT}"
         self._engine, self._spec, self._name = engine, spec, name
+        self._hidden = hidden
         self._folder = Path()
         self._mounts: list[Mount] = []
         self._running = AsyncExitStack()
@@ -58,13 +62,16 @@ class EngineBox:
         self._folder = Path(tempfile.mkdtemp(prefix="rolltap-box-"))
         try:
             (self._folder / "scripts").mkdir()
+            (self._folder / "empty").mkdir()
             (self._folder / "hosts").write_text(_HOSTS)
+            (self._folder / "nothing").touch()
             self._mounts = [
                 Mount(self._spec.workspace, self.workdir, writable=True),
                 Mount(self._spec.home, HOME, writable=True),
                 *self._spec.mounts,
                 Mount(self._folder / "scripts", _SCRIPTS),
                 Mount(self._folder / "hosts", "/etc/hosts"),
+                *(Mount(self._folder / ("empty" if path.is_dir() else "nothing"), str(path)) for path in self._hidden),
             ]
             async with self._made(), self._running:
                 await self._join()

@@ -6,9 +6,9 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -155,7 +155,11 @@ class SandboxRuntime:
 
     def __init__(self, tools: Sequence[Path] = (), hidden: Sequence[Path] = ()) -> None:
         self._tools = [Path(os.path.abspath(tool)) for tool in tools]
-        self._hidden = [path.resolve() for path in hidden]
+        self._hidden = tuple(hidden)
+
+    def hide(self, paths: Iterable[Path]) -> None:
+        """See `HidingRuntime.hide`."""
+        self._hidden = tuple(dict.fromkeys([*self._hidden, *paths]))
 
     def check(self) -> None:
         """Raise `InputError` when bubblewrap is missing, too old, or may not make namespaces, or without a filter."""
@@ -176,6 +180,7 @@ class SandboxRuntime:
     @asynccontextmanager
     async def box(self, spec: BoxSpec) -> AsyncIterator[SandboxBox]:
         """Yield a box. Raises `InputError` for an image, and for a tool folder that contains the workspace."""
+        spec = replace(spec, limits=spec.limits.of_isolated())
         if spec.image is not None:
             raise InputError(f"the runtime sandbox has no images, and the task needs {spec.image}: --runtime container")
         for tool in self._tools:
@@ -188,7 +193,7 @@ class SandboxRuntime:
                 home_in_box=HOME,
                 etc=write_etc(folder),
                 tools=tuple(self._tools),
-                hidden=tuple(self._hidden),
+                hidden=self._hidden,
                 mounts=tuple(spec.mounts),
                 memory=None if spec.limits.memory_gib is None else int(spec.limits.memory_gib * (1 << 30)),
             )

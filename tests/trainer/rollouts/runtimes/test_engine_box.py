@@ -84,6 +84,17 @@ async def test_mounts_are_read_only_unless_they_are_writable(tmp_path):
     assert (tmp_path / "written,to" / "x").exists()
 
 
+async def test_tools_are_seen_without_what_is_hidden_in_them(tmp_path):
+    (tmp_path / "tool" / "run").mkdir(parents=True)
+    for name in ("seen", "run/secret", "secret"):
+        (tmp_path / "tool" / name).write_text(f"content of {name}\n")
+    runtime = ContainerRuntime(tools=[tmp_path / "tool"])
+    runtime.hide([tmp_path / "tool" / "run", tmp_path / "tool" / "secret"])
+    async with runtime.box(make_spec(tmp_path)) as box:
+        _, said = await sh(box, f"cd {tmp_path}/tool; cat seen secret; ls -A run", tmp_path / "log")
+    assert said == "content of seen\n"
+
+
 async def test_the_only_way_out_is_the_relay(tmp_path):
     recorder, port = await echo_server()
     other, other_port = await echo_server()
