@@ -38,7 +38,8 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 class EngineBox:
     """A box of a container engine. Its first process lives until the box ends, and its programs beside it.
 
-    The files and folders `hidden` of the box, which are in its mounts, are empty.
+    The files and folders `hidden` of the box, which are in its mounts, are empty. Its programs have one user, and /proc
+    is writable as images expect it: a program can write to the memory of the others, but not of the first process.
     """
 
     def __init__(self, engine: Engine, spec: BoxSpec, name: str, hidden: Sequence[Path] = ()) -> None:

@@ -24,8 +24,8 @@ _WRITE_ONLY = 0o222
 class Output:
     """The output of one program in a file. The program can add to it, and change nothing that it has written.
 
-    With a `marker`, a line that begins with a newline or not, the file has what follows it; what came before is
-    `before`.
+    With a `marker` the file has what follows the marker; what came before is in `before`. Where rolltap is not root, a
+    program that wants it can read what this process has not read yet, and so take it away.
 
     Attributes:
         descriptor: The end of the pipe for the program.

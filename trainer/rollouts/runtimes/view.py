@@ -45,7 +45,7 @@ class View:
         home: Folder of this machine that is `home_in_box` in the box.
         etc: Folder with the files that `write_etc` wrote.
         tools: Files, folders and symbolic links that are seen read-only under their own path.
-        hidden: Files and folders that are empty in the box, wherever they are.
+        hidden: Files and folders that are empty in the box where a tool's folder contains them.
         mounts: Further files and folders.
         memory: Bytes that the box may use; None is no limit.
     """
