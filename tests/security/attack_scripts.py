@@ -108,6 +108,28 @@ DISTURB = {
     "the priority of all": "nice -n -5 true 2>&1 | grep -q cannot || echo ESCAPED",
     "a program with more rights": "cp /bin/sh shell; chmod u+s,g+s shell; "
     "./shell -p -c 'head -c 1 /etc/shadow' && echo ESCAPED; su -c true && echo ESCAPED; sudo -n true && echo ESCAPED",
+    "the first process of its box": python("""
+import ctypes, os
+libc = ctypes.CDLL(None)
+MACHINE = {"x86_64": (101, 310, 311), "aarch64": (117, 270, 271)}[os.uname().machine]
+def call(name, *arguments):
+    if libc.syscall(*arguments) >= 0: print("ESCAPED by", name)
+ptrace, read, write = MACHINE
+buffer = ctypes.create_string_buffer(8)
+vector = (ctypes.c_uint64 * 2)(ctypes.addressof(buffer), 8)
+call("ptrace", ptrace, 0x4206, 1, 0, 0)
+for number, name in ((read, "process_vm_readv"), (write, "process_vm_writev")):
+    call(name, number, 1, vector, 0, vector, 0, 0)
+for descriptor in range(10):
+    call("pidfd_getfd", 438, os.pidfd_open(1), descriptor, 0)
+for name in ("/proc/1/mem", "/proc/1/task/1/mem"):
+    try:
+        with open(name, "r+b", buffering=0) as memory:
+            memory.seek(int(open("/proc/1/syscall").read().split()[-1], 16))
+            if memory.read(1): print("ESCAPED by", name)
+    except OSError as error:
+        print(error)
+"""),
     "the memory of another process": "head -c 10 /dev/mem && echo ESCAPED; head -c 10 /proc/kcore && echo ESCAPED; "
     "head -c 10 /proc/kmsg && echo ESCAPED",
 }

@@ -14,6 +14,7 @@ from rolltap.trainer.rollouts.groups import Group, next_attempt
 from rolltap.trainer.rollouts.plan import Plan
 from rolltap.trainer.rollouts.provenance import Provenances
 from rolltap.trainer.rollouts.recorder import Recorder
+from rolltap.trainer.rollouts.runtimes.hiding import HidingRuntime, private_paths
 from rolltap.trainer.rollouts.session import Stage, run_session
 from rolltap.trainer.rollouts.tally import Tally
 from rolltap.trainer.rollouts.tasks.starts import Starts
@@ -73,6 +74,8 @@ async def run_groups(
     stack = ExitStack()
     try:
         work = await run_to_end(stack.enter_context, workplace())
+        if isinstance(plan.runtime, HidingRuntime):
+            plan.runtime.hide(private_paths(recorder.path, work, [group.task for group in groups]))
         starts, provenances = Starts(work / "starts", plan.runtime), Provenances(plan.harness, plan.runtime, work)
         stage = Stage(plan, recorder, work, starts, provenances, digests, harness_env, policy_version)
         async with asyncio.TaskGroup() as running:

@@ -3,7 +3,7 @@
 import json
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes import images
 from rolltap.trainer.rollouts.runtimes.engine import call, mount_option
 from rolltap.trainer.rollouts.runtimes.engine_box import EngineBox
+from rolltap.trainer.rollouts.runtimes.hiding import covered
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Mount
 from rolltap.trainer.rollouts.tasks.limits import Limits
 
@@ -87,6 +88,11 @@ class ApptainerRuntime:
         self._tools = [Mount(folder, str(folder)) for folder in tools]
         self.id = secrets.token_hex(4)
         """Part of the names of the runtime's instances."""
+        self._hidden: tuple[Path, ...] = ()
+
+    def hide(self, paths: Iterable[Path]) -> None:
+        """See `HidingRuntime.hide`."""
+        self._hidden = tuple(dict.fromkeys([*self._hidden, *paths]))
 
     def check(self) -> None:
         """Raise `InputError` when Apptainer is missing."""
@@ -107,8 +113,9 @@ class ApptainerRuntime:
             )
         if spec.image.startswith("/") and not Path(spec.image).exists():
             raise InputError(f"there is no image {spec.image} on this machine")
-        spec = replace(spec, mounts=[*self._tools, *spec.mounts])
-        box = EngineBox(ApptainerEngine(), spec, f"rolltap-{self.id}-{spec.name}")
+        spec = replace(spec, limits=spec.limits.of_isolated(), mounts=[*self._tools, *spec.mounts])
+        hidden = covered(self._hidden, [tool.source for tool in self._tools])
+        box = EngineBox(ApptainerEngine(), spec, f"rolltap-{self.id}-{spec.name}", hidden)
         async with box.alive():
             yield box
 

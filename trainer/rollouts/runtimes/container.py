@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +11,7 @@ from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes import images
 from rolltap.trainer.rollouts.runtimes.container_engine import ContainerEngine, find_engine
 from rolltap.trainer.rollouts.runtimes.engine_box import EngineBox
+from rolltap.trainer.rollouts.runtimes.hiding import covered
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Mount
 from rolltap.trainer.rollouts.runtimes.tools import require_narrow
 
@@ -31,6 +32,11 @@ class ContainerRuntime:
         self._tools = [Mount(folder, str(folder)) for folder in tools]
         self.id = secrets.token_hex(4)
         """Value of the label `rolltap` of the runtime's containers."""
+        self._hidden: tuple[Path, ...] = ()
+
+    def hide(self, paths: Iterable[Path]) -> None:
+        """See `HidingRuntime.hide`."""
+        self._hidden = tuple(dict.fromkeys([*self._hidden, *paths]))
 
     def check(self) -> None:
         """Start a container as a trial. Raises `InputError` when the engine is missing, or does not work."""
@@ -50,8 +56,9 @@ class ContainerRuntime:
         for tool in self._tools:
             require_narrow(tool.source, spec.workspace)
         engine = await asyncio.to_thread(self._ready, spec.image, spec.workspace)
-        spec = replace(spec, mounts=[*self._tools, *spec.mounts])
-        box = EngineBox(engine, spec, f"rolltap-{self.id}-{spec.name}")
+        spec = replace(spec, limits=spec.limits.of_isolated(), mounts=[*self._tools, *spec.mounts])
+        hidden = covered(self._hidden, [tool.source for tool in self._tools])
+        box = EngineBox(engine, spec, f"rolltap-{self.id}-{spec.name}", hidden)
         async with box.alive():
             yield box
 

@@ -33,8 +33,9 @@ _MAX_PROCESSES = 32768
 _FURTHER_PROCESSES = 64
 _USER = "0:0"
 """Root of a box is this user on this machine: without user namespaces only root has containers."""
-_MASKED = "/proc/pressure"
-"""Files that root of a container may open for writing: each writer is a thread of the kernel."""
+_MASKED = ("/proc/pressure", "/proc/1/mem", "/proc/1/task")
+"""Files that root of a container may open for writing: each writer of the first is a thread of the kernel, and the
+others are the memory of the first process, whose end is the end of the container."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +67,7 @@ class ContainerEngine:
         ]
         if self.command[0] == "podman":
             options.append("--http-proxy=false")  # containers get this process's proxy variables otherwise
-            options += ["--security-opt", f"mask={_MASKED}"]
+            options += ["--security-opt", f"mask={':'.join(_MASKED)}"]
         if self.seccomp is not None:
             profile = folder / "seccomp.json"
             profile.write_text(json.dumps(self.seccomp))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rolltap.trainer.blocking import run_to_end, wait_for_end
 from rolltap.trainer.rollouts.runtimes.engine import Engine, call
+from rolltap.trainer.rollouts.runtimes.output import Output, written_to
 from rolltap.trainer.rollouts.runtimes.relay import Relay
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Ended, Mount, StopReason
 from rolltap.trainer.rollouts.runtimes.supervised import Supervised, start
@@ -27,21 +28,26 @@ _PORT = 3128
 """Port of a box's loopback that leads to the recorder."""
 _SCRIPTS = "/.rolltap"
 """Folder in a box, read-only, with the scripts that start its programs."""
-_ABSENT = 127
-"""Exit status of a shell that does not find a program."""
+_STARTS, _ABSENT = "rolltap starts", "rolltap finds nothing"
+"""First words of a box's program, before a token that it does not know: the program begins, or is not there."""
 _HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
 """`/etc/hosts` of a box. Engines copy names of this machine and its network into theirs."""
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
 class EngineBox:
-    """A box of a container engine. Its first process lives until the box ends, and its programs beside it."""
+    """A box of a container engine. Its first process lives until the box ends, and its programs beside it.
 
-    def __init__(self, engine: Engine, spec: BoxSpec, name: str) -> None:
+    The files and folders `hidden` of the box, which are in its mounts, are empty. Its programs have one user, and /proc
+    is writable as images expect it: a program can write to the memory of the others, but not of the first process.
+    """
+
+    def __init__(self, engine: Engine, spec: BoxSpec, name: str, hidden: Sequence[Path] = ()) -> None:
         self.workdir = spec.workdir
         self.home = HOME
         self.proxy = None if spec.proxy is None else f"127.0.0.1:{_PORT}"
         self._engine, self._spec, self._name = engine, spec, name
+        self._hidden = hidden
         self._folder = Path()
         self._mounts: list[Mount] = []
         self._running = AsyncExitStack()
@@ -57,13 +63,16 @@ class EngineBox:
         self._folder = Path(tempfile.mkdtemp(prefix="rolltap-box-"))
         try:
             (self._folder / "scripts").mkdir()
+            (self._folder / "empty").mkdir()
             (self._folder / "hosts").write_text(_HOSTS)
+            (self._folder / "nothing").touch()
             self._mounts = [
                 Mount(self._spec.workspace, self.workdir, writable=True),
                 Mount(self._spec.home, HOME, writable=True),
                 *self._spec.mounts,
                 Mount(self._folder / "scripts", _SCRIPTS),
                 Mount(self._folder / "hosts", "/etc/hosts"),
+                *(Mount(self._folder / ("empty" if path.is_dir() else "nothing"), str(path)) for path in self._hidden),
             ]
             async with self._made(), self._running:
                 await self._join()
@@ -107,34 +116,37 @@ class EngineBox:
 
         Processes that the program leaves in the background run until `settle`; all are killed when it is stopped.
         """
+        if self._pid and not Path(f"/proc/{self._pid}").exists():  # the last program has ended it
+            await self.settle()
         if not self._pid:
             await run_to_end(call, self._engine.restart(self._name, self._spec, self._mounts))
             await self._join()
-        absent = secrets.token_hex(16)
+        token = secrets.token_hex(16)
         script = self._folder / "scripts" / secrets.token_hex(8)
         script.write_text(_script(command, env, self.workdir))
-        inside = ["/bin/sh", f"{_SCRIPTS}/{script.name}", absent]
+        inside = ["/bin/sh", f"{_SCRIPTS}/{script.name}", token]
         try:
-            ended = await self._execute(self._engine.execute(self._name, inside), timeout, log)
+            async with written_to(log, marker=f"{_STARTS} {token}\n".encode()) as output:
+                ended = await self._execute(self._engine.execute(self._name, inside), timeout, log, output)
         finally:
             script.unlink()
-        if ended.status == _ABSENT and _last_line(log) == absent:
+        if output.marked or ended.status is None:
+            return ended  # also when the program has ended its box: that is its own doing
+        if f"{_ABSENT} {token}\n".encode() in output.before:
             raise FileNotFoundError(f"there is no program {command[0]} in the container")
-        if ended.status and not self._engine.pid(await run_to_end(call, self._engine.state(self._name))):
-            raise OSError(f"the container of {self._spec.name} ended while {command[0]} ran")
-        return ended
+        said = output.before.decode(errors="replace").strip()[-500:]
+        raise OSError(f"{command[0]} could not be started in the container of {self._spec.name}: {said}")
 
-    async def _execute(self, command: Sequence[str], timeout: float, log: Path) -> Ended:
+    async def _execute(self, command: Sequence[str], timeout: float, log: Path, output: Output) -> Ended:
         """Run a program of the engine. Stopping it stops the box, whose programs are no children of that one."""
-        with log.open("wb") as output:
-            client = await asyncio.create_subprocess_exec(
-                *command,
-                cwd=self._folder,  # Podman writes files there
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+        client = await asyncio.create_subprocess_exec(
+            *command,
+            cwd=self._folder,  # Podman writes files there
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output.descriptor,
+            stderr=output.descriptor,
+            start_new_session=True,
+        )
         killed_before = out_of_memory_kills(self._pid)
         ending, limit = asyncio.create_task(client.wait()), asyncio.create_task(self._exceeded(log))
         try:
@@ -151,7 +163,8 @@ class EngineBox:
 
     async def _exceeded(self, log: Path) -> StopReason:
         """Return the first limit that the box exceeds."""
-        folders = [self._spec.workspace, self._spec.home, log, *written_folders(self._pid)]
+        written = [mount.source for mount in self._spec.mounts if mount.writable]
+        folders = [self._spec.workspace, self._spec.home, log, *written, *written_folders(self._pid)]
         memory = [Path(f"/proc/{self._pid}/root/dev{folder}") for folder in ("", "/shm")]
         return await exceeded(self._spec.limits, self._pid, folders, memory, find=processes_in)
 
@@ -179,7 +192,7 @@ async def _readable(descriptor: int, keeper: Supervised) -> None:
 def _script(command: Sequence[str], env: Mapping[str, str], workdir: str) -> str:
     """Return the script for /bin/sh that becomes a program: command lines are shown to all users of this machine.
 
-    It prints its first argument, and exits with `_ABSENT`, when there is no such program.
+    Its last words, with its first argument, say whether the program begins or is not there.
     """
     lines = [
         "exec 2>&1",  # engines read two pipes, and lose the order of their lines
@@ -192,15 +205,9 @@ def _script(command: Sequence[str], env: Mapping[str, str], workdir: str) -> str
         before = '"${PATH:+$PATH:}"' if name == "PATH" else ""
         lines.append(f"export {name}={before}{shlex.quote(value)}")
     program = shlex.quote(command[0])
-    lines.append(f'command -v {program} >/dev/null || {{ echo "$1"; exit {_ABSENT}; }}')
-    lines.append(f"exec {shlex.join(command)}")
+    lines.append(f'command -v {program} >/dev/null || {{ echo "{_ABSENT} $1"; exit 127; }}')
+    lines += [f'echo "{_STARTS} $1"', f"exec {shlex.join(command)}"]
     return "\n".join(lines) + "\n"
-
-
-def _last_line(log: Path) -> str:
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 1000))
-        return file.read().decode(errors="replace").rstrip("\n").rpartition("\n")[2]
 
 
 def _as_ended(status: int) -> Ended:

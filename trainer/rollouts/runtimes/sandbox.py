@@ -6,17 +6,19 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
 from rolltap.addons.errors import InputError
+from rolltap.trainer.rollouts.runtimes.output import written_to
 from rolltap.trainer.rollouts.runtimes.relay import Relay
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Ended
 from rolltap.trainer.rollouts.runtimes.scratch import scratch_folder
-from rolltap.trainer.rollouts.runtimes.supervised import end, start
+from rolltap.trainer.rollouts.runtimes.seccomp_filter import seccomp_filter
+from rolltap.trainer.rollouts.runtimes.supervised import Supervised, end, start
 from rolltap.trainer.rollouts.runtimes.tools import require_narrow, tool_folders
 from rolltap.trainer.rollouts.runtimes.view import View, write_etc
 from rolltap.trainer.rollouts.runtimes.watch import choose_cores, exceeded, rlimits
@@ -42,29 +44,37 @@ class SandboxBox:
         """Run a program: see `Box.run`."""
         path = env.get("PATH", os.defpath)
         tools = [tool for name in (command[0], *_COMMON) for tool in tool_folders(name, path)]
-        with _Pipes() as pipes, log.open("wb") as output:
+        with _Pipes() as pipes:
             pipes.write_arguments(self.view.with_tools(tools).arguments(env))
-            async with start(
-                [self.bwrap, "--args", str(pipes.arguments), "--", *command],
-                env={},
-                output=output,
-                descriptors=pipes.theirs,
-                rlimits=rlimits(self.spec.limits),
-                cpus=choose_cores(self.spec.limits),
-            ) as program:
+            async with (
+                written_to(log) as output,
+                start(
+                    [self.bwrap, "--args", str(pipes.arguments), "--", *command],
+                    env={},
+                    output=output.descriptor,
+                    descriptors=pipes.theirs,
+                    rlimits=rlimits(self.spec.limits),
+                    cpus=choose_cores(self.spec.limits),
+                ) as program,
+            ):
                 pipes.close_theirs()
                 first = await asyncio.to_thread(pipes.status.readline)
-                if not first:
+                if first:
+                    ended = await self._run(program, json.loads(first)["child-pid"], pipes, timeout, log)
+                else:
                     await program.wait()
-                    raise OSError(f"the sandbox could not be made: {_words(log)}")
-                pid = json.loads(first)["child-pid"]
-                async with Relay(pid, self.spec.proxy) if self.spec.proxy else nullcontext():
-                    pipes.begin()
-                    folders = [self.spec.workspace, self.spec.home, log]
-                    memory = [Path(f"/proc/{pid}/root{folder}") for folder in ("/tmp", "/dev/shm")]
-                    limit = exceeded(self.spec.limits, program.process.pid, folders, memory)
-                    ended = await end(program, timeout, limit)
+            if not first:
+                raise OSError(f"the sandbox could not be made: {_words(log)}")
             return ended if ended.status is None else _ended(ended.status, pipes.status.read(), command[0], log)
+
+    async def _run(self, program: Supervised, pid: int, pipes: "_Pipes", timeout: float, log: Path) -> Ended:
+        """Let the program begin in the box whose first process is `pid`, and wait for its end."""
+        async with Relay(pid, self.spec.proxy) if self.spec.proxy else nullcontext():
+            pipes.begin()
+            written = [mount.source for mount in self.spec.mounts if mount.writable]
+            folders = [self.spec.workspace, self.spec.home, log, *written]
+            memory = [Path(f"/proc/{pid}/root{folder}") for folder in ("/tmp", "/dev/shm")]
+            return await end(program, timeout, exceeded(self.spec.limits, program.process.pid, folders, memory))
 
     async def settle(self) -> None:
         """Do nothing: a program's end is the end of its namespaces, and of every process in them."""
@@ -79,7 +89,8 @@ class _Pipes:
         self.arguments = os.memfd_create("arguments")
         self.status = os.fdopen(status, "rb")
         """A line of JSON when the box stands, another when its program has ended."""
-        self.theirs = [status_write, block_read, self.arguments]
+        self.filter = os.memfd_create("filter")
+        self.theirs = [status_write, block_read, self.arguments, self.filter]
 
     def __enter__(self) -> Self:
         return self
@@ -91,10 +102,15 @@ class _Pipes:
 
     def write_arguments(self, options: Sequence[str]) -> None:
         """Write bubblewrap's options: not its command line, which every user of the machine can read."""
-        status_write, block_read, _ = self.theirs
+        status_write, block_read, *_ = self.theirs
         options = [*options, "--json-status-fd", str(status_write), "--block-fd", str(block_read)]
-        os.write(self.arguments, "".join(f"{option}\0" for option in options).encode())
-        os.lseek(self.arguments, 0, os.SEEK_SET)
+        options += ["--seccomp", str(self.filter)]
+        for descriptor, content in (
+            (self.arguments, "".join(f"{option}\0" for option in options).encode()),
+            (self.filter, seccomp_filter()),
+        ):
+            os.write(descriptor, content)
+            os.lseek(descriptor, 0, os.SEEK_SET)
 
     def close_theirs(self) -> None:
         """Close the ends that belong to bubblewrap."""
@@ -139,14 +155,19 @@ class SandboxRuntime:
 
     def __init__(self, tools: Sequence[Path] = (), hidden: Sequence[Path] = ()) -> None:
         self._tools = [Path(os.path.abspath(tool)) for tool in tools]
-        self._hidden = [path.resolve() for path in hidden]
+        self._hidden = tuple(hidden)
+
+    def hide(self, paths: Iterable[Path]) -> None:
+        """See `HidingRuntime.hide`."""
+        self._hidden = tuple(dict.fromkeys([*self._hidden, *paths]))
 
     def check(self) -> None:
-        """Raise `InputError` when bubblewrap is missing, too old, or may not make namespaces."""
+        """Raise `InputError` when bubblewrap is missing, too old, or may not make namespaces, or without a filter."""
         for tool in self._tools:
             if not tool.exists():
                 raise InputError(f"the tool folder {tool} does not exist")
         bwrap = self._bwrap()
+        seccomp_filter()
         with scratch_folder() as place:
             view = View(workspace=place, workdir="/workspace", home=place, home_in_box=HOME, etc=write_etc(place))
             command = [bwrap, *view.arguments({}), "--", "/usr/bin/env"]
@@ -159,6 +180,7 @@ class SandboxRuntime:
     @asynccontextmanager
     async def box(self, spec: BoxSpec) -> AsyncIterator[SandboxBox]:
         """Yield a box. Raises `InputError` for an image, and for a tool folder that contains the workspace."""
+        spec = replace(spec, limits=spec.limits.of_isolated())
         if spec.image is not None:
             raise InputError(f"the runtime sandbox has no images, and the task needs {spec.image}: --runtime container")
         for tool in self._tools:
@@ -171,7 +193,7 @@ class SandboxRuntime:
                 home_in_box=HOME,
                 etc=write_etc(folder),
                 tools=tuple(self._tools),
-                hidden=tuple(self._hidden),
+                hidden=self._hidden,
                 mounts=tuple(spec.mounts),
                 memory=None if spec.limits.memory_gib is None else int(spec.limits.memory_gib * (1 << 30)),
             )

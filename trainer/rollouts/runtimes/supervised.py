@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rolltap.trainer.blocking import wait_for_end
+from rolltap.trainer.rollouts.runtimes.output import written_to
 from rolltap.trainer.rollouts.runtimes.runtime import Ended, StopReason
 from rolltap.trainer.rollouts.runtimes.watch import choose_cores, exceeded, rlimits
 from rolltap.trainer.rollouts.tasks.limits import Limits
@@ -153,9 +154,11 @@ async def run_supervised(
     """
     limits = limits or Limits()
     how = {"rlimits": rlimits(limits), "cpus": choose_cores(limits), **how}
-    with log.open("wb") as output:
-        async with start(command, cwd=cwd, env=env, output=output, **how) as program:
-            return await end(program, timeout, exceeded(limits, program.process.pid, [*folders, log]))
+    async with (
+        written_to(log) as output,
+        start(command, cwd=cwd, env=env, output=output.descriptor, **how) as program,
+    ):
+        return await end(program, timeout, exceeded(limits, program.process.pid, [*folders, log]))
 
 
 async def end(program: Supervised, timeout: float, limit: Coroutine[Any, Any, StopReason]) -> Ended:

@@ -11,6 +11,8 @@ from rolltap.addons.errors import InputError
 _SYSTEM = (Path("/usr"), Path("/bin"), Path("/sbin"), Path("/lib"), Path("/lib64"))
 """Folders that a box sees anyway."""
 _SHEBANG_BYTES = 256
+_ENVIRONMENT = ("pyvenv.cfg", "bin", "lib", "lib64", "include", "share", "etc")
+"""Files and folders of a virtual environment: see venv and sysconfig."""
 
 
 @lru_cache(maxsize=256)
@@ -65,7 +67,9 @@ def _installation(file: Path) -> list[Path]:
         return [file]
     libraries = [*prefix.glob("lib/python3*"), *prefix.glob("lib/node_modules")]
     if (prefix / "pyvenv.cfg").is_file():
-        return [prefix, *_base_python(prefix / "pyvenv.cfg")]
+        # not all of it: an environment may be made at the root of a project
+        environment = [prefix / name for name in _ENVIRONMENT if (prefix / name).exists()]
+        return [*environment, *_base_python(prefix / "pyvenv.cfg")]
     if not libraries:
         return [file]
     # programs of one user share ~/.local with other things

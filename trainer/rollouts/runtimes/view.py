@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from rolltap.trainer.rollouts.runtimes.hiding import covered
 from rolltap.trainer.rollouts.runtimes.runtime import Mount
 
 _USER = 1000
@@ -44,7 +45,7 @@ class View:
         home: Folder of this machine that is `home_in_box` in the box.
         etc: Folder with the files that `write_etc` wrote.
         tools: Files, folders and symbolic links that are seen read-only under their own path.
-        hidden: Files and folders that are empty in the box, wherever they are.
+        hidden: Files and folders that are empty in the box where a tool's folder contains them.
         mounts: Further files and folders.
         memory: Bytes that the box may use; None is no limit.
     """
@@ -82,9 +83,8 @@ class View:
             options += ["--ro-bind", str(self.etc / name), f"/etc/{name}"]
         for tool in self._outermost():
             options += _same(tool)
-        for path in self.hidden:
-            if path.exists() and any(path.is_relative_to(tool.resolve()) for tool in self.tools):
-                options += _empty(path)
+        for path in covered(self.hidden, self.tools):
+            options += _empty(path)
         options += ["--bind", str(self.home), self.home_in_box, "--bind", str(self.workspace), self.workdir]
         for mount in self.mounts:
             options += ["--bind" if mount.writable else "--ro-bind", str(mount.source), mount.target]

@@ -84,6 +84,17 @@ async def test_mounts_are_read_only_unless_they_are_writable(tmp_path):
     assert (tmp_path / "written,to" / "x").exists()
 
 
+async def test_tools_are_seen_without_what_is_hidden_in_them(tmp_path):
+    (tmp_path / "tool" / "run").mkdir(parents=True)
+    for name in ("seen", "run/secret", "secret"):
+        (tmp_path / "tool" / name).write_text(f"content of {name}\n")
+    runtime = ContainerRuntime(tools=[tmp_path / "tool"])
+    runtime.hide([tmp_path / "tool" / "run", tmp_path / "tool" / "secret"])
+    async with runtime.box(make_spec(tmp_path)) as box:
+        _, said = await sh(box, f"cd {tmp_path}/tool; cat seen secret; ls -A run", tmp_path / "log")
+    assert said == "content of seen\n"
+
+
 async def test_the_only_way_out_is_the_relay(tmp_path):
     recorder, port = await echo_server()
     other, other_port = await echo_server()
@@ -171,6 +182,28 @@ async def test_the_first_process_of_a_box_cannot_be_killed_from_inside(tmp_path)
     async with ContainerRuntime().box(make_spec(tmp_path)) as box:
         await sh(box, "kill -TERM 1; kill -KILL 1; kill -KILL -1", tmp_path / "log")
         assert await sh(box, "echo alive", tmp_path / "log") == (Ended(0), "alive\n")
+
+
+async def test_a_program_whose_box_ends_has_failed_and_the_next_has_a_box(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    mounts = [Mount(tmp_path / "fifo", "/fifo", writable=True)]
+    async with ContainerRuntime().box(make_spec(tmp_path, mounts=mounts)) as box:
+        running = asyncio.create_task(sh(box, "echo started > /fifo; sleep 4246", tmp_path / "log"))
+        await asyncio.to_thread((tmp_path / "fifo").read_text)
+        os.kill(box._pid, signal.SIGKILL)
+        ended, _ = await running
+        assert ended.stopped is None
+        assert ended.status not in (None, 0)
+        assert await sh(box, "echo alive", tmp_path / "log") == (Ended(0), "alive\n")
+
+
+async def test_a_box_that_has_ended_before_the_program_is_an_os_error(tmp_path, monkeypatch):
+    async with ContainerRuntime().box(make_spec(tmp_path)) as box:
+        monkeypatch.setattr(Path, "exists", lambda _: True)
+        os.kill(box._pid, signal.SIGKILL)
+        wait_until_dead(box._pid)
+        with pytest.raises(OSError, match="bash could not be started in the container of"):
+            await sh(box, "true", tmp_path / "log")
 
 
 async def test_nothing_of_a_program_is_on_a_command_line_that_all_users_can_read(tmp_path):

@@ -121,6 +121,32 @@ class TestBox:
         assert "secret\n" not in said.replace("tool/secret", "")
         assert not (tmp_path / "tool" / "x").exists()
 
+    async def test_a_program_that_is_found_shows_nothing_that_is_hidden(self, tmp_path):
+        for name in ("node/lib/node_modules", "node/bin", "node/run"):
+            (tmp_path / name).mkdir(parents=True)
+        (tmp_path / "node" / "run" / "secret").write_text("s3cret")
+        (tmp_path / "node" / "bin" / "agent").write_text(f"#!/bin/sh\nls {tmp_path}/node; cat {tmp_path}/node/run/*\n")
+        (tmp_path / "node" / "bin" / "agent").chmod(0o755)
+        runtime = SandboxRuntime()
+        runtime.hide([tmp_path / "node" / "run"])
+        async with runtime.box(spec_in(tmp_path)) as box:
+            env = {"PATH": f"{tmp_path}/node/bin:/usr/bin:/bin"}
+            await box.run(["agent"], env=env, timeout=60, log=tmp_path / "log")
+        said = (tmp_path / "log").read_text()
+        assert "lib" in said
+        assert "s3cret" not in said
+
+    async def test_what_is_written_to_a_mount_counts(self, tmp_path):
+        (tmp_path / "out").mkdir()
+        mounts = [Mount(tmp_path / "out", "/out", writable=True)]
+        script = "for i in $(seq 30); do head -c 1M /dev/zero > /out/$i; done; sleep 60"
+        ended, _ = await run(tmp_path, script, mounts=mounts, limits=Limits(disk_gib=0.02))
+        assert ended == Ended(None, "disk")
+
+    async def test_a_box_has_limits_without_being_asked(self, tmp_path):
+        async with SandboxRuntime().box(spec_in(tmp_path)) as box:
+            assert box.spec.limits == Limits().of_isolated()
+
     async def test_a_box_with_cores_sees_so_many(self, tmp_path):
         _, said = await run(tmp_path, "nproc", limits=Limits(cpus=1))
         assert said == "1\n"

@@ -45,6 +45,20 @@ async def test_a_program_that_a_signal_ended_has_its_number(tmp_path, number):
     assert await sh(f"kill -{number} $$", tmp_path) == Ended(-number)
 
 
+async def test_what_it_has_said_it_cannot_take_back(tmp_path):
+    await sh("echo said; : > /proc/self/fd/1; echo on > /dev/stdout", tmp_path)
+    assert (tmp_path / "log").read_text() == "said\non\n"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a pipe to another user")
+async def test_nobody_else_can_read_what_it_says(tmp_path):
+    drop = "setpriv --bounding-set=-all --inh-caps=-all"
+    await sh(f"echo said; {drop} chmod 666 /proc/self/fd/1; {drop} cat /proc/self/fd/1", tmp_path)
+    said = (tmp_path / "log").read_text()
+    assert said.startswith("said\n")
+    assert said.count("not permitted") + said.count("Permission denied") == 2
+
+
 async def test_it_has_no_standard_input(tmp_path):
     assert await sh("cat; echo end", tmp_path) == Ended(0)
     assert (tmp_path / "log").read_text() == "end\n"

@@ -36,6 +36,7 @@ def place(tmp_path, monkeypatch):
     (home / ".pyenv/versions/3.11/lib/python3.11").mkdir(parents=True)
     write("venv/pyvenv.cfg", f"home = {home}/.pyenv/versions/3.11/bin\nversion = 3.11\n")
     link("venv/bin/python", home / ".pyenv/versions/3.11/bin/python3.11")
+    write("venv/run/session.log")  # made at the root of a project
     write("venv/bin/mini", f"#!{home}/venv/bin/python\n")
     write(".pyenv/shims/tox", "#!/usr/bin/env sh\n")
     # pip install --user, pipx, a native program
@@ -64,10 +65,16 @@ FOLDERS = (
     [
         ("agent", ["cache/agent-1/node_modules", ".nvm/versions/v22"]),
         ("global", [".nvm/versions/v22", ".nvm/versions/v22/lib/node_modules"]),
-        ("mini", ["venv", ".pyenv/versions/3.11"]),
+        ("mini", ["venv/pyvenv.cfg", "venv/bin", ".pyenv/versions/3.11"]),
         ("tox", [".pyenv"]),
         ("user-agent", [".local/bin/user-agent", ".local/lib/python3.11"]),
-        ("mini-by-pipx", [".local/bin/mini-by-pipx", ".local/lib/python3.11", "venv", ".pyenv/versions/3.11"]),
+        (
+            "mini-by-pipx",
+            [
+                *(".local/bin/mini-by-pipx", ".local/lib/python3.11"),
+                *("venv/pyvenv.cfg", "venv/bin", ".pyenv/versions/3.11"),
+            ],
+        ),
         ("claude", [".local/bin/claude", ".local/lib/python3.11", ".local/share/claude/versions/2"]),
         ("run.sh", ["scripts/run.sh"]),
         ("not-a-program", []),

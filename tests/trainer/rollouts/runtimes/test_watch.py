@@ -1,12 +1,25 @@
 """Limits as data. `tests/security/attacks.py` has programs that exceed them."""
 
+import asyncio
 import os
 import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
-from rolltap.trainer.rollouts.runtimes.watch import choose_cores, disk_bytes, rlimits, tmpfs_bytes
+from rolltap.trainer.rollouts.runtimes import watch
+from rolltap.trainer.rollouts.runtimes.scratch import scratch_folder
+from rolltap.trainer.rollouts.runtimes.watch import (
+    Nameless,
+    choose_cores,
+    disk_bytes,
+    exceeded,
+    pause_after,
+    rlimits,
+    tmpfs_bytes,
+)
 from rolltap.trainer.rollouts.tasks.limits import Limits
 
 
@@ -53,3 +66,64 @@ def test_names_that_look_like_options_are_names(tmp_path, monkeypatch):
 @pytest.mark.parametrize("folder", ["/tmp", "/dev/shm"])
 def test_a_box_that_is_being_made_and_still_sees_this_machine_has_nothing_in_memory(folder):
     assert tmpfs_bytes(Path(f"/proc/{os.getpid()}/root{folder}")) == 0
+
+
+CLOSED = """
+import os, sys
+from pathlib import Path
+from rolltap.trainer.rollouts.runtimes.watch import disk_bytes
+folder = Path(sys.argv[1])
+if os.getuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)
+(folder / "closed").mkdir()
+(folder / "closed" / "file").write_bytes(bytes(1 << 20))
+(folder / "closed").chmod(0o333)
+print(disk_bytes([folder]))
+(folder / "closed").chmod(0o777)
+"""
+
+
+def test_a_folder_that_a_program_has_closed_is_counted(tmp_path):
+    with scratch_folder() as folder:  # nobody can enter it, other than pytest's
+        folder.chmod(0o777)
+        done = subprocess.run([sys.executable, "-c", CLOSED, str(folder)], capture_output=True, text=True)
+    assert done.stderr == ""
+    assert float(done.stdout) >= 1 << 20
+
+
+def test_a_folder_that_cannot_be_counted_is_over_every_limit(tmp_path, monkeypatch):
+    (tmp_path / "du").write_text("#!/bin/sh\necho 'du: cannot read: Permission denied' >&2; echo 4096 total; exit 1\n")
+    (tmp_path / "du").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert disk_bytes([tmp_path]) == float("inf")
+
+
+def test_many_open_files_are_counted_a_part_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "_SLICE_SECONDS", 0)
+    code = "import os; f = os.memfd_create('x'); os.write(f, bytes(1 << 20)); print(flush=True); input()"
+    command = [sys.executable, "-c", code]
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as second,
+    ):
+        processes = [psutil.Process(each.pid) for each in (first, second)]
+        for each in (first, second):
+            each.stdout.readline()
+        nameless, looks = Nameless(), []
+        for _ in range(2):
+            nameless.look(0, lambda _: list(processes))
+            looks.append(nameless.in_memory >> 20)
+        for each in (first, second):
+            each.communicate(b"\n")
+    assert looks == [1, 2]
+
+
+@pytest.mark.parametrize(("seconds", "pause"), [(0.0, 0.25), (0.05, 1.0), (1.0, 2.0), (1000.0, 2.0)])
+def test_no_look_makes_the_pause_after_it_long(seconds, pause):
+    assert pause_after(seconds, 2.0) == pause
+
+
+async def test_a_box_without_limits_is_not_looked_at():
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(exceeded(Limits(cpus=1), 0, [], find=None), 0.05)

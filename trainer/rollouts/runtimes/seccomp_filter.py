@@ -1,0 +1,73 @@
+"""The system calls that no program of a sandbox may use, as a filter for the kernel (seccomp(2))."""
+
+import errno
+import platform
+import struct
+from dataclasses import dataclass
+
+from rolltap.addons.errors import InputError
+
+DENIED = (
+    *("ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "pidfd_getfd", "kcmp"),
+    *("perf_event_open", "bpf", "userfaultfd", "add_key", "request_key", "keyctl"),
+)
+"""Calls that reach into other processes of the same user, and calls of the kernel that agents do not need."""
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How the kernel names an architecture (linux/audit.h) and its calls (asm/unistd.h)."""
+
+    audit: int
+    numbers: tuple[int, ...]
+    """Numbers of the calls in `DENIED`, in that order."""
+    foreign: int | None = None
+    """The smallest number of the calls of another data model, x32."""
+
+
+ARCHITECTURES = {
+    "x86_64": Architecture(0xC000003E, (101, 310, 311, 440, 438, 312, 298, 321, 323, 248, 249, 250), 0x40000000),
+    "aarch64": Architecture(0xC00000B7, (117, 270, 271, 440, 438, 272, 241, 280, 282, 217, 218, 219)),
+}
+
+_NUMBER, _ARCHITECTURE = 0, 4
+"""Offsets in `struct seccomp_data`."""
+_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
+"""Operations of classic BPF: of 32 bits, with a constant."""
+_ALLOW, _KILL, _FAIL = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM
+
+
+def seccomp_filter(machine: str = "") -> bytes:
+    """Return the filter for an architecture, by default this machine's: an array of `struct sock_filter`.
+
+    The calls in `DENIED` and those of x32 fail with EPERM. A program of another architecture, for instance of 32 bits,
+    is killed at its first call: its calls have other numbers. Raises `InputError` for an architecture that is not
+    known.
+    """
+    machine = machine or platform.machine()
+    if machine not in ARCHITECTURES:
+        raise InputError(
+            f"the runtime sandbox knows the system calls of {' and '.join(ARCHITECTURES)}, and this machine is "
+            f"{machine}: choose another --runtime"
+        )
+    architecture = ARCHITECTURES[machine]
+    checks = [(_EQUAL, number) for number in architecture.numbers]
+    if architecture.foreign is not None:
+        checks.append((_AT_LEAST, architecture.foreign))
+    return b"".join(
+        [
+            _instruction(_LOAD, _ARCHITECTURE),
+            _instruction(_EQUAL, architecture.audit, 1, 0),
+            _instruction(_RETURN, _KILL),
+            _instruction(_LOAD, _NUMBER),
+            # each check jumps over those that follow it, and over the allowing return
+            *(_instruction(code, value, len(checks) - place, 0) for place, (code, value) in enumerate(checks)),
+            _instruction(_RETURN, _ALLOW),
+            _instruction(_RETURN, _FAIL),
+        ]
+    )
+
+
+def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    """Return a `struct sock_filter`. Jumps count the instructions that are left out."""
+    return struct.pack("=HBBI", code, if_true, if_false, value)
