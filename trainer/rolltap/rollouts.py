@@ -200,9 +200,6 @@ def _checked_tasks(tasks: Sequence[Task] | str | Path, repositories: str | Path 
     for name, number in Counter(task.id for task in checked).items():
         if number > 1:
             raise InputError(f"{number} tasks have the id {name!r}: give each task an id of its own")
-    for task in checked:
-        if task.workspace is not None and not task.workspace.is_dir():
-            raise InputError(f"task {task.id!r}: the workspace {task.workspace} is not a folder")
     return checked
 
 

@@ -65,13 +65,16 @@ def test_a_task_folder_becomes_a_task(tmp_path):
     assert "SECRET" not in task.model_dump_json()
 
 
-def test_a_folder_of_tasks_is_read_by_name(tmp_path):
+def test_a_folder_of_tasks_is_read_by_name_without_those_that_are_refused(tmp_path, caplog):
     for name in ("b", "a"):
         write_task(tmp_path / name)
+    write_task(tmp_path / "c", toml="[environment]\ngpus = 1")
     (tmp_path / "README.md").touch()
     (tmp_path / "other").mkdir()
     assert [task.id for task in load_tasks(tmp_path)] == ["a", "b"]
+    assert "1 of 3 tasks are refused: 1 x" in caplog.text
     refused = []
+    (tmp_path / "c" / "task.toml").unlink()
     (tmp_path / "b" / "tests" / "test.sh").unlink()
     assert [task.id for task in load_tasks(tmp_path, refused=refused)] == ["a"]
     assert refused == [f"{tmp_path / 'b'}: tests/test.sh is missing: it judges the task"]
