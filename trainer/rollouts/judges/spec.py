@@ -10,24 +10,32 @@ class _Judge(BaseModel):
     """Fields of all judges.
 
     Attributes:
+        timeout: Seconds after which judging is stopped. The session is unjudged then.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    timeout: float = Field(default=600.0, gt=0)
+
+
+class _WorkspaceJudge(_Judge):
+    """Fields of the judges that look at a workspace.
+
+    Attributes:
         where: `fresh` (default): a copy of the task's start, to which the agent's changes were applied. `session`: the
             folder and the box that the agent left, with all that it put there.
-        timeout: Seconds after which judging is stopped. The session is unjudged then.
         paths: Glob patterns, relative to the workspace: only what the agent made under them is applied. None: all.
         protect: Glob patterns, relative to the workspace: what the agent made under them is not applied. It is counted.
         tests: Folder or file that is laid over the workspace after the agent's changes; relative to the task file.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     where: Literal["fresh", "session"] = "fresh"
-    timeout: float = Field(default=600.0, gt=0)
     paths: list[str] | None = None
     protect: list[str] = []
     tests: Path | None = None
 
 
-class CommandJudge(_Judge):
+class CommandJudge(_WorkspaceJudge):
     """A command that runs in the workspace.
 
     Attributes:
@@ -51,7 +59,7 @@ class CommandJudge(_Judge):
     env: dict[str, str] = {}
 
 
-class PytestJudge(_Judge):
+class PytestJudge(_WorkspaceJudge):
     """A JUnit XML report, compared with the tests that must pass.
 
     The reward is 1 when all tests of both lists pass, else 0. Without lists it is 1 when the report has tests and all
@@ -76,7 +84,7 @@ class PytestJudge(_Judge):
     env: dict[str, str] = {}
 
 
-class PythonJudge(_Judge):
+class PythonJudge(_WorkspaceJudge):
     """A Python function of the user's own, called in a process of its own with the judged workspace.
 
     Attributes:
@@ -132,4 +140,5 @@ class SeveralJudges(BaseModel):
 
 
 Judge = Annotated[CommandJudge | PytestJudge | PythonJudge | LLMJudge | SeveralJudges, Field(discriminator="kind")]
+JUDGE_KINDS = ("command", "pytest", "python", "llm", "several")
 WeightedJudge.model_rebuild()
