@@ -1,7 +1,7 @@
 """Descriptions of judges: pydantic models that stand in a task."""
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -39,7 +39,8 @@ class CommandJudge(_WorkspaceJudge):
     """A command that runs in the workspace.
 
     Attributes:
-        result: Where the reward is. `status`: exit status 0 is 1, exit status 1 is 0, all others are unjudged.
+        result: Where the reward is. `status`: exit status 0 is 1, exit status 1 is 0, all others are unjudged, and so
+            is 1 with an error of Python at the end of the output, unless it is an `AssertionError`.
             `number`: one finite number alone on the last line of the output. `json`: a JSON object as the last line of
             the output, or in the file that ROLLTAP_REWARD names: `{"reward": 0.5, "parts": {"speed": 1.0}}`. None: JSON
             or a number if the last line is one, else the status.
@@ -140,5 +141,6 @@ class SeveralJudges(BaseModel):
 
 
 Judge = Annotated[CommandJudge | PytestJudge | PythonJudge | LLMJudge | SeveralJudges, Field(discriminator="kind")]
-JUDGE_KINDS = ("command", "pytest", "python", "llm", "several")
+JUDGE_KINDS: tuple[str, ...] = tuple(kind.model_fields["kind"].default for kind in get_args(get_args(Judge)[0]))
+"""Names of the judges: values of `kind`."""
 WeightedJudge.model_rebuild()
