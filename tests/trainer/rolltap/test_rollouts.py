@@ -10,6 +10,8 @@ import rolltap
 from rolltap.errors import EngineError, InputError, RecorderError, RunError
 from rolltap.trainer.rollouts import scheduler
 from rolltap.trainer.rollouts.lock import rollout_lock
+from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
+from rolltap.types import PytestJudge
 from tests.scripted_engine import Say
 from tests.trainer.commands.program import ASK
 
@@ -57,6 +59,19 @@ async def test_the_async_twin_does_not_block_the_event_loop(arguments, monkeypat
     for name in ("__enter__", "end", "__exit__"):
         needs_the_loop(name)
     check(await rolltap.rollout_async([TASK], **arguments))
+
+
+@pytest.mark.parametrize("given", [{"tools": ["/usr"]}, {"container_engine": "podman"}, {"container_arguments": ["x"]}])
+def test_settings_of_a_runtime_are_refused_beside_one_that_is_made(arguments, given):
+    with pytest.raises(InputError, match=f"{min(given)} has no meaning with a runtime that you made"):
+        rolltap.rollout([TASK], runtime=ProcessRuntime(), **arguments, **given)
+
+
+def test_a_path_that_is_not_there_is_named_before_the_recorder_starts(arguments, tmp_path):
+    task = rolltap.Task(id="t", instruction="Do it.", judge=PytestJudge(tests=Path("nope")))
+    with pytest.raises(InputError, match=r"'judge\.tests' names nope, which does not exist"):
+        rolltap.rollout([task], **arguments)
+    assert not arguments["out"].exists()
 
 
 @pytest.fixture
