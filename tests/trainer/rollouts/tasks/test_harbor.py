@@ -82,6 +82,13 @@ def test_a_folder_of_tasks_is_read_by_name_without_those_that_are_refused(tmp_pa
         load_tasks(tmp_path / "other")
 
 
+def test_every_missing_part_of_a_folder_is_named_at_once(tmp_path):
+    with pytest.raises(InputError) as error:
+        load(tmp_path, toml="[environment]\ngpus = 1\ntpu = 'x'", dockerfile=None, test=None, instruction=None)
+    for part in ("'environment.gpus' = 1, 'environment.tpu' = x", "instruction.md", "tests/test.sh", "Dockerfile"):
+        assert part in str(error.value)
+
+
 def test_the_sizes_of_older_tasks_are_read(tmp_path):
     task = load(tmp_path, toml='version = "1.0"\n[environment]\nmemory = "2G"\nstorage = "512M"\n')
     assert (task.limits.memory_gib, task.limits.disk_gib) == (2, 0.5)
@@ -229,7 +236,7 @@ def test_files_that_rolltap_cannot_use_are_refused(tmp_path):
 
 
 def test_what_is_missing_is_named(tmp_path):
-    with pytest.raises(InputError, match=r"cannot read .*instruction\.md"):
+    with pytest.raises(InputError, match=r"instruction\.md is missing"):
         load(tmp_path, instruction=None)
     write_task(tmp_path / "with space")
     with pytest.raises(InputError, match="with space: 'id' is 'with space'"):
