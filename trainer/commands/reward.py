@@ -7,8 +7,6 @@ import click
 
 import rolltap
 from rolltap.trainer.commands.options import RUN, json_option
-from rolltap.trainer.views.inspect import find_session_id, json_values
-from rolltap.trainer.views.session_facts import parsed_session
 
 
 @click.command("reward", context_settings={"ignore_unknown_options": True})
@@ -38,10 +36,9 @@ def reward_command(
     """
     numbers = dict(map(_part, parts))
     opened = rolltap.open_run(run)
-    session = find_session_id(run, session)
     rewarded = opened.reward(session, value, parts=numbers, task=task, group=group, change=change)
     if as_json:
-        click.echo(json.dumps(json_values(parsed_session(rewarded))))
+        click.echo(json.dumps(opened.inspect_session(rewarded.session_id).to_json()["session"]))
         return
     where = f"task {rewarded.task_id or '-'}, group {rewarded.group_id or '-'}, revision {rewarded.revision}"
     click.echo(f"{rewarded.session_id}: {rewarded.reward:g} ({where})")

@@ -3,8 +3,8 @@
 Callers construct only those of tasks and runtimes: judges, `Limits`, and what a `Runtime` of their own is made of."""
 
 from rolltap.addons.store.records import CallKind, CallRole, CallStatus, SessionStatus, VersionSpan
-from rolltap.runs import ExportFormat
 from rolltap.traces import RunTraces
+from rolltap.trainer.exports.formats import ExportFormat
 from rolltap.trainer.rollouts.judges.spec import (
     CommandJudge,
     LLMJudge,

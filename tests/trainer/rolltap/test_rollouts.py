@@ -47,18 +47,23 @@ async def test_a_rollout_runs_where_an_event_loop_runs_as_in_a_notebook(argument
 async def test_the_async_twin_does_not_block_the_event_loop(arguments, monkeypatch):
     loop = asyncio.get_running_loop()
 
-    def needs_the_loop(name):
-        original = getattr(rolltap.Recorder, name)
+    called = []
+
+    def needs_the_loop(owner, name):
+        original = getattr(owner, name)
 
         def wrapped(*args):
+            called.append(name)
             asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(timeout=60)
             return original(*args)
 
-        monkeypatch.setattr(rolltap.Recorder, name, wrapped)
+        monkeypatch.setattr(owner, name, wrapped)
 
     for name in ("__enter__", "end", "__exit__"):
-        needs_the_loop(name)
+        needs_the_loop(rolltap.Recorder, name)
+    needs_the_loop(rolltap.Task, "digest")
     check(await rolltap.rollout_async([TASK], **arguments))
+    assert called.count("digest") == 1
 
 
 @pytest.mark.parametrize("given", [{"tools": ["/usr"]}, {"container_engine": "podman"}, {"container_arguments": ["x"]}])
