@@ -2,8 +2,10 @@
 
 import reprlib
 import tomllib
+from collections.abc import Mapping, Sequence
 from importlib.resources.abc import Traversable
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -25,24 +27,41 @@ def load_toml(file: Path | Traversable, kind: type[Model]) -> Model:
         raise InputError(f"{file} is not TOML: {error}") from error
 
 
-def describe(error: ValidationError) -> str:
+def describe(error: ValidationError, unions: Mapping[str, Sequence[str]] = MappingProxyType({})) -> str:
     """Return a pydantic error as one line: each invalid key, its value, shortened, and what is wrong with it.
 
-    Of a list with several invalid elements only the first is named: a list of token ids may have thousands.
+    Of a list with several invalid elements only the first is named: a list of token ids may have thousands. `unions`
+    are keys whose value is one of several models, with the names of these: the values of their key `kind`.
     """
     faults: dict[str, str] = {}
     for fault in error.errors():
-        key = ".".join(str(part) for part in fault["loc"])
+        path = _path(fault["loc"], unions)
+        key = ".".join(map(str, path))
         match fault["type"]:
             case "extra_forbidden":
                 what = f"unknown key {key!r}"
             case "missing":
                 what = f"{key!r} is missing"
+            case "union_tag_invalid" | "union_tag_not_found":
+                given = fault.get("ctx", {}).get("tag")
+                how = "is missing" if given is None else f"is {reprlib.repr(given)}"
+                what = f"'{key}.kind' {how}: write one of {', '.join(unions.get(str(path[-1]), ()))}"
             case "json_invalid":
                 what = fault["msg"]
             case "value_error" if not key:  # a check of several keys, which its message names
                 what = fault["msg"].removeprefix("Value error, ")
             case _:
                 what = f"{repr(key) if key else 'the line'} is {reprlib.repr(fault['input'])}: {fault['msg']}"
-        faults.setdefault(".".join(part for part in fault["loc"] if isinstance(part, str)), what)
+        faults.setdefault(".".join(part for part in path if isinstance(part, str)), what)
     return "; ".join(faults.values())
+
+
+def _path(places: Sequence[str | int], unions: Mapping[str, Sequence[str]]) -> list[str | int]:
+    """Return the keys that lead to a fault. pydantic puts the name of the model after the key of a union."""
+    path: list[str | int] = []
+    previous: str | int | None = None
+    for place in places:
+        if not (previous in unions and place in unions[str(previous)]):
+            path.append(place)
+        previous = None if previous in unions else place
+    return path

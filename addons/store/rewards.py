@@ -119,7 +119,10 @@ def rewarded(
     if before.status in _CLOSED:
         raise InputError(f"session {session_id} has the status {before.status}, and no reward: {before.error}")
     if before.reward is not None and not change:
-        raise InputError(f"session {session_id} has the reward {before.reward:g} already: change it only on purpose")
+        raise InputError(
+            f"session {session_id} has the reward {before.reward:g} already: replace it on purpose, with --change "
+            "(from Python: change=True)"
+        )
     own_group = before.group_id in ("", session_id)
     return replace(
         before,

@@ -1,11 +1,12 @@
 """`rolltap reward`: gives a recorded session its reward."""
 
+import json
 from pathlib import Path
 
 import click
 
 import rolltap
-from rolltap.trainer.commands.options import RUN
+from rolltap.trainer.commands.options import RUN, json_option
 
 
 @click.command("reward", context_settings={"ignore_unknown_options": True})
@@ -16,16 +17,29 @@ from rolltap.trainer.commands.options import RUN
 @click.option("--group", default="", metavar="ID", help="Sessions that are compared with each other.")
 @click.option("--part", "parts", multiple=True, metavar="NAME=VALUE", help="A part of the reward. Repeatable.")
 @click.option("--change", is_flag=True, help="Replace the reward that the session has.")
+@json_option
 def reward_command(
-    run: Path, session: str, value: float, task: str, group: str, parts: tuple[str, ...], change: bool
+    run: Path,
+    session: str,
+    value: float,
+    task: str,
+    group: str,
+    parts: tuple[str, ...],
+    change: bool,
+    as_json: bool,
 ) -> None:
     """Give SESSION of RUN the reward VALUE, a finite number.
 
     For sessions that `rolltap rollout` did not start: of `rolltap record`, or of programs of your own. A reward that
-    was given before stays in the run, the newest counts. A session without a completed call has none.
+    was given before stays in the run, the newest counts. A session without a completed call has none. Unique prefixes
+    of ids are accepted.
     """
     numbers = dict(map(_part, parts))
-    rewarded = rolltap.open_run(run).reward(session, value, parts=numbers, task=task, group=group, change=change)
+    opened = rolltap.open_run(run)
+    rewarded = opened.reward(session, value, parts=numbers, task=task, group=group, change=change)
+    if as_json:
+        click.echo(json.dumps(opened.inspect_session(rewarded.session_id).to_json()["session"]))
+        return
     where = f"task {rewarded.task_id or '-'}, group {rewarded.group_id or '-'}, revision {rewarded.revision}"
     click.echo(f"{rewarded.session_id}: {rewarded.reward:g} ({where})")
 

@@ -64,7 +64,7 @@ from rolltap.trainer.commands.options import FOLDER, harness_option, json_option
     default=2,
     show_default=True,
     type=click.IntRange(0),
-    help="Further attempts at a session that failed because of the engine, the recorder or the machine.",
+    help="Retries of a session that failed because of the engine, the recorder or the machine.",
 )
 @click.option(
     "--give-up-after",

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
 
@@ -34,12 +34,13 @@ async def run_groups(
     *,
     policy_version: str | None,
     advance: Advance,
+    digests: Mapping[str, str] | None = None,
 ) -> list[Session]:
     """Run the sessions of groups and record the outcome of every session, failed ones included.
 
     A session with the status `infrastructure` is tried again, under the id of the next attempt. `policy_version` is
     that of sessions without a sampled token; None stands for the published one. Other sessions have the version that
-    their calls say: see `Recorder.end`.
+    their calls say: see `Recorder.end`. `digests` are those of the tasks, by id; None: they are computed.
 
     Returns the sessions in the order in which they ended, all attempts. Raises `RecorderError` when the recorder dies,
     and when too many sessions in a row say nothing of the policy; `EngineError` when the engine does not say its
@@ -49,7 +50,8 @@ async def run_groups(
     if plan.runtime.warning is not None:
         _tell_once(plan.runtime.warning)
     harness_env = await asyncio.to_thread(plan.harness.environment, recorder.engine)
-    digests = {group.task.id: await asyncio.to_thread(group.task.digest) for group in groups if group.session_ids}
+    if digests is None:
+        digests = {group.task.id: await asyncio.to_thread(group.task.digest) for group in groups if group.session_ids}
     semaphore = asyncio.Semaphore(plan.concurrency)
     sessions: list[Session] = []
     tally = Tally(sum(len(group.session_ids) for group in groups))

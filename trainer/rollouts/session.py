@@ -28,6 +28,7 @@ from rolltap.trainer.blocking import run_to_end
 from rolltap.trainer.rollouts.environment import CERTIFICATES, clean_environment
 from rolltap.trainer.rollouts.facts import Facts
 from rolltap.trainer.rollouts.judges.changes import Made
+from rolltap.trainer.rollouts.judges.command import read_end
 from rolltap.trainer.rollouts.judges.judge import judge
 from rolltap.trainer.rollouts.judges.judged import Judged
 from rolltap.trainer.rollouts.outcomes import is_judged, outcome
@@ -148,10 +149,18 @@ async def _play(stage: Stage, session: Session, task: Task) -> Facts:
         result = outcome(ended, timeout, facts, judged)
         session.status, session.reward, session.error = result.status, result.reward, result.error
         if facts.fault is not None:
-            session.error = f"{result.error}; its output is in {log}"
+            session.error = f"{result.error}; its output is in {log}{_last_line(log)}"
         return facts
     finally:
         await run_to_end(remove_tree, folder)
+
+
+def _last_line(log: Path) -> str:
+    """Return the end of a program's output, for a message; empty without output."""
+    lines = read_end(log, 4096).split("\n") if log.exists() else []
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    last = "".join(letter if letter.isprintable() else " " for letter in last)
+    return f", and ends with: {last[:300]}" if last else ""
 
 
 def _environment(stage: Stage, session_id: str, task: Task, box: Box) -> dict[str, str]:

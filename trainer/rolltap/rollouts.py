@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -21,11 +22,12 @@ from rolltap.trainer.rollouts.groups import group_key
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.judges.here import judge_here
 from rolltap.trainer.rollouts.lock import rollout_lock
+from rolltap.trainer.rollouts.outcomes import is_judged, outcome
 from rolltap.trainer.rollouts.plan import Plan
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import Recorded, end_interrupted
 from rolltap.trainer.rollouts.runtimes.choose import make_runtime
-from rolltap.trainer.rollouts.runtimes.runtime import Runtime
+from rolltap.trainer.rollouts.runtimes.runtime import Ended, Runtime
 from rolltap.trainer.rollouts.scheduler import run_groups
 from rolltap.trainer.rollouts.tasks.fit import fit_tasks
 from rolltap.trainer.rollouts.tasks.sources import load_tasks
@@ -155,6 +157,9 @@ async def rollout_async(
         raise InputError(f"retries={retries}: give at least 0")
     if not timeout > 0:
         raise InputError(f"timeout={timeout}: give a number of seconds above 0")
+    given = {"tools": tools, "container_engine": container_engine, "container_arguments": container_arguments}
+    if not isinstance(runtime, str) and (unused := [name for name, value in given.items() if value]):
+        raise InputError(f"{unused[0]} has no meaning with a runtime that you made: give it to that runtime")
     if isinstance(runtime, str):
         runtime = make_runtime(
             runtime, tools=tools, container_engine=container_engine, container_arguments=container_arguments
@@ -176,13 +181,14 @@ async def rollout_async(
             recorded = Recorded(load_sessions(run_folder).values())
             weights = f"{weights},{PolicyFile(run_folder).read().version}"
             common = (harness.digest(), runtime.name, str(model), weights)
+            digests = {task.id: await asyncio.to_thread(task.digest) for task in task_list}
             groups = [
-                recorded.group(task, group_key(task.digest(), *common), sessions, further=new_groups)
+                recorded.group(task, group_key(digests[task.id], *common), sessions, further=new_groups)
                 for task in task_list
             ]
             missing = [recorded.missing(group) for group in groups]
             with progress_bar(show=progress) as advance:
-                await run_groups(missing, plan, recorder, policy_version=None, advance=advance)
+                await run_groups(missing, plan, recorder, policy_version=None, advance=advance, digests=digests)
     run = open_run(out)
     ended = Recorded(load_sessions(run_folder).values())
     run.new_session_ids = tuple(session.session_id for group in groups for session in ended.attempts(group))
@@ -200,9 +206,6 @@ def _checked_tasks(tasks: Sequence[Task] | str | Path, repositories: str | Path 
     for name, number in Counter(task.id for task in checked).items():
         if number > 1:
             raise InputError(f"{number} tasks have the id {name!r}: give each task an id of its own")
-    for task in checked:
-        if task.workspace is not None and not task.workspace.is_dir():
-            raise InputError(f"task {task.id!r}: the workspace {task.workspace} is not a folder")
     return checked
 
 
@@ -229,8 +232,17 @@ def end_recorded(session: Session, recorder: Recorder, evaluate: str | None) -> 
 
     A reward that the program gave at the session's end counts first. Raises as `Recorder.end_calls` and `Recorder.end`.
     """
+    recorder.end_calls(session.session_id)
+    facts = recorder.facts(session.session_id)
     if evaluate is not None:
-        _judge(session, recorder, evaluate)
+        judged = None
+        if is_judged(facts):
+            judged = judge_here(evaluate, recorder.path / "logs" / f"{session.session_id}.evaluate.log")
+            session.parts, session.evidence = json.dumps(judged.parts), json.dumps(judged.evidence)
+        result = outcome(Ended(session.exit_status), math.inf, facts, judged)
+        session.status, session.reward, session.error = result.status, result.reward, result.error
+    elif facts.budget is not None:
+        session.status, session.error = "budget", facts.budget
     if rows := session_rows(recorder.path, session.session_id):
         own = rows[-1]
         session.revision = own.revision + 1
@@ -238,16 +250,3 @@ def end_recorded(session: Session, recorder: Recorder, evaluate: str | None) -> 
         session.reward, session.parts, session.evidence, session.error = own.reward, own.parts, own.evidence, None
         session.task_id, session.group_id = own.task_id or session.task_id, own.group_id or session.group_id
     recorder.end(session)
-
-
-def _judge(session: Session, recorder: Recorder, evaluate: str) -> None:
-    """Set the reward of a session, or why it has none."""
-    fault = recorder.end_calls(session.session_id)
-    if fault is not None:
-        session.status, session.error = "infrastructure", fault
-        return
-    judged = judge_here(evaluate, recorder.path / "logs" / f"{session.session_id}.evaluate.log")
-    session.reward, session.parts = judged.reward, json.dumps(judged.parts)
-    session.evidence = json.dumps(judged.evidence)
-    if judged.reward is None:
-        session.status, session.error = "unjudged", judged.unjudged

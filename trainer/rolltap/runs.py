@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, BinaryIO, Literal, get_args
+from typing import Any, BinaryIO, get_args
 
 from rolltap.addons.errors import InputError, MissingPackageError
 from rolltap.addons.store.metadata import read_metadata
@@ -12,7 +12,8 @@ from rolltap.addons.store.rewards import GivenReward, give_reward
 from rolltap.addons.store.staging import new_folder
 from rolltap.addons.store.tables import RunWriter
 from rolltap.traces import RunTraces
-from rolltap.trainer.progress import Advance, progress_bar
+from rolltap.trainer.exports.formats import ExportFormat, exporter
+from rolltap.trainer.progress import progress_bar
 from rolltap.trainer.rollouts.suspicions.rules import NAMES as SUSPICIONS
 from rolltap.trainer.runs.import_calls import ImportSummary
 from rolltap.trainer.runs.import_calls import import_calls as _import_calls
@@ -26,10 +27,8 @@ from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions, unknown_session
 from rolltap.trainer.traces.sessions import TraceOptions, iter_traces
 from rolltap.trainer.views.check import CheckReport, check_run
-from rolltap.trainer.views.inspect import CallView, SessionView, view_call, view_session
+from rolltap.trainer.views.inspect import CallView, SessionView, find_session_id, view_call, view_session
 from rolltap.trainer.views.report import Summary, summarize
-
-ExportFormat = Literal["parquet", "openenv", "atif", "messages"]
 
 
 class Run:
@@ -127,12 +126,13 @@ class Run:
         """Give a session the reward `value`, a finite number, and return its new row. The earlier rows stay in the run.
 
         `task` and `group`, if not empty, replace those of the session; one in a group of its own joins that of `task`.
+        Unique prefixes of the id are accepted.
 
         Raises `InputError`, `RunError` and `OSError` as `GivenReward` and `give_reward`.
         """
         given = GivenReward(value=value, parts=parts or {}, task=task, group=group, source="rolltap reward")
         with RunWriter(self.path) as writer:
-            return give_reward(writer, session_id, given, change=change)
+            return give_reward(writer, find_session_id(self.path, session_id), given, change=change)
 
     def verify(self, *, repair: bool = False, progress: bool = True) -> Verification:
         """Check the run, as `verify_run`."""
@@ -159,19 +159,9 @@ class Run:
 
         Raises `RunError` when `out` is not empty.
         """
-        # datasets takes a second to import
-        from rolltap.trainer.exports import atif, messages, openenv, parquet
-
-        formats: dict[str, Callable[[Path, Path, Advance], int]] = {
-            "parquet": parquet.export,
-            "openenv": openenv.export,
-            "atif": atif.export,
-            "messages": messages.export,
-        }
-        if target not in formats:
-            raise InputError(f"unknown format {target!r}: choose {', '.join(formats)}")
+        export = exporter(target)
         with new_folder(Path(out)) as folder, progress_bar(show=progress) as advance:
-            return formats[target](self.path, folder, advance)
+            return export(self.path, folder, advance)
 
     def push_to_hub(self, repo: str, *, public: bool = False, progress: bool = True) -> str:
         """Push the run as Parquet to the dataset repository `repo` (ORG/NAME) and return its URL.

@@ -1,8 +1,20 @@
-"""Types of the arguments and results of `rolltap`'s functions, for annotations. Callers need not construct them."""
+"""Types of the arguments and results of `rolltap`'s functions, for annotations.
+
+Callers construct only those of tasks and runtimes: judges, `Limits`, and what a `Runtime` of their own is made of."""
 
 from rolltap.addons.store.records import CallKind, CallRole, CallStatus, SessionStatus, VersionSpan
-from rolltap.runs import ExportFormat
 from rolltap.traces import RunTraces
+from rolltap.trainer.exports.formats import ExportFormat
+from rolltap.trainer.rollouts.judges.spec import (
+    CommandJudge,
+    LLMJudge,
+    PytestJudge,
+    PythonJudge,
+    SeveralJudges,
+    WeightedJudge,
+)
+from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec, Ended, Mount, Runtime
+from rolltap.trainer.rollouts.tasks.limits import Limits
 from rolltap.trainer.runs.finding import Finding
 from rolltap.trainer.runs.import_calls import ImportSummary
 from rolltap.trainer.runs.merge import LeftBehind
@@ -20,6 +32,8 @@ from rolltap.trainer.views.session_table import SessionRow
 
 __all__ = [
     "TRAINED_ROLES",
+    "Box",
+    "BoxSpec",
     "CallKind",
     "CallNode",
     "CallRole",
@@ -27,24 +41,33 @@ __all__ = [
     "CallView",
     "CheckReport",
     "CheckRow",
+    "CommandJudge",
     "Divergence",
+    "Ended",
     "ExportFormat",
     "Finding",
     "ImportSummary",
     "KindSpan",
+    "LLMJudge",
     "LeftBehind",
     "LeftOut",
+    "Limits",
     "MixedGroup",
+    "Mount",
     "OutcomeRow",
     "PartRow",
     "ProvenanceRow",
+    "PytestJudge",
+    "PythonJudge",
     "RecordedCalls",
     "RecordedSession",
     "RunTraces",
+    "Runtime",
     "ScoredToken",
     "SessionRow",
     "SessionStatus",
     "SessionView",
+    "SeveralJudges",
     "SplitBy",
     "Strategy",
     "Summary",
@@ -55,4 +78,5 @@ __all__ = [
     "Verification",
     "VersionRewards",
     "VersionSpan",
+    "WeightedJudge",
 ]

@@ -72,13 +72,14 @@ class Recipe(BaseModel):
     container_engine: Literal["podman", "docker"] | None = None
     """Program that runs containers, with `runtime = "container"`. By default the first that is installed."""
     container_arguments: tuple[str, ...] = ()
-    """Further arguments of its command that makes a container."""
+    """Arguments between the name of that program and its commands, as in `podman ARGUMENTS create`."""
     retries: int = Field(default=2, ge=0)
-    """Further tries of a session that failed for a reason of the engine, the recorder or the machine."""
+    """Retries of a session that failed for a reason of the engine, the recorder or the machine."""
     give_up_after: int = Field(default=8, ge=1)
     """Failures of this kind in a row, over all sessions, after which the rollout stops."""
     budget: Budget = Budget()
-    """Budgets of each session: see `Budget`."""
+    """Budgets of each session: see `Budget`. Its keys are the options `--max-calls` and so on of `rolltap rollout`,
+    without `max`."""
     outcomes: Outcomes = Outcomes()
     """Rewards of sessions that were not completed: see `Outcomes`."""
     suspicious: Suspicious = "keep"

@@ -156,13 +156,18 @@ def find_id(prefix: str, ids: Collection[str], what: str, where: str) -> str:
     raise InputError(f"{where} has no {what} {prefix!r}" + (f", only {_some(near, len(ids))}" if near else ""))
 
 
-def find_session(run: Path, prefix: str) -> RecordedSession:
-    """Return the session with this id or unique prefix of it. Raises `InputError`."""
+def find_session_id(run: Path, prefix: str) -> str:
+    """Return the id of the session with this id or unique prefix of it. Raises `InputError`."""
     ids = set()
     for table in ("sessions", "calls"):
         for batch in read_batches(run, table):
             ids.update(batch.column("session_id").unique().to_pylist())
-    return next(iter_sessions(run, [find_id(prefix, ids, "session", str(run))]))
+    return find_id(prefix, ids, "session", str(run))
+
+
+def find_session(run: Path, prefix: str) -> RecordedSession:
+    """Return the session with this id or unique prefix of it. Raises `InputError`."""
+    return next(iter_sessions(run, [find_session_id(run, prefix)]))
 
 
 def view_session(run: Path, prefix: str) -> SessionView:

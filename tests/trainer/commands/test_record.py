@@ -91,6 +91,14 @@ def test_a_session_that_the_engine_failed_is_not_judged(scripted_engine, tokeniz
     assert not (tmp_path / "here" / "judged").exists()
 
 
+def test_a_budget_that_ended_the_session_is_its_status(scripted_engine, tokenizer_folder, tmp_path):
+    how = ("--set", "rolltap_max_calls=1", "--evaluate", "true")
+    twice = f"exec({ASK.rpartition('sys.exit')[0]!r})\n{ASK}"
+    _, session = record(scripted_engine, tokenizer_folder, tmp_path, *how, program=twice)
+    assert (session.status, session.reward) == ("budget", 1.0)
+    assert "budget" in session.error
+
+
 END = """
 import os
 answer = httpx.post("http://session.rolltap/end", json={"reward": 0.75, "task": "own"}, proxy=os.environ["HTTPS_PROXY"])

@@ -1,5 +1,8 @@
 """`rolltap reward`, and what readers of the run make of it."""
 
+import json
+import re
+
 import pytest
 from click.testing import CliRunner
 
@@ -44,7 +47,7 @@ def test_the_newest_reward_counts_wherever_the_run_is_read(run, tmp_path):
     run.reward("a", 0.0, task="sort")
     refused = reward(run, "a", "1")
     assert refused.exit_code != 0
-    assert "has the reward 0 already" in str(refused.exception or refused.output)
+    assert "has the reward 0 already: replace it on purpose, with --change" in str(refused.exception)
     assert reward(run, "a", "1", "--change").exit_code == 0
     run.reward("b", 0.25, parts={"speed": 0.5})
     filtered = run.filter(tmp_path / "filtered", min_reward=1.0, progress=False)
@@ -75,6 +78,18 @@ def test_a_reward_that_is_not_finite_is_refused(run, value):
 def test_a_part_that_is_no_finite_number_is_refused(run, part):
     assert reward(run, "a", "1", "--part", part).exit_code != 0
     assert run.sessions()[0].status == "unknown"
+
+
+def test_a_unique_prefix_of_an_id_is_accepted_and_the_row_is_json_when_asked(run):
+    with RunWriter(run.path, "never") as writer:
+        for session_id in ("long-1", "long-2"):
+            writer.add_call(make_call(session_id, 1, [1, 2], [3, 4]))
+    refused = reward(run, "long", "1")
+    assert re.search(r"2 sessions of .* begin with 'long'", str(refused.exception))
+    with RunWriter(run.path, "never") as writer:
+        writer.add_call(make_call("other", 1, [1, 2], [3, 4]))
+    given = json.loads(reward(run, "oth", "0.5", "--part", "speed=1", "--json").output)
+    assert (given["session_id"], given["reward"], given["parts"]) == ("other", 0.5, {"speed": 1.0})
 
 
 def test_an_unknown_session_is_refused(run):

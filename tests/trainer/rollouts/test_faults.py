@@ -129,9 +129,10 @@ async def test_an_engine_that_is_down_from_the_start_is_a_fault(play, monkeypatc
 
 
 async def test_a_harness_that_makes_no_call_has_no_reward(play, tmp_path):
-    session, _ = await play("sys.exit(3)")
+    session, _ = await play("print('give a key\\n'); sys.exit(3)")
     assert (session.status, session.exit_status, session.reward) == ("infrastructure", 3, None)
     assert f"the harness ended with status 3); its output is in {tmp_path}" in session.error
+    assert session.error.endswith(", and ends with: give a key")
 
 
 async def test_an_engine_that_dies_in_the_middle_and_stays_dead_is_a_fault(play):

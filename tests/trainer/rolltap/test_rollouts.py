@@ -10,6 +10,8 @@ import rolltap
 from rolltap.errors import EngineError, InputError, RecorderError, RunError
 from rolltap.trainer.rollouts import scheduler
 from rolltap.trainer.rollouts.lock import rollout_lock
+from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
+from rolltap.types import PytestJudge
 from tests.scripted_engine import Say
 from tests.trainer.commands.program import ASK
 
@@ -45,18 +47,36 @@ async def test_a_rollout_runs_where_an_event_loop_runs_as_in_a_notebook(argument
 async def test_the_async_twin_does_not_block_the_event_loop(arguments, monkeypatch):
     loop = asyncio.get_running_loop()
 
-    def needs_the_loop(name):
-        original = getattr(rolltap.Recorder, name)
+    called = []
+
+    def needs_the_loop(owner, name):
+        original = getattr(owner, name)
 
         def wrapped(*args):
+            called.append(name)
             asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(timeout=60)
             return original(*args)
 
-        monkeypatch.setattr(rolltap.Recorder, name, wrapped)
+        monkeypatch.setattr(owner, name, wrapped)
 
     for name in ("__enter__", "end", "__exit__"):
-        needs_the_loop(name)
+        needs_the_loop(rolltap.Recorder, name)
+    needs_the_loop(rolltap.Task, "digest")
     check(await rolltap.rollout_async([TASK], **arguments))
+    assert called.count("digest") == 1
+
+
+@pytest.mark.parametrize("given", [{"tools": ["/usr"]}, {"container_engine": "podman"}, {"container_arguments": ["x"]}])
+def test_settings_of_a_runtime_are_refused_beside_one_that_is_made(arguments, given):
+    with pytest.raises(InputError, match=f"{min(given)} has no meaning with a runtime that you made"):
+        rolltap.rollout([TASK], runtime=ProcessRuntime(), **arguments, **given)
+
+
+def test_a_path_that_is_not_there_is_named_before_the_recorder_starts(arguments, tmp_path):
+    task = rolltap.Task(id="t", instruction="Do it.", judge=PytestJudge(tests=Path("nope")))
+    with pytest.raises(InputError, match=r"'judge\.tests' names nope, which does not exist"):
+        rolltap.rollout([task], **arguments)
+    assert not arguments["out"].exists()
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ reward's file and end with status 0. Such a command has to run the agent's code 
 """
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from rolltap.trainer.rollouts.judges.spec import CommandJudge
 
 _MAX_REWARD_BYTES = 64 << 10
 _NOT_RUN = {126: "cannot be run", 127: "is not there"}
+_PYTHON_ERROR = re.compile(r"(?:^|\n)Traceback \(most recent call last\):\n(?:[ \t].*\n)+([\w.]+)(?:: .*)?$")
+_NO_IMPORT = re.compile(r"(?:No module named|ModuleNotFoundError\b|ImportError\b)[^\n]*$")
+_NAMED = re.compile(r"(?:No module named|cannot import name) ['\"]?([\w.]+)")
 
 
 async def judge_by_command(spec: CommandJudge, place: Place) -> tuple[Reward, dict[str, Any]]:
@@ -29,15 +33,24 @@ async def judge_by_command(spec: CommandJudge, place: Place) -> tuple[Reward, di
         return parse_text(written.decode(errors="replace")), evidence
     if spec.reward_file is not None:
         raise UnjudgedError(f"the judge ended with status {status} and did not write {file}", broke=True)
-    return read_verdict(spec, status, place.case.log), evidence
+    return read_verdict(spec, status, place.case.log, asked=place.case.task.instruction), evidence
 
 
-def read_verdict(spec: CommandJudge, status: int, log: Path) -> Reward:
-    """Return the reward by the output, which is in `log`, and the exit status. Raises `UnjudgedError`."""
+def read_verdict(spec: CommandJudge, status: int, log: Path, *, asked: str = "") -> Reward:
+    """Return the reward by the output, which is in `log`, and the exit status. Raises `UnjudgedError`.
+
+    Python ends with status 1 when a judge itself breaks: that is no verdict, unless an assertion failed, or a module or
+    name is missing that the task, `asked`, names.
+    """
     if status not in (0, 1):
         what = f": {spec.command[0]!r}, or a program in it, {_NOT_RUN[status]}" if status in _NOT_RUN else ""
         raise UnjudgedError(
             f"the judge ended with status {status}, and only 0 and 1 are a verdict{what}; its output is in {log.name}",
+            broke=True,
+        )
+    if status == 1 and (broken := _broken(read_end(log), asked)):
+        raise UnjudgedError(
+            f"the judge ended with status 1 and the error {broken!r}, which is no verdict; its output is in {log.name}",
             broke=True,
         )
     if spec.result == "status":
@@ -47,6 +60,17 @@ def read_verdict(spec: CommandJudge, status: int, log: Path) -> Reward:
     except UnjudgedError as error:
         raise UnjudgedError(str(error), broke=status != 0) from error
     return reward if reward is not None else Reward(float(status == 0), {})
+
+
+def _broken(output: str, asked: str) -> str | None:
+    """Return the last line of an output that ends as a Python program that broke; None for others."""
+    output = output.replace("\r\n", "\n").rstrip()
+    error = _PYTHON_ERROR.search(output)
+    if not (error or _NO_IMPORT.search(output)) or (error and error[1] == "AssertionError"):
+        return None
+    last = output.rpartition("\n")[2]
+    named = _NAMED.search(last)
+    return None if named and re.search(rf"\b{re.escape(named[1])}\b", asked) else last[:300]
 
 
 def read_end(log: Path, limit: int = _MAX_REWARD_BYTES) -> str:

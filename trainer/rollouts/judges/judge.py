@@ -105,7 +105,7 @@ def _by_its_report(spec: CommandJudge) -> CommandJudge | PytestJudge:
     return PytestJudge(command=[*spec.command, "--junit-xml", "{report}"], **fields)
 
 
-async def _ask(spec: OneJudge, case: Case) -> Judged:
+async def _ask(spec: OneJudge | LLMJudge, case: Case) -> Judged:
     """Ask one judge. Raises `UnjudgedError` when it has no verdict."""
     evidence: dict[str, Any] = {"judge": spec.kind}
     if isinstance(spec, LLMJudge):
@@ -135,10 +135,10 @@ def _judged(reward: Reward, evidence: dict[str, Any]) -> Judged:
     return Judged(reward=reward.reward, parts=reward.parts, evidence=evidence)
 
 
-async def _who_broke_it(error: UnjudgedError, spec: OneJudge, case: Case) -> Judged:
+async def _who_broke_it(error: UnjudgedError, spec: OneJudge | LLMJudge, case: Case) -> Judged:
     """Return the judgement of a session whose judge has no verdict."""
     evidence = {"judge": spec.kind, **error.evidence}
-    if not error.broke or (spec.where == "fresh" and not case.changes):
+    if isinstance(spec, LLMJudge) or not error.broke or (spec.where == "fresh" and not case.changes):
         return Judged(unjudged=str(error), evidence=evidence)
     untouched = await _judge_untouched(spec, case)
     if untouched.reward is None:

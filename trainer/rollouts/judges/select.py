@@ -8,9 +8,10 @@ from pathlib import Path
 from rolltap.trainer.rollouts.judges.changes import Changes
 from rolltap.trainer.rollouts.judges.folders import Refusal, read_file
 from rolltap.trainer.rollouts.judges.patterns import PLANTED, SETTINGS, SHADOWS, TEST_FILES, matches
-from rolltap.trainer.rollouts.judges.spec import CommandJudge, LLMJudge, PytestJudge, PythonJudge
+from rolltap.trainer.rollouts.judges.spec import CommandJudge, PytestJudge, PythonJudge
 
-OneJudge = CommandJudge | PytestJudge | PythonJudge | LLMJudge
+OneJudge = CommandJudge | PytestJudge | PythonJudge
+"""A judge that looks at a workspace."""
 
 _MAX_SETTINGS_BYTES = 1 << 20
 

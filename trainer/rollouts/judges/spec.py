@@ -1,7 +1,7 @@
 """Descriptions of judges: pydantic models that stand in a task."""
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -10,28 +10,37 @@ class _Judge(BaseModel):
     """Fields of all judges.
 
     Attributes:
+        timeout: Seconds after which judging is stopped. The session is unjudged then.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    timeout: float = Field(default=600.0, gt=0)
+
+
+class _WorkspaceJudge(_Judge):
+    """Fields of the judges that look at a workspace.
+
+    Attributes:
         where: `fresh` (default): a copy of the task's start, to which the agent's changes were applied. `session`: the
             folder and the box that the agent left, with all that it put there.
-        timeout: Seconds after which judging is stopped. The session is unjudged then.
         paths: Glob patterns, relative to the workspace: only what the agent made under them is applied. None: all.
         protect: Glob patterns, relative to the workspace: what the agent made under them is not applied. It is counted.
         tests: Folder or file that is laid over the workspace after the agent's changes; relative to the task file.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     where: Literal["fresh", "session"] = "fresh"
-    timeout: float = Field(default=600.0, gt=0)
     paths: list[str] | None = None
     protect: list[str] = []
     tests: Path | None = None
 
 
-class CommandJudge(_Judge):
+class CommandJudge(_WorkspaceJudge):
     """A command that runs in the workspace.
 
     Attributes:
-        result: Where the reward is. `status`: exit status 0 is 1, exit status 1 is 0, all others are unjudged.
+        result: Where the reward is. `status`: exit status 0 is 1, exit status 1 is 0, all others are unjudged, and so
+            is 1 with an error of Python at the end of the output, unless it is an `AssertionError`.
             `number`: one finite number alone on the last line of the output. `json`: a JSON object as the last line of
             the output, or in the file that ROLLTAP_REWARD names: `{"reward": 0.5, "parts": {"speed": 1.0}}`. None: JSON
             or a number if the last line is one, else the status.
@@ -51,7 +60,7 @@ class CommandJudge(_Judge):
     env: dict[str, str] = {}
 
 
-class PytestJudge(_Judge):
+class PytestJudge(_WorkspaceJudge):
     """A JUnit XML report, compared with the tests that must pass.
 
     The reward is 1 when all tests of both lists pass, else 0. Without lists it is 1 when the report has tests and all
@@ -76,7 +85,7 @@ class PytestJudge(_Judge):
     env: dict[str, str] = {}
 
 
-class PythonJudge(_Judge):
+class PythonJudge(_WorkspaceJudge):
     """A Python function of the user's own, called in a process of its own with the judged workspace.
 
     Attributes:
@@ -132,4 +141,6 @@ class SeveralJudges(BaseModel):
 
 
 Judge = Annotated[CommandJudge | PytestJudge | PythonJudge | LLMJudge | SeveralJudges, Field(discriminator="kind")]
+JUDGE_KINDS: tuple[str, ...] = tuple(kind.model_fields["kind"].default for kind in get_args(get_args(Judge)[0]))
+"""Names of the judges: values of `kind`."""
 WeightedJudge.model_rebuild()

@@ -41,9 +41,7 @@ class ProcessRuntime:
     name = "process"
     isolated = False
     warning: str | None = (
-        "sessions run with all rights of this user: a harness can read and change the user's files, the run folder and "
-        "other sessions among them, reach the engine and the network without the recorder, and kill rolltap; "
-        "--runtime sandbox keeps it from that"
+        "sessions run with all rights of this user; --runtime sandbox limits them: see Tasks and judges in the README"
     )
 
     def check(self) -> None:

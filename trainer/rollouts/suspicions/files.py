@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 
-from rolltap.trainer.rollouts.judges.spec import CommandJudge, Judge, SeveralJudges
+from rolltap.trainer.rollouts.judges.spec import CommandJudge, Judge, LLMJudge, SeveralJudges
 from rolltap.trainer.rollouts.suspicions.shell import program
 from rolltap.trainer.rollouts.suspicions.tool_calls import Acts
 from rolltap.trainer.rollouts.tasks.task import Task
@@ -56,7 +56,7 @@ def _own_paths(judge: Judge) -> Iterator[str]:
         for part in judge.judges:
             yield from _own_paths(part.judge)
         return
-    if judge.tests is not None:
+    if not isinstance(judge, LLMJudge) and judge.tests is not None:
         yield str(judge.tests)
     if isinstance(judge, CommandJudge):
         for target, source in judge.mounts.items():

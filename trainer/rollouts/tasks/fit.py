@@ -1,46 +1,98 @@
-"""Tasks and the runtime that is to run them: what a task needs and the runtime does not have."""
+"""Tasks and the runtime that is to run them: what a task needs, and the runtime or this machine does not have."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.rollouts.judges.spec import CommandJudge, Judge, SeveralJudges
+from rolltap.trainer.rollouts.judges.select import OneJudge
+from rolltap.trainer.rollouts.judges.spec import CommandJudge, Judge, LLMJudge, PytestJudge, SeveralJudges
 from rolltap.trainer.rollouts.runtimes.runtime import ImageRuntime, Runtime
+from rolltap.trainer.rollouts.tasks.refused import RefusedError, describe_refused
 from rolltap.trainer.rollouts.tasks.task import Task
+
+logger = logging.getLogger(__name__)
 
 
 def fit_tasks(tasks: Sequence[Task], runtime: Runtime) -> list[Task]:
     """Return the tasks as a runtime runs them: without an image that is optional, where the runtime has none.
 
-    Raises `InputError` for the first task that needs what the runtime does not have; it names the task and the need.
+    A task that needs what the runtime does not have is left out, and a warning counts them. Raises `InputError` when
+    that is all tasks, and for the first path of a task that is not there: they name the task and the need.
     """
-    return [_fit(task, runtime) for task in tasks]
+    fitting: list[Task] = []
+    refused: list[RefusedError] = []
+    for task in tasks:
+        _check_paths(task)
+        try:
+            fitting.append(_fit(task, runtime))
+        except RefusedError as error:
+            refused.append(error)
+    if not fitting and len(refused) == 1:
+        raise refused[0]
+    if refused:
+        message = describe_refused(refused, len(tasks))
+        if not fitting:
+            raise InputError(message)
+        logger.warning("%s; the others are run", message)
+    return fitting
 
 
 def _fit(task: Task, runtime: Runtime) -> Task:
-    where = f"task {task.id!r}" + (f" ({task.source})" if task.source else "")
-    if task.needs_network is not None and runtime.isolated:
-        raise InputError(
-            f"{where} needs a network: {task.needs_network}. The runtime {runtime.name} reaches the recorder only: "
-            "change the task, or use the runtime process"
+    where = _where(task)
+    judges = list(_judges(task.effective_judge))
+    own_paths = any(isinstance(judge, CommandJudge) and (judge.mounts or judge.writable) for judge in judges)
+    if task.needs_network is not None and (runtime.isolated or own_paths):
+        raise RefusedError(
+            f"{where} needs a network: {task.needs_network}. With the runtimes sandbox, container and apptainer a "
+            "session reaches the recorder only, and its judge has no network: build an image that has what is "
+            "downloaded, name it as the task's image ('environment.docker_image' of a Harbor task), and remove the "
+            "downloads from the task" + ("" if own_paths else ", or use the runtime process")
         )
-    if not runtime.isolated and any(judge.mounts or judge.writable for judge in _commands(task.effective_judge)):
-        raise InputError(
+    if own_paths and not runtime.isolated:
+        raise RefusedError(
             f"{where}: its judge needs absolute paths of its own, which the runtime {runtime.name} does not have: use "
             "the runtime sandbox or container"
         )
+    if any(isinstance(judge, PytestJudge) and judge.log_parser for judge in judges) and not find_spec("swebench"):
+        raise RefusedError(f"{where}: its judge's 'log_parser' needs swebench: pip install 'rolltap[swe]'")
     if isinstance(runtime, ImageRuntime):
         if task.image is None:
-            raise InputError(f"{where} has no image, and the runtime {runtime.name} needs one: give 'image'")
+            raise RefusedError(f"{where} has no image, and the runtime {runtime.name} needs one: give 'image'")
         return task
     if task.image is None or task.image_optional:
         return task.model_copy(update={"image": None})
-    raise InputError(
+    raise RefusedError(
         f"{where} needs the image {task.image}, and the runtime {runtime.name} has no images: use the runtime "
         "container, or set 'image_optional' if this machine's own programs serve"
     )
 
 
-def _commands(judge: Judge) -> list[CommandJudge]:
+def _check_paths(task: Task) -> None:
+    """Raise `InputError` for a path of this machine that the task names and that is not there."""
+    where = _where(task)
+    if task.workspace is not None and not task.workspace.is_dir():
+        raise InputError(f"{where}: the workspace {task.workspace} is not a folder")
+    named: list[tuple[str, Path]] = [("'files'", path) for path in task.files.values()]
+    for judge in _judges(task.effective_judge):
+        if not isinstance(judge, LLMJudge) and judge.tests is not None:
+            named.append(("'judge.tests'", judge.tests))
+        if isinstance(judge, CommandJudge):
+            named += [("'judge.mounts'", path) for path in judge.mounts.values()]
+    for key, path in named:
+        if not path.exists():
+            raise InputError(f"{where}: {key} names {path}, which does not exist")
+
+
+def _where(task: Task) -> str:
+    return f"task {task.id!r}" + (f" ({task.source})" if task.source else "")
+
+
+def _judges(judge: Judge) -> Iterator[OneJudge | LLMJudge]:
+    """Yield the judge, or each of several."""
     if isinstance(judge, SeveralJudges):
-        return [command for one in judge.judges for command in _commands(one.judge)]
-    return [judge] if isinstance(judge, CommandJudge) else []
+        for one in judge.judges:
+            yield from _judges(one.judge)
+    else:
+        yield judge

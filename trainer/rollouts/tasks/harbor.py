@@ -40,21 +40,15 @@ def load_harbor(folder: Path) -> Task:
     operating system or Python is optional. A verifier with `environment_mode = "separate"` gets the declared artifacts
     only, others get all changes of the work folder; what the agent changed elsewhere in its box is not judged.
 
-    Raises `InputError`, which names the file and the key, for what Harbor has and rolltap has not: images to build,
-    several steps, other services, users, GPUs, MCP servers, skills, health checks, a verifier's own image or the
-    agent's box for it, Windows.
+    Raises `InputError`, which names the files and keys, for what is missing, and for what Harbor has and rolltap has
+    not: images to build, several steps, other services, users, GPUs, MCP servers, skills, health checks, a verifier's
+    own image or the agent's box for it, Windows.
     """
     folder = folder.resolve()
     file = folder / "task.toml"
     config = load_toml(file, HarborConfig)
-    if refusal := config.refusal():
-        raise InputError(f"{file}: rolltap cannot have {refusal}: remove it from the task")
-    unusable = ["environment/docker-compose.yaml", "trajectory.json"]
-    if config.verifier.environment_mode == "separate":
-        unusable.append("tests/Dockerfile")
-    for name in unusable:
-        if (folder / name).exists():
-            raise InputError(f"{folder / name}: rolltap cannot use it: remove it from the task")
+    if faults := _faults(folder, config):
+        raise InputError(f"{folder}: {'; '.join(faults)}")
     environment = _environment(folder, config)
     try:
         return Task(
@@ -75,6 +69,26 @@ def load_harbor(folder: Path) -> Task:
         raise InputError(f"{folder}: {describe(error)}") from error
 
 
+def _faults(folder: Path, config: HarborConfig) -> list[str]:
+    """Return the parts of a folder that are missing, and those that rolltap cannot have."""
+    faults = []
+    if refusals := config.refusals():
+        faults.append(f"task.toml: rolltap cannot have {', '.join(refusals)}: remove it from the task")
+    unusable = ["environment/docker-compose.yaml", "trajectory.json"]
+    if config.verifier.environment_mode == "separate":
+        unusable.append("tests/Dockerfile")
+    faults += [
+        f"{name}: rolltap cannot use it: remove it from the task" for name in unusable if (folder / name).exists()
+    ]
+    if not (folder / "instruction.md").is_file():
+        faults.append("instruction.md is missing: it is what the agent is told")
+    if not (folder / "tests" / "test.sh").is_file():
+        faults.append("tests/test.sh is missing: it judges the task")
+    if config.environment.docker_image is None and not (folder / "environment" / "Dockerfile").is_file():
+        faults.append("give environment/Dockerfile, or 'environment.docker_image' in task.toml")
+    return faults
+
+
 @dataclass(frozen=True, slots=True)
 class _Environment:
     """An image, and what lies over its files in the work folder. `optional` as `Task.image_optional`."""
@@ -89,9 +103,7 @@ class _Environment:
 def _environment(folder: Path, config: HarborConfig) -> _Environment:
     source = folder / "environment"
     image = config.environment.docker_image
-    if not (source / "Dockerfile").is_file():
-        if image is None:
-            raise InputError(f"{folder}: give environment/Dockerfile, or 'environment.docker_image' in task.toml")
+    if image is not None and not (source / "Dockerfile").is_file():
         loose = {".": source} if source.is_dir() and any(source.iterdir()) else {}
         return _Environment(image, is_plain_system(image), config.environment.workdir or _WORKDIR, loose, {})
     says = read_dockerfile(source / "Dockerfile")
@@ -125,9 +137,7 @@ def _instruction(folder: Path) -> str:
 
 def _judge(folder: Path, config: HarborConfig, workdir: str) -> CommandJudge:
     script = folder / "tests" / "test.sh"
-    if not script.is_file():
-        raise InputError(f"{folder}: tests/test.sh is missing: it judges the task")
-    first = script.read_text(encoding="utf-8").partition("\n")[0]
+    first = script.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
     # the script is mounted as it is, perhaps without its executable bit
     program = shlex.split(first[2:]) if first.startswith("#!") else ["bash"]
     separate = config.verifier.environment_mode == "separate"

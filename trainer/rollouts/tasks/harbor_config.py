@@ -94,8 +94,8 @@ class HarborConfig(_Table):
     steps: _Anything = None
     artifacts: list[str | _Artifact] = []
 
-    def refusal(self) -> str | None:
-        """Return the first key with a value that rolltap cannot have, as `'KEY' = VALUE`; None without one."""
+    def refusals(self) -> list[str]:
+        """Return the keys with a value that rolltap cannot have, each as `'KEY' = VALUE`."""
         found: list[tuple[str, object]] = [("steps", self.steps)]
         names = ("gpus", "gpu_types", "tpu", "mcp_servers", "skills_dir", "healthcheck")
         found += [(f"environment.{name}", getattr(self.environment, name)) for name in names]
@@ -107,7 +107,7 @@ class HarborConfig(_Table):
             self.verifier.environment_mode == "shared"
         ):  # Harbor's default; in words it asks for what is judged afresh here
             found.append(("verifier.environment_mode", "shared"))
-        return next((f"{key!r} = {str(value)[:100]}" for key, value in found if value not in (None, 0, [], {})), None)
+        return [f"{key!r} = {str(value)[:100]}" for key, value in found if value not in (None, 0, [], {})]
 
     def network(self) -> str | None:
         """Return the key that asks for a network in words; None when none does. Harbor's default does not ask."""

@@ -1,7 +1,7 @@
 """Tasks from files and folders: JSON Lines of tasks, Harbor tasks, SWE rows."""
 
 import json
-from collections import Counter
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -10,12 +10,15 @@ from typing import Any
 from pydantic import ValidationError
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.rollouts.judges.spec import CommandJudge, Judge, SeveralJudges
+from rolltap.trainer.rollouts.judges.spec import JUDGE_KINDS, CommandJudge, Judge, LLMJudge, SeveralJudges
 from rolltap.trainer.rollouts.tasks.harbor import is_harbor, load_harbor
+from rolltap.trainer.rollouts.tasks.refused import RefusedError, describe_refused
 from rolltap.trainer.rollouts.tasks.rows import is_dataset, read_rows
 from rolltap.trainer.rollouts.tasks.swe import swe_task
 from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.settings import describe
+
+logger = logging.getLogger(__name__)
 
 
 def load_tasks(
@@ -30,17 +33,18 @@ def load_tasks(
         path: File or folder.
         repositories: Folder with the checkouts or bare mirrors of SWE rows: `<owner>__<name>` or `<owner>/<name>`, with
             or without `.git`. None: the rows' images have them.
-        refused: List that gets one line for each task that is refused; the others are returned. None: the first one
-            raises.
+        refused: List that gets one line for each task that is refused; the others are returned. None: a warning
+            counts the SWE rows and Harbor tasks that are refused, and a line of ours with a mistake raises.
 
-    Raises `InputError` for a source that cannot be read, for one without tasks, and for what a task asks for and cannot
-    have: it names the line, row or folder, the key, and what to do.
+    Raises `InputError` for a source that cannot be read, for one without tasks or with refused ones only, and for what
+    a single task asks for and cannot have: it names the line, row or folder, the key, and what to do.
     """
     path = Path(path)
     folder = None if repositories is None else Path(repositories)
     if folder is not None and not folder.is_dir():
         raise InputError(f"the folder of repositories {folder} is not a folder")
     tasks: dict[str, Task] = {}
+    faults: list[InputError] = []
     for make in _readers(path, folder):
         try:
             task = make()
@@ -48,12 +52,17 @@ def load_tasks(
                 raise InputError(f"{task.source}: the id {task.id!r} is used twice")
             tasks[task.id] = task
         except InputError as error:
-            if refused is None:
+            if refused is None and not isinstance(error, RefusedError):
                 raise
-            refused.append(str(error))
+            faults.append(error)
+    if refused is not None:
+        refused += map(str, faults)
     if not tasks:
-        reasons = Counter(refused or ["it is empty"]).most_common(1)[0][0]
-        raise InputError(f"{path} has no tasks: {reasons}")
+        if refused is None and len(faults) == 1:
+            raise faults[0]
+        raise InputError(f"{path} has no tasks: {describe_refused(faults, len(faults)) if faults else 'it is empty'}")
+    if faults and refused is None:
+        logger.warning("%s: %s; the others are used", path, describe_refused(faults, len(faults) + len(tasks)))
     return list(tasks.values())
 
 
@@ -66,7 +75,7 @@ def _readers(path: Path, repositories: Path | None) -> Iterator[Callable[[], Tas
                 f"{path} has no tasks: give a Harbor task folder (with task.toml), a folder of them, a Hugging Face "
                 "dataset on disk, or a .jsonl or .parquet file"
             )
-        yield from (partial(load_harbor, folder) for folder in folders)
+        yield from (partial(_refusing, load_harbor, folder) for folder in folders)
         return
     for where, row in read_rows(path):
         yield partial(_task_of_row, where, row, path, repositories)
@@ -81,14 +90,29 @@ def _task_of_row(where: str, row: Mapping[str, Any] | str, path: Path, repositor
         if not isinstance(fields, dict):
             raise InputError(f"{where} is not a JSON object")
         row = fields
+    if "instance_id" in row or "problem_statement" in row:
+        return _refusing(_task_of_swe_row, row, where, repositories)
     try:
-        if "instance_id" in row or "problem_statement" in row:
-            return swe_task(row, where, repositories)
         return _resolve(Task.model_validate_json(json.dumps({"source": where, **row})), path.parent, where)
+    except ValidationError as error:
+        raise InputError(f"{where}: {describe(error, {'judge': JUDGE_KINDS})}") from error
+
+
+def _task_of_swe_row(row: Mapping[str, Any], where: str, repositories: Path | None) -> Task:
+    try:
+        return swe_task(row, where, repositories)
     except ValidationError as error:
         raise InputError(f"{where}: {describe(error)}") from error
     except json.JSONDecodeError as error:
         raise InputError(f"{where}: 'instance_dict' is not JSON: {error}") from error
+
+
+def _refusing(make: Callable[..., Task], *source: object) -> Task:
+    """Return the task that `make` makes. Raises `RefusedError` for its `InputError`."""
+    try:
+        return make(*source)
+    except InputError as error:
+        raise RefusedError(str(error)) from error
 
 
 def _resolve(task: Task, folder: Path, where: str) -> Task:
@@ -104,6 +128,8 @@ def _resolve(task: Task, folder: Path, where: str) -> Task:
         if isinstance(judge, SeveralJudges):
             judges = [one.model_copy(update={"judge": judge_of(one.judge)}) for one in judge.judges]
             return judge.model_copy(update={"judges": judges})
+        if isinstance(judge, LLMJudge):
+            return judge
         update: dict[str, Any] = {"tests": judge.tests and absolute(judge.tests, "'judge.tests'")}
         if isinstance(judge, CommandJudge):
             update["mounts"] = {place: absolute(source, "'judge.mounts'") for place, source in judge.mounts.items()}

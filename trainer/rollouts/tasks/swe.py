@@ -6,7 +6,7 @@ Row keys: https://www.swebench.com/SWE-bench/guides/datasets/ (SWE-Gym has the s
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +15,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.judges.spec import PytestJudge
 from rolltap.trainer.rollouts.tasks.git import git
+from rolltap.trainer.rollouts.tasks.swe_programs import TEST_PROGRAMS
 from rolltap.trainer.rollouts.tasks.task import Task
 
 INSTRUCTION = "Resolve the issue below in the repository that is the current folder.\n\n{problem}"
@@ -46,6 +47,7 @@ class SweRow(BaseModel):
     base_commit: str
     problem_statement: str = Field(min_length=1)
     test_patch: str
+    version: str = ""
     fail_to_pass: _Names = Field(alias="FAIL_TO_PASS", min_length=1)
     pass_to_pass: _Names = Field(alias="PASS_TO_PASS")
     image: str | None = Field(default=None, validation_alias=AliasChoices("image", "docker_image", "image_name"))
@@ -57,7 +59,8 @@ def swe_task(row: Mapping[str, Any], where: str, repositories: Path | None) -> T
     """Return the task of a row. The judge runs the files of the named tests, with the test patch, by pytest.
 
     With `repositories` the workspace is the checkout there, and the image is optional. Without, it is the folder
-    `/testbed` of the row's image, with all that was built in it.
+    `/testbed` of the row's image, with all that was built in it. Where the tests are not pytest's, the judge runs the
+    repository's own test program on the files of the test patch, always in the image, and `log_parser` reads its log.
 
     Raises pydantic's `ValidationError` for keys that are missing or wrong, and `InputError`, which names the row and
     the key, for tests that pytest does not know, a test command that does not run pytest, and a repository, commit or
@@ -65,14 +68,19 @@ def swe_task(row: Mapping[str, Any], where: str, repositories: Path | None) -> T
     """
     swe = SweRow.model_validate(_flat(row))
     where = f"{where} ({swe.instance_id})"
-    files = _test_files(swe, where)
     workspace = None if repositories is None else _repository(swe, where, repositories)
     if workspace is None and swe.image is None:
         raise InputError(
             f"{where}: the row has no image (keys 'image', 'docker_image', 'image_name'), and no folder of "
             f"repositories was given: give one with {swe.repo.replace('/', '__')}"
         )
-    command = [*_test_command(swe, where), "--junit-xml", "{report}", *files]
+    foreign = next(filter(None, map(_foreign, (swe.fail_to_pass, swe.pass_to_pass))), None)
+    log_parser = None
+    if foreign is None:
+        files: Sequence[str] = sorted({name.partition("::")[0] for name in [*swe.fail_to_pass, *swe.pass_to_pass]})
+        command = [*_test_command(swe, where), "--junit-xml", "{report}", *files]
+    else:
+        log_parser, command, files = _own_program(swe, where, foreign)
     if swe.image is not None:
         command = ["bash", "-c", _IN_IMAGE, "bash", *command]
     return Task(
@@ -81,14 +89,15 @@ def swe_task(row: Mapping[str, Any], where: str, repositories: Path | None) -> T
         workspace=workspace,
         commit=swe.base_commit,
         image=swe.image,
-        image_optional=swe.image is not None and workspace is not None,
+        image_optional=swe.image is not None and workspace is not None and log_parser is None,
         workdir=_WORKDIR,
         judge=PytestJudge(
             command=command,
             fail_to_pass=swe.fail_to_pass,
             pass_to_pass=swe.pass_to_pass,
             test_patch=swe.test_patch or None,
-            protect=files,
+            protect=list(files),
+            log_parser=log_parser,
             timeout=_JUDGE_SECONDS,
         ),
         source=where,
@@ -104,15 +113,30 @@ def _flat(row: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**row, **json.loads(text)} if isinstance(text, str) else row
 
 
-def _test_files(swe: SweRow, where: str) -> list[str]:
-    for key, names in (("FAIL_TO_PASS", swe.fail_to_pass), ("PASS_TO_PASS", swe.pass_to_pass)):
-        for name in names:
-            if not name.partition("::")[0].endswith(".py") or "::" not in name:
-                raise InputError(
-                    f"{where}: {key} names the test {name!r}, which is not a pytest name (FILE.py::TEST): write a task "
-                    "with a judge of kind 'command' that runs the project's own test program"
-                )
-    return sorted({name.partition("::")[0] for name in [*swe.fail_to_pass, *swe.pass_to_pass]})
+def _foreign(names: Sequence[str]) -> str | None:
+    """Return the first name that is not one of pytest: `FILE.py::TEST`."""
+    return next((name for name in names if not name.partition("::")[0].endswith(".py") or "::" not in name), None)
+
+
+def _own_program(swe: SweRow, where: str, foreign: str) -> tuple[str, list[str], Sequence[str]]:
+    """Return the log parser, the command, and the files of the test program of a repository without pytest."""
+    key = "FAIL_TO_PASS" if foreign in swe.fail_to_pass else "PASS_TO_PASS"
+    what = f"{where}: {key} names the test {foreign!r}, which is not a pytest name (FILE.py::TEST)"
+    program = TEST_PROGRAMS.get(swe.repo)
+    if program is None:
+        raise InputError(
+            f"{what}, and the test program of {swe.repo} is not known: write a task with a judge of kind 'command' "
+            "that runs the project's own test program, or of kind 'pytest' with 'log_parser'"
+        )
+    if swe.image is None:
+        raise InputError(
+            f"{what}: the test program of {swe.repo} runs in the row's image only, and the row has none (keys 'image', "
+            "'docker_image', 'image_name')"
+        )
+    command = program.run(swe.version, swe.test_patch)
+    if not command:
+        raise InputError(f"{what}, and 'test_patch' has no Python file that the test program of {swe.repo} could run")
+    return program.log_parser, command, program.files
 
 
 def _test_command(swe: SweRow, where: str) -> list[str]:

@@ -40,8 +40,8 @@ class Task(BaseModel):
         timeout: Seconds after which the harness is stopped; None: the rollout's.
         limits: Limits of the session's box.
         env: Further environment variables of the harness and of the judge.
-        needs_network: Place where the task asks for a network beyond the recorder, in words; None: nowhere. Only the
-            runtime `process` runs such a task.
+        needs_network: Place where the task, or its judge, asks for a network beyond the recorder, in words; None:
+            nowhere. Only the runtime `process` runs such a task, and none one whose judge has `mounts` or `writable`.
         judge: Description of the judge.
         evaluate: Short form of a `CommandJudge` with this command. A task has either `judge` or `evaluate`.
         source: Where the task is from, for people: a folder, or a file and its row.

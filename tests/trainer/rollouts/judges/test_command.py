@@ -1,4 +1,5 @@
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,17 @@ async def test_a_judge_that_cannot_be_started_is_unjudged(tmp_path, command):
     left.do({"a.txt": "made"})
     judged = await left.judge({"kind": "command", "command": command})
     assert f"the judge {command[0]!r} could not be started" in judged.unjudged
+
+
+@pytest.mark.parametrize(
+    ("code", "reward"),
+    [("import nosuch", None), ("import calc; calc.add", 0.0), ("import answer", 0.0), ("assert not 1", 0.0)],
+)
+async def test_a_judge_that_breaks_in_python_has_no_verdict_unless_the_agent_broke_it(tmp_path, code, reward):
+    left = Left(tmp_path, {"calc.py": "add = 1"})
+    left.do({"calc.py": "ad = 1"})
+    spec = {"kind": "command", "command": [sys.executable, "-c", code]}
+    assert (await left.judge(spec, "Write the module answer.")).reward == reward
 
 
 async def test_a_time_limit_is_unjudged_when_the_start_takes_as_long(tmp_path):

@@ -65,18 +65,28 @@ def test_a_task_folder_becomes_a_task(tmp_path):
     assert "SECRET" not in task.model_dump_json()
 
 
-def test_a_folder_of_tasks_is_read_by_name(tmp_path):
+def test_a_folder_of_tasks_is_read_by_name_without_those_that_are_refused(tmp_path, caplog):
     for name in ("b", "a"):
         write_task(tmp_path / name)
+    write_task(tmp_path / "c", toml="[environment]\ngpus = 1")
     (tmp_path / "README.md").touch()
     (tmp_path / "other").mkdir()
     assert [task.id for task in load_tasks(tmp_path)] == ["a", "b"]
+    assert "1 of 3 tasks are refused: 1 x" in caplog.text
     refused = []
+    (tmp_path / "c" / "task.toml").unlink()
     (tmp_path / "b" / "tests" / "test.sh").unlink()
     assert [task.id for task in load_tasks(tmp_path, refused=refused)] == ["a"]
     assert refused == [f"{tmp_path / 'b'}: tests/test.sh is missing: it judges the task"]
     with pytest.raises(InputError, match="other has no tasks: give a Harbor task folder"):
         load_tasks(tmp_path / "other")
+
+
+def test_every_missing_part_of_a_folder_is_named_at_once(tmp_path):
+    with pytest.raises(InputError) as error:
+        load(tmp_path, toml="[environment]\ngpus = 1\ntpu = 'x'", dockerfile=None, test=None, instruction=None)
+    for part in ("'environment.gpus' = 1, 'environment.tpu' = x", "instruction.md", "tests/test.sh", "Dockerfile"):
+        assert part in str(error.value)
 
 
 def test_the_sizes_of_older_tasks_are_read(tmp_path):
@@ -226,7 +236,7 @@ def test_files_that_rolltap_cannot_use_are_refused(tmp_path):
 
 
 def test_what_is_missing_is_named(tmp_path):
-    with pytest.raises(InputError, match=r"cannot read .*instruction\.md"):
+    with pytest.raises(InputError, match=r"instruction\.md is missing"):
         load(tmp_path, instruction=None)
     write_task(tmp_path / "with space")
     with pytest.raises(InputError, match="with space: 'id' is 'with space'"):

@@ -41,6 +41,26 @@ def test_a_mistake_is_named_with_its_line(tmp_path, tasks, message):
         load_tasks(write(tmp_path, *tasks))
 
 
+@pytest.mark.parametrize(
+    ("judge", "message"),
+    [
+        ({"kind": "pytset"}, "'judge.kind' is 'pytset': write one of command, pytest, python, llm, several"),
+        ({"command": ["true"]}, "'judge.kind' is missing: write one of command, pytest, python, llm, several"),
+        ({"kind": "pytest", "fail_to_pas": []}, "unknown key 'judge.fail_to_pas'"),
+        ({"kind": "command", "command": "x"}, "'judge.command' is 'x': Input should be a valid array"),
+        ({"kind": "llm", "rubric": "r", "url": "u", "model": "m", "tests": "."}, "unknown key 'judge.tests'"),
+        (
+            {"kind": "several", "judges": [{"name": "a", "judge": {"kind": "command", "command": []}}]},
+            "'judge.judges.0.judge.command' is []",
+        ),
+    ],
+)
+def test_a_mistake_in_a_judge_is_named_by_the_keys_of_the_file(tmp_path, judge, message):
+    with pytest.raises(InputError) as error:
+        load_tasks(write(tmp_path, {"id": "t", "instruction": "Do it.", "judge": judge}))
+    assert message in str(error.value)
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(InputError, match=r"cannot read the task file .*none\.jsonl: "):
         load_tasks(tmp_path / "none.jsonl")

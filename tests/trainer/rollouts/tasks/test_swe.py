@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 from datasets import Dataset, DatasetDict
@@ -167,8 +168,49 @@ def test_the_test_command_of_a_row_is_used(tmp_path, row, config, begin):
     ],
 )
 def test_what_a_row_asks_for_and_cannot_have_is_named(tmp_path, row, change, message):
-    with pytest.raises(InputError, match=rf"rows\.jsonl, line 2.*{message}"):
-        load(tmp_path, {**row, "instance_id": "good"}, {**row, **change})
+    refused = []
+    path = write(tmp_path, {**row, "instance_id": "good"}, {**row, **change})
+    load_tasks(path, repositories=tmp_path / "repositories", refused=refused)
+    assert re.search(rf"rows\.jsonl, line 2.*{message}", *refused)
+
+
+DJANGO = {"repo": "django/django", "FAIL_TO_PASS": '["test_sum (utils.tests.Sums)"]', "version": "4.2"}
+
+
+def test_a_row_of_django_or_sympy_is_judged_by_its_own_program_in_the_image(tmp_path, row):
+    patch = "diff --git a/tests/utils/test_x.py b/tests/utils/test_x.py\n+x\ndiff --git a/a.txt b/a.txt\n"
+    row = {**row, **DJANGO, "test_patch": patch, "image": "swebench/x"}
+    (task,) = load(tmp_path, row, local=False)
+    judge = task.effective_judge
+    assert (judge.log_parser, judge.protect, task.image_optional) == ("parse_log_django", ["tests/runtests.py"], False)
+    assert judge.command[-6:] == ["--verbosity", "2", "--settings=test_sqlite", "--parallel", "1", "utils.test_x"]
+    (old,) = load(tmp_path, {**row, "version": "1.9"}, local=False)
+    assert old.effective_judge.command[-3:] == ["--verbosity", "2", "utils.test_x"]
+    names = {"repo": "sympy/sympy", "FAIL_TO_PASS": '["test_sum"]', "PASS_TO_PASS": "[]"}
+    (task,) = load(tmp_path, {**row, **names}, local=False)
+    assert task.effective_judge.log_parser == "parse_log_sympy"
+    assert task.effective_judge.command[-4:] == ["bin/test", "-C", "--verbose", "tests/utils/test_x.py"]
+
+
+def test_without_an_image_or_a_test_file_it_is_refused(tmp_path, row):
+    base = make_repository(tmp_path / "repositories" / "django__django")
+    with pytest.raises(InputError, match=r"the test program of django/django runs in the row's image only"):
+        load(tmp_path, {**row, **DJANGO, "base_commit": base})
+    with pytest.raises(InputError, match=r"'test_patch' has no Python file"):
+        load(tmp_path, {**row, **DJANGO, "image": "x", "test_patch": ""}, local=False)
+
+
+def test_refused_rows_cost_only_themselves_and_are_counted(tmp_path, row, caplog):
+    others = [{**row, "instance_id": f"o-{n}", "FAIL_TO_PASS": f'["test_{n}"]'} for n in range(3)]
+    tasks = load(tmp_path, *others[:2], {**row, "repo": "name"}, row, others[2])
+    assert [task.id for task in tasks] == ["owner__name-1"]
+    (line,) = caplog.messages
+    assert re.search(r"rows\.jsonl: 4 of 5 tasks are refused: 3 x .*line 1 \(o-0\).*; 1 x .*'repo' is 'name'", line)
+
+
+def test_only_refused_rows_are_an_error(tmp_path, row):
+    with pytest.raises(InputError, match=r"has no tasks: 2 of 2 tasks are refused: 2 x .*line 1.*'FAIL_TO_PASS' is"):
+        load(tmp_path, *[{**row, "FAIL_TO_PASS": "[]"}] * 2)
 
 
 def test_a_key_that_is_missing_is_named(tmp_path, row):
