@@ -35,10 +35,10 @@ from rolltap.trainer.rollouts.plan import Plan
 from rolltap.trainer.rollouts.provenance import Provenances
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec
+from rolltap.trainer.rollouts.runtimes.scratch import remove_folder
 from rolltap.trainer.rollouts.suspicions.session import suspicions
 from rolltap.trainer.rollouts.tasks.starts import Start, Starts
 from rolltap.trainer.rollouts.tasks.task import Task
-from rolltap.trainer.rollouts.workplace import remove_tree
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ async def _play(stage: Stage, session: Session, task: Task) -> Facts:
             session.error = f"{result.error}; its output is in {log}"
         return facts
     finally:
-        await run_to_end(remove_tree, folder)
+        await run_to_end(remove_folder, folder)
 
 
 def _environment(stage: Stage, session_id: str, task: Task, box: Box) -> dict[str, str]:

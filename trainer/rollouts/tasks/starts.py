@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes.runtime import ImageRuntime, Runtime
+from rolltap.trainer.rollouts.runtimes.scratch import remove_folder
 from rolltap.trainer.rollouts.tasks.checkout import give_history
 from rolltap.trainer.rollouts.tasks.content import content_digest, copy_content, is_bare
 from rolltap.trainer.rollouts.tasks.task import Task
@@ -58,7 +59,7 @@ class Starts:
         target = self._folder / task.id
         source = self._folder / f"{task.id}~image"
         for leftover in (target, source):
-            await asyncio.to_thread(shutil.rmtree, leftover, ignore_errors=True)
+            await asyncio.to_thread(remove_folder, leftover)
         try:
             if task.workspace is not None:
                 await asyncio.to_thread(make_start, task.workspace, target, task.commit)
@@ -72,7 +73,7 @@ class Starts:
             await asyncio.to_thread(_add_files, task, target)
             return Start(target, await asyncio.to_thread(content_digest, target))
         finally:
-            await asyncio.to_thread(shutil.rmtree, source, ignore_errors=True)
+            await asyncio.to_thread(remove_folder, source)
 
 
 def make_start(source: Path, target: Path, commit: str | None) -> None:
