@@ -268,14 +268,17 @@ def _lay_over_session(case: Case, made: Made, spec: OneJudge) -> None:
         _lay(spec.tests, made.workspace)
 
 
-def apply_patch(patch: str, folder: Path) -> None:
-    """Apply a unified diff to a copy of the start, by `git apply`. Raises `UnjudgedError` when it does not fit."""
+def apply_patch(patch: str, folder: Path, *, only_check: bool = False) -> None:
+    """Apply a unified diff to a copy of the start, by `git apply`. Raises `UnjudgedError` when it does not fit.
+
+    With `only_check` nothing is changed.
+    """
     git = shutil.which("git")
     if git is None:
         raise InputError("git is not on the PATH: it is needed to apply the task's 'test_patch'")
     alone = {"GIT_DIR": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "PATH": os.defpath}
     text = patch if patch.endswith("\n") else patch + "\n"
-    command = [git, "apply", "--whitespace=nowarn", "-"]
+    command = [git, "apply", "--whitespace=nowarn", *(["--check"] if only_check else []), "-"]
     done = subprocess.run(command, cwd=folder, env=alone, input=text.encode(), capture_output=True, check=False)
     if done.returncode != 0:
         raise UnjudgedError(f"the task's test_patch does not fit its start: {done.stderr.decode(errors='replace')}")
