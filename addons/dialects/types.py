@@ -48,7 +48,7 @@ def parse_json(text: str | bytes, most_levels: int = MOST_LEVELS) -> Any:
 
 
 def parse_arguments(text: str) -> Any:
-    """Return the value of arguments in JSON, or `text` unchanged: what is not JSON, or has too many values or levels."""
+    """Return the value of arguments in JSON, or `text` unchanged: not JSON, or too many values or levels."""
     try:
         return parse_json(text)
     except (ValueError, RecursionError):

@@ -27,8 +27,8 @@ and a disk has none."""
 def event_kind(error: Exception) -> EventKind:
     """Return the kind of the event for a model call that ends with `error`: `fault`, `budget` or `rejected`.
 
-    What the harness asked wrongly is a `DialectError`, found before the engine is asked. Errors of engines and disks are
-    ours: also an engine's refusal with a status below 500, because the recorder made the request that it refuses.
+    What the harness asked wrongly is a `DialectError`, found before the engine is asked. Errors of engines and disks
+    are ours: also an engine's refusal with a status below 500, because the recorder made the request that it refuses.
 
     An error that nobody thought of is not: decoding, rendering and parsing depend on what was asked and sampled, such
     as the roles of messages, for which chat templates raise. An agent that could cause a fault could take back a

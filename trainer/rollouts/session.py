@@ -28,8 +28,10 @@ from rolltap.trainer.blocking import run_to_end
 from rolltap.trainer.rollouts.environment import CERTIFICATES, clean_environment
 from rolltap.trainer.rollouts.facts import Facts
 from rolltap.trainer.rollouts.judges.changes import Made
+from rolltap.trainer.rollouts.judges.folders import open_to_owner
 from rolltap.trainer.rollouts.judges.judge import judge
 from rolltap.trainer.rollouts.judges.judged import Judged
+from rolltap.trainer.rollouts.judges.threads import in_folder_thread
 from rolltap.trainer.rollouts.outcomes import is_judged, outcome
 from rolltap.trainer.rollouts.plan import Plan
 from rolltap.trainer.rollouts.provenance import Provenances
@@ -124,7 +126,7 @@ async def _play(stage: Stage, session: Session, task: Task) -> Facts:
     try:
         made.home.mkdir(parents=True)
         start = await stage.starts.of(task)
-        await asyncio.to_thread(start.copy_to, made.workspace)
+        await in_folder_thread(start.copy_to, made.workspace)
         proxy = recorder.proxy(session.session_id)
         spec = BoxSpec(
             name=f"rolltap-{folder.name}",
@@ -171,9 +173,11 @@ async def _judge(stage: Stage, session: Session, task: Task, start: Start, made:
     """Return the judgement, and set its parts and evidence in `session`.
 
     A judge that fails in a way that nobody thought of leaves the session unjudged: the cause may be what an agent made,
-    and that must not end the rollout.
+    and that must not end the rollout. `OSError` and `InputError` are raised: a fault of this machine or of the task is
+    none of the agent's.
     """
     try:
+        await in_folder_thread(open_to_owner, made.home)  # the agent may have closed it to this user
         judged = await judge(
             task,
             made,
@@ -184,6 +188,8 @@ async def _judge(stage: Stage, session: Session, task: Task, start: Start, made:
             engine_urls=stage.recorder.engine.split(","),
             session_box=box,
         )
+    except (OSError, InputError):
+        raise
     except Exception as error:
         logger.warning("the judge of session %s failed", session.session_id, exc_info=True)
         judged = Judged(unjudged=f"the judge failed: {error!r}")

@@ -285,8 +285,8 @@ def test_no_order_of_calls_goes_over_a_budget_and_no_call_waits_for_nothing(most
         elif running:
             grant = running.pop()
             sampled = min(number, grant.tokens)
-            grant.settle(replace(CALL, status=step, completion_ids=[0] * sampled))
-            used.add(step, sampled)
+            grant.settle(replace(CALL, status=step, completion_ids=[0] * sampled), fault=step == "failed")
+            used.add(step, sampled, None, fault=step == "failed")
         if most.max_calls:
             assert used.calls + len(running) <= most.max_calls
         if most.max_sampled_tokens:
