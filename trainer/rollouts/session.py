@@ -141,7 +141,11 @@ async def _play(stage: Stage, session: Session, task: Task) -> Facts:
         async with plan.runtime.box(spec) as box:
             env = _environment(stage, session.session_id, task, box)
             log = logs / f"{session.session_id}.log"
-            ended = await box.run(plan.harness.command_for(task.instruction), env=env, timeout=timeout, log=log)
+            command = plan.harness.command_for(task.instruction)
+            try:
+                ended = await box.run(command, env=env, timeout=timeout, log=log)
+            except OSError as error:
+                raise OSError(f"the harness {command[0]} cannot be started: {error}") from error
             session.exit_status = ended.status
             await box.settle()
             await run_to_end(recorder.end_calls, session.session_id)
