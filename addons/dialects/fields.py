@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rolltap.addons.dialects.json_size import TooManyValues
+from rolltap.addons.dialects.json_size import MOST_LEVELS_OF_A_BODY, TooManyValues
 from rolltap.addons.dialects.recordable import described
 from rolltap.addons.dialects.types import DialectError, parse_json
 
@@ -20,7 +20,7 @@ sample a longer name of a tool, so calls are read with any name."""
 def parse_object(body: bytes) -> dict[str, Any]:
     """Parse a request body, which must be a JSON object. Raises `DialectError`."""
     try:
-        request = parse_json(body)
+        request = parse_json(body, MOST_LEVELS_OF_A_BODY)
     except TooManyValues as error:
         raise DialectError(f"The request body is too large: {error}.", status=413, code="request_too_large") from None
     except (ValueError, RecursionError) as error:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rolltap.addons.dialects.json_size import check_values
+from rolltap.addons.dialects.json_size import MOST_LEVELS, check_levels, check_values
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -33,21 +33,22 @@ _SIGNATURE = "rolltap:"
 _LONGEST_SIGNATURE = 256
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, most_levels: int = MOST_LEVELS) -> Any:
     """Return the value of a JSON text, which may be UTF-8, with all strings `well_formed`.
 
-    Raises `ValueError`, `TooManyValues` (one kind of it) and `RecursionError`.
+    Raises `ValueError`, `TooManyValues` and `TooManyLevels` (two kinds of it), and `RecursionError`.
     """
     check_values(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
     text = text.decode() if isinstance(text, bytes) else text
     value = json.loads(text)
+    check_levels(value, most_levels)
     if _SURROGATE_ESCAPE.search(text):  # also true for valid pairs, which are kept; they are rare
         value = json.loads(well_formed(json.dumps(value, ensure_ascii=False)))
     return value
 
 
 def parse_arguments(text: str) -> Any:
-    """Return the value of arguments in JSON, or `text` unchanged when it is not JSON, or JSON of too many values."""
+    """Return the value of arguments in JSON, or `text` unchanged: not JSON, or too many values or levels."""
     try:
         return parse_json(text)
     except (ValueError, RecursionError):

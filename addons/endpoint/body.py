@@ -51,7 +51,7 @@ class Bodies:
         Until the end of the context the body takes room. A request that finds none waits, and does not read on.
 
         Raises `DialectError` with status 413 when the body is longer than the limit, before or after decompression,
-        400 when it cannot be decompressed, 408 when it takes too long to arrive, and 503 when there is no room.
+        400 when it cannot be decompressed, 408 when it takes too long to arrive, and as `Share.take` for no room.
         """
         with self.room.share(session_id) as share:
             body = await self._received(request, share)

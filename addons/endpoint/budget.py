@@ -14,6 +14,8 @@ from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.types import ContextOverflow, DialectError
 from rolltap.addons.store.records import Call, Event
 
+WAITED = ", while it waited for an engine: "
+"""Part of the error of a call that was aborted while no engine answered it. The engine's error follows."""
 _STATUS = {anthropic.NAME: 400, openai_chat.NAME: 404, openai_responses.NAME: 400, google.NAME: 400}
 """HTTP status of the error for a used-up budget, by API: harnesses end within a second after it. All retry 429 and 5xx;
 Codex retries 402 and 403 for seconds, mini-swe-agent (LiteLLM) 400 and 403 for minutes."""
@@ -61,14 +63,18 @@ UNBOUNDED = Budgets()
 
 @dataclass(slots=True)
 class Used:
-    """Model calls and sampled tokens of a session. Failed calls are not the agent's: they do not count."""
+    """Model calls that an engine was asked, and sampled tokens, of a session. Calls that end in a fault of ours, and
+    requests that repeat a call, do not count."""
 
     calls: int = 0
     tokens: int = 0
 
-    def add(self, status: str, num_sampled: int) -> None:
-        """Count a call that has ended. Aborted calls without a token do not count."""
-        if status == "completed" or (status == "aborted" and num_sampled):
+    def add(self, status: str, num_sampled: int, error: str | None, *, fault: bool = False) -> None:
+        """Count a call that has ended. Aborted calls count, also without a token: an engine worked on them.
+
+        `error` is that of the call's row, `fault` True for a failed or aborted call that ended for a reason of ours.
+        """
+        if not fault and not (status == "aborted" and WAITED in (error or "")):
             self.calls += 1
             self.tokens += num_sampled
 
@@ -77,7 +83,8 @@ class Used:
         """Return what the calls in these rows used."""
         used = cls()
         for row in rows:
-            used.add(row["status"], len(row["completion_ids"] or ()))
+            failed = row["status"] == "failed"  # its row does not say why
+            used.add(row["status"], len(row["completion_ids"] or ()), row["error"], fault=failed)
         return used
 
 
@@ -100,10 +107,13 @@ class Grant:
         """Give all back: the call did not begin."""
         self.budget.free(self)
 
-    def settle(self, call: Call) -> Event | None:
-        """Give back what an ended call did not use. Return an event `budget` when its reply was cut."""
+    def settle(self, call: Call, *, fault: bool = False) -> Event | None:
+        """Give back what an ended call did not use. Return an event `budget` when its reply was cut.
+
+        `fault` is True when it ended for a reason of ours.
+        """
         self.budget.free(self)
-        self.budget.used.add(call.status, len(call.completion_ids))
+        self.budget.used.add(call.status, len(call.completion_ids), call.error, fault=fault)
         if not self.cut or call.finish_reason != "length":
             return None
         return Event(

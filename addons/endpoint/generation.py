@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rolltap.addons.dialects.types import DialectError, ModelCall, Reply, Usage
+from rolltap.addons.endpoint.budget import WAITED
 from rolltap.addons.endpoint.call_states import NEXT, STATUS, UNRECORDED, State
 from rolltap.addons.endpoint.failures import as_dialect_error, event_kind
 from rolltap.addons.endpoint.services import Services
@@ -32,8 +33,8 @@ UNANSWERED_SECONDS = 6 * SILENCE_SECONDS
 time in which an engine that says nothing is found out, so that a long prefill or a queue is still an answer."""
 
 
-Settle = Callable[[Call], None]
-"""Counts a call that has ended against the budgets of its session."""
+Settle = Callable[[Call, bool], None]
+"""Counts a call that has ended against the budgets of its session. True: it ended for a reason of ours."""
 AddCall = Callable[[Call, Prompt, Reply], Awaitable[None]]
 """Lets later calls of the session continue a committed call."""
 
@@ -212,7 +213,8 @@ class Generation:
                 if state is State.COMMITTED:
                     raise
                 logger.error("cannot write call %s to %s: %s", self.call.call_id, self._services.writer.run, failure)
-            self._settle(self.call)
+            fault = state is State.FAILED and isinstance(outcome, Exception) and event_kind(outcome) == "fault"
+            self._settle(self.call, fault)
         self._state = state
         if self.done:
             if not isinstance(outcome, Exception):
@@ -265,7 +267,7 @@ class Generation:
         else:
             call.error = str(outcome) or repr(outcome)
             if outage is not None and status == "aborted":
-                call.error += f", while it waited for an engine: {outage}"
+                call.error += f"{WAITED}{outage}"
         if call.violation:
             logger.warning("call %s is excluded from training: %s", call.call_id, call.violation)
         self._services.writer.add_call(call)

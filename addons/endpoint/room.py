@@ -37,6 +37,10 @@ class Room:
         """Return True when there is room for so many more bytes of a session."""
         return self._held[session_id] + num_bytes <= self._of_session and self._all + num_bytes <= self._of_all
 
+    def is_full(self, session_id: str, num_bytes: int) -> bool:
+        """Return True when a session itself holds too much for so many more bytes."""
+        return self._held[session_id] + num_bytes > self._of_session
+
     def add(self, session_id: str, num_bytes: int) -> None:
         """Count so many more bytes of a session, or fewer if negative."""
         self._all += num_bytes
@@ -66,7 +70,8 @@ class Share:
     async def take(self, num_bytes: int) -> None:
         """Hold so many more bytes, when there is room for them.
 
-        Raises `DialectError` with status 503 when there is none for a while.
+        Raises `DialectError` when there is none for a while: with status 429 when the session itself holds too much,
+        which is no fault of ours, and 503 otherwise.
         """
         if self.try_take(num_bytes):
             return
@@ -77,7 +82,7 @@ class Share:
         except TimeoutError:
             raise DialectError(
                 "Too many long requests are in progress. Try again later.",
-                status=503,
+                status=429 if self._room.is_full(self._session_id, num_bytes) else 503,
                 code="overloaded",
                 retry_after=_RETRY_SECONDS,
             ) from None

@@ -239,21 +239,23 @@ class Endpoint:
     async def _begin(self, dialect: Dialect, body: bytes, request: web.Request) -> tuple[AnyCall, ModelCall]:
         """Start or join the generation of a request. Raises `EngineError`, and the errors of `SessionState.begin`.
 
-        A harness that gives up after more than `UNANSWERED_SECONDS` has an event `fault`: it waited for us.
+        A harness that gives up after it waited more than `UNANSWERED_SECONDS` for an engine has an event `fault`. Time
+        in which the request waited for others of its session does not count.
         """
 
         async def context_window() -> int:
-            _, window = await self._engine(request)
+            clock = asyncio.get_running_loop().time
+            started = clock()
+            try:
+                _, window = await self._engine(request)
+            except asyncio.CancelledError:
+                if (waited := clock() - started) > UNANSWERED_SECONDS:
+                    why = f"the harness gave up: no engine was ready for its call after {waited:.0f} s"
+                    self._reject(request, EngineError(why))
+                raise
             return window
 
-        clock = asyncio.get_running_loop().time
-        started = clock()
-        try:
-            return await self._session(request).begin(dialect, body, client_request(request), context_window)
-        except asyncio.CancelledError:
-            if (waited := clock() - started) > UNANSWERED_SECONDS:
-                self._reject(request, EngineError(f"the harness gave up: its call had not begun after {waited:.0f} s"))
-            raise
+        return await self._session(request).begin(dialect, body, client_request(request), context_window)
 
     async def _engine(self, request: web.Request) -> tuple[Engine, int]:
         """Return the engine of the session and its context window in tokens.
@@ -274,7 +276,7 @@ class Endpoint:
 
     def _reject(self, request: web.Request, error: Exception) -> DialectError:
         """Record a request that no generation answers. Return the error as the harness receives it."""
-        answer = as_dialect_error(error)
+        answer = as_dialect_error(error, begun=False)
         self.refusals.record(
             Event(
                 kind=event_kind(error),

@@ -169,8 +169,8 @@ class SessionState:
             last_version = recovered.last_version
             self._policy = SessionPolicy(services.policy, keep=services.keep_adapter, last_version=last_version)
 
-        def settle(ended: Call) -> None:
-            if (event := grant.settle(ended)) is not None:
+        def settle(ended: Call, fault: bool) -> None:
+            if (event := grant.settle(ended, fault=fault)) is not None:
                 services.refusals.record(event)
 
         how = call, asked.prompt, model_call, asked.sampling, asked.digest

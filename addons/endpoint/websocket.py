@@ -141,7 +141,11 @@ class _Connection:
                 why = f"Previous response with id '{printable(str(previous))}' not found."
                 raise DialectError(why, code="previous_response_not_found")
             before, output = parse_object(named[0]), parse_json(named[1])
-            message = {**before, **message, "input": _items(before["input"]) + output + _items(message.get("input"))}
+            message = {
+                **before,
+                **message,
+                "input": _items(before.get("input")) + output + _items(message.get("input")),
+            }
         generate = message.pop("generate", True) is not False
         asked = dump_json({**message, "stream": True})
         if len(asked) > BODY_LIMIT:

@@ -238,7 +238,16 @@ async def test_a_reward_file_that_is_no_file_is_none(tmp_path, what):
         "socket": '"$0" -c \'import os, socket; socket.socket(socket.AF_UNIX).bind(os.environ["ROLLTAP_REWARD"])\'',
     }
     left = Left(tmp_path, {"a.txt": "a"})
-    judged = await left.judge({"kind": "command", "command": ["sh", "-c", make[what] + "; exit 1", sys.executable]})
+    judged = await left.judge(
+        {"kind": "command", "command": ["sh", "-c", make[what] + "; echo 0", sys.executable], "result": "number"}
+    )
+    assert judged.reward == 0.0
+
+
+async def test_code_of_the_agent_in_a_judge_of_the_exit_status_cannot_write_a_reward(tmp_path):
+    left = Left(tmp_path, {"a.sh": ""})
+    left.do({"a.sh": 'echo 1e300 > "${ROLLTAP_REWARD:-../out/reward}"; echo 1.0 > ../out/reward'})
+    judged = await left.judge({"kind": "command", "command": ["sh", "-c", "sh a.sh; exit 1"]})
     assert judged.reward == 0.0
 
 

@@ -1,15 +1,31 @@
-"""Checks before the first session: every engine answers, serves the model, and tells its window and weights."""
+"""Checks before the first session: every engine answers, serves the model, and tells its window and weights.
+
+The judges are checked too: one that cannot judge is found before the first session costs anything.
+"""
 
 import logging
+from collections.abc import Sequence
 
 from rolltap.addons.errors import EngineError
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.base_weights import same_folder
+from rolltap.trainer.rollouts.judges.check import check_judge
+from rolltap.trainer.rollouts.tasks.task import Task
 
 logger = logging.getLogger(__name__)
 
 _UNKNOWN = "unknown"
 """Version of weights that an engine does not name."""
+
+
+def check_judges(tasks: Sequence[Task], engine: str) -> None:
+    """Check every task's judge, as `check_judge`. `engine` is a URL, or several separated by commas.
+
+    Raises `InputError` that names the task, and `MissingPackageError`.
+    """
+    urls = [url.strip() for url in engine.split(",")]
+    for task in tasks:
+        check_judge(task, engine_urls=urls)
 
 
 def check_engines(engine: str, model: str) -> str:

@@ -99,6 +99,11 @@ def _tell_once(warning: str) -> None:
 
 def _require_sense(tally: Tally, plan: Plan, last: Session) -> None:
     """Raise `RecorderError` when it makes no sense to go on."""
+    if tally.unjudged_in_a_row >= plan.give_up_after:
+        raise RecorderError(
+            f"the judge could not judge {tally.unjudged_in_a_row} sessions in a row; the last, {last.session_id}: "
+            f"{last.error}. Put the task's judge right and start again"
+        )
     if tally.in_a_row >= plan.give_up_after:
         raise RecorderError(
             f"gave up after {tally.in_a_row} sessions in a row that say nothing of the policy; the last, "

@@ -29,17 +29,19 @@ from rolltap.trainer.rollouts.environment import CERTIFICATES, clean_environment
 from rolltap.trainer.rollouts.facts import Facts
 from rolltap.trainer.rollouts.judges.changes import Made
 from rolltap.trainer.rollouts.judges.command import read_end
+from rolltap.trainer.rollouts.judges.folders import open_to_owner
 from rolltap.trainer.rollouts.judges.judge import judge
 from rolltap.trainer.rollouts.judges.judged import Judged
+from rolltap.trainer.rollouts.judges.threads import in_folder_thread
 from rolltap.trainer.rollouts.outcomes import is_judged, outcome
 from rolltap.trainer.rollouts.plan import Plan
 from rolltap.trainer.rollouts.provenance import Provenances
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec
+from rolltap.trainer.rollouts.runtimes.scratch import remove_folder
 from rolltap.trainer.rollouts.suspicions.session import suspicions
 from rolltap.trainer.rollouts.tasks.starts import Start, Starts
 from rolltap.trainer.rollouts.tasks.task import Task
-from rolltap.trainer.rollouts.workplace import remove_tree
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +127,7 @@ async def _play(stage: Stage, session: Session, task: Task) -> Facts:
     try:
         made.home.mkdir(parents=True)
         start = await stage.starts.of(task)
-        await asyncio.to_thread(start.copy_to, made.workspace)
+        await in_folder_thread(start.copy_to, made.workspace)
         proxy = recorder.proxy(session.session_id)
         spec = BoxSpec(
             name=f"rolltap-{folder.name}",
@@ -140,7 +142,11 @@ async def _play(stage: Stage, session: Session, task: Task) -> Facts:
         async with plan.runtime.box(spec) as box:
             env = _environment(stage, session.session_id, task, box)
             log = logs / f"{session.session_id}.log"
-            ended = await box.run(plan.harness.command_for(task.instruction), env=env, timeout=timeout, log=log)
+            command = plan.harness.command_for(task.instruction)
+            try:
+                ended = await box.run(command, env=env, timeout=timeout, log=log)
+            except OSError as error:
+                raise OSError(f"the harness {command[0]} cannot be started: {error}") from error
             session.exit_status = ended.status
             await box.settle()
             await run_to_end(recorder.end_calls, session.session_id)
@@ -152,7 +158,7 @@ async def _play(stage: Stage, session: Session, task: Task) -> Facts:
             session.error = f"{result.error}; its output is in {log}{_last_line(log)}"
         return facts
     finally:
-        await run_to_end(remove_tree, folder)
+        await run_to_end(remove_folder, folder)
 
 
 def _last_line(log: Path) -> str:
@@ -180,9 +186,11 @@ async def _judge(stage: Stage, session: Session, task: Task, start: Start, made:
     """Return the judgement, and set its parts and evidence in `session`.
 
     A judge that fails in a way that nobody thought of leaves the session unjudged: the cause may be what an agent made,
-    and that must not end the rollout.
+    and that must not end the rollout. `OSError` and `InputError` are raised: a fault of this machine or of the task is
+    none of the agent's.
     """
     try:
+        await in_folder_thread(open_to_owner, made.home)  # the agent may have closed it to this user
         judged = await judge(
             task,
             made,
@@ -193,6 +201,8 @@ async def _judge(stage: Stage, session: Session, task: Task, start: Start, made:
             engine_urls=stage.recorder.engine.split(","),
             session_box=box,
         )
+    except (OSError, InputError):
+        raise
     except Exception as error:
         logger.warning("the judge of session %s failed", session.session_id, exc_info=True)
         judged = Judged(unjudged=f"the judge failed: {error!r}")

@@ -12,12 +12,14 @@ class Tally:
     """Counts over the sessions that have ended, of `total` places.
 
     A place is done when its session is not tried again. `in_a_row` is the number of sessions that ended last without
-    telling anything of the policy: failures of infrastructure, and sessions without a completed call.
+    telling anything of the policy: failures of infrastructure, sessions without a completed call, and those that the
+    judge could not judge; `unjudged_in_a_row` is the number of these alone.
     """
 
     total: int
     done: int = 0
     in_a_row: int = 0
+    unjudged_in_a_row: int = 0
     refusals: int = 0
     tried_again: int = 0
     left_out: int = 0
@@ -26,7 +28,9 @@ class Tally:
     def add(self, session: Session, facts: Facts, *, again: bool) -> None:
         """Add a session that has ended. `again` is True when it is tried again."""
         self.refusals += facts.refusals
-        useless = session.status == "infrastructure" or not facts.completed_calls
+        unjudged = session.status == "unjudged"
+        self.unjudged_in_a_row = self.unjudged_in_a_row + 1 if unjudged else 0
+        useless = unjudged or session.status == "infrastructure" or not facts.completed_calls
         self.in_a_row = self.in_a_row + 1 if useless else 0
         if again:
             self.tried_again += 1

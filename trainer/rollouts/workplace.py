@@ -1,12 +1,12 @@
 """The folder for what a recorder or a rollout needs while it runs: certificates, starts, workspaces, homes."""
 
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from rolltap.addons.store.staging import locked
+from rolltap.trainer.rollouts.runtimes.scratch import remove_folder
 
 _PREFIX = "rolltap-work-"
 
@@ -27,26 +27,8 @@ def workplace() -> Iterator[Path]:
             try:
                 yield folder
             finally:
-                remove_tree(folder)
+                remove_folder(folder)
             return
-
-
-def remove_tree(folder: Path) -> None:
-    """Remove a folder, also one with folders that an agent has made unreadable. What cannot be removed stays."""
-
-    def make_writable(_: object, path: str, __: object) -> None:
-        place = Path(path)
-        try:
-            place.parent.chmod(0o700)
-            if place.is_dir() and not place.is_symlink():
-                place.chmod(0o700)
-                shutil.rmtree(place, ignore_errors=True)
-            else:
-                place.unlink()
-        except OSError:
-            return
-
-    shutil.rmtree(folder, onerror=make_writable)
 
 
 def _remove_left(parent: Path) -> None:
@@ -54,6 +36,6 @@ def _remove_left(parent: Path) -> None:
         try:
             with locked(left) as free:
                 if free is not None and not left.is_symlink():
-                    remove_tree(left)
+                    remove_folder(left)
         except OSError:  # another user's, or removed meanwhile
             continue

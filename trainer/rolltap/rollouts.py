@@ -16,7 +16,7 @@ from rolltap.addons.store.rewards import session_rows
 from rolltap.runs import Run, open_run
 from rolltap.trainer.blocking import run_blocking, run_to_end, wait_for_end
 from rolltap.trainer.progress import progress_bar
-from rolltap.trainer.rollouts.before import check_engines
+from rolltap.trainer.rollouts.before import check_engines, check_judges
 from rolltap.trainer.rollouts.budget import Budget
 from rolltap.trainer.rollouts.groups import group_key
 from rolltap.trainer.rollouts.harness import Harness
@@ -172,6 +172,7 @@ async def rollout_async(
         harness.require_program()
     plan = Plan(harness, concurrency, timeout, runtime, retries, give_up_after)
     weights = await asyncio.to_thread(check_engines, engine, str(model))
+    await asyncio.to_thread(check_judges, task_list, engine)
     run_folder = Path(out)
     settings = {**Budget(**budgets).options(), **(options or {})}
     recorder = Recorder(run_folder, engine=engine, model=model, options=settings, processes=recorders)

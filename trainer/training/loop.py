@@ -39,6 +39,7 @@ from rolltap.trainer.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.models.loading import load_policy, load_tokenizer
 from rolltap.trainer.models.saving import save_adapter, save_whole
 from rolltap.trainer.progress import progress_bar
+from rolltap.trainer.rollouts.before import check_judges
 from rolltap.trainer.rollouts.groups import Group
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.lock import rollout_lock
@@ -92,6 +93,7 @@ def train(
         runtime = _runtime(recipe)
         runtime.check()
         tasks = fit_tasks(tasks, runtime)
+        check_judges(tasks, engine)
         if not all(task.image for task in tasks):
             harness.require_program()
         if recipe.publish == "nccl":

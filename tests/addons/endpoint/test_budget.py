@@ -285,10 +285,30 @@ def test_no_order_of_calls_goes_over_a_budget_and_no_call_waits_for_nothing(most
         elif running:
             grant = running.pop()
             sampled = min(number, grant.tokens)
-            grant.settle(replace(CALL, status=step, completion_ids=[0] * sampled))
-            used.add(step, sampled)
+            grant.settle(replace(CALL, status=step, completion_ids=[0] * sampled), fault=step == "failed")
+            used.add(step, sampled, None, fault=step == "failed")
         if most.max_calls:
             assert used.calls + len(running) <= most.max_calls
         if most.max_sampled_tokens:
             assert used.tokens + sum(grant.tokens for grant in running) <= most.max_sampled_tokens
     assert budget.used == used
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "fault", "calls"),
+    [
+        ("completed", None, False, 1),
+        ("aborted", "the harness closed the connection", False, 1),
+        ("aborted", "the session ended, while it waited for an engine: none is up", False, 0),
+        ("failed", "no such token", False, 1),
+        ("failed", "no engine answers", True, 0),
+    ],
+)
+def test_every_call_that_an_engine_was_asked_counts_unless_it_ends_in_a_fault_of_ours(status, error, fault, calls):
+    budget = SessionBudget(Budgets(max_calls=9), Used())
+    grant = budget.take(openai_chat, 5)
+    grant.settle(replace(CALL, status=status, error=error), fault=fault)
+    assert budget.used.calls == calls
+    if status != "failed":
+        row = {"status": status, "error": error, "completion_ids": None}
+        assert Used.of([row]).calls == calls

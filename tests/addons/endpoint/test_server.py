@@ -211,7 +211,7 @@ class TestStream:
 
 class TestErrors:
     @pytest.mark.parametrize(("seconds", "faults"), [(0, 1), (600, 0)])
-    async def test_a_call_that_does_not_begin_for_long_is_a_fault(self, harness, monkeypatch, seconds, faults):
+    async def test_a_call_that_waits_for_an_engine_for_long_is_a_fault(self, harness, monkeypatch, seconds, faults):
         waiting, left = asyncio.Event(), asyncio.Event()
 
         async def ready(*_):
@@ -229,6 +229,30 @@ class TestErrors:
         await asyncio.wait_for(left.wait(), 30)
         await harness.end()
         assert len(harness.events("fault")) == faults
+
+    async def test_a_call_that_waits_for_others_of_its_session_for_long_is_none(
+        self, harness, scripted_engine, monkeypatch
+    ):
+        monkeypatch.setattr(server, "UNANSWERED_SECONDS", 0)
+        waiting, left = asyncio.Event(), asyncio.Event()
+
+        class Held(asyncio.Lock):
+            async def __aenter__(self):
+                waiting.set()
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    left.set()
+
+        scripted_engine.replies.append(Say("Hi."))
+        await harness.ask(user())
+        monkeypatch.setattr(harness.endpoint.sessions["s1"], "_order", Held())
+        asked = asyncio.create_task(harness.ask(user("More.")))
+        await asyncio.wait_for(waiting.wait(), 30)
+        asked.cancel()
+        await asyncio.wait_for(left.wait(), 30)
+        await harness.end()
+        assert harness.events("fault") == []
 
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize(
@@ -345,8 +369,18 @@ class TestErrors:
 
         monkeypatch.setattr(harness.endpoint.rendering, "render", broken)
         status, reply = await harness.ask(user())
-        assert (status, reply["error"]["code"]) == (500, "internal_error")
-        assert harness.events("fault")[0]["detail"] == "too deep"
+        assert (status, reply["error"]["code"]) == (400, "invalid_request_error")
+        assert [event["detail"] for event in harness.events("rejected")] == ["too deep"]
+        assert harness.events("fault") == []  # an agent could ask for one, and its session would not count
+
+    async def test_a_tool_that_is_nested_too_deep_is_refused(self, harness):
+        schema = {"type": "object"}
+        for _ in range(400):
+            schema = {"type": "object", "properties": {"a": schema}}
+        tool = {"type": "function", "function": {"name": "t", "parameters": schema}}
+        status, reply = await harness.ask(user(), tools=[tool])
+        assert (status, "nested more than 128 levels" in reply["error"]["message"]) == (400, True)
+        assert [len(harness.events(kind)) for kind in ("rejected", "fault")] == [1, 0]
 
 
 class TestAccess:

@@ -4,8 +4,9 @@ import logging
 
 import pytest
 
-from rolltap.addons.errors import EngineError
-from rolltap.trainer.rollouts.before import check_engines
+from rolltap.addons.errors import EngineError, InputError
+from rolltap.trainer.rollouts.before import check_engines, check_judges
+from rolltap.trainer.rollouts.tasks.task import Task
 from tests.scripted_engine import ScriptedEngine
 
 
@@ -41,3 +42,10 @@ def test_another_model_weights_without_a_name_and_different_weights_are_named(sc
         sum("does not tell which weights it serves" in line for line in warnings.messages),
         sum("the engines serve different weights" in line for line in warnings.messages),
     ] == [2, 1, 1]
+
+
+def test_a_judge_that_cannot_judge_is_an_error_that_names_its_task():
+    judge = {"kind": "llm", "rubric": "Is it good?", "url": "http://127.0.0.1:9/v1", "model": "m", "key_env": "NO_KEY"}
+    tasks = [Task(id="good", instruction="go", evaluate=["true"]), Task(id="bad", instruction="go", judge=judge)]
+    with pytest.raises(InputError, match=r"bad.*key_env"):
+        check_judges(tasks, "http://127.0.0.1:8")

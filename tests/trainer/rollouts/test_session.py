@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from rolltap.addons.errors import RecorderError
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.rollouts import session as session_module
 from rolltap.trainer.rollouts.groups import Group
@@ -92,6 +93,45 @@ async def test_a_judge_that_breaks_leaves_the_session_unjudged_and_the_rollout_g
     row = await play(ONE_CALL)
     assert (row.status, row.reward) == ("unjudged", None)
     assert "the judge failed: KeyError" in row.error
+
+
+async def test_a_fault_of_the_machine_in_a_judge_is_no_verdict_on_the_session(play, monkeypatch):
+    async def full(*_, **__):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(session_module, "judge", full)
+    row = await play(ONE_CALL)
+    assert (row.status, row.error) == ("infrastructure", "the session could not be run: No space left on device")
+
+
+async def test_folders_nested_a_thousand_times_end_no_rollout(play):
+    nest = "import os\nfor _ in range(1500): os.mkdir('n'); os.chdir('n')"
+    script = shlex.join([sys.executable, "-c", nest])
+    row = await play(f"{ONE_CALL}; {script}")
+    assert (row.status, row.reward) == ("completed", 1.0)
+
+
+async def test_a_harness_that_is_not_there_is_named(recorder):
+    harness = Harness(name="gone", program="no-such-program", headless=[])
+    plan = Plan(harness, 1, 60, ProcessRuntime(), retries=0)
+    groups = [Group(Task(id="t", instruction="go", evaluate=["true"]), "gone", ["gone-0"])]
+    await run_groups(groups, plan, recorder, policy_version=None, advance=lambda *_: 0)
+    row = load_sessions(recorder.path)["gone-0"]
+    assert row.status == "infrastructure"
+    assert "no-such-program" in row.error
+
+
+async def test_a_rollout_ends_when_the_judge_cannot_judge_many_sessions_in_a_row(recorder, monkeypatch):
+    async def unjudged(*_, **__):
+        return Judged(unjudged="no key")
+
+    monkeypatch.setattr(session_module, "judge", unjudged)
+    harness = Harness(name="sh", program="sh", headless=["-c", ONE_CALL])
+    plan = Plan(harness, 1, 60, ProcessRuntime(), retries=0, give_up_after=2)
+    task = Task(id="t", instruction="go", evaluate=["true"])
+    groups = [Group(task, "unjudged", [f"unjudged-{number}" for number in range(3)])]
+    with pytest.raises(RecorderError, match=r"could not judge 2 sessions in a row; the last, unjudged-1: no key"):
+        await run_groups(groups, plan, recorder, policy_version=None, advance=lambda *_: 0)
 
 
 async def test_a_judge_has_the_parts_and_the_evidence_of_the_row(play, monkeypatch):

@@ -27,4 +27,6 @@ def test_sessions_in_a_row_that_say_nothing_of_the_policy_are_counted():
     add(tally, "timeout", facts=Facts())
     assert tally.in_a_row == 2
     add(tally, "unjudged")
-    assert tally.in_a_row == 0
+    assert (tally.in_a_row, tally.unjudged_in_a_row) == (3, 1)
+    add(tally, "failed", 0.0)
+    assert (tally.in_a_row, tally.unjudged_in_a_row) == (0, 0)

@@ -6,7 +6,7 @@ import tempfile
 
 import pytest
 
-from rolltap.trainer.rollouts.workplace import remove_tree, workplace
+from rolltap.trainer.rollouts.workplace import workplace
 
 HOLD = """
 from rolltap.trainer.rollouts.workplace import workplace
@@ -36,16 +36,23 @@ def test_it_is_removed_at_the_end_and_what_a_killed_process_left_at_the_next_sta
     assert list(tmp_path.iterdir()) == []
 
 
-def test_folders_that_an_agent_made_unreadable_and_links_out_of_them_are_removed_and_nothing_else(tmp_path):
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    (outside / "kept").touch()
-    tree = tmp_path / "tree"
-    (tree / "closed" / "inner").mkdir(parents=True)
-    (tree / "closed" / "inner" / "file").touch()
-    (tree / "closed" / "link").symlink_to(outside)
-    (tree / "closed" / "inner").chmod(0)
-    (tree / "closed").chmod(0)
-    remove_tree(tree)
-    assert not tree.exists()
-    assert (outside / "kept").exists()
+def nested(folder, depth):
+    """Make a folder with so many folders in one another: the path of the innermost is longer than paths can be."""
+    here = os.open(folder, os.O_RDONLY)
+    for _ in range(depth):
+        os.mkdir("n", dir_fd=here)
+        below = os.open("n", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+    os.close(here)
+
+
+def test_folders_that_an_agent_nested_a_thousand_times_keep_nothing_from_starting(tmp_path, caplog):
+    left = tmp_path / "rolltap-work-left"
+    left.mkdir()
+    nested(left, 1500)
+    with workplace() as folder:
+        assert list(tmp_path.iterdir()) == [folder]
+        nested(folder, 1500)
+    assert list(tmp_path.iterdir()) == []
+    assert not caplog.messages

@@ -17,7 +17,8 @@ from rolltap.trainer.rollouts.judges.reward import Reward, parse_json, parse_num
 from rolltap.trainer.rollouts.judges.spec import PythonJudge
 from rolltap.trainer.rollouts.runtimes.supervised import run_supervised
 
-_CALL = Path(__file__).with_name("call.py")
+CALL = Path(__file__).with_name("call.py")
+"""The program that calls a function."""
 _MAX_RESULT_BYTES = 1 << 20
 
 
@@ -27,9 +28,8 @@ async def judge_by_function(spec: PythonJudge, place: Place) -> tuple[Reward, di
     The function is found as this process finds modules. Its environment has no keys of the user's.
     """
     result = "result.json"
-    command = [sys.executable, "-P", str(_CALL), spec.function, str(place.workspace), str(place.out / result)]
-    modules = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
-    env = {**clean_environment(place.out), **place.case.task.env, "PYTHONPATH": modules}
+    command = [sys.executable, "-P", str(CALL), spec.function, str(place.workspace), str(place.out / result)]
+    env = {**clean_environment(place.out), **place.case.task.env, "PYTHONPATH": modules()}
     log = place.case.log
     ended = await run_supervised(command, cwd=place.out, env=env, timeout=spec.timeout, log=log)
     if ended.status is None:
@@ -41,3 +41,8 @@ async def judge_by_function(spec: PythonJudge, place: Place) -> tuple[Reward, di
         raise UnjudgedError(f"the function {spec.function} gave no result ({how}): {last}", broke=True)
     text = content.decode(errors="replace")
     return parse_json(text) if text.startswith("{") else Reward(parse_number(text), {}), {}
+
+
+def modules() -> str:
+    """Return the folders in which this process finds modules, as PYTHONPATH."""
+    return os.pathsep.join(os.path.abspath(entry) for entry in sys.path)

@@ -44,14 +44,19 @@ def parse_log(parser: str, log: str) -> dict[str, str]:
 
     Raises `UnjudgedError` for a parser that the package does not have, and `MissingPackageError` without the package.
     """
+    require_parser(parser)
     parsers, test_spec = _swebench()
-    if parser not in parsers:
-        raise UnjudgedError(f"swebench has no log parser {parser!r}")
     empty = test_spec("", "", [], "", "", [], [], log_parser=parser)
     try:
         return dict(parsers[parser](log, empty))
     except Exception as error:  # the agent's code wrote the log
         raise UnjudgedError(f"{parser} failed: {error!r}", broke=True) from error
+
+
+def require_parser(parser: str) -> None:
+    """Raise `UnjudgedError` for a parser that the package does not have, and `MissingPackageError` without it."""
+    if parser not in _swebench()[0]:
+        raise UnjudgedError(f"swebench has no log parser {parser!r}")
 
 
 @lru_cache(maxsize=1)

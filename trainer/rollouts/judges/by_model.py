@@ -58,11 +58,8 @@ async def judge_by_model(spec: LLMJudge, case: Case) -> tuple[Reward, dict[str, 
 
     Asks again after a connection error, the statuses 429 and 5xx, and an answer that is not as asked for.
     """
-    if not spec.policy_judges_itself and await asyncio.to_thread(is_policy, spec.url, case.engine_urls):
-        raise UnjudgedError(f"{spec.url} is the engine of the policy: it may not judge itself (policy_judges_itself)")
-    key = os.environ.get(spec.key_env, "") if spec.key_env is not None else ""
-    if spec.key_env is not None and not key:
-        raise UnjudgedError(f"the environment variable {spec.key_env} with the key of the judge's model is not set")
+    await asyncio.to_thread(require_other_model, spec, case.engine_urls)
+    key = find_key(spec)
     try:
         async with asyncio.timeout(spec.timeout), httpx.AsyncClient(timeout=spec.timeout) as client:
             return await _ask(spec, case, client, key)
@@ -125,6 +122,20 @@ def messages(rubric: str, instruction: str, diff: str) -> list[dict[str, str]]:
     values = {"mark": mark, "rubric": rubric, "instruction": instruction, "diff": diff or "(no changes)"}
     user = re.sub(r"\{(\w+)\}", lambda match: values[match.group(1)], _USER)
     return [{"role": "system", "content": _SYSTEM.replace("{mark}", mark)}, {"role": "user", "content": user}]
+
+
+def find_key(spec: LLMJudge) -> str:
+    """Return the key of the judge's model, empty if it needs none. Raises `UnjudgedError` when it is not set."""
+    key = os.environ.get(spec.key_env, "") if spec.key_env is not None else ""
+    if spec.key_env is not None and not key:
+        raise UnjudgedError(f"the environment variable {spec.key_env} with the key of the judge's model is not set")
+    return key
+
+
+def require_other_model(spec: LLMJudge, engine_urls: Sequence[str]) -> None:
+    """Raise `UnjudgedError` for a model that is the policy, unless the task allows that."""
+    if not spec.policy_judges_itself and is_policy(spec.url, engine_urls):
+        raise UnjudgedError(f"{spec.url} is the engine of the policy: it may not judge itself (policy_judges_itself)")
 
 
 def is_policy(url: str, engine_urls: Sequence[str]) -> bool:

@@ -1,6 +1,7 @@
-"""Calls a Python function of the user's. A program of its own: `python -P call.py MODULE:FUNCTION FOLDER OUTPUT`.
+"""Calls a Python function of the user's. A program of its own: `python -P call.py MODULE:FUNCTION [FOLDER OUTPUT]`.
 
-It writes the function's result to the file OUTPUT as JSON, and ends with status 3 when there is none.
+It writes the function's result to the file OUTPUT as JSON, and ends with status 3 when there is none. Without FOLDER
+and OUTPUT it only imports the function.
 """
 
 import importlib
@@ -11,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 
-def main(function: str, folder: str, output: str) -> int:
-    """Call the function with the folder, and return the exit status."""
+def main(function: str, folder: str | None = None, output: str = "") -> int:
+    """Call the function with the folder, or only import it, and return the exit status."""
     module, _, name = function.partition(":")
     try:
         found: Any = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
+        if folder is None:
+            return 0
         text = json.dumps(found(Path(folder)), default=float)  # numbers of NumPy
     except Exception:
         traceback.print_exc()

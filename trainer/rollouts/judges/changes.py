@@ -3,18 +3,25 @@
 import contextlib
 import dataclasses
 import difflib
+import errno
 import hashlib
 import os
+import stat
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.judges.folders import (
     MAX_FILE_BYTES,
     Entry,
     Refusal,
     TooMuchError,
+    Tree,
+    file_digest,
+    make_writable,
     opened,
     read_chunks,
     read_file,
@@ -25,11 +32,18 @@ from rolltap.trainer.rollouts.judges.folders import (
 from rolltap.trainer.rollouts.judges.patterns import TEST_FILES, matches
 
 MAX_CHANGED_BYTES = 4 << 30
+MAX_SECONDS = 300.0
+"""Time for comparing a workspace with its start."""
+_MAX_DIFF_SECONDS = 20.0
 _MAX_DIFF_BYTES = 1 << 20
 _MAX_DIFF_FILE_BYTES = 256 << 10
 _MAX_DIFF_FILE_LINES = 4000
 """difflib's time grows with the square of the lines."""
 _MAX_LISTED = 100
+_MAX_SHOWN = 300
+"""Characters of a path in the evidence."""
+_OF_THE_MACHINE = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""Errors of reading that are not the agent's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +71,7 @@ class Changes:
     refused: Mapping[str, Refusal] = field(default_factory=dict)
     diff: str = ""
     added: frozenset[str] = frozenset()
+    _evidence: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
 
     def __bool__(self) -> bool:
         """Return True if there is something to apply."""
@@ -65,7 +80,10 @@ class Changes:
     @property
     def files(self) -> list[str]:
         """Paths of changed and deleted files and links, and of new empty folders, in order."""
-        folders = {parent for path in self.changed for parent in _parents(path)}
+        folders: set[str] = set()
+        for path in self.changed:
+            while (path := path.rpartition("/")[0]) and path not in folders:
+                folders.add(path)
         return sorted(({*self.changed} - folders) | {*self.deleted})
 
     def without(self, refused: Mapping[str, Refusal]) -> "Changes":
@@ -75,23 +93,30 @@ class Changes:
             changed={path: entry for path, entry in self.changed.items() if path not in refused},
             deleted=tuple(path for path in self.deleted if path not in refused),
             refused={**self.refused, **refused},
-        )
+            _evidence=None,
+        ).told()
+
+    def told(self) -> "Changes":
+        """Return the changes with their evidence made: it takes a second for very many files."""
+        return dataclasses.replace(self, _evidence=self.evidence())
 
     def evidence(self) -> dict[str, Any]:
-        """Return the changes as JSON for the sessions table, with at most 100 paths of each kind.
+        """Return the changes as JSON for the sessions table, with at most 100 paths of each kind, long ones cut.
 
         `changed_tests` are the test files of the start that were modified or deleted.
         """
+        if self._evidence is not None:
+            return dict(self._evidence)
         files = self.files
         tests = [path for path in files if path not in self.added and matches(path, TEST_FILES)]
         return {
             "diff_sha256": hashlib.sha256(self.diff.encode()).hexdigest(),
             "changed_files": len(files),
-            "changed": [printable(path) for path in files[:_MAX_LISTED]],
+            "changed": [_shown(path) for path in files[:_MAX_LISTED]],
             "changed_test_files": len(tests),
-            "changed_tests": [printable(path) for path in tests[:_MAX_LISTED]],
+            "changed_tests": [_shown(path) for path in tests[:_MAX_LISTED]],
             "refused_files": len(self.refused),
-            "refused": [f"{printable(path)}: {why}" for path, why in sorted(self.refused.items())[:_MAX_LISTED]],
+            "refused": [f"{_shown(path)}: {why}" for path, why in sorted(self.refused.items())[:_MAX_LISTED]],
         }
 
 
@@ -100,23 +125,77 @@ def printable(path: str) -> str:
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
-def find_changes(start: Path, workspace: Path) -> Changes:
+def is_of_the_machine(error: OSError) -> bool:
+    """Return True for an error of a folder that this machine is the cause of, not what an agent left there."""
+    return error.errno in _OF_THE_MACHINE
+
+
+def _shown(path: str) -> str:
+    text = printable(path)
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN // 2]}...{text[-_MAX_SHOWN // 2 :]}"
+
+
+def find_changes(start: Path, workspace: Path, *, seconds: float = MAX_SECONDS) -> Changes:
     """Compare the start with the workspace that an agent left. No process may run in it any more.
 
     Files are compared by content: times can be set. A repository's own files (`.git`) and compiled Python are not
-    looked at. Raises `TooMuchError` for a workspace with too much to judge, and `OSError`.
+    looked at. Sizes are added up before a file is read.
+
+    Raises `TooMuchError` for a workspace that cannot be judged for what the agent left in it, or that takes longer than
+    `seconds`; `InputError` for such a start; `OSError` for a fault of this machine.
     """
-    before, after = scan(start), scan(workspace)
+    try:
+        before = scan(start)
+    except TooMuchError as error:
+        raise InputError(f"the task's start: {error}") from error
+    end = time.monotonic() + seconds
+    try:
+        after = scan(workspace, stat.S_IRWXU)
+        _require_little(before, after)
+        _hash_changed(start, workspace, before, after, end)
+    except OSError as error:
+        if is_of_the_machine(error):
+            raise
+        raise TooMuchError(f"the workspace cannot be read: {error}") from error
     refused = {path: why for path, why in after.refused.items() if not _is_of_start(path, why, before.refused)}
-    changed = {path: entry for path, entry in after.entries.items() if before.entries.get(path) != entry}
-    for path in [path for path, entry in changed.items() if entry.size > MAX_FILE_BYTES]:
-        del changed[path]
-    if sum(entry.size for entry in changed.values()) > MAX_CHANGED_BYTES:
-        raise TooMuchError(f"the agent changed more than {MAX_CHANGED_BYTES >> 30} GiB of files")
+    changed = {
+        path: entry
+        for path, entry in after.entries.items()
+        if before.entries.get(path) != entry and entry.size <= MAX_FILE_BYTES
+    }
     gone = (path for path in before.entries if path not in after.entries and path not in after.refused)
     deleted = tuple(sorted(gone, reverse=True))
     added = frozenset(path for path in changed if path not in before.entries)
-    return Changes(changed, deleted, refused, _diff(start, workspace, before.entries, changed, deleted), added)
+    diff = _diff(start, workspace, before.entries, changed, deleted, min(end, time.monotonic() + _MAX_DIFF_SECONDS))
+    return Changes(changed, deleted, refused, diff, added).told()
+
+
+def _require_little(before: Tree, after: Tree) -> None:
+    """Raise `TooMuchError` for too many bytes in new files and files of another size. Files may have holes."""
+    sizes = (
+        entry.size
+        for path, entry in after.entries.items()
+        if entry.size <= MAX_FILE_BYTES and ((old := before.entries.get(path)) is None or old.size != entry.size)
+    )
+    if sum(sizes) > MAX_CHANGED_BYTES:
+        raise TooMuchError(f"the agent changed more than {MAX_CHANGED_BYTES >> 30} GiB of files")
+
+
+def _hash_changed(start: Path, workspace: Path, before: Tree, after: Tree, end: float) -> None:
+    """Set the digests of the files that may have changed, in both trees. `end` is of the clock `time.monotonic`."""
+    for path, entry in list(after.entries.items()):
+        if entry.kind != "file" or entry.size > MAX_FILE_BYTES:
+            continue
+        if time.monotonic() > end:
+            raise TooMuchError("comparing the workspace with the start took too long")
+        try:
+            after.entries[path] = dataclasses.replace(entry, digest=file_digest(workspace, path, stat.S_IRUSR))
+        except PermissionError:
+            after.refused[path] = "unreadable"
+            del after.entries[path]
+        old = before.entries.get(path)
+        if old is not None and old.kind == "file" and old.size <= MAX_FILE_BYTES:
+            before.entries[path] = dataclasses.replace(old, digest=file_digest(start, path))
 
 
 def _is_of_start(path: str, why: Refusal, before: Mapping[str, Refusal]) -> bool:
@@ -124,13 +203,13 @@ def _is_of_start(path: str, why: Refusal, before: Mapping[str, Refusal]) -> bool
     return before.get(path) == why or why == "cache"
 
 
-def _parents(path: str) -> list[str]:
-    parts = path.split("/")
-    return ["/".join(parts[:end]) for end in range(1, len(parts))]
-
-
 def _diff(
-    start: Path, workspace: Path, before: Mapping[str, Entry], changed: Mapping[str, Entry], deleted: tuple[str, ...]
+    start: Path,
+    workspace: Path,
+    before: Mapping[str, Entry],
+    changed: Mapping[str, Entry],
+    deleted: tuple[str, ...],
+    end: float,
 ) -> str:
     parts: list[str] = []
     left = _MAX_DIFF_BYTES
@@ -138,7 +217,7 @@ def _diff(
         old, new = before.get(path), changed.get(path)
         part = _file_diff(start, workspace, path, old, new)
         left -= len(part.encode())
-        if left < 0:
+        if left < 0 or time.monotonic() > end:
             whole = hashlib.sha256(repr((sorted(changed.items()), deleted)).encode()).hexdigest()
             parts.append(f"The diff is cut off here. SHA-256 of all changes: {whole}\n")
             break
@@ -193,6 +272,7 @@ def apply_changes(changes: Changes, workspace: Path, fresh: Path) -> None:
     for path in changes.deleted:
         parent, _, name = path.rpartition("/")
         with contextlib.suppress(FileNotFoundError), opened(fresh, parent) as folder:
+            make_writable(folder)
             try:
                 os.unlink(name, dir_fd=folder)
             except IsADirectoryError:

@@ -1,7 +1,8 @@
 """A command as the judge: its exit status, a number or JSON.
 
 A command that runs the agent's code in its own process can be told anything by it: it can print the reward, write the
-reward's file and end with status 0. Such a command has to run the agent's code as a child, and decide outside of it.
+reward's file and end with status 0. Such a command has to run the agent's code as a child, and decide outside of it. In
+the runtime `process` that is no protection: the child has all rights of its parent's user there.
 """
 
 import os
@@ -24,10 +25,12 @@ _NAMED = re.compile(r"(?:No module named|cannot import name) ['\"]?([\w.]+)")
 async def judge_by_command(spec: CommandJudge, place: Place) -> tuple[Reward, dict[str, Any]]:
     """Return the reward and the evidence. Raises `UnjudgedError`."""
     file = spec.reward_file or f"{place.out_inside}/reward"
-    status = await place.run(spec.command, {**spec.env, "ROLLTAP_REWARD": file}, spec.timeout)
+    is_read = spec.reward_file is not None or spec.result in ("number", "json")
+    env = {**spec.env, "ROLLTAP_REWARD": file} if is_read else spec.env
+    status = await place.run(spec.command, env, spec.timeout)
     evidence = {"exit_status": status}
-    written = None if spec.result == "status" and spec.reward_file is None else place.read(file, _MAX_REWARD_BYTES)
-    if written is not None:
+    written = place.read(file, _MAX_REWARD_BYTES) if is_read else None
+    if written is not None and (spec.reward_file is not None or status in (0, 1)):
         if len(written) > _MAX_REWARD_BYTES:
             raise UnjudgedError(f"the judge wrote more than {_MAX_REWARD_BYTES >> 10} KiB to {file}")
         return parse_text(written.decode(errors="replace")), evidence

@@ -7,8 +7,8 @@ is opened: opening a FIFO would wait, opening a device acts.
 import contextlib
 import hashlib
 import os
-import shutil
 import stat
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +20,14 @@ MAX_ENTRIES = 500_000
 """Files and folders in a workspace."""
 MAX_FILE_BYTES = 512 << 20
 MAX_DEPTH = 100
+MAX_PATH = 4096
+"""Characters of a path in a workspace."""
+MAX_PATH_BYTES = 64 << 20
+"""Characters of all paths in a workspace together."""
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_CLOSED_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+"""Opens a folder also without the right to read it."""
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CHUNK = 1 << 20
 
@@ -42,17 +48,17 @@ Refusal = Literal[
 ]
 """Why something is not applied: a symbolic link out of the workspace; what is no file; a setuid or setgid bit (the file
 is applied without it); a repository's own files; compiled Python; larger than `MAX_FILE_BYTES`; no right to
-read it; deeper than `MAX_DEPTH`; under a path of the tests, or not under the paths that the task names; it would run in
-the judge's pytest; it would change pytest's settings."""
+read it; deeper than `MAX_DEPTH`, or with a path longer than `MAX_PATH`; under a path of the tests, or not under the
+paths that the task names; it would run in the judge's pytest; it would change pytest's settings."""
 
 
 class TooMuchError(RolltapError):
-    """A workspace has more than can be judged."""
+    """A workspace cannot be judged for what the agent left in it: too much, or what cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A file, folder or symbolic link. `digest` is a file's SHA-256, empty if it is larger than `MAX_FILE_BYTES`."""
+    """A file, folder or symbolic link. `digest` is a file's SHA-256, empty as long as nobody needs it."""
 
     kind: Literal["file", "folder", "link"]
     executable: bool = False
@@ -67,82 +73,137 @@ class Tree:
 
     entries: dict[str, Entry] = field(default_factory=dict)
     refused: dict[str, Refusal] = field(default_factory=dict)
+    path_bytes: int = field(default=0, compare=False)
+    rights: int = field(default=0, compare=False)
 
 
-def scan(root: Path) -> Tree:
-    """Return what is in a folder. A folder that is not there, or is a symbolic link, is empty.
+def scan(root: Path, rights: int = 0) -> Tree:
+    """Return what is in a folder, without the digests of its files: no file is opened.
 
-    Raises `TooMuchError` for more than `MAX_ENTRIES`, and `OSError`.
+    A folder that is not there, or is a symbolic link, is empty. Folders get the owner's `rights` first, where that is
+    possible: an agent can close its own. What stays closed is refused.
+
+    Raises `TooMuchError` for more than `MAX_ENTRIES` or `MAX_PATH_BYTES`, and for a folder that stays closed, and
+    `OSError`.
     """
-    tree = Tree()
-    try:
-        top = os.open(root, _FOLDER)
-    except (FileNotFoundError, NotADirectoryError):
+    tree = Tree(rights=rights)
+    if root.is_symlink() or not root.is_dir():
         return tree
-    except OSError as error:
-        if root.is_symlink():
-            return tree
-        raise error
-    _scan_folder(top, "", 0, tree)
+    try:
+        top = os.open(root, _CLOSED_FOLDER)
+        try:
+            folder = _open_folder(top, rights)
+        finally:
+            os.close(top)
+    except PermissionError as error:
+        raise TooMuchError("the workspace is closed to the user who judges it") from error
+    _scan_folder(folder, "", 0, tree)
     return tree
+
+
+def open_to_owner(folder: Path) -> None:
+    """Give this user all rights on a folder of its own, if it is there. Follows no link, and raises nothing."""
+    with contextlib.suppress(OSError):
+        here = os.open(folder, _CLOSED_FOLDER)
+        try:
+            os.close(_open_folder(here, stat.S_IRWXU))
+        finally:
+            os.close(here)
+
+
+def _open_folder(place: int, rights: int) -> int:
+    """Open the folder that the descriptor `place` names (`_CLOSED_FOLDER`) for reading. Raises `OSError`."""
+    _allow(place, rights)
+    return os.open(".", _FOLDER, dir_fd=place)
+
+
+def _allow(place: int, rights: int) -> None:
+    """Give the owner rights on what a descriptor names, if this user is the owner."""
+    mode = os.fstat(place).st_mode
+    if mode & rights != rights:
+        with contextlib.suppress(OSError):  # another user's
+            os.chmod(f"/proc/self/fd/{place}", stat.S_IMODE(mode) | rights)
 
 
 def _scan_folder(folder: int, prefix: str, depth: int, tree: Tree) -> None:
     """Read the folder `folder`, a descriptor, which this closes."""
     try:
-        with os.scandir(folder) as found:
-            names = sorted(entry.name for entry in found)
-        if len(tree.entries) + len(tree.refused) + len(names) > MAX_ENTRIES:
-            raise TooMuchError(f"there are more than {MAX_ENTRIES} files and folders in the workspace")
-        for name in names:
+        for name in _names(folder, prefix, tree):
             path = prefix + name
-            status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-            if (reason := _refusal(name, status, depth)) is not None:
-                tree.refused[path] = reason
-            elif stat.S_ISDIR(status.st_mode):
-                try:
-                    below = os.open(name, _FOLDER, dir_fd=folder)
-                except PermissionError:
-                    tree.refused[path] = "unreadable"
-                    continue
-                tree.entries[path] = Entry("folder")
-                _scan_folder(below, path + "/", depth + 1, tree)
-            elif stat.S_ISLNK(status.st_mode):
-                target = os.readlink(name, dir_fd=folder)
-                if stays_inside(target, depth):
-                    tree.entries[path] = Entry("link", target=target)
+            try:
+                status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                if (reason := _refusal(path, name, status, depth)) is not None:
+                    tree.refused[path] = reason
+                elif stat.S_ISDIR(status.st_mode):
+                    below = _below(folder, name, tree.rights)
+                    tree.entries[path] = Entry("folder")
+                    _scan_folder(below, path + "/", depth + 1, tree)
+                elif stat.S_ISLNK(status.st_mode):
+                    target = os.readlink(name, dir_fd=folder)
+                    if stays_inside(target, depth):
+                        tree.entries[path] = Entry("link", target=target)
+                    else:
+                        tree.refused[path] = "symlink"
                 else:
-                    tree.refused[path] = "symlink"
-            else:
-                _scan_file(folder, name, path, status, tree)
+                    _add_file(path, status, tree)
+            except PermissionError:
+                tree.refused[path] = "unreadable"
     finally:
         os.close(folder)
 
 
-def _scan_file(folder: int, name: str, path: str, status: os.stat_result, tree: Tree) -> None:
-    executable, size = bool(status.st_mode & stat.S_IXUSR), status.st_size
+def _names(folder: int, prefix: str, tree: Tree) -> list[str]:
+    """Return the sorted names in a folder, and count them. Raises `TooMuchError` before there are too many."""
+    names = []
+    with os.scandir(folder) as found:
+        for entry in found:
+            names.append(entry.name)
+            tree.path_bytes += len(prefix) + len(entry.name)
+            if len(tree.entries) + len(tree.refused) + len(names) > MAX_ENTRIES:
+                raise TooMuchError(f"there are more than {MAX_ENTRIES} files and folders in the workspace")
+            if tree.path_bytes > MAX_PATH_BYTES:
+                raise TooMuchError(f"the paths in the workspace have more than {MAX_PATH_BYTES >> 20} MiB")
+    return sorted(names)
+
+
+def _below(folder: int, name: str, rights: int) -> int:
+    place = os.open(name, _CLOSED_FOLDER, dir_fd=folder)
+    try:
+        return _open_folder(place, rights)
+    finally:
+        os.close(place)
+
+
+def _add_file(path: str, status: os.stat_result, tree: Tree) -> None:
     if status.st_mode & (stat.S_ISUID | stat.S_ISGID):
         tree.refused[path] = "setuid"
-    if size > MAX_FILE_BYTES:
+    if status.st_size > MAX_FILE_BYTES:
         tree.refused[path] = "size"
-        tree.entries[path] = Entry("file", executable, size)
-        return
-    try:
-        digest = hashlib.sha256()
+    tree.entries[path] = Entry("file", bool(status.st_mode & stat.S_IXUSR), status.st_size)
+
+
+def file_digest(root: Path, path: str, rights: int = 0) -> str:
+    """Return the SHA-256 of a regular file below `root`. It gets the owner's `rights` first. Raises `OSError`."""
+    parent, _, name = path.rpartition("/")
+    digest = hashlib.sha256()
+    with opened(root, parent) as folder:
+        place = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        try:
+            if stat.S_ISREG(os.fstat(place).st_mode):
+                _allow(place, rights & stat.S_IRUSR)
+        finally:
+            os.close(place)
         for chunk in read_chunks(folder, name):
             digest.update(chunk)
-    except PermissionError:
-        tree.refused[path] = "unreadable"
-        return
-    tree.entries[path] = Entry("file", executable, size, digest.hexdigest())
+    return digest.hexdigest()
 
 
-def _refusal(name: str, status: os.stat_result, depth: int) -> Refusal | None:
+def _refusal(path: str, name: str, status: os.stat_result, depth: int) -> Refusal | None:
     if name.lower() == ".git":
         return "git"
     if name == "__pycache__" or name.endswith((".pyc", ".pyo")):
         return "cache"
-    if depth > MAX_DEPTH:
+    if depth > MAX_DEPTH or len(path) > MAX_PATH:
         return "depth"
     mode = status.st_mode
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode):
@@ -186,13 +247,24 @@ def opened(root: Path, path: str = "", *, create: bool = False) -> Iterator[int]
     try:
         for part in filter(None, path.split("/")):
             if create:
+                make_writable(folder)
                 _make_folder(folder, part)
             below = os.open(part, _FOLDER, dir_fd=folder)
             os.close(folder)
             folder = below
+        if create:
+            make_writable(folder)
         yield folder
     finally:
         os.close(folder)
+
+
+def make_writable(folder: int) -> None:
+    """Let the owner write to the folder `folder`, a descriptor: a start may have folders that are read-only."""
+    mode = os.fstat(folder).st_mode
+    if not mode & stat.S_IWUSR:
+        with contextlib.suppress(OSError):  # another user's
+            os.fchmod(folder, stat.S_IMODE(mode) | stat.S_IRWXU)
 
 
 def _make_folder(folder: int, name: str) -> None:
@@ -236,9 +308,15 @@ def write_file(root: Path, path: str, chunks: Iterator[bytes], *, executable: bo
 
 
 def remove(folder: int, name: str) -> None:
-    """Remove a file, a link or a folder with all that is in it, if it is there. Raises `OSError`."""
+    """Remove a file, a link or a folder with all that is in it, if it is there. Raises `OSError`.
+
+    By rm(1): `shutil.rmtree` fails for folders that are nested a thousand times.
+    """
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
-            shutil.rmtree(name, dir_fd=folder)
+            command = ["rm", "-rf", "--one-file-system", "--", f"./{name}"]
+            done = subprocess.run(command, cwd=f"/proc/self/fd/{folder}", stderr=subprocess.PIPE)
+            if done.returncode:
+                raise OSError(f"{name} cannot be removed: {done.stderr.decode(errors='replace').strip()[-500:]}")
         else:
             os.unlink(name, dir_fd=folder)

@@ -9,7 +9,6 @@ has a verdict on it and none with the agent's changes was broken by these, and t
 untouched start, the session is unjudged. What a judge says in words that are no reward is unjudged in any case.
 """
 
-import asyncio
 import dataclasses
 import hashlib
 import re
@@ -31,6 +30,7 @@ from rolltap.trainer.rollouts.judges.reward import Reward
 from rolltap.trainer.rollouts.judges.select import OneJudge
 from rolltap.trainer.rollouts.judges.several import combine
 from rolltap.trainer.rollouts.judges.spec import CommandJudge, Judge, LLMJudge, PytestJudge, PythonJudge, SeveralJudges
+from rolltap.trainer.rollouts.judges.threads import in_folder_thread
 from rolltap.trainer.rollouts.runtimes.runtime import Box, Runtime
 from rolltap.trainer.rollouts.tasks.task import Task
 
@@ -60,7 +60,7 @@ async def judge(
     """
     spec = task.judge if task.judge is not None else CommandJudge(command=task.evaluate)
     try:
-        changes = await asyncio.to_thread(find_changes, start.folder, made.workspace)
+        changes = await in_folder_thread(find_changes, start.folder, made.workspace)
     except TooMuchError as error:
         return Judged(reward=0.0, evidence={"judge": spec.kind, "too_much": str(error)})
     (logs / f"{name}.diff").write_text(changes.diff, encoding="utf-8")

@@ -1,13 +1,12 @@
 """The place of one judge: a workspace, a box without network, and a folder for what it writes."""
 
-import asyncio
 import os
 import secrets
 import shutil
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -15,7 +14,7 @@ from typing import Protocol
 from rolltap.addons.errors import InputError
 from rolltap.trainer.blocking import run_to_end
 from rolltap.trainer.rollouts.environment import clean_environment
-from rolltap.trainer.rollouts.judges.changes import Changes, Made, apply_changes, find_changes
+from rolltap.trainer.rollouts.judges.changes import Changes, Made, apply_changes, find_changes, is_of_the_machine
 from rolltap.trainer.rollouts.judges.folders import (
     opened,
     read_chunks,
@@ -27,6 +26,7 @@ from rolltap.trainer.rollouts.judges.folders import (
 from rolltap.trainer.rollouts.judges.judged import UnjudgedError
 from rolltap.trainer.rollouts.judges.select import OneJudge, select
 from rolltap.trainer.rollouts.judges.spec import CommandJudge, PytestJudge
+from rolltap.trainer.rollouts.judges.threads import in_folder_thread
 from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec, Mount, Runtime
 from rolltap.trainer.rollouts.runtimes.scratch import remove_folder
 from rolltap.trainer.rollouts.tasks.task import Task
@@ -148,7 +148,7 @@ async def _fresh_place(case: Case, spec: OneJudge, folder: Path) -> AsyncIterato
     workspace, home, out, tools = (folder / part for part in ("workspace", "home", "out", "tools"))
     for made_folder in (home, out, tools):
         made_folder.mkdir()
-    changes = await asyncio.to_thread(_prepare, case, spec, workspace)
+    changes = await in_folder_thread(_prepare, case, spec, workspace)
     isolated = case.runtime.isolated
     out_inside, tools_inside = (_OUT, _TOOLS) if isolated else (str(out), str(tools))
     mounts = [Mount(out, out_inside, writable=True), Mount(tools, tools_inside)]
@@ -192,10 +192,11 @@ async def _session_place(case: Case, made: Made, spec: OneJudge) -> AsyncIterato
         raise UnjudgedError("the judge asks for mounts and for the session's box, which has none of the judge's")
     await case.session_box.settle()
     names = [f".rolltap-{part}-{secrets.token_hex(8)}" for part in ("out", "tools")]
-    with opened(made.home) as home:
-        for name in names:
-            os.mkdir(name, 0o755, dir_fd=home)
-    await asyncio.to_thread(_lay_over_session, case, made, spec)
+    with _by_the_agent():
+        with opened(made.home) as home:
+            for name in names:
+                os.mkdir(name, 0o755, dir_fd=home)
+        await in_folder_thread(_lay_over_session, case, made, spec)
     out, tools = (made.home / name for name in names)
     out_inside, tools_inside = (f"{case.session_box.home}/{name}" for name in names)
     yield Place(
@@ -220,9 +221,21 @@ def _prepare(case: Case, spec: OneJudge, workspace: Path) -> Changes:
     tests = _lay_tests(case, spec, workspace)
     if case.made is None:
         return case.changes
-    changes = select(case.changes, spec, tests, case.start.folder, case.made.workspace)
-    apply_changes(changes, case.made.workspace, workspace)
+    with _by_the_agent():
+        changes = select(case.changes, spec, tests, case.start.folder, case.made.workspace)
+        apply_changes(changes, case.made.workspace, workspace)
     return changes
+
+
+@contextmanager
+def _by_the_agent() -> Iterator[None]:
+    """Take an error of a folder that an agent made for a judge that it broke. Raises `UnjudgedError`."""
+    try:
+        yield
+    except OSError as error:
+        if is_of_the_machine(error):
+            raise
+        raise UnjudgedError(f"what the agent left cannot be laid out: {error}", broke=True) from error
 
 
 def _lay_tests(case: Case, spec: OneJudge, workspace: Path) -> set[str]:
@@ -268,14 +281,17 @@ def _lay_over_session(case: Case, made: Made, spec: OneJudge) -> None:
         _lay(spec.tests, made.workspace)
 
 
-def apply_patch(patch: str, folder: Path) -> None:
-    """Apply a unified diff to a copy of the start, by `git apply`. Raises `UnjudgedError` when it does not fit."""
+def apply_patch(patch: str, folder: Path, *, only_check: bool = False) -> None:
+    """Apply a unified diff to a copy of the start, by `git apply`. Raises `UnjudgedError` when it does not fit.
+
+    With `only_check` nothing is changed.
+    """
     git = shutil.which("git")
     if git is None:
         raise InputError("git is not on the PATH: it is needed to apply the task's 'test_patch'")
     alone = {"GIT_DIR": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "PATH": os.defpath}
     text = patch if patch.endswith("\n") else patch + "\n"
-    command = [git, "apply", "--whitespace=nowarn", "-"]
+    command = [git, "apply", "--whitespace=nowarn", *(["--check"] if only_check else []), "-"]
     done = subprocess.run(command, cwd=folder, env=alone, input=text.encode(), capture_output=True, check=False)
     if done.returncode != 0:
         raise UnjudgedError(f"the task's test_patch does not fit its start: {done.stderr.decode(errors='replace')}")

@@ -1,4 +1,4 @@
-"""Strict reading of a reward: one finite number that was meant as one, or a JSON object with one."""
+"""Strict reading of a reward: one number within `MAX_REWARD` that was meant as one, or a JSON object with one."""
 
 import json
 import math
@@ -16,6 +16,8 @@ _NEARLY = re.compile(
 )
 """A line that may have been meant as a reward: only numbers and the like, after a label or none."""
 _MAX_LINE = 10_000
+MAX_REWARD = 1e6
+"""Largest reward or part, and with a minus the smallest: one session must not outweigh all others of a training."""
 _MAX_PARTS = 1000
 
 
@@ -98,6 +100,8 @@ def _finite(value: Any, what: str) -> float:
         number = math.inf
     if not math.isfinite(number):
         raise UnjudgedError(f"{what} is not finite")
+    if abs(number) > MAX_REWARD:
+        raise UnjudgedError(f"{what} is {number:g}, and rewards are between -{MAX_REWARD:,.0f} and {MAX_REWARD:,.0f}")
     return number
 
 

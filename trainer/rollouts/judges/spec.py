@@ -42,10 +42,10 @@ class CommandJudge(_WorkspaceJudge):
         result: Where the reward is. `status`: exit status 0 is 1, exit status 1 is 0, all others are unjudged, and so
             is 1 with an error of Python at the end of the output, unless it is an `AssertionError`.
             `number`: one finite number alone on the last line of the output. `json`: a JSON object as the last line of
-            the output, or in the file that ROLLTAP_REWARD names: `{"reward": 0.5, "parts": {"speed": 1.0}}`. None: JSON
-            or a number if the last line is one, else the status.
+            the output: `{"reward": 0.5, "parts": {"speed": 1.0}}`. With these two the command may write it to the file
+            that ROLLTAP_REWARD names instead. None: JSON or a number if the last line is one, else the status.
         reward_file: Absolute path in the box of a file that the command writes: its text is the reward, as of the last
-            line of the output. None: the file that ROLLTAP_REWARD names, if the command writes it.
+            line of the output. None: see `result`.
         mounts: Absolute path in the box -> file or folder of this machine, visible there, read-only. The runtime
             `process` has no paths of its own: the task is refused there.
         writable: Absolute paths in the box of empty folders that the command may write to.

@@ -5,7 +5,6 @@ import os
 import re
 import secrets
 import shlex
-import shutil
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from rolltap.trainer.rollouts.runtimes.engine import Engine, call
 from rolltap.trainer.rollouts.runtimes.output import Output, written_to
 from rolltap.trainer.rollouts.runtimes.relay import Relay
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Ended, Mount, StopReason
+from rolltap.trainer.rollouts.runtimes.scratch import remove_folder
 from rolltap.trainer.rollouts.runtimes.supervised import Supervised, start
 from rolltap.trainer.rollouts.runtimes.usage import out_of_memory_kills, processes_in, written_folders
 from rolltap.trainer.rollouts.runtimes.watch import exceeded
@@ -78,7 +78,7 @@ class EngineBox:
                 await self._join()
                 yield
         finally:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            await run_to_end(remove_folder, self._folder)
 
     @asynccontextmanager
     async def _made(self) -> AsyncIterator[None]:

@@ -21,14 +21,17 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder with all that is in it. What cannot be removed is logged.
+    """Remove a folder with all that is in it. What cannot be removed is logged: nothing is raised.
 
     By rm(1): `shutil.rmtree` fails for folders that are nested a thousand times, and for those that a session closed to
     its own user.
     """
     remove = ["rm", "-rf", "--one-file-system", "--", str(folder)]
-    if subprocess.run(remove, stderr=subprocess.DEVNULL).returncode:
-        subprocess.run(["chmod", "-R", "u+rwx", "--", str(folder)], stderr=subprocess.DEVNULL)
-        done = subprocess.run(remove, stderr=subprocess.PIPE, text=True, errors="replace")
-        if done.returncode:
-            logger.warning("the folder %s could not be removed: %s", folder, done.stderr.strip()[-500:])
+    try:
+        if subprocess.run(remove, stderr=subprocess.DEVNULL).returncode:
+            subprocess.run(["chmod", "-R", "u+rwx", "--", str(folder)], stderr=subprocess.DEVNULL)
+            done = subprocess.run(remove, stderr=subprocess.PIPE, text=True, errors="replace")
+            if done.returncode:
+                logger.warning("the folder %s could not be removed: %s", folder, done.stderr.strip()[-500:])
+    except OSError as error:
+        logger.warning("the folder %s could not be removed: %s", folder, error)

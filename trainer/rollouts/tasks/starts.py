@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rolltap.addons.errors import InputError
+from rolltap.trainer.rollouts.judges.threads import in_folder_thread
 from rolltap.trainer.rollouts.runtimes.runtime import ImageRuntime, Runtime
+from rolltap.trainer.rollouts.runtimes.scratch import remove_folder
 from rolltap.trainer.rollouts.tasks.checkout import give_history
 from rolltap.trainer.rollouts.tasks.content import content_digest, copy_content, is_bare
 from rolltap.trainer.rollouts.tasks.task import Task
@@ -58,21 +60,21 @@ class Starts:
         target = self._folder / task.id
         source = self._folder / f"{task.id}~image"
         for leftover in (target, source):
-            await asyncio.to_thread(shutil.rmtree, leftover, ignore_errors=True)
+            await asyncio.to_thread(remove_folder, leftover)
         try:
             if task.workspace is not None:
-                await asyncio.to_thread(make_start, task.workspace, target, task.commit)
+                await in_folder_thread(make_start, task.workspace, target, task.commit)
             elif task.image is not None and not task.image_optional:
                 if not isinstance(self._runtime, ImageRuntime):
                     raise InputError(f"the runtime {self._runtime.name} has no images, and it starts in {task.image}")
-                await asyncio.to_thread(self._runtime.copy_out, task.image, task.workdir, source)
-                await asyncio.to_thread(_make_start_of_image, source, target, task.commit)
+                await in_folder_thread(self._runtime.copy_out, task.image, task.workdir, source)
+                await in_folder_thread(_make_start_of_image, source, target, task.commit)
             else:
                 target.mkdir(parents=True)
-            await asyncio.to_thread(_add_files, task, target)
-            return Start(target, await asyncio.to_thread(content_digest, target))
+            await in_folder_thread(_add_files, task, target)
+            return Start(target, await in_folder_thread(content_digest, target))
         finally:
-            await asyncio.to_thread(shutil.rmtree, source, ignore_errors=True)
+            await asyncio.to_thread(remove_folder, source)
 
 
 def make_start(source: Path, target: Path, commit: str | None) -> None:

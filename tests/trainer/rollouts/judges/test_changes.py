@@ -1,4 +1,7 @@
+import json
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -6,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rolltap.addons.errors import InputError
+from rolltap.trainer.rollouts.judges import changes as changes_module
 from rolltap.trainer.rollouts.judges import folders
 from rolltap.trainer.rollouts.judges.changes import apply_changes, find_changes
-from rolltap.trainer.rollouts.judges.folders import scan, stays_inside
+from rolltap.trainer.rollouts.judges.folders import TooMuchError, scan, stays_inside
 from rolltap.trainer.rollouts.judges.patterns import matches
 from rolltap.trainer.rollouts.runtimes.scratch import remove_folder
 
@@ -30,6 +35,13 @@ def build(folder: Path, tree):
             path.chmod(0o755 if len(below) % 2 else 0o644)
 
 
+def modes_and_contents(folder: Path):
+    return {
+        path.relative_to(folder): (path.stat().st_mode, path.read_bytes() if path.is_file() else None)
+        for path in folder.rglob("*")
+    }
+
+
 @settings(deadline=None, max_examples=60)
 @given(TREES, TREES)
 def test_changes_that_are_applied_to_the_start_make_the_workspace(before, after):
@@ -41,8 +53,9 @@ def test_changes_that_are_applied_to_the_start_make_the_workspace(before, after)
         changes = find_changes(top / "start", top / "workspace")
         changes.diff.encode()
         apply_changes(changes, top / "workspace", top / "fresh")
+        assert not find_changes(top / "fresh", top / "workspace")
         assert scan(top / "fresh") == scan(top / "workspace")
-        assert bool(changes) == (scan(top / "start") != scan(top / "workspace"))
+        assert bool(changes) == (modes_and_contents(top / "start") != modes_and_contents(top / "workspace"))
 
 
 def test_a_diff_shows_texts_modes_and_what_is_no_text(tmp_path):
@@ -132,6 +145,97 @@ def test_a_very_deep_folder_is_bounded(tmp_path):
     changes = find_changes(tmp_path / "start", tmp_path / "workspace")
     assert list(changes.refused.values()) == ["depth"]
     remove_folder(tmp_path / "workspace")
+
+
+def test_files_with_holes_are_too_much_before_one_is_read(tmp_path, monkeypatch):
+    build(tmp_path / "start", {"a": b"1"})
+    build(tmp_path / "workspace", {"a": b"1"})
+    for number in range(9):
+        with (tmp_path / f"workspace/{number}").open("wb") as file:
+            file.truncate(512 << 20)
+    monkeypatch.setattr(changes_module, "file_digest", None)
+    with pytest.raises(TooMuchError, match="changed more than 4 GiB"):
+        find_changes(tmp_path / "start", tmp_path / "workspace")
+
+
+def test_a_comparison_that_takes_too_long_is_too_much(tmp_path):
+    build(tmp_path / "start", {})
+    build(tmp_path / "workspace", {"a": b"1"})
+    with pytest.raises(TooMuchError, match="took too long"):
+        find_changes(tmp_path / "start", tmp_path / "workspace", seconds=-1)
+
+
+def test_long_paths_are_refused_and_their_sum_is_bounded(tmp_path, monkeypatch):
+    build(tmp_path / "start", {})
+    build(tmp_path / "workspace", {})
+    folder = os.open(tmp_path / "workspace", os.O_RDONLY)
+    for _ in range(40):
+        os.mkdir("d" * 250, dir_fd=folder)
+        below = os.open("d" * 250, os.O_RDONLY, dir_fd=folder)
+        os.close(folder)
+        folder = below
+    os.close(folder)
+    changes = find_changes(tmp_path / "start", tmp_path / "workspace")
+    assert list(changes.refused.values()) == ["depth"]
+    assert max(map(len, changes.changed)) <= 4096
+    assert len(json.dumps(changes.evidence())) < 2000
+    monkeypatch.setattr(folders, "MAX_PATH_BYTES", 10_000)
+    with pytest.raises(TooMuchError, match="the paths in the workspace"):
+        find_changes(tmp_path / "start", tmp_path / "workspace")
+
+
+NOT_ROOT = """
+import os, sys
+from pathlib import Path
+from rolltap.trainer.rollouts.judges.changes import apply_changes, find_changes
+top = Path(sys.argv[1])
+if os.getuid() == 0:
+    os.chown(top, 65534, 65534)
+    os.setgid(65534)
+    os.setuid(65534)
+for name in ("start", "fresh", "workspace"):
+    (top / name / "d").mkdir(parents=True)
+    (top / name / "d/old").write_text("1")
+    (top / name / "d").chmod(0o555 if name != "workspace" else 0o755)
+work = top / "workspace"
+(work / "d/new").write_text("2")
+(work / "d/old").unlink()
+(work / "d/new").chmod(0)
+(work / "d").chmod(int(sys.argv[2], 8))
+work.chmod(int(sys.argv[2], 8))
+changes = find_changes(top / "start", work)
+assert changes.files == ["d/new", "d/old"] and not changes.refused, changes
+assert (top / "start/d").stat().st_mode & 0o777 == 0o555
+apply_changes(changes, work, top / "fresh")
+assert [path.name for path in (top / "fresh/d").iterdir()] == ["new"]
+"""
+
+
+@pytest.mark.parametrize("mode", ["0", "0444", "0300"])
+def test_an_agent_that_closes_its_folders_is_judged(tmp_path, mode):
+    with tempfile.TemporaryDirectory() as top:
+        Path(top).chmod(0o755)
+        subprocess.run([sys.executable, "-c", NOT_ROOT, top, mode], check=True)
+
+
+def test_a_start_with_too_much_is_the_tasks_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "MAX_ENTRIES", 2)
+    build(tmp_path / "start", {"a": b"", "b": b"", "c": b""})
+    with pytest.raises(InputError, match="the task's start"):
+        find_changes(tmp_path / "start", tmp_path)
+
+
+def test_a_folder_of_any_depth_gives_way_to_a_file(tmp_path):
+    build(tmp_path / "workspace", {"a": {}})
+    folder = os.open(tmp_path / "workspace/a", os.O_RDONLY)
+    for _ in range(1500):
+        os.mkdir("d", dir_fd=folder)
+        below = os.open("d", os.O_RDONLY, dir_fd=folder)
+        os.close(folder)
+        folder = below
+    os.close(folder)
+    folders.write_file(tmp_path / "workspace", "a", iter([b"1"]), executable=False)
+    assert (tmp_path / "workspace/a").read_bytes() == b"1"
 
 
 def test_a_file_that_changes_after_it_was_found_is_not_applied(tmp_path):

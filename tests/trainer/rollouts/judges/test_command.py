@@ -22,14 +22,28 @@ def shell(script, **fields):
         ("echo first; echo -3", -3.0),
         ("echo 0.5; exit 1", 0.5),
         ("printf '\\377\\n0.5'", 0.5),
-        ("echo 0.5 > $ROLLTAP_REWARD; echo 1; exit 3", 0.5),
-        ('echo \'{"reward": 0.5, "parts": {"a": 1}}\' > $ROLLTAP_REWARD', 0.5),
         ("cat a.txt", 7.0),
     ],
 )
 async def test_the_reward_is_a_number_or_json_or_the_exit_status(tmp_path, script, reward):
     judged = await Left(tmp_path, {"a.txt": "7"}).judge(shell(script))
     assert (judged.reward, judged.unjudged) == (reward, None)
+
+
+@pytest.mark.parametrize(
+    ("script", "reward", "why"),
+    [
+        ("echo 0.5 > $ROLLTAP_REWARD; echo 1; exit 1", 0.5, None),
+        ('echo \'{"reward": 0.5, "parts": {"a": 1}}\' > $ROLLTAP_REWARD', 0.5, None),
+        ("echo 0.5 > $ROLLTAP_REWARD; exit 3", None, "ended with status 3"),
+        ("echo x > $ROLLTAP_REWARD", None, "'x' is not one number"),
+        ("yes | head -c 70000 > $ROLLTAP_REWARD", None, "more than 64 KiB"),
+    ],
+)
+async def test_a_judge_of_a_number_may_write_it_to_a_file(tmp_path, script, reward, why):
+    judged = await Left(tmp_path, {}).judge(shell(script, result="number"))
+    assert judged.reward == reward
+    assert why is None or why in judged.unjudged
 
 
 @pytest.mark.parametrize(
@@ -41,8 +55,7 @@ async def test_the_reward_is_a_number_or_json_or_the_exit_status(tmp_path, scrip
         ("exit 5", "ended with status 5"),
         ("no-such-program", "'sh', or a program in it, is not there"),
         ("kill -9 $$", "ended by signal 9"),
-        ("echo x > $ROLLTAP_REWARD", "'x' is not one number"),
-        ("yes | head -c 70000 > $ROLLTAP_REWARD", "more than 64 KiB"),
+        ("echo 1e300", "rewards are between -1,000,000 and 1,000,000"),
     ],
 )
 async def test_all_else_is_unjudged(tmp_path, script, why):
@@ -125,7 +138,7 @@ async def test_a_judge_of_the_session_sees_the_agents_own_folders(tmp_path):
             self.settled += 1
 
     box = Box()
-    spec = shell(". ./check.sh", where="session", tests=str(write.parent))
+    spec = shell(". ./check.sh", where="session", tests=str(write.parent), result="number")
     judged = await left.judge(spec, session_box=box)
     assert (judged.reward, box.settled) == (0.75, 1), left.log
     assert left.log == "newin the home"
