@@ -1,6 +1,5 @@
 """Tests that must fail, among the task's own: a report in which they pass is not pytest's."""
 
-import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,8 +41,6 @@ def pytest_itemcollected(item):
 def pytest_collection_modifyitems(items):
     items[:] = [item for item in items if item not in found] + found
 """
-_PYTEST = re.compile(r"(.*/)?(pytest|py\.test)(-3)?")
-_PYTHON = re.compile(r"(.*/)?python[0-9.]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +75,3 @@ class Canary:
         if not own:
             return rest, "absent"
         return rest, "failed" if all(outcome == "failed" for outcome in own) else "passed"
-
-
-def is_pytest(command: list[str]) -> bool:
-    """Return True for a command that is pytest itself, and writes no report of its own."""
-    by_module = len(command) > 2 and _PYTHON.fullmatch(command[0]) is not None and command[1:3] == ["-m", "pytest"]
-    is_it = by_module or _PYTEST.fullmatch(command[0]) is not None
-    return is_it and not any(argument.startswith(("--junit-xml", "--junitxml")) for argument in command)

@@ -3,10 +3,10 @@
 A judge judges in a fresh copy of the task's start: the task's own tests are laid over it, the agent's changes are
 applied to all else, and the judge runs in a box without network. Nothing of the agent's but these changes is there.
 
-A judge that breaks down (a time limit, a signal, no report) may be broken itself, or by the agent: its code runs
-in the judge's programs. The untouched start tells which, and is judged when this is needed, once per task: a judge that
-has a verdict on it and none with the agent's changes was broken by these, and the reward is 0. Without a verdict on the
-untouched start, the session is unjudged. What a judge says in words that are no reward is unjudged in any case.
+A judge without a verdict (a time limit, a signal, no report, words that are no reward) may be broken itself, or by the
+agent: its code runs in the judge's programs. The untouched start tells which, and is judged when this is needed, once
+per task: a judge that has a verdict on it and twice none with the agent's changes was broken by these, and the reward
+is 0. Without a verdict on the untouched start, the session is unjudged.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ from rolltap.trainer.rollouts.judges.by_function import judge_by_function
 from rolltap.trainer.rollouts.judges.by_log import judge_by_log
 from rolltap.trainer.rollouts.judges.by_model import judge_by_model
 from rolltap.trainer.rollouts.judges.by_report import judge_by_report
-from rolltap.trainer.rollouts.judges.canary import is_pytest
 from rolltap.trainer.rollouts.judges.changes import Changes, Made, find_changes
 from rolltap.trainer.rollouts.judges.command import judge_by_command
 from rolltap.trainer.rollouts.judges.folders import TooMuchError
 from rolltap.trainer.rollouts.judges.judged import Judged, UnjudgedError
+from rolltap.trainer.rollouts.judges.named import pytest_command
 from rolltap.trainer.rollouts.judges.place import Case, Start, place
 from rolltap.trainer.rollouts.judges.reward import Reward
 from rolltap.trainer.rollouts.judges.select import OneJudge
@@ -91,18 +91,24 @@ async def _judge(spec: Judge, case: Case) -> Judged:
     try:
         judged = await _ask(spec, case)
     except UnjudgedError as error:
-        return await _who_broke_it(error, spec, case)
+        judged = await _who_broke_it(error, spec, case)
+    if judged.reward is None or "broke_judge" in judged.evidence:
+        return judged
     return await _check(judged, spec, case) if isinstance(spec, PytestJudge) else judged
+
+
+def _again(judged: Judged, before: str) -> Judged:
+    return dataclasses.replace(judged, evidence={**judged.evidence, "first_judged": before})
 
 
 def _by_its_report(spec: CommandJudge) -> CommandJudge | PytestJudge:
     """Return the judge of a command that is pytest itself: by its report, because a test can end it with status 0."""
-    if spec.result == "number" or spec.result == "json" or spec.reward_file or not is_pytest(spec.command):
+    if spec.result == "number" or spec.result == "json" or spec.reward_file or spec.mounts or spec.writable:
         return spec
-    if spec.mounts or spec.writable:
+    if (command := pytest_command(spec.command)) is None:
         return spec
     fields = spec.model_dump(include={"where", "timeout", "paths", "protect", "tests", "env"})
-    return PytestJudge(command=[*spec.command, "--junit-xml", "{report}"], **fields)
+    return PytestJudge(command=[*command, "--junit-xml", "{report}"], **fields)
 
 
 async def _ask(spec: OneJudge, case: Case) -> Judged:
@@ -143,6 +149,12 @@ async def _who_broke_it(error: UnjudgedError, spec: OneJudge, case: Case) -> Jud
     untouched = await _judge_untouched(spec, case)
     if untouched.reward is None:
         return Judged(unjudged=f"{error}; on the untouched start: {untouched.unjudged}", evidence=evidence)
+    try:  # a load of this machine passes
+        return _again(await _ask(spec, case), str(error))
+    except UnjudgedError as second:
+        evidence |= second.evidence
+        if not second.broke:
+            return Judged(unjudged=f"{error}; judged again: {second}", evidence=evidence)
     evidence |= {"broke_judge": str(error), "untouched_start": untouched.reward}
     return Judged(reward=0.0, evidence=evidence)
 
@@ -150,13 +162,16 @@ async def _who_broke_it(error: UnjudgedError, spec: OneJudge, case: Case) -> Jud
 async def _check(judged: Judged, spec: PytestJudge, case: Case) -> Judged:
     """Compare a report with that of the untouched start when only this tells what it means.
 
-    A report without the tests that must fail, which the untouched start's has, is not pytest's. Tests that passed
-    before and none of which passes on the untouched start, or that want a module of which neither the task nor the
-    workspace knows, tell of a broken installation.
+    A report without the tests that must fail is not pytest's, unless the untouched start's lacks them too. Tests that
+    passed before and none of which passes on the untouched start, or that want a module of which neither the task nor
+    the workspace knows, tell of a broken installation.
     """
     if judged.reward and judged.evidence["canary"] == "absent":
         untouched = await _judge_untouched(spec, case)
-        if untouched.evidence.get("canary") != "failed":
+        if untouched.reward is None:
+            why = f"the report lacks the tests that must fail, and there is none of the start: {untouched.unjudged}"
+            return Judged(unjudged=why, evidence=judged.evidence)
+        if untouched.evidence["canary"] == "absent":
             return judged
         why = "tests are not in it that pytest ran on the untouched start"
         return dataclasses.replace(judged, reward=0.0, evidence={**judged.evidence, "forged_report": why})
@@ -185,10 +200,11 @@ def _is_known(module: str, case: Case) -> bool:
 
 
 async def _judge_untouched(spec: OneJudge, case: Case) -> Judged:
-    """Return the judgement of the untouched start, made once."""
+    """Return the judgement of the untouched start. A verdict is made once; a judge that had none is asked again."""
     fresh = spec.model_copy(update={"where": "fresh"})
-    facts = (fresh.model_dump_json(), case.start.digest, case.runtime.name, case.task.image, case.task.workdir)
-    key = hashlib.sha256(repr((*facts, sorted(case.task.env.items()), case.task.limits)).encode()).hexdigest()
+    task = case.task
+    facts = (fresh.model_dump_json(), case.start.digest, case.runtime.name, task.image, task.workdir, task.instruction)
+    key = hashlib.sha256(repr((*facts, sorted(task.env.items()), task.limits)).encode()).hexdigest()
     if key in _untouched:
         return _untouched[key]
     start = dataclasses.replace(case, made=None, changes=Changes(), name=f"{case.name}.start", session_box=None)
@@ -196,6 +212,6 @@ async def _judge_untouched(spec: OneJudge, case: Case) -> Judged:
         judged = await _ask(fresh, start)
     except UnjudgedError as error:
         judged = Judged(unjudged=str(error), evidence=error.evidence)
-    if len(_untouched) < _MAX_UNTOUCHED:
+    if judged.reward is not None and len(_untouched) < _MAX_UNTOUCHED:
         _untouched[key] = judged
     return judged

@@ -1,6 +1,7 @@
 """The place of one judge: a workspace, a box without network, and a folder for what it writes."""
 
 import asyncio
+import errno
 import os
 import secrets
 import shutil
@@ -99,12 +100,17 @@ class Place:
     outside: Mapping[str, Path]
 
     async def run(self, command: Sequence[str], env: Mapping[str, str], timeout: float) -> int:
-        """Run the judge's program, and return its exit status. Raises `UnjudgedError` when it has none."""
+        """Run the judge's program, and return its exit status.
+
+        Raises `UnjudgedError` when it has none, `OSError` when the box cannot be made.
+        """
         clean = clean_environment(Path(self.box.home), isolated=self.case.runtime.isolated)
         whole = {**clean, **self.case.task.env, "PYTHONDONTWRITEBYTECODE": "1", **env}
         try:
             ended = await self.box.run(command, env=whole, timeout=timeout, log=self.case.log)
         except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.EACCES) or error.filename != command[0]:
+                raise  # a fault of this machine, or of its box
             reason = f"the judge {command[0]!r} could not be started: {error.strerror or error}"
             raise UnjudgedError(reason, broke=True) from error
         output = f"its output is in {self.case.log.name}"
@@ -155,7 +161,7 @@ async def _fresh_place(case: Case, spec: OneJudge, folder: Path) -> AsyncIterato
     outside = {out_inside: out}
     if isinstance(spec, CommandJudge):
         if not isolated and (spec.mounts or spec.writable):
-            raise UnjudgedError(f"the judge needs mounts, and the runtime {case.runtime.name} has none")
+            raise UnjudgedError(f"the judge needs mounts, and the runtime {case.runtime.name} has none", broke=False)
         mounts += [Mount(source.absolute(), target) for target, source in spec.mounts.items()]
         for number, target in enumerate(spec.writable):
             outside[target] = folder / f"writable-{number}"
@@ -187,9 +193,10 @@ async def _fresh_place(case: Case, spec: OneJudge, folder: Path) -> AsyncIterato
 @asynccontextmanager
 async def _session_place(case: Case, made: Made, spec: OneJudge) -> AsyncIterator[Place]:
     if case.session_box is None:
-        raise UnjudgedError("the session's box is gone, and its judge asks for it")
+        raise UnjudgedError("the session's box is gone, and its judge asks for it", broke=False)
     if isinstance(spec, CommandJudge) and (spec.mounts or spec.writable):
-        raise UnjudgedError("the judge asks for mounts and for the session's box, which has none of the judge's")
+        why = "the judge asks for mounts and for the session's box, which has none of the judge's"
+        raise UnjudgedError(why, broke=False)
     await case.session_box.settle()
     names = [f".rolltap-{part}-{secrets.token_hex(8)}" for part in ("out", "tools")]
     with opened(made.home) as home:
@@ -220,7 +227,7 @@ def _prepare(case: Case, spec: OneJudge, workspace: Path) -> Changes:
     tests = _lay_tests(case, spec, workspace)
     if case.made is None:
         return case.changes
-    changes = select(case.changes, spec, tests, case.start.folder, case.made.workspace)
+    changes = select(case.changes, spec, tests, case.task.workdir, case.start.folder, case.made.workspace)
     apply_changes(changes, case.made.workspace, workspace)
     return changes
 
@@ -281,4 +288,5 @@ def apply_patch(patch: str, folder: Path, *, only_check: bool = False) -> None:
     command = [git, "apply", "--whitespace=nowarn", *(["--check"] if only_check else []), "-"]
     done = subprocess.run(command, cwd=folder, env=alone, input=text.encode(), capture_output=True, check=False)
     if done.returncode != 0:
-        raise UnjudgedError(f"the task's test_patch does not fit its start: {done.stderr.decode(errors='replace')}")
+        why = f"the task's test_patch does not fit its start: {done.stderr.decode(errors='replace')}"
+        raise UnjudgedError(why, broke=False)

@@ -1,8 +1,10 @@
 import sys
+from contextlib import asynccontextmanager
 
 import pytest
 
 from rolltap.trainer.rollouts.judges import judge as module
+from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
 from tests.trainer.rollouts.judges.sessions import Left, write
 
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--junit-xml", "{report}"]
@@ -191,3 +193,73 @@ async def test_a_function_of_the_users_judges_in_a_process_of_its_own(tmp_path, 
     assert judged.unjudged is None or why in judged.unjudged
     if function == "parts":
         assert (judged.parts, judged.evidence["reason"]) == ({"files": 3.0}, "half")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "print('nan', flush=True); import os; os._exit(0)",
+        "def speed(): return float('nan')",
+        "def speed(): return 'fast'",
+        "import os; open(os.environ['ROLLTAP_REWARD'], 'w').write('none'); os._exit(0)",
+    ],
+)
+async def test_a_reward_that_the_changes_spoiled_is_0(tmp_path, code):
+    left = Left(
+        tmp_path, {"metric.py": "def speed(): return 0.25\n", "bench.py": "import metric\nprint(metric.speed())"}
+    )
+    left.do({"metric.py": code})
+    judged = await left.judge({"kind": "command", "command": [sys.executable, "bench.py"], "result": "number"})
+    assert (judged.reward, judged.evidence["untouched_start"]) == (0.0, 0.25)
+
+
+async def test_a_judge_that_breaks_once_is_asked_again(tmp_path):
+    left = Left(tmp_path, {"a.txt": "old"})
+    left.do({"a.txt": "new"})
+    script = f"test ! -e {tmp_path}/once && grep -q new a.txt && touch {tmp_path}/once && kill -9 $$; exit 0"
+    judged = await left.judge({"kind": "command", "command": ["sh", "-c", script], "paths": ["**"]})
+    assert judged.reward == 1.0
+    assert judged.evidence["first_judged"].startswith("the judge was ended by signal 9")
+
+
+async def test_a_start_without_a_verdict_is_judged_again_for_the_next_session(tmp_path):
+    left = Left(tmp_path, {"a.txt": "old"})
+    left.do({"a.txt": "new"})
+    script = f"grep -q new a.txt && exit 7; test -e {tmp_path}/up || exit 8"
+    spec = {"kind": "command", "command": ["sh", "-c", script], "paths": ["**"]}
+    assert (await left.judge(spec)).unjudged is not None
+    (tmp_path / "up").touch()
+    assert (await left.judge(spec)).reward == 0.0
+
+
+@pytest.mark.parametrize(
+    "fault", [BlockingIOError(11, "no processes left"), FileNotFoundError(2, "gone", "/usr/bin/bwrap")]
+)
+async def test_a_fault_of_the_machine_is_no_verdict_on_the_agent(tmp_path, fault):
+    class Faulty(ProcessRuntime):
+        @asynccontextmanager
+        async def box(self, spec):
+            async with super().box(spec) as box:
+                if (spec.workspace / "made").exists():
+                    box.run = fails
+                yield box
+
+    async def fails(*_, **__):
+        raise fault
+
+    left = Left(tmp_path, {}, Faulty())
+    left.do({"made": ""})
+    with pytest.raises(OSError, match=fault.strerror):
+        await left.judge({"kind": "command", "command": ["true"]})
+
+
+async def test_a_report_without_the_tests_that_must_fail_is_unjudged_when_the_start_has_none(tmp_path):
+    left = Left(
+        tmp_path,
+        {"test_calc.py": "import calc\ndef test_add(): assert calc.add(2, 2) == 4\n", "conftest.py": "import calc\n"},
+    )
+    report = "<a><testcase classname='test_calc' name='test_add'/></a>"
+    forger = f"import os\nopen(os.environ['ROLLTAP_REPORT'], 'w').write({report!r})\nos._exit(0)\n"
+    left.do({"calc.py": forger})
+    judged = await left.judge({**SPEC, "pass_to_pass": []})
+    assert judged.unjudged.startswith("the report lacks the tests that must fail, and there is none of the start")
