@@ -33,6 +33,13 @@ JUDGE = {
 }
 NO_LISTS = {**JUDGE, "fail_to_pass": [], "pass_to_pass": []}
 SHORT = {"kind": "command", "command": [sys.executable, "-m", "pytest", "-q"]}
+REWRITERS = {
+    "rewrites a test": "open('tests/test_zz.py', 'w').write('def test_add(): pass')\n",
+    "replaces the folder of tests": (
+        "import os\nos.rename('tests', 'away')\nos.mkdir('tests')\nopen('tests/__init__.py', 'w').close()\n"
+        "open('tests/test_zz.py', 'w').write('def test_add(): pass')\n"
+    ),
+}
 JUDGES = pytest.mark.parametrize("spec", [JUDGE, NO_LISTS, SHORT], ids=["lists", "no lists", "short form"])
 
 PASS_ALL = """
@@ -124,6 +131,9 @@ ATTACKS = {
     "patched reports": {"calc.py": PATCH_REPORTS + BROKEN},
     "the answer in the output": {"calc.py": "import atexit\natexit.register(print, '1.0')\n" + BROKEN},
     "a kill of its own process": {"calc.py": "import os\nos.kill(os.getpid(), 9)\n"},
+    "pytest.xfail": {"calc.py": "import pytest\ndef add(*_): pytest.xfail()\ndef double(*_): pytest.xfail()\n"},
+    "pytest.skip": {"calc.py": RIGHT + "import pytest\ndef double(*_): pytest.skip()\n"},
+    "unittest.SkipTest": {"calc.py": RIGHT + "import unittest\ndef double(*_): raise unittest.SkipTest\n"},
     "a syntax error": {"calc.py": "def add(:\n"},
     "an emptied report": {"calc.py": "import os\nopen(os.environ['ROLLTAP_REPORT'], 'w').close()\nos._exit(0)\n"},
 }
@@ -194,6 +204,24 @@ async def test_a_file_that_a_command_names_is_applied_if_paths_name_it(tmp_path)
     spec = {"kind": "command", "command": ["grep", "-q", "new", "notes.txt"]}
     assert (await left.judge(spec)).evidence["refused"] == ["notes.txt: protected"]
     assert (await left.judge({**spec, "paths": ["notes.txt"]})).reward == 1.0
+
+
+async def rewrite(folder, attack, spec, runtime=None):
+    tests = {"tests/test_aa.py": "import calc\n", "tests/test_zz.py": START["tests/test_calc.py"]}
+    left = Left(folder, {"calc.py": BROKEN, "tests/__init__.py": "", **tests}, runtime)
+    left.do({"calc.py": f"try:\n    exec({REWRITERS[attack]!r})\nexcept OSError: pass\n{BROKEN}"})
+    return await left.judge({**spec, "fail_to_pass": ["tests/test_zz.py::test_add"], "pass_to_pass": []})
+
+
+@pytest.mark.parametrize("attack", REWRITERS)
+async def test_tests_that_are_rewritten_while_they_run_earn_nothing(tmp_path, attack):
+    judged = await rewrite(tmp_path, attack, JUDGE)
+    assert (judged.reward, judged.evidence["rewritten"]) in [
+        (0.0, ["tests/test_zz.py"]),
+        (0.0, ["tests/__init__.py", "tests/test_aa.py", "tests/test_zz.py"]),
+    ]
+    if attack == "rewrites a test":
+        assert judged.evidence["forged_report"] == "the judge's own files were changed while it ran"
 
 
 @JUDGES
@@ -377,6 +405,13 @@ class TestSandbox:
         judged = await left.judge({**JUDGE, "command": ["python", *JUDGE["command"][1:]]})
         assert (judged.reward, judged.unjudged) == (1.0, None), left.log
         assert judged.evidence["canary"] == "failed"
+
+    @pytest.mark.parametrize("attack", REWRITERS)
+    async def test_tests_cannot_be_rewritten_while_they_run(self, tmp_path, attack):
+        judged = await rewrite(
+            tmp_path, attack, {**JUDGE, "command": ["python", *JUDGE["command"][1:]]}, SandboxRuntime()
+        )
+        assert (judged.reward, judged.evidence.get("rewritten")) == (0.0, None)
 
     async def test_a_forger_earns_nothing_in_the_sandbox(self, tmp_path):
         left = Left(tmp_path, START, SandboxRuntime())

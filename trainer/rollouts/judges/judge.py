@@ -20,8 +20,8 @@ from typing import Any
 from rolltap.trainer.rollouts.judges.by_function import judge_by_function
 from rolltap.trainer.rollouts.judges.by_log import judge_by_log
 from rolltap.trainer.rollouts.judges.by_model import judge_by_model
-from rolltap.trainer.rollouts.judges.by_report import judge_by_report
-from rolltap.trainer.rollouts.judges.changes import Changes, Made, find_changes
+from rolltap.trainer.rollouts.judges.by_report import Skips, judge_by_report
+from rolltap.trainer.rollouts.judges.changes import Changes, Made, find_changes, printable
 from rolltap.trainer.rollouts.judges.command import judge_by_command
 from rolltap.trainer.rollouts.judges.folders import TooMuchError
 from rolltap.trainer.rollouts.judges.judged import Judged, UnjudgedError
@@ -34,7 +34,16 @@ from rolltap.trainer.rollouts.judges.spec import CommandJudge, Judge, LLMJudge, 
 from rolltap.trainer.rollouts.runtimes.runtime import Box, Runtime
 from rolltap.trainer.rollouts.tasks.task import Task
 
-_untouched: dict[str, Judged] = {}
+
+@dataclasses.dataclass(slots=True)
+class _Untouched:
+    """The judgement of an untouched start, and the tests that it skipped or that failed in it as expected."""
+
+    judged: Judged
+    skips: Skips = frozenset()
+
+
+_untouched: dict[str, _Untouched] = {}
 """Judgements of untouched starts, by a digest of all that they depend on."""
 _MAX_UNTOUCHED = 10_000
 
@@ -94,7 +103,19 @@ async def _judge(spec: Judge, case: Case) -> Judged:
         judged = await _who_broke_it(error, spec, case)
     if judged.reward is None or "broke_judge" in judged.evidence:
         return judged
+    judged = await _check_files(judged, spec, case)
     return await _check(judged, spec, case) if isinstance(spec, PytestJudge) else judged
+
+
+async def _check_files(judged: Judged, spec: OneJudge, case: Case) -> Judged:
+    """Return no reward when the judge's own files were changed while it ran, unless that is so on the start too."""
+    if not judged.reward or "rewritten" not in judged.evidence or not case.changes:
+        return judged
+    untouched = (await _judge_untouched(spec, case)).judged
+    if {*judged.evidence["rewritten"]} <= {*untouched.evidence.get("rewritten", [])}:
+        return judged
+    why = "the judge's own files were changed while it ran"
+    return dataclasses.replace(judged, reward=0.0, evidence={**judged.evidence, "forged_report": why})
 
 
 def _again(judged: Judged, before: str) -> Judged:
@@ -111,8 +132,15 @@ def _by_its_report(spec: CommandJudge) -> CommandJudge | PytestJudge:
     return PytestJudge(command=[*command, "--junit-xml", "{report}"], **fields)
 
 
-async def _ask(spec: OneJudge, case: Case) -> Judged:
-    """Ask one judge. Raises `UnjudgedError` when it has no verdict."""
+async def _ask(spec: OneJudge, case: Case, keep: _Untouched | None = None) -> Judged:
+    """Ask one judge. Raises `UnjudgedError` when it has no verdict. `keep` is set on the untouched start."""
+
+    async def allow(skips: Skips) -> Skips:
+        if keep is not None:
+            keep.skips = skips
+            return skips
+        return skips & (await _judge_untouched(spec, case)).skips
+
     evidence: dict[str, Any] = {"judge": spec.kind}
     if isinstance(spec, LLMJudge):
         reward, more = await judge_by_model(spec, case)
@@ -124,7 +152,7 @@ async def _ask(spec: OneJudge, case: Case) -> Judged:
             if isinstance(spec, PytestJudge) and spec.log_parser is not None:
                 reward, more = await judge_by_log(spec, spec.log_parser, made)
             elif isinstance(spec, PytestJudge):
-                reward, more = await judge_by_report(spec, made)
+                reward, more = await judge_by_report(spec, made, allow)
             elif isinstance(spec, PythonJudge):
                 reward, more = await judge_by_function(spec, made)
             else:
@@ -132,6 +160,8 @@ async def _ask(spec: OneJudge, case: Case) -> Judged:
         except UnjudgedError as error:
             error.evidence = {**evidence, **error.evidence}
             raise
+        if rewritten := await asyncio.to_thread(made.rewritten):
+            evidence["rewritten"] = [printable(path)[:300] for path in rewritten[:50]]
     return _judged(reward, {**evidence, **more})
 
 
@@ -146,7 +176,7 @@ async def _who_broke_it(error: UnjudgedError, spec: OneJudge, case: Case) -> Jud
     evidence = {"judge": spec.kind, **error.evidence}
     if not error.broke or (spec.where == "fresh" and not case.changes):
         return Judged(unjudged=str(error), evidence=evidence)
-    untouched = await _judge_untouched(spec, case)
+    untouched = (await _judge_untouched(spec, case)).judged
     if untouched.reward is None:
         return Judged(unjudged=f"{error}; on the untouched start: {untouched.unjudged}", evidence=evidence)
     try:  # a load of this machine passes
@@ -167,7 +197,7 @@ async def _check(judged: Judged, spec: PytestJudge, case: Case) -> Judged:
     the workspace knows, tell of a broken installation.
     """
     if judged.reward and judged.evidence["canary"] == "absent":
-        untouched = await _judge_untouched(spec, case)
+        untouched = (await _judge_untouched(spec, case)).judged
         if untouched.reward is None:
             why = f"the report lacks the tests that must fail, and there is none of the start: {untouched.unjudged}"
             return Judged(unjudged=why, evidence=judged.evidence)
@@ -179,7 +209,7 @@ async def _check(judged: Judged, spec: PytestJudge, case: Case) -> Judged:
     none_passes = judged.parts.get("pass_to_pass") == 0.0
     if judged.reward or not (none_passes or missing):
         return judged
-    untouched = await _judge_untouched(spec, case)
+    untouched = (await _judge_untouched(spec, case)).judged
     both = sorted({*missing} & {*untouched.evidence.get("missing_modules", [])})
     if none_passes and untouched.parts.get("pass_to_pass", 0.0) == 0.0:
         why = f"no test of 'pass_to_pass' passes on the untouched start{f': no module {both[0]}' if both else ''}"
@@ -199,7 +229,7 @@ def _is_known(module: str, case: Case) -> bool:
     return re.search(rf"\b{re.escape(module)}\b", case.task.instruction) is not None
 
 
-async def _judge_untouched(spec: OneJudge, case: Case) -> Judged:
+async def _judge_untouched(spec: OneJudge, case: Case) -> _Untouched:
     """Return the judgement of the untouched start. A verdict is made once; a judge that had none is asked again."""
     fresh = spec.model_copy(update={"where": "fresh"})
     task = case.task
@@ -208,10 +238,11 @@ async def _judge_untouched(spec: OneJudge, case: Case) -> Judged:
     if key in _untouched:
         return _untouched[key]
     start = dataclasses.replace(case, made=None, changes=Changes(), name=f"{case.name}.start", session_box=None)
+    untouched = _Untouched(Judged())
     try:
-        judged = await _ask(fresh, start)
+        untouched.judged = await _ask(fresh, start, untouched)
     except UnjudgedError as error:
-        judged = Judged(unjudged=str(error), evidence=error.evidence)
-    if judged.reward is not None and len(_untouched) < _MAX_UNTOUCHED:
-        _untouched[key] = judged
-    return judged
+        untouched.judged = Judged(unjudged=str(error), evidence=error.evidence)
+    if untouched.judged.reward is not None and len(_untouched) < _MAX_UNTOUCHED:
+        _untouched[key] = untouched
+    return untouched

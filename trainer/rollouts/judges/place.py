@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -25,6 +25,7 @@ from rolltap.trainer.rollouts.judges.folders import (
     scan,
     write_file,
 )
+from rolltap.trainer.rollouts.judges.guard import Stamp, judges_files, read_only, stamp, stamps
 from rolltap.trainer.rollouts.judges.judged import UnjudgedError
 from rolltap.trainer.rollouts.judges.select import OneJudge, select
 from rolltap.trainer.rollouts.judges.spec import CommandJudge, PytestJudge
@@ -87,6 +88,7 @@ class Place:
         out: Folder of this machine that the judge writes to. The agent never saw it.
         tools: Folder of this machine with files that the judge only reads.
         outside: Folder in the box -> folder of this machine, for what the judge may write.
+        guarded: Path in the workspace -> stamp: the judge's own files, which no program may change. See `guard`.
     """
 
     case: Case
@@ -98,6 +100,11 @@ class Place:
     tools: Path
     tools_inside: str
     outside: Mapping[str, Path]
+    guarded: Mapping[str, Stamp | None] = field(default_factory=dict)
+
+    def rewritten(self) -> list[str]:
+        """Return the judge's files in the workspace that were changed since the place was made."""
+        return sorted(path for path, before in self.guarded.items() if stamp(self.workspace, path) != before)
 
     async def run(self, command: Sequence[str], env: Mapping[str, str], timeout: float) -> int:
         """Run the judge's program, and return its exit status.
@@ -154,11 +161,14 @@ async def _fresh_place(case: Case, spec: OneJudge, folder: Path) -> AsyncIterato
     workspace, home, out, tools = (folder / part for part in ("workspace", "home", "out", "tools"))
     for made_folder in (home, out, tools):
         made_folder.mkdir()
-    changes = await asyncio.to_thread(_prepare, case, spec, workspace)
+    changes, laid = await asyncio.to_thread(_prepare, case, spec, workspace)
+    own = await asyncio.to_thread(judges_files, case.start.folder, workspace, spec, laid, case.task.workdir)
     isolated = case.runtime.isolated
     out_inside, tools_inside = (_OUT, _TOOLS) if isolated else (str(out), str(tools))
     mounts = [Mount(out, out_inside, writable=True), Mount(tools, tools_inside)]
     outside = {out_inside: out}
+    if isolated:
+        mounts += read_only(workspace, case.task.workdir, own)
     if isinstance(spec, CommandJudge):
         if not isolated and (spec.mounts or spec.writable):
             raise UnjudgedError(f"the judge needs mounts, and the runtime {case.runtime.name} has none", broke=False)
@@ -187,6 +197,7 @@ async def _fresh_place(case: Case, spec: OneJudge, folder: Path) -> AsyncIterato
             tools=tools,
             tools_inside=tools_inside,
             outside=outside,
+            guarded=stamps(workspace, own),
         )
 
 
@@ -218,18 +229,20 @@ async def _session_place(case: Case, made: Made, spec: OneJudge) -> AsyncIterato
     )
 
 
-def _prepare(case: Case, spec: OneJudge, workspace: Path) -> Changes:
+def _prepare(case: Case, spec: OneJudge, workspace: Path) -> tuple[Changes, set[str]]:
     """Make the fresh workspace: the start, the task's tests over it, and the agent's changes to all else.
+
+    Return the changes that were applied, and the paths of the tests.
 
     The tests come first, so that nothing of the agent's is there yet when they are written.
     """
     case.start.copy_to(workspace)
     tests = _lay_tests(case, spec, workspace)
     if case.made is None:
-        return case.changes
+        return case.changes, tests
     changes = select(case.changes, spec, tests, case.task.workdir, case.start.folder, case.made.workspace)
     apply_changes(changes, case.made.workspace, workspace)
-    return changes
+    return changes, tests
 
 
 def _lay_tests(case: Case, spec: OneJudge, workspace: Path) -> set[str]:

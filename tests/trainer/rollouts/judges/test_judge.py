@@ -110,7 +110,7 @@ async def test_arguments_of_the_task_do_not_silence_the_tests_that_must_fail(tmp
 async def test_a_judge_whose_pytest_takes_no_plugins_is_trusted_when_the_start_says_the_same(tmp_path):
     left = Left(tmp_path, START)
     left.do({"calc.py": "def add(a, b): return a + b\n"})
-    judged = await left.judge({**SPEC, "command": ["env", "-u", "PYTEST_PLUGINS", *PYTEST]})
+    judged = await left.judge({**SPEC, "command": ["env", "-u", "PYTEST_PLUGINS", *PYTEST, "test_calc.py"]})
     assert (judged.reward, judged.evidence["canary"]) == (1.0, "absent")
 
 
@@ -263,3 +263,34 @@ async def test_a_report_without_the_tests_that_must_fail_is_unjudged_when_the_st
     left.do({"calc.py": forger})
     judged = await left.judge({**SPEC, "pass_to_pass": []})
     assert judged.unjudged.startswith("the report lacks the tests that must fail, and there is none of the start")
+
+
+SKIPS = """
+import sys, unittest
+import calc, pytest
+def test_add(): assert calc.add(2, 2) == 4
+def test_by_itself(): pytest.skip("no")
+@pytest.mark.skipif(sys.version_info > (3,), reason="old")
+def test_marked(): pass
+@pytest.mark.xfail
+def test_expected(): assert 0
+class T(unittest.TestCase):
+    @unittest.skip("no")
+    def test_skip(self): pass
+    @unittest.expectedFailure
+    def test_failure(self): self.fail()
+"""
+
+
+@pytest.mark.parametrize(
+    "names", [[], ["test_by_itself", "test_marked", "test_expected", "T::test_skip", "T::test_failure"]]
+)
+async def test_what_the_start_or_a_mark_skips_is_no_failure(tmp_path, names):
+    left = Left(tmp_path, {**START, "test_calc.py": SKIPS})
+    left.do({"calc.py": "def add(a, b): return a + b\n"})
+    fields = {
+        "fail_to_pass": LISTS["fail_to_pass"] if names else [],
+        "pass_to_pass": [f"test_calc.py::{name}" for name in names],
+    }
+    judged = await left.judge({**SPEC, **fields})
+    assert (judged.reward, judged.evidence["canary"]) == (1.0, "failed"), left.log
