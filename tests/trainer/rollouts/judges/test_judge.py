@@ -86,7 +86,7 @@ async def test_a_judge_that_works_on_the_start_and_breaks_with_the_changes_was_b
 async def test_the_start_is_judged_once_for_all_sessions_of_a_task(tmp_path):
     left = Left(tmp_path, {"run.sh": "echo x >> $COUNT; exit 0\n"})
     left.do({"run.sh": "exit 7\n"})
-    spec = {"kind": "command", "command": ["sh", "run.sh"], "env": {"COUNT": str(tmp_path / "count")}}
+    spec = {"kind": "command", "command": ["sh", "run.sh"], "paths": ["**"], "env": {"COUNT": str(tmp_path / "count")}}
     for _ in range(3):
         assert (await left.judge(spec)).reward == 0.0
     assert (tmp_path / "count").read_text() == "x\n"
@@ -149,7 +149,7 @@ async def test_judgements_of_starts_are_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_untouched", {})
     left = Left(tmp_path, {"run.sh": "exit 0"})
     left.do({"run.sh": "exit 7"})
-    assert (await left.judge({"kind": "command", "command": ["sh", "run.sh"]})).reward == 0.0
+    assert (await left.judge({"kind": "command", "command": ["sh", "run.sh"], "paths": ["**"]})).reward == 0.0
     assert module._untouched == {}
 
 
