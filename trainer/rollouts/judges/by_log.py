@@ -56,7 +56,7 @@ def parse_log(parser: str, log: str) -> dict[str, str]:
 def require_parser(parser: str) -> None:
     """Raise `UnjudgedError` for a parser that the package does not have, and `MissingPackageError` without it."""
     if parser not in _swebench()[0]:
-        raise UnjudgedError(f"swebench has no log parser {parser!r}")
+        raise UnjudgedError(f"swebench has no log parser {parser!r}", broke=False)
 
 
 @lru_cache(maxsize=1)

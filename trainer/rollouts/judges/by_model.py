@@ -46,17 +46,18 @@ The changes that it made to its workspace, as a diff:
 
 
 class _AgainError(Exception):
-    """An answer that may be another one when asked again."""
+    """An answer that may be another one when asked again. `is_models`: the model gave it, and not the provider."""
 
-    def __init__(self, reason: str, pause: float) -> None:
+    def __init__(self, reason: str, pause: float = 0.0, *, is_models: bool = False) -> None:
         super().__init__(reason)
-        self.pause = pause
+        self.pause, self.is_models = pause, is_models
 
 
 async def judge_by_model(spec: LLMJudge, case: Case) -> tuple[Reward, dict[str, Any]]:
     """Return the reward, from 0 to 1, and the evidence. Raises `UnjudgedError`.
 
-    Asks again after a connection error, the statuses 429 and 5xx, and an answer that is not as asked for.
+    Asks again after a connection error, the statuses 429 and 5xx, and an answer that is not as asked for: two of these
+    may be the work of the agent's changes, all else is not.
     """
     await asyncio.to_thread(require_other_model, spec, case.engine_urls)
     key = find_key(spec)
@@ -64,19 +65,22 @@ async def judge_by_model(spec: LLMJudge, case: Case) -> tuple[Reward, dict[str, 
         async with asyncio.timeout(spec.timeout), httpx.AsyncClient(timeout=spec.timeout) as client:
             return await _ask(spec, case, client, key)
     except TimeoutError:
-        raise UnjudgedError(f"the judge's model {spec.model} took more than {spec.timeout:g} s") from None
+        why = f"the judge's model {spec.model} took more than {spec.timeout:g} s"
+        raise UnjudgedError(why, broke=False) from None
 
 
 async def _ask(spec: LLMJudge, case: Case, client: httpx.AsyncClient, key: str) -> tuple[Reward, dict[str, Any]]:
     body = {"model": spec.model, "messages": messages(spec.rubric, case.task.instruction, case.changes.diff)}
+    odd = 0
     for asked in range(1, _ASKED + 1):
         try:
             reward = await _answer(spec, body, client, key)
             return reward, {"model": spec.model, "asked": asked, "reason": reward.reason[:2000]}
         except _AgainError as error:
+            odd += error.is_models
             if asked == _ASKED:
                 reason = f"the judge's model {spec.model} gave no judgement, asked {asked} times: {error}"
-                raise UnjudgedError(_hide(reason, key)) from None
+                raise UnjudgedError(_hide(reason, key), broke=odd > 1) from None
             await asyncio.sleep(error.pause or min(_PAUSE_SECONDS * 2 ** (asked - 1), _MAX_PAUSE_SECONDS))
     raise AssertionError("the last request returns or raises")
 
@@ -90,19 +94,20 @@ async def _answer(spec: LLMJudge, body: dict[str, Any], client: httpx.AsyncClien
             async for chunk in response.aiter_bytes():
                 content += chunk
                 if len(content) > _MAX_ANSWER_BYTES:
-                    raise _AgainError("its answer is larger than 1 MiB", 0.0)
+                    raise _AgainError("its answer is larger than 1 MiB")
     except httpx.HTTPError as error:
-        raise _AgainError(f"{type(error).__name__}: {error}", 0.0) from None
+        raise _AgainError(f"{type(error).__name__}: {error}") from None
     if response.status_code == 429 or response.status_code >= 500:
         raise _AgainError(f"status {response.status_code}", _pause(response.headers.get("retry-after", "")))
     if response.status_code != 200:
         text = _hide(content[:300].decode(errors="replace"), key)
-        raise UnjudgedError(f"the judge's model {spec.model} answered with status {response.status_code}: {text}")
+        why = f"the judge's model {spec.model} answered with status {response.status_code}: {text}"
+        raise UnjudgedError(why, broke=False)
     try:
         text = httpx.Response(200, content=content).json()["choices"][0]["message"]["content"]
         return read_answer(text if isinstance(text, str) else "")
     except (ValueError, LookupError, TypeError, RecursionError, UnjudgedError) as error:
-        raise _AgainError(f"its answer is not as asked for: {error}", 0.0) from None
+        raise _AgainError(f"its answer is not as asked for: {error}", is_models=True) from None
 
 
 def read_answer(text: str) -> Reward:
@@ -128,14 +133,16 @@ def find_key(spec: LLMJudge) -> str:
     """Return the key of the judge's model, empty if it needs none. Raises `UnjudgedError` when it is not set."""
     key = os.environ.get(spec.key_env, "") if spec.key_env is not None else ""
     if spec.key_env is not None and not key:
-        raise UnjudgedError(f"the environment variable {spec.key_env} with the key of the judge's model is not set")
+        why = f"the environment variable {spec.key_env} with the key of the judge's model is not set"
+        raise UnjudgedError(why, broke=False)
     return key
 
 
 def require_other_model(spec: LLMJudge, engine_urls: Sequence[str]) -> None:
     """Raise `UnjudgedError` for a model that is the policy, unless the task allows that."""
     if not spec.policy_judges_itself and is_policy(spec.url, engine_urls):
-        raise UnjudgedError(f"{spec.url} is the engine of the policy: it may not judge itself (policy_judges_itself)")
+        why = f"{spec.url} is the engine of the policy: it may not judge itself (policy_judges_itself)"
+        raise UnjudgedError(why, broke=False)
 
 
 def is_policy(url: str, engine_urls: Sequence[str]) -> bool:

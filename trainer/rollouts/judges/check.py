@@ -44,7 +44,7 @@ def _check(task: str, key: str, spec: Judge, start: Start | None, engine_urls: S
         for number, one in enumerate(spec.judges):
             _check(task, f"{key}.judges[{number}].judge", one.judge, start, engine_urls)
         return
-    if spec.tests is not None and not spec.tests.exists():
+    if not isinstance(spec, LLMJudge) and spec.tests is not None and not spec.tests.exists():
         raise InputError(f"task {task}, {key}.tests: {spec.tests} does not exist")
     try:
         if isinstance(spec, LLMJudge):

@@ -3,10 +3,10 @@
 A judge judges in a fresh copy of the task's start: the task's own tests are laid over it, the agent's changes are
 applied to all else, and the judge runs in a box without network. Nothing of the agent's but these changes is there.
 
-A judge that breaks down (a time limit, a signal, no report) may be broken itself, or by the agent: its code runs
-in the judge's programs. The untouched start tells which, and is judged when this is needed, once per task: a judge that
-has a verdict on it and none with the agent's changes was broken by these, and the reward is 0. Without a verdict on the
-untouched start, the session is unjudged. What a judge says in words that are no reward is unjudged in any case.
+A judge without a verdict (a time limit, a signal, no report, words that are no reward) may be broken itself, or by the
+agent: its code runs in the judge's programs. The untouched start tells which, and is judged when this is needed, once
+per task: a judge that has a verdict on it and twice none with the agent's changes was broken by these, and the reward
+is 0. Without a verdict on the untouched start, the session is unjudged.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ from typing import Any
 from rolltap.trainer.rollouts.judges.by_function import judge_by_function
 from rolltap.trainer.rollouts.judges.by_log import judge_by_log
 from rolltap.trainer.rollouts.judges.by_model import judge_by_model
-from rolltap.trainer.rollouts.judges.by_report import judge_by_report
-from rolltap.trainer.rollouts.judges.canary import is_pytest
-from rolltap.trainer.rollouts.judges.changes import Changes, Made, find_changes
+from rolltap.trainer.rollouts.judges.by_report import Skips, judge_by_report
+from rolltap.trainer.rollouts.judges.changes import Changes, Made, find_changes, printable
 from rolltap.trainer.rollouts.judges.command import judge_by_command
 from rolltap.trainer.rollouts.judges.folders import TooMuchError
 from rolltap.trainer.rollouts.judges.judged import Judged, UnjudgedError
+from rolltap.trainer.rollouts.judges.named import pytest_command
 from rolltap.trainer.rollouts.judges.place import Case, Start, place
 from rolltap.trainer.rollouts.judges.reward import Reward
 from rolltap.trainer.rollouts.judges.select import OneJudge
@@ -34,7 +34,16 @@ from rolltap.trainer.rollouts.judges.threads import in_folder_thread
 from rolltap.trainer.rollouts.runtimes.runtime import Box, Runtime
 from rolltap.trainer.rollouts.tasks.task import Task
 
-_untouched: dict[str, Judged] = {}
+
+@dataclasses.dataclass(slots=True)
+class _Untouched:
+    """The judgement of an untouched start, and the tests that it skipped or that failed in it as expected."""
+
+    judged: Judged
+    skips: Skips = frozenset()
+
+
+_untouched: dict[str, _Untouched] = {}
 """Judgements of untouched starts, by a digest of all that they depend on."""
 _MAX_UNTOUCHED = 10_000
 
@@ -91,22 +100,50 @@ async def _judge(spec: Judge, case: Case) -> Judged:
     try:
         judged = await _ask(spec, case)
     except UnjudgedError as error:
-        return await _who_broke_it(error, spec, case)
+        judged = await _who_broke_it(error, spec, case)
+    if judged.reward is None or "broke_judge" in judged.evidence:
+        return judged
+    if isinstance(spec, LLMJudge):
+        return judged
+    judged = await _check_files(judged, spec, case)
     return await _check(judged, spec, case) if isinstance(spec, PytestJudge) else judged
+
+
+async def _check_files(judged: Judged, spec: OneJudge, case: Case) -> Judged:
+    """Return no reward when the judge's own files were changed while it ran, unless that is so on the start too."""
+    if not judged.reward or "rewritten" not in judged.evidence or not case.changes:
+        return judged
+    untouched = (await _judge_untouched(spec, case)).judged
+    if {*judged.evidence["rewritten"]} <= {*untouched.evidence.get("rewritten", [])}:
+        return judged
+    why = "the judge's own files were changed while it ran"
+    return dataclasses.replace(judged, reward=0.0, evidence={**judged.evidence, "forged_report": why})
+
+
+def _again(judged: Judged, before: str) -> Judged:
+    return dataclasses.replace(judged, evidence={**judged.evidence, "first_judged": before})
 
 
 def _by_its_report(spec: CommandJudge) -> CommandJudge | PytestJudge:
     """Return the judge of a command that is pytest itself: by its report, because a test can end it with status 0."""
-    if spec.result == "number" or spec.result == "json" or spec.reward_file or not is_pytest(spec.command):
+    if spec.result == "number" or spec.result == "json" or spec.reward_file or spec.mounts or spec.writable:
         return spec
-    if spec.mounts or spec.writable:
+    if (command := pytest_command(spec.command)) is None:
         return spec
     fields = spec.model_dump(include={"where", "timeout", "paths", "protect", "tests", "env"})
-    return PytestJudge(command=[*spec.command, "--junit-xml", "{report}"], **fields)
+    return PytestJudge(command=[*command, "--junit-xml", "{report}"], **fields)
 
 
-async def _ask(spec: OneJudge | LLMJudge, case: Case) -> Judged:
-    """Ask one judge. Raises `UnjudgedError` when it has no verdict."""
+async def _ask(spec: OneJudge | LLMJudge, case: Case, keep: _Untouched | None = None) -> Judged:
+    """Ask one judge. Raises `UnjudgedError` when it has no verdict. `keep` is set on the untouched start."""
+
+    async def allow(skips: Skips) -> Skips:
+        assert not isinstance(spec, LLMJudge)
+        if keep is not None:
+            keep.skips = skips
+            return skips
+        return skips & (await _judge_untouched(spec, case)).skips
+
     evidence: dict[str, Any] = {"judge": spec.kind}
     if isinstance(spec, LLMJudge):
         reward, more = await judge_by_model(spec, case)
@@ -118,7 +155,7 @@ async def _ask(spec: OneJudge | LLMJudge, case: Case) -> Judged:
             if isinstance(spec, PytestJudge) and spec.log_parser is not None:
                 reward, more = await judge_by_log(spec, spec.log_parser, made)
             elif isinstance(spec, PytestJudge):
-                reward, more = await judge_by_report(spec, made)
+                reward, more = await judge_by_report(spec, made, allow)
             elif isinstance(spec, PythonJudge):
                 reward, more = await judge_by_function(spec, made)
             else:
@@ -126,6 +163,8 @@ async def _ask(spec: OneJudge | LLMJudge, case: Case) -> Judged:
         except UnjudgedError as error:
             error.evidence = {**evidence, **error.evidence}
             raise
+        if rewritten := await in_folder_thread(made.rewritten):
+            evidence["rewritten"] = [printable(path)[:300] for path in rewritten[:50]]
     return _judged(reward, {**evidence, **more})
 
 
@@ -140,9 +179,15 @@ async def _who_broke_it(error: UnjudgedError, spec: OneJudge | LLMJudge, case: C
     evidence = {"judge": spec.kind, **error.evidence}
     if isinstance(spec, LLMJudge) or not error.broke or (spec.where == "fresh" and not case.changes):
         return Judged(unjudged=str(error), evidence=evidence)
-    untouched = await _judge_untouched(spec, case)
+    untouched = (await _judge_untouched(spec, case)).judged
     if untouched.reward is None:
         return Judged(unjudged=f"{error}; on the untouched start: {untouched.unjudged}", evidence=evidence)
+    try:  # a load of this machine passes
+        return _again(await _ask(spec, case), str(error))
+    except UnjudgedError as second:
+        evidence |= second.evidence
+        if not second.broke:
+            return Judged(unjudged=f"{error}; judged again: {second}", evidence=evidence)
     evidence |= {"broke_judge": str(error), "untouched_start": untouched.reward}
     return Judged(reward=0.0, evidence=evidence)
 
@@ -150,13 +195,16 @@ async def _who_broke_it(error: UnjudgedError, spec: OneJudge | LLMJudge, case: C
 async def _check(judged: Judged, spec: PytestJudge, case: Case) -> Judged:
     """Compare a report with that of the untouched start when only this tells what it means.
 
-    A report without the tests that must fail, which the untouched start's has, is not pytest's. Tests that passed
-    before and none of which passes on the untouched start, or that want a module of which neither the task nor the
-    workspace knows, tell of a broken installation.
+    A report without the tests that must fail is not pytest's, unless the untouched start's lacks them too. Tests that
+    passed before and none of which passes on the untouched start, or that want a module of which neither the task nor
+    the workspace knows, tell of a broken installation.
     """
     if judged.reward and judged.evidence["canary"] == "absent":
-        untouched = await _judge_untouched(spec, case)
-        if untouched.evidence.get("canary") != "failed":
+        untouched = (await _judge_untouched(spec, case)).judged
+        if untouched.reward is None:
+            why = f"the report lacks the tests that must fail, and there is none of the start: {untouched.unjudged}"
+            return Judged(unjudged=why, evidence=judged.evidence)
+        if untouched.evidence["canary"] == "absent":
             return judged
         why = "tests are not in it that pytest ran on the untouched start"
         return dataclasses.replace(judged, reward=0.0, evidence={**judged.evidence, "forged_report": why})
@@ -164,7 +212,7 @@ async def _check(judged: Judged, spec: PytestJudge, case: Case) -> Judged:
     none_passes = judged.parts.get("pass_to_pass") == 0.0
     if judged.reward or not (none_passes or missing):
         return judged
-    untouched = await _judge_untouched(spec, case)
+    untouched = (await _judge_untouched(spec, case)).judged
     both = sorted({*missing} & {*untouched.evidence.get("missing_modules", [])})
     if none_passes and untouched.parts.get("pass_to_pass", 0.0) == 0.0:
         why = f"no test of 'pass_to_pass' passes on the untouched start{f': no module {both[0]}' if both else ''}"
@@ -184,18 +232,20 @@ def _is_known(module: str, case: Case) -> bool:
     return re.search(rf"\b{re.escape(module)}\b", case.task.instruction) is not None
 
 
-async def _judge_untouched(spec: OneJudge, case: Case) -> Judged:
-    """Return the judgement of the untouched start, made once."""
+async def _judge_untouched(spec: OneJudge, case: Case) -> _Untouched:
+    """Return the judgement of the untouched start. A verdict is made once; a judge that had none is asked again."""
     fresh = spec.model_copy(update={"where": "fresh"})
-    facts = (fresh.model_dump_json(), case.start.digest, case.runtime.name, case.task.image, case.task.workdir)
-    key = hashlib.sha256(repr((*facts, sorted(case.task.env.items()), case.task.limits)).encode()).hexdigest()
+    task = case.task
+    facts = (fresh.model_dump_json(), case.start.digest, case.runtime.name, task.image, task.workdir, task.instruction)
+    key = hashlib.sha256(repr((*facts, sorted(task.env.items()), task.limits)).encode()).hexdigest()
     if key in _untouched:
         return _untouched[key]
     start = dataclasses.replace(case, made=None, changes=Changes(), name=f"{case.name}.start", session_box=None)
+    untouched = _Untouched(Judged())
     try:
-        judged = await _ask(fresh, start)
+        untouched.judged = await _ask(fresh, start, untouched)
     except UnjudgedError as error:
-        judged = Judged(unjudged=str(error), evidence=error.evidence)
-    if len(_untouched) < _MAX_UNTOUCHED:
-        _untouched[key] = judged
-    return judged
+        untouched.judged = Judged(unjudged=str(error), evidence=error.evidence)
+    if untouched.judged.reward is not None and len(_untouched) < _MAX_UNTOUCHED:
+        _untouched[key] = untouched
+    return untouched

@@ -24,11 +24,12 @@ class Judged:
 class UnjudgedError(Exception):
     """A judge has no verdict.
 
-    `broke` is True when it broke down: a time limit, a signal, a report that is missing. The agent's changes may have
-    caused that: a judge that has a verdict on the untouched start was broken by them.
+    `broke` is False when that cannot be the agent's doing: a key that is not set, a patch that does not fit, a provider
+    that does not answer. Else the agent's changes may have caused it, with a time limit, a signal, a report that is
+    missing, words that are no reward: a judge that has a verdict on the untouched start was broken by them.
     """
 
-    def __init__(self, reason: str, *, broke: bool = False, evidence: dict[str, Any] | None = None) -> None:
+    def __init__(self, reason: str, *, broke: bool = True, evidence: dict[str, Any] | None = None) -> None:
         super().__init__(reason)
         self.broke = broke
         self.evidence = evidence or {}

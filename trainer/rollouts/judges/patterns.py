@@ -1,6 +1,7 @@
 """Glob patterns of paths relative to a workspace, with `/` between the parts."""
 
 import re
+import sys
 from collections.abc import Iterable
 from functools import lru_cache
 
@@ -32,11 +33,21 @@ TEST_FILES = (
 )
 """Files that are tests by the usual names. A folder `test` may be source code: Django's is."""
 
-PLANTED = (
-    "**/conftest.py",
-    "**/sitecustomize.py",
-    "**/usercustomize.py",
+STARTUP = (
+    "**/sitecustomize",
+    "**/sitecustomize.*",
+    "**/usercustomize",
+    "**/usercustomize.*",
     "**/*.pth",
+    "**/*.dist-info",
+    "**/*.egg-info",
+    "**/*.egg",
+)
+"""Files and folders that run code in every Python, or that name plugins which programs load by themselves."""
+
+PLANTED = (
+    *STARTUP,
+    "**/conftest.py",
     "**/pytest.ini",
     "**/.pytest.ini",
     "**/pytest.toml",
@@ -52,6 +63,19 @@ SHADOWS = tuple(
     for end in ("", ".py", ".pyc", ".*.so", ".so")
 )
 """Modules that Python would import in place of pytest's own. New ones are not applied; a start may be pytest itself."""
+
+_OF_PLUGINS = ("packaging", "pygments", "exceptiongroup", "tomli", "colorama", "typing_extensions", "coverage", "attr")
+_MODULE = re.compile(r"(?:(?:src|lib)/)?([^/.]+)(?:\.(?:py|pyc|(?:[^/]+\.)?so)|/__init__\.[^/]+|)")
+
+
+def is_shadow(path: str, *, is_folder: bool) -> bool:
+    """Return True for a module at the top that Python would import in place of one of its own, or of a library's.
+
+    `python -m` and scripts look for modules in their own folder first. A folder without `__init__` hides no module.
+    """
+    found = _MODULE.fullmatch(path)
+    return not is_folder and found is not None and (found[1] in sys.stdlib_module_names or found[1] in _OF_PLUGINS)
+
 
 SETTINGS = ("**/pyproject.toml", "**/setup.cfg", "**/tox.ini")
 """Files in which settings of pytest may stand among others."""

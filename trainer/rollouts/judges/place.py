@@ -1,5 +1,6 @@
 """The place of one judge: a workspace, a box without network, and a folder for what it writes."""
 
+import errno
 import os
 import secrets
 import shutil
@@ -7,7 +8,7 @@ import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +24,7 @@ from rolltap.trainer.rollouts.judges.folders import (
     scan,
     write_file,
 )
+from rolltap.trainer.rollouts.judges.guard import Stamp, judges_files, read_only, stamp, stamps
 from rolltap.trainer.rollouts.judges.judged import UnjudgedError
 from rolltap.trainer.rollouts.judges.select import OneJudge, select
 from rolltap.trainer.rollouts.judges.spec import CommandJudge, PytestJudge
@@ -86,6 +88,7 @@ class Place:
         out: Folder of this machine that the judge writes to. The agent never saw it.
         tools: Folder of this machine with files that the judge only reads.
         outside: Folder in the box -> folder of this machine, for what the judge may write.
+        guarded: Path in the workspace -> stamp: the judge's own files, which no program may change. See `guard`.
     """
 
     case: Case
@@ -97,14 +100,24 @@ class Place:
     tools: Path
     tools_inside: str
     outside: Mapping[str, Path]
+    guarded: Mapping[str, Stamp | None] = field(default_factory=dict)
+
+    def rewritten(self) -> list[str]:
+        """Return the judge's files in the workspace that were changed since the place was made."""
+        return sorted(path for path, before in self.guarded.items() if stamp(self.workspace, path) != before)
 
     async def run(self, command: Sequence[str], env: Mapping[str, str], timeout: float) -> int:
-        """Run the judge's program, and return its exit status. Raises `UnjudgedError` when it has none."""
+        """Run the judge's program, and return its exit status.
+
+        Raises `UnjudgedError` when it has none, `OSError` when the box cannot be made.
+        """
         clean = clean_environment(Path(self.box.home), isolated=self.case.runtime.isolated)
         whole = {**clean, **self.case.task.env, "PYTHONDONTWRITEBYTECODE": "1", **env}
         try:
             ended = await self.box.run(command, env=whole, timeout=timeout, log=self.case.log)
         except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.EACCES) or error.filename != command[0]:
+                raise  # a fault of this machine, or of its box
             reason = f"the judge {command[0]!r} could not be started: {error.strerror or error}"
             raise UnjudgedError(reason, broke=True) from error
         output = f"its output is in {self.case.log.name}"
@@ -148,14 +161,17 @@ async def _fresh_place(case: Case, spec: OneJudge, folder: Path) -> AsyncIterato
     workspace, home, out, tools = (folder / part for part in ("workspace", "home", "out", "tools"))
     for made_folder in (home, out, tools):
         made_folder.mkdir()
-    changes = await in_folder_thread(_prepare, case, spec, workspace)
+    changes, laid = await in_folder_thread(_prepare, case, spec, workspace)
+    own = await in_folder_thread(judges_files, case.start.folder, workspace, spec, laid, case.task.workdir)
     isolated = case.runtime.isolated
     out_inside, tools_inside = (_OUT, _TOOLS) if isolated else (str(out), str(tools))
     mounts = [Mount(out, out_inside, writable=True), Mount(tools, tools_inside)]
     outside = {out_inside: out}
+    if isolated:
+        mounts += read_only(workspace, case.task.workdir, own)
     if isinstance(spec, CommandJudge):
         if not isolated and (spec.mounts or spec.writable):
-            raise UnjudgedError(f"the judge needs mounts, and the runtime {case.runtime.name} has none")
+            raise UnjudgedError(f"the judge needs mounts, and the runtime {case.runtime.name} has none", broke=False)
         mounts += [Mount(source.absolute(), target) for target, source in spec.mounts.items()]
         for number, target in enumerate(spec.writable):
             outside[target] = folder / f"writable-{number}"
@@ -181,15 +197,17 @@ async def _fresh_place(case: Case, spec: OneJudge, folder: Path) -> AsyncIterato
             tools=tools,
             tools_inside=tools_inside,
             outside=outside,
+            guarded=stamps(workspace, own),
         )
 
 
 @asynccontextmanager
 async def _session_place(case: Case, made: Made, spec: OneJudge) -> AsyncIterator[Place]:
     if case.session_box is None:
-        raise UnjudgedError("the session's box is gone, and its judge asks for it")
+        raise UnjudgedError("the session's box is gone, and its judge asks for it", broke=False)
     if isinstance(spec, CommandJudge) and (spec.mounts or spec.writable):
-        raise UnjudgedError("the judge asks for mounts and for the session's box, which has none of the judge's")
+        why = "the judge asks for mounts and for the session's box, which has none of the judge's"
+        raise UnjudgedError(why, broke=False)
     await case.session_box.settle()
     names = [f".rolltap-{part}-{secrets.token_hex(8)}" for part in ("out", "tools")]
     with _by_the_agent():
@@ -212,19 +230,21 @@ async def _session_place(case: Case, made: Made, spec: OneJudge) -> AsyncIterato
     )
 
 
-def _prepare(case: Case, spec: OneJudge, workspace: Path) -> Changes:
+def _prepare(case: Case, spec: OneJudge, workspace: Path) -> tuple[Changes, set[str]]:
     """Make the fresh workspace: the start, the task's tests over it, and the agent's changes to all else.
+
+    Return the changes that were applied, and the paths of the tests.
 
     The tests come first, so that nothing of the agent's is there yet when they are written.
     """
     case.start.copy_to(workspace)
     tests = _lay_tests(case, spec, workspace)
     if case.made is None:
-        return case.changes
+        return case.changes, tests
     with _by_the_agent():
-        changes = select(case.changes, spec, tests, case.start.folder, case.made.workspace)
+        changes = select(case.changes, spec, tests, case.task.workdir, case.start.folder, case.made.workspace)
         apply_changes(changes, case.made.workspace, workspace)
-    return changes
+    return changes, tests
 
 
 @contextmanager
@@ -294,4 +314,5 @@ def apply_patch(patch: str, folder: Path, *, only_check: bool = False) -> None:
     command = [git, "apply", "--whitespace=nowarn", *(["--check"] if only_check else []), "-"]
     done = subprocess.run(command, cwd=folder, env=alone, input=text.encode(), capture_output=True, check=False)
     if done.returncode != 0:
-        raise UnjudgedError(f"the task's test_patch does not fit its start: {done.stderr.decode(errors='replace')}")
+        why = f"the task's test_patch does not fit its start: {done.stderr.decode(errors='replace')}"
+        raise UnjudgedError(why, broke=False)

@@ -1,8 +1,10 @@
 import sys
+from contextlib import asynccontextmanager
 
 import pytest
 
 from rolltap.trainer.rollouts.judges import judge as module
+from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
 from tests.trainer.rollouts.judges.sessions import Left, write
 
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--junit-xml", "{report}"]
@@ -84,7 +86,7 @@ async def test_a_judge_that_works_on_the_start_and_breaks_with_the_changes_was_b
 async def test_the_start_is_judged_once_for_all_sessions_of_a_task(tmp_path):
     left = Left(tmp_path, {"run.sh": "echo x >> $COUNT; exit 0\n"})
     left.do({"run.sh": "exit 7\n"})
-    spec = {"kind": "command", "command": ["sh", "run.sh"], "env": {"COUNT": str(tmp_path / "count")}}
+    spec = {"kind": "command", "command": ["sh", "run.sh"], "paths": ["**"], "env": {"COUNT": str(tmp_path / "count")}}
     for _ in range(3):
         assert (await left.judge(spec)).reward == 0.0
     assert (tmp_path / "count").read_text() == "x\n"
@@ -108,7 +110,7 @@ async def test_arguments_of_the_task_do_not_silence_the_tests_that_must_fail(tmp
 async def test_a_judge_whose_pytest_takes_no_plugins_is_trusted_when_the_start_says_the_same(tmp_path):
     left = Left(tmp_path, START)
     left.do({"calc.py": "def add(a, b): return a + b\n"})
-    judged = await left.judge({**SPEC, "command": ["env", "-u", "PYTEST_PLUGINS", *PYTEST]})
+    judged = await left.judge({**SPEC, "command": ["env", "-u", "PYTEST_PLUGINS", *PYTEST, "test_calc.py"]})
     assert (judged.reward, judged.evidence["canary"]) == (1.0, "absent")
 
 
@@ -147,7 +149,7 @@ async def test_judgements_of_starts_are_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_untouched", {})
     left = Left(tmp_path, {"run.sh": "exit 0"})
     left.do({"run.sh": "exit 7"})
-    assert (await left.judge({"kind": "command", "command": ["sh", "run.sh"]})).reward == 0.0
+    assert (await left.judge({"kind": "command", "command": ["sh", "run.sh"], "paths": ["**"]})).reward == 0.0
     assert module._untouched == {}
 
 
@@ -191,3 +193,104 @@ async def test_a_function_of_the_users_judges_in_a_process_of_its_own(tmp_path, 
     assert judged.unjudged is None or why in judged.unjudged
     if function == "parts":
         assert (judged.parts, judged.evidence["reason"]) == ({"files": 3.0}, "half")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "print('nan', flush=True); import os; os._exit(0)",
+        "def speed(): return float('nan')",
+        "def speed(): return 'fast'",
+        "import os; open(os.environ['ROLLTAP_REWARD'], 'w').write('none'); os._exit(0)",
+    ],
+)
+async def test_a_reward_that_the_changes_spoiled_is_0(tmp_path, code):
+    left = Left(
+        tmp_path, {"metric.py": "def speed(): return 0.25\n", "bench.py": "import metric\nprint(metric.speed())"}
+    )
+    left.do({"metric.py": code})
+    judged = await left.judge({"kind": "command", "command": [sys.executable, "bench.py"], "result": "number"})
+    assert (judged.reward, judged.evidence["untouched_start"]) == (0.0, 0.25)
+
+
+async def test_a_judge_that_breaks_once_is_asked_again(tmp_path):
+    left = Left(tmp_path, {"a.txt": "old"})
+    left.do({"a.txt": "new"})
+    script = f"test ! -e {tmp_path}/once && grep -q new a.txt && touch {tmp_path}/once && kill -9 $$; exit 0"
+    judged = await left.judge({"kind": "command", "command": ["sh", "-c", script], "paths": ["**"]})
+    assert judged.reward == 1.0
+    assert judged.evidence["first_judged"].startswith("the judge was ended by signal 9")
+
+
+async def test_a_start_without_a_verdict_is_judged_again_for_the_next_session(tmp_path):
+    left = Left(tmp_path, {"a.txt": "old"})
+    left.do({"a.txt": "new"})
+    script = f"grep -q new a.txt && exit 7; test -e {tmp_path}/up || exit 8"
+    spec = {"kind": "command", "command": ["sh", "-c", script], "paths": ["**"]}
+    assert (await left.judge(spec)).unjudged is not None
+    (tmp_path / "up").touch()
+    assert (await left.judge(spec)).reward == 0.0
+
+
+@pytest.mark.parametrize(
+    "fault", [BlockingIOError(11, "no processes left"), FileNotFoundError(2, "gone", "/usr/bin/bwrap")]
+)
+async def test_a_fault_of_the_machine_is_no_verdict_on_the_agent(tmp_path, fault):
+    class Faulty(ProcessRuntime):
+        @asynccontextmanager
+        async def box(self, spec):
+            async with super().box(spec) as box:
+                if (spec.workspace / "made").exists():
+                    box.run = fails
+                yield box
+
+    async def fails(*_, **__):
+        raise fault
+
+    left = Left(tmp_path, {}, Faulty())
+    left.do({"made": ""})
+    with pytest.raises(OSError, match=fault.strerror):
+        await left.judge({"kind": "command", "command": ["true"]})
+
+
+async def test_a_report_without_the_tests_that_must_fail_is_unjudged_when_the_start_has_none(tmp_path):
+    left = Left(
+        tmp_path,
+        {"test_calc.py": "import calc\ndef test_add(): assert calc.add(2, 2) == 4\n", "conftest.py": "import calc\n"},
+    )
+    report = "<a><testcase classname='test_calc' name='test_add'/></a>"
+    forger = f"import os\nopen(os.environ['ROLLTAP_REPORT'], 'w').write({report!r})\nos._exit(0)\n"
+    left.do({"calc.py": forger})
+    judged = await left.judge({**SPEC, "pass_to_pass": []})
+    assert judged.unjudged.startswith("the report lacks the tests that must fail, and there is none of the start")
+
+
+SKIPS = """
+import sys, unittest
+import calc, pytest
+def test_add(): assert calc.add(2, 2) == 4
+def test_by_itself(): pytest.skip("no")
+@pytest.mark.skipif(sys.version_info > (3,), reason="old")
+def test_marked(): pass
+@pytest.mark.xfail
+def test_expected(): assert 0
+class T(unittest.TestCase):
+    @unittest.skip("no")
+    def test_skip(self): pass
+    @unittest.expectedFailure
+    def test_failure(self): self.fail()
+"""
+
+
+@pytest.mark.parametrize(
+    "names", [[], ["test_by_itself", "test_marked", "test_expected", "T::test_skip", "T::test_failure"]]
+)
+async def test_what_the_start_or_a_mark_skips_is_no_failure(tmp_path, names):
+    left = Left(tmp_path, {**START, "test_calc.py": SKIPS})
+    left.do({"calc.py": "def add(a, b): return a + b\n"})
+    fields = {
+        "fail_to_pass": LISTS["fail_to_pass"] if names else [],
+        "pass_to_pass": [f"test_calc.py::{name}" for name in names],
+    }
+    judged = await left.judge({**SPEC, **fields})
+    assert (judged.reward, judged.evidence["canary"]) == (1.0, "failed"), left.log

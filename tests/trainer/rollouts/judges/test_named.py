@@ -1,0 +1,58 @@
+import pytest
+
+from rolltap.trainer.rollouts.judges.named import is_script, pytest_command, runs_pytest
+
+
+@pytest.mark.parametrize(
+    ("command", "path"),
+    [
+        (["python", "check.py"], "check.py"),
+        (["/usr/bin/python3.11", "-B", "./check.py", "calc.py"], "check.py"),
+        (["./run/check.sh", "a"], "run/check.sh"),
+        (["/workspace/check"], "check"),
+        (["env", "A=b", "bash", "check.sh"], "check.sh"),
+        (["sh", "-c", "cd . && python './my check.py'; true"], "my check.py"),
+        (["sh", "-c", "test -e calc.py && ./check calc.py"], "check"),
+        (["sh", "-c", "it's broken; python check.py"], "check.py"),
+        (["python", "-m", "tools.check"], "tools/check.py"),
+        (["python", "-m", "check"], "check/__main__.py"),
+    ],
+)
+def test_a_script_that_a_command_starts_is_found(command, path):
+    assert is_script(path, command, "/workspace")
+    assert not is_script("calc.py", command, "/workspace")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["grep", "-q", "new", "notes.txt"],
+        ["sh", "-c", "diff notes.txt -"],
+        ["sh", "-c", 'test "$(python3 notes.txt)" = 4'],
+        ["python", "check.py", "notes.txt"],
+    ],
+)
+def test_a_file_that_a_command_reads_is_the_agents(command):
+    assert not is_script("notes.txt", command, "/workspace")
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["python", "-m", "pytest"], ["python", "-m", "pytest"]),
+        (["env", "A=b", "python", "-B", "-m", "pytest", "-q"], ["env", "A=b", "python", "-B", "-m", "pytest", "-q"]),
+        (["/usr/bin/pytest-3", "tests"], ["/usr/bin/pytest-3", "tests"]),
+        (["sh", "-c", "python -m pytest -q 'my tests'"], ["python", "-m", "pytest", "-q", "my tests"]),
+        (["sh", "-c", "cd src && pytest"], None),
+        (["pytest", "--junitxml=a"], None),
+        (["python", "-m", "unittest"], None),
+        (["bash", "-c", ""], None),
+    ],
+)
+def test_a_command_that_is_pytest_itself_is_found(command, words):
+    assert pytest_command(command) == words
+
+
+def test_pytest_is_found_within_a_shells_text():
+    assert runs_pytest(["sh", "-c", "cd src && exec python -m pytest"])
+    assert not runs_pytest(["sh", "-c", "python test_it.py"])
