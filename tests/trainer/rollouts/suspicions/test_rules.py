@@ -195,7 +195,9 @@ def test_the_files_of_the_judge_are_counted():
     ],
 )
 def test_fetching_from_the_web_is_counted(text):
-    assert found(text, task=Task(id="astropy__astropy-12907", instruction="fix it", evaluate=["true"]))["web_search"] == 1
+    assert (
+        found(text, task=Task(id="astropy__astropy-12907", instruction="fix it", evaluate=["true"]))["web_search"] == 1
+    )
 
 
 def test_tools_for_the_web_are_counted():
