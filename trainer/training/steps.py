@@ -15,8 +15,8 @@ from rolltap.trainer.traces.outcomes import RewardRules, label_session
 from rolltap.trainer.versions import Version
 
 _PLACE = re.compile(r"(.+-([0-9a-f]{8}\.[0-9]+)\.[0-9]+)-([0-9]+)\.([0-9]+)")
-"""A session's place: the group that it was run in, with the run and the step of its weights; its index in the group; and
-the training's attempt. The group of its row may be another one since somebody changed it."""
+"""A session's place: the group that it was run in, with the run and the step of its weights; its index in the group;
+and the training's attempt. The group of its row may be another one since somebody changed it."""
 
 
 def step_group(version: Version, position: int, task: Task, sessions: int) -> Group:

@@ -17,7 +17,8 @@ def test_the_progress_line_has_every_count():
     add(tally, "failed", 0.0)
     add(tally, "unjudged")
     assert tally.line() == (
-        "4 of 5 sessions: 2 completed, 1 failed, 1 unjudged, 1 without a reward, 1 tried again, 3 events of refused requests"
+        "4 of 5 sessions: 2 completed, 1 failed, 1 unjudged, 1 without a reward, 1 tried again, "
+        "3 events of refused requests"
     )
 
 
