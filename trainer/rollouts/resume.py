@@ -62,7 +62,7 @@ class Recorded:
 
     def has(self, group: Group) -> bool:
         """Return True when a session of the group is recorded, whatever its outcome."""
-        return any(place in self._places for place in group.session_ids)
+        return any(self._places.get(place) for place in group.session_ids)
 
     def attempts(self, group: Group) -> list[Session]:
         """Return all recorded sessions at the places of a group, in the order of the places and attempts."""
