@@ -1,9 +1,11 @@
 """The values that decide the sessions of a group: with another value a rollout begins a group of its own."""
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rolltap.addons.errors import InputError
+from rolltap.trainer.rollouts.groups import key_parts
 from rolltap.trainer.rollouts.plan import Plan
 from rolltap.trainer.rollouts.provenance import Provenance
 from rolltap.trainer.rollouts.shared import Shared
@@ -11,6 +13,35 @@ from rolltap.trainer.rollouts.tasks.task import Task
 
 FREE_OPTIONS = frozenset({"rolltap_secret_file", "rolltap_engine_key_file", "rolltap_patience", "rolltap_fsync"})
 """Options of the recorder that decide no session."""
+
+
+async def keys_of(
+    tasks: Sequence[Task],
+    plan: Plan,
+    common: Shared,
+    *,
+    model: str | Path,
+    weights: str,
+    options: Mapping[str, str | Sequence[str]],
+) -> list[dict[str, str]]:
+    """Return the parts of each task's key, and fill in `common.digests`. Asks as many programs at once as sessions run.
+
+    Raises `InputError` for a path of a task that cannot be read, and `OSError`.
+    """
+    places = asyncio.Semaphore(plan.concurrency)
+
+    async def key(task: Task) -> dict[str, str]:
+        async with places:
+            common.digests[task.id] = await asyncio.to_thread(task.digest)
+            return key_parts(await key_values(task, plan, common, model=model, weights=weights, options=options))
+
+    keys = await asyncio.gather(*map(key, tasks), return_exceptions=True)  # none of them runs on after an error
+    found = []
+    for each in keys:
+        if isinstance(each, BaseException):
+            raise each
+        found.append(each)
+    return found
 
 
 async def key_values(

@@ -17,10 +17,9 @@ from rolltap.trainer.blocking import run_blocking, run_to_end, wait_for_end
 from rolltap.trainer.progress import progress_bar
 from rolltap.trainer.rollouts.before import check_engines
 from rolltap.trainer.rollouts.budget import Budget
-from rolltap.trainer.rollouts.groups import key_parts
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.judges.here import judge_here
-from rolltap.trainer.rollouts.keys import key_values
+from rolltap.trainer.rollouts.keys import keys_of
 from rolltap.trainer.rollouts.lock import rollout_lock
 from rolltap.trainer.rollouts.plan import Plan
 from rolltap.trainer.rollouts.recorder import Recorder
@@ -181,11 +180,11 @@ async def rollout_async(
             recorded = Recorded(load_sessions(run_folder).values())
             weights = f"{weights},{PolicyFile(run_folder).read().version}"
             async with shared_async(plan) as common:
-                groups = []
-                for task in task_list:
-                    common.digests[task.id] = await asyncio.to_thread(task.digest)
-                    values = await key_values(task, plan, common, model=model, weights=weights, options=settings)
-                    groups.append(recorded.group(task, key_parts(values), sessions, further=new_groups))
+                keys = await keys_of(task_list, plan, common, model=model, weights=weights, options=settings)
+                groups = [
+                    recorded.group(task, key, sessions, further=new_groups)
+                    for task, key in zip(task_list, keys, strict=True)
+                ]
                 missing = [recorded.missing(group) for group in groups]
                 if progress:
                     for line in going_on(run_folder, recorded, groups, missing, further=new_groups):
