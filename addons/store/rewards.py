@@ -17,6 +17,8 @@ from rolltap.addons.store.versions import FIRST_VERSION_COLUMNS, first_version
 
 _NAME = 200
 """Maximum number of characters of the names of tasks, groups and parts."""
+_ENDED: tuple[SessionStatus, ...] = ("completed", "failed", "timeout", "budget")
+"""Outcomes that a session has by itself, whatever its judge says."""
 _CLOSED: frozenset[SessionStatus] = frozenset({"infrastructure", "cancelled"})
 """Outcomes that a reward does not change: the agent did not do the task."""
 
@@ -138,11 +140,18 @@ def rewarded(
 
 
 def _judged_status(session: Session) -> SessionStatus:
-    """Return the outcome of a session that has a reward now. That of an unjudged one is known by its exit status."""
+    """Return the outcome of a session that has a reward now.
+
+    That of an unjudged one is in its evidence (`ended`). A program that rolltap did not stop has only an exit status.
+    """
     if session.status == "unknown":
         return "completed"
     if session.status != "unjudged":
         return session.status
+    ended = json.loads(session.evidence).get("ended")
+    for status in _ENDED:
+        if ended == status:
+            return status
     return "timeout" if session.exit_status is None else "completed" if session.exit_status == 0 else "failed"
 
 

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 import rolltap
 from rolltap.addons.store.records import UNREWARDED
 from rolltap.trainer.rollouts.groups import place_of
-from rolltap.trainer.rollouts.resume import TRIED_AGAIN
+from rolltap.trainer.rollouts.resume import NOT_RUN, TRIED_AGAIN
 from tests.trainer.rollouts.soak import endure, processes
 
 
@@ -36,9 +36,10 @@ def faults(folder: Path, sessions: int) -> Iterator[str]:
     """Yield all that does not add up, in words."""
     run = rolltap.open_run(folder / "run")
     rows = run.sessions()
+    places = {place_of(row.session_id) for row in rows if row.status not in NOT_RUN}
     ended = Counter(place_of(row.session_id) for row in rows if row.status not in TRIED_AGAIN)
-    if len(ended) != sessions or set(ended.values()) != {1}:
-        yield f"{sessions} sessions were to end once: {Counter(ended.values())} of {len(ended)} places"
+    if len(places) != sessions or set(ended.values()) != {1}:
+        yield f"{sessions} sessions were to end once: {Counter(ended.values())} of {len(places)} places"
     yield from (f"{row.session_id}: {row.status}, {row.reward}" for row in rows if _is_wrong(row))
     ledger = run.ledger()
     sampled = sum(len(call.completion_ids) for calls in run.calls.values() for call in calls)

@@ -73,7 +73,7 @@ from rolltap.trainer.commands.options import FOLDER, harness_option, json_option
     type=click.IntRange(1),
     help="Stop after so many such sessions in a row.",
 )
-@click.option("--new-groups", is_flag=True, help="Begin further groups, in place of going on with those of the run.")
+@click.option("--new-groups", is_flag=True, help="Begin further groups; the newest ones are completed first.")
 @json_option
 def rollout_command(tasks: Path, settings: dict[str, list[str]], preset: str, as_json: bool, **arguments: Any) -> None:
     """Run every task several times and record it.
@@ -101,7 +101,7 @@ def _report_faults(run: rolltap.Run) -> None:
     click.echo(
         f"{without.total()} of {len(last)} sessions have no reward ({named}). The most frequent reason: {first}. See "
         f"{run.path / 'logs'} and the recorder's log in the run; once it is mended, the same command tries again those "
-        "that are infrastructure.",
+        "that are infrastructure or unjudged.",
         err=True,
     )
     if without.total() == len(last):

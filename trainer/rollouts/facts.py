@@ -16,13 +16,15 @@ class Facts(NamedTuple):
         fault: The failure of the engine, the recorder or the machine, in words; None when there is none.
         budget: The budget that ended it, in words; None when none did.
         completed_calls: Number of completed model calls.
-        refusals: Number of requests that were refused.
+        refusals: Number of requests that were refused, as far as the recorder tells each: an event may stand for many.
+        permanent: True when the session could not be run, and no further attempt can be before somebody mends it.
     """
 
     fault: str | None = None
     budget: str | None = None
     completed_calls: int = 0
     refusals: int = 0
+    permanent: bool = False
 
 
 def session_facts(rows: SessionRows, session_id: str) -> Facts:

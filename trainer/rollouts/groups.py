@@ -7,9 +7,10 @@
 | another attempt at it | `<group>-<index>~<number>` |
 """
 
+import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import sha256
 
 from rolltap.trainer.rollouts.tasks.task import Task
@@ -24,6 +25,8 @@ class Group:
     task: Task
     group_id: str
     session_ids: Sequence[str]
+    key: Mapping[str, str] = field(default_factory=dict)
+    """Part of the group's key -> its digest, as `key_parts`; empty in a training."""
 
 
 def place_of(session_id: str) -> str:
@@ -42,6 +45,19 @@ def next_attempt(session_id: str) -> str:
     return f"{place_of(session_id)}~{attempt_of(session_id) + 1}"
 
 
-def group_key(*parts: str) -> str:
+def key_parts(values: Mapping[str, object]) -> dict[str, str]:
+    """Return the digest of each value that the sessions of a group have in common: 8 hexadecimal characters.
+
+    The values are of JSON.
+    """
+    texts = {name: json.dumps(value, sort_keys=True) for name, value in values.items()}
+    return {name: _short(text) for name, text in texts.items()}
+
+
+def group_key(parts: Mapping[str, str]) -> str:
     """Return the digest of what the sessions of a group have in common: 8 hexadecimal characters."""
-    return sha256("\n".join(parts).encode()).hexdigest()[:8]
+    return _short(json.dumps(parts, sort_keys=True))
+
+
+def _short(text: str) -> str:
+    return sha256(text.encode()).hexdigest()[:8]

@@ -32,11 +32,15 @@ _STOPPED: Mapping[StopReason, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Status, reward and error of a session's row."""
+    """Status, reward and error of a session's row.
+
+    `ended` is the status that an unjudged session has without its judge; None for others.
+    """
 
     status: SessionStatus
     reward: float | None = None
     error: str | None = None
+    ended: SessionStatus | None = None
 
 
 def is_judged(facts: Facts) -> bool:
@@ -60,7 +64,7 @@ def outcome(ended: Ended, timeout: float, facts: Facts, judged: Judged | None) -
     if judged is None:
         return Outcome(status, None, _joined("no model call was completed, so that there is no reward", how))
     if judged.reward is None:
-        return Outcome("unjudged", None, _joined(judged.unjudged or "the judge gave no reward", how))
+        return Outcome("unjudged", None, _joined(judged.unjudged or "the judge gave no reward", how), status)
     return Outcome(status, judged.reward, how)
 
 

@@ -16,7 +16,7 @@ class Plan:
         timeout: Seconds for the harness, without its judge. A task may have a time limit of its own.
         retries: Number of further attempts at a session that failed because of the engine, the recorder or the machine.
         give_up_after: Number of sessions in a row after which the rollout stops: each failed so, had no completed call,
-            or could not be judged.
+            or could not be judged. They are of two tasks at least, if there are as many. Attempts do not count.
     """
 
     harness: Harness

@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from rolltap.addons.errors import RolltapError
 from rolltap.trainer.rollouts.environment import clean_environment
 from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.rollouts.once import Once
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Runtime
 
 logger = logging.getLogger(__name__)
@@ -41,20 +42,18 @@ class Provenances:
 
     def __init__(self, harness: Harness, runtime: Runtime, work: Path) -> None:
         self._harness, self._runtime, self._work = harness, runtime, work
-        self._known: dict[str | None, Provenance] = {}
-        self._asking = asyncio.Lock()
+        self._known: Once[str | None, Provenance] = Once()
 
     async def of(self, image: str | None) -> Provenance:
         """Return the provenance of sessions in an image, or in none.
 
         Warns when the program's version is not the preset's. A program that does not tell its version has an empty one.
+        Raises `InputError` for an image that cannot be had.
         """
-        async with self._asking:
-            if image not in self._known:
-                self._known[image] = await self._find(image)
-            return self._known[image]
+        return await self._known.get(image, lambda: self._find(image))
 
     async def _find(self, image: str | None) -> Provenance:
+        image_digest = await asyncio.to_thread(self._runtime.image_digest, image) if image is not None else ""
         version = find_version(await self._reported(image))
         if warning := version_warning(self._harness, version):
             logger.warning("%s", warning)
@@ -62,7 +61,7 @@ class Provenances:
             harness_version=version,
             program_digest=await asyncio.to_thread(_program_digest, self._harness.program, image),
             preset_digest=self._harness.digest(),
-            image_digest=await asyncio.to_thread(self._runtime.image_digest, image) if image is not None else "",
+            image_digest=image_digest,
         )
 
     async def _reported(self, image: str | None) -> str:

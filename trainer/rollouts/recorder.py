@@ -128,13 +128,15 @@ class Recorder:
         digest = hashlib.blake2b(session_id.encode(), digest_size=8).digest()
         return self._proxies[int.from_bytes(digest) % len(self._proxies)]
 
-    def begin(self, session: Session) -> None:
+    def begin(self, session: Session, key: Mapping[str, str] | None = None) -> None:
         """Record that a rollout starts a session. A session that is begun and not ended was interrupted.
+
+        `key` has the digests of the parts of its group's key.
 
         Raises `RecorderError` outside of the `with` block, and `OSError` when the run folder cannot be written.
         """
         self.proxy(session.session_id)
-        self._writer.add_event(started_event(session))
+        self._writer.add_event(started_event(session, key))
 
     def end_calls(self, session_id: str) -> str | None:
         """End the calls of a session, before its result is judged. Return why the session has no reward, or None.
@@ -145,8 +147,20 @@ class Recorder:
         Raises `RecorderError` outside of the `with` block and when the recorder has died or cannot do that; `RunError`
         and `OSError` when the run folder cannot be read.
         """
-        self._end_calls(session_id)
+        self.stop_calls(session_id)
         return self.facts(session_id).fault
+
+    def stop_calls(self, session_id: str) -> None:
+        """End the calls of a session as `end_calls`, for a caller that asks for `facts` itself.
+
+        Raises `RecorderError` outside of the `with` block and when the recorder has died or cannot do that.
+        """
+        proxy = self.proxy(session_id)
+        try:
+            proxy.end_session(session_id)
+        except RecorderError:
+            self.check()
+            raise
 
     @property
     def rows(self) -> SessionRows:
@@ -154,7 +168,7 @@ class Recorder:
         return self._rows
 
     def facts(self, session_id: str) -> Facts:
-        """Return the facts of a session after `end_calls`.
+        """Return the facts of a session after `end_calls` or `stop_calls`.
 
         Raises `RecorderError` outside of the `with` block; `RunError` and `OSError` when the run folder cannot be read.
         """
@@ -187,7 +201,7 @@ class Recorder:
             )
         session.finished_at = session.finished_at or utc_now()
         try:
-            self._end_calls(session.session_id)
+            self.stop_calls(session.session_id)
         finally:  # a session whose recorder has died has its row too
             try:
                 session.policy_version = self._version(session)
@@ -211,14 +225,6 @@ class Recorder:
         """Raise `RecorderError` if a process has died."""
         for process in self._processes:
             process.check()
-
-    def _end_calls(self, session_id: str) -> None:
-        proxy = self.proxy(session_id)
-        try:
-            proxy.end_session(session_id)
-        except RecorderError:
-            self.check()
-            raise
 
     def _start(self, number: int, secret: str) -> None:
         alone = self._number == 1

@@ -6,18 +6,24 @@ of the next attempt. One that was begun and has no row was interrupted: it gets 
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from rolltap.addons.store.records import Session, SessionStatus
-from rolltap.trainer.rollouts.groups import Group, attempt_of, next_attempt, place_of
+from rolltap.trainer.rollouts.groups import Group, attempt_of, group_key, next_attempt, place_of
+from rolltap.trainer.rollouts.keys import changed_parts, changes_text
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.session import end_session
-from rolltap.trainer.rollouts.started import interrupted_sessions
+from rolltap.trainer.rollouts.started import group_keys, interrupted_sessions
 from rolltap.trainer.rollouts.tasks.task import Task
 
-TRIED_AGAIN: frozenset[SessionStatus] = frozenset({"infrastructure", "cancelled"})
-"""Outcomes that say nothing about the agent."""
-_ROUND = re.compile(r"0|[1-9][0-9]*")
+NOT_RUN: frozenset[SessionStatus] = frozenset({"infrastructure", "cancelled"})
+"""Outcomes of sessions that did not get to their end."""
+TRIED_AGAIN: frozenset[SessionStatus] = NOT_RUN | {"unjudged"}
+"""Outcomes that say nothing about the agent. A session without a judgement is run again when its judge is mended."""
+_PLACE = re.compile(r"(.+)\.(0|[1-9][0-9]*)-[0-9]+")
+"""A session's place: task and key, the round, and the index. Its group may be another one since somebody changed it."""
 
 
 def end_interrupted(recorder: Recorder) -> None:
@@ -36,20 +42,27 @@ class Recorded:
         self._places: defaultdict[str, list[Session]] = defaultdict(list)
         self._rounds: defaultdict[str, set[int]] = defaultdict(set)
         for session in sessions:
-            self._places[place_of(session.session_id)].append(session)
-            base, dot, number = session.group_id.rpartition(".")
-            if dot and _ROUND.fullmatch(number):
-                self._rounds[base].add(int(number))
+            place = place_of(session.session_id)
+            self._places[place].append(session)
+            if found := _PLACE.fullmatch(place):
+                self._rounds[found[1]].add(int(found[2]))
 
-    def group(self, task: Task, key: str, sessions: int, *, further: bool) -> Group:
+    def group(self, task: Task, key: Mapping[str, str], sessions: int, *, further: bool) -> Group:
         """Return the group to go on with: the newest of the task and the key, or with `further` one after it.
 
-        Its session ids are those of first attempts.
+        A newest one with sessions that did not get to their end is gone on with in any case: so the same call with
+        `further`, which was stopped, goes on. `key` is of `key_parts`. The session ids are those of first attempts.
         """
-        base = f"{task.id}-{key}"
+        base = f"{task.id}-{group_key(key)}"
         newest = max(self._rounds[base], default=-1)
-        number = newest + 1 if further else max(newest, 0)
-        return Group(task, f"{base}.{number}", [f"{base}.{number}-{index}" for index in range(sessions)])
+        group = _round(task, base, max(newest, 0), sessions, key)
+        if newest < 0 or not further or self._waiting(group, NOT_RUN):
+            return group
+        return _round(task, base, newest + 1, sessions, key)
+
+    def has(self, group: Group) -> bool:
+        """Return True when a session of the group is recorded, whatever its outcome."""
+        return any(self._places.get(place) for place in group.session_ids)
 
     def attempts(self, group: Group) -> list[Session]:
         """Return all recorded sessions at the places of a group, in the order of the places and attempts."""
@@ -61,11 +74,44 @@ class Recorded:
 
     def missing(self, group: Group) -> Group:
         """Return the group with the ids of the sessions that are still to be run: new places, and further attempts."""
+        return replace(group, session_ids=self._waiting(group, TRIED_AGAIN))
+
+    def _waiting(self, group: Group, again: Collection[SessionStatus]) -> list[str]:
         ids = []
         for place in group.session_ids:
-            attempts = self.attempts(Group(group.task, group.group_id, [place]))
+            attempts = self.attempts(replace(group, session_ids=[place]))
             if not attempts:
                 ids.append(place)
-            elif all(session.status in TRIED_AGAIN for session in attempts):
+            elif all(session.status in again for session in attempts):
                 ids.append(next_attempt(attempts[-1].session_id))
-        return Group(group.task, group.group_id, ids)
+        return ids
+
+
+def going_on(
+    run: Path, recorded: Recorded, groups: Sequence[Group], missing: Sequence[Group], *, further: bool
+) -> list[str]:
+    """Return what a rollout of these groups says before it begins, as lines.
+
+    `missing` are the groups with the ids that are still to be run. Raises `RunError` when the run cannot be read.
+    """
+    lines = []
+    if used := sum(len(group.session_ids) for group in groups) - sum(len(group.session_ids) for group in missing):
+        lines.append(f"goes on with {used} sessions of {run}")
+    if further and (open_groups := sum(map(recorded.has, groups))):
+        lines.append(
+            f"goes on with {open_groups} newest groups, of which sessions are missing, before it begins further ones: "
+            "start it again for these"
+        )
+    keys = group_keys(run)
+    differ = [
+        changed_parts(keys[group.task.id], group.key)
+        for group in groups
+        if group.task.id in keys and not recorded.has(group)
+    ]
+    if differ := [parts for parts in differ if parts]:
+        lines.append(changes_text({name for parts in differ for name in parts}, len(differ)))
+    return lines
+
+
+def _round(task: Task, base: str, number: int, sessions: int, key: Mapping[str, str]) -> Group:
+    return Group(task, f"{base}.{number}", [f"{base}.{number}-{index}" for index in range(sessions)], key)

@@ -19,7 +19,7 @@ import json
 import logging
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rolltap.addons.errors import InputError, RecorderError, RunError
@@ -53,6 +53,7 @@ class Stage:
     Attributes:
         work: Folder for what they need while they run.
         digests: Task id -> the task's digest, which takes reading its folders.
+        keys: Group id -> part of the group's key -> its digest, for the event of a session's start.
     """
 
     plan: Plan
@@ -63,6 +64,7 @@ class Stage:
     digests: Mapping[str, str]
     harness_env: Mapping[str, str]
     policy_version: str | None
+    keys: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 async def run_session(stage: Stage, task: Task, group_id: str, session_id: str) -> tuple[Session, Facts]:
@@ -72,7 +74,6 @@ async def run_session(stage: Stage, task: Task, group_id: str, session_id: str) 
     or written. The session has its row then, if it can be written.
     """
     plan, recorder = stage.plan, stage.recorder
-    known = await stage.provenances.of(task.image)
     session = Session(
         session_id=session_id,
         task_id=task.id,
@@ -81,19 +82,20 @@ async def run_session(stage: Stage, task: Task, group_id: str, session_id: str) 
         status="cancelled",
         error="the rollout was stopped while it ran",
         policy_version=stage.policy_version,
-        harness_version=known.harness_version,
-        program_digest=known.program_digest,
-        preset_digest=known.preset_digest,
-        image_digest=known.image_digest,
+        preset_digest=plan.harness.digest(),
         task_digest=stage.digests[task.id],
         runtime=plan.runtime.name,
     )
     facts = Facts()
     try:
-        await run_to_end(recorder.begin, session)
+        known = await stage.provenances.of(task.image)
+        session.harness_version, session.program_digest = known.harness_version, known.program_digest
+        session.image_digest = known.image_digest
+        await run_to_end(recorder.begin, session, stage.keys.get(group_id))
         facts = await _play(stage, session, task)
     except (OSError, InputError) as error:
         session.status, session.error = "infrastructure", f"the session could not be run: {error}"
+        facts = Facts(permanent=isinstance(error, InputError))
     except (RecorderError, RunError) as error:
         session.status, session.error = "infrastructure", str(error)  # `Recorder.end` raises it, after the row
     finally:
@@ -149,11 +151,13 @@ async def _play(stage: Stage, session: Session, task: Task) -> Facts:
                 raise OSError(f"the harness {command[0]} cannot be started: {error}") from error
             session.exit_status = ended.status
             await box.settle()
-            await run_to_end(recorder.end_calls, session.session_id)
+            await run_to_end(recorder.stop_calls, session.session_id)
             facts = await asyncio.to_thread(recorder.facts, session.session_id)
             judged = await _judge(stage, session, task, start, made, box) if is_judged(facts) else None
         result = outcome(ended, timeout, facts, judged)
         session.status, session.reward, session.error = result.status, result.reward, result.error
+        if result.ended is not None:  # for a reward that somebody gives later
+            session.evidence = json.dumps({**json.loads(session.evidence), "ended": result.ended})
         if facts.fault is not None:
             session.error = f"{result.error}; its output is in {log}{_last_line(log)}"
         return facts

@@ -1,6 +1,7 @@
 """The event `session_started`: a session that has one and no row was interrupted."""
 
 import json
+from collections.abc import Mapping
 from datetime import datetime
 from operator import itemgetter
 from pathlib import Path
@@ -16,12 +17,24 @@ _FIELDS = (
 """Fields of a session's row that are known before it runs."""
 
 
-def started_event(session: Session) -> Event:
-    """Return the event of a session's start."""
-    detail = {name: value for name in _FIELDS if (value := getattr(session, name))}
+def started_event(session: Session, key: Mapping[str, str] | None = None) -> Event:
+    """Return the event of a session's start. `key` has the digests of the parts of its group's key."""
+    detail: dict[str, object] = {name: value for name in _FIELDS if (value := getattr(session, name))}
+    if key:
+        detail["key"] = dict(key)
     return Event(
         kind="session_started", session_id=session.session_id, at=session.started_at, detail=json.dumps(detail)
     )
+
+
+def group_keys(run: Path) -> dict[str, Mapping[str, str]]:
+    """Return task id -> the digests of the parts of the key that its newest session was started with.
+
+    Raises `RunError` when the folder cannot be read.
+    """
+    begun = [row for row in read_rows(run, "events") if row["kind"] == "session_started"]
+    details = [json.loads(row["detail"]) for row in sorted(begun, key=itemgetter("at"))]
+    return {detail["task_id"]: detail["key"] for detail in details if "key" in detail}
 
 
 def interrupted_sessions(run: Path) -> list[Session]:

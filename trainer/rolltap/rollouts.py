@@ -18,17 +18,18 @@ from rolltap.trainer.blocking import run_blocking, run_to_end, wait_for_end
 from rolltap.trainer.progress import progress_bar
 from rolltap.trainer.rollouts.before import check_engines, check_judges
 from rolltap.trainer.rollouts.budget import Budget
-from rolltap.trainer.rollouts.groups import group_key
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.judges.here import judge_here
+from rolltap.trainer.rollouts.keys import keys_of
 from rolltap.trainer.rollouts.lock import rollout_lock
 from rolltap.trainer.rollouts.outcomes import is_judged, outcome
 from rolltap.trainer.rollouts.plan import Plan
 from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.resume import Recorded, end_interrupted
+from rolltap.trainer.rollouts.resume import Recorded, end_interrupted, going_on
 from rolltap.trainer.rollouts.runtimes.choose import make_runtime
 from rolltap.trainer.rollouts.runtimes.runtime import Ended, Runtime
 from rolltap.trainer.rollouts.scheduler import run_groups
+from rolltap.trainer.rollouts.shared import shared_async
 from rolltap.trainer.rollouts.tasks.fit import fit_tasks
 from rolltap.trainer.rollouts.tasks.sources import load_tasks
 from rolltap.trainer.rollouts.tasks.task import Task
@@ -69,9 +70,11 @@ def rollout(
     number of the recorder's processes, as in `Recorder`. `options` are further mitmproxy options of the recorder; a
     repeatable one has a list of values. `progress` shows a progress bar on a terminal.
 
-    `out` is the run folder. A rollout into the folder of an earlier one goes on with it: sessions of the same task,
-    harness, runtime, model and weights that have ended are used again, those that were interrupted or failed because of
-    the engine, the recorder or the machine are tried again. `new_groups` begins further groups instead.
+    `out` is the run folder. A rollout into the folder of an earlier one goes on with it: sessions that have ended are
+    used again; those that were interrupted, failed because of the engine, the recorder or the machine, or could not be
+    judged are tried again. It begins groups of its own when something else decides the sessions: the task's content,
+    the harness, its version and program, image, runtime, time limit, budgets, recorder options, model or weights; it
+    says on stderr which. `new_groups` begins further groups, once the newest ones are complete.
 
     `runtime` is where sessions run: `process`, `sandbox`, `container`, `apptainer`, or a runtime that you made. The
     first does not protect this machine from the harness. `tools` are folders of installed programs that a box shows,
@@ -81,8 +84,9 @@ def rollout(
 
     A session that fails does not end the rollout: its status says what happened. With the status `infrastructure` it
     failed because of the engine, the recorder or the machine, or no model call of it was answered: it is tried again up
-    to `retries` times, has no reward and is not trained on. After `give_up_after` such sessions in a row the rollout
-    stops. KeyboardInterrupt stops the harnesses and the recorder; sessions that ran have the status `cancelled`.
+    to `retries` times, has no reward and is not trained on. The rollout stops after `give_up_after` sessions in a row
+    that say nothing of the policy, if they are of more than one task or there is only one. KeyboardInterrupt stops the
+    harnesses and the recorder; sessions that ran have the status `cancelled`.
 
     `Run.new_session_ids` of the result are the sessions of this call's groups, all attempts:
     `run.traces().batch(run.new_session_ids)`. Works in a script and in a notebook; `rollout_async` is for an event
@@ -181,15 +185,18 @@ async def rollout_async(
             await run_to_end(end_interrupted, recorder)
             recorded = Recorded(load_sessions(run_folder).values())
             weights = f"{weights},{PolicyFile(run_folder).read().version}"
-            common = (harness.digest(), runtime.name, str(model), weights)
-            digests = {task.id: await asyncio.to_thread(task.digest) for task in task_list}
-            groups = [
-                recorded.group(task, group_key(digests[task.id], *common), sessions, further=new_groups)
-                for task in task_list
-            ]
-            missing = [recorded.missing(group) for group in groups]
-            with progress_bar(show=progress) as advance:
-                await run_groups(missing, plan, recorder, policy_version=None, advance=advance, digests=digests)
+            async with shared_async(plan) as common:
+                keys = await keys_of(task_list, plan, common, model=model, weights=weights, options=settings)
+                groups = [
+                    recorded.group(task, key, sessions, further=new_groups)
+                    for task, key in zip(task_list, keys, strict=True)
+                ]
+                missing = [recorded.missing(group) for group in groups]
+                if progress:
+                    for line in going_on(run_folder, recorded, groups, missing, further=new_groups):
+                        print(line, file=sys.stderr)
+                with progress_bar(show=progress) as advance:
+                    await run_groups(missing, plan, recorder, policy_version=None, advance=advance, common=common)
     run = open_run(out)
     ended = Recorded(load_sessions(run_folder).values())
     run.new_session_ids = tuple(session.session_id for group in groups for session in ended.attempts(group))

@@ -17,7 +17,8 @@ class Outcomes(BaseModel):
     """Rewards of sessions that were not completed, by status: keys of a recipe's table [outcomes].
 
     `"judge"` keeps the judge's reward, `"exclude"` leaves the sessions out of training and of their groups, a number is
-    their reward. Sessions with the status `infrastructure` or `cancelled` never have a reward.
+    their reward in place of the judge's. Sessions with the status `infrastructure` or `cancelled` never have a reward,
+    and neither have those that were not judged because no call of theirs was completed.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -67,7 +68,9 @@ def label_session(session: Session | None, rules: RewardRules) -> Label:
     choice: Choice = getattr(rules.outcomes, session.status, "judge")
     if choice == "exclude":
         return Label(None, "unjudged" if session.status == "unjudged" else "excluded")
-    reward = session_reward(session) if choice == "judge" else choice
+    reward = session_reward(session)
+    if choice != "judge" and (reward is not None or session.status == "unjudged"):
+        reward = choice  # without either the judge was not asked: the policy did nothing
     if suspected(session) and rules.suspicious == "exclude":
         return Label(None, "suspicious")
     if reward is None:

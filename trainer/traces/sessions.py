@@ -1,12 +1,13 @@
 """Recorded sessions -> labelled traces and their ledger."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from rolltap.addons.errors import InputError, LedgerError
-from rolltap.addons.store.records import CallRole, SessionStatus
+from rolltap.addons.store.records import CallRole, Session, SessionStatus
 from rolltap.trainer.traces.build import (
     TRAINED_ROLES,
     GroupReward,
@@ -171,8 +172,15 @@ def iter_traces(run: Path, options: TraceOptions, sessions: Collection[str] | No
     return (trace_session(recorded, options) for recorded in iter_sessions(run, sessions))
 
 
-def load_batch(run: Path, sessions: Collection[str] | None, options: TraceOptions) -> TraceBatch:
+def load_batch(
+    run: Path,
+    sessions: Collection[str] | None,
+    options: TraceOptions,
+    rows: Mapping[str, Session] = MappingProxyType({}),
+) -> TraceBatch:
     """Return the batch of a run; with `sessions`, of these session ids.
+
+    `rows` are session id -> the row that counts, where it is not the one of the highest revision.
 
     Raises `InputError` when the run does not have one of them; also raises as `iter_traces`.
     """
@@ -181,9 +189,10 @@ def load_batch(run: Path, sessions: Collection[str] | None, options: TraceOption
     missing = set(sessions or ())
 
     def found() -> Iterator[TracedSession]:
-        for traced in iter_traces(run, options, sessions):
-            missing.discard(traced.recorded.session_id)
-            yield traced
+        for recorded in iter_sessions(run, sessions):
+            missing.discard(recorded.session_id)
+            recorded.session = rows.get(recorded.session_id, recorded.session)
+            yield trace_session(recorded, options)
 
     batch = make_batch(found())
     if missing:

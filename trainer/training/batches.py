@@ -1,6 +1,7 @@
 """`batches.jsonl` in the run folder: the sessions of each step that was trained, one JSON object a line.
 
-A step that is taken again takes these sessions, and no attempt at one that was a fault.
+A session is `[id, revision]`. A step that is taken again takes these sessions with the rewards of these revisions, and
+no attempt at one that was a fault.
 """
 
 import json
@@ -23,7 +24,7 @@ class TrainedBatches:
 
     def __init__(self, run: Path) -> None:
         self._path = run / BATCHES
-        self._steps: dict[int, list[str]] = {}
+        self._steps: dict[int, list[tuple[str, int]]] = {}
         text = self._path.read_bytes() if self._path.exists() else b""
         *lines, torn = text.split(b"\n")
         if torn:
@@ -31,17 +32,17 @@ class TrainedBatches:
         for number, line in enumerate(lines, 1):
             try:
                 batch = json.loads(line)
-                self._steps[int(batch["step"])] = [str(name) for name in batch["sessions"]]
+                self._steps[int(batch["step"])] = [(str(name), int(number)) for name, number in batch["sessions"]]
             except (ValueError, TypeError, LookupError) as error:
                 raise RunError(f"{self._path}, line {number} is damaged ({error}): train into a new folder") from error
 
-    def get(self, step: int) -> list[str] | None:
-        """Return the ids of a step's sessions in their order; None when its batch was not trained before."""
+    def get(self, step: int) -> list[tuple[str, int]] | None:
+        """Return id and revision of a step's sessions in their order; None when its batch was not trained before."""
         return self._steps.get(step)
 
-    def add(self, step: int, session_ids: Sequence[str]) -> None:
-        """Write the batch of a step. It is on the disk after the return. Raises `OSError`."""
-        self._steps[step] = list(session_ids)
+    def add(self, step: int, sessions: Sequence[tuple[str, int]]) -> None:
+        """Write the batch of a step, id and revision of each. It is on the disk after the return. Raises `OSError`."""
+        self._steps[step] = list(sessions)
         with self._path.open("ab") as file:
             file.write(json.dumps({"step": step, "sessions": self._steps[step]}).encode() + b"\n")
             file.flush()

@@ -7,6 +7,7 @@ from typing import Any
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.rollouts.keys import FREE_OPTIONS
 from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.training.arguments import dtype_of
 from rolltap.trainer.training.recipe import Recipe
@@ -38,10 +39,7 @@ _MAY_CHANGE = frozenset(
         "grpo.project",
         "grpo.disable_tqdm",
         "grpo.push_to_hub",
-        "recorder.rolltap_secret_file",
-        "recorder.rolltap_engine_key_file",
-        "recorder.rolltap_patience",
-        "recorder.rolltap_fsync",
+        *(f"recorder.{name}" for name in FREE_OPTIONS),
     ]
 )
 _MAY_CHANGE_FAMILIES = ("grpo.logging_", "grpo.log_", "grpo.save_", "grpo.hub_", "grpo.trackio_")
@@ -49,11 +47,14 @@ _MAY_CHANGE_FAMILIES = ("grpo.logging_", "grpo.log_", "grpo.save_", "grpo.hub_",
 
 
 def begun_online(recipe: Recipe, tasks: Sequence[Task], harness: Harness, seed: int) -> dict[str, Any]:
-    """Return what decides the steps of an online training: key -> JSON value, or the digest of a long one."""
+    """Return what decides the steps of an online training: key -> JSON value, or the digest of a long one.
+
+    Of folders that a task names the content counts, wherever they are. Raises `InputError` for one that cannot be read.
+    """
     return {
         "kind": "online",
-        "tasks": _digest([task.model_dump(mode="json") for task in tasks]),
-        "harness": _digest(harness.model_dump(mode="json", exclude={"install", "quirks"})),
+        "tasks": _digest([task.digest() for task in tasks]),
+        "harness": _DIGEST + harness.digest(),
         **{key: getattr(recipe, key) for key in _ROLLOUT_KEYS},
         **_table("recorder", recipe.recorder),
         **_table("budget", recipe.budget.model_dump(exclude_none=True)),

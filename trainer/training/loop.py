@@ -49,6 +49,7 @@ from rolltap.trainer.rollouts.resume import end_interrupted
 from rolltap.trainer.rollouts.runtimes.choose import make_runtime
 from rolltap.trainer.rollouts.runtimes.runtime import Runtime
 from rolltap.trainer.rollouts.scheduler import run_groups
+from rolltap.trainer.rollouts.shared import shared
 from rolltap.trainer.rollouts.tasks.fit import fit_tasks
 from rolltap.trainer.rollouts.tasks.sources import load_tasks
 from rolltap.trainer.rollouts.tasks.task import Task
@@ -148,13 +149,15 @@ def _online(
 
     def run_sessions(groups: Sequence[Group], version: str) -> list[Session]:
         with progress_bar(console) as advance:
-            return run_blocking(run_groups(groups, plan, recorder, policy_version=version, advance=advance))
+            rolling = run_groups(groups, plan, recorder, policy_version=version, advance=advance, common=common)
+            return run_blocking(rolling)
 
     with (
         claimed_attempt(run, begun_online(recipe, tasks, harness, seed)) as attempt,
         published_folder(recipe, run, attempt.run) as folder,
         engines.claimed(attempt.run, _about(run), steal=steal),
         rollout_lock(run),
+        shared(plan) as common,
         recorder,
     ):
         end_interrupted(recorder)

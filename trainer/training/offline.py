@@ -47,6 +47,8 @@ class RecordedGroup:
     """The others. They are only counted."""
     task_id: str = ""
     """Task of the first session."""
+    rewards: tuple[float, ...] = ()
+    """Rewards of `session_ids`, by the recipe's rules."""
 
 
 @dataclass(slots=True)
@@ -208,7 +210,9 @@ def recorded_groups(runs: Sequence[Path], rules: RewardRules) -> list[RecordedGr
             if rewards_differ(rewards[group_id].values()):
                 first, *others = sorted(rewards[group_id])
                 without = tuple(sorted(unrewarded[group_id]))
-                groups.append(RecordedGroup(number, group_id, (first, *others), without, sessions[first].task_id))
+                ids = (first, *others)
+                given = tuple(rewards[group_id][name] for name in ids)
+                groups.append(RecordedGroup(number, group_id, ids, without, sessions[first].task_id, given))
     if not groups:
         where = ", ".join(map(str, runs))
         why = f"the rewards of each of its {rewarded} groups are equal" if rewarded else "no session has a reward"

@@ -5,6 +5,7 @@ it finds in the run folder, and runs only those that are missing or were faults.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,10 +15,12 @@ from rich.console import Console
 
 from rolltap.addons.errors import EngineError, RecorderError, RolltapError, RunError
 from rolltap.addons.store.records import Session
+from rolltap.addons.store.rewards import session_rows
 from rolltap.trainer.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.rollouts.groups import Group, place_of
 from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.traces.build import TraceBatch
+from rolltap.trainer.traces.outcomes import label_session
 from rolltap.trainer.traces.reader import iter_sessions, load_sessions
 from rolltap.trainer.traces.sessions import load_batch
 from rolltap.trainer.training.attempts import Attempt
@@ -110,8 +113,8 @@ class OnlineTraces:
         without signal.
 
         Calls with a token of other weights than the step's are left out, with a warning. Raises `EngineError` when
-        nothing else is left, and when an engine was stolen; `RecorderError` when every session failed because of the
-        engine, the recorder or the machine; and `RunError` when the run lacks a session of a step that was trained.
+        nothing else is left, and when an engine was stolen; `RecorderError` when no session has a reward to train on,
+        whatever the reason; and `RunError` when the run lacks a session of a step that was trained.
         """
         version = self._attempt.version(self.trainer.state.global_step)
         counts = _Counts()
@@ -121,18 +124,26 @@ class OnlineTraces:
             self._serving.engines.require_owned()
         batch = self._load(sessions, version)
         if trained is None:
-            self._trained.add(version.step, [session.session_id for session in sessions])
+            self._trained.add(version.step, [(session.session_id, session.revision) for session in sessions])
         self._print(len(sessions), version, counts)
         return batch
 
-    def _again(self, session_ids: Sequence[str], counts: _Counts) -> list[Session]:
-        counts.recorded_before += len(session_ids)
-        if missing := [name for name in session_ids if name not in self._recorded]:
+    def _again(self, trained: Sequence[tuple[str, int]], counts: _Counts) -> list[Session]:
+        counts.recorded_before += len(trained)
+        return [self._revision(name, number) for name, number in trained]
+
+    def _revision(self, session_id: str, number: int) -> Session:
+        """Return the row of a session with which a step was trained: later rewards do not change the step."""
+        known = self._recorded.get(session_id)
+        if known is not None and known.revision != number:
+            rows = {session.revision: session for session in session_rows(self._run, session_id)}
+            known = rows.get(number)
+        if known is None:
             raise RunError(
-                f"{self._run} has no session {missing[0]}, but {BATCHES} says that a step was trained on it: the step "
-                "cannot be taken again; train into a new folder"
+                f"{self._run} has no session {session_id} of revision {number}, but {BATCHES} says that a step was "
+                "trained on it: the step cannot be taken again; train into a new folder"
             )
-        return [self._recorded[name] for name in session_ids]
+        return known
 
     def _sessions_of(self, rows: list[dict[str, Any]], version: Version, counts: _Counts) -> list[Session]:
         """Return the sessions of a step that was not trained before."""
@@ -151,10 +162,14 @@ class OnlineTraces:
             drawn, further = further[:lacking], further[lacking:]
             groups += self._record(drawn, len(groups), version, counts)
         sessions = [session for group in groups for session in group]
-        if all(session.status == "infrastructure" for session in sessions):
+        labels = [label_session(session, self._trace_options.rewards) for session in sessions]
+        if all(label.reward is None for label in labels):
+            why = Counter(session.error or label.reason for session, label in zip(sessions, labels, strict=True))
+            ((first, number),) = why.most_common(1)
             raise RecorderError(
-                f"all {len(sessions)} sessions of step {version.step + 1} failed for a reason that is not the agent's; "
-                f"the first: {sessions[0].error}; put it right and start the training again, which goes on from here"
+                f"none of the {len(sessions)} sessions of step {version.step + 1} has a reward to train on; the most "
+                f"frequent reason ({number}): {first}; put it right and start the training again, which goes on from "
+                "here"
             )
         return sessions
 
@@ -214,7 +229,8 @@ class OnlineTraces:
         The order on the disk is another one after an interruption, and sums of floats depend on it.
         """
         order = {session.session_id: place for place, session in enumerate(sessions)}
-        batch = load_batch(self._run, order.keys(), replace(self._trace_options, weights=version))
+        rows = {session.session_id: session for session in sessions}
+        batch = load_batch(self._run, order.keys(), replace(self._trace_options, weights=version), rows)
         if left_out := batch.ledger.left_out.get("other_weights", 0):
             self._tell_other_weights(order.keys(), version, left_out, nothing_left=not batch.traces)
         return replace(

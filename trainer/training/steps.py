@@ -8,16 +8,15 @@ from operator import itemgetter
 
 from rolltap.addons.store.records import Session
 from rolltap.trainer.grpo.advantages import rewards_differ
-from rolltap.trainer.rollouts.groups import Group
+from rolltap.trainer.rollouts.groups import Group, attempt_of, place_of
 from rolltap.trainer.rollouts.resume import TRIED_AGAIN
 from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.traces.outcomes import RewardRules, label_session
 from rolltap.trainer.versions import Version
 
-_PLACE = re.compile(r"-([0-9]+)\.([0-9]+)(?:~([0-9]+))?")
-"""End of a session's id: its index in the group, the training's attempt, and the number of earlier tries in that."""
-_WEIGHTS = re.compile(r"-([0-9a-f]{8}\.[0-9]+)\.[0-9]+$")
-"""End of a group's id: the run and the step of the weights, and its position."""
+_PLACE = re.compile(r"(.+-([0-9a-f]{8}\.[0-9]+)\.[0-9]+)-([0-9]+)\.([0-9]+)")
+"""A session's place: the group that it was run in, with the run and the step of its weights; its index in the group;
+and the training's attempt. The group of its row may be another one since somebody changed it."""
 
 
 def step_group(version: Version, position: int, task: Task, sessions: int) -> Group:
@@ -37,10 +36,10 @@ class FinishedSessions:
     def __init__(self, sessions: Iterable[Session]) -> None:
         self._groups: defaultdict[str, dict[int, tuple[tuple[int, int], Session]]] = defaultdict(dict)
         for session in sessions:
-            found = _PLACE.fullmatch(session.session_id.removeprefix(session.group_id))
-            if found and session.status not in TRIED_AGAIN and _sampled_by_its_step(session):
-                index, attempt = int(found[1]), (int(found[2]), int(found[3] or 0))
-                group = self._groups[session.group_id]
+            found = _PLACE.fullmatch(place_of(session.session_id))
+            if found and session.status not in TRIED_AGAIN and _sampled_by(session, found[2]):
+                index, attempt = int(found[3]), (int(found[4]), attempt_of(session.session_id))
+                group = self._groups[found[1]]
                 group[index] = min(group.get(index, (attempt, session)), (attempt, session), key=itemgetter(0))
 
     def of(self, group: Group) -> dict[str, Session]:
@@ -52,9 +51,8 @@ class FinishedSessions:
         return {name: finished[index][1] for index, name in enumerate(group.session_ids) if index in finished}
 
 
-def _sampled_by_its_step(session: Session) -> bool:
-    weights = _WEIGHTS.search(session.group_id)
-    return weights is not None and (session.policy_version or "").rpartition(".")[0] == weights[1]
+def _sampled_by(session: Session, weights: str) -> bool:
+    return (session.policy_version or "").rpartition(".")[0] == weights
 
 
 def has_signal(sessions: Iterable[Session], rules: RewardRules) -> bool:

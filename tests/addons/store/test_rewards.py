@@ -79,6 +79,16 @@ def test_an_unjudged_session_has_the_outcome_of_its_harness_once_it_is_judged(wr
     assert session.status not in UNREWARDED
 
 
+@pytest.mark.parametrize(
+    ("ended", "exit_status", "status"),
+    [("budget", 0, "budget"), ("failed", None, "failed"), ("timeout", None, "timeout"), ("cancelled", 0, "completed")],
+)
+def test_an_unjudged_session_has_the_outcome_that_the_rollout_noted(writer, ended, exit_status, status):
+    evidence = f'{{"ended": "{ended}"}}'
+    writer.add_session(Session(session_id="s", status="unjudged", exit_status=exit_status, evidence=evidence))
+    assert give_reward(writer, "s", reward()).status == status
+
+
 def test_a_session_without_a_completed_call_has_no_reward(writer):
     writer.add_call(call("t", status="aborted"))
     writer.add_session(Session(session_id="u", status="completed"))

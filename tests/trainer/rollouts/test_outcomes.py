@@ -35,12 +35,12 @@ HALF = Judged(reward=0.5)
             HALF,
             Outcome("budget", 0.5, "budget: 3 calls (stopped after 60 s)"),
         ),
-        (DONE, GOOD, Judged(unjudged="no pytest"), Outcome("unjudged", None, "no pytest")),
+        (DONE, GOOD, Judged(unjudged="no pytest"), Outcome("unjudged", None, "no pytest", "completed")),
         (
             Ended(1),
             GOOD,
             Judged(),
-            Outcome("unjudged", None, "the judge gave no reward (the harness ended with status 1)"),
+            Outcome("unjudged", None, "the judge gave no reward (the harness ended with status 1)", "failed"),
         ),
         (
             Ended(1),

@@ -4,12 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Session
-from rolltap.trainer.rollouts.resume import TRIED_AGAIN, Recorded
+from rolltap.addons.store.tables import RunWriter
+from rolltap.trainer.rollouts.groups import group_key
+from rolltap.trainer.rollouts.resume import TRIED_AGAIN, Recorded, going_on
+from rolltap.trainer.rollouts.started import started_event
 from rolltap.trainer.rollouts.tasks.task import Task
 
 TASK = Task(id="t", instruction="go", evaluate=["true"])
-KEY = "0a1b2c3d"
+PARTS = {"task": "1"}
+KEY = group_key(PARTS)
 
 
 def row(session_id, status="completed", group=f"t-{KEY}.0"):
@@ -18,7 +23,7 @@ def row(session_id, status="completed", group=f"t-{KEY}.0"):
 
 def missing(rows, *, sessions=2, further=False):
     recorded = Recorded(rows)
-    return recorded.missing(recorded.group(TASK, KEY, sessions, further=further)).session_ids
+    return recorded.missing(recorded.group(TASK, PARTS, sessions, further=further)).session_ids
 
 
 @pytest.mark.parametrize(
@@ -27,7 +32,7 @@ def missing(rows, *, sessions=2, further=False):
         ([], ["-0", "-1"]),
         ([("-0", "completed")], ["-1"]),
         ([("-0", "failed"), ("-1", "timeout")], []),
-        ([("-0", "unjudged"), ("-1", "budget")], []),
+        ([("-0", "unjudged"), ("-1", "budget")], ["-0~1"]),
         ([("-0", "infrastructure"), ("-1", "cancelled")], ["-0~1", "-1~1"]),
         ([("-0", "infrastructure"), ("-0~1", "completed"), ("-1", "completed")], []),
         ([("-0", "cancelled"), ("-0~1", "infrastructure"), ("-1", "completed")], ["-0~2"]),
@@ -48,8 +53,51 @@ def test_sessions_of_another_key_or_task_are_not_taken():
 def test_the_newest_round_is_gone_on_with_and_a_further_one_comes_after_it():
     rows = [row(f"t-{KEY}.{number}-0", group=f"t-{KEY}.{number}") for number in (0, 9, 10)]
     assert missing(rows) == [f"t-{KEY}.10-1"]
-    assert missing(rows, further=True) == [f"t-{KEY}.11-0", f"t-{KEY}.11-1"]
+    assert missing([*rows, row(f"t-{KEY}.10-1")], further=True) == [f"t-{KEY}.11-0", f"t-{KEY}.11-1"]
     assert missing([], further=True) == [f"t-{KEY}.0-0", f"t-{KEY}.0-1"]
+
+
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [
+        (None, ["1-1"]),
+        ("cancelled", ["1-1~1"]),
+        ("infrastructure", ["1-1~1"]),
+        ("unjudged", ["2-0", "2-1"]),
+        ("completed", ["2-0", "2-1"]),
+    ],
+)
+def test_further_groups_are_begun_once_the_sessions_of_the_newest_have_run(last, expected):
+    rows = [row(f"t-{KEY}.{place}") for place in ("0-0", "0-1", "1-0")] + ([row(f"t-{KEY}.1-1", last)] if last else [])
+    assert missing(rows, further=True) == [f"t-{KEY}.{place}" for place in expected]
+
+
+def test_a_session_whose_group_somebody_changed_keeps_its_place():
+    rows = [row(f"t-{KEY}.0-0", group="mine"), row(f"t-{KEY}.0-1", group=f"t-{KEY}.7")]
+    assert missing(rows) == []
+    assert missing(rows, further=True) == [f"t-{KEY}.1-0", f"t-{KEY}.1-1"]
+
+
+def told(tmp_path, rows, parts, *, further=False):
+    tmp_path.mkdir()
+    write_metadata(tmp_path, {})
+    with RunWriter(tmp_path, "never") as writer:
+        for each in rows:
+            each.task_id = "t"
+            writer.add_event(started_event(each, PARTS))
+    recorded = Recorded(rows)
+    groups = [recorded.group(TASK, parts, 2, further=further)]
+    return going_on(tmp_path, recorded, groups, [recorded.missing(group) for group in groups], further=further)
+
+
+def test_it_says_what_it_goes_on_with_and_why_not(tmp_path):
+    rows = [row(f"t-{KEY}.0-0"), row(f"t-{KEY}.0-1", "cancelled")]
+    assert told(tmp_path / "0", [], PARTS) == []
+    assert told(tmp_path / "1", rows, PARTS) == [f"goes on with 1 sessions of {tmp_path / '1'}"]
+    changed = {"task": "1", "timeout": "2", "model": "3"}
+    assert told(tmp_path / "2", rows, changed) == ["begins new groups of 1 task: model, timeout changed"]
+    (_, waits) = told(tmp_path / "3", rows, PARTS, further=True)
+    assert waits.startswith("goes on with 1 newest groups, of which sessions are missing, before it begins further")
 
 
 STATUSES = st.sampled_from(["completed", "failed", "timeout", "budget", "unjudged", "infrastructure", "cancelled"])

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from rolltap.addons.errors import RecorderError
+from rolltap.addons.errors import InputError, RecorderError
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.rollouts import session as session_module
 from rolltap.trainer.rollouts.groups import Group
@@ -19,30 +19,42 @@ from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.runtimes.process import ProcessBox, ProcessRuntime
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec
 from rolltap.trainer.rollouts.scheduler import run_groups
+from rolltap.trainer.rollouts.tasks.limits import Limits
 from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.traces.reader import load_sessions
+from tests.harness.play import tool_call
 from tests.scripted_engine import Say, ScriptedEngine
 from tests.trainer.commands.program import ASK
 
-ONE_CALL = shlex.join([sys.executable, "-c", ASK.replace("sys.exit(3)", "")])
+ONE_CALL_TEXT = ASK.replace("sys.exit(3)", "")
+ONE_CALL = shlex.join([sys.executable, "-c", ONE_CALL_TEXT])
+
+
+TOOL = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
+ASK_WITH_TOOL = ONE_CALL_TEXT.replace("{'model': 'm',", f"{{'model': 'm', 'tools': [{TOOL!r}],")
 
 
 @pytest.fixture(scope="module")
-def recorder(tmp_path_factory, tokenizer, tokenizer_folder):
+def engine(tokenizer):
     with ScriptedEngine(tokenizer) as engine:
         engine.otherwise = lambda request: Say("Hi.")
-        with Recorder(tmp_path_factory.mktemp("run"), engine=engine.url, model=tokenizer_folder) as recorder:
-            yield recorder
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def recorder(engine, tmp_path_factory, tokenizer_folder):
+    with Recorder(tmp_path_factory.mktemp("run"), engine=engine.url, model=tokenizer_folder) as recorder:
+        yield recorder
 
 
 @pytest.fixture
 def play(recorder, request):
-    async def play(script, *, runtime=None, **fields):
+    async def play(script, *, runtime=None, retries=0, **fields):
         """Run one session. Return its row."""
         name = f"{request.node.name.partition('[')[0]}-{len(load_sessions(recorder.path))}"
         task = Task(id="t", instruction="go", **{"evaluate": ["true"], **fields})
         harness = Harness(name="sh", program="sh", headless=["-c", script])
-        plan = Plan(harness, 1, 60, runtime or ProcessRuntime(), retries=0)
+        plan = Plan(harness, 1, 60, runtime or ProcessRuntime(), retries=retries)
         await run_groups([Group(task, name, [f"{name}-0"])], plan, recorder, policy_version=None, advance=lambda *_: 0)
         return load_sessions(recorder.path)[f"{name}-0"]
 
@@ -83,6 +95,37 @@ async def test_a_box_that_cannot_be_made_is_no_fault_of_the_agent(play):
         None,
         "the session could not be run: no room",
     )
+
+
+async def test_an_image_that_cannot_be_had_is_told_in_the_row_and_is_not_asked_for_again(play, recorder, caplog):
+    class NoImages(ProcessRuntime):
+        def image_digest(self, image):
+            raise InputError(f"no image {image}")
+
+    row = await play(ONE_CALL, runtime=NoImages(), retries=2, image="nope:1")
+    assert (row.status, row.error) == ("infrastructure", "the session could not be run: no image nope:1")
+    assert f"{row.session_id}~1" not in load_sessions(recorder.path)
+    assert caplog.text.count("no session of task t can be run") == 1
+
+
+async def test_a_program_that_a_session_left_is_dead_before_its_judge_looks(play, tmp_path):
+    pid = tmp_path / "pid"
+    row = await play(
+        f"{ONE_CALL}; setsid sleep 600 & echo $! > {pid}", evaluate=["sh", "-c", f"! kill -0 $(cat {pid}); echo $?"]
+    )
+    assert (row.status, row.reward) == ("completed", 0.0)
+
+
+async def test_a_box_has_the_limits_of_its_task(play):
+    row = await play(f"{ONE_CALL}; for i in 1 2 3 4 5 6 7 8 9; do sleep 600 & done; wait", limits=Limits(processes=6))
+    assert (row.status, row.reward) == ("failed", 1.0)
+    assert row.error == "stopped: it had more processes than the limit"
+
+
+async def test_what_a_tool_call_does_is_in_the_suspicions_of_the_row(play, engine, monkeypatch):
+    monkeypatch.setattr(engine, "otherwise", lambda request: Say(tool_call("bash", {"command": "git log --all"})))
+    row = await play(shlex.join([sys.executable, "-c", ASK_WITH_TOOL]))
+    assert (row.status, json.loads(row.suspicions)) == ("completed", {"git_history": 1})
 
 
 async def test_a_judge_that_breaks_leaves_the_session_unjudged_and_the_rollout_goes_on(play, monkeypatch):
@@ -130,8 +173,14 @@ async def test_a_rollout_ends_when_the_judge_cannot_judge_many_sessions_in_a_row
     plan = Plan(harness, 1, 60, ProcessRuntime(), retries=0, give_up_after=2)
     task = Task(id="t", instruction="go", evaluate=["true"])
     groups = [Group(task, "unjudged", [f"unjudged-{number}" for number in range(3)])]
-    with pytest.raises(RecorderError, match=r"could not judge 2 sessions in a row; the last, unjudged-1: no key"):
+    with pytest.raises(RecorderError, match=r"gave up after 2 sessions in a row .*; the last, unjudged-1: no key"):
         await run_groups(groups, plan, recorder, policy_version=None, advance=lambda *_: 0)
+
+
+async def test_an_unjudged_session_keeps_the_status_that_it_would_have_for_a_later_reward(play):
+    row = await play(f"{ONE_CALL}; exit 3", evaluate=["no-such-program"])
+    assert row.status == "unjudged"
+    assert json.loads(row.evidence)["ended"] == "failed"
 
 
 async def test_a_judge_has_the_parts_and_the_evidence_of_the_row(play, monkeypatch):

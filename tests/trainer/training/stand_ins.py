@@ -197,7 +197,13 @@ def sessions_by(points: Points) -> Callable[..., Any]:
     """Return a function that stands in for `run_groups`."""
 
     async def run_groups(
-        groups: Sequence[Group], plan: Plan, recorder: FakeRecorder, *, policy_version: str, advance: Any
+        groups: Sequence[Group],
+        plan: Plan,
+        recorder: FakeRecorder,
+        *,
+        policy_version: str,
+        advance: Any,
+        common: Any = None,
     ) -> list[Session]:
         """Record sessions that are a function of the engine's weights, the task and the index, in any order."""
         places = sorted(path for path in FolderEngine.folder.iterdir() if path.is_dir())

@@ -45,7 +45,7 @@ def test_how_a_step_is_computed_and_reported_may_change(changed):
         ({"dtype": "bfloat16"}, r'dtype \(it was "float32"\)'),
         ({"tasks": (TASK.model_copy(update={"instruction": "stop"}),)}, "tasks"),
         ({"tasks": (TASK.model_copy(update={"evaluate": ["false"]}),)}, "tasks"),
-        ({"tasks": (TASK.model_copy(update={"workspace": Path("/w")}),)}, "tasks"),
+        ({"tasks": (TASK.model_copy(update={"workspace": Path(__file__).parent.parent / "views"}),)}, "tasks"),
         ({"harness": HARNESS.model_copy(update={"env": {"A": "1"}})}, "harness"),
         ({"groups_per_step": 2}, r"groups_per_step \(it was 1\)"),
         ({"sessions_per_group": 2}, "sessions_per_group"),
@@ -93,3 +93,24 @@ def test_an_online_training_does_not_go_on_with_an_offline_one():
     for known, begun in [(offline, online()), (online(), offline)]:
         with pytest.raises(InputError, match=r"other values of kind \(it was \"o(ff|n)line\"\)"):
             require_same("here", known, begun)
+
+
+def test_the_content_of_folders_decides_and_not_their_place(tmp_path):
+    for name, text in (("old", "1"), ("moved", "1"), ("changed", "2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "test_a.py").write_text(text)
+    old, moved, changed = (
+        online(tasks=(TASK.model_copy(update={"workspace": tmp_path / name}),)) for name in ("old", "moved", "changed")
+    )
+    require_same("here", old, moved)
+    with pytest.raises(InputError, match="other values of tasks"):
+        require_same("here", old, changed)
+
+
+def test_a_changed_reward_is_another_offline_training():
+    old, new = (
+        begun_offline(Recipe(model="m", steps=1), [(0, "a", ("a-0", "a-1"), (), "t", rewards)], 0)
+        for rewards in ((0.0, 1.0), (0.0, -5.0))
+    )
+    with pytest.raises(InputError, match="other values of the recorded groups"):
+        require_same("here", old, new)

@@ -148,8 +148,8 @@ def test_groups_have_the_sessions_with_a_reward_if_the_rewards_differ(tmp_path, 
     first = write_run(tmp_path / "first", model, {"a": [0.0, 1.0, None], "same": [1.0, 1.0], "none": [None]})
     second = write_run(tmp_path / "second", model, {"a": [0.0, 1.0]}, prefix="x")
     assert recorded_groups([first, second], RewardRules()) == [
-        RecordedGroup(0, "a", ("a-0", "a-1"), ("a-2",), "task a"),
-        RecordedGroup(1, "a", ("xa-0", "xa-1"), (), "task a"),
+        RecordedGroup(0, "a", ("a-0", "a-1"), ("a-2",), "task a", (0.0, 1.0)),
+        RecordedGroup(1, "a", ("xa-0", "xa-1"), (), "task a", (0.0, 1.0)),
     ]
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rolltap.addons.errors import EngineError, RecorderError, RunError
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Session, VersionSpan
+from rolltap.addons.store.rewards import GivenReward, give_reward
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.traces.ledger import Ledger
@@ -136,7 +137,9 @@ def test_only_the_missing_sessions_of_a_step_are_run_by_newly_published_weights(
 def test_a_step_whose_sessions_are_all_faults_ends_the_training_and_runs_again_at_the_next_start(tmp_path):
     loop = Loop(tmp_path)
     loop.faults = True
-    with pytest.raises(RecorderError, match=r"all 2 sessions of step 4 failed .*; the first: the engine is down; put"):
+    with pytest.raises(
+        RecorderError, match=r"none of the 2 sessions of step 4 .*reason \(2\): the engine is down; put"
+    ):
         loop.step(3, "b")
     loop.faults = False
     assert len(loop.step(3, "b", attempt=1).rewards) == 2
@@ -324,7 +327,43 @@ class TestFaults:
     def test_a_step_whose_sessions_are_gone_is_not_taken_again(self, loop):
         loop.step(3, "b")
         line = json.loads((loop.folder / BATCHES).read_text())
-        line["sessions"].append("gone")
+        line["sessions"].append(["gone", 0])
         (loop.folder / BATCHES).write_text(json.dumps(line) + "\n")
-        with pytest.raises(RunError, match=r"has no session gone, but batches\.jsonl says .*train into a new folder"):
+        with pytest.raises(
+            RunError, match=r"has no session gone of revision 0, but batches\.jsonl says .*train into a new folder"
+        ):
             loop.step(3, "b", attempt=1)
+
+    def test_a_step_that_was_trained_is_taken_again_with_the_rewards_that_it_had(self, loop):
+        first = loop.step(3, "b")
+        with RunWriter(loop.folder, "never") as writer:
+            give_reward(writer, loop.run[0], GivenReward(value=-9.0, group="mine", source="x"), change=True)
+        assert loop.step(3, "b", attempt=1) == first
+
+    def test_a_step_whose_revision_is_gone_is_not_taken_again(self, loop):
+        loop.step(3, "b")
+        text = (loop.folder / BATCHES).read_text()
+        (loop.folder / BATCHES).write_text(text.replace(", 0]", ", 5]"))
+        with pytest.raises(RunError, match=r"has no session b-1a2b3c4d.3.0-0.0 of revision 5, but batches\.jsonl"):
+            loop.step(3, "b", attempt=1)
+
+
+def test_a_step_whose_judge_is_broken_ends_the_training_with_the_most_frequent_reason(tmp_path, monkeypatch):
+    loop = Loop(tmp_path)
+    ran, real = loop.run_sessions, Session
+
+    def unjudged(groups, version):
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                "tests.trainer.training.test_online.Session",
+                lambda **fields: real(**{**fields, "status": "unjudged", "reward": None, "error": "no pytest"}),
+            )
+            return ran(groups, version)
+
+    loop.run_sessions = unjudged
+    with pytest.raises(RecorderError, match=r"none of the 4 sessions of step 4 has a reward .* \(4\): no pytest; put"):
+        loop.step(3, "ba")
+    assert TrainedBatches(tmp_path).get(3) is None
+    loop.run_sessions = ran
+    loop.run.clear()
+    assert len(loop.step(3, "ba", attempt=1).rewards) == len(loop.run) == 4

@@ -1,6 +1,7 @@
 """Suspicions about the network: refused hosts, credentials, and fetching from the web."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from fnmatch import fnmatch
@@ -44,11 +45,14 @@ class Asked(NamedTuple):
 
 def count_refused(requests: Sequence[Asked], acts: Acts) -> int:
     """Return the number of refused requests that are not the harness's own."""
+    hosts = Counter(request.host for request in requests if request.kind == "refused" and request.host)
+    text = "\n".join(acts.words)
+    programs = {program(words) for words in acts.commands}
+    asked = [pattern for name in programs for pattern in _PACKAGE_HOSTS.get(name, ())]
     return sum(
-        request.kind == "refused"
-        and bool(request.host)
-        and (not _is_own(request.host) or _is_named(request.host, acts))
-        for request in requests
+        number
+        for host, number in hosts.items()
+        if not _is_own(host) or host in text or any(fnmatch(host, pattern) for pattern in asked)
     )
 
 
@@ -66,12 +70,6 @@ def count_fetches(acts: Acts, task: Task | None) -> int:
 
 def _is_own(host: str) -> bool:
     return any(fnmatch(host, pattern) for pattern in HARNESS_HOSTS)
-
-
-def _is_named(host: str, acts: Acts) -> bool:
-    if any(host in word for word in acts.words):
-        return True
-    return any(fnmatch(host, pattern) for words in acts.commands for pattern in _PACKAGE_HOSTS.get(program(words), ()))
 
 
 def _writes_credentials(words: Sequence[str]) -> bool:

@@ -31,6 +31,8 @@ _PATCH = "*** Begin Patch"
 _ADDED = re.compile(r"^\*\*\* (?:Add|Update) File: (.+)$", re.MULTILINE)
 _DEEPEST = 20
 """Most levels of lists and objects in arguments that are read."""
+MOST_COMMANDS = 20_000
+"""Most commands of a session that are read: an agent chooses how many there are, and every rule looks at each."""
 _PATHS = ("file_path", "path", "filePath", "absolute_path", "filename", "file")
 
 
@@ -42,11 +44,36 @@ class Acts:
         commands: Simple commands, each a list of words. The path of a tool for files is the command `open PATH`.
         tools: Names of the tools, one for each call.
         written: Name of a file without its folder -> the text that was last written to it.
+        left_out: Number of texts and scripts that were not read to their end, because the session has `MOST_COMMANDS`.
     """
 
     commands: list[Words] = field(default_factory=list)
     tools: list[str] = field(default_factory=list)
     written: dict[str, str] = field(default_factory=dict)
+    left_out: int = 0
+    _ran: set[tuple[str, str]] = field(default_factory=set)
+    """Name and text of each script that was read."""
+
+    def add(self, commands: Iterable[Words]) -> None:
+        """Add the commands of one text, as far as there is room."""
+        for words in commands:
+            if len(self.commands) >= MOST_COMMANDS:
+                self.left_out += 1
+                return
+            self.commands.append(words)
+            if script := _script(words, self.written):
+                self.add_script(*script)
+
+    def add_script(self, name: str, text: str) -> None:
+        """Add the commands of a script that runs. One that ran before with the same text is not read again."""
+        if (name, text) in self._ran:
+            return
+        self._ran.add((name, text))
+        for words in commands_of_code(text) if is_code(name, text) else commands(text):
+            if len(self.commands) >= MOST_COMMANDS:
+                self.left_out += 1
+                return
+            self.commands.append(words)
 
     @property
     def words(self) -> Iterator[str]:
@@ -57,7 +84,7 @@ class Acts:
 def read_acts(replies: Iterable[dict[str, Any] | None]) -> Acts:
     """Return the acts of a session from the replies of its calls, in their order: `Call.parsed_reply`.
 
-    A script that a tool call writes and a later one runs is read too.
+    A script that a tool call writes and a later one runs is read too, once for each text that it has had.
     """
     acts = Acts()
     for reply in replies:
@@ -95,7 +122,7 @@ def _read(value: Any, acts: Acts, depth: int = 0) -> None:
             acts.written[PurePosixPath(path).name] = "\n".join(texts)
         for key, item in value.items():
             if key in _PATHS and isinstance(item, str):
-                acts.commands.append(["open", item])
+                acts.add([["open", item]])
             elif key not in _TEXTS or isinstance(item, list | dict):
                 _read(item, acts, depth + 1)
 
@@ -106,7 +133,7 @@ def _read_argv(argv: list[str], acts: Acts) -> None:
     elif argv[0] == "apply_patch":
         _read_text(argv[-1], acts)
     else:
-        acts.commands.append(argv)
+        acts.add([argv])
 
 
 def _read_text(text: str, acts: Acts) -> None:
@@ -117,17 +144,15 @@ def _read_text(text: str, acts: Acts) -> None:
             acts.written[PurePosixPath(path.strip()).name] = added
         return
     acts.written.update(written_files(text))
-    for words in commands(text):
-        acts.commands.append(words)
-        acts.commands += _commands_of_scripts(words, acts.written)
+    acts.add(commands(text))
 
 
-def _commands_of_scripts(words: Words, written: dict[str, str]) -> Iterator[Words]:
-    """Yield the commands of a script that the session wrote, when this command runs it."""
+def _script(words: Words, written: dict[str, str]) -> tuple[str, str] | None:
+    """Return name and text of the script that a command runs, when the session wrote it."""
     name = program(words)
     runs_scripts = name in SHELLS or INTERPRETERS.fullmatch(name)
     for word in words[1:2] if runs_scripts else words[:1]:
         script = PurePosixPath(word).name
         if script in written:
-            text = written[script]
-            yield from commands_of_code(text) if is_code(script, text) else commands(text)
+            return script, written[script]
+    return None

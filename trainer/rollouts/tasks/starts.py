@@ -2,12 +2,12 @@
 
 import asyncio
 import shutil
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.judges.threads import in_folder_thread
+from rolltap.trainer.rollouts.once import Once
 from rolltap.trainer.rollouts.runtimes.runtime import ImageRuntime, Runtime
 from rolltap.trainer.rollouts.runtimes.scratch import remove_folder
 from rolltap.trainer.rollouts.tasks.checkout import give_history
@@ -43,18 +43,14 @@ class Starts:
     def __init__(self, folder: Path, runtime: Runtime) -> None:
         self._folder = folder
         self._runtime = runtime
-        self._made: dict[str, Start] = {}
-        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._made: Once[str, Start] = Once()
 
     async def of(self, task: Task) -> Start:
         """Return the start of a task. Raises `InputError`, which names the task, and `OSError` for a full disk."""
-        async with self._locks[task.id]:
-            if task.id not in self._made:
-                try:
-                    self._made[task.id] = await self._make(task)
-                except InputError as error:
-                    raise InputError(f"task {task.id!r}: {error}") from error
-            return self._made[task.id]
+        try:
+            return await self._made.get(task.id, lambda: self._make(task))
+        except InputError as error:
+            raise InputError(f"task {task.id!r}: {error}") from error
 
     async def _make(self, task: Task) -> Start:
         target = self._folder / task.id

@@ -12,7 +12,7 @@ from rolltap.trainer.rollouts.judges.spec import CommandJudge, PytestJudge, Seve
 from rolltap.trainer.rollouts.suspicions.network import Asked
 from rolltap.trainer.rollouts.suspicions.rules import NAMES, RULES, Seen, find_suspicions
 from rolltap.trainer.rollouts.suspicions.session import recorded_suspicions
-from rolltap.trainer.rollouts.suspicions.tool_calls import read_acts
+from rolltap.trainer.rollouts.suspicions.tool_calls import MOST_COMMANDS, read_acts
 from rolltap.trainer.rollouts.tasks.task import Task
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -195,7 +195,9 @@ def test_the_files_of_the_judge_are_counted():
     ],
 )
 def test_fetching_from_the_web_is_counted(text):
-    assert found(text, task=Task(id="astropy__astropy-12907", instruction="fix it"))["web_search"] == 1
+    assert (
+        found(text, task=Task(id="astropy__astropy-12907", instruction="fix it", evaluate=["true"]))["web_search"] == 1
+    )
 
 
 def test_tools_for_the_web_are_counted():
@@ -337,3 +339,23 @@ WORDS = ["git", "log", "--all", "-c", "bash", "python", "<<A", "A", "/proc/1/", 
 @given(st.lists(st.sampled_from(MARKS + WORDS), max_size=30).map("".join) | st.text(max_size=30))
 def test_no_text_stops_it(text):
     assert all(count > 0 for count in found(text, f"bash -c {text}", f"python - <<E\n{text}\nE").values())
+
+
+def test_a_script_that_runs_often_is_read_once_for_each_text_that_it_has_had():
+    write = "cat > a.sh <<'EOF'\ngit fetch {}\n" + "ls x\n" * 1000 + "EOF\n"
+    acts = read_acts([reply(("bash", {"command": part})) for part in (write.format(1), "sh a.sh\n" * 400)] * 2)
+    assert len(acts.commands) == 2 * (1 + 400) + 1001
+    assert acts.left_out == 0
+    assert found(write.format(1), "sh a.sh; sh a.sh", write.format(2), "sh a.sh") == {"git_history": 2}
+
+
+def test_the_commands_of_a_session_are_read_up_to_a_number_and_what_is_left_out_is_a_suspicion():
+    many = ["ls\n" * 9000] * 3
+    acts = read_acts([reply(("bash", {"command": text})) for text in (*many, "git log --all")])
+    assert len(acts.commands) == MOST_COMMANDS
+    assert found(*many, "git log --all") == {"unread_commands": 2}
+
+
+def test_hosts_that_were_refused_often_are_looked_for_once_in_what_the_session_ran():
+    requests = [refused(f"{i}.anthropic.com") for i in range(2000)] + [refused("7.anthropic.com")]
+    assert found("ls\n" * 9000 + "curl 7.anthropic.com", requests=requests)["refused_hosts"] == 2

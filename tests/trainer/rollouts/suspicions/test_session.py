@@ -41,7 +41,7 @@ def test_what_the_judge_saw_and_the_task_are_counted_with_it(tmp_path):
     with RunWriter(tmp_path) as writer:
         writer.add_call(shell("a", 1, "pip install sympy"))
         evidence = {"changed_tests": ["tests/test_a.py"], "refused": ["pipe: fifo"]}
-        task = Task(id="sympy__sympy-123", instruction="fix it")
+        task = Task(id="sympy__sympy-123", instruction="fix it", evaluate=["true"])
         assert suspicions(SessionRows(tmp_path), "a", task, evidence) == {
             "web_search": 1,
             "changed_tests": 1,

@@ -1,0 +1,87 @@
+"""What decides the sessions of a group is in its key."""
+
+from pathlib import Path
+
+import pytest
+
+from rolltap.errors import InputError
+from rolltap.trainer.rollouts.groups import group_key, key_parts
+from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.rollouts.keys import changed_parts, key_values
+from rolltap.trainer.rollouts.plan import Plan
+from rolltap.trainer.rollouts.provenance import Provenance
+from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
+from rolltap.trainer.rollouts.shared import Shared
+from rolltap.trainer.rollouts.tasks.task import Task
+
+HARNESS = Harness(name="h", program="p", headless=[])
+
+
+class Known:
+    """Stands in for `Provenances`."""
+
+    def __init__(self, **fields):
+        self.fields = {"harness_version": "1", "program_digest": "p", "image_digest": "i", **fields}
+
+    async def of(self, image):
+        if image == "gone":
+            raise InputError("no such image")
+        return Provenance(preset_digest=HARNESS.digest(), **self.fields)
+
+
+class Elsewhere(ProcessRuntime):
+    name = "elsewhere"
+
+
+async def parts(
+    *, model="m", weights="default", options=None, digest="d", timeout=60, runtime=None, task=None, **known
+):
+    plan = Plan(HARNESS, 1, timeout, runtime or ProcessRuntime())
+    task = task or Task(id="t", instruction="go", evaluate=["true"])
+    common = Shared(Path(), None, Known(**known), {"t": digest})
+    return key_parts(await key_values(task, plan, common, model=model, weights=weights, options=options or {}))
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({"digest": "e"}, "task"),
+        ({"timeout": 61}, "timeout"),
+        ({"runtime": Elsewhere()}, "runtime"),
+        ({"model": "n"}, "model"),
+        ({"weights": "default,1"}, "weights"),
+        ({"harness_version": "2"}, "harness_version"),
+        ({"program_digest": "q"}, "program"),
+        ({"image_digest": "j"}, "image"),
+        ({"options": {"rolltap_sampling": "{}"}}, "rolltap_sampling"),
+        ({"options": {"rolltap_max_calls": "3"}}, "rolltap_max_calls"),
+        ({"options": {"rolltap_allow": ["a", "b"]}}, "rolltap_allow"),
+    ],
+)
+async def test_each_of_them_changes_the_key_and_is_named(changed, name):
+    known, other = await parts(), await parts(**changed)
+    assert changed_parts(known, other) == [name]
+    assert group_key(known) != group_key(other)
+
+
+async def test_the_preset_changes_the_key(monkeypatch):
+    known = await parts()
+    monkeypatch.setitem(globals(), "HARNESS", HARNESS.model_copy(update={"env": {"A": "1"}}))
+    assert changed_parts(known, await parts()) == ["harness"]
+
+
+async def test_what_decides_nothing_does_not_change_it(tmp_path, monkeypatch):
+    free = {"rolltap_fsync": "never", "rolltap_patience": "9", "rolltap_secret_file": "/s"}
+    assert await parts(options=free) == await parts()
+    (tmp_path / "m").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert (
+        await parts(model="m") == await parts(model=tmp_path / "m") == await parts(model="../" + tmp_path.name + "/m")
+    )
+    own = Task(id="t", instruction="go", evaluate=["true"], timeout=5)
+    assert await parts(task=own, timeout=60) == await parts(task=own, timeout=61)
+
+
+async def test_an_image_that_cannot_be_had_does_not_end_the_rollout():
+    task = Task(id="t", instruction="go", evaluate=["true"], image="gone")
+    assert (await parts(task=task))["task"] == (await parts())["task"]
