@@ -22,7 +22,7 @@ def folders(tmp_path):
 
 def suspicions(start, workspace):
     changes = find_changes(start, workspace)
-    applied = select(changes, PytestJudge(), [], start, workspace)
+    applied = select(changes, PytestJudge(), [], "/workspace", start, workspace)
     # as `judge` puts it together
     evidence = {**changes.evidence(), "refused": applied.evidence()["refused"]}
     return find_suspicions(Seen(evidence=evidence))
