@@ -58,7 +58,7 @@ async def test_every_turn_goes_over_the_socket_with_only_its_new_items(
         ("api.openai.com", "/v1/responses", "openai-responses")
     }
     assert [request["token_ids"] for request in scripted_engine.requests] == [call.prompt_ids for call in played.calls]
-    assert {event["kind"] for event in played.events} == {"call_started", "ended"}
+    assert {event["kind"] for event in played.events} == {"session_started", "call_started", "ended"}
     assert played.summary.uncaptured_calls == 0
     facts = [json.loads(line) for line in seen.read_text().splitlines()]
     # the only POST is the scheduler's, which ends the session
