@@ -192,6 +192,6 @@ def test_bad_options_end_mitmdump_with_a_message_for_each_and_no_traceback(start
 def test_an_option_that_is_neither_true_nor_false_ends_mitmdump_with_a_message(start):
     recorder = start("rolltap_keep_adapter=perhaps")
     assert recorder.process.wait() == 1
-    # mitmproxy 12 shortens the option's name and its own sentence
-    assert "Failed to parse option rolltap_keep_a" in recorder.log()
+    # mitmproxy 12 shortens the sentence of 11, and names the option
+    assert re.search(r'Boolean must be "true", "false"|Failed to parse option rolltap_keep_a', recorder.log())
     assert "Traceback" not in recorder.log()

@@ -30,14 +30,13 @@ from rich.table import Table
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes.choose import make_runtime
+from rolltap.trainer.rollouts.runtimes.container_engine import system_root
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Ended, Runtime
 
 PEER = Path(__file__).with_name("peer.py")
 PYTHON = "/usr/bin/python3"
 """A Python that is in every box whose system folders are this machine's."""
 NAMES = ("process", "sandbox", "container")
-IMAGE = {"container": "/"}
-"""Runtime -> its image: this machine's own root folder."""
 TIMEOUT = 120.0
 
 COLUMNS = {
@@ -82,12 +81,19 @@ def spec(name: str, folder: Path, proxy: str) -> BoxSpec:
     workspace.mkdir()
     home.mkdir()
     (workspace / PEER.name).write_bytes(PEER.read_bytes())
+    image, mounts = None, []
+    if name == "container":  # a root folder of this machine's programs
+        root = folder / f"{number}-root"
+        for part in ("etc", "tmp"):
+            (root / part).mkdir(parents=True)
+        image, mounts = str(root), system_root(root)
     return BoxSpec(
         name=f"bench-{folder.name}-{name}-{number}",
         workspace=workspace,
         workdir="/workspace",
         home=home,
-        image=IMAGE.get(name),
+        image=image,
+        mounts=mounts,
         proxy=proxy,
     )
 

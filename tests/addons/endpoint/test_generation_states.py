@@ -250,7 +250,15 @@ class Scenario:
         sampling = {"max_tokens": MAX_TOKENS, "stop_token_ids": [STOP], "structured_outputs": {"json_object": True}}
         kept = SessionPolicy(policy, keep=True)
         self.generation = Generation(
-            services, kept, self.memory.add, self.settled.append, call, prompt, model_call, sampling, b"digest"
+            services,
+            kept,
+            self.memory.add,
+            lambda settled, fault: self.settled.append(settled),
+            call,
+            prompt,
+            model_call,
+            sampling,
+            b"digest",
         )
         self.disk.generation = self.generation
         self.listeners = []

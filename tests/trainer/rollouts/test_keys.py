@@ -1,4 +1,4 @@
-"""What decides the sessions of a group is in its key."""
+"""The key of a group: all that decides its sessions is in it."""
 
 from pathlib import Path
 
