@@ -350,7 +350,8 @@ class Scenario:
         for engine in self.engines:
             assert engine.requested_sampling == engine.expected
         assert len(disk.faults) <= (generation.error is not None)
-        if generation.error is not None and generation.error.code != "aborted":
+        # an error that nobody thought of may be the request's
+        if generation.error is not None and generation.error.code not in ("aborted", "internal_error"):
             assert len(disk.faults) == 1
         for call in disk.calls:
             assert call["completion_ids"] == self.sent
