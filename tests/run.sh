@@ -10,6 +10,7 @@ python recipes/quickstart/make_model.py runs/quickstart/model & model=$!
 environment_vllm
 environment_harnesses
 programs_isolation
+export PATH="$VENVS/rolltap/bin:$PATH"  # before those of the harnesses: this Python has pytest, which tasks are judged with
 export ROLLTAP_VLLM="$VENVS/vllm/bin/vllm"
 wait "$model"
 
