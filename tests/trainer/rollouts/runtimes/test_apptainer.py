@@ -44,7 +44,7 @@ def make_spec(tmp_path, **settings):
     values = {
         "limits": limits,
         "name": "s1",
-        "workdir": "/work, here",
+        "workdir": "/app, here",
         "image": str(tmp_path / "image.sif"),
         **settings,
     }
@@ -64,7 +64,7 @@ async def test_a_session_is_an_instance_without_network_and_with_its_own_folders
     assert started[-2:] == [str(tmp_path / "image.sif"), name]
     for option in ("--containall", "--no-home", "--writable-tmpfs", "--net --network none", "--no-privs"):
         assert f" {option} " in " ".join(started)
-    assert f'type=bind,source={tmp_path}/workspace,"destination=/work, here"' in started
+    assert f'type=bind,source={tmp_path}/workspace,"destination=/app, here"' in started
     assert f"type=bind,source={tmp_path}/home,destination=/home/agent" in started
     assert f"type=bind,source={tmp_path},destination=/opt/tools,ro" in started
     assert listed == ["instance", "list", "--json", name]

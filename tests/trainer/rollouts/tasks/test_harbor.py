@@ -99,9 +99,9 @@ def test_files_that_the_dockerfile_copies_are_in_the_workspace(tmp_path):
     (environment / "data").mkdir(parents=True)
     (environment / "data" / "x").touch()
     (environment / "one.txt").touch()
-    text = "FROM python:3.13-slim\nWORKDIR /work\nENV A=1\nCOPY data /work/data\nCOPY one.txt ./\n"
+    text = "FROM python:3.13-slim\nWORKDIR /app\nENV A=1\nCOPY data /app/data\nCOPY one.txt ./\n"
     task = load(tmp_path, dockerfile=text)
-    assert (task.workdir, task.env, task.image_optional) == ("/work", {"A": "1"}, True)
+    assert (task.workdir, task.env, task.image_optional) == ("/app", {"A": "1"}, True)
     assert task.files == {"data": environment / "data", "one.txt": environment / "one.txt"}
     assert load(tmp_path, dockerfile=text.replace("python:3.13-slim", "me/special")).image_optional is False
 

@@ -355,7 +355,7 @@ def test_a_start_in_an_image_keeps_its_files_and_ends_at_the_commit(repository, 
     (folder / "built.so").write_text("built")
     later = commit(folder, "setup.py", "setup", f"SWE-bench {SECRET.decode()}")
     assert later != base
-    (folder / "python").symlink_to("/root/env/bin/python")
+    (folder / "python").symlink_to("/nowhere/bin/python")
     task = make_task(image="image", workdir=str(folder), commit=base)
     start = start_of(tmp_path, task, Images()).folder
     assert find_secret(start) == []
