@@ -18,9 +18,7 @@ ALL = frozenset({"cpu", "memory", "pids"})
 
 def create(tmp_path, engine, *, image="python:3.12", limits=None, mounts=()):
     """Return the options of the command that makes a box."""
-    spec = BoxSpec(
-        name="s1", workspace=tmp_path, workdir="/app", home=tmp_path, image=image, limits=limits or Limits()
-    )
+    spec = BoxSpec(name="s1", workspace=tmp_path, workdir="/app", home=tmp_path, image=image, limits=limits or Limits())
     made, started = engine.create("rolltap-x-s1", spec, mounts, tmp_path)
     assert started == [*engine.command, "start", "rolltap-x-s1"]
     return made
