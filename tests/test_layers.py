@@ -21,6 +21,7 @@ LAYERS = [
     ["trainer.views"],
     ["trainer.exports", "trainer.training"],
     ["trainer.planning"],
+    ["trainer.doctor"],
     ["rolltap"],
     ["trainer.commands"],
     ["trainer.cli"],

@@ -23,6 +23,7 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from rolltap.addons.store.records import Call
+from rolltap.trainer.doctor.scripted_engine import Reply, Say, ScriptedEngine
 from rolltap.trainer.rollouts.groups import Group
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.plan import Plan
@@ -33,7 +34,6 @@ from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
 from tests.bench.awkward import replies
 from tests.bench.recorder import ROOT
 from tests.bench.vocabulary import VOCABULARIES
-from tests.scripted_engine import Reply, Say, ScriptedEngine
 
 CONCURRENCY = 2
 TIMEOUT = 180.0

@@ -25,7 +25,7 @@ SPREAD_SECONDS = 3.0
 HANG_UPS = 0.15
 """Share of streamed attempts that the client ends by closing the connection, during chaos."""
 _RETRYABLE = {408, 409, 429}
-_WORDS = (ROOT / "tests/scripted_engine.py").read_text().split(" ")
+_WORDS = (ROOT / "trainer/doctor/scripted_engine.py").read_text().split(" ")
 
 
 @dataclass(frozen=True)

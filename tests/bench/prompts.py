@@ -31,7 +31,7 @@ from tests.bench.recorder import ROOT
 TURNS = 9
 """Number of turns that are measured before each length."""
 RENDERINGS = 5
-_WORDS = (ROOT / "tests/scripted_engine.py").read_text().split(" ")
+_WORDS = (ROOT / "trainer/doctor/scripted_engine.py").read_text().split(" ")
 _COLUMNS = {
     "tokens": "tokens",
     "rendered_cold_ms": "rendered",

@@ -29,7 +29,7 @@ from tests.bench.recorder import ROOT
 PACE = 30
 """Tokens a second."""
 _TICK = 0.005
-_CODE = (ROOT / "tests/scripted_engine.py").read_text()
+_CODE = (ROOT / "trainer/doctor/scripted_engine.py").read_text()
 REPLIES = {
     "reasoning": f"<think>\n{_CODE}",
     "text": _CODE,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.scripted_engine import ScriptedEngine
+from rolltap.trainer.doctor.scripted_engine import ScriptedEngine
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 
 import pytest
 
+from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.rollouts.tasks.task import Task
 from tests.harness.play import installed, play, tool_call
-from tests.scripted_engine import Say
 
 pytestmark = pytest.mark.harness
 

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.rollouts import mitmdump
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.tasks.task import Task
 from tests.harness.play import installed, play, shell
-from tests.scripted_engine import Say
 
 pytestmark = pytest.mark.harness
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from rolltap.trainer.doctor.scripted_engine import Answer, Say
 from rolltap.trainer.rollouts.tasks.task import Task
 from tests.harness.play import installed, play, shell
-from tests.scripted_engine import Answer, Say
 
 pytestmark = pytest.mark.harness
 

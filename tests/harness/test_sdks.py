@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from rolltap.addons.store.tables import read_rows
+from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.rollouts.environment import clean_environment
 from rolltap.trainer.traces.reader import RecordedCalls
 from rolltap.trainer.views.report import summarize
 from tests.harness.play import tool_call
-from tests.scripted_engine import Say
 
 pytestmark = pytest.mark.harness
 

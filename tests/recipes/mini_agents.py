@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rolltap.trainer.doctor.scripted_engine import Reply, Say, ScriptedEngine
 from tests.harness.play import tool_call
-from tests.scripted_engine import Reply, Say, ScriptedEngine
 
 
 @dataclass(frozen=True)

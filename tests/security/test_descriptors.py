@@ -3,7 +3,7 @@
 import re
 from contextlib import ExitStack
 
-from tests.scripted_engine import Say
+from rolltap.trainer.doctor.scripted_engine import Say
 from tests.security.raw import call, plain, read_head
 
 LIMIT = 320

@@ -4,8 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from rolltap.trainer.doctor.scripted_engine import Say
 from tests.recorder_process import CHAT, HELLO
-from tests.scripted_engine import Say
 
 LONG = {
     "words": "The quick brown fox jumps over the lazy dog. " * 180_000,

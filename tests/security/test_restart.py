@@ -9,9 +9,9 @@ import pytest
 
 from rolltap.addons.dialects.types import sign
 from rolltap.addons.store.tables import run_files
+from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.rollouts.environment import SESSION_END
 from tests.recorder_process import CHAT
-from tests.scripted_engine import Say
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 LOOK = '<tool_call>\n{"name": "look", "arguments": {"at":  "caf\\u00e9"}}\n</tool_call>'

@@ -16,8 +16,8 @@ from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call
 from rolltap.addons.store.tables import RunWriter
+from rolltap.trainer.doctor.scripted_engine import Answer, Say
 from tests.addons.harness import Harness, content, user
-from tests.scripted_engine import Answer, Say
 
 LONG = "One two three four five six seven eight nine ten."
 REQUESTS = {

@@ -7,8 +7,8 @@ import pytest
 from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.store.rewards import session_rows
 from rolltap.addons.store.tables import RunWriter, read_rows
+from rolltap.trainer.doctor.scripted_engine import Say
 from tests.addons.harness import Harness, user
-from tests.scripted_engine import Say
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import pytest
 
 from rolltap.addons.endpoint import generation
 from rolltap.addons.engine import waiting
+from rolltap.trainer.doctor.scripted_engine import Answer, Say
 from tests.addons.harness import content, user
-from tests.scripted_engine import Answer, Say
 
 
 @pytest.fixture

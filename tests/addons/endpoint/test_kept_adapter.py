@@ -13,8 +13,8 @@ from rolltap.addons.engine import waiting
 from rolltap.addons.engine.policy import POLICY_FILE
 from rolltap.addons.store.staging import write_atomically
 from rolltap.addons.store.tables import RunWriter
+from rolltap.trainer.doctor.scripted_engine import Answer, Say, ScriptedEngine
 from tests.addons.harness import Harness, content, user
-from tests.scripted_engine import Answer, Say, ScriptedEngine
 
 ONE, TWO, THREE = ("1a2b3c4d.1.0", "1a2b3c4d.2.0", "1a2b3c4d.3.0")
 NUMBERS = itertools.count()

@@ -22,11 +22,11 @@ from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call, Event, Session, VersionSpan, utc_now
 from rolltap.addons.store.tables import RunWriter, run_files
+from rolltap.trainer.doctor.scripted_engine import Say
 from tests.addons.dialects.openai_chat.test_request import TOOL
 from tests.addons.harness import Harness, content, user
 from tests.addons.prompts import test_continuity
 from tests.addons.prompts.test_continuity import THINKING, arguments, result
-from tests.scripted_engine import Say
 
 RETRY = {"x-stainless-retry-count": "1"}
 NAME = openai_chat.NAME

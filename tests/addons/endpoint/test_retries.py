@@ -6,8 +6,8 @@ import errno
 import pytest
 
 from rolltap.addons.endpoint import generation
+from rolltap.trainer.doctor.scripted_engine import Say
 from tests.addons.harness import content, user
-from tests.scripted_engine import Say
 
 RETRY = {"x-stainless-retry-count": "1"}
 STREAM = {"messages": [user()], "stream": True}

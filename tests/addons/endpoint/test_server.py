@@ -18,8 +18,8 @@ from rolltap.addons.prompts.continuity import Conversations
 from rolltap.addons.store import tables
 from rolltap.addons.store.metadata import read_metadata, write_metadata
 from rolltap.addons.store.tables import RunWriter
+from rolltap.trainer.doctor.scripted_engine import Answer, Say
 from tests.addons.harness import PATH, Harness, content, user
-from tests.scripted_engine import Answer, Say
 
 TOOLS = [{"type": "function", "function": {"name": "bash", "description": "Run", "parameters": {"type": "object"}}}]
 LATE = {"model": "m", "messages": [user()], "input": "Hello"}

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from rolltap.trainer.doctor.scripted_engine import Say
 from tests.addons.harness import user
-from tests.scripted_engine import Say
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "here"}}\n</tool_call>'

@@ -11,8 +11,8 @@ from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.errors import EngineError
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.tables import RunWriter, read_rows
+from rolltap.trainer.doctor.scripted_engine import Answer, Say, ScriptedEngine
 from tests.addons.harness import Harness, user
-from tests.scripted_engine import Answer, Say, ScriptedEngine
 
 DOWN = EngineError("it is down", retryable=True)
 NOBODY = "http://127.0.0.1:9"

@@ -13,10 +13,10 @@ from rolltap.addons.engine.client import Engine
 from rolltap.addons.engine.served import TEXT, OwnModel, WrongModel
 from rolltap.addons.errors import EngineError
 from rolltap.addons.prompts.rendering import Rendering
+from rolltap.trainer.doctor.scripted_engine import Say, ScriptedEngine
 from tests.addons.engine.test_pool import NOBODY, recorded, statuses
 from tests.addons.harness import user
 from tests.recorder_process import CHAT, HELLO
-from tests.scripted_engine import Say, ScriptedEngine
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
+from rolltap.trainer.doctor.scripted_engine import Say
 from tests.recorder_process import Recorder
-from tests.scripted_engine import Say
 from tests.trainer.commands.program import ASK, rolltap
 
 

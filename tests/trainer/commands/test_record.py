@@ -2,9 +2,9 @@ import os
 import subprocess
 import sys
 
+from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.runs.verify import verify_run
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
-from tests.scripted_engine import Say
 from tests.trainer.commands.program import ASK, rolltap
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rolltap.addons.store.tables import read_rows
+from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
-from tests.scripted_engine import Say
 from tests.trainer.commands.program import ASK, ROLLTAP, rolltap
 
 

@@ -5,9 +5,9 @@ import logging
 import pytest
 
 from rolltap.addons.errors import EngineError, InputError
+from rolltap.trainer.doctor.scripted_engine import ScriptedEngine
 from rolltap.trainer.rollouts.before import check_engines, check_judges
 from rolltap.trainer.rollouts.tasks.task import Task
-from tests.scripted_engine import ScriptedEngine
 
 
 @pytest.fixture

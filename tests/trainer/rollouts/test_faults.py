@@ -8,10 +8,10 @@ import pytest
 
 import rolltap
 from rolltap.addons.store.tables import read_rows
+from rolltap.trainer.doctor.scripted_engine import Answer, Say
 from rolltap.trainer.rollouts.faults import Asked, Told, find_fault
 from rolltap.trainer.traces.reader import load_sessions
 from rolltap.trainer.traces.sessions import TraceOptions, load_batch
-from tests.scripted_engine import Answer, Say
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from rolltap.addons.errors import RecorderError
+from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.rollouts import scheduler
 from rolltap.trainer.rollouts.groups import Group
 from rolltap.trainer.rollouts.harness import Harness
@@ -17,7 +18,6 @@ from rolltap.trainer.rollouts.scheduler import run_groups
 from rolltap.trainer.rollouts.shared import shared
 from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.traces.reader import load_sessions
-from tests.scripted_engine import Say
 from tests.trainer.commands.program import ASK
 from tests.trainer.rollouts.test_recorder import kill
 

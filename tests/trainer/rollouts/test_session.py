@@ -10,6 +10,7 @@ import pytest
 
 from rolltap.addons.errors import InputError, RecorderError
 from rolltap.addons.store.tables import read_rows
+from rolltap.trainer.doctor.scripted_engine import Say, ScriptedEngine
 from rolltap.trainer.rollouts import session as session_module
 from rolltap.trainer.rollouts.groups import Group
 from rolltap.trainer.rollouts.harness import Harness
@@ -23,7 +24,6 @@ from rolltap.trainer.rollouts.tasks.limits import Limits
 from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.traces.reader import load_sessions
 from tests.harness.play import tool_call
-from tests.scripted_engine import Say, ScriptedEngine
 from tests.trainer.commands.program import ASK
 
 ONE_CALL_TEXT = ASK.replace("sys.exit(3)", "")

@@ -8,11 +8,11 @@ import pytest
 
 import rolltap
 from rolltap.errors import EngineError, InputError, RecorderError, RunError
+from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.rollouts import scheduler
 from rolltap.trainer.rollouts.lock import rollout_lock
 from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
 from rolltap.types import PytestJudge
-from tests.scripted_engine import Say
 from tests.trainer.commands.program import ASK
 
 TASK = rolltap.Task(id="t", instruction="Say it.", evaluate=["sh", "-c", "cat answer.txt"])

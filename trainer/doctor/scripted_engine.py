@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 
 @dataclass
@@ -90,7 +91,8 @@ class ScriptedEngine:
 
     def ids(self, text: str) -> list[int]:
         """Return the token ids of `text`."""
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
 
     async def _serve(self) -> None:
         self._loop, self._stop, self._released = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
@@ -111,9 +113,10 @@ class ScriptedEngine:
         await runner.cleanup()
 
     @web.middleware
-    async def _admit(self, request: web.Request, handler: Any) -> web.StreamResponse:
+    async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         self.asked.append(request.path)
-        self.peers.add(request.transport.get_extra_info("peername"))
+        if request.transport is not None:
+            self.peers.add(request.transport.get_extra_info("peername"))
         if self.deaf:
             await asyncio.Event().wait()  # until the client hangs up
         key = request.headers.get("authorization")
@@ -156,20 +159,20 @@ class ScriptedEngine:
             await response.write(f"data: {reply.body}\n\ndata: [DONE]\n\n".encode())
             return response
         try:
-            await self._say(response, reply, len(body["token_ids"]))
+            await self._say(request, response, reply, len(body["token_ids"]))
         except asyncio.CancelledError:
             self.disconnected.set()
             raise
         return response
 
-    async def _say(self, response: web.StreamResponse, reply: Say, prompt_tokens: int) -> None:
+    async def _say(self, request: web.Request, response: web.StreamResponse, reply: Say, prompt_tokens: int) -> None:
         ids = self.ids(reply.text)
         if reply.finish_reason == "stop":
             ids.append(self.tokenizer.eos_token_id)
         for i, token_id in enumerate(ids):
             if i == reply.break_after:
-                assert response._req.transport is not None
-                response._req.transport.close()  # already written data is still delivered
+                assert request.transport is not None
+                request.transport.close()  # already written data is still delivered
                 return
             if i == reply.hold_after:
                 await self._hold()
