@@ -30,6 +30,9 @@ def test_limits_of_a_session_hold_and_are_recorded(start, scripted_engine):
         "max_concurrent_calls": 1,
         "max_session_bytes": 0,
         "max_requests_per_minute": 50,
+        "max_calls": 0,
+        "max_sampled_tokens": 0,
+        "max_prompt_tokens": 0,
     }
 
 

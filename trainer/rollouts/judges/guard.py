@@ -21,9 +21,13 @@ _MAX_MOUNTS = 200
 
 
 def judges_files(start: Path, workspace: Path, spec: OneJudge, laid: Collection[str], workdir: str) -> list[str]:
-    """Return the paths of the judge's own files of code in a prepared workspace, the task's `laid` tests first."""
+    """Return the paths of the judge's own files of code in a prepared workspace, the task's `laid` tests first.
+
+    The start's tests are among them, unless the judge has mounts: it brings tests then, and may replace those.
+    """
     if not isinstance(spec, PytestJudge | CommandJudge):
         return []
+    brings_tests = isinstance(spec, CommandJudge) and bool(spec.mounts)
     entries = scan(workspace).entries
     first = sorted(path for path in laid if path in entries)
     named = [
@@ -32,7 +36,7 @@ def judges_files(start: Path, workspace: Path, spec: OneJudge, laid: Collection[
         if path in entries
         and path not in laid
         and (spec.paths is None or not matches(path, spec.paths))
-        and (is_script(path, spec.command, workdir) or matches(path, TEST_FILES))
+        and (is_script(path, spec.command, workdir) or (not brings_tests and matches(path, TEST_FILES)))
     ]
     named.sort(key=lambda path: not is_script(path, spec.command, workdir))
     return [path for path in [*first, *named] if path.endswith(_CODE) and entries[path].kind == "file"]
