@@ -25,16 +25,17 @@ def check_made(args: TrainingArguments) -> None:
 
     def optimizer() -> torch.optim.Optimizer:
         kind, given = Trainer.get_optimizer_cls_and_kwargs(args, layer)
-        return kind(given.pop("params", layer.parameters()), **given)
+        made: torch.optim.Optimizer = kind(given.pop("params", layer.parameters()), **given)
+        return made
 
     _try(args, ("log_level",), args.get_process_log_level)
-    made = _try(args, _OPTIMIZER, optimizer)
+    optimizer_made = _try(args, _OPTIMIZER, optimizer)
     steps: Mapping[str, Any] = {
         "num_warmup_steps": args.get_warmup_steps(args.max_steps),
         "num_training_steps": args.max_steps,
         "scheduler_specific_kwargs": args.lr_scheduler_kwargs,
     }
-    _try(args, _SCHEDULE, lambda: get_scheduler(args.lr_scheduler_type, optimizer=made, **steps))
+    _try(args, _SCHEDULE, lambda: get_scheduler(args.lr_scheduler_type, optimizer=optimizer_made, **steps))
 
 
 def _try(args: TrainingArguments, names: tuple[str, ...], make: Callable[[], Any]) -> Any:
