@@ -102,7 +102,7 @@ NOT_FOUND = (404, '{"error":{"message":"cannot be found","type":"NotFoundError"}
         (
             lambda e: e.load_adapter("a", Path("/a")),
             "/v1/load_lora_adapter",
-            httpx.Response(400, json={"error": {"message": "LoRA rank 32 is greater than max_lora_rank 16."}}),
+            (400, "LoRA rank 32 is greater than max_lora_rank 16."),
             "`rolltap serve --lora-rank` of that rank or more, or set a smaller lora.r",
         ),
         (
