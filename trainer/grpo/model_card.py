@@ -10,7 +10,7 @@ from rolltap.trainer.model_names import public_model
 
 _NO_BASE = "[None](https://huggingface.co/None)"
 _NO_HUB = 'model="None"'
-"""What TRL 1.16 writes for a base model in a local folder, and for a model that is not pushed to the Hub."""
+"""TRL 1.16 writes these for a base model in a local folder, and for a model that is not pushed to the Hub."""
 
 
 class CardTrainer(GRPOTrainer):

@@ -382,7 +382,8 @@ class TestRepair:
         writer.close()
 
     def test_files_that_a_dead_process_left_behind_are_removed_and_others_are_not(self, run):
-        dead = [run / f".calls-1-1-0000.arrow.{DEAD}", run / f".run.json.{DEAD}", run / f".policy.json.{DEAD}"]
+        cut = run / f".calls-1-1-0000.arrow.cut-1.{DEAD}"
+        dead = [run / f".calls-1-1-0000.arrow.{DEAD}", cut, run / f".run.json.{DEAD}", run / f".policy.json.{DEAD}"]
         alive = run / f".calls-1-1-0000.arrow.{os.getpid()}"
         foreign = run / ".DS_Store"
         for path in (*dead, alive, foreign):
@@ -390,7 +391,7 @@ class TestRepair:
         assert [(grade, where) for grade, where, _ in found(run)] == [
             ("notice" if path == alive else "repair", path.name) for path in sorted((*dead, alive))
         ]
-        assert len(verify(run, repair=True).repaired) == 3
+        assert len(verify(run, repair=True).repaired) == len(dead)
         assert sorted(path.name for path in run.glob(".*")) == sorted([alive.name, foreign.name])
 
 
