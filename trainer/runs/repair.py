@@ -62,7 +62,7 @@ def cut_end(path: Path, schema: pa.Schema) -> Iterator[str]:
 
 def kept_cuts(run: Path) -> list[Path]:
     """Return the files with what repairs cut off. Appending one to its segment undoes the cut."""
-    return sorted(run.glob("*.arrow.cut-*"))
+    return sorted(run.glob("[!.]*.arrow.cut-*"))
 
 
 def _keep(path: Path, tail: bytes) -> Path | None:
