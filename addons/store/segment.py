@@ -25,12 +25,10 @@ machine that stops before `fdatasync` may lose any page of a commit. The rows' d
 the last commit is lost: then the commit is taken for an uncommitted tail.
 """
 
-import errno
 import fcntl
 import logging
 import os
 import re
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -38,14 +36,10 @@ from typing import Any, Self
 
 import pyarrow as pa
 
-from rolltap.addons.store.staging import hidden_name, new_file, sync_folder
+from rolltap.addons.store.staging import hidden_name, sync_folder
 
 logger = logging.getLogger(__name__)
 
-BATCH_ROWS = 32
-BATCH_BYTES = 256 * 1024
-"""Limits of a compacted batch, unless one commit is larger. They bound the rows that one damaged byte can cost. Smaller
-batches would take more space: the metadata of the 31 call columns is 2.4 KB a batch."""
 _PREFIX = 8
 """Size of a message's prefix in bytes: continuation marker and metadata length (Arrow columnar format, IPC)."""
 _MARKER = b"\xff\xff\xff\xff"
@@ -53,6 +47,8 @@ _MARKED = re.compile(rb"(?=\xff{4})")
 """All offsets of the marker, overlapping ones too: the bytes before a marker may also be 0xff."""
 _END = _MARKER + bytes(4)
 """End-of-stream marker. Compacted files have one, files that grow do not."""
+_ROWS = b"rolltap.rows"
+"""Key of the schema's metadata with the number of rows of a compacted file."""
 
 
 class Segment:
@@ -133,6 +129,9 @@ class SegmentReader:
     damaged and yields no batch. After iterating, `damage` maps the byte offset of each unreadable range to its reason,
     `uncommitted` is the size in bytes of the uncommitted tail, and `end` is the offset at which the next commit would
     begin.
+
+    A compacted file was written at once and is never appended to: it has no uncommitted tail. The end of one that has
+    fewer rows than it says, and no other damage, is damage.
     """
 
     def __init__(self, path: Path, expected: pa.Schema | None = None) -> None:
@@ -141,19 +140,24 @@ class SegmentReader:
         self.uncommitted = 0
         self.end = 0
         self.schema: pa.Schema | None = None
+        self._rows: int | None = None
+        """Number of rows that a compacted file says it has."""
         while True:
             self.inode = path.stat().st_ino
             self._source = pa.memory_map(str(path))
             if path.stat().st_ino == self.inode:
                 break
             self._source.close()  # replaced by `compact` between stat and open
+        self._begin = 0
+        """Offset of the first commit."""
         try:
             schema = pa.ipc.read_schema(self._next("schema"))
         except (pa.ArrowException, OSError, EOFError) as error:
             self.damage[0] = f"it has no schema ({error})"
         else:
             if expected is None or schema.equals(expected):
-                self.schema = schema
+                self.schema, self._begin = schema, self._source.tell()
+                self._rows = _said_rows(schema)
             else:
                 self.damage[0] = "it does not have the columns of its table"
 
@@ -168,12 +172,12 @@ class SegmentReader:
         self.close()
 
     def __iter__(self) -> Iterator[tuple[int, pa.RecordBatch]]:
-        return self.batches_from(self._source.tell())
+        return self.batches_from(self._begin)
 
     def batches_from(self, start: int) -> Iterator[tuple[int, pa.RecordBatch]]:
         """Yield (byte offset, batch) as iterating does, from a commit's offset or an earlier reader's `end` on."""
         offset = None if self.schema is None else start
-        in_damage = False
+        in_damage, num_rows = False, 0
         # the end is checked before the read: a commit published in between is then not taken for damage
         while offset is not None and not self._is_end(offset):
             try:
@@ -188,8 +192,12 @@ class SegmentReader:
             else:
                 next_offset = self._source.tell()
                 in_damage = False
+                num_rows += batch.num_rows
                 yield offset, batch
                 offset = next_offset
+        whole = start == self._begin and not self.damage
+        if whole and offset is not None and self._rows is not None and num_rows < self._rows:
+            self.damage[offset] = f"it lost its end: {num_rows} of its {self._rows} rows are left"
         self.end = self._source.size() - self.uncommitted
 
     def warn_of_damage(self) -> None:
@@ -215,7 +223,7 @@ class SegmentReader:
         # only the last commit can be incomplete: a zero prefix with a message behind it is damage. Data of a tail may
         # look like the start of a message: damage is then reported, but no rows of the tail are returned
         if not any(rest[:_PREFIX]) and self._find_marker(offset) is None:
-            self.uncommitted = len(rest)
+            self.uncommitted = len(rest) if self._rows is None else 0
             return True
         return rest == _END
 
@@ -237,32 +245,6 @@ class SegmentReader:
         return memoryview(self._source.read_buffer()).cast("B")
 
 
-def compact(path: Path) -> None:
-    """Rewrite a closed segment with the rows of a session together, in batches of bounded size.
-
-    The new file replaces the old one atomically. Within a session, rows stay in commit order. An uncommitted tail is
-    dropped. Does nothing for fewer than two batches, or when the file is damaged. Raises `OSError` and
-    `pa.ArrowException`.
-    """
-    with SegmentReader(path) as reader:
-        sessions: defaultdict[str | None, list[int]] = defaultdict(list)
-        num_batches, num_rows = 0, 0
-        for offset, batch in reader:
-            num_batches, num_rows = num_batches + 1, num_rows + batch.num_rows
-            for session_id in batch.column("session_id").unique().to_pylist():
-                sessions[session_id].append(offset)
-        if num_batches < 2 or reader.damage:
-            return
-        num_written = 0
-        with new_file(path, "xb") as file:
-            with pa.ipc.new_stream(file, reader.schema) as writer:
-                for batch in _regrouped(reader, sessions):
-                    writer.write_batch(batch)
-                    num_written += batch.num_rows
-            if num_written != num_rows:
-                raise OSError(errno.EIO, f"{num_written} of {num_rows} rows were copied", str(path))
-
-
 def rows_of_session(batch: pa.RecordBatch, session_id: str | None) -> pa.RecordBatch:
     """Return the rows of one session. The batch must have at least one: a batch of one row is returned unchecked."""
     if batch.num_rows == 1:
@@ -271,25 +253,14 @@ def rows_of_session(batch: pa.RecordBatch, session_id: str | None) -> pa.RecordB
     return batch.filter(ids.is_null() if session_id is None else pa.compute.equal(ids, session_id))
 
 
-def _regrouped(reader: SegmentReader, sessions: dict[str | None, list[int]]) -> Iterator[pa.RecordBatch]:
-    pending: list[pa.RecordBatch] = []
-    num_rows = num_bytes = 0
-    for session_id, offsets in sessions.items():
-        for offset in offsets:
-            batch = rows_of_session(reader.read(offset), session_id)
-            batch_bytes = batch.get_total_buffer_size()
-            if pending and (num_rows + batch.num_rows > BATCH_ROWS or num_bytes + batch_bytes > BATCH_BYTES):
-                yield _joined(pending)
-                pending, num_rows, num_bytes = [], 0, 0
-            pending.append(batch)
-            num_rows, num_bytes = num_rows + batch.num_rows, num_bytes + batch_bytes
-    if pending:
-        yield _joined(pending)
+def compacted_schema(schema: pa.Schema, num_rows: int) -> pa.Schema:
+    """Return the schema of a compacted file with this number of rows. It is equal to `schema` but for its metadata."""
+    return schema.with_metadata({_ROWS: str(num_rows)})
 
 
-def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
-    (batch,) = pa.Table.from_batches(batches).combine_chunks().to_batches()
-    return batch
+def _said_rows(schema: pa.Schema) -> int | None:
+    said = (schema.metadata or {}).get(_ROWS, b"")
+    return int(said) if said.isdigit() else None
 
 
 def _write(descriptor: int, data: Any, offset: int) -> None:

@@ -18,11 +18,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rolltap.addons.errors import RunError
+from rolltap.addons.store.compaction import compact
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call, Event, Session
 from rolltap.addons.store.rows import to_batch
 from rolltap.addons.store.schemas import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA
-from rolltap.addons.store.segment import Segment, SegmentReader, compact
+from rolltap.addons.store.segment import Segment, SegmentReader
 from rolltap.addons.store.trouble import Trouble
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""The notebook from a task to a gradient: its committed form, and its execution on the real engine and harness."""
+"""The notebooks: their committed form, and the execution of the one from a task to a gradient."""
 
 import ast
 import json
@@ -6,6 +6,7 @@ import math
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import nbformat
 import pytest
@@ -15,7 +16,18 @@ from nbformat.v4 import new_code_cell
 import rolltap
 from tests.conftest import ROOT
 
-NOTEBOOK = ROOT / "recipes" / "notebook" / "first_gradient.ipynb"
+FOLDER = ROOT / "recipes" / "notebook"
+NOTEBOOK = FOLDER / "first_gradient.ipynb"
+IMPORTED = {
+    "first_gradient": {"rolltap", "torch", "datasets"},
+    "train_offline": {"rolltap", "torch", "transformers", "tokenizers"},
+}
+"""Name of a notebook -> what it imports besides the standard library."""
+USED = {
+    "first_gradient": {"Task", "rollout", "TraceGRPOTrainer"},
+    "train_offline": {"import_calls", "open_run", "train_offline"},
+}
+"""Name of a notebook -> public names that it shows."""
 
 READ_BACK = """
 print(json.dumps({
@@ -33,9 +45,14 @@ print(json.dumps({
 """A cell that the test appends, for the numbers that the notebook rounds when it prints them."""
 
 
+@pytest.fixture(scope="module", params=sorted(IMPORTED))
+def name(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def notebook():
-    return nbformat.read(NOTEBOOK, as_version=4)
+def notebook(name):
+    return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +69,18 @@ def test_it_is_a_valid_notebook_for_any_python_3(notebook):
     assert notebook.metadata.kernelspec.name == "python3"
 
 
-def test_ruff_finds_nothing_in_its_cells():
+def test_every_notebook_is_tested():
+    assert {path.stem for path in FOLDER.glob("*.ipynb")} == IMPORTED.keys() == USED.keys()
+
+
+def test_ruff_finds_nothing_in_its_cells(name):
     for arguments in (["check", "--no-cache"], ["format", "--no-cache", "--check"]):
-        ended = subprocess.run([sys.executable, "-m", "ruff", *arguments, NOTEBOOK], capture_output=True, text=True)
+        ruff = [sys.executable, "-m", "ruff", *arguments, FOLDER / f"{name}.ipynb"]
+        ended = subprocess.run(ruff, capture_output=True, text=True)
         assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-def test_it_imports_the_public_page_torch_datasets_and_the_standard_library(code):
+def test_it_uses_the_public_page_and_few_other_packages(name, code):
     imported, names = set(), set()
     for node in ast.walk(ast.parse("\n".join(cell.source for cell in code))):
         if isinstance(node, ast.Import):
@@ -67,25 +89,45 @@ def test_it_imports_the_public_page_torch_datasets_and_the_standard_library(code
             imported.add(node.module.partition(".")[0])
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "rolltap":
             names.add(node.attr)
-    assert imported - sys.stdlib_module_names == {"rolltap", "torch", "datasets"}
-    assert {"Task", "rollout", "TraceGRPOTrainer"} <= names <= set(rolltap.__all__)
+    assert imported - sys.stdlib_module_names == IMPORTED[name]
+    assert USED[name] <= names <= set(rolltap.__all__)
 
 
 @pytest.fixture
-def executed(engine, tmp_path, monkeypatch):
-    """Execute the notebook and return what `READ_BACK` printed in the executed notebook."""
-    if shutil.which("mini") is None:
-        pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
-    monkeypatch.setenv("ROLLTAP_ENGINE", engine.url)
-    monkeypatch.setenv("MODEL", str(engine.model_dir))
+def execute(tmp_path, monkeypatch):
+    """Return a function that executes a notebook with one more cell, and returns what that cell printed as JSON."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     # nothing of the user's own Jupyter: neither its kernels nor its settings
     for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
         monkeypatch.setenv(name, str(tmp_path / "jupyter"))
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    notebook.cells.append(new_code_cell(READ_BACK))
-    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": tmp_path}}).execute()
-    return json.loads(notebook.cells[-1].outputs[0].text)
+
+    def execute(path, read_back):
+        notebook = nbformat.read(path, as_version=4)
+        notebook.cells.append(new_code_cell(read_back))
+        NotebookClient(notebook, timeout=600, resources={"metadata": {"path": tmp_path}}).execute()
+        return json.loads(notebook.cells[-1].outputs[0].text)
+
+    return execute
+
+
+def test_offline_training_makes_the_rewarded_word_likelier(execute):
+    read_back = (
+        "print(json.dumps([before, after, recorded.verify(progress=False).verdict, len(rewards), str(trained)]))"
+    )
+    before, after, verdict, sessions, trained = execute(FOLDER / "train_offline.ipynb", read_back)
+    assert (verdict, sessions) == ("ok", 64)
+    assert after > 2 * before
+    assert (Path(trained) / "config.json").is_file()
+
+
+@pytest.fixture
+def executed(engine, execute, monkeypatch):
+    """Execute the notebook from a task to a gradient and return what `READ_BACK` printed."""
+    if shutil.which("mini") is None:
+        pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
+    monkeypatch.setenv("ROLLTAP_ENGINE", engine.url)
+    monkeypatch.setenv("MODEL", str(engine.model_dir))
+    return execute(NOTEBOOK, READ_BACK)
 
 
 @pytest.mark.engine

@@ -16,12 +16,14 @@ MOST_FAULTS = 20
 @click.command("import")
 @click.argument("file", type=click.File("rb"))
 @click.argument("run", type=FOLDER)
+@click.option("--model", help="Folder or name of the model whose tokens they are: its tokenizer is noted in the run.")
 @click.option("--skip-bad", is_flag=True, help="Leave bad lines out and import the others.")
 @json_option
-def import_command(file: BinaryIO, run: Path, skip_bad: bool, as_json: bool) -> None:
+def import_command(file: BinaryIO, run: Path, model: str | None, skip_bad: bool, as_json: bool) -> None:
     """Write calls that another program made to a new RUN.
 
-    FILE is JSON Lines, `-` the standard input. `rolltap merge` adds the new run to another one.
+    FILE is JSON Lines, `-` the standard input. `rolltap merge` adds the new run to another one. With --model, only to
+    one with the same tokenizer and chat template.
 
     \b
     A line is a call, with the keys
@@ -52,7 +54,7 @@ def import_command(file: BinaryIO, run: Path, skip_bad: bool, as_json: bool) -> 
             console.print(f"line {number}: {fault}", markup=False, highlight=False, soft_wrap=True)
 
     try:
-        summary = rolltap.import_calls(file, run, skip_bad=skip_bad, report=report)
+        summary = rolltap.import_calls(file, run, model=model, skip_bad=skip_bad, report=report)
     finally:
         if faults > MOST_FAULTS:
             console.print(f"and {faults - MOST_FAULTS} more bad lines", highlight=False)

@@ -241,6 +241,8 @@ def _advice(path: str, response: httpx.Response) -> str:
         return "the adapter was unloaded while it was checked: check again"
     if missing and path == "/v1/load_lora_adapter":
         return "the engine must see the publisher's folder under the same path"
+    if "max_lora_rank" in response.text:
+        return "start the engine with `rolltap serve --lora-rank` of that rank or more, or set a smaller lora.r"
     if "out of vocabulary" in response.text:
         return "the engine serves a model with another tokenizer: start it with the model that run.json names"
     if path == "/collective_rpc":

@@ -37,6 +37,7 @@ from rolltap.addons.store.records import Call
 from rolltap.trainer.exports.public import parsed_public_session
 from rolltap.trainer.exports.sessions import dump_json, each_session
 from rolltap.trainer.file_names import file_name
+from rolltap.trainer.model_names import public_model
 from rolltap.trainer.progress import Advance
 from rolltap.trainer.traces.build import judge_calls
 from rolltap.trainer.traces.conversations import CallConversation, Message, for_template, rebuild_conversations
@@ -54,7 +55,7 @@ UNKNOWN = "unknown"
 
 def export(run: Path, out: Path, advance: Advance) -> int:
     """Write a trajectory file per session that has calls. Return the number of files."""
-    model = str(read_metadata(run).get("model", "")) or None
+    model = public_model(str(read_metadata(run).get("model", ""))) or None
     written = empty = 0
     for recorded in each_session(run, advance):
         document = trajectory(recorded, model)

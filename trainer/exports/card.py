@@ -1,15 +1,15 @@
 """Dataset cards of exported runs: a README.md with the metadata that the Hub reads."""
 
-import re
 from collections.abc import Mapping
 from importlib.metadata import version
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import DatasetCardData
 
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.trainer.exports.features import TRACE_COLUMNS
+from rolltap.trainer.model_names import public_model
 from rolltap.trainer.traces.sessions import Totals, TraceOptions
 
 HERE = "path/to/this/folder"
@@ -153,17 +153,11 @@ def _facts(run: Path, options: TraceOptions, totals: Totals) -> list[str]:
         "model calls": f"{totals.calls:,}",
         "traces": f"{totals.traces:,} by `{options.strategy}` of {', '.join(options.roles)} calls{cut}",
         "sampled tokens": str(totals.ledger),
-        "model": _public_name(str(metadata.get("model", ""))),
+        "model": public_model(str(metadata.get("model", ""))),
         "tokenizer, SHA-256": _code(metadata, "tokenizer_sha256"),
         "chat template, SHA-256": _code(metadata, "chat_template_sha256"),
     }
     return ["| | |", "| --- | --- |", *(f"| {_cell(name)} | {_cell(fact)} |" for name, fact in facts.items() if fact)]
-
-
-def _public_name(model: str) -> str:
-    """Return a model's name on the Hub, or the last part of a folder's path: the rest would disclose local names."""
-    on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith(".") and not Path(model).exists()
-    return model if on_hub else PurePath(model).name
 
 
 def _code(metadata: Mapping[str, Any], key: str) -> str:

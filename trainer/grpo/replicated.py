@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch.nn.utils import get_total_norm
-from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head, use_adapter
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.grpo.checks import require_whole_weights
 from rolltap.trainer.grpo.loss_scale import LossScale
+from rolltap.trainer.grpo.model_card import CardTrainer
 from rolltap.trainer.grpo.optimizer import ShardedOptimizer
 from rolltap.trainer.grpo.ranks import anywhere, average_gradients, is_main, require_same, send_weights, together
 
@@ -32,7 +32,7 @@ OPTIMIZER = "optimizer.pt"
 """File of a checkpoint. With a `ShardedOptimizer` it says how many shares there are. Source: transformers."""
 
 
-class ReplicatedTrainer(GRPOTrainer):
+class ReplicatedTrainer(CardTrainer):
     """A `GRPOTrainer` whose model is the same, and whole, on each process.
 
     A full model is trained with a `ShardedOptimizer`, and so is an adapter of 16 bits; other adapters with the

@@ -1,6 +1,7 @@
 """A run folder as an object: its sessions, calls and traces, and what can be made of them."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, get_args
@@ -270,21 +271,24 @@ def import_calls(
     file: str | Path | BinaryIO,
     out: str | Path,
     *,
+    model: str | Path | None = None,
     skip_bad: bool = False,
     report: Callable[[int, str], None] = lambda number, fault: None,
     progress: bool = True,
 ) -> ImportSummary:
     """Write calls from JSON Lines to the new run `out`. `rolltap import --help` lists the keys of a line.
 
+    `model` is the folder or name of the model whose tokens they are. Without it, `merge_runs` and `train_offline` take
+    the import for one of their model.
+
     `report` is called with the number of each bad line and its fault. With bad lines nothing is imported, unless
-    `skip_bad` leaves them out. Raises `InputError` when nothing is imported, with the first faults, and `RunError` when
-    `out` is not empty.
+    `skip_bad` leaves them out. Raises `InputError` when nothing is imported, with the first faults, and for a `model`
+    without a tokenizer; `MissingPackageError` when transformers is missing for it; `RunError` for an `out` with files.
     """
-    with progress_bar(show=progress) as advance:
-        if isinstance(file, str | Path):
-            with open(file, "rb") as lines:
-                return _import_calls(lines, Path(out), skip_bad=skip_bad, report=report, advance=advance)
-        return _import_calls(file, Path(out), skip_bad=skip_bad, report=report, advance=advance)
+    model = None if model is None else str(model)
+    with progress_bar(show=progress) as advance, ExitStack() as stack:
+        lines = stack.enter_context(open(file, "rb")) if isinstance(file, str | Path) else file
+        return _import_calls(lines, Path(out), model=model, skip_bad=skip_bad, report=report, advance=advance)
 
 
 def verify_run(path: str | Path, *, repair: bool = False, progress: bool = True) -> Verification:

@@ -37,7 +37,7 @@ def train(recipe: str | Path, *, engine: str, out: str | Path, seed: int = 0, st
     try:
         from rolltap.trainer.training import loop
         from rolltap.trainer.training.processes import join_processes
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:
         raise _missing(error) from error
     join_processes()
     settings = _settings(recipe, out)
@@ -68,7 +68,7 @@ def train_offline(recipe: str | Path, runs: Sequence[str | Path], *, out: str | 
     try:
         from rolltap.trainer.training import offline
         from rolltap.trainer.training.processes import join_processes
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:
         raise _missing(error) from error
     join_processes()
     settings = _settings(recipe, out)
@@ -97,7 +97,7 @@ def plan_training(
     settings = load_recipe(Path(recipe))
     try:
         from rolltap.trainer.planning.plan import plan
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:  # transformers raises RuntimeError for a package that it lacks
         raise _missing(error) from error
     folders = [Path(run) for run in runs]
     return plan(
@@ -122,5 +122,5 @@ def _settings(recipe: str | Path, out: Path) -> Recipe:
     return on_main(read)
 
 
-def _missing(error: ImportError) -> MissingPackageError:
+def _missing(error: Exception) -> MissingPackageError:
     return MissingPackageError(f"the trainer is not installed ({error}): pip install 'rolltap[train]'")

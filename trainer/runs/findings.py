@@ -76,7 +76,8 @@ def _check_calls(run: Path, session_id: str, batches: Sequence[pa.RecordBatch], 
         columns = (batch.column(name).to_pylist() for name in ("call_id", "violation"))
         recorded.update(zip(*columns, strict=True))
     # with the recorded violations removed, a violation means that the prompt cannot be rebuilt
-    calls = rebuild_calls(run, session_id, (_without_violations(batch) for batch in batches))
+    unmarked = (_without_violations(batch) for batch in batches)
+    calls = rebuild_calls(run, session_id, unmarked, check_digests=False)  # `check_rows` did
     recorded_parents = {call.call_id: call.parent_id for call in calls}
     orphaned: set[str] = set()
     for call_id, parent_id in parents_first(recorded_parents):

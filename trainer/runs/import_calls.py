@@ -25,6 +25,7 @@ from rolltap.addons.store.records import Call, CallRole, CallStatus, Session, Ve
 from rolltap.addons.store.staging import new_folder
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.progress import Advance
+from rolltap.trainer.runs.named_model import named_model
 from rolltap.trainer.settings import describe
 from rolltap.trainer.traces.tree import link_calls, start_order
 
@@ -159,19 +160,25 @@ class _Session:
         return None
 
 
-def import_calls(source: BinaryIO, run: Path, *, skip_bad: bool, report: Report, advance: Advance) -> ImportSummary:
+def import_calls(
+    source: BinaryIO, run: Path, *, skip_bad: bool, report: Report, advance: Advance, model: str | None = None
+) -> ImportSummary:
     """Write the calls in `source`, one JSON object a line, to the new run folder `run`.
+
+    `model` is the folder or name of the model whose tokens they are. The run then merges only with runs of its
+    tokenizer, and is not trained with another one.
 
     Atomic: `run` is created with every good line, or not at all when this raises or is killed. The order of the lines
     does not matter: calls are sorted by `start_order`.
 
     Raises `InputError` when there is no line, when a line is bad and `skip_bad` is false, when `source` changes between
-    the passes, and when `run` is a run already. Also raises as `new_folder`.
+    the passes, and when `run` is a run already. Also raises as `new_folder` and `named_model`.
     """
     imported_at = utc_now()
     if (run / RUN_FILE).exists():
         merge = f"`rolltap merge {run} NEW --out MERGED`"
         raise InputError(f"{run} is a run already: import into a new folder NEW, then {merge}")
+    named = {} if model is None else named_model(model)
     with _seekable(source) as lines, new_folder(run) as staged:
         first: list[str] = []
 
@@ -188,7 +195,7 @@ def import_calls(source: BinaryIO, run: Path, *, skip_bad: bool, report: Report,
             )
         if not sessions:
             raise InputError("there is no line to import" + (f": all {bad} are bad; {first[0]}" if bad else ""))
-        write_metadata(staged, {"source": "import"})
+        write_metadata(staged, {"source": "import", **named})
         summary = ImportSummary(skipped=bad)
         with RunWriter(staged, "never") as writer:
             for done, (session_id, noted) in enumerate(sessions.items(), start=1):

@@ -45,6 +45,11 @@ class _Source:
     def name(self) -> str:
         return self.run.absolute().name
 
+    @property
+    def names_model(self) -> bool:
+        """True unless the run is an import without a model."""
+        return self.metadata.get("source") != "import" or "tokenizer_sha256" in self.metadata
+
     def origins(self, merged: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the run's name and the metadata that differs from `merged`; for a merged run, one entry per origin."""
         origins = self.metadata.get("merged_from", [{"run": self.name}])
@@ -64,8 +69,9 @@ def merge_runs(runs: Sequence[Path], out: Path, advance: Advance) -> tuple[int, 
     same session, and when no row of a damaged run is sound. Raises `RunError` when a run cannot be read.
     """
     sources = [_Source(run, read_metadata(run)) for run in runs]
-    # an import does not record its tokenizer: it is taken to be that of the runs it is merged with
-    recorded = [source for source in sources if source.metadata.get("source") != "import"] or sources
+    # an import that names no model is taken to be of the model of the runs it is merged with
+    recorded = [source for source in sources if source.names_model] or sources
+    recorded.sort(key=lambda source: source.metadata.get("source") == "import")  # the merged run is a recorded one
     _require_one_model(recorded)
     _require_other_sessions(runs)
     tables = [(source, table) for source in sources for table in TABLES]

@@ -1,16 +1,17 @@
-"""Repairs: truncate an uncommitted tail, and remove temporary files of dead processes."""
+"""Repairs: cut off an uncommitted tail and keep it beside its file, and remove temporary files of dead processes."""
 
 import os
 import re
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pyarrow as pa
 
 from rolltap.addons.store.segment import SegmentReader
-from rolltap.addons.store.staging import locked
+from rolltap.addons.store.staging import locked, new_file
 
-_HIDDEN = re.compile(r"\.(?:(?:calls|sessions|events)-.*\.arrow|(?:run|policy)\.json)\.(?P<process>\d+)")
+_HIDDEN = re.compile(r"\.(?:(?:calls|sessions|events)-.*\.arrow(?:\.cut-\d+)?|(?:run|policy)\.json)\.(?P<process>\d+)")
 """See `rolltap.addons.store.staging.hidden_name`."""
 
 
@@ -40,7 +41,10 @@ def remove_leftovers(run: Path) -> Iterator[str]:
 
 
 def cut_end(path: Path, schema: pa.Schema) -> Iterator[str]:
-    """Truncate the uncommitted tail of a segment, and yield a sentence. A locked segment is left as it is."""
+    """Truncate the uncommitted tail of a segment, and yield a sentence. A locked segment is left as it is.
+
+    The tail is kept in a file beside the segment (`kept_cuts`), unless it holds nothing but zeros.
+    """
     with locked(path, os.O_RDWR) as descriptor:
         if descriptor is None:
             return
@@ -48,9 +52,27 @@ def cut_end(path: Path, schema: pa.Schema) -> Iterator[str]:
             for _ in reader:
                 pass
         if reader.uncommitted:
-            os.ftruncate(descriptor, path.stat().st_size - reader.uncommitted)
+            size = path.stat().st_size - reader.uncommitted
+            kept = _keep(path, os.pread(descriptor, reader.uncommitted, size))
+            os.ftruncate(descriptor, size)
             os.fsync(descriptor)
-            yield f"{path.name}: the last {reader.uncommitted} bytes were truncated: not a committed message"
+            where = f", and are in {kept.name}" if kept else ""
+            yield f"{path.name}: the last {reader.uncommitted} bytes were truncated: not a committed message{where}"
+
+
+def kept_cuts(run: Path) -> list[Path]:
+    """Return the files with what repairs cut off. Appending one to its segment undoes the cut."""
+    return sorted(run.glob("[!.]*.arrow.cut-*"))
+
+
+def _keep(path: Path, tail: bytes) -> Path | None:
+    """Write the tail to a new file, which is on the disk when this returns. Returns None for a tail of zeros."""
+    if not any(tail):
+        return None
+    kept = next(name for number in count(1) if not (name := path.with_name(f"{path.name}.cut-{number}")).exists())
+    with new_file(kept, "wb") as file:
+        file.write(tail)
+    return kept
 
 
 def _is_alive(pid: int) -> bool:

@@ -19,7 +19,7 @@ from rolltap.addons.store.tables import TABLES, run_files
 from rolltap.trainer.progress import Advance
 from rolltap.trainer.runs.finding import SALVAGE, Finding
 from rolltap.trainer.runs.findings import check_rows, check_session
-from rolltap.trainer.runs.repair import cut_end, find_leftovers, is_held, remove_leftovers
+from rolltap.trainer.runs.repair import cut_end, find_leftovers, is_held, kept_cuts, remove_leftovers
 
 Verdict = Literal["ok", "needs repair", "damaged"]
 """`needs repair`: no row is damaged, and `--repair` removes what a failed or killed writer left."""
@@ -58,7 +58,8 @@ def verify_run(run: Path, advance: Advance, *, repair: bool = False) -> Verifica
     """Check a run folder. Without `repair`, no file is changed.
 
     With `repair`, temporary files of dead processes are removed and uncommitted tails truncated before the check,
-    except in files that a process is writing. Commits with a prefix are kept, readable or not. Repairing is idempotent.
+    except in files that a process is writing. A tail is kept in a file beside its table file. Commits with a prefix are
+    kept, readable or not. Repairing is idempotent.
 
     Raises `RunError` when the folder is not a run, or has another schema version.
     """
@@ -107,6 +108,9 @@ def _check_leftovers(run: Path) -> Iterator[Finding]:
             yield Finding(
                 "repair", path.name, "is a temporary file of a process that was killed", "--repair removes it"
             )
+    for path in kept_cuts(run):
+        what = f"has {path.stat().st_size} bytes that a repair cut off: no reader reads them"
+        yield Finding("notice", path.name, what, "remove it when no call is missing")
 
 
 def _check_file(reader: SegmentReader) -> Iterator[Finding]:
@@ -123,4 +127,4 @@ def _check_file(reader: SegmentReader) -> Iterator[Finding]:
             f"its last {reader.uncommitted} bytes are not a committed message: a killed process left them, or a "
             "machine crash lost the commit's prefix"
         )
-        yield Finding("repair", reader.path.name, what, "--repair truncates them")
+        yield Finding("repair", reader.path.name, what, "--repair truncates them and keeps them in a file beside it")

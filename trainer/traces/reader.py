@@ -1,24 +1,33 @@
-"""Reading a run folder: its calls with full prompts, and its sessions."""
+"""Reading a run folder: its calls with full prompts, and its sessions.
 
+A row whose digest does not match was changed after it was written. It is read and marked, so that nothing is trained on
+it: its call and those that continue it get a violation, its session loses the reward.
+"""
+
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from rolltap.addons.errors import RunError
-from rolltap.addons.store.digest import DIGEST
+from rolltap.addons.store.digest import DIGEST, row_digest
 from rolltap.addons.store.records import Call, Session, VersionSpan
 from rolltap.addons.store.rewards import make_session
-from rolltap.addons.store.schemas import CALL_SCHEMA
+from rolltap.addons.store.schemas import CALL_SCHEMA, SESSION_SCHEMA
 from rolltap.addons.store.session_index import SessionIndex
 from rolltap.addons.store.tables import batch_rows, read_batches, read_rows
 from rolltap.trainer.traces.tokens import Tokens
 from rolltap.trainer.traces.tree import parents_first, start_order
 
+logger = logging.getLogger(__name__)
+
 Row = dict[str, Any]
 
+CHANGED = "its row was changed after it was written"
+"""Violation of a call, and error of a session, whose digest does not match."""
 _STORED_OTHERWISE = ("prompt_length", "prompt_tail_ids", DIGEST)
 
 
@@ -58,13 +67,23 @@ def count_sessions(run: Path) -> int:
 def load_sessions(run: Path) -> dict[str, Session]:
     """Return session id -> the row that counts: the one of the highest revision, of several the last.
 
-    Raises `RunError` when the folder cannot be read.
+    One whose digest does not match has no reward, and says why in `error`; the log has a warning. Raises `RunError`
+    when the folder cannot be read.
     """
     sessions: dict[str, Session] = {}
-    for session in map(make_session, read_rows(run, "sessions")):
+    changed: set[str] = set()
+    for row in read_rows(run, "sessions"):
+        session = make_session(row)
         known = sessions.get(session.session_id)
         if known is None or session.revision >= known.revision:
             sessions[session.session_id] = session
+            changed.discard(session.session_id)
+            if row[DIGEST] != row_digest(row, SESSION_SCHEMA):
+                sessions[session.session_id] = replace(session, reward=None, error=CHANGED)
+                changed.add(session.session_id)
+    if changed:
+        which = f"the rows of {len(changed)} sessions were changed after they were written ({min(changed)}, ...)"
+        logger.warning("%s: %s: their rewards are not used; see `rolltap verify`", run, which)
     return sessions
 
 
@@ -101,11 +120,15 @@ class RecordedCalls(Mapping[str, list[Call]]):
         return sum(1 for _ in self)
 
 
-def rebuild_calls(run: Path, session_id: str, batches: Iterator[pa.RecordBatch]) -> list[Call]:
+def rebuild_calls(
+    run: Path, session_id: str, batches: Iterator[pa.RecordBatch], *, check_digests: bool = True
+) -> list[Call]:
     """Return the calls of one session from its rows, in the order of `started_at`, each with its full prompt.
 
     A call whose prompt cannot be rebuilt has `violation` set, and as its prompt only the tail that was stored. Reasons
-    are a parent that is missing and lengths that disagree. Raises `RunError` when a call is recorded twice.
+    are a parent that is missing and lengths that disagree. With `check_digests`, calls whose digest does not match, and
+    those whose prompts continue theirs, have `violation` set too, and the log has a warning. Raises `RunError` when a
+    call is recorded twice.
     """
     rows: dict[str, Row] = {}
     for batch in batches:
@@ -117,8 +140,17 @@ def rebuild_calls(run: Path, session_id: str, batches: Iterator[pa.RecordBatch])
                 )
             rows[row["call_id"]] = row
     calls: dict[str, Call] = {}
+    changed: dict[str, str] = {}
+    if check_digests:
+        changed = {name: CHANGED for name, row in rows.items() if row[DIGEST] != row_digest(row, CALL_SCHEMA)}
+    if changed:
+        which = f"{len(changed)} rows of session {session_id} were changed after they were written"
+        logger.warning("%s: %s (call %s): not trained on; see `rolltap verify`", run, which, ", ".join(changed))
     for call_id, parent_id in parents_first({call_id: row["parent_id"] for call_id, row in rows.items()}):
-        calls[call_id] = _call(rows[call_id], None if parent_id is None else calls[parent_id])
+        call = calls[call_id] = _call(rows[call_id], None if parent_id is None else calls[parent_id])
+        if parent_id in changed and call.prefix_length:
+            changed.setdefault(call_id, f"its prompt continues call {parent_id}, whose row was changed")
+        call.violation = call.violation or changed.get(call_id)
     return sorted(calls.values(), key=start_order)
 
 

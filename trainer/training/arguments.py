@@ -1,6 +1,7 @@
 """A recipe's arguments for TRL, PEFT and the recorder. They are checked before anything starts."""
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,12 +18,15 @@ from rolltap.trainer.training.adapter import require_servable
 from rolltap.trainer.training.checkpoints import CHECKPOINTS
 from rolltap.trainer.training.recipe import Recipe
 from rolltap.trainer.training.report_to import check_report_to
+from rolltap.trainer.training.trial import check_made
 
 _SET_HERE = ("output_dir", "max_steps", "seed", "save_strategy", "save_steps", "ddp_backend", "ddp_timeout")
 SAVE_TOTAL_LIMIT = 2
 """Checkpoints that are kept, if the recipe has no `grpo.save_total_limit`."""
-_WIDER_THAN_DECLARED = ("scale_rewards", "init_lora_weights")
-"""Fields that take more types than they declare. TRL and PEFT check them."""
+_WIDER_THAN_DECLARED = ("scale_rewards",)
+"""Fields that take more types than they declare."""
+_SCALES = (True, False, "group", "batch", "none")
+"""Values of TRL's `scale_rewards`."""
 
 
 def check_arguments(recipe: Recipe) -> None:
@@ -36,6 +40,10 @@ def check_arguments(recipe: Recipe) -> None:
             raise InputError(f"grpo.{key} = {recipe.grpo[key]}: give at least 1")
     if not recipe.grpo.get("temperature", 1.0) > 0:
         raise InputError(f"grpo.temperature = {recipe.grpo['temperature']}: give a number above 0")
+    if recipe.grpo.get("beta", 0.0) < 0:
+        raise InputError(f"grpo.beta = {recipe.grpo['beta']}: give 0 or more")
+    if (scale := recipe.grpo.get("scale_rewards", True)) not in _SCALES:
+        raise InputError(f'grpo.scale_rewards = {scale!r}: choose "group", "batch" or "none"')
     check_report_to(recipe.grpo.get("report_to", "none"))
     _check_dtype(recipe)
     config = lora_config(recipe)
@@ -78,7 +86,8 @@ def training_arguments(recipe: Recipe, run: Path, seed: int, rows: Sequence[obje
             save_steps=recipe.save_steps * recipe.grpo.get("num_iterations", 1),
         )
     except (TypeError, ValueError) as error:
-        raise InputError(f"the recipe's [grpo] table: {error}") from error
+        raise InputError(f"the recipe's [grpo] table: {_without_class(error)}") from error
+    check_made(args)
     # the dtype decides, not the settings of `accelerate config` and `accelerate launch`, which transformers reads
     args.mixed_precision = "bf16" if args.bf16 else "no"
     return args
@@ -95,10 +104,15 @@ def lora_config(recipe: Recipe) -> LoraConfig | None:
         return None
     if unknown := recipe.lora.keys() - get_type_hints(LoraConfig).keys():
         raise InputError(f"lora.{min(unknown)} is not an argument of PEFT's LoraConfig: correct or remove it")
-    _check_types("lora", LoraConfig, recipe.lora)
+    # PEFT reads any number of iterations, in any case
+    init = re.sub(r"pissa_niter_\d+", "pissa", str(recipe.lora.get("init_lora_weights", True)).lower())
+    known = recipe.lora if isinstance(recipe.lora.get("init_lora_weights", True), bool) else {"init_lora_weights": init}
+    _check_types("lora", LoraConfig, recipe.lora | known)
+    if recipe.lora.get("alora_invocation_tokens"):
+        raise InputError("lora.alora_invocation_tokens: such an adapter cannot be merged into the model: remove it")
     try:
         return LoraConfig(**recipe.lora)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ImportError) as error:
         raise InputError(f"the recipe's [lora] table: {error}") from error
 
 
@@ -140,6 +154,13 @@ def _check_types(table: str, kind: type, values: Mapping[str, Any]) -> None:
         except ValidationError as error:
             faults = dict.fromkeys(fault["msg"] for fault in error.errors() if fault["type"] != "none_required")
             raise InputError(f"{table}.{key} = {values[key]!r}: {' or '.join(faults)}") from error
+        if isinstance(values[key], float) and not math.isfinite(values[key]):
+            raise InputError(f"{table}.{key} = {values[key]}: give a finite number")
+
+
+def _without_class(error: Exception) -> str:
+    """Return the message of an error without the name of the class whose constructor raised it."""
+    return str(error).removeprefix(f"{TraceGRPOConfig.__name__}.__init__() ")
 
 
 def _on_cuda(recipe: Recipe) -> bool:
@@ -167,6 +188,6 @@ def _check_adapter(recipe: Recipe, config: LoraConfig, model: Any) -> None:
         without_frozen(config, model)
         with torch.device("meta"):
             inject_adapter_in_model(config, model)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # PEFT checks little: wrong values end in errors of all kinds
         named = ", ".join(f"lora.{key} = {value!r}" for key, value in recipe.lora.items())
         raise InputError(f"{named} does not fit the model {recipe.model}: {error}") from error

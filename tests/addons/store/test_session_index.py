@@ -6,10 +6,11 @@ import pyarrow as pa
 import pytest
 
 from rolltap.addons.store import scan, session_index, tables
+from rolltap.addons.store.compaction import compact
 from rolltap.addons.store.ended_sessions import EndedSessions
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call, Event, Session
-from rolltap.addons.store.segment import SegmentReader, compact
+from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.session_index import SessionIndex
 from rolltap.addons.store.tables import RunWriter, run_files
 

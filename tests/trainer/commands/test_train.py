@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -61,6 +63,17 @@ def test_a_dry_run_of_what_cannot_work_has_exit_status_1_and_says_what(recipe):
     planned = train(recipe(RECIPE + "bias = 'some'\n"), "--dry-run", "--json")
     assert planned.exit_code == 1
     assert "bias" in planned.stdout
+
+
+@pytest.mark.parametrize("package", ["torch", "accelerate"])
+def test_without_a_package_of_the_trainer_it_says_what_to_install(recipe, package):
+    script = f"import sys; sys.modules[{package!r}] = None; from rolltap.trainer.cli import main; main()"
+    program = [sys.executable, "-c", script, "train", recipe(), "--dry-run"]
+    ended = subprocess.run(program, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "error: the trainer is not installed" in ended.stderr
+    assert "pip install 'rolltap[train]'" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.parametrize(

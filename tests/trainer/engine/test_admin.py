@@ -100,6 +100,12 @@ NOT_FOUND = (404, '{"error":{"message":"cannot be found","type":"NotFoundError"}
         ),
         (lambda e: e.load_adapter("a", Path("/a")), "/v1/load_lora_adapter", NOT_FOUND, "folder under the same path"),
         (
+            lambda e: e.load_adapter("a", Path("/a")),
+            "/v1/load_lora_adapter",
+            (400, "LoRA rank 32 is greater than max_lora_rank 16."),
+            "`rolltap serve --lora-rank` of that rank or more, or set a smaller lora.r",
+        ),
+        (
             lambda e: e.unload_adapter("a"),
             "/v1/unload_lora_adapter",
             NOT_FOUND,

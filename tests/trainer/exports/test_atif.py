@@ -204,6 +204,16 @@ class TestExport:
         (file,) = out.iterdir()
         assert json.loads(file.read_text()) == written(recording.turns_with_tools())
 
+    def test_a_model_in_a_local_folder_has_the_name_of_the_folder(self, tmp_path):
+        run = write(tmp_path / "run", recording.turns_with_tools())
+        metadata = json.loads((run / "run.json").read_text())
+        (run / "run.json").write_text(json.dumps(metadata | {"model": "/home/me/models/qwen3-4b"}))
+        (out := tmp_path / "out").mkdir()
+        export(run, out, lambda *_: None)
+        [file] = out.iterdir()
+        assert json.loads(file.read_text())["agent"]["model_name"] == "qwen3-4b"
+        assert "/home/me" not in file.read_text()
+
 
 def test_harbors_own_validator_accepts_the_trajectories():
     validator = pytest.importorskip("harbor.utils.trajectory_validator", reason="harbor needs Python 3.12")

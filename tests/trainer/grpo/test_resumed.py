@@ -101,3 +101,11 @@ def test_a_model_that_is_saved_on_request_has_the_names_of_its_checkpoint(tmp_pa
     trainer.train()
     trainer.save_model(str(tmp_path / "saved"))
     assert any(name.startswith("model.language_model.") for name in load_file(tmp_path / "saved" / "model.safetensors"))
+
+
+def test_the_card_beside_the_checkpoints_names_the_folder_of_the_base_model(tmp_path, recorded):
+    trainer, _ = trainer_of(recorded("qwen3, tied"), "float32", tmp_path)
+    trainer.create_model_card(model_name="mine")
+    card = (tmp_path / "README.md").read_text()
+    assert f"fine-tuned version of `{recorded('qwen3, tied')[0].name}`" in card
+    assert "None" not in card

@@ -151,6 +151,34 @@ class TestCalls:
         assert read_metadata(merged)["tokenizer_sha256"] == "a"
         assert read_metadata(merged)["merged_from"] == [{"run": "new", "source": "import"}, {"run": "run"}]
 
+    def test_with_a_model_it_merges_only_with_runs_of_the_models_tokenizer(self, tmp_path, tokenizer_folder):
+        for name, digest in (("mine", None), ("theirs", "other")):
+            import_calls(
+                io.BytesIO(write(line(session_id=name))),
+                tmp_path / f"new {name}",
+                model=str(tokenizer_folder),
+                skip_bad=False,
+                report=print,
+                advance=lambda *_: None,
+            )
+            noted = read_metadata(tmp_path / f"new {name}")
+            assert (noted["source"], noted["model"]) == ("import", str(tokenizer_folder))
+            recorded = {key: digest or value for key, value in noted.items() if key.endswith("_sha256")}
+            write_metadata(tmp_path / name, {"model": "recorded", **recorded})
+            with RunWriter(tmp_path / name) as writer:
+                writer.add_call(Call(session_id="s", call_id="x", prompt_ids=[1]))
+        merge_runs([tmp_path / "new mine", tmp_path / "mine"], tmp_path / "merged", lambda *_: None)
+        assert set(RecordedCalls(tmp_path / "merged")) == {"s", "mine"}
+        assert "source" not in read_metadata(tmp_path / "merged")
+        with pytest.raises(InputError, match="do not have the same tokenizer: merge runs of one model"):
+            merge_runs([tmp_path / "new theirs", tmp_path / "theirs"], tmp_path / "no", lambda *_: None)
+
+    def test_a_model_without_a_tokenizer_is_refused_and_nothing_is_written(self, tmp_path, run):
+        options = {"skip_bad": False, "report": print, "advance": lambda *_: None}
+        with pytest.raises(InputError, match=f"model {tmp_path}: no tokenizer can be loaded"):
+            import_calls(io.BytesIO(write(line())), run, model=str(tmp_path), **options)
+        assert not run.exists()
+
     def test_a_folder_with_other_things_is_refused(self, run):
         run.mkdir()
         (run / "thesis.txt").touch()

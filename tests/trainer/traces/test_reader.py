@@ -1,13 +1,15 @@
 import random
 from datetime import UTC, datetime, timedelta
 
+import pyarrow as pa
 import pytest
 
 from rolltap.addons.errors import RunError
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call, Session, VersionSpan
-from rolltap.addons.store.tables import RunWriter
+from rolltap.addons.store.tables import TABLES, RunWriter, run_files
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
+from rolltap.trainer.traces.sessions import TraceOptions, iter_traces
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -141,6 +143,63 @@ class TestLoadCalls:
     def test_a_folder_that_is_no_run_is_refused(self, tmp_path):
         with pytest.raises(RunError, match=r"it has no run\.json"):
             RecordedCalls(tmp_path)
+
+
+def change_rows(run, table, which, **values):
+    """Change rows of a table after they were written, and leave their digests as they are."""
+    for path in run_files(run, table):
+        rows = pa.ipc.open_stream(path.read_bytes()).read_all().to_pylist()
+        for row in rows:
+            row.update(values if which(row) else {})
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, TABLES[table]) as writer:
+            writer.write_table(pa.Table.from_pylist(rows, TABLES[table]))
+
+
+class TestChangedRows:
+    def test_a_changed_call_and_those_that_continue_it_are_marked_and_others_are_not(self, run, chain, caplog):
+        rendered = make_call(3, [8, 8], [9], parent_id="1", kind="rendered")
+        write(run, [*chain, rendered])
+        change_rows(run, "calls", lambda row: row["call_id"] == "1", completion_ids=[5, 7])
+        root, changed, last, other = RecordedCalls(run)["s"]
+        assert (root.violation, other.violation) == (None, None)
+        assert changed.violation == "its row was changed after it was written"
+        assert last.violation == "its prompt continues call 1, whose row was changed"
+        assert "1 rows of session s were changed after they were written (call 1): not trained on" in caplog.text
+
+    def test_what_continues_a_continuation_of_a_changed_call_is_marked_too(self, run, chain):
+        write(run, chain)
+        change_rows(run, "calls", lambda row: row["call_id"] == "0", reply="other")
+        assert [call.violation for call in RecordedCalls(run)["s"]] == [
+            "its row was changed after it was written",
+            "its prompt continues call 0, whose row was changed",
+            "its prompt continues call 1, whose row was changed",
+        ]
+
+    def test_none_of_their_tokens_is_trained(self, run, chain):
+        write(run, chain[:2])
+        change_rows(run, "calls", lambda row: row["call_id"] == "0", logprobs=[-0.25])
+        [traced] = iter_traces(run, TraceOptions())
+        assert traced.traces == []
+        assert traced.ledger.left_out == {"violation": 3}
+
+    def test_a_changed_session_has_no_reward_and_says_why(self, run, caplog):
+        with RunWriter(run) as writer:
+            for name in ("s", "t"):
+                writer.add_session(Session(session_id=name, status="completed", reward=0.0, started_at=START))
+        change_rows(run, "sessions", lambda row: row["session_id"] == "s", reward=1.0)
+        changed, other = load_sessions(run).values()
+        assert (changed.reward, changed.error) == (None, "its row was changed after it was written")
+        assert (other.reward, other.error) == (0.0, None)
+        assert "the rows of 1 sessions were changed after they were written (s, ...)" in caplog.text
+
+    def test_a_later_sound_row_of_the_session_counts(self, run, caplog):
+        with RunWriter(run) as writer:
+            writer.add_session(Session(session_id="s", status="completed", reward=0.0, started_at=START))
+        change_rows(run, "sessions", lambda row: True, reward=1.0)
+        with RunWriter(run) as writer:
+            writer.add_session(Session(session_id="s", status="completed", reward=0.5, revision=1, started_at=START))
+        assert load_sessions(run)["s"].reward == 0.5
+        assert caplog.text == ""
 
 
 class TestLoadSessions:
