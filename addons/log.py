@@ -21,8 +21,9 @@ ERROR = "error: "
 class Log:
     """Cuts mitmproxy's lines for connections and requests, which hold queries, and filters all other lines.
 
-    Each line becomes printable text of at most `LONGEST_LINE` characters, with `ERROR` before it if it is one. A place in the code logs `LISTED` lines, and
-    after that those at powers of two. Lines of refusals are counted by session, see `Refusals`.
+    Each line becomes printable text of at most `LONGEST_LINE` characters, with `ERROR` before it if it is one. A place
+    in the code logs `LISTED` lines, and after that those at powers of two. Lines of refusals are counted by session:
+    see `Refusals`.
     """
 
     def __init__(self) -> None:

@@ -22,10 +22,7 @@ def unknown_options(options: OptManager) -> list[str]:
     """
     known = options.keys()
     names = [name for name in options.deferred if name not in known]
-    if len(options.scripts) > 1:
-        others = names
-    else:
-        others = _in_files(Path(options.confdir))
+    others = set(names) if len(options.scripts) > 1 else _in_files(Path(options.confdir))
     return [unknown(name, known) for name in names if name.startswith(PREFIX) or name not in others]
 
 

@@ -7,7 +7,6 @@ import pytest
 from rolltap.addons.errors import InputError
 from rolltap.addons.option_names import NAMES, require_known
 
-
 DECLARED = """
 import asyncio
 from mitmproxy.options import Options

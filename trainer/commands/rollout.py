@@ -8,10 +8,26 @@ from typing import Any
 import click
 
 import rolltap
-from rolltap.trainer.commands.options import FOLDER, harness_option, json_option, print_result, recorder_options
+from rolltap.trainer.commands.options import (
+    FOLDER,
+    examples,
+    harness_option,
+    json_option,
+    print_result,
+    recorder_options,
+)
 
 
-@click.command("rollout")
+@click.command(
+    "rollout",
+    epilog=examples(
+        "rolltap rollout tasks.jsonl --harness pi \\",
+        "    --model Qwen/Qwen3-4B --out runs/first",
+        "rolltap rollout tasks.jsonl --harness codex --sessions 4 \\",
+        "    --model Qwen/Qwen3-4B --out runs/first \\",
+        "    --runtime sandbox --set rolltap_allow=pypi.org",
+    ),
+)
 @recorder_options
 @click.argument("tasks", type=click.Path(path_type=Path, exists=True))
 @harness_option(required=True)
