@@ -1,11 +1,13 @@
 """`rolltap rollout`: runs tasks, several sessions each."""
 
+import re
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
 
 import rolltap
 from rolltap.trainer.commands.options import (
@@ -16,6 +18,10 @@ from rolltap.trainer.commands.options import (
     print_result,
     recorder_options,
 )
+
+MOST_REASONS = 3
+"""Most reasons of sessions without a reward that are printed."""
+_ID = re.compile(r"\b[0-9a-f]{16,}\b")
 
 
 @click.command(
@@ -111,14 +117,17 @@ def _report_faults(run: rolltap.Run) -> None:
     without = Counter(session.status for session in last.values() if session.reward is None)
     if not without:
         return
-    reasons = Counter(session.error or "" for session in last.values() if session.reward is None)
-    ((first, _),) = reasons.most_common(1)
+    # without the ids of calls and sessions, so that equal reasons count together
+    reasons = Counter(_ID.sub("…", session.error or "") for session in last.values() if session.reward is None)
     named = ", ".join(f"{number} {status}" for status, number in without.most_common())
-    click.echo(
-        f"{without.total()} of {len(last)} sessions have no reward ({named}). The most frequent reason: {first}. See "
-        f"{run.path / 'logs'} and the recorder's log in the run; once it is mended, the same command tries again those "
-        "that are infrastructure or unjudged.",
-        err=True,
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console.print(f"{without.total()} of {len(last)} sessions have no reward ({named})", style="bold red", markup=False)
+    for reason, number in reasons.most_common(MOST_REASONS):
+        console.print(f"  {number} of them: {reason}", style="red", markup=False)
+    console.print(
+        f"See {run.path / 'logs'} and the recorder's log in the run. Once it is mended, the same command tries again "
+        "those that are infrastructure or unjudged.",
+        markup=False,
     )
     if without.total() == len(last):
         sys.exit(1)
