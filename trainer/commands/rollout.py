@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from rolltap.trainer.commands.options import (
 
 MOST_REASONS = 3
 """Most reasons of sessions without a reward that are printed."""
-_ID = re.compile(r"\b[0-9a-f]{16,}\b")
+_CALL_ID = re.compile(r"\b[0-9a-f]{16,}\b")
 
 
 @click.command(
@@ -117,13 +117,17 @@ def _report_faults(run: rolltap.Run) -> None:
     without = Counter(session.status for session in last.values() if session.reward is None)
     if not without:
         return
-    # without the ids of calls and sessions, so that equal reasons count together
-    reasons = Counter(_ID.sub("…", session.error or "") for session in last.values() if session.reward is None)
+    reasons: defaultdict[str, list[str]] = defaultdict(list)
+    for session in last.values():
+        if session.reward is None:
+            reason = session.error or "no reason was recorded"
+            # without ids, so that equal reasons count together
+            reasons[_CALL_ID.sub("", reason.replace(session.session_id, ""))].append(reason)
     named = ", ".join(f"{number} {status}" for status, number in without.most_common())
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     console.print(f"{without.total()} of {len(last)} sessions have no reward ({named})", style="bold red", markup=False)
-    for reason, number in reasons.most_common(MOST_REASONS):
-        console.print(f"  {number} of them: {reason}", style="red", markup=False)
+    for alike in sorted(reasons.values(), key=len, reverse=True)[:MOST_REASONS]:
+        console.print(f"  {len(alike)} of them: {alike[0]}", style="red", markup=False)
     console.print(
         f"See {run.path / 'logs'} and the recorder's log in the run. Once it is mended, the same command tries again "
         "those that are infrastructure or unjudged.",
