@@ -15,7 +15,7 @@ LISTED = 100
 LONGEST_LINE = 2_000
 """Maximum number of characters of a log line."""
 ERROR = "error: "
-"""What the lines of errors begin with, after their time. The process that starts mitmdump looks for them."""
+"""Begins each line of an error, after the time. The process that starts mitmdump looks for it."""
 
 
 class Log:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from rolltap.addons.errors import InputError
 
 PREFIX = "rolltap_"
-"""What the names of the recorder's own options begin with. All others are mitmproxy's."""
+"""Begins the names of the recorder's own options. All others are mitmproxy's."""
 NAMES = frozenset(
     {
         "rolltap_accept_rewards",
