@@ -53,11 +53,6 @@ class Capture:
         loader.add_option("rolltap_websocket", bool, False, text)
         # over HTTP/2 mitmproxy opens a connection per call and allows five at a time
         ctx.options.update(http2=False)
-        try:
-            # mitmproxy does this after `load`; an error there would leave it running without these addons
-            ctx.options.process_deferred()
-        except exceptions.OptionsError as error:
-            logger.error("%s", error)
 
     def configure(self, updated: set[str]) -> None:
         """Check the options and open the run folder."""

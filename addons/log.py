@@ -14,13 +14,16 @@ LISTED = 100
 """Number of lines that a place in the code can log. Later ones are counted."""
 LONGEST_LINE = 2_000
 """Maximum number of characters of a log line."""
+ERROR = "error: "
+"""Begins each line of an error, after the time. The process that starts mitmdump looks for it."""
 
 
 class Log:
     """Cuts mitmproxy's lines for connections and requests, which hold queries, and filters all other lines.
 
-    Each line becomes printable text of at most `LONGEST_LINE` characters. A place in the code logs `LISTED` lines, and
-    after that those at powers of two. Lines of refusals are counted by session, see `Refusals`.
+    Each line becomes printable text of at most `LONGEST_LINE` characters, with `ERROR` before it if it is one. A place
+    in the code logs `LISTED` lines, and after that those at powers of two. Lines of refusals are counted by session:
+    see `Refusals`.
     """
 
     def __init__(self) -> None:
@@ -51,6 +54,8 @@ class Log:
             if record.exc_info:
                 text += "\n" + "".join(traceback.format_exception(*record.exc_info)).rstrip()
             lines = [printable(line, LONGEST_LINE) for line in text.split("\n")]
+            if record.levelno >= logging.ERROR:
+                lines = [ERROR + line for line in lines]
             if self._last_count > LISTED:
                 lines[0] += f" ({self._last_count} such lines so far)"
             record.msg, record.args, record.exc_info = "\n".join(lines), (), None

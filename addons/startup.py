@@ -1,12 +1,14 @@
-"""Addon: refuses options that nobody declares, and sets what interrupts the event loop."""
+"""Addon: refuses options that nobody declares or of a wrong type, and sets what interrupts the event loop."""
 
-import difflib
 import gc
 import logging
 import sys
 
 from mitmproxy import ctx
 from mitmproxy.addonmanager import Loader
+from mitmproxy.exceptions import OptionsError
+
+from rolltap.addons.options import unknown_options, wrong_values
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +30,16 @@ class Startup:
     """
 
     def load(self, loader: Loader) -> None:
-        """Refuse options of the recorder that no addon declares. mitmproxy would wait for one that does."""
-        known = sorted(ctx.options.keys())
-        for name in ctx.options.deferred:
-            if name.startswith("rolltap_") and name not in known:
-                (nearest,) = difflib.get_close_matches(name, known, 1, 0)
-                logger.error("%s is no option of the recorder: did you mean %s?", name, nearest)  # stops mitmdump
+        """Refuse options that no addon declares, and values that are not of an option's type: nothing is opened then.
+
+        Raises `OptionsError` after it has logged each refusal. The logged ones stop mitmdump.
+        """
+        refusals = [*unknown_options(ctx.options), *wrong_values(ctx.options)]
+        for refusal in refusals:
+            logger.error("%s", refusal)
+        if refusals:
+            # a script whose `load` raises it is not configured; mitmproxy 11 says nothing of it
+            raise OptionsError("these options are wrong")
 
     def running(self) -> None:
         """Freeze all objects (`gc.freeze`). The libraries are loaded by now."""

@@ -29,9 +29,18 @@ from rolltap.trainer.commands import (
 from rolltap.trainer.launcher import runs_first
 
 
+class InOrder(click.Group):
+    """A group whose help lists its commands in the order of work, not of the alphabet."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        """Return the names of the commands as they were given."""
+        return list(self.commands)
+
+
 @click.group(
+    cls=InOrder,
+    context_settings={"help_option_names": ["-h", "--help"]},
     commands=[
-        addon.addon_command,
         serve.serve_command,
         record.record_command,
         env.env_command,
@@ -47,7 +56,8 @@ from rolltap.trainer.launcher import runs_first
         split.split_command,
         filter.filter_command,
         verify.verify_command,
-    ]
+        addon.addon_command,
+    ],
 )
 @click.version_option(package_name="rolltap", prog_name="rolltap")
 def rolltap() -> None:

@@ -189,9 +189,21 @@ def test_bad_options_end_mitmdump_with_a_message_for_each_and_no_traceback(start
     assert "Traceback" not in log
 
 
-def test_an_option_that_is_neither_true_nor_false_ends_mitmdump_with_a_message(start):
-    recorder = start("rolltap_keep_adapter=perhaps")
+def test_misspelt_options_and_values_of_another_type_end_mitmdump_before_anything_is_written(start):
+    recorder = start("rolltap_keep_adapter=perhaps", "rolltap_samplin={}", "listen_prt=1")
     assert recorder.process.wait() == 1
-    # mitmproxy 12 shortens the sentence of 11, and names the option
-    assert re.search(r'Boolean must be "true", "false"|Failed to parse option rolltap_keep_a', recorder.log())
+    log = recorder.log()
+    assert "error: rolltap_keep_adapter is 'perhaps': " in log
+    assert "error: rolltap_samplin is no option of the recorder: did you mean rolltap_sampling?" in log
+    assert "error: listen_prt is no option of the recorder: did you mean listen_port?" in log
+    assert "Traceback" not in log
+    assert not recorder.run.exists()
+
+
+def test_a_value_of_another_type_in_the_configuration_file_ends_mitmdump_with_a_message(start, tmp_path):
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "config.yaml").write_text("rolltap_patience: soon\nconsole_palette: dark\n")
+    recorder = start()
+    assert recorder.process.wait() == 1
+    assert "error: rolltap_patience is 'soon': " in recorder.log()
     assert "Traceback" not in recorder.log()

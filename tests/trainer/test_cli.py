@@ -1,5 +1,6 @@
 """The `rolltap` command as a program: its exit status and its imports."""
 
+import os
 import subprocess
 import sys
 
@@ -20,6 +21,10 @@ from tests.trainer.commands.program import rolltap
         ),
         (["env", "--proxy", "127.0.0.1:8080"], "the proxy '127.0.0.1:8080' is not written as http://HOST:PORT"),
         (["env", "--proxy", "http://h:1", "--ca", "none.pem"], "the recorder makes it when it first starts"),
+        (
+            ["record", "--out", "x", "--model", "m", "--set", "rolltap_samplin={}", "--", "true"],
+            "rolltap_samplin is no option of the recorder: did you mean rolltap_sampling?",
+        ),
         (["serve", "m", "--vllm", "no-such-vllm"], "'no-such-vllm' is not on the PATH"),
     ],
 )
@@ -43,6 +48,24 @@ def test_a_file_that_cannot_be_read_is_a_message_and_status_1(tmp_path):
     assert (ended.returncode, ended.stdout) == (1, "")
     assert "calls-0.arrow" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "completed"), [("rolltap ins", "plain,inspect"), ("rolltap record --eng", "plain,--engine")]
+)
+def test_a_shell_completes_commands_and_options(command, completed):
+    words = {"COMP_WORDS": command, "COMP_CWORD": str(command.count(" "))}
+    assert completed in rolltap(env={**os.environ, **words, "_ROLLTAP_COMPLETE": "bash_complete"}).stdout.splitlines()
+
+
+def test_a_misspelt_command_is_answered_with_the_nearest():
+    ended = rolltap("inspct")
+    assert (ended.returncode, "Did you mean 'inspect'?" in ended.stderr) == (2, True)
+
+
+def test_the_package_is_the_command_too():
+    shown = subprocess.run([sys.executable, "-m", "rolltap", "-h"], capture_output=True, text=True, check=True)
+    assert "Usage: python -m rolltap" in shown.stdout
 
 
 def test_an_unknown_option_is_status_2():

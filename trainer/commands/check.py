@@ -6,10 +6,16 @@ from pathlib import Path
 import click
 
 import rolltap
-from rolltap.trainer.commands.options import FOLDER, engine_option, json_option, print_result
+from rolltap.trainer.commands.options import FOLDER, engine_option, examples, json_option, print_result
 
 
-@click.command("check")
+@click.command(
+    "check",
+    epilog=examples(
+        "rolltap check runs/first",
+        "rolltap check runs/first --engine http://127.0.0.1:8000 --sample 20",
+    ),
+)
 @click.argument("run", type=FOLDER)
 @engine_option(help="URL of the vLLM server.")
 @click.option(
@@ -27,7 +33,9 @@ from rolltap.trainer.commands.options import FOLDER, engine_option, json_option,
 )
 @json_option
 def check_command(run: Path, engine: str, sample: int, seed: int, threshold: float, as_json: bool) -> None:
-    """Score calls of a RUN again on a running engine, and compare the log-probabilities.
+    """Score calls of a RUN again on a running engine.
+
+    The log-probabilities of both times are compared.
 
     Exit status 0: the mean absolute difference of every kind of prompt and policy version is within the threshold.
     Exit status 1: one is not. Calls of weights that the engine does not serve are skipped and counted. So are those

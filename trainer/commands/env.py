@@ -10,10 +10,16 @@ import click
 from rich.console import Console
 
 import rolltap
-from rolltap.trainer.commands.options import engine_option, harness_option
+from rolltap.trainer.commands.options import engine_option, examples, harness_option
 
 
-@click.command("env")
+@click.command(
+    "env",
+    epilog=examples(
+        'eval "$(rolltap env --proxy http://127.0.0.1:8080 --harness pi)"',
+        "rolltap env --proxy http://127.0.0.1:8080 --format docker > session.env",
+    ),
+)
 @click.option("--proxy", required=True, metavar="URL", help="The recorder as the program reaches it: http://HOST:PORT.")
 @click.option("--session", metavar="ID", help="Names the session in the dataset; a new name if not given.")
 @harness_option()
@@ -43,10 +49,10 @@ def env_command(
     secret_file: TextIO | None,
     form: str,
 ) -> None:
-    """Print the variables that send a program through a recorder that runs already.
+    """Print the variables that send a program through a recorder.
 
-    The file rolltap-ca-bundle.pem is written beside the CA, with the usual root certificates and the CA. A container
-    needs both files under the same paths.
+    The recorder runs already: see `rolltap addon`. The file rolltap-ca-bundle.pem is written beside the CA, with the
+    usual root certificates and the CA. A container needs both files under the same paths.
     """
     recorder = rolltap.Proxy(proxy, ca=ca, secret=secret_file.read().strip() if secret_file else "")
     console = Console(stderr=True)

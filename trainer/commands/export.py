@@ -7,11 +7,17 @@ import click
 from rich.console import Console
 
 import rolltap
-from rolltap.trainer.commands.options import FOLDER
+from rolltap.trainer.commands.options import FOLDER, examples
 from rolltap.types import ExportFormat
 
 
-@click.command("export")
+@click.command(
+    "export",
+    epilog=examples(
+        "rolltap export runs/first --to parquet --out first-parquet",
+        "rolltap export runs/first --to hub --repo me/first",
+    ),
+)
 @click.argument("run", type=FOLDER)
 @click.option(
     "--to",

@@ -6,11 +6,17 @@ from typing import get_args
 import click
 
 import rolltap
-from rolltap.trainer.commands.options import RUN, new_folder_option
+from rolltap.trainer.commands.options import RUN, examples, new_folder_option
 from rolltap.types import CallRole, SessionStatus
 
 
-@click.command("filter")
+@click.command(
+    "filter",
+    epilog=examples(
+        "rolltap filter runs/first --min-reward 1 --out runs/solved",
+        "rolltap filter runs/first --not-suspicious --out runs/sound",
+    ),
+)
 @click.argument("run", type=RUN)
 @new_folder_option
 @click.option("--min-reward", type=float, help="Smallest reward.")
@@ -73,10 +79,11 @@ def filter_command(
     sessions: tuple[str, ...],
     roles: tuple[CallRole, ...],
 ) -> None:
-    """Write the sessions of a RUN that meet every given criterion to a new run.
+    """Write some sessions of a RUN to a new run.
 
-    An option that is given several times accepts each of its values. A session without a row has the status unknown, no
-    harness, no policy version, no suspicions and no reward. Events without a session are left out.
+    They are those that meet every given criterion. An option that is given several times accepts each of its values. A
+    session without a row has the status unknown, no harness, no policy version, no suspicions and no reward. Events
+    without a session are left out.
     """
     run_of_them = rolltap.open_run(run).filter(
         out,

@@ -7,13 +7,19 @@ import click
 from rich.console import Console
 
 import rolltap
-from rolltap.trainer.commands.options import FOLDER, json_option, print_result
+from rolltap.trainer.commands.options import FOLDER, examples, json_option, print_result
 
 MOST_FAULTS = 20
 """Most bad lines that are printed. The rest is counted."""
 
 
-@click.command("import")
+@click.command(
+    "import",
+    epilog=examples(
+        "rolltap import calls.jsonl runs/imported",
+        "zcat calls.jsonl.gz | rolltap import - runs/imported --skip-bad",
+    ),
+)
 @click.argument("file", type=click.File("rb"))
 @click.argument("run", type=FOLDER)
 @click.option("--model", help="Folder or name of the model whose tokens they are: its tokenizer is noted in the run.")

@@ -5,16 +5,23 @@ from pathlib import Path
 import click
 
 import rolltap
-from rolltap.trainer.commands.options import FOLDER, json_option, print_result
+from rolltap.trainer.commands.options import FOLDER, examples, json_option, print_result
 
 
-@click.command("inspect")
+@click.command(
+    "inspect",
+    epilog=examples(
+        "rolltap inspect runs/first",
+        "rolltap inspect runs/first record-1a2b",
+        "rolltap inspect runs/first record-1a2b 9f",
+    ),
+)
 @click.argument("run", type=FOLDER)
 @click.argument("session", required=False)
 @click.argument("call", required=False)
 @json_option
 def inspect_command(run: Path, session: str | None, call: str | None, as_json: bool) -> None:
-    """Show a RUN, the call tree of a SESSION, or a CALL with its tokens.
+    """Show a RUN, the calls of a SESSION, or a CALL with its tokens.
 
     Unique prefixes of ids are accepted.
     """

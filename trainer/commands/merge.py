@@ -5,10 +5,16 @@ from pathlib import Path
 import click
 
 import rolltap
-from rolltap.trainer.commands.options import RUN, new_folder_option
+from rolltap.trainer.commands.options import RUN, examples, new_folder_option
 
 
-@click.command("merge")
+@click.command(
+    "merge",
+    epilog=examples(
+        "rolltap merge runs/first runs/second --out runs/both",
+        "rolltap merge runs/damaged --out runs/saved",
+    ),
+)
 @click.argument("runs", type=RUN, nargs=-1, required=True)
 @new_folder_option
 def merge_command(runs: tuple[Path, ...], out: Path) -> None:

@@ -33,6 +33,11 @@ harness_option = partial(
 )
 
 
+def examples(*lines: str) -> str:
+    """Return the epilog of a command's help: command lines that a user can copy, as they are written here."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
 def engine_option(help: str) -> Callable[[Command], Command]:
     """Add --engine, described by `help`, and --engine-key-file."""
     url = click.option(

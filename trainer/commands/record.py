@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import shlex
 import signal
 import subprocess
 import sys
@@ -9,13 +10,24 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import click
+from rich.console import Console
 
 import rolltap
 from rolltap.rollouts import end_recorded
-from rolltap.trainer.commands.options import harness_option, recorder_options
+from rolltap.trainer.commands.options import examples, harness_option, recorder_options
 
 
-@click.command("record", context_settings={"ignore_unknown_options": True})
+@click.command(
+    "record",
+    epilog=examples(
+        "rolltap record --model Qwen/Qwen3-4B --out runs/first -- python agent.py",
+        "rolltap record --model Qwen/Qwen3-4B --out runs/first \\",
+        '    --harness pi -- -p "Count the words."',
+        "rolltap record --model Qwen/Qwen3-4B --out runs/first \\",
+        '    --evaluate "pytest -q" --task words -- python agent.py',
+    ),
+    context_settings={"ignore_unknown_options": True},
+)
 @recorder_options
 @harness_option()
 @click.option("--task", default="", metavar="ID", help="Name of the task; the harness's name if not given.")
@@ -74,9 +86,17 @@ def record_command(
             signal.signal(signal.SIGINT, before)
         session.status = "completed" if session.exit_status == 0 else "failed"
         session.finished_at = datetime.now(UTC)
-        end_recorded(session, recorder, evaluate)
+        facts = end_recorded(session, recorder, evaluate)
     reward = "no reward" if session.reward is None else f"reward {session.reward:g}"
-    why = f" ({session.error})" if session.error else ""
-    click.echo(f"session {session_id}: {session.status}, {reward}{why}", err=True)
+    counts = [f"{facts.calls} model call{'s' * (facts.calls != 1)}"]
+    counts += [f"requests that look like one and were not answered: {facts.uncaptured}"] if facts.uncaptured else []
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console.print(
+        f"session {session_id}: {session.status}, {reward}, {', '.join(counts)}. "
+        f"See: {shlex.join(['rolltap', 'inspect', str(out), session_id])}",
+        markup=False,
+    )
+    if why := session.error or facts.fault:
+        console.print(why, markup=False, style="bold red")
     status = session.exit_status
     sys.exit(status if status >= 0 else 128 - status)

@@ -6,10 +6,17 @@ from pathlib import Path
 import click
 
 import rolltap
-from rolltap.trainer.commands.options import RUN, json_option
+from rolltap.trainer.commands.options import RUN, examples, json_option
 
 
-@click.command("reward", context_settings={"ignore_unknown_options": True})
+@click.command(
+    "reward",
+    epilog=examples(
+        "rolltap reward runs/first record-1a2b 0.5",
+        "rolltap reward runs/first record-1a2b 1 --task words --part style=0.5",
+    ),
+    context_settings={"ignore_unknown_options": True},
+)
 @click.argument("run", type=RUN)
 @click.argument("session")
 @click.argument("value", type=float)

@@ -1,17 +1,39 @@
 """`rolltap rollout`: runs tasks, several sessions each."""
 
+import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
 
 import rolltap
-from rolltap.trainer.commands.options import FOLDER, harness_option, json_option, print_result, recorder_options
+from rolltap.trainer.commands.options import (
+    FOLDER,
+    examples,
+    harness_option,
+    json_option,
+    print_result,
+    recorder_options,
+)
+
+MOST_REASONS = 3
+"""Most reasons of sessions without a reward that are printed."""
+_CALL_ID = re.compile(r"\b[0-9a-f]{16,}\b")
 
 
-@click.command("rollout")
+@click.command(
+    "rollout",
+    epilog=examples(
+        "rolltap rollout tasks.jsonl --harness pi \\",
+        "    --model Qwen/Qwen3-4B --out runs/first",
+        "rolltap rollout tasks.jsonl --harness codex --sessions 4 \\",
+        "    --model Qwen/Qwen3-4B --out runs/first \\",
+        "    --runtime sandbox --set rolltap_allow=pypi.org",
+    ),
+)
 @recorder_options
 @click.argument("tasks", type=click.Path(path_type=Path, exists=True))
 @harness_option(required=True)
@@ -95,14 +117,21 @@ def _report_faults(run: rolltap.Run) -> None:
     without = Counter(session.status for session in last.values() if session.reward is None)
     if not without:
         return
-    reasons = Counter(session.error or "" for session in last.values() if session.reward is None)
-    ((first, _),) = reasons.most_common(1)
+    reasons: defaultdict[str, list[str]] = defaultdict(list)
+    for session in last.values():
+        if session.reward is None:
+            reason = session.error or "no reason was recorded"
+            # without ids, so that equal reasons count together
+            reasons[_CALL_ID.sub("", reason.replace(session.session_id, ""))].append(reason)
     named = ", ".join(f"{number} {status}" for status, number in without.most_common())
-    click.echo(
-        f"{without.total()} of {len(last)} sessions have no reward ({named}). The most frequent reason: {first}. See "
-        f"{run.path / 'logs'} and the recorder's log in the run; once it is mended, the same command tries again those "
-        "that are infrastructure or unjudged.",
-        err=True,
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console.print(f"{without.total()} of {len(last)} sessions have no reward ({named})", style="bold red", markup=False)
+    for alike in sorted(reasons.values(), key=len, reverse=True)[:MOST_REASONS]:
+        console.print(f"  {len(alike)} of them: {alike[0]}", style="red", markup=False)
+    console.print(
+        f"See {run.path / 'logs'} and the recorder's log in the run. Once it is mended, the same command tries again "
+        "those that are infrastructure or unjudged.",
+        markup=False,
     )
     if without.total() == len(last):
         sys.exit(1)

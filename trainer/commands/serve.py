@@ -7,10 +7,16 @@ import click
 from rich.console import Console
 
 import rolltap
-from rolltap.trainer.commands.options import engine_key_option
+from rolltap.trainer.commands.options import engine_key_option, examples
 
 
-@click.command("serve")
+@click.command(
+    "serve",
+    epilog=examples(
+        "rolltap serve Qwen/Qwen3-4B --vllm ~/venvs/vllm/bin/vllm",
+        "rolltap serve models/mine --lora-rank 16 -- --gpu-memory-utilization 0.5",
+    ),
+)
 @click.argument("model")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8000, show_default=True, help="Port to listen on.")

@@ -6,11 +6,17 @@ from typing import get_args
 import click
 
 import rolltap
-from rolltap.trainer.commands.options import RUN, new_folder_option
+from rolltap.trainer.commands.options import RUN, examples, new_folder_option
 from rolltap.types import SplitBy
 
 
-@click.command("split")
+@click.command(
+    "split",
+    epilog=examples(
+        "rolltap split runs/first --by harness --out runs/parts",
+        "rolltap split runs/first --parts 4 --out runs/parts",
+    ),
+)
 @click.argument("run", type=RUN)
 @new_folder_option
 @click.option("--by", type=click.Choice(get_args(SplitBy)), help="One run for each value of this session field.")

@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 
 import rolltap
-from rolltap.trainer.commands.options import FOLDER
+from rolltap.trainer.commands.options import FOLDER, examples
 from rolltap.types import TRAINED_ROLES, CallRole, Strategy
 
 
@@ -24,7 +24,13 @@ def _roles(value: str | tuple[CallRole, ...]) -> tuple[CallRole, ...]:
     return tuple(role for role in known if role in asked)
 
 
-@click.command("traces")
+@click.command(
+    "traces",
+    epilog=examples(
+        "rolltap traces runs/first --out first-traces",
+        "rolltap traces runs/first --json --roles agent,subagent > traces.jsonl",
+    ),
+)
 @click.argument("run", type=FOLDER)
 @click.option(
     "--strategy",

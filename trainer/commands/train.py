@@ -9,11 +9,18 @@ from rich.console import Console
 
 import rolltap
 from rolltap.errors import RankError
-from rolltap.trainer.commands.options import FILE, FOLDER, RUN, engine_option, json_option, print_result
+from rolltap.trainer.commands.options import FILE, FOLDER, RUN, engine_option, examples, json_option, print_result
 from rolltap.trainer.launcher import runs_first
 
 
-@click.command("train")
+@click.command(
+    "train",
+    epilog=examples(
+        "rolltap train recipe.toml --dry-run",
+        "rolltap train recipe.toml --out runs/training",
+        "rolltap train recipe.toml --out runs/offline --from runs/first",
+    ),
+)
 @click.argument("recipe", type=FILE)
 @click.option("--out", type=FOLDER, help="The run folder. A run that was stopped is resumed. --dry-run needs none.")
 @engine_option(help="URL of the vLLM server, or several separated by commas.")

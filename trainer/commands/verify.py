@@ -9,13 +9,19 @@ from pathlib import Path
 import click
 
 import rolltap
-from rolltap.trainer.commands.options import RUN, json_option
+from rolltap.trainer.commands.options import RUN, examples, json_option
 
 MOST_FINDINGS = 100
 """Maximum number of findings that are printed. `--json` prints all."""
 
 
-@click.command("verify")
+@click.command(
+    "verify",
+    epilog=examples(
+        "rolltap verify runs/first",
+        "rolltap verify runs/first --repair",
+    ),
+)
 @click.argument("run", type=RUN)
 @click.option("--repair", is_flag=True, help="Truncate uncommitted tails and remove temporary files.")
 @json_option

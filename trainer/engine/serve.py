@@ -23,8 +23,24 @@ START_SECONDS = 7200.0
 that may hang, and exits then."""
 _STOP_SECONDS = 30.0
 _POLL_SECONDS = 0.2
+_MODEL_FILES = ("config.json", "params.json")
+"""Files of a model's folder, of which vLLM needs one: Hugging Face's form, and Mistral's."""
 _SHORTEST_KEY = 32
 """Characters. Processes of the same user can read the digest of the key, and could guess a shorter one."""
+
+
+def require_model(model: str) -> None:
+    """Refuse a model that is a path and no model folder, before vLLM starts. Names of the Hub and URLs are left to it.
+
+    Raises `InputError`.
+    """
+    path = Path(model)
+    if path.is_dir() and not any((path / name).exists() for name in _MODEL_FILES):
+        raise InputError(f"the folder {model} has no {_MODEL_FILES[0]}: give the folder of a model")
+    # ORGANISATION/NAME or NAME is a name of the Hub, unless it begins like a path
+    is_path = model.startswith(("/", "~", ".")) or ("://" not in model and model.count("/") > 1)
+    if is_path and not path.exists():
+        raise InputError(f"there is no folder {model}: give the folder of a model, or its name on the Hugging Face Hub")
 
 
 def is_cpu_build(vllm: str) -> bool:
@@ -101,10 +117,11 @@ class EngineServer:
     `ROLLTAP_ENGINE_KEY_FILE` names, and is made if it does not exist. Without the variable it is a new one, which is
     removed when the server stops: set the variable to `key_file` for recorders, publishers and checks.
 
-    The constructor raises `InputError` when the `vllm` program is not found, and `EngineError` when there is no working
-    Python beside it. Entering waits until the server is healthy. It raises `InputError` for a key file that cannot be
-    used, and `EngineError` when the server exits before, is not healthy within two hours, lacks a required endpoint or
-    answers without the key, and when another engine answers at its address.
+    The constructor raises `InputError` when the `vllm` program or the model's folder is not found, and `EngineError`
+    when there is no working Python beside the program. Entering waits until the server is healthy. It raises
+    `InputError` for a key file that cannot be used, and `EngineError` when the server exits before, is not healthy
+    within two hours, lacks a required endpoint or answers without the key, and when another engine answers at its
+    address.
     """
 
     def __init__(
@@ -123,11 +140,12 @@ class EngineServer:
         if found is None:
             advice = "install vLLM in an environment of its own, and give its program (--vllm, vllm=)"
             raise InputError(f"{vllm!r} is not on the PATH: {advice}")
+        require_model(str(model))
         cpu = is_cpu_build(found)
         self.key_file: Path
         """The file with the key, once entered."""
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        self._log = None if log is None else Path(log)
+        self._model, self._log = model, None if log is None else Path(log)
         self._command = engine_command(
             found, str(model), host=host, port=port, max_model_len=max_model_len, lora_rank=lora_rank, cpu=cpu
         )
@@ -179,7 +197,9 @@ class EngineServer:
         deadline = time.monotonic() + START_SECONDS
         while not admin.healthy():
             if self._process.poll() is not None:
-                raise EngineError(f"vLLM ended with status {self._process.returncode}{self._tail()}")
+                here = Path(self._model).exists() or "://" in str(self._model)
+                why = "" if here else f": {self._model} is no folder here, is it a name on the Hugging Face Hub?"
+                raise EngineError(f"vLLM ended with status {self._process.returncode}{why}{self._tail()}")
             if time.monotonic() > deadline:
                 raise EngineError(f"vLLM did not answer at {self.url} in {START_SECONDS:g} s{self._tail()}")
             time.sleep(_POLL_SECONDS)

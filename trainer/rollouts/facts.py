@@ -16,6 +16,8 @@ class Facts(NamedTuple):
         fault: The failure of the engine, the recorder or the machine, in words; None when there is none.
         budget: The budget that ended it, in words; None when none did.
         completed_calls: Number of completed model calls.
+        calls: Number of all recorded model calls.
+        uncaptured: Number of requests that look like model calls and were not answered, as far as they are told.
         refusals: Number of requests that were refused, as far as the recorder tells each: an event may stand for many.
         permanent: True when the session could not be run, and no further attempt can be before somebody mends it.
     """
@@ -23,6 +25,8 @@ class Facts(NamedTuple):
     fault: str | None = None
     budget: str | None = None
     completed_calls: int = 0
+    calls: int = 0
+    uncaptured: int = 0
     refusals: int = 0
     permanent: bool = False
 
@@ -43,5 +47,7 @@ def session_facts(rows: SessionRows, session_id: str) -> Facts:
         fault=find_fault(calls, events),
         budget=find_budget(calls, events),
         completed_calls=sum(call.status == "completed" for call in calls),
+        calls=len(calls),
+        uncaptured=sum(event.kind == "uncaptured" for event in events),
         refusals=sum(event.kind in _REFUSALS for event in events),
     )

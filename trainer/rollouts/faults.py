@@ -23,6 +23,12 @@ from typing import NamedTuple
 from rolltap.addons.dialects.routes import find_route
 from rolltap.addons.store.records import CallRole, CallStatus
 
+NO_CALL = (
+    "no model call came: did the program use the proxy? Node's own fetch uses it from Node 22.21 on, and a base URL on "
+    "loopback is never sent to it. `rolltap doctor -- COMMAND` tries a program"
+)
+"""The fault of a session without a request to a model API."""
+
 
 class Asked(NamedTuple):
     """A recorded call. `sampled` is the number of its sampled tokens."""
@@ -35,7 +41,7 @@ class Asked(NamedTuple):
 
 
 class Told(NamedTuple):
-    """A recorded event, with the method and path of its request."""
+    """A recorded event, with the method, path and host of its request."""
 
     kind: str
     call_id: str | None
@@ -43,6 +49,7 @@ class Told(NamedTuple):
     at: datetime
     method: str
     path: str
+    host: str = ""
 
 
 def find_fault(calls: Sequence[Asked], events: Sequence[Told]) -> str | None:
@@ -61,6 +68,8 @@ def find_fault(calls: Sequence[Asked], events: Sequence[Told]) -> str | None:
     if not any(call.sampled for call in own or calls):
         if not faults and any(event.kind == "budget" for event in events):
             return None  # the first prompt was over the budget: another attempt would be refused too
+        if not calls and not faults and not lost:
+            return _why_none(events)
         why = f": {_newest(faults).detail}" if faults else ""
         return f"no token was sampled, so that no reward can be the policy's{why}"
     open_faults = [
@@ -69,6 +78,17 @@ def find_fault(calls: Sequence[Asked], events: Sequence[Told]) -> str | None:
         if not (own and _is_aside(fault, roles)) and not _recovered(fault, roles.get(fault.call_id or ""), calls)
     ]
     return f"it did not recover from: {_newest(open_faults).detail}" if open_faults else None
+
+
+def _why_none(events: Sequence[Told]) -> str:
+    """Return why a session has no call: its requests were refused, were not known as model calls, or did not come."""
+    if rejected := [event for event in events if event.kind == "rejected"]:
+        return f"every model call was refused: {_newest(rejected).detail}"
+    if uncaptured := [event for event in events if event.kind == "uncaptured"]:
+        last = _newest(uncaptured)
+        request = f"{last.method} {last.host}{last.path}"
+        return f"no model call came, only requests to unknown paths that look like one: {request}"
+    return NO_CALL
 
 
 def _newest(events: Sequence[Told]) -> Told:

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -18,6 +19,10 @@ from rolltap.trainer.rollouts.runtimes.supervised import Supervised
 logger = logging.getLogger(__name__)
 
 _STOP_SECONDS = 20.0
+_LAST = 8
+"""Most lines of a log that an error shows."""
+_ERROR = re.compile(r"^\[[\d:.]+\](?:\[.*?\])? error: (.*)|^error: (.*)", re.MULTILINE)
+"""A line of an error as `addons/log.py` writes it: the first after its time and client."""
 
 
 def script() -> Path:
@@ -25,6 +30,17 @@ def script() -> Path:
     import rolltap.addons
 
     return Path(next(iter(rolltap.addons.__path__))) / "record.py"
+
+
+def reasons(log: str) -> str:
+    """Return why a recorder did not start, from what it wrote: its errors, or without any its last lines."""
+    errors = [first or other for first, other in _ERROR.findall(log)]
+    return "\n".join(dict.fromkeys(errors)) or last_lines(log)
+
+
+def last_lines(log: str) -> str:
+    """Return the last lines of a log."""
+    return "\n".join(log.splitlines()[-_LAST:])
 
 
 class Mitmdump:
@@ -38,6 +54,7 @@ class Mitmdump:
 
     def __init__(self, name: str, options: Mapping[str, Sequence[str]], *, secret: str, log: Path) -> None:
         self._name, self._log = name, log
+        self._earlier = log.stat().st_size if log.exists() else 0
         command = [_program(), "-s", str(script()), "--listen-host", "127.0.0.1", "--listen-port", "0"]
         ready, told = os.pipe()
         self._ready = os.fdopen(ready)
@@ -83,7 +100,7 @@ class Mitmdump:
             line = self._ready.readline()
         if not line:
             self._copier.join()
-            raise RecorderError(f"{self._name} did not start:\n{self._tail()}")
+            raise RecorderError(f"{self._name} did not start: {reasons(self._said())}\nIts log is {self._log}")
         announced = json.loads(line)
         for warning in announced["warnings"]:
             logger.warning("%s: %s", self._name, warning)
@@ -92,7 +109,9 @@ class Mitmdump:
     def check(self) -> None:
         """Raise `RecorderError` if the process has ended."""
         if self.ended:
-            raise RecorderError(f"{self._name} died with status {self._process.returncode}:\n{self._tail()}")
+            raise RecorderError(
+                f"{self._name} died with status {self._process.returncode}:\n{last_lines(self._said())}"
+            )
 
     def terminate(self) -> None:
         """Tell the process to end. Does not wait."""
@@ -113,8 +132,11 @@ class Mitmdump:
                 with suppress(OSError):
                     log.write(line)
 
-    def _tail(self) -> str:
-        return "\n".join(self._log.read_text(errors="replace").splitlines()[-8:])
+    def _said(self) -> str:
+        """Return what this process wrote: the log has the lines of earlier recorders of the run before."""
+        with self._log.open("rb") as log:
+            log.seek(self._earlier)
+            return log.read().decode(errors="replace")
 
 
 def _program() -> str:

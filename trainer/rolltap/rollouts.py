@@ -18,6 +18,7 @@ from rolltap.trainer.blocking import run_blocking, run_to_end, wait_for_end
 from rolltap.trainer.progress import progress_bar
 from rolltap.trainer.rollouts.before import check_engines, check_judges
 from rolltap.trainer.rollouts.budget import Budget
+from rolltap.trainer.rollouts.facts import Facts
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.judges.here import judge_here
 from rolltap.trainer.rollouts.keys import keys_of
@@ -92,10 +93,10 @@ def rollout(
     `run.traces().batch(run.new_session_ids)`. Works in a script and in a notebook; `rollout_async` is for an event
     loop.
 
-    Raises, before the recorder is started, `InputError` for wrong tasks, numbers, harness or runtime, and `EngineError`
-    when an engine does not answer; `RunError` when another rollout runs in the folder; `MissingPackageError` without
-    mitmproxy; `RecorderError` when the recorder does not start, for instance for a wrong `model` or option, dies, or
-    when the rollout gives up; `OSError` when the run folder cannot be written.
+    Raises, before the recorder is started, `InputError` for wrong tasks, numbers, harness, runtime or options, and
+    `EngineError` when an engine does not answer; `RunError` when another rollout runs in the folder;
+    `MissingPackageError` without mitmproxy; `RecorderError` when the recorder does not start, for instance for a wrong
+    `model` or option, dies, or when the rollout gives up; `OSError` when the run folder cannot be written.
     """
     return run_blocking(
         rollout_async(
@@ -175,11 +176,11 @@ async def rollout_async(
     if not all(task.image for task in task_list):
         harness.require_program()
     plan = Plan(harness, concurrency, timeout, runtime, retries, give_up_after)
-    weights = await asyncio.to_thread(check_engines, engine, str(model))
-    await asyncio.to_thread(check_judges, task_list, engine)
     run_folder = Path(out)
     settings = {**Budget(**budgets).options(), **(options or {})}
     recorder = Recorder(run_folder, engine=engine, model=model, options=settings, processes=recorders)
+    weights = await asyncio.to_thread(check_engines, engine, str(model))
+    await asyncio.to_thread(check_judges, task_list, engine)
     with rollout_lock(run_folder):
         async with _started(recorder):
             await run_to_end(end_interrupted, recorder)
@@ -235,10 +236,12 @@ async def _started(recorder: Recorder) -> AsyncIterator[None]:
         await run_to_end(recorder.__exit__, *sys.exc_info())
 
 
-def end_recorded(session: Session, recorder: Recorder, evaluate: str | None) -> None:
+def end_recorded(session: Session, recorder: Recorder, evaluate: str | None) -> Facts:
     """End a session of a program that the caller started, with the reward of the command `evaluate`, or None.
 
-    A reward that the program gave at the session's end counts first. Raises as `Recorder.end_calls` and `Recorder.end`.
+    Returns its facts. A reward that the program gave at the session's end counts first.
+
+    Raises as `Recorder.end_calls` and `Recorder.end`.
     """
     recorder.end_calls(session.session_id)
     facts = recorder.facts(session.session_id)
@@ -258,3 +261,4 @@ def end_recorded(session: Session, recorder: Recorder, evaluate: str | None) -> 
         session.reward, session.parts, session.evidence, session.error = own.reward, own.parts, own.evidence, None
         session.task_id, session.group_id = own.task_id or session.task_id, own.group_id or session.group_id
     recorder.end(session)
+    return facts

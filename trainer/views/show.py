@@ -56,7 +56,7 @@ def render_session(view: SessionView) -> RenderableType:
 
 
 def call_tree(nodes: Sequence[CallNode], title: Text) -> Tree:
-    """Return the call tree. A chain of calls is one level deep, below its first call. Branches are a level deeper."""
+    """Return the call tree. A chain of calls is one node, a line a call; branches are the nodes below it."""
     ids = [node.call_id for node in nodes]
     length = next((n for n in range(_SHORT_ID, 64) if len({i[:n] for i in ids}) == len(ids)), 64)
     children: defaultdict[str | None, list[CallNode]] = defaultdict(list)
@@ -66,11 +66,12 @@ def call_tree(nodes: Sequence[CallNode], title: Text) -> Tree:
     stack = [(tree, node) for node in reversed(children[None])]
     while stack:
         above, node = stack.pop()
-        first = last = above.add(_label(node, length))
+        chain = [_label(node, length)]
         while len(children[node.call_id]) == 1:
             node = children[node.call_id][0]
-            last = first.add(_label(node, length))
-        stack += [(last, child) for child in reversed(children[node.call_id])]
+            chain.append(Text("↓ ").append_text(_label(node, length)))
+        drawn = above.add(Text("\n").join(chain))
+        stack += [(drawn, child) for child in reversed(children[node.call_id])]
     return tree
 
 

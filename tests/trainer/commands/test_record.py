@@ -15,6 +15,10 @@ def test_record_runs_a_command_and_ends_with_its_status(scripted_engine, tokeniz
     assert (ended.returncode, ended.stdout) == (3, "Hi.\n")
     (session,) = load_sessions(tmp_path / "run").values()
     assert (session.status, session.exit_status, session.harness) == ("failed", 3, sys.executable)
+    (line,) = ended.stderr.splitlines()
+    inspect = f"rolltap inspect {tmp_path / 'run'} {session.session_id}"
+    assert line == f"session {session.session_id}: failed, no reward, 1 model call. See: {inspect}"
+    assert rolltap(*inspect.split()[1:]).returncode == 0
     assert list(RecordedCalls(tmp_path / "run")) == [session.session_id]
 
 
@@ -31,6 +35,24 @@ def test_record_starts_a_harness_by_its_preset_and_the_users_variables_win(scrip
     assert (ended.returncode, ended.stdout) == (0, "['--always', '-p', 'go'] 8192 mine True\n")
     (session,) = load_sessions(tmp_path / "run").values()
     assert (session.status, session.harness) == ("completed", "x")
+
+
+def test_record_says_that_no_model_call_came(scripted_engine, tokenizer_folder, tmp_path):
+    options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder)
+    ended = rolltap("record", *options, "--", "true")
+    line, why = ended.stderr.splitlines()
+    assert ": completed, no reward, 0 model calls. See: rolltap inspect " in line
+    assert why.startswith("no model call came: did the program use the proxy?")
+    assert "rolltap doctor -- COMMAND" in why
+
+
+def test_record_says_that_calls_were_not_answered(scripted_engine, tokenizer_folder, tmp_path):
+    program = "import httpx; httpx.post('https://api.example.com/v9/messages', json={'model': 'm'})"
+    options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder)
+    ended = rolltap("record", *options, "--", sys.executable, "-c", program)
+    line, why = ended.stderr.splitlines()
+    assert "0 model calls, requests that look like one and were not answered: 1. See" in line
+    assert why.endswith("POST api.example.com/v9/messages")
 
 
 def test_a_recorder_that_does_not_start_says_why(tmp_path):
@@ -87,7 +109,7 @@ def test_an_evaluator_without_a_verdict_leaves_the_session_unjudged(scripted_eng
 def test_a_session_that_the_engine_failed_is_not_judged(scripted_engine, tokenizer_folder, tmp_path):
     _, session = record(*(scripted_engine, tokenizer_folder, tmp_path, "--evaluate", "touch judged"), program="pass")
     assert (session.status, session.reward) == ("infrastructure", None)
-    assert "no token was sampled" in session.error
+    assert "no model call came" in session.error
     assert not (tmp_path / "here" / "judged").exists()
 
 

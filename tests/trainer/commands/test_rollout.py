@@ -83,7 +83,19 @@ def test_sessions_without_a_reward_are_counted_and_when_it_is_all_of_them_the_st
     ended = rolltap("rollout", tasks, "--harness", preset([sys.executable, "-c", ASK]), *options)
     assert ended.returncode == (0 if answered else 1)
     assert f"{2 - answered} of 2 sessions have no reward" in ended.stderr
+    assert f"  {2 - answered} of them: " in ended.stderr
     assert "answered 500: the script is over" in ended.stderr
+
+
+def test_sessions_without_a_model_call_are_told_with_what_to_try(
+    scripted_engine, tokenizer_folder, tmp_path, tasks, preset
+):
+    out = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder)
+    ended = rolltap("rollout", tasks, "--harness", preset(["true"]), *out, "-n", 2, "--retries", 0)
+    assert ended.returncode == 1
+    assert "2 of 2 sessions have no reward (2 infrastructure)" in ended.stderr
+    assert "  2 of them: no model call came: did the program use the proxy?" in ended.stderr
+    assert "rolltap doctor -- COMMAND" in ended.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -1,7 +1,9 @@
+import re
 import signal
 import socket
 import stat
 import sys
+from contextlib import nullcontext
 
 import httpx
 import pytest
@@ -58,7 +60,9 @@ def fake_vllm(folder, script):
 def test_an_engine_that_ends_before_it_answers_shows_its_log(tmp_path):
     vllm = fake_vllm(tmp_path, "echo out of memory; exit 7")
     server = EngineServer("m", vllm=vllm, port=9, log=tmp_path / "vllm.log")
-    with pytest.raises(EngineError, match=r"ended with status 7; the end of (.|\n)*out of memory"):
+    with pytest.raises(
+        EngineError, match=r"ended with status 7: m is no folder here, .*; the end of (.|\n)*out of memory"
+    ):
         server.__enter__()
 
 
@@ -96,6 +100,33 @@ def test_a_port_that_is_taken_is_named(answering, tmp_path):
 
 def test_an_address_of_ip_version_6_is_a_url(tmp_path):
     assert EngineServer("m", vllm=fake_vllm(tmp_path, "exit 0"), host="::1").url == "http://[::1]:8000"
+
+
+@pytest.mark.parametrize(
+    ("model", "refusal"),
+    [
+        ("/no/such/model", "there is no folder /no/such/model"),
+        ("./model", "there is no folder ./model"),
+        ("runs/first/model", "there is no folder runs/first/model"),
+        ("~/model-of-nobody", "there is no folder ~/model-of-nobody"),
+        ("empty", "the folder empty has no config.json"),
+        ("Qwen/Qwen3-4B", None),
+        ("gpt2", None),
+        ("s3://bucket/models/mine", None),
+        ("hugging-face", None),
+        ("./mistral", None),
+        ("weights/of/mine.gguf", None),
+    ],
+)
+def test_a_model_that_is_a_path_and_not_there_is_refused_before_vllm_starts(tmp_path, monkeypatch, model, refusal):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    for file in ("hugging-face/config.json", "mistral/params.json", "weights/of/mine.gguf"):
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).touch()
+    vllm = fake_vllm(tmp_path, "exit 0")
+    with nullcontext() if refusal is None else pytest.raises(InputError, match=re.escape(refusal)):
+        EngineServer(model, vllm=vllm)
 
 
 def test_this_environment_does_not_have_the_cpu_build(tmp_path):

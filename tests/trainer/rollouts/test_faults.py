@@ -32,6 +32,10 @@ def lookup(second, path):
     return fault(second)._replace(method="GET" if path.endswith("models") else "POST", path=path)
 
 
+def told(kind, second):
+    return Told(kind, None, f"{kind} {second}", at(second), "POST", "/v9/chat", "api.host")
+
+
 def begun(second):
     return Told("call_started", f"c{second}", "", at(second), "POST", "/v1/messages")
 
@@ -39,7 +43,12 @@ def begun(second):
 @pytest.mark.parametrize(
     ("calls", "events", "reason"),
     [
-        ([], [], "no token was sampled"),
+        ([], [], "^no model call came: did the program use the proxy"),
+        ([], [told("refused", 1)], "^no model call came: did the program use the proxy"),
+        ([], [told("uncaptured", 1), told("refused", 2)], "that look like one: POST api.host/v9/chat$"),
+        ([], [told("uncaptured", 1), told("rejected", 2)], "^every model call was refused: rejected 2$"),
+        ([], [told("rejected", 1), fault(2)], "no token was sampled.*: fault 2"),
+        ([], [begun(1)], "no token was sampled"),
         ([], [fault(1), fault(3), fault(2)], "no token was sampled.*: fault 3"),
         ([call(1, status="failed", sampled=0)], [begun(1)], "no token was sampled"),
         ([call(1), call(2)], [begun(1), begun(2)], None),

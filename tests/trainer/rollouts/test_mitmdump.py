@@ -7,7 +7,7 @@ import pytest
 
 from rolltap.addons.errors import RecorderError
 from rolltap.trainer.rollouts import mitmdump
-from rolltap.trainer.rollouts.mitmdump import Mitmdump
+from rolltap.trainer.rollouts.mitmdump import Mitmdump, reasons
 from tests.trainer.rollouts.runtimes.test_supervised import wait_until_dead
 
 ROLLTAP = """
@@ -49,3 +49,41 @@ def test_a_program_that_cannot_be_started_is_an_os_error(tmp_path, monkeypatch):
     monkeypatch.setattr(mitmdump, "_program", lambda: str(tmp_path))
     with pytest.raises(PermissionError):
         Mitmdump("the recorder", {}, secret="s", log=tmp_path / "log")
+
+
+LOADING = "[10:00:00.000] Loading script record.py\n"
+ENDING = "[10:00:01.000] HTTP(S) proxy listening at 127.0.0.1:1.\nError logged during startup, exiting...\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "shown"),
+    [
+        (f"{LOADING}[10:00:00.100] error: rolltap_out is not set\n{ENDING}", "rolltap_out is not set"),
+        (
+            f"{LOADING}[10:00:00.100] error: one\nerror: two\n[10:00:00.2][127.0.0.1:5] error: three\n",
+            "one\ntwo\nthree",
+        ),
+        ("[10:00:00.100] error: one\n[10:00:00.200] error: one\n", "one"),
+        ("[10:00:00.100] a harness says error: one\n", "[10:00:00.100] a harness says error: one"),
+        ("".join(f"{i}\n" for i in range(20)), "\n".join(map(str, range(12, 20)))),
+        ("", ""),
+    ],
+)
+def test_a_recorder_that_did_not_start_shows_its_errors_or_its_last_lines(log, shown):
+    assert reasons(log) == shown
+
+
+def test_a_recorder_that_does_not_start_shows_nothing_of_an_earlier_one(tmp_path):
+    log = tmp_path / "recorder.log"
+    log.write_text("[10:00:00.100] error: of an earlier recorder\n")
+    options = {"rolltap_samplin": ["{}"], "rolltap_patience": ["soon"], "confdir": [str(tmp_path / "conf")]}
+    process = Mitmdump("the recorder", options, secret="s" * 32, log=log)
+    with pytest.raises(RecorderError) as refused:
+        process.address()
+    process.stop()
+    first, second, third = str(refused.value).splitlines()
+    assert first == (
+        "the recorder did not start: rolltap_samplin is no option of the recorder: did you mean rolltap_sampling?"
+    )
+    assert second.startswith("rolltap_patience is 'soon': ")
+    assert third == f"Its log is {log}"

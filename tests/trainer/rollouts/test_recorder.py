@@ -92,6 +92,12 @@ def test_a_number_of_processes_below_one_is_refused(tmp_path):
         Recorder(tmp_path, engine="http://127.0.0.1:9", model="m", processes=0)
 
 
+def test_an_unknown_option_is_refused_with_the_nearest_before_the_folder_is_made(tmp_path):
+    with pytest.raises(InputError, match="rolltap_alow is no option of the recorder: did you mean rolltap_allow"):
+        Recorder(tmp_path / "run", engine="http://127.0.0.1:9", model="m", options={"rolltap_alow": "pypi.org"})
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_calls_of_a_program_end_before_its_result_is_judged(tmp_path, scripted_engine, tokenizer_folder):
     scripted_engine.replies.extend([Say("Hi."), Say("Hi."), Answer(500, "broken")])
     options = {"rolltap_patience": "0"}

@@ -153,7 +153,7 @@ def test_a_rollout_gives_up_after_so_many_failures_in_a_row_and_goes_on_when_it_
     )
     harness = rolltap.Harness(name="x", program=sys.executable, headless=["-c", script + ANSWER])
     how = {**arguments, "harness": harness, "sessions": 4, "concurrency": 1}
-    with pytest.raises(RecorderError, match=r"gave up after 3 sessions in a row .* no token was sampled"):
+    with pytest.raises(RecorderError, match=r"gave up after 3 sessions in a row .* no model call came"):
         rolltap.rollout([TASK], **how, retries=1, give_up_after=3)
     assert calls.read_text() == "xxx"
     mended.touch()
@@ -199,6 +199,7 @@ def test_a_second_rollout_into_the_folder_is_refused_while_one_runs(arguments):
         ({"retries": -1}, "retries=-1: give at least 0"),
         ({"max_calls": 0}, "max_calls=0: give at least 1"),
         ({"timeout": float("nan")}, "timeout=nan: give a number of seconds above 0"),
+        ({"options": {"rolltap_samplin": "{}"}}, "rolltap_samplin is no option .* did you mean rolltap_sampling"),
         ({"tasks": []}, "the list of tasks is empty"),
         ({"tasks": TASK}, "tasks is one task: give a list"),
         ({"tasks": [TASK.model_copy(update={"workspace": Path("/none")})]}, "task 't': the workspace /none is not a"),

@@ -69,6 +69,10 @@ def test_folders_of_tools_and_repositories_are_relative_to_the_recipe(tmp_path):
         (GOOD + "retries = -1\n", "'retries' is -1"),
         (GOOD + "[budget]\ncalls = 0\n", r"'budget\.calls' is 0"),
         (GOOD + '[recorder]\nrolltap_max_calls = "3"\n', r"set budget\.calls instead of recorder\.rolltap_max_calls"),
+        (
+            GOOD + '[recorder]\nrolltap_samplin = "{}"\n',
+            r"recorder\.rolltap_samplin is .* did you mean rolltap_sampling",
+        ),
         ("model = ", "is not TOML"),
         (GOOD + "stepz = 3\n", "unknown key 'stepz'"),
         (GOOD.replace("steps = 1", "steps = 0"), "'steps' is 0"),

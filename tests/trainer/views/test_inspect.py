@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import signal
 import sys
 from datetime import UTC, datetime, timedelta
@@ -83,8 +84,10 @@ def small_run(tmp_path, tokenizer_folder):
 
 
 def shape(tree):
-    """Return the ids of a drawn tree as nested lists."""
-    return {child.label.plain.split()[0]: shape(child) for child in tree.children}
+    """Return the ids of a drawn tree as nested dicts. The calls of a chain are one key."""
+    return {
+        " ".join(re.findall(r"^(?:↓ )?(\w+)", child.label.plain, re.MULTILINE)): shape(child) for child in tree.children
+    }
 
 
 def printed(*arguments):
@@ -162,18 +165,34 @@ class TestSession:
         assert (third.prompt_tokens, third.new_tokens, third.completion_tokens) == (9, 1, 1)
         assert view.ledger == Ledger(sampled=7, trained=6, left_out={"violation": 1})
 
-    def test_a_chain_is_at_one_level_and_its_branches_one_deeper(self, small_run):
+    def test_a_chain_is_one_node_and_its_branches_are_below_it(self, small_run):
         tree = call_tree(view_session(small_run, "first").calls, Text("title"))
-        assert shape(tree) == {"a1": {"a2": {"b3": {}, "b5": {}}}, "b4": {}}
+        assert shape(tree) == {"a1 a2": {"b3": {}, "b5": {}}, "b4": {}}
 
-    def test_a_long_chain_is_two_levels_deep(self):
+    def test_a_chain_is_drawn_as_a_chain_and_a_branch_as_a_branch(self, small_run):
+        drawn = printed(small_run, "first").splitlines()[1:6]
+        assert [line[: line.index(" agent")] for line in drawn] == [
+            "├── a1",
+            "│   ↓ a2",
+            "│   ├── b3",
+            "│   └── b5",
+            "└── b4",
+        ]
+
+    def test_a_long_chain_is_one_level_deep(self):
         calls = [call(0, "c0", [1], [2])]
         for i in range(1, 400):
             calls.append(call(i, f"c{i}", [3], [4], parent=calls[-1]))
-        assert shape(call_tree(call_nodes(calls), Text("title"))) == {"c0": {f"c{i}": {} for i in range(1, 400)}}
+        assert shape(call_tree(call_nodes(calls), Text("title"))) == {" ".join(f"c{i}" for i in range(400)): {}}
+
+    def test_the_calls_of_a_chain_can_be_told_apart_where_lines_are_folded(self, small_run):
+        narrow = Console(file=io.StringIO(), width=30)
+        narrow.print(view_session(small_run, "first"))
+        starts = [line for line in narrow.file.getvalue().splitlines() if re.match(r"[│├└ ─]*(↓ )?[ab]\d agent", line)]
+        assert [re.search(r"[ab]\d", line)[0] for line in starts] == ["a1", "a2", "b3", "b5", "b4"]
 
     def test_a_line_shows_the_outcome_of_a_call(self, small_run):
-        lines = {line.strip("│├└─ ").split(" ")[0]: line for line in printed(small_run, "first").splitlines()}
+        lines = {line.strip("│├└─↓ ").split(" ")[0]: line for line in printed(small_run, "first").splitlines()}
         assert "a1 agent root 3+2 tokens stop  I look at it." in lines["a1"]
         assert '1+2 tokens stop  bash({"command": "ls"})' in lines["a2"]
         assert lines["b3"].endswith("x" * 59 + "…")
