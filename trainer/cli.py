@@ -11,6 +11,7 @@ from rolltap.addons.errors import RolltapError
 from rolltap.trainer.commands import (
     addon,
     check,
+    doctor,
     env,
     export,
     filter,
@@ -35,6 +36,7 @@ from rolltap.trainer.launcher import runs_first
         serve.serve_command,
         record.record_command,
         env.env_command,
+        doctor.doctor_command,
         rollout.rollout_command,
         reward.reward_command,
         train.train_command,

@@ -1,0 +1,40 @@
+"""Node, and whether its own `fetch` goes through a proxy."""
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+_SECONDS = 20.0
+_BEGINNING = 256
+
+
+def node_version(program: str, environment: Mapping[str, str]) -> str:
+    """Return the version of the Node that runs a program, for instance `22.21.0`; empty for another program.
+
+    Such a program is Node itself, or a script whose first line names it.
+    """
+    path = environment.get("PATH")
+    found = shutil.which(program, path=path)
+    node = shutil.which("node", path=path)
+    if found is None or node is None:
+        return ""
+    with Path(found).open("rb") as file:
+        first = file.read(_BEGINNING).partition(b"\n")[0]
+    if Path(found).name != "node" and not re.match(rb"#!.*\bnode\b", first):
+        return ""
+    try:
+        told = subprocess.run([node, "--version"], capture_output=True, text=True, timeout=_SECONDS, env=environment)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return told.stdout.strip().removeprefix("v")
+
+
+def fetch_uses_proxy(version: str) -> bool:
+    """Return True when `fetch` of this version follows `HTTPS_PROXY` with `NODE_USE_ENV_PROXY=1`: 22.21 and 24 on.
+
+    Source: the documentation of Node's command line.
+    """
+    numbers = [int(number) for number in re.findall(r"\d+", version)[:2]]
+    return numbers >= [24, 0] or [22, 21] <= numbers < [23, 0]
