@@ -4,6 +4,7 @@ import sys
 
 import click
 
+from rolltap.doctor import examine
 from rolltap.trainer.commands.options import harness_option, json_option, print_result
 
 
@@ -31,8 +32,6 @@ def doctor_command(preset: str | None, timeout: float, as_json: bool, command: t
     """
     if bool(command) == (preset is not None):
         raise click.UsageError("give a COMMAND after --, or --harness")
-    from rolltap.doctor import examine
-
     click.echo(f"running {preset or command[0]}, at most {timeout:g} s", err=True)
     diagnosis = examine(command, harness=preset, timeout=timeout)
     print_result(diagnosis, as_json)

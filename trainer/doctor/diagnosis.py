@@ -43,7 +43,7 @@ class Diagnosis(JupyterMixin):
         if self.problems:
             return f"{self.seen.program}: {self.problems} problem{'s' if self.problems > 1 else ''}."
         bridged = sum(call.kind == "bridged" for call in calls)
-        return f"{self.seen.program}: ready. {len(calls)} calls captured, {bridged} continued token for token."
+        return f"{self.seen.program}: ready. {_calls(len(calls))} captured, {bridged} continued token for token."
 
     def to_json(self) -> dict[str, Any]:
         """Return the diagnosis as JSON values. `calls` are in the order in which they started."""
@@ -98,7 +98,11 @@ def _event(event: Event) -> dict[str, Any]:
 def _apis(calls: Sequence[Call]) -> list[str]:
     """Return a line for each API, address and model."""
     used = Counter(f"{call.dialect} at {call.host}{call.path}, model {call.model or 'not named'}" for call in calls)
-    return [f"API: {text} ({count} calls)" for text, count in used.items()]
+    return [f"API: {text}: {_calls(count)}" for text, count in used.items()]
+
+
+def _calls(count: int) -> str:
+    return "1 call" if count == 1 else f"{count} calls"
 
 
 def _call_table(calls: Sequence[Call]) -> Table:

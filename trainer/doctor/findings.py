@@ -196,7 +196,7 @@ def refused(seen: Observed) -> Iterator[Finding]:
     if hosts := sorted({event.host for event in events if event.host}):
         yield Finding(
             "note",
-            f"{len(events)} requests got 404: {', '.join(hosts)}.",
+            f"{_times(len(events))} another request was refused: {', '.join(hosts)}.",
             "Most programs work without them. Allow a host that the task needs: --set rolltap_allow=HOST.",
         )
 
