@@ -5,7 +5,7 @@ import sys
 import click
 
 from rolltap.doctor import examine
-from rolltap.trainer.commands.options import harness_option, json_option, print_result
+from rolltap.trainer.commands.options import harness_option, json_option, print_result, set_option
 
 
 @click.command("doctor", context_settings={"ignore_unknown_options": True})
@@ -18,9 +18,12 @@ from rolltap.trainer.commands.options import harness_option, json_option, print_
     metavar="SECONDS",
     help="The program is stopped after this time.",
 )
+@set_option
 @json_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
-def doctor_command(preset: str | None, timeout: float, as_json: bool, command: tuple[str, ...]) -> None:
+def doctor_command(
+    preset: str | None, timeout: float, settings: dict[str, list[str]], as_json: bool, command: tuple[str, ...]
+) -> None:
     """Run a program once against scripted replies, and say what to set. Needs no engine, no GPU and no network.
 
     The replies call a harmless tool of the program twice, and then end. COMMAND runs in this folder and keeps its own
@@ -33,6 +36,6 @@ def doctor_command(preset: str | None, timeout: float, as_json: bool, command: t
     if bool(command) == (preset is not None):
         raise click.UsageError("give a COMMAND after --, or --harness")
     click.echo(f"running {preset or command[0]}, at most {timeout:g} s", err=True)
-    diagnosis = examine(command, harness=preset, timeout=timeout)
+    diagnosis = examine(command, harness=preset, timeout=timeout, options=settings)
     print_result(diagnosis, as_json)
     sys.exit(1 if diagnosis.problems else 0)

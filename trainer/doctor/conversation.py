@@ -1,4 +1,4 @@
-"""What the scripted model says: text and a tool call, another call, a final answer. A pure function of the prompt.
+"""The turns of the scripted model: text and a tool call, another call, a final answer. A pure function of the prompt.
 
 It works for every program, because it reads in the prompt which tools the model has. The prompt is in Qwen's chat
 format, which the `qwen3` renderer writes.

@@ -1,4 +1,4 @@
-"""What `rolltap doctor` says of a program. `rich` prints it; `to_json` returns it as JSON values."""
+"""The result of `rolltap doctor`. `rich` prints it; `to_json` returns it as JSON values."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ LAST_LINES = 12
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis(JupyterMixin):
-    """What was seen when a program ran once, and what it means."""
+    """Facts of one run of a program, and what they mean."""
 
     seen: Observed
     findings: list[Finding]

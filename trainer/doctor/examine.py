@@ -46,13 +46,20 @@ class _Program:
     folder: Path
 
 
-def examine(command: Sequence[str] = (), *, harness: str | None = None, timeout: float = 120.0) -> Diagnosis:
+def examine(
+    command: Sequence[str] = (),
+    *,
+    harness: str | None = None,
+    timeout: float = 120.0,
+    options: Mapping[str, Sequence[str]] | None = None,
+) -> Diagnosis:
     """Run a program once, led by scripted replies, and return what was seen and what it means.
 
     `command` is a command line that runs here, with this process's environment. `harness` is the name of a preset or a
     `.toml` file: its program works on an instruction in an empty folder, with a home of its own. Give one of them. All
-    that the program starts ends with it, after `timeout` seconds at the latest. No model, engine, GPU or network is
-    needed, and nothing is kept.
+    that the program starts ends with it, after `timeout` seconds at the latest. `options`
+    are further options of the recorder, each with its values. No model, engine, GPU or network is needed, and nothing
+    is kept.
 
     Raises `InputError` for a program that is not there; `MissingPackageError` without mitmproxy; `RecorderError` when
     the recorder does not start or dies.
@@ -68,12 +75,13 @@ def examine(command: Sequence[str] = (), *, harness: str | None = None, timeout:
         with ScriptedEngine(tokenizer, max_model_len=CONTEXT) as engine:
             engine.otherwise = lambda request: Say(next_reply(tokenizer.decode(request["token_ids"]), _schema(request)))
             program = _given(command) if preset is None else _of_preset(preset, engine.url, work)
-            options = {
+            settings = {
                 "rolltap_renderer": RENDERER,
                 "rolltap_engine_key_file": "",
                 "rolltap_max_calls": str(MOST_CALLS),
+                **(options or {}),
             }
-            with Recorder(work / "run", engine=engine.url, model=work / "model", options=options) as recorder:
+            with Recorder(work / "run", engine=engine.url, model=work / "model", options=settings) as recorder:
                 log = work / "output.log"
                 environment = {**program.environment, **recorder.environment(_SESSION)}
                 ended = run_blocking(

@@ -1,4 +1,4 @@
-"""What was seen -> what it means and what to set. Each rule is a pure function of `Observed`."""
+"""Facts of a run -> what they mean and what to set. Each rule is a pure function of `Observed`."""
 
 import re
 from collections import Counter
@@ -45,14 +45,14 @@ def no_call(seen: Observed) -> Iterator[Finding]:
         yield Finding(
             "problem",
             f"No model call came. The program runs in Node {seen.node}, whose own fetch does not use HTTPS_PROXY.",
-            "Run it with Node 22.21 or newer, or 24: it follows NODE_USE_ENV_PROXY=1, which rolltap sets.",
+            "Run it with Node 22.21, 24.5 or newer, which follow NODE_USE_ENV_PROXY=1. rolltap sets it.",
         )
     elif seen.loopback:
         yield Finding(
             "problem",
             f"No model call came. The program is told to ask an address on loopback: {', '.join(seen.loopback)}.",
-            "Programs reach loopback directly, not through the recorder. Unset it, or give the API's own address, such "
-            "as https://api.openai.com/v1: no call goes there, the recorder answers it.",
+            "Programs reach loopback directly, not through the recorder. Unset it, or give a host that does not exist, "
+            "such as http://model.rolltap/v1: the recorder answers model calls to every host.",
         )
     else:
         yield Finding(
@@ -67,13 +67,14 @@ def no_call(seen: Observed) -> Iterator[Finding]:
 
 def uncaptured(seen: Observed) -> Iterator[Finding]:
     """Model calls that no API of the recorder answers."""
-    for place, count in _counted(_place(event) for event in seen.of("uncaptured")):
+    for text, count in _counted(f"{_place(event)} ({event.detail})" for event in seen.of("uncaptured")):
         yield Finding(
             "problem",
-            f"{_times(count)} not captured: {place}. It looks like a model call, and no API of the recorder has this "
+            f"{_times(count)} not captured: {text}. It looks like a model call, and no API of the recorder has this "
             "path.",
-            "Choose another API or provider in the program: OpenAI's Chat Completions or Responses, Anthropic's "
-            "Messages, Gemini's generateContent. The README lists the paths.",
+            "Choose another API in the program: OpenAI's Chat Completions or Responses, Anthropic's Messages, Gemini's "
+            "generateContent. Is it one of them behind a gateway of your own? --set rolltap_prefix=/my/gateway names "
+            "what its paths begin with.",
         )
 
 
@@ -162,7 +163,7 @@ def short(seen: Observed) -> Iterator[Finding]:
 
 
 def ended(seen: Observed) -> Iterator[Finding]:
-    """How the program ended, unless well."""
+    """An end of the program that is not status 0."""
     if seen.stopped is not None:
         yield Finding(
             "problem",

@@ -32,9 +32,9 @@ def node_version(program: str, environment: Mapping[str, str]) -> str:
 
 
 def fetch_uses_proxy(version: str) -> bool:
-    """Return True when `fetch` of this version follows `HTTPS_PROXY` with `NODE_USE_ENV_PROXY=1`: 22.21 and 24 on.
+    """Return True when this version follows `HTTPS_PROXY` with `NODE_USE_ENV_PROXY=1`: 22.21, 24.5 and newer.
 
-    Source: the documentation of Node's command line.
+    Source: the documentation of Node's command line. 24.0 does so in `fetch` alone.
     """
     numbers = [int(number) for number in re.findall(r"\d+", version)[:2]]
-    return numbers >= [24, 0] or [22, 21] <= numbers < [23, 0]
+    return numbers >= [24, 5] or [22, 21] <= numbers < [23, 0]

@@ -1,4 +1,4 @@
-"""What was seen when a program ran once: its end, its calls, and what else came through the proxy."""
+"""The facts of one run of a program: its end, its calls, and what else came through the proxy."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

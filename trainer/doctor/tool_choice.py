@@ -1,4 +1,4 @@
-"""Which tool of a program the scripted model calls: one that does no harm, with arguments that its schema allows."""
+"""The tool of a program that the scripted model calls: one that does no harm, with arguments that its schema allows."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 from rolltap.trainer.doctor.example import example
 
 GREETING = "héllo from rolltap"
-"""What the shell tool prints. Not ASCII: programs that write JSON again escape it otherwise."""
+"""Text that the shell tool prints. Not ASCII: programs that write JSON again escape it otherwise."""
 _COMMANDS = ("command", "cmd", "commands", "script", "shell_command")
 """Parameters of a shell tool that hold the command."""
 _SHELLS = re.compile(r"bash|(power)?shell|sh|exec|execute|run|terminal|commands?|cmd")

@@ -7,7 +7,15 @@ from rolltap.trainer.doctor.node import fetch_uses_proxy, node_version
 
 @pytest.mark.parametrize(
     ("version", "follows"),
-    [("20.20.2", False), ("22.20.0", False), ("22.21.0", True), ("23.11.0", False), ("24.0.0", True), ("26.1.0", True)],
+    [
+        ("20.20.2", False),
+        ("22.20.0", False),
+        ("22.21.0", True),
+        ("23.11.0", False),
+        ("24.4.1", False),
+        ("24.5.0", True),
+        ("26.1.0", True),
+    ],
 )
 def test_fetch_follows_the_proxy_from_the_versions_that_know_the_variable(version, follows):
     assert fetch_uses_proxy(version) == follows
