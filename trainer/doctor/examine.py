@@ -16,7 +16,7 @@ from rolltap.trainer.doctor.diagnosis import Diagnosis
 from rolltap.trainer.doctor.node import node_version
 from rolltap.trainer.doctor.observed import Observed, loopback_urls
 from rolltap.trainer.doctor.scripted_engine import Say, ScriptedEngine
-from rolltap.trainer.doctor.tokenizer import RENDERER, make_tokenizer
+from rolltap.trainer.doctor.tokenizer import RENDERER, MadeTokenizer
 from rolltap.trainer.rollouts.environment import clean_environment
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.judges.command import read_end
@@ -57,9 +57,8 @@ def examine(
 
     `command` is a command line that runs here, with this process's environment. `harness` is the name of a preset or a
     `.toml` file: its program works on an instruction in an empty folder, with a home of its own. Give one of them. All
-    that the program starts ends with it, after `timeout` seconds at the latest. `options`
-    are further options of the recorder, each with its values. No model, engine, GPU or network is needed, and nothing
-    is kept.
+    that the program starts ends with it, after `timeout` seconds at the latest. `options` are further options of the
+    recorder, each with its values. No model, engine, GPU or network is needed, and nothing is kept.
 
     Raises `InputError` for a program that is not there; `MissingPackageError` without mitmproxy; `RecorderError` when
     the recorder does not start or dies.
@@ -69,9 +68,7 @@ def examine(
     preset = Harness.load(harness) if harness is not None else None
     (preset or Harness(name=command[0], program=command[0], headless=[])).require_program()
     with workplace() as work:
-        tokenizer = make_tokenizer()
-        tokenizer.save_pretrained(work / "model")
-        tokenizer.name_or_path = str(work / "model")
+        tokenizer = MadeTokenizer(work / "model")
         with ScriptedEngine(tokenizer, max_model_len=CONTEXT) as engine:
             engine.otherwise = lambda request: Say(next_reply(tokenizer.decode(request["token_ids"]), _schema(request)))
             program = _given(command) if preset is None else _of_preset(preset, engine.url, work)

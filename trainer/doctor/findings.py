@@ -125,10 +125,6 @@ def not_continued(seen: Observed) -> Iterator[Finding]:
 
 
 RENDERED = [
-    (
-        "no call sampled|no earlier call",
-        "The program puts assistant messages of its own into the conversation: examples, or notices.",
-    ),
     ("fit equally well", "The program asked the same question several times, and the replies were alike."),
     (
         "its tools are not those",

@@ -16,7 +16,6 @@ def call(kind="root", **fields):
 
 GOOD = [call(), call("bridged")]
 REWRITTEN = "message 3 is not that of call c: 'a' where it had 'b'"
-INVENTED = "after call c it has an assistant message that no call sampled"
 TOOLS = json.dumps([{"type": "function", "function": {"name": "send_mail"}}])
 
 
@@ -39,7 +38,6 @@ SEEN = {
     "failed": run(calls=[*GOOD, call("bridged", status="failed", error="no room")]),
     "violated": run(calls=[*GOOD, call("bridged", violation="2 token ids but 1 log-probabilities")]),
     "rewrites": run(calls=[*GOOD, call("rendered", kind_reason=REWRITTEN)]),
-    "own messages": run(calls=[*GOOD, call("rendered", kind_reason=INVENTED)]),
     "ambiguous": run(calls=[*GOOD, call("rendered", kind_reason="2 earlier calls fit equally well up to message 3")]),
     "other tools": run(calls=[*GOOD, call("rendered", kind_reason="its tools are not those of any earlier call")]),
     "untrained": run(calls=[call(role="auxiliary", role_evidence="no tools"), call("bridged", role="auxiliary")]),
@@ -64,7 +62,6 @@ SAID = {
     "failed": ("problem", "no room", ""),
     "violated": ("problem", "2 token ids", ""),
     "rewrites": ("problem", "'a' where it had 'b'", "rewrote its history"),
-    "own messages": ("problem", "no call sampled", "examples, or notices"),
     "ambiguous": ("problem", "fit equally well", "same question"),
     "other tools": ("problem", "its tools are not those", "other tools than before"),
     "untrained": ("problem", "auxiliary (no tools)", ""),
