@@ -17,12 +17,13 @@ def node_version(program: str, environment: Mapping[str, str]) -> str:
     """
     path = environment.get("PATH")
     found = shutil.which(program, path=path)
-    node = shutil.which("node", path=path)
-    if found is None or node is None:
+    if found is None:
         return ""
+    is_node = Path(found).name == "node"
+    node = found if is_node else shutil.which("node", path=path)
     with Path(found).open("rb") as file:
         first = file.read(_BEGINNING).partition(b"\n")[0]
-    if Path(found).name != "node" and not re.match(rb"#!.*\bnode\b", first):
+    if node is None or (not is_node and not re.match(rb"#!.*\bnode\b", first)):
         return ""
     try:
         told = subprocess.run([node, "--version"], capture_output=True, text=True, timeout=_SECONDS, env=environment)

@@ -40,3 +40,11 @@ def test_a_program_of_node_is_known_by_its_first_line(name, first_line, version,
 
 def test_a_program_that_is_not_there_has_no_node(tmp_path):
     assert node_version("tool", {"PATH": str(tmp_path)}) == ""
+
+
+def test_node_at_a_path_of_its_own_is_asked_itself(tmp_path):
+    for folder, version in (("first", "v22.21.0"), ("other", "v20.1.2")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "node").write_text(f"#!/bin/sh\necho {version}\n")
+        (tmp_path / folder / "node").chmod(0o755)
+    assert node_version(str(tmp_path / "other" / "node"), {"PATH": f"{tmp_path / 'first'}:/bin"}) == "20.1.2"
