@@ -11,6 +11,7 @@ from rolltap.addons.errors import RolltapError
 from rolltap.trainer.commands import (
     addon,
     check,
+    doctor,
     env,
     export,
     filter,
@@ -44,6 +45,7 @@ class InOrder(click.Group):
         serve.serve_command,
         record.record_command,
         env.env_command,
+        doctor.doctor_command,
         rollout.rollout_command,
         reward.reward_command,
         train.train_command,

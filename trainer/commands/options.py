@@ -88,14 +88,7 @@ def print_result(result: Result, as_json: bool) -> None:
 def recorder_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add --out, --engine, --model and --set, the options of `record` and `rollout`."""
     for option in (
-        click.option(
-            "--set",
-            "settings",
-            multiple=True,
-            metavar="NAME=VALUE",
-            callback=_values,
-            help="Option of the recorder, such as rolltap_allow=pypi.org. Repeatable.",
-        ),
+        set_option,
         click.option("--model", required=True, help="Folder or name of the served model, for its tokenizer."),
         engine_option(help="URL of the vLLM server; separate several with commas."),
         click.option("--out", type=FOLDER, required=True, help="The run folder to record into."),
@@ -112,3 +105,13 @@ def _values(context: click.Context, option: click.Parameter, settings: tuple[str
             raise click.BadParameter(f"{setting!r} is not written as NAME=VALUE")
         values[name].append(value)
     return values
+
+
+set_option = click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="NAME=VALUE",
+    callback=_values,
+    help="Option of the recorder, such as rolltap_allow=pypi.org. Repeatable.",
+)

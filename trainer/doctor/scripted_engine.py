@@ -1,7 +1,7 @@
-"""An engine with scripted replies that serves vLLM's token-in/token-out protocol.
+"""An engine without a model: vLLM's token-in/token-out protocol, with scripted replies.
 
-It leads a harness through a given conversation and can fail on request. `addons/engine/test_client.py` compares its
-protocol with that of a real vLLM.
+It leads a program through a given conversation, and can fail on request. Contract tests compare its protocol with that
+of a real vLLM (`tests/addons/engine/test_client.py`).
 """
 
 import asyncio

@@ -54,7 +54,7 @@ class Provenances:
 
     async def _find(self, image: str | None) -> Provenance:
         image_digest = await asyncio.to_thread(self._runtime.image_digest, image) if image is not None else ""
-        version = find_version(await self._reported(image))
+        version = find_version(await self._reported(image), self._harness.version)
         if warning := version_warning(self._harness, version):
             logger.warning("%s", warning)
         return Provenance(
@@ -90,10 +90,13 @@ def _beginning(log: Path) -> str:
         return output.read(_MOST_OUTPUT)
 
 
-def find_version(output: str) -> str:
-    """Return the first version number in a program's output; empty when there is none."""
-    found = _VERSION.search(output)
-    return found[1] if found else ""
+def find_version(output: str, tested: str = "") -> str:
+    """Return the version number in a program's output; empty when there is none.
+
+    Some programs print those of their parts too, or warnings that name one: of several it is `tested`, else the first.
+    """
+    found: list[str] = _VERSION.findall(output)
+    return tested if tested in found else next(iter(found), "")
 
 
 def version_warning(harness: Harness, version: str) -> str | None:

@@ -28,6 +28,13 @@ def test_the_version_is_the_first_number_of_what_a_program_prints(output, versio
     assert find_version(output) == version
 
 
+def test_a_program_that_prints_other_versions_too_has_the_tested_one_if_it_is_there():
+    output = "Warning: until authlib 2.0.0.\nSDK v1.21.0\nOpenHands CLI 1.16.0\n"
+    assert find_version(output, "1.16.0") == "1.16.0"
+    assert find_version(output, "1.15.0") == "2.0.0"
+    assert find_version("", "1.15.0") == ""
+
+
 def harness(tmp_path, script, **fields):
     program = tmp_path / "program"
     program.write_text(f"#!/bin/sh\n{script}\n")

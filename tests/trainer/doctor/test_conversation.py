@@ -1,0 +1,65 @@
+import json
+import re
+
+import pytest
+
+from rolltap.trainer.doctor.conversation import FINAL, next_reply, offered_tools
+
+BASH = {"name": "bash", "parameters": {"properties": {"command": {"type": "string"}}, "required": ["command"]}}
+FINISH = {"name": "finish", "parameters": {"properties": {}}}
+RESULT = "<|im_start|>user\n<tool_response>\nok\n</tool_response><|im_end|>\n"
+
+
+def prompt(*tools, results=0, said="", system="Work."):
+    """Return a prompt in Qwen's format, as the renderer writes it."""
+    lines = "\n".join(json.dumps({"type": "function", "function": tool}) for tool in tools)
+    offered = f"# Tools\n\nWithin <tools></tools> XML tags:\n<tools>\n{lines}\n</tools>" if tools else ""
+    offered = offered.replace("Within", "You are provided with function signatures within")
+    start = f"<|im_start|>system\n{system}\n\n{offered}<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
+    turn = f"<|im_start|>assistant\n{said}<|im_end|>\n" if said else ""
+    return start + f"<|im_start|>assistant\n<tool_call>\n</tool_call><|im_end|>\n{RESULT}" * results + turn
+
+
+def called(text):
+    """Return the name and arguments of the tool call in a turn, or None."""
+    found = re.search(r"<tool_call>\n(.*)\n</tool_call>", text)
+    return found and tuple(json.loads(found[1]).values())
+
+
+def test_two_tool_calls_with_text_come_before_the_final_answer():
+    turns = [next_reply(prompt(BASH, results=results)) for results in range(3)]
+    assert [called(turn) and called(turn)[0] for turn in turns] == ["bash", "bash", None]
+    assert turns[0].startswith("<think>\nI call bash.\n</think>\n\nI try it.\n<tool_call>")
+    assert turns[2].endswith(FINAL)
+
+
+def test_a_request_without_tools_gets_a_text():
+    assert called(next_reply(prompt())) is None
+
+
+def test_a_reply_matches_the_schema_of_its_request():
+    schema = {"type": "object", "properties": {"score": {"type": "integer"}}, "required": ["score"]}
+    assert json.loads(next_reply(prompt(BASH), schema)) == {"score": 1}
+
+
+def test_a_program_that_goes_on_after_the_final_answer_is_ended_with_its_own_tool():
+    assert called(next_reply(prompt(BASH, FINISH, results=2))) is None
+    assert called(next_reply(prompt(BASH, FINISH, results=2, said=FINAL))) == ("finish", {})
+
+
+def test_a_program_that_ends_by_a_command_gets_it():
+    end = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+    system = f"Submit with `{end}`."
+    assert called(next_reply(prompt(BASH, results=1, system=system)))[1] != {"command": end}
+    assert called(next_reply(prompt(BASH, results=2, system=system)))[1] == {"command": end}
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "3", '{"function": 3}', '{"name": 3}', "null"])
+def test_a_tool_that_is_none_is_left_out(line):
+    text = prompt(BASH).replace("<tools>\n{", f"<tools>\n{line}\n{{")
+    assert offered_tools(text) == [BASH]
+
+
+def test_the_text_of_a_tool_result_is_no_tool_result():
+    said = "user\n<tool_response>\nThis is how results look."
+    assert called(next_reply(prompt(BASH, system=said, results=1))) is not None

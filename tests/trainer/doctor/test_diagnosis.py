@@ -1,0 +1,57 @@
+import json
+
+from rich.console import Console
+
+from rolltap.addons.store.records import Call, Event
+from rolltap.trainer.doctor.diagnosis import LAST_LINES, Diagnosis
+from rolltap.trainer.doctor.observed import Observed
+
+REPLY = json.dumps({"role": "assistant", "tool_calls": [{"function": {"name": "bash", "arguments": "{}"}}]})
+CALL = Call(
+    session_id="s",
+    call_id="c",
+    prompt_ids=[1],
+    role_evidence="header x: [bold]",
+    host="h",
+    path="/v1/x",
+    dialect="openai-chat",
+    model="m[0]",
+    tools=json.dumps([{"type": "function", "function": {"name": "bash"}}]),
+    reply=REPLY,
+)
+NEXT = Call(session_id="s", call_id="d", prompt_ids=[1], kind="bridged")
+
+
+def printed(diagnosis):
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        console.print(diagnosis)
+        return console.export_text()
+
+
+def test_a_ready_program_is_said_in_the_first_line():
+    diagnosis = Diagnosis.of(Observed(program="p", calls=[CALL, NEXT], output="chatter", quirks=["Is odd."]))
+    text = printed(diagnosis)
+    assert text.splitlines()[0] == "p: ready. 2 calls captured, 1 continued token for token."
+    assert "API: openai-chat at h/v1/x, model m[0]: 1 call\n" in text
+    assert "header x: [bold]" in text
+    assert "quirk: Is odd." in text
+    assert "chatter" not in text
+
+
+def test_problems_come_with_advice_other_requests_and_the_end_of_the_output():
+    events = [Event(kind="refused", method="GET", host="t.example", path="/x")] * 3
+    lines = [f"line {n}." for n in range(40)]
+    text = printed(Diagnosis.of(Observed(program="p", events=events, exit_status=2, output="\n".join(lines))))
+    assert text.splitlines()[0] == "p: 1 problem."
+    assert "problem: No model call came." in text
+    assert "trust_env=True" in text
+    assert "GET t.example/x" in text
+    assert [f" {line}" in text for line in lines] == [False] * (40 - LAST_LINES) + [True] * LAST_LINES
+
+
+def test_the_json_has_the_calls_with_their_tools():
+    value = json.loads(json.dumps(Diagnosis.of(Observed(program="p", calls=[CALL, NEXT])).to_json()))
+    assert (value["ok"], value["findings"]) == (True, [])
+    assert value["calls"][0]["tools"] == value["calls"][0]["tool_calls"] == ["bash"]
+    assert value["calls"][0]["role_evidence"] == "header x: [bold]"

@@ -1,0 +1,99 @@
+"""Real programs under a real recorder."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.doctor.conversation import FINAL
+from rolltap.trainer.doctor.examine import examine
+from rolltap.trainer.doctor.tool_choice import GREETING
+
+AGENT = Path(__file__).with_name("agent.py")
+
+
+def tried(odd="", **how):
+    return examine([sys.executable, str(AGENT), *([odd] if odd else [])], **how)
+
+
+def problems(diagnosis):
+    return [finding.text for finding in diagnosis.findings if finding.level == "problem"]
+
+
+def test_a_program_whose_calls_are_continued_is_ready():
+    diagnosis = tried()
+    seen = diagnosis.seen
+    assert (diagnosis.findings, seen.exit_status, seen.output.strip()) == ([], 0, FINAL)
+    assert [(call.kind, call.role) for call in seen.calls] == [("root", "agent"), *[("bridged", "agent")] * 2]
+    assert {(call.dialect, call.host) for call in seen.calls} == {("openai-chat", "api.openai.com")}
+    results = [
+        message["content"] for call in seen.calls for message in call.parsed_messages if message["role"] == "tool"
+    ]
+    assert results == [f"{GREETING}\n"] * 2
+
+
+def test_a_program_that_rewrites_its_history_is_told_which_message_differs():
+    diagnosis = tried("rewrites")
+    assert [call.kind for call in diagnosis.seen.calls] == ["root", "rendered", "rendered"]
+    assert any("message 0 is not that of call" in text for text in problems(diagnosis))
+
+
+def test_a_program_that_ignores_the_proxy_is_told_so(monkeypatch):
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+    diagnosis = tried("direct")
+    assert diagnosis.seen.calls == []
+    assert diagnosis.seen.exit_status == 1
+    (problem,) = problems(diagnosis)
+    assert "OPENAI_BASE_URL=http://127.0.0.1:9/v1" in problem
+
+
+def test_a_model_call_to_an_unknown_api_is_named():
+    (problem, other) = sorted(problems(tried("elsewhere")))
+    assert problem == "No model call was answered."
+    assert "POST bedrock-runtime.us-east-1.amazonaws.com/model/m/converse" in other
+
+
+def test_a_program_that_asks_for_a_schema_gets_a_value_of_it():
+    diagnosis = tried("schema", options={"rolltap_max_calls": ["1"]})
+    assert json.loads(diagnosis.seen.output) == {"n": 1}
+
+
+def test_a_program_that_does_not_end_is_stopped():
+    diagnosis = tried("hangs", timeout=1)
+    assert (diagnosis.seen.stopped, diagnosis.seen.exit_status) == ("timeout", None)
+    assert any("did not end within 1 s" in text for text in problems(diagnosis))
+
+
+def test_a_preset_starts_its_program_in_an_empty_folder_with_a_home_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET_OF_MINE", "x")
+    program = tmp_path / "tool"
+    program.write_text(
+        f"#!{sys.executable}\nimport os, sys\n"
+        "if '--version' in sys.argv: sys.exit(print('tool 2.0.1'))\n"
+        "print(os.listdir('.'), os.listdir(os.environ['HOME']), 'SECRET_OF_MINE' in os.environ, os.environ['WINDOW'])\n"
+        f"sys.argv = sys.argv[:1]\nexec(open({str(AGENT)!r}).read())\n"
+    )
+    program.chmod(0o755)
+    (tmp_path / "tool.toml").write_text(
+        f'name = "tool"\nversion = "2.0.0"\ninstall = "get tool"\nprogram = "{program}"\nheadless = []\n'
+        'quirks = ["Is small."]\n[env]\nWINDOW = "{max_model_len}"\n'
+    )
+    diagnosis = examine(harness=str(tmp_path / "tool.toml"))
+    assert diagnosis.seen.output.splitlines()[0] == "[] [] False 1000000"
+    assert diagnosis.problems == 0
+    assert diagnosis.seen.quirks == ["Is small."]
+    (note,) = diagnosis.findings
+    assert (note.level, "2.0.1" in note.text, "get tool" in note.advice) == ("note", True, True)
+
+
+@pytest.mark.parametrize("how", [{}, {"command": ["true"], "harness": "pi"}])
+def test_a_program_is_given_in_one_way(how):
+    with pytest.raises(InputError, match="a command or a harness"):
+        examine(**how)
+
+
+def test_a_program_that_is_not_there_is_named():
+    with pytest.raises(InputError, match="'no-such-program' is not on the PATH"):
+        examine(["no-such-program"])
