@@ -109,7 +109,10 @@ SCRIPTS = {
             ("write", {"filePath": "greeting.txt", "content": "héllo\n"}),
             ("bash", {"command": READ, "description": "Read the greeting"}),
         ],
-        (".config/kilo/kilo.jsonc", '{ "$schema": "https://app.kilo.ai/config.json",  "snapshot": false }'),
+        (
+            ".config/kilo/kilo.jsonc",
+            '{ "$schema": "https://app.kilo.ai/config.json",  "permission": {"bash":"allow"} }',
+        ),
     ),
     "mini-swe-agent": Script(
         [
