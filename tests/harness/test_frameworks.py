@@ -25,6 +25,8 @@ OTHER_TRAFFIC = {
     "litellm_agent.py": {"/BerriAI/litellm/main/model_prices_and_context_window.json"},
 }
 """Paths of requests that are no model calls. The recorder refuses them."""
+OWN_CHANGES = {"autogen_agent.py": "its tools are not those of any earlier call"}
+"""Why the last call of a framework that rewrites its own prompt is not continued."""
 
 
 def waits(*case, reason):
@@ -36,61 +38,93 @@ def waits(*case, reason):
     ("script", "mode", "host"),
     [
         ("openai_agents.py", "whole", OPENAI),
-        ("openai_agents.py", "previous_response_id", OPENAI),
-        ("openai_agents.py", "conversation", OPENAI),
+        waits("openai_agents.py", "previous_response_id", OPENAI, reason="responses are not found by id over HTTP"),
+        waits("openai_agents.py", "conversation", OPENAI, reason="responses are not found by id over HTTP"),
         ("langchain_agent.py", "chat", OPENAI),
         ("langchain_agent.py", "responses", OPENAI),
-        ("langchain_agent.py", "previous_response_id", OPENAI),
+        waits("langchain_agent.py", "previous_response_id", OPENAI, reason="responses are not found by id over HTTP"),
         ("langchain_agent.py", "anthropic", ANTHROPIC),
-        ("langchain_agent.py", "google", GOOGLE),
+        waits("langchain_agent.py", "google", GOOGLE, reason="the ids of Gemini's calls come back as others"),
         ("pydantic_agent.py", "chat", OPENAI),
-        ("pydantic_agent.py", "image", OPENAI),
+        waits("pydantic_agent.py", "image", OPENAI, reason="images are refused"),
         ("pydantic_agent.py", "responses", OPENAI),
         ("pydantic_agent.py", "anthropic", ANTHROPIC),
         ("pydantic_agent.py", "google", GOOGLE),
         ("litellm_agent.py", "chat", OPENAI),
         ("litellm_agent.py", "anthropic", ANTHROPIC),
-        ("litellm_agent.py", "google", GOOGLE),
-        ("autogen_agent.py", "chat", OPENAI),
-        ("openai_node.mjs", "chat", OPENAI),
-        ("anthropic_node.mjs", "messages", ANTHROPIC),
-        ("vercel_ai.mjs", "chat", OPENAI),
-        ("vercel_ai.mjs", "responses", OPENAI),
+        waits("litellm_agent.py", "google", GOOGLE, reason="the ids of Gemini's calls come back as others"),
+        waits("autogen_agent.py", "chat", OPENAI, reason="a reflection without tools is auxiliary"),
+        waits("openai_node.mjs", "chat", OPENAI, reason="Node's fetch passes the proxy by"),
+        waits("anthropic_node.mjs", "messages", ANTHROPIC, reason="Node's fetch passes the proxy by"),
+        waits("vercel_ai.mjs", "chat", OPENAI, reason="Node's fetch passes the proxy by"),
+        waits("vercel_ai.mjs", "responses", OPENAI, reason="Node's fetch passes the proxy by, and items have no ids"),
     ],
 )
 def test_an_agent_of_a_framework_is_continued(script, mode, host, scripted_engine, tokenizer_folder, tmp_path):
-    def reply(request):
-        """Write the task's file in two turns, then end."""
-        prompt = scripted_engine.tokenizer.decode(request["token_ids"])
-        turn = prompt.count("<tool_response>")
-        if turn < 2:
-            return Say(tool_call("write_file", {"path": "notes.txt", "content": f"héllo {turn}\n"}))
-        return Say("<think>\nTwice.\n</think>\n\nI wrote it.")
-
-    scripted_engine.otherwise = reply
-    run, workspace = tmp_path / "run", tmp_path / "workspace"
+    written = [tool_call("write_file", {"path": "notes.txt", "content": f"héllo {turn}\n"}) for turn in range(2)]
+    lead(scripted_engine, [*written, "<think>\nTwice.\n</think>\n\nI wrote it."])
+    workspace = tmp_path / "workspace"
     workspace.mkdir()
-    options = ["--out", run, "--engine", scripted_engine.url, "--model", tokenizer_folder]
-    ended = subprocess.run(
-        [Path(sys.executable).with_name("rolltap"), "record", *options, "--", *command(script, workspace), mode],
-        cwd=workspace,
-        env={**clean_environment(tmp_path), **KEYS},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "I wrote it." in ended.stdout
-    assert (workspace / "notes.txt").read_text() == "héllo 1\n"
+    run = record([*command(script, workspace), mode], workspace, scripted_engine, tokenizer_folder)
     (calls,) = RecordedCalls(run).values()
     assert {call.host for call in calls} == {host}
-    assert [(call.kind, call.kind_reason) for call in calls[1:]] == [("bridged", None)] * 2
+    last = ("rendered", OWN_CHANGES[script]) if script in OWN_CHANGES else ("bridged", None)
+    assert [(call.kind, call.kind_reason) for call in calls[1:]] == [("bridged", None), last]
     assert calls[0].kind == "root"
     assert {(call.status, call.violation, call.role) for call in calls} == {("completed", None, "agent")}
     assert [request["token_ids"] for request in scripted_engine.requests] == [call.prompt_ids for call in calls]
     refused = {event["path"] for event in read_rows(run, "events") if event["kind"] == "refused"}
     assert refused <= OTHER_TRAFFIC.get(script, set())
     assert summarize(run).uncaptured_calls == 0
+
+
+@pytest.mark.xfail(strict=True, reason="gptme adds a newline to the text before a tool call")
+def test_gptme_is_continued(scripted_engine, tokenizer_folder, tmp_path):
+    gptme = INSTALLED.with_name("gptme") / "bin" / "gptme"
+    if not gptme.exists():
+        pytest.skip("gptme is not installed: tests/run.sh installs it")
+    written = [tool_call("save", {"path": "notes.txt", "content": f"héllo {turn}\n"}) for turn in range(2)]
+    first = written[0].replace("<tool_call>", "So:\n\n<tool_call>")
+    lead(scripted_engine, [first, written[1], f"I wrote it.\n\n{tool_call('complete', {})}"])
+    workspace = tmp_path / "workspace"
+    workspace.mkdir()
+    options = ["--non-interactive", "--model", "openai/gpt-4.1", "Write notes.txt, twice."]
+    run = record([gptme, *options], workspace, scripted_engine, tokenizer_folder)
+    (calls,) = RecordedCalls(run).values()
+    main = [call for call in calls if call.role == "agent"]
+    assert [(call.kind, call.kind_reason) for call in main[1:]] == [("bridged", None)] * 2
+    assert [call.role for call in calls if call not in main] == ["auxiliary"]  # the title of the conversation
+    assert summarize(run).uncaptured_calls == 0
+
+
+def lead(engine, turns):
+    """Let `engine` give one of `turns`, by the results of tools in the prompt. A prompt without tools gets the last."""
+
+    def reply(request):
+        prompt = engine.tokenizer.decode(request["token_ids"])
+        return Say(turns[prompt.count("<tool_response>")] if "<tools>" in prompt else turns[-1])
+
+    engine.otherwise = reply
+
+
+def record(program, workspace, engine, model):
+    """Record a program that writes notes.txt in `workspace`, and return its run."""
+    run, home = workspace.with_name("run"), workspace.with_name("home")
+    home.mkdir()
+    options = ["--out", run, "--engine", engine.url, "--model", model]
+    ended = subprocess.run(
+        [Path(sys.executable).with_name("rolltap"), "record", *options, "--", *program],
+        cwd=workspace,
+        env={**clean_environment(home), **KEYS},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "I wrote it." in ended.stdout
+    assert (workspace / "notes.txt").read_text() == "héllo 1\n"
+    return run
 
 
 def command(script, workspace):
