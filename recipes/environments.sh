@@ -177,6 +177,9 @@ environment_harnesses() {
     npm_packages "$frameworks" $(cat "$packages") ||
         say "the packages for Node could not be installed (see above); their tests are skipped"
     wait "$python"
-    for name in $(harnesses pip); do export PATH="$PATH:$VENVS/$name/bin"; done
+    # only the programs: an environment's own Python must not be found
+    mkdir -p "$VENVS/bin"
+    for name in $(harnesses pip); do ln -sfn "$VENVS/$name/bin/$(preset "$name" program)" "$VENVS/bin/"; done
+    export PATH="$VENVS/bin:$PATH"
     [ ! -d "$VENVS/frameworks" ] || ln -sfn "$HARNESSES/$frameworks/node_modules" "$VENVS/frameworks/node_modules"
 }

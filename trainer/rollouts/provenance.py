@@ -23,6 +23,7 @@ from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Runtime
 logger = logging.getLogger(__name__)
 
 _VERSION = re.compile(r"\bv?(\d+(?:\.\d+)+(?:[-+][0-9A-Za-z.+-]*[0-9A-Za-z])?)")
+_ENDS_A_LINE = re.compile(_VERSION.pattern + r"$", re.MULTILINE)
 _VERSION_SECONDS = 60.0
 _MOST_OUTPUT = 4096
 
@@ -91,8 +92,11 @@ def _beginning(log: Path) -> str:
 
 
 def find_version(output: str) -> str:
-    """Return the first version number in a program's output; empty when there is none."""
-    found = _VERSION.search(output)
+    """Return the first version number that ends a line of a program's output, else the first; empty without one.
+
+    A program may print warnings of its libraries before its version, with other numbers in their sentences.
+    """
+    found = _ENDS_A_LINE.search(output) or _VERSION.search(output)
     return found[1] if found else ""
 
 
