@@ -20,7 +20,7 @@ class Vocabulary:
     agent: str = "<tools>"
     """Text of the prompts that are no side questions."""
     texts: tuple[str, ...] = ()
-    """What a model says to a program without tools, which reads what to do in the text."""
+    """Turns of a model in a program without tools, which reads what to do in the text."""
 
 
 _EDIT = "notes-{{n}}.txt\n<<<<<<< SEARCH\n{}=======\nhéllo {{n}}\n>>>>>>> REPLACE\n"

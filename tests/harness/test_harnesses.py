@@ -44,7 +44,7 @@ class Script:
     agent: str = "<tools>"
     """Text of the prompts that are no side questions."""
     rewrites: str = ""
-    """What the program itself changes in its history, as the reason of its calls says it: none is continued."""
+    """A change that the program makes in its history, as the reason of its calls says it: none is continued."""
 
     @property
     def turns(self) -> list[str]:
