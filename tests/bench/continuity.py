@@ -54,7 +54,7 @@ def _model(harness: str, tokenizer: Any) -> Callable[[dict[str, Any]], Reply]:
     def reply(request: dict[str, Any]) -> Reply:
         prompt = tokenizer.decode(request["token_ids"])
         case = _CASE.search(prompt)
-        if case is None or "<tools>" not in prompt:
+        if case is None or vocabulary.agent not in prompt:
             return Say(vocabulary.aside)
         if case[0] not in left:
             cwd = _CWD.search(prompt)

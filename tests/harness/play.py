@@ -76,6 +76,7 @@ def shell(harness: Harness, command: str) -> str:
     name, arguments = {
         "claude-code": ("Bash", {"command": command, "description": "Work"}),
         "codex": ("exec_command", {"cmd": command}),
+        "mini-swe-agent": ("bash", {"command": command}),
         "qwen-code": ("run_shell_command", {"command": command, "is_background": False}),
     }[harness.name]
     return tool_call(name, arguments)

@@ -35,12 +35,45 @@ class Script:
     """Name and arguments of the tool that each turn calls."""
     config: tuple[str, str]
     """Path of a configuration file in the home folder, and its text."""
-    last: str = "I wrote the greeting."
+    last: str | None = "I wrote the greeting."
+    """The text that ends the session. None: its last tool call ends it."""
     aside: str = "A greeting"
     """The answer to side questions, which have no tools: a title, a choice of a model."""
+    texts: tuple[str, ...] = ()
+    """The turns of a program without tools, which reads what to do in the text."""
+    agent: str = "<tools>"
+    """Text of the prompts that are no side questions."""
+    rewrites: str = ""
+    """A change that the program makes in its history, as the reason of its calls says it: none is continued."""
 
+    @property
+    def turns(self) -> list[str]:
+        """Return the model's replies to the agent."""
+        last = [] if self.last is None else [self.last]
+        return [*self.texts, *(tool_call(*call) for call in self.tools), *last]
+
+    def turn(self, prompt: str) -> int:
+        """Return the number of turns before `prompt`, from the results of tools or the turns' own texts in it."""
+        return prompt.count("<tool_response>") if self.tools else sum(text.strip() in prompt for text in self.texts)
+
+
+_APPEND = """\
+greeting.txt
+<<<<<<< SEARCH
+{}=======
+{}>>>>>>> REPLACE
+"""
 
 SCRIPTS = {
+    "aider": Script(
+        [],
+        (".aider.conf.yml", "show-diffs:   false\n"),
+        last=None,
+        # the first edit replaces a line that is not there, which aider answers with the file's real lines
+        texts=("So:\n\n" + _APPEND.format("hello\n", "héllo\n"), "Then I make it.\n\n" + _APPEND.format("", "héllo\n")),
+        agent="*SEARCH/REPLACE*",
+        rewrites="message 7 is not that of call",  # the files as they are now, before the conversation
+    ),
     "claude-code": Script(
         [
             ("Write", {"file_path": "greeting.txt", "content": "héllo\n"}),
@@ -48,9 +81,20 @@ SCRIPTS = {
         ],
         (".claude/settings.json", '{ "cleanupPeriodDays":  9 }'),
     ),
+    "cline": Script(
+        [("run_commands", {"commands": [WRITE]}), ("run_commands", {"commands": [READ]})],
+        (".cline/data/settings/global-settings.json", '{ "autoUpdateEnabled":  false }'),
+    ),
     "codex": Script(
         [("exec_command", {"cmd": WRITE}), ("exec_command", {"cmd": READ})],
         (".codex/config.toml", 'model_reasoning_effort   = "low"\n'),
+    ),
+    "copilot": Script(
+        [
+            ("bash", {"command": WRITE, "description": "Write the greeting"}),
+            ("bash", {"command": READ, "description": "Read the greeting"}),
+        ],
+        (".copilot/settings.json", '{ "banner":  "never" }'),
     ),
     "gemini-cli": Script(
         [
@@ -60,6 +104,16 @@ SCRIPTS = {
         (".gemini/settings.json", '{ "ui":  {"hideTips": true} }'),
         aside='{"complexity_reasoning": "It is simple.", "complexity_score": 10}',
     ),
+    "kilo": Script(
+        [
+            ("write", {"filePath": "greeting.txt", "content": "héllo\n"}),
+            ("bash", {"command": READ, "description": "Read the greeting"}),
+        ],
+        (
+            ".config/kilo/kilo.jsonc",
+            '{ "$schema": "https://app.kilo.ai/config.json",  "permission": {"bash":"allow"} }',
+        ),
+    ),
     "mini-swe-agent": Script(
         [
             ("bash", {"command": WRITE}),
@@ -67,6 +121,7 @@ SCRIPTS = {
             ("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}),
         ],
         (".config/mini-swe-agent/.env", "MSWEA_GLOBAL_COST_LIMIT='7'\n"),
+        last=None,
     ),
     "opencode": Script(
         [
@@ -74,6 +129,13 @@ SCRIPTS = {
             ("read", {"filePath": "greeting.txt"}),
         ],
         (".config/opencode/opencode.json", '{ "$schema": "https://opencode.ai/config.json",  "snapshot": false }'),
+    ),
+    "openhands": Script(
+        [
+            ("terminal", {"command": WRITE, "security_risk": "LOW"}),
+            ("terminal", {"summary": "Read the greeting", "command": READ, "security_risk": "LOW"}),
+        ],
+        (".openhands/settings.json", '{ "theme":  "dark" }'),
     ),
     "pi": Script(
         [("write", {"path": "greeting.txt", "content": "héllo\n"}), ("bash", {"command": READ})],
@@ -90,19 +152,20 @@ SCRIPTS = {
 
 
 def lead(engine, script):
-    """Let `engine` follow `script`. The number of tool results in the prompt is the number of the turn."""
+    """Let `engine` follow `script`."""
 
     def reply(request):
         prompt = engine.tokenizer.decode(request["token_ids"])
-        if "<tools>" not in prompt:
-            return Say(script.aside)
-        turn = prompt.count("<tool_response>")
-        return Say(tool_call(*script.tools[turn]) if turn < len(script.tools) else script.last)
+        return Say(script.turns[script.turn(prompt)] if script.agent in prompt else script.aside)
 
     engine.otherwise = reply
 
 
-@pytest.fixture(params=Harness.names())
+# takes effect with the kind of a first call that has examples
+WAITING = {"aider": pytest.mark.xfail(strict=True, reason="the first call, with examples, is no root yet")}
+
+
+@pytest.fixture(params=[pytest.param(name, marks=WAITING.get(name, ())) for name in Harness.names()])
 def program(request):
     return installed(request.param)
 
@@ -140,13 +203,15 @@ def test_a_session_with_tools_is_one_unbroken_line_of_calls_and_changes_no_confi
     session, calls = recorded.session, recorded.calls
     assert (session.status, session.harness) == ("completed", program.name)
     main = [call for call in calls if call.role == "agent"]
-    turns = len(script.tools) + (program.name != "mini-swe-agent")  # it ends with a tool call
-    assert [call.kind for call in main[1:]] == ["bridged"] * (turns - 1)
+    later = "rendered" if script.rewrites else "bridged"
+    assert [call.kind for call in main] == ["root", *[later] * (len(script.turns) - 1)]
+    assert all(script.rewrites in call.kind_reason for call in main[1:] if script.rewrites)
     assert [call.status for call in calls] == ["completed"] * len(calls)
     sent = [request["token_ids"] for request in scripted_engine.requests]
     assert sorted(sent) == sorted(list(call.prompt_ids) for call in calls)
     traces, ledger = build_traces(calls, "prefix_merging")
-    assert [call.call_id for call in main] in [trace.call_ids for trace in traces]
+    lines = [[call.call_id] for call in main] if script.rewrites else [[call.call_id for call in main]]
+    assert all(line in [trace.call_ids for trace in traces] for line in lines)
     ledger.check()
     assert ledger.sampled == sum(len(call.completion_ids) for call in calls)
     assert ledger.trained == sum(len(call.completion_ids) for call in main)

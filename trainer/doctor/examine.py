@@ -128,7 +128,7 @@ def _about(preset: Harness, program: _Program) -> dict[str, Any]:
             errors="replace",
             timeout=_VERSION_SECONDS,
         )
-        version = find_version(told.stdout, preset.version) if told.returncode == 0 else ""
+        version = find_version(told.stdout) if told.returncode == 0 else ""
     except (OSError, subprocess.TimeoutExpired):
         pass  # it is not known then
     return {

@@ -23,6 +23,7 @@ from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Runtime
 logger = logging.getLogger(__name__)
 
 _VERSION = re.compile(r"\bv?(\d+(?:\.\d+)+(?:[-+][0-9A-Za-z.+-]*[0-9A-Za-z])?)")
+_ENDS_A_LINE = re.compile(_VERSION.pattern + r"$", re.MULTILINE)
 _VERSION_SECONDS = 60.0
 _MOST_OUTPUT = 4096
 
@@ -54,7 +55,7 @@ class Provenances:
 
     async def _find(self, image: str | None) -> Provenance:
         image_digest = await asyncio.to_thread(self._runtime.image_digest, image) if image is not None else ""
-        version = find_version(await self._reported(image), self._harness.version)
+        version = find_version(await self._reported(image))
         if warning := version_warning(self._harness, version):
             logger.warning("%s", warning)
         return Provenance(
@@ -90,13 +91,13 @@ def _beginning(log: Path) -> str:
         return output.read(_MOST_OUTPUT)
 
 
-def find_version(output: str, tested: str = "") -> str:
-    """Return the version number in a program's output; empty when there is none.
+def find_version(output: str) -> str:
+    """Return the first version number that ends a line of a program's output, else the first; empty without one.
 
-    Some programs print those of their parts too, or warnings that name one: of several it is `tested`, else the first.
+    A program may print warnings of its libraries before its version, with other numbers in their sentences.
     """
-    found: list[str] = _VERSION.findall(output)
-    return tested if tested in found else next(iter(found), "")
+    found = _ENDS_A_LINE.search(output) or _VERSION.search(output)
+    return found[1] if found else ""
 
 
 def version_warning(harness: Harness, version: str) -> str | None:

@@ -1,0 +1,22 @@
+"""An agent with openai-agents: the history sent whole, held by the server as responses, or as a conversation."""
+
+import sys
+from pathlib import Path
+
+from agents import Agent, OpenAIConversationsSession, Runner, function_tool
+
+
+@function_tool
+def write_file(path: str, content: str) -> str:
+    """Write a file."""
+    Path(path).write_text(content)
+    return "written"
+
+
+memory = {
+    "whole": {},
+    "previous_response_id": {"auto_previous_response_id": True},
+    "conversation": {"session": OpenAIConversationsSession()},
+}[sys.argv[1]]
+agent = Agent(name="writer", instructions="You write files.", model="gpt-5.5", tools=[write_file])
+print(Runner.run_sync(agent, "Write notes.txt, twice.", **memory).final_output)

@@ -1,0 +1,141 @@
+"""Agents written with frameworks and with SDKs for JavaScript, recorded as a user does: `rolltap record --`."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rolltap.addons.store.tables import read_rows
+from rolltap.trainer.doctor.scripted_engine import Say
+from rolltap.trainer.rollouts.environment import clean_environment
+from rolltap.trainer.traces.reader import RecordedCalls
+from rolltap.trainer.views.report import summarize
+from tests.harness.play import tool_call
+
+pytestmark = pytest.mark.harness
+
+SCRIPTS = Path(__file__).parent / "frameworks"
+INSTALLED = Path(__file__).parents[2] / ".venvs" / "frameworks"
+OPENAI, ANTHROPIC, GOOGLE = "api.openai.com", "api.anthropic.com", "generativelanguage.googleapis.com"
+KEYS = dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY", "GOOGLE_API_KEY"), "placeholder")
+OTHER_TRAFFIC = {
+    "openai_agents.py": {"/v1/traces/ingest"},
+    "litellm_agent.py": {"/BerriAI/litellm/main/model_prices_and_context_window.json"},
+}
+"""Paths of requests that are no model calls. The recorder refuses them."""
+OWN_CHANGES = {"autogen_agent.py": "its tools are not those of any earlier call"}
+"""Why the last call of a framework that rewrites its own prompt is not continued."""
+
+
+def waits(*case, reason):
+    """Return a case that fails until the recorder has what `reason` names."""
+    return pytest.param(*case, marks=pytest.mark.xfail(strict=True, reason=reason))
+
+
+@pytest.mark.parametrize(
+    ("script", "mode", "host"),
+    [
+        ("openai_agents.py", "whole", OPENAI),
+        waits("openai_agents.py", "previous_response_id", OPENAI, reason="responses are not found by id over HTTP"),
+        waits("openai_agents.py", "conversation", OPENAI, reason="responses are not found by id over HTTP"),
+        ("langchain_agent.py", "chat", OPENAI),
+        ("langchain_agent.py", "responses", OPENAI),
+        waits("langchain_agent.py", "previous_response_id", OPENAI, reason="responses are not found by id over HTTP"),
+        ("langchain_agent.py", "anthropic", ANTHROPIC),
+        waits("langchain_agent.py", "google", GOOGLE, reason="the ids of Gemini's calls come back as others"),
+        ("pydantic_agent.py", "chat", OPENAI),
+        waits("pydantic_agent.py", "image", OPENAI, reason="images are refused"),
+        ("pydantic_agent.py", "responses", OPENAI),
+        ("pydantic_agent.py", "anthropic", ANTHROPIC),
+        ("pydantic_agent.py", "google", GOOGLE),
+        ("litellm_agent.py", "chat", OPENAI),
+        ("litellm_agent.py", "anthropic", ANTHROPIC),
+        waits("litellm_agent.py", "google", GOOGLE, reason="the ids of Gemini's calls come back as others"),
+        waits("autogen_agent.py", "chat", OPENAI, reason="a reflection without tools is auxiliary"),
+        waits("openai_node.mjs", "chat", OPENAI, reason="Node's fetch passes the proxy by"),
+        waits("anthropic_node.mjs", "messages", ANTHROPIC, reason="Node's fetch passes the proxy by"),
+        waits("vercel_ai.mjs", "chat", OPENAI, reason="Node's fetch passes the proxy by"),
+        waits("vercel_ai.mjs", "responses", OPENAI, reason="Node's fetch passes the proxy by, and items have no ids"),
+    ],
+)
+def test_an_agent_of_a_framework_is_continued(script, mode, host, scripted_engine, tokenizer_folder, tmp_path):
+    written = [tool_call("write_file", {"path": "notes.txt", "content": f"héllo {turn}\n"}) for turn in range(2)]
+    lead(scripted_engine, [*written, "<think>\nTwice.\n</think>\n\nI wrote it."])
+    workspace = tmp_path / "workspace"
+    workspace.mkdir()
+    run = record([*command(script, workspace), mode], workspace, scripted_engine, tokenizer_folder)
+    (calls,) = RecordedCalls(run).values()
+    assert {call.host for call in calls} == {host}
+    last = ("rendered", OWN_CHANGES[script]) if script in OWN_CHANGES else ("bridged", None)
+    assert [(call.kind, call.kind_reason) for call in calls[1:]] == [("bridged", None), last]
+    assert calls[0].kind == "root"
+    assert {(call.status, call.violation, call.role) for call in calls} == {("completed", None, "agent")}
+    assert [request["token_ids"] for request in scripted_engine.requests] == [call.prompt_ids for call in calls]
+    refused = {event["path"] for event in read_rows(run, "events") if event["kind"] == "refused"}
+    assert refused <= OTHER_TRAFFIC.get(script, set())
+    assert summarize(run).uncaptured_calls == 0
+
+
+@pytest.mark.xfail(strict=True, reason="gptme adds a newline to the text before a tool call")
+def test_gptme_is_continued(scripted_engine, tokenizer_folder, tmp_path):
+    gptme = INSTALLED.with_name("gptme") / "bin" / "gptme"
+    if not gptme.exists():
+        pytest.skip("gptme is not installed: tests/run.sh installs it")
+    written = [tool_call("save", {"path": "notes.txt", "content": f"héllo {turn}\n"}) for turn in range(2)]
+    first = written[0].replace("<tool_call>", "So:\n\n<tool_call>")
+    lead(scripted_engine, [first, written[1], f"I wrote it.\n\n{tool_call('complete', {})}"])
+    workspace = tmp_path / "workspace"
+    workspace.mkdir()
+    options = ["--non-interactive", "--model", "openai/gpt-4.1", "Write notes.txt, twice."]
+    run = record([gptme, *options], workspace, scripted_engine, tokenizer_folder)
+    (calls,) = RecordedCalls(run).values()
+    main = [call for call in calls if call.role == "agent"]
+    assert [(call.kind, call.kind_reason) for call in main[1:]] == [("bridged", None)] * 2
+    assert [call.role for call in calls if call not in main] == ["auxiliary"]  # the title of the conversation
+    assert summarize(run).uncaptured_calls == 0
+
+
+def lead(engine, turns):
+    """Let `engine` give one of `turns`, by the results of tools in the prompt. A prompt without tools gets the last."""
+
+    def reply(request):
+        prompt = engine.tokenizer.decode(request["token_ids"])
+        return Say(turns[prompt.count("<tool_response>")] if "<tools>" in prompt else turns[-1])
+
+    engine.otherwise = reply
+
+
+def record(program, workspace, engine, model):
+    """Record a program that writes notes.txt in `workspace`, and return its run."""
+    run, home = workspace.with_name("run"), workspace.with_name("home")
+    home.mkdir()
+    options = ["--out", run, "--engine", engine.url, "--model", model]
+    ended = subprocess.run(
+        [Path(sys.executable).with_name("rolltap"), "record", *options, "--", *program],
+        cwd=workspace,
+        env={**clean_environment(home), **KEYS},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "I wrote it." in ended.stdout
+    assert (workspace / "notes.txt").read_text() == "héllo 1\n"
+    return run
+
+
+def command(script, workspace):
+    """Return the command that starts a script. One for Node is copied to `workspace`, beside its packages."""
+    if script.endswith(".py"):
+        python = INSTALLED / "bin" / "python"
+        if not python.exists():
+            pytest.skip("the frameworks are not installed: tests/run.sh installs them")
+        return [python, SCRIPTS / script]
+    if not (INSTALLED / "node_modules").is_dir():
+        pytest.skip("the SDKs for JavaScript are not installed: tests/run.sh installs them")
+    shutil.copy(SCRIPTS / script, workspace)
+    (workspace / "node_modules").symlink_to(INSTALLED / "node_modules")
+    return ["node", script]
