@@ -16,6 +16,7 @@ SKIPPED = {
     "rolltap env --proxy http://172.17.0.1:8080 --secret-file recorder.secret --session box-1 --harness codex \\": (
         "needs Docker and an image"
     ),
+    "rolltap doctor --harness my-agent.toml": "there is no such program",
 }
 """First line of a block, without its comment -> why it is not run. The options of `rolltap` in it are checked."""
 

@@ -91,7 +91,7 @@ def test_the_files_are_what_the_commands_expect(tmp_path):
     assert [task.id for task in load_tasks(tmp_path / "tasks.jsonl")] == ["count"]
     assert load_recipe(tmp_path / "recipe.toml").tasks == tmp_path / "tasks.jsonl"
     harness = rolltap.Harness.load(str(tmp_path / "my-agent.toml"))
-    assert harness.command_for("Work") == ["python", "my_agent.py", "--task=Work"]
+    assert harness.command_for("Work") == ["my-agent", "--no-telemetry", "--task=Work"]
 
 
 def test_a_command_that_is_not_run_has_options_that_exist(tmp_path, monkeypatch):
