@@ -19,7 +19,7 @@ from rolltap.trainer.training.recipe import Recipe
 from tests.conftest import ROOT
 
 with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-    from mitmproxy.addons import dumper, proxyserver  # their dependencies use deprecated names
+    from mitmproxy.addons import dumper, proxyserver, script  # their dependencies use deprecated names
     from mitmproxy.test import taddons
 
 PRESETS = {name: rolltap.Harness.load(name) for name in rolltap.Harness.names()}
@@ -36,11 +36,11 @@ def table(page, heading):
     """The names in the first column of a section's tables -> the cells after it."""
     rows = re.findall(r"^\| (.*`.*) \|$", section(page, heading), re.MULTILINE)
     cells = [row.split(" | ") for row in rows]
-    return {name: rest for first, *rest in cells for name in re.findall(r"`\[?(\w[\w-]*)", first)}
+    return {name: rest for first, *rest in cells for name in re.findall(r"`\[?(@?\w[\w/-]*)", first)}
 
 
 async def test_the_options_of_the_recorder():
-    with taddons.context(dumper.Dumper(), proxyserver.Proxyserver(), *addons) as context:
+    with taddons.context(dumper.Dumper(), proxyserver.Proxyserver(), script.ScriptLoader(), *addons) as context:
         options = {name for name, _ in context.options.items() if name.startswith("rolltap_")}
     assert table("addons/README.md", "Options").keys() == options
 
@@ -56,6 +56,14 @@ def test_the_keys_of_a_preset():
 def test_the_presets_and_their_versions():
     versions = {name: cells[0] for name, cells in table("README.md", "Programs").items()}
     assert versions == {name: preset.version for name, preset in PRESETS.items()}
+
+
+def test_the_frameworks_and_their_versions():
+    folder = ROOT / "tests" / "harness" / "frameworks"
+    lines = (folder / "packages.txt").read_text().split() + (folder / "requirements.txt").read_text().split()
+    pinned = {re.sub(r"\[.*\]|==|@(?=\d)", " ", line).strip() for line in lines}
+    versions = {name: cells[0] for name, cells in table("README.md", "Frameworks and SDKs").items()}
+    assert {" ".join(pin) for pin in versions.items()} <= {" ".join(pin.split()) for pin in pinned}
 
 
 def test_how_the_presets_are_installed():
