@@ -60,10 +60,10 @@ def test_the_presets_and_their_versions():
 
 def test_the_frameworks_and_their_versions():
     folder = ROOT / "tests" / "harness" / "frameworks"
-    lines = (folder / "packages.txt").read_text().split() + (folder / "requirements.txt").read_text().split()
-    pinned = {re.sub(r"\[.*\]|==|@(?=\d)", " ", line).strip() for line in lines}
-    versions = {name: cells[0] for name, cells in table("README.md", "Frameworks and SDKs").items()}
-    assert {" ".join(pin) for pin in versions.items()} <= {" ".join(pin.split()) for pin in pinned}
+    files = [folder / "packages.txt", folder / "requirements.txt", ROOT / "recipes" / "environments.sh"]
+    text = re.sub(r"\[.*?\]", "", "\n".join(file.read_text() for file in files))
+    pinned = set(re.findall(r"(?<!\S)(\S+?)(?:==|@)(\d\S*)", text))
+    assert {(name, cells[0]) for name, cells in table("README.md", "Frameworks and SDKs").items()} <= pinned
 
 
 def test_how_the_presets_are_installed():
