@@ -62,7 +62,7 @@ def test_the_frameworks_and_their_versions():
     folder = ROOT / "tests" / "harness" / "frameworks"
     files = [folder / "packages.txt", folder / "requirements.txt", ROOT / "recipes" / "environments.sh"]
     text = re.sub(r"\[.*?\]", "", "\n".join(file.read_text() for file in files))
-    pinned = set(re.findall(r"(?<!\S)(\S+?)(?:==|@)(\d\S*)", text))
+    pinned = set(re.findall(r"(?<!\S)(\S+?)(?:==|@)(\d[\w.]*)", text))
     assert {(name, cells[0]) for name, cells in table("README.md", "Frameworks and SDKs").items()} <= pinned
 
 
