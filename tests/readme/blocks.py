@@ -1,4 +1,4 @@
-"""The fenced code blocks of the README and of every README.md below recipes/."""
+"""The fenced code blocks of the pages for readers: every README.md, in the order in which their blocks run."""
 
 import re
 from dataclasses import dataclass
@@ -6,7 +6,10 @@ from pathlib import Path
 
 from tests.conftest import ROOT
 
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "recipes").rglob("README.md"))]
+DOCUMENTS = [
+    *(ROOT / folder / "README.md" for folder in (".", "addons", "trainer")),
+    *sorted((ROOT / "recipes").rglob("README.md")),
+]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

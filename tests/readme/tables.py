@@ -1,4 +1,4 @@
-"""The differences between the README's blocks and the tests: blocks that are not run, files, and substitutions."""
+"""The differences between the blocks of the pages and the tests: blocks that are not run, files, and substitutions."""
 
 SKIPPED = {
     "recipes/quickstart/run.sh": "these commands are the quickstart and the test suite itself",
@@ -12,6 +12,11 @@ SKIPPED = {
     "rolltap train recipe.toml --from runs/first --out runs/offline": (
         "the shortened rollout has one session a task, and so no group to compare"
     ),
+    "(umask 077 && openssl rand -hex 32 > recorder.secret)": "listens on the address of Docker's network",
+    "rolltap env --proxy http://172.17.0.1:8080 --secret-file recorder.secret --session box-1 --harness codex \\": (
+        "needs Docker and an image"
+    ),
+    "rolltap doctor --harness my-agent.toml": "there is no such program",
 }
 """First line of a block, without its comment -> why it is not run. The options of `rolltap` in it are checked."""
 
@@ -20,7 +25,11 @@ SKIPPED |= {
     for name in ("one-gpu-lora", "eight-gpus-lora", "eight-gpus-full")
 }
 
-FILES = {'{"id": "count"': "tasks.jsonl", 'model = "/models/Qwen3-4B"': "recipe.toml"}
+FILES = {
+    '{"id": "count"': "tasks.jsonl",
+    'model = "/models/Qwen3-4B"': "recipe.toml",
+    'name = "my-agent"': "my-agent.toml",
+}
 """Start of a block that shows a file -> the file's name. The shell blocks use these files."""
 
 SERVERS = ('mitmdump -s "$(rolltap addon)"',)

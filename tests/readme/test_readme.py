@@ -1,4 +1,4 @@
-"""Every code block of the README runs, in the order of the document, or a table says why not."""
+"""Every code block of the pages runs, in the order of the pages, or a table says why not."""
 
 import re
 import shlex
@@ -20,7 +20,7 @@ from tests.trainer.exports.hub import loopback_hub
 
 PROGRAMS = ("bash", "curl", "mini")
 """Programs that the blocks start and that are not in the environment of the tests."""
-COMMAND = re.compile(r"^(?:\S*/)?rolltap (.*)$", re.MULTILINE)
+COMMAND = re.compile(r"^(?:\S*/)?rolltap ([^>\n]*)", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -90,25 +90,19 @@ def test_the_files_are_what_the_commands_expect(tmp_path):
     (tmp_path / "start").mkdir()
     assert [task.id for task in load_tasks(tmp_path / "tasks.jsonl")] == ["count"]
     assert load_recipe(tmp_path / "recipe.toml").tasks == tmp_path / "tasks.jsonl"
+    harness = rolltap.Harness.load(str(tmp_path / "my-agent.toml"))
+    assert harness.command_for("Work") == ["my-agent", "--no-telemetry", "--task=Work"]
 
 
 def test_a_command_that_is_not_run_has_options_that_exist(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "first").mkdir(parents=True)
-    (tmp_path / "recipe.toml").touch()
+    for name in ("recipe.toml", "recorder.secret"):
+        (tmp_path / name).touch()
     for folder in ("repositories", "harbor", "tasks.jsonl"):
         (tmp_path / "runs" / "mini" / folder).mkdir(parents=True)
     texts = [block.text.replace("\\\n", "") for block in BLOCKS if block.first_line in SKIPPED]
     for command in [command for text in texts for command in COMMAND.findall(text)]:
         name, *arguments = shlex.split(command, comments=True)
-        command_line.commands[name].make_context(name, arguments)
-
-
-def test_the_names_in_the_section_from_python_are_public():
-    section = (ROOT / "README.md").read_text().partition("\n## From Python\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| (`.*?) \| (.*) \|$", section, re.MULTILINE)
-    named = {name for names, _ in rows for name in re.findall(r"`(\w+)", names)}
-    assert len(named) > 5
-    assert named <= set(rolltap.__all__)
-    methods = dict(rows)["`Run`"]
-    assert [name for name in re.findall(r"`(\w+)\(", methods) if not hasattr(rolltap.Run, name)] == []
+        with command_line.commands[name].make_context(name, arguments):
+            pass

@@ -41,7 +41,7 @@ class ProcessRuntime:
     name = "process"
     isolated = False
     warning: str | None = (
-        "sessions run with all rights of this user; --runtime sandbox limits them: see Tasks and judges in the README"
+        "sessions run with all rights of this user; --runtime sandbox limits them: see rolltap rollout --help"
     )
 
     def check(self) -> None:

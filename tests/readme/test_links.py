@@ -1,0 +1,52 @@
+"""Links inside of the repository lead to files and headings that are there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.readme.blocks import DOCUMENTS, prose_of
+
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+READERS = [*DOCUMENTS, ROOT / "CONTRIBUTING.md"]
+
+
+def anchors(document: Path) -> set[str]:
+    """The names by which a page on the web shows the headings of a document."""
+    words = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in HEADING.findall(prose_of(document)))
+    return {heading.replace(" ", "-") for heading in words}
+
+
+def broken(document: Path) -> list[str]:
+    """The links of a document that lead nowhere."""
+    lost = []
+    for target, anchor in LINK.findall(prose_of(document)):
+        there = (document.parent / target).resolve() if target else document
+        page = there / "README.md" if there.is_dir() else there
+        if not there.exists() or (anchor and anchor not in anchors(page)):
+            lost.append(f"{target}#{anchor}" if anchor else target)
+    return lost
+
+
+@pytest.mark.parametrize("document", READERS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_leads_to_a_file_and_a_heading(document):
+    assert broken(document) == []
+
+
+def test_a_link_to_nothing_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A title: of `code`\n[a](page.md#a-title-of-code) [b](#b) [c](none.md) [d](https://x.y/none)\n")
+    assert broken(page) == ["#b", "none.md"]
+
+
+def test_every_reference_is_reached_from_the_first_page():
+    reached, waiting = set(), [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page not in reached:
+            reached.add(page)
+            there = ((page.parent / target).resolve() for target, _ in LINK.findall(prose_of(page)) if target)
+            waiting += [path for path in there if path.suffix == ".md" and path.is_file()]
+    assert set(DOCUMENTS) <= reached

@@ -1,0 +1,107 @@
+"""The tables of the pages name what the code has, and nothing else."""
+
+import re
+import warnings
+from dataclasses import fields
+from typing import get_args
+
+from trl import GRPOConfig
+
+import rolltap
+from rolltap.addons.record import addons
+from rolltap.addons.store.records import CallRole
+from rolltap.trainer.grpo.config import TraceGRPOConfig
+from rolltap.trainer.rollouts.environment import Proxy
+from rolltap.trainer.rollouts.runtimes.choose import RUNTIMES
+from rolltap.trainer.traces.build import Strategy
+from rolltap.trainer.traces.ledger import LeftOut
+from rolltap.trainer.training.recipe import Recipe
+from tests.conftest import ROOT
+
+with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+    from mitmproxy.addons import dumper, proxyserver, script  # their dependencies use deprecated names
+    from mitmproxy.test import taddons
+
+PRESETS = {name: rolltap.Harness.load(name) for name in rolltap.Harness.names()}
+
+
+def section(page, heading):
+    """The text below a heading, up to the next one."""
+    text = (ROOT / page).read_text().partition(f"# {heading}\n")[2]
+    assert text, f"{page} has no section {heading}"
+    return re.split(r"^#+ ", text, maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def table(page, heading):
+    """The names in the first column of a section's tables -> the cells after it."""
+    rows = re.findall(r"^\| (.*`.*) \|$", section(page, heading), re.MULTILINE)
+    cells = [row.split(" | ") for row in rows]
+    return {name: rest for first, *rest in cells for name in re.findall(r"`\[?(@?\w[\w/-]*)", first)}
+
+
+async def test_the_options_of_the_recorder():
+    with taddons.context(dumper.Dumper(), proxyserver.Proxyserver(), script.ScriptLoader(), *addons) as context:
+        options = {name for name, _ in context.options.items() if name.startswith("rolltap_")}
+    assert table("addons/README.md", "Options").keys() == options
+
+
+def test_the_keys_of_a_recipe():
+    assert table("trainer/README.md", "A recipe").keys() == Recipe.model_fields.keys()
+
+
+def test_the_keys_of_a_preset():
+    assert table("recipes/harnesses/README.md", "A preset of your own").keys() == rolltap.Harness.model_fields.keys()
+
+
+def test_the_presets_and_their_versions():
+    versions = {name: cells[0] for name, cells in table("README.md", "Programs").items()}
+    assert versions == {name: preset.version for name, preset in PRESETS.items()}
+
+
+def test_the_frameworks_and_their_versions():
+    folder = ROOT / "tests" / "harness" / "frameworks"
+    files = [folder / "packages.txt", folder / "requirements.txt", ROOT / "recipes" / "environments.sh"]
+    text = re.sub(r"\[.*?\]", "", "\n".join(file.read_text() for file in files))
+    pinned = set(re.findall(r"(?<!\S)(\S+?)(?:==|@)(\d[\w.]*)", text))
+    assert {(name, cells[0]) for name, cells in table("README.md", "Frameworks and SDKs").items()} <= pinned
+
+
+def test_how_the_presets_are_installed():
+    installs = {name: cells[0].strip("`") for name, cells in table("recipes/harnesses/README.md", "Presets").items()}
+    assert installs == {name: preset.install for name, preset in PRESETS.items()}
+
+
+def test_the_variables_of_a_session(tmp_path):
+    (tmp_path / "ca.pem").touch()
+    variables = Proxy("http://127.0.0.1:1", ca=tmp_path / "ca.pem").environment("s")
+    assert table("recipes/harnesses/README.md", "Variables").keys() == variables.keys()
+
+
+def test_the_runtimes():
+    assert tuple(table("trainer/README.md", "Runtimes")) == RUNTIMES
+
+
+def test_the_strategies_and_the_reasons_of_the_ledger():
+    named = table("trainer/README.md", "Traces").keys()
+    assert named == {*get_args(Strategy), *flat(LeftOut)} - {*get_args(CallRole)}
+
+
+def flat(literal):
+    """The values of a Literal, of those in it too."""
+    return [value for each in get_args(literal) for value in (flat(each) if get_args(each) else [each])]
+
+
+def test_the_trainer_s_own_arguments():
+    trls = {each.name for each in fields(GRPOConfig)}
+    own = {each.name for each in fields(TraceGRPOConfig)} - trls
+    assert table("trainer/README.md", "What a step trains").keys() | {"mismatch_min", "mismatch_max"} == own
+
+
+def test_the_public_names_in_the_section_from_python():
+    cells = table("trainer/README.md", "From Python")
+    assert len(cells) > 5
+    assert cells.keys() <= {*rolltap.__all__}
+    methods = next(
+        line for line in section("trainer/README.md", "From Python").splitlines() if line.startswith("| `Run` ")
+    )
+    assert [name for name in re.findall(r"`(\w+)\(", methods) if not hasattr(rolltap.Run, name)] == []
