@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from importlib.metadata import version
@@ -48,7 +48,7 @@ RUN_OPTIONS = {
     f"rolltap_{name}"
     for name in (
         *("out", "engine", "engine_key_file", "model", "renderer", "sampling", "patience", "fsync"),
-        *("keep_adapter", "accept_rewards"),
+        *("keep_adapter", "accept_rewards", "prefix"),
     )
 }
 RUN_OPTIONS |= LIMITS.keys() | BUDGETS.keys()
@@ -108,6 +108,12 @@ def add_options(loader: Loader) -> None:
         "knows its session's credentials, and can send a reward of its own."
     )
     loader.add_option("rolltap_accept_rewards", bool, False, accept_rewards)
+    prefix = (
+        "What the paths of a model API have before `/v1/...`, `/v1beta/...` or `/chat/completions` at a gateway of your "
+        "own, for instance `/my/gateway`; `*` stands for any text. Those of well-known providers need no option. Repeat "
+        "it for more."
+    )
+    loader.add_option("rolltap_prefix", Sequence[str], [], prefix)
     for name, text in LIMITS.items():
         loader.add_option(name, int, 0, f"{text} A request over it gets 429. 0 is no limit.")
     for name, text in BUDGETS.items():
@@ -128,8 +134,8 @@ def open_run(options: OptManager) -> Endpoint:
         except OptionsError as error:
             return wrong.append(str(error))
 
-    checks = (_run, _engines, _key, _sampling, _sync, _limits, _rendering)
-    run, engines, key, sampling, sync, limits, rendering = map(read, checks)
+    checks = (_run, _engines, _key, _sampling, _sync, _limits, _prefixes, _rendering)
+    run, engines, key, sampling, sync, limits, _, rendering = map(read, checks)
     if wrong:
         raise OptionsError("\n".join(wrong))
     warnings = _compare(engines, key, rendering)
@@ -228,6 +234,12 @@ def _limits(options: OptManager) -> dict[str, int]:
         if limit < 0:
             raise OptionsError(f"rolltap_{name} is {limit}: give 0 for no limit, or a number above 0")
     return limits
+
+
+def _prefixes(options: OptManager) -> None:
+    for prefix in options.rolltap_prefix:
+        if not prefix.startswith(("/", "*")) or prefix.endswith("/"):
+            raise OptionsError(f"rolltap_prefix is {prefix!r}: give the start of a path, such as /my/gateway, or *")
 
 
 def _rendering(options: OptManager) -> Rendering:

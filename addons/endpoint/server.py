@@ -25,9 +25,11 @@ from rolltap.addons.endpoint.budget import UNBOUNDED, Budgets
 from rolltap.addons.endpoint.client_request import (
     END,
     HOST_HEADER,
+    PREFIX_HEADER,
     ROUTE_HEADER,
     SECRET_HEADER,
     SESSION_HEADER,
+    asked_path,
     client_request,
 )
 from rolltap.addons.endpoint.ending import end_session
@@ -51,6 +53,7 @@ from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.metadata import RUN_FILE, add_engine
 from rolltap.addons.store.records import Event
 from rolltap.addons.store.tables import RunWriter
+from rolltap.addons.store.text import printable
 
 logger = logging.getLogger(__name__)
 
@@ -190,9 +193,13 @@ class Endpoint:
             self.forget_idle(IDLE_SECONDS)
 
     def headers(self, session_id: str, host: str, route: Route | None) -> dict[str, str]:
-        """Return the headers of a redirected request: secret, session, host and route. None ends the session."""
-        service = END if route is None else str(route)
-        return {SECRET_HEADER: self._secret, SESSION_HEADER: session_id, HOST_HEADER: host, ROUTE_HEADER: service}
+        """Return the headers of a redirected request: secret, session, host, route and its prefix.
+
+        None ends the session.
+        """
+        service, prefix = (END, "") if route is None else (str(route), printable(route.prefix))
+        of_session = {SECRET_HEADER: self._secret, SESSION_HEADER: session_id}
+        return {**of_session, HOST_HEADER: host, ROUTE_HEADER: service, PREFIX_HEADER: prefix}
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         if not hmac.compare_digest(request.headers.get(SECRET_HEADER, ""), self._secret):
@@ -283,7 +290,7 @@ class Endpoint:
                 session_id=request.headers[SESSION_HEADER],
                 host=request.headers[HOST_HEADER],
                 method=request.method,
-                path=request.path,
+                path=asked_path(request),
                 detail=str(error) or repr(error),
             )
         )

@@ -645,3 +645,15 @@ async def test_a_call_whose_prompt_is_made_while_the_recorder_stops_is_recorded(
         assert not asked.exception() or isinstance(asked.exception(), aiohttp.ClientError)
     started = {event["call_id"] for event in harness.events("call_started")}
     assert {call["call_id"] for call in harness.calls()} == started
+
+
+async def test_a_record_has_the_path_that_was_asked_with_the_prefix_of_its_provider(harness, scripted_engine):
+    prefix, path = "/openai/deployments/gpt", "/chat/completions"
+    headers = harness.endpoint.headers("s1", "azure", find_route("POST", prefix + path, {}))
+    scripted_engine.replies.append(Say("Hi."))
+    for body in ({"messages": [user()]}, {}):
+        async with harness.client.post(harness.url(path), json=body, headers=headers) as response:
+            await response.read()
+    (call,) = harness.calls()
+    (rejected,) = harness.events("rejected")
+    assert call["path"] == rejected["path"] == prefix + path

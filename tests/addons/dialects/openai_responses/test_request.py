@@ -82,9 +82,7 @@ def echoed(call_id, name, arguments):
 
 
 class TestOperation:
-    @pytest.mark.parametrize(
-        "path", ["/v1/responses", "/responses", "/backend-api/codex/responses", "/openai/v1/responses"]
-    )
+    @pytest.mark.parametrize("path", ["/v1/responses", "/responses"])
     def test_a_post_asks_for_a_reply_or_for_a_count(self, path):
         assert openai_responses.operation("POST", path) == "generate"
         assert openai_responses.operation("POST", f"{path}/input_tokens") == "count_tokens"
