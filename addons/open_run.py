@@ -109,9 +109,9 @@ def add_options(loader: Loader) -> None:
     )
     loader.add_option("rolltap_accept_rewards", bool, False, accept_rewards)
     prefix = (
-        "What the paths of a model API have before `/v1/...`, `/v1beta/...` or `/chat/completions` at a gateway of your "
-        "own, for instance `/my/gateway`; `*` stands for any text. Those of well-known providers need no option. Repeat "
-        "it for more."
+        "What the paths of a model API have before `/v1/...`, `/v1beta/...` or `/chat/completions` at a gateway of "
+        "yours, for instance `/my/gateway`; `*` stands for any text. Those of well-known providers need no option. "
+        "Repeat it for more."
     )
     loader.add_option("rolltap_prefix", Sequence[str], [], prefix)
     for name, text in LIMITS.items():

@@ -193,13 +193,10 @@ class Endpoint:
             self.forget_idle(IDLE_SECONDS)
 
     def headers(self, session_id: str, host: str, route: Route | None) -> dict[str, str]:
-        """Return the headers of a redirected request: secret, session, host, route and its prefix.
-
-        None ends the session.
-        """
+        """Return the headers of a redirected request: secret, session, host and route. None ends the session."""
         service, prefix = (END, "") if route is None else (str(route), printable(route.prefix))
-        of_session = {SECRET_HEADER: self._secret, SESSION_HEADER: session_id}
-        return {**of_session, HOST_HEADER: host, ROUTE_HEADER: service, PREFIX_HEADER: prefix}
+        asked = {HOST_HEADER: host, ROUTE_HEADER: service, PREFIX_HEADER: prefix}
+        return {SECRET_HEADER: self._secret, SESSION_HEADER: session_id, **asked}
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         if not hmac.compare_digest(request.headers.get(SECRET_HEADER, ""), self._secret):
