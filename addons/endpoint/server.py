@@ -18,6 +18,7 @@ from typing import Any
 from aiohttp import web
 
 from rolltap.addons.dialects.dialect import Dialect
+from rolltap.addons.dialects.hidden import Images
 from rolltap.addons.dialects.routes import ROUTES, Route
 from rolltap.addons.dialects.types import DialectError, ModelCall, ReplyContext, ServedModel
 from rolltap.addons.endpoint.body import BODY_LIMIT, Bodies
@@ -72,7 +73,8 @@ class Endpoint:
 
     `sampling` overrides entries of `NEUTRAL_SAMPLING`. `patience` is in seconds, see `Services`. `engine_key` is sent
     to the engines. With `keep_adapter` a session keeps its adapter, see `SessionPolicy`. `budgets` are those of each
-    session. With `accept_rewards` the request that ends a session may have its reward.
+    session. With `accept_rewards` the request that ends a session may have its reward. `images` are hidden or
+    refused.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Endpoint:
         keep_adapter: bool = True,
         budgets: Budgets = UNBOUNDED,
         accept_rewards: bool = False,
+        images: Images = "hide",
         warnings: Sequence[str] = (),
     ) -> None:
         self.rendering = rendering
@@ -99,7 +102,7 @@ class Endpoint:
         """Session id -> state, of the sessions that asked lately. The others are in the run."""
         self._secret = secrets.token_urlsafe(32)
         self._engine_urls, self._engine_key = engine_urls, engine_key
-        self._patience, self._keep_adapter, self._budgets = patience, keep_adapter, budgets
+        self._patience, self._keep_adapter, self._budgets, self._images = patience, keep_adapter, budgets, images
         self._accept_rewards = accept_rewards
         self._described: dict[str, asyncio.Task[None]] = {}
         # bound and listening from here on, so that requests queue before `start`
@@ -114,20 +117,11 @@ class Endpoint:
         self.engines = EnginePool(
             self._engine_urls, self._engine_key, OwnModel.of(self.rendering.model, self.rendering.encode)
         )
-        policy = PolicyFile(self.writer.run)
         self._bodies = Bodies()
         workers, recovery = Workers(), Recovery(self.writer, self.rendering)
         self._services = Services(
-            self.engines,
-            policy,
-            self.rendering,
-            self.writer,
-            recovery,
-            workers,
-            self._patience,
-            self.refusals,
-            self._keep_adapter,
-            self._budgets,
+            *(self.engines, PolicyFile(self.writer.run), self.rendering, self.writer, recovery, workers),
+            *(self._patience, self.refusals, self._keep_adapter, self._budgets, self._images),
         )
         app = web.Application(client_max_size=BODY_LIMIT)
         app.router.add_route("*", "/{target:.*}", self._serve)

@@ -215,6 +215,7 @@ class TestOptions:
             ("rolltap_sampling", '{"top_k": true}', r"rolltap_sampling\['top_k'\] is True: give a number"),
             ("rolltap_fsync", "sometimes", r"rolltap_fsync is 'sometimes': choose never, session, call"),
             ("rolltap_out", "{tmp}/file", r"rolltap_out: .*file"),
+            ("rolltap_images", "show", r"rolltap_images is 'show': choose hide, refuse"),
             ("rolltap_prefix", ["my/gateway"], r"rolltap_prefix is 'my/gateway': give the start of a path, such as"),
             ("rolltap_prefix", ["/v", "/my/"], r"rolltap_prefix is '/my/': give"),
         ],
