@@ -2,7 +2,7 @@
 
 from mitmproxy import http
 
-from rolltap.addons.dialects.routes import find_route
+from rolltap.addons.dialects.routes import ANY_PREFIX, find_route
 from rolltap.addons.dialects.types import DialectError
 from rolltap.addons.endpoint.failures import event_kind
 from rolltap.addons.sessions import SESSION
@@ -15,7 +15,7 @@ def refuse(flow: http.HTTPFlow, error: DialectError, *, retry_after: int | None 
     `retry_after` is in seconds; None leaves the header out, when the same request will not succeed later.
     """
     request = flow.request
-    route = find_route(request.method, request.path, request.headers)
+    route = find_route(request.method, request.path, request.headers, ANY_PREFIX)
     headers = {"content-type": "application/json"}
     if retry_after is not None:
         headers["retry-after"] = str(retry_after)

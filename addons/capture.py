@@ -92,7 +92,7 @@ class Capture:
             if (method, path) == ("POST", END_PATH):
                 self._redirect(flow, None)
             return
-        route = find_route(method, path, headers)
+        route = find_route(method, path, headers, ctx.options.rolltap_prefix)
         if route is None:
             return
         if route.service == "websocket" and not ctx.options.rolltap_websocket:
@@ -112,7 +112,8 @@ class Capture:
         host = printable(request.host)
         ours = self.endpoint.headers(flow.metadata[SESSION], host, route)
         request.headers = http.Headers([(name.encode(), value.encode()) for name, value in [*fields, *ours.items()]])
-        request.path = quote(request.data.path, safe=_PATH_CHARACTERS)
+        path = request.path.removeprefix(route.prefix) if route else request.path
+        request.path = quote(path.encode("utf-8", "surrogateescape"), safe=_PATH_CHARACTERS)
         request.scheme, request.host, request.port = "http", "127.0.0.1", self.endpoint.port
         flow.metadata[CAPTURED] = True
 

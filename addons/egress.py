@@ -16,7 +16,7 @@ from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 
 from rolltap.addons.capture import CAPTURED
 from rolltap.addons.client_connections import close_server
-from rolltap.addons.dialects.routes import looks_like_model_call, not_served
+from rolltap.addons.dialects.unserved import advice, looks_like_model_call, not_served
 from rolltap.addons.first_bytes import BoundedClientTLS, FirstBytes, is_open, is_tls
 from rolltap.addons.hosts import Pattern, is_allowed, may_be_used, one_name
 from rolltap.addons.sessions import SESSION
@@ -207,7 +207,10 @@ class Egress:
         self._record(Event(kind="refused", session_id=session_id, host=host, method=method, path=path, detail=reason))
 
     def _tell(self, flow: http.HTTPFlow, decision: Decision) -> None:
-        if looks_like_model_call(flow.request.method, flow.request.path):
+        method, target = flow.request.method, flow.request.path
+        if decision == "refused" and (wanted := advice(method, target)):
+            self._record(_event("uncaptured", flow, f"refused: {wanted}"))
+        elif looks_like_model_call(method, target):
             self._record(_event("uncaptured", flow, "refused" if decision == "refused" else "let through"))
         elif decision == "refused":
             self._record(_event("refused", flow, ""))

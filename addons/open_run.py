@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from importlib.metadata import version
@@ -17,6 +17,7 @@ from mitmproxy.addonmanager import Loader
 from mitmproxy.exceptions import OptionsError
 from mitmproxy.optmanager import OptManager
 
+from rolltap.addons.dialects.hidden import Images
 from rolltap.addons.endpoint.budget import Budgets
 from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.engine.key import KEY_FILE, read_key
@@ -48,7 +49,7 @@ RUN_OPTIONS = {
     f"rolltap_{name}"
     for name in (
         *("out", "engine", "engine_key_file", "model", "renderer", "sampling", "patience", "fsync"),
-        *("keep_adapter", "accept_rewards"),
+        *("keep_adapter", "accept_rewards", "prefix", "images"),
     )
 }
 RUN_OPTIONS |= LIMITS.keys() | BUDGETS.keys()
@@ -108,6 +109,17 @@ def add_options(loader: Loader) -> None:
         "knows its session's credentials, and can send a reward of its own."
     )
     loader.add_option("rolltap_accept_rewards", bool, False, accept_rewards)
+    prefix = (
+        "What the paths of a model API have before `/v1/...`, `/v1beta/...` or `/chat/completions` at a gateway of "
+        "yours, for instance `/my/gateway`; `*` stands for any text. Those of well-known providers need no option. "
+        "Repeat it for more."
+    )
+    loader.add_option("rolltap_prefix", Sequence[str], [], prefix)
+    images = (
+        "What happens to images, audio and files in a conversation. `hide`: the model gets a text that says what is "
+        "not shown, and the run an event. `refuse`: the call is an error."
+    )
+    loader.add_option("rolltap_images", str, "hide", images, choices=get_args(Images))
     for name, text in LIMITS.items():
         loader.add_option(name, int, 0, f"{text} A request over it gets 429. 0 is no limit.")
     for name, text in BUDGETS.items():
@@ -128,8 +140,8 @@ def open_run(options: OptManager) -> Endpoint:
         except OptionsError as error:
             return wrong.append(str(error))
 
-    checks = (_run, _engines, _key, _sampling, _sync, _limits, _rendering)
-    run, engines, key, sampling, sync, limits, rendering = map(read, checks)
+    checks = (_run, _engines, _key, _sampling, _sync, _limits, _images, _prefixes, _rendering)
+    run, engines, key, sampling, sync, limits, images, _, rendering = map(read, checks)
     if wrong:
         raise OptionsError("\n".join(wrong))
     warnings = _compare(engines, key, rendering)
@@ -145,6 +157,7 @@ def open_run(options: OptManager) -> Endpoint:
         "limits": limits,
         "keep_adapter": options.rolltap_keep_adapter,
         "accept_rewards": options.rolltap_accept_rewards,
+        "images": images,
         "versions": {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
     }
     try:
@@ -162,6 +175,7 @@ def open_run(options: OptManager) -> Endpoint:
         engine_key=key,
         keep_adapter=options.rolltap_keep_adapter,
         accept_rewards=options.rolltap_accept_rewards,
+        images=images,
         budgets=Budgets(**{field.name: limits[field.name] for field in fields(Budgets)}),
         warnings=warnings,
     )
@@ -215,11 +229,20 @@ def _sampling(options: OptManager) -> dict[str, Any]:
 
 
 def _sync(options: OptManager) -> Sync:
-    # mitmproxy checks `choices` in its user interfaces only
-    sync: Sync = options.rolltap_fsync
-    if sync not in get_args(Sync):
-        raise OptionsError(f"rolltap_fsync is {sync!r}: choose {', '.join(get_args(Sync))}")
+    sync: Sync = _chosen("rolltap_fsync", options.rolltap_fsync, get_args(Sync))
     return sync
+
+
+def _images(options: OptManager) -> Images:
+    images: Images = _chosen("rolltap_images", options.rolltap_images, get_args(Images))
+    return images
+
+
+def _chosen(name: str, value: Any, choices: Sequence[str]) -> Any:
+    # mitmproxy checks `choices` in its user interfaces only
+    if value not in choices:
+        raise OptionsError(f"{name} is {value!r}: choose {', '.join(choices)}")
+    return value
 
 
 def _limits(options: OptManager) -> dict[str, int]:
@@ -228,6 +251,12 @@ def _limits(options: OptManager) -> dict[str, int]:
         if limit < 0:
             raise OptionsError(f"rolltap_{name} is {limit}: give 0 for no limit, or a number above 0")
     return limits
+
+
+def _prefixes(options: OptManager) -> None:
+    for prefix in options.rolltap_prefix:
+        if not prefix.startswith(("/", "*")) or prefix.endswith("/"):
+            raise OptionsError(f"rolltap_prefix is {prefix!r}: give the start of a path, such as /my/gateway, or *")
 
 
 def _rendering(options: OptManager) -> Rendering:

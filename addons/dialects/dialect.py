@@ -40,7 +40,10 @@ class Dialect(Protocol):
     NAME: str
 
     def operation(self, method: str, path: str) -> Operation | None:
-        """Return the operation of a request, or None when it is not served. `path` is exact and has no query."""
+        """Return the operation of a request, or None when it is not served.
+
+        `path` is exact: it has neither a query nor the prefix of a provider (`routes.KNOWN_PREFIXES`).
+        """
 
     def decode(self, body: bytes, target: str) -> ModelCall:
         """Decode a request to `target` (path and query) that asks for a reply or for a token count.

@@ -1,13 +1,22 @@
 """Functions that OpenAI's two APIs share: errors, content as text, and reply formats."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rolltap.addons.dialects.fields import Fields, Wording
+from rolltap.addons.dialects.hidden import hide, placeholder
 from rolltap.addons.dialects.recordable import described
 from rolltap.addons.dialects.types import DialectError, dump_json
 
 WORDING = Wording("'{place}' must be {expected}.")
+
+_KINDS = {
+    **dict.fromkeys(("image_url", "input_image"), "image"),
+    **dict.fromkeys(("file", "input_file"), "file"),
+    "input_audio": "audio",
+    "video_url": "video",
+}
+"""Type of a part that is no text -> a word for it. The last one is an extension of vLLM and others."""
 
 
 def encode_error(error: DialectError) -> bytes:
@@ -16,6 +25,23 @@ def encode_error(error: DialectError) -> bytes:
     if error.code == "insufficient_quota":
         kind = error.code  # LiteLLM takes an error of the type invalid_request_error for one that may be retried
     return dump_json({"error": {"message": str(error), "type": kind, "param": None, "code": error.code}})
+
+
+def hide_media(request: dict[str, Any], *places: Sequence[str]) -> int:
+    """Replace the images, audio and files at `places` of a request: see `hide`."""
+    return hide(request, places, _text_for, "text")
+
+
+def _text_for(part: dict[str, Any]) -> str | None:
+    kind = part.get("type")
+    if not isinstance(kind, str) or kind not in _KINDS:
+        return None
+    inner = part.get(kind)
+    source = inner if isinstance(inner, dict) else part
+    if kind == "input_audio":
+        return placeholder(f"audio/{source.get('format')}", "audio")
+    data = next((source[key] for key in ("url", "image_url", "file_data") if source.get(key)), None)
+    return placeholder(data, _KINDS[kind])
 
 
 def content_text(fields: Fields, key: str, kinds: Mapping[str, str]) -> str:

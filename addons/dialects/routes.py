@@ -1,20 +1,30 @@
 """Routing: method, path and headers of a request to a model API and its operation."""
 
-import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
 from rolltap.addons.dialects import anthropic, google, openai_chat, openai_responses
 from rolltap.addons.dialects.dialect import Dialect, Operation
-from rolltap.addons.dialects.types import DialectError
 
 DIALECTS: list[Dialect] = [openai_chat, google, anthropic, openai_responses]
 
-_SAMPLES = re.compile(
-    r"[/:](complete|completions|responses|messages|converse|invoke|predict|(stream)?generate)[a-z-]*$", re.I
+KNOWN_PREFIXES = (
+    *("/openai", "/openai/deployments/*", "/models"),  # Azure OpenAI (also Groq, Bedrock), Azure AI
+    *("/v1beta/openai", "/v1*/projects/*/locations/*/endpoints/*"),  # Gemini and Vertex AI
+    *("/anthropic", "/api/anthropic", "/apps/anthropic"),  # DeepSeek, Moonshot, MiniMax, Azure AI; Zhipu; DashScope
+    *("/api", "/backend-api/codex", "/zen", "/zen/go", "/api/openrouter"),  # OpenRouter, Codex, OpenCode, Kilo
+    *("/compatible-mode", "/api/v3", "/api/coding/v3", "/coding"),  # DashScope, Ark, Kimi
+    *("/api/paas/v4", "/api/coding/paas/v4", "/v2"),  # Zhipu, Qianfan
+    *("/inference", "/v1/openai", "/v3/openai", "/beta"),  # Fireworks and GitHub, DeepInfra, Novita, DeepSeek
+    *("/compatibility", "/serving-endpoints", "/client/v4/accounts/*/ai"),  # Cohere, Databricks, Cloudflare
 )
-"""Path endings of model APIs, including APIs that are not served here."""
+"""Patterns of what the base URLs of well-known providers have before the paths of an API, `*` for any text."""
+
+ANY_PREFIX = ("*",)
+_MOST_FOLDERS = 12
+"""Number of folders that a prefix may have: a search for one takes no longer for a longer path."""
 
 Service = Literal[Operation, "websocket"]
 """A request's operation; `websocket` opens a connection that speaks the Responses API."""
@@ -22,10 +32,11 @@ Service = Literal[Operation, "websocket"]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """An API and the service that a request asks of it."""
+    """An API, the service that a request asks of it, and what its path has before the API's own path."""
 
     dialect: Dialect
     service: Service
+    prefix: str = ""
 
     def __str__(self) -> str:
         return f"{self.dialect.NAME} {self.service}"
@@ -35,39 +46,42 @@ ROUTES = {str(route): route for dialect in DIALECTS for route in (Route(dialect,
 """Route by its text, which the endpoint receives in a header. Holds every pair of an API and a service."""
 
 
-def find_route(method: str, target: str, headers: Mapping[str, str]) -> Route | None:
+def find_route(method: str, target: str, headers: Mapping[str, str], prefixes: Collection[str] = ()) -> Route | None:
     """Return the route of a request to `target` (path and query), or None when it is not served.
 
+    An API is served at its own paths, and behind the prefixes that match `KNOWN_PREFIXES` or a pattern in `prefixes`.
     `headers` are looked up in lower case. OpenAI and Anthropic list models under the same path: the header
     `anthropic-version`, which Anthropic's API requires, selects Anthropic.
     """
-    path = target.partition("?")[0]
-    if headers.get("upgrade", "").lower() == "websocket" and openai_responses.operation("POST", path) == "generate":
-        return Route(openai_responses, "websocket")
-    for dialect in [anthropic, *DIALECTS] if "anthropic-version" in headers else DIALECTS:
-        operation = dialect.operation(method, path)
-        if operation is not None:
-            return Route(dialect, operation)
+    for prefix, path in _splits(target.partition("?")[0]):
+        route = _route(method, path, headers, prefix)
+        if route is not None and _is_served(prefix, prefixes):
+            return route
     return None
 
 
-def looks_like_model_call(method: str, target: str) -> bool:
-    """Return True when a request that is not served is probably a model call of another API or version.
+def _route(method: str, path: str, headers: Mapping[str, str], prefix: str) -> Route | None:
+    if headers.get("upgrade", "").lower() == "websocket" and openai_responses.operation("POST", path) == "generate":
+        return Route(openai_responses, "websocket", prefix)
+    for dialect in [anthropic, *DIALECTS] if "anthropic-version" in headers else DIALECTS:
+        operation = dialect.operation(method, path)
+        if operation is not None:
+            return Route(dialect, operation, prefix)
+    return None
 
-    A heuristic: a POST whose path ends like those of known model APIs.
-    """
-    return method == "POST" and _SAMPLES.search(target.partition("?")[0]) is not None
+
+def _splits(path: str) -> Iterator[tuple[str, str]]:
+    """Yield a path without a prefix, then behind each possible prefix, shortest first."""
+    start = 0
+    for _ in range(_MOST_FOLDERS + 1):
+        yield path[:start], path[start:]
+        start = path.find("/", start + 1)
+        if start < 0:
+            return
 
 
-def not_served(method: str, target: str, headers: Mapping[str, str]) -> bytes:
-    """Return the body of a 404 in the format of the API that the request resembles, else an empty JSON object."""
-    path = target.partition("?")[0]
-    if "anthropic-version" in headers:
-        dialect: Dialect = anthropic
-    elif path.startswith("/v1beta"):
-        dialect = google
-    elif path.startswith("/v1/"):
-        dialect = openai_chat
-    else:
-        return b"{}"
-    return dialect.encode_error(DialectError(f"{method} {path} is not served here.", status=404, code="not_found"))
+def _is_served(prefix: str, prefixes: Collection[str]) -> bool:
+    if not prefix:
+        return True
+    known = (*KNOWN_PREFIXES, *prefixes)
+    return not prefix.endswith("/") and any(fnmatchcase(prefix, pattern) for pattern in known)

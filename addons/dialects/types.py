@@ -195,6 +195,8 @@ class ModelCall:
     """Name that the model sees -> tool on the wire. Holds only tools whose name or form differs."""
     client_metadata: dict[str, str] = field(default_factory=dict)
     """Place of a field in the body -> its text, for fields that hint at the role of the call."""
+    hidden: int = 0
+    """Number of images, audio parts and files in the messages, which have a text in their place."""
     echo_rule: EchoRule | None = None
     """The rule for a harness that rewrites the arguments of tool calls in its echoes; None for other harnesses."""
 

@@ -11,6 +11,7 @@ SECRET_HEADER = "x-rolltap-secret"
 SESSION_HEADER = "x-rolltap-session"
 HOST_HEADER = "x-rolltap-host"
 ROUTE_HEADER = "x-rolltap-route"
+PREFIX_HEADER = "x-rolltap-prefix"
 END = "end"
 """Value of `ROUTE_HEADER` for a request that ends its session."""
 
@@ -27,10 +28,16 @@ class ClientRequest:
     """The host that the harness asked."""
     method: str
     path: str
+    """The path that the harness asked."""
     target: str
-    """Path and query."""
+    """Path and query without the prefix of the route."""
     headers: Mapping[str, str]
     """Looked up without case."""
+
+
+def asked_path(request: web.Request) -> str:
+    """Return the path that the harness asked, prefix and all."""
+    return printable(request.headers.get(PREFIX_HEADER, "") + request.path)
 
 
 def client_request(request: web.Request) -> ClientRequest:
@@ -40,7 +47,7 @@ def client_request(request: web.Request) -> ClientRequest:
         session_id=headers[SESSION_HEADER],
         host=printable(headers[HOST_HEADER]),
         method=printable(request.method),
-        path=printable(request.path),
+        path=asked_path(request),
         target=request.raw_path,
         headers=headers,
     )

@@ -18,6 +18,7 @@ from typing import Any
 from aiohttp import web
 
 from rolltap.addons.dialects.dialect import Dialect
+from rolltap.addons.dialects.hidden import Images
 from rolltap.addons.dialects.routes import ROUTES, Route
 from rolltap.addons.dialects.types import DialectError, ModelCall, ReplyContext, ServedModel
 from rolltap.addons.endpoint.body import BODY_LIMIT, Bodies
@@ -25,9 +26,11 @@ from rolltap.addons.endpoint.budget import UNBOUNDED, Budgets
 from rolltap.addons.endpoint.client_request import (
     END,
     HOST_HEADER,
+    PREFIX_HEADER,
     ROUTE_HEADER,
     SECRET_HEADER,
     SESSION_HEADER,
+    asked_path,
     client_request,
 )
 from rolltap.addons.endpoint.ending import end_session
@@ -51,6 +54,7 @@ from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.metadata import RUN_FILE, add_engine
 from rolltap.addons.store.records import Event
 from rolltap.addons.store.tables import RunWriter
+from rolltap.addons.store.text import printable
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +73,8 @@ class Endpoint:
 
     `sampling` overrides entries of `NEUTRAL_SAMPLING`. `patience` is in seconds, see `Services`. `engine_key` is sent
     to the engines. With `keep_adapter` a session keeps its adapter, see `SessionPolicy`. `budgets` are those of each
-    session. With `accept_rewards` the request that ends a session may have its reward.
+    session. With `accept_rewards` the request that ends a session may have its reward. `images` are hidden or
+    refused.
     """
 
     def __init__(
@@ -84,6 +89,7 @@ class Endpoint:
         keep_adapter: bool = True,
         budgets: Budgets = UNBOUNDED,
         accept_rewards: bool = False,
+        images: Images = "hide",
         warnings: Sequence[str] = (),
     ) -> None:
         self.rendering = rendering
@@ -96,7 +102,7 @@ class Endpoint:
         """Session id -> state, of the sessions that asked lately. The others are in the run."""
         self._secret = secrets.token_urlsafe(32)
         self._engine_urls, self._engine_key = engine_urls, engine_key
-        self._patience, self._keep_adapter, self._budgets = patience, keep_adapter, budgets
+        self._patience, self._keep_adapter, self._budgets, self._images = patience, keep_adapter, budgets, images
         self._accept_rewards = accept_rewards
         self._described: dict[str, asyncio.Task[None]] = {}
         # bound and listening from here on, so that requests queue before `start`
@@ -111,20 +117,11 @@ class Endpoint:
         self.engines = EnginePool(
             self._engine_urls, self._engine_key, OwnModel.of(self.rendering.model, self.rendering.encode)
         )
-        policy = PolicyFile(self.writer.run)
         self._bodies = Bodies()
         workers, recovery = Workers(), Recovery(self.writer, self.rendering)
         self._services = Services(
-            self.engines,
-            policy,
-            self.rendering,
-            self.writer,
-            recovery,
-            workers,
-            self._patience,
-            self.refusals,
-            self._keep_adapter,
-            self._budgets,
+            *(self.engines, PolicyFile(self.writer.run), self.rendering, self.writer, recovery, workers),
+            *(self._patience, self.refusals, self._keep_adapter, self._budgets, self._images),
         )
         app = web.Application(client_max_size=BODY_LIMIT)
         app.router.add_route("*", "/{target:.*}", self._serve)
@@ -191,8 +188,9 @@ class Endpoint:
 
     def headers(self, session_id: str, host: str, route: Route | None) -> dict[str, str]:
         """Return the headers of a redirected request: secret, session, host and route. None ends the session."""
-        service = END if route is None else str(route)
-        return {SECRET_HEADER: self._secret, SESSION_HEADER: session_id, HOST_HEADER: host, ROUTE_HEADER: service}
+        service, prefix = (END, "") if route is None else (str(route), printable(route.prefix))
+        asked = {HOST_HEADER: host, ROUTE_HEADER: service, PREFIX_HEADER: prefix}
+        return {SECRET_HEADER: self._secret, SESSION_HEADER: session_id, **asked}
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         if not hmac.compare_digest(request.headers.get(SECRET_HEADER, ""), self._secret):
@@ -283,7 +281,7 @@ class Endpoint:
                 session_id=request.headers[SESSION_HEADER],
                 host=request.headers[HOST_HEADER],
                 method=request.method,
-                path=request.path,
+                path=asked_path(request),
                 detail=str(error) or repr(error),
             )
         )

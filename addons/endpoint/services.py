@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from rolltap.addons.dialects.hidden import Images
 from rolltap.addons.endpoint.budget import UNBOUNDED, Budgets
 from rolltap.addons.endpoint.recovery import Recovery
 from rolltap.addons.endpoint.refusals import Refusals
@@ -29,3 +30,5 @@ class Services:
     """True when a session keeps its adapter: see `SessionPolicy`."""
     budgets: Budgets = UNBOUNDED
     """Budgets of each session."""
+    images: Images = "hide"
+    """What happens to images, audio and files in a conversation."""

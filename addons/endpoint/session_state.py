@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 from rolltap.addons.dialects.dialect import Dialect
+from rolltap.addons.dialects.hidden import refuse_hidden
 from rolltap.addons.dialects.types import DialectError, ModelCall, Reply
 from rolltap.addons.endpoint.budget import Grant, SessionBudget
 from rolltap.addons.endpoint.client_request import ClientRequest
@@ -165,6 +166,8 @@ class SessionState:
         except BaseException:
             grant.cancel()
             raise
+        if model_call.hidden:
+            self._services.refusals.record(self._event("hidden", request, call.call_id, str(model_call.hidden)))
         if self._policy is None:
             last_version = recovered.last_version
             self._policy = SessionPolicy(services.policy, keep=services.keep_adapter, last_version=last_version)
@@ -219,7 +222,10 @@ class SessionState:
         return self._recovered
 
     async def _decode(self, dialect: Dialect, body: bytes, request: ClientRequest) -> ModelCall:
-        return await self._services.workers.run(len(body), dialect.decode, body, request.target)
+        model_call = await self._services.workers.run(len(body), dialect.decode, body, request.target)
+        if self._services.images == "refuse":
+            refuse_hidden(model_call)
+        return model_call
 
     async def _prepare(
         self,
@@ -272,7 +278,7 @@ class SessionState:
                     num_bytes, add, call.call_id, prompt, call.completion_ids, reply.to_message()
                 )
 
-    def _event(self, kind: EventKind, request: ClientRequest, call_id: str) -> Event:
+    def _event(self, kind: EventKind, request: ClientRequest, call_id: str, detail: str = "") -> Event:
         return Event(
             kind=kind,
             session_id=self._session_id,
@@ -280,6 +286,7 @@ class SessionState:
             method="POST",
             path=request.path,
             call_id=call_id,
+            detail=detail,
         )
 
     def _check_open(self) -> None:

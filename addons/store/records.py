@@ -47,6 +47,7 @@ EventKind = Literal[
     "uncaptured",
     "unauthorised",
     "rejected",
+    "hidden",
     "budget",
     "fault",
     "joined",
@@ -234,6 +235,8 @@ class Event:
     | `uncaptured` | request that looks like a model call and was not answered by the recorder |
     | `unauthorised` | bad proxy credentials |
     | `rejected` | model call that was refused for what it asked, before it reached the engine |
+    | `hidden` | model call with images, audio or files, of which the model gets a text instead; `detail` has their \
+number |
     | `budget` | model call that was refused, or reply that was cut, because a budget of the session was used up |
     | `fault` | model call that failed because of the engine, the recorder or the machine; `call_id` is None when it \
 failed before it began |

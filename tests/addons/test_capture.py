@@ -31,6 +31,7 @@ def options(tokenizer_folder, tmp_path):
         "rolltap_engine": "http://127.0.0.1:1",
         "rolltap_model": str(tokenizer_folder),
         "rolltap_renderer": "qwen3",
+        "rolltap_prefix": ["/my/*"],
     }
 
 
@@ -55,7 +56,7 @@ class TestModelCalls:
     @pytest.mark.parametrize(
         ("method", "url"),
         [
-            *(("POST", f"https://api.example.com{path}") for path in sorted(openai_chat._PATHS)),
+            ("POST", "https://api.example.com/chat/completions"),
             ("POST", COMPLETIONS + "?api-version=1"),
             ("POST", "http://127.0.0.1:9/v1/chat/completions"),
             ("GET", "https://api.openai.com/v1/models"),
@@ -110,6 +111,13 @@ class TestModelCalls:
         flow = request(method, url)
         capture.requestheaders(flow)
         assert flow.metadata[CAPTURED] is True
+
+    def test_the_prefix_of_a_gateway_is_known_or_named_by_the_option_and_the_endpoint_gets_it_apart(self, capture):
+        for prefix in ("/openai/deployments/gpt", "/my/gateway"):
+            flow = request(url=f"https://gateway.example{prefix}/chat/completions?a=b")
+            capture.requestheaders(flow)
+            assert flow.request.path == "/chat/completions?a=b"
+            assert flow.request.headers["x-rolltap-prefix"] == prefix
 
     def test_their_headers_and_paths_become_text(self, capture):
         flow = request(url=COMPLETIONS + "?a=b%20c")
@@ -207,11 +215,14 @@ class TestOptions:
             ("rolltap_sampling", '{"top_k": true}', r"rolltap_sampling\['top_k'\] is True: give a number"),
             ("rolltap_fsync", "sometimes", r"rolltap_fsync is 'sometimes': choose never, session, call"),
             ("rolltap_out", "{tmp}/file", r"rolltap_out: .*file"),
+            ("rolltap_images", "show", r"rolltap_images is 'show': choose hide, refuse"),
+            ("rolltap_prefix", ["my/gateway"], r"rolltap_prefix is 'my/gateway': give the start of a path, such as"),
+            ("rolltap_prefix", ["/v", "/my/"], r"rolltap_prefix is '/my/': give"),
         ],
     )
     def test_a_refusal_names_the_option_its_value_and_what_to_do(self, configure, caplog, tmp_path, name, value, words):
         (tmp_path / "file").touch()
-        configure(**{name: value.replace("{tmp}", str(tmp_path))})
+        configure(**{name: value.replace("{tmp}", str(tmp_path)) if isinstance(value, str) else value})
         (refusal,) = [record for record in caplog.records if record.levelno == logging.ERROR]
         assert re.search(words, refusal.message)
         assert not (tmp_path / "run").exists()

@@ -222,6 +222,7 @@ def test_a_request_is_refused_even_when_that_cannot_be_recorded(egress, monkeypa
         "https://api.cohere.com/v2/generate",
         "https://generativelanguage.googleapis.com/v2/models/m:generateContent",
         "https://pypi.org/v9/messages?beta=true",
+        "https://api.openai.com/v1/batches",
     ],
 )
 def test_a_request_that_looks_like_a_model_call_is_recorded_as_uncaptured_even_when_it_is_allowed(egress, events, url):
@@ -229,6 +230,27 @@ def test_a_request_that_looks_like_a_model_call_is_recorded_as_uncaptured_even_w
     (event,) = events
     assert event.kind == "uncaptured"
     assert event.detail == ("let through" if "pypi" in url else "refused")
+
+
+@pytest.mark.parametrize(
+    ("path", "advice"),
+    [
+        ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
+        ("/my/gateway/v1/chat/completions", "set rolltap_prefix=/my/gateway to answer it"),
+    ],
+)
+def test_a_model_call_to_a_wrong_path_is_no_refused_host_and_the_record_and_the_reply_say_which_one_is_right(
+    egress, events, path, advice
+):
+    flow = request(f"https://my-gateway.example{path}", "POST")
+    egress.requestheaders(flow)
+    assert [(event.kind, event.detail) for event in events] == [("uncaptured", f"refused: {advice}")]
+    assert json.loads(flow.response.content)["error"]["message"] == f"POST {path} is not served here: {advice}"
+
+
+def test_a_path_that_is_nearly_that_of_a_model_call_is_the_business_of_an_allowed_host(egress, events):
+    egress.requestheaders(request("https://pypi.org/v1/message", "POST"))
+    assert events == []
 
 
 @pytest.mark.parametrize(

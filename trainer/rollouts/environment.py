@@ -22,8 +22,18 @@ _OF_THIS_MACHINE = ("TMPDIR", "USER", "LOGNAME", "SHELL")
 """Variables that mean nothing in a box with files of its own."""
 _PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy")
 _LOOPBACK = "localhost,127.0.0.1,::1"
+"""Hosts that programs reach directly: servers that they start themselves. httpx raises at `[::1]`."""
 _DIRECT = ("NO_PROXY", "no_proxy")
-_BUNDLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "GIT_SSL_CAINFO", "CODEX_CA_CERTIFICATE")
+_BUNDLES = (
+    *("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "AWS_CA_BUNDLE"),
+    *("GIT_SSL_CAINFO", "CODEX_CA_CERTIFICATE"),
+)
+WITHOUT_CALLS = (
+    "A base URL on loopback (localhost, 127.0.0.1) is asked directly: give it another host, for instance "
+    "http://model.rolltap/v1. The recorder answers model calls to every host.",
+    "Node's own fetch uses the proxy with Node 22.21, 24.5 or newer: see what `node --version` says.",
+)
+"""Why no model call of a program came although it has the variables of `Proxy.environment`, and what to do."""
 _END_SECONDS = 300.0
 """Timeout of ending a session: the disk may be slow, and a large file may be compacted."""
 
@@ -83,18 +93,20 @@ class Proxy:
         """Return the variables that make a program send its calls through the recorder and trust its certificate.
 
         Programs that add certificates to their roots get the CA; programs that replace their roots get the bundle.
-        Each program reads other variables, so all known ones are set.
+        Each program reads other variables, so all known ones are set. Node's own `fetch` reads the proxy's with
+        `NODE_USE_ENV_PROXY`, in Node 22.21, 24.5 and newer. Loopback is reached directly: servers that the program
+        starts, and MCP servers.
 
         In a box with files and a network of its own, `address` is the recorder as its programs reach it, and
-        `certificates` the folder of `mounts`. Its own loopback is reached directly there: nothing else is on it.
+        `certificates` the folder of `mounts`.
         """
         ca, bundle = str(self.ca), str(self.bundle)
         if certificates is not None:
             ca, bundle = f"{certificates}/ca.pem", f"{certificates}/ca-bundle.pem"
-        direct = "" if certificates is None else _LOOPBACK
         return {
             **dict.fromkeys(_PROXIES, self.url(session_id, address)),
-            **dict.fromkeys(_DIRECT, direct),
+            **dict.fromkeys(_DIRECT, _LOOPBACK),
+            "NODE_USE_ENV_PROXY": "1",
             "NODE_EXTRA_CA_CERTS": ca,
             **dict.fromkeys(_BUNDLES, bundle),
         }

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import NamedTuple
 
-from rolltap.addons.dialects.routes import find_route
+from rolltap.addons.dialects.routes import ANY_PREFIX, find_route
 from rolltap.addons.store.records import CallRole, CallStatus
 
 NO_CALL = (
@@ -99,7 +99,7 @@ def _is_aside(fault: Told, roles: Mapping[str, CallRole]) -> bool:
     """Return True for a fault of a side question, or of a request that asks for no sample."""
     if fault.call_id is not None and fault.call_id in roles:
         return roles[fault.call_id] == "auxiliary"
-    route = find_route(fault.method, fault.path, {})
+    route = find_route(fault.method, fault.path, {}, ANY_PREFIX)
     return route is not None and route.service in ("models", "count_tokens")
 
 

@@ -64,6 +64,7 @@ class Summary(JupyterMixin):
         continued: Failures of an engine during a call after which the call went on.
         switched: Calls of sessions whose adapter the engine no longer had, and which went on with other weights.
         rejected: Requests to a model API that were refused for what they asked, before a call began.
+        hidden: Calls with images, audio or files, of which the model got a text instead.
         faults: Requests to a model API that failed because of the engine, the recorder or the machine.
         unauthorised: Requests with bad proxy credentials.
         interrupted: Calls that began and were not recorded: they run, or the recorder was killed.
@@ -86,6 +87,7 @@ class Summary(JupyterMixin):
     continued: int
     switched: int
     rejected: int
+    hidden: int
     faults: int
     unauthorised: int
     interrupted: int
@@ -155,6 +157,7 @@ def summarize(run: Path) -> Summary:
         continued=events["continued"],
         switched=events["switched"],
         rejected=events["rejected"],
+        hidden=events["hidden"],
         faults=events["fault"],
         unauthorised=events["unauthorised"],
         interrupted=interrupted,
@@ -236,6 +239,7 @@ def _count_table(summary: Summary) -> Table:
         "continued after an engine failure": summary.continued,
         "went on with other weights": summary.switched,
         "rejected requests": summary.rejected,
+        "calls with hidden images or files": summary.hidden,
         "requests that failed by a fault": summary.faults,
         "unauthorised requests": summary.unauthorised,
         "interrupted calls": summary.interrupted,

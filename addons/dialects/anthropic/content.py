@@ -14,6 +14,7 @@ import json
 from typing import Any
 
 from rolltap.addons.dialects.fields import Fields
+from rolltap.addons.dialects.hidden import hide, placeholder
 from rolltap.addons.dialects.recordable import described
 from rolltap.addons.dialects.tools import from_object
 from rolltap.addons.dialects.types import DialectError, Message, Tool, assistant_message, message_tool_call, signed_call
@@ -54,6 +55,18 @@ def conversation(request: Fields, tools: dict[str, Tool]) -> list[Message]:
         else:
             decoded.append({"role": "system", "content": "".join(_text(block, tools) for block in blocks)})
     return decoded
+
+
+def hide_media(request: Fields) -> int:
+    """Replace the images and documents of a request, also those in results of tools: see `hide`."""
+    return hide(request.values, [("messages", "content"), ("messages", "content", "content")], _text_for, "text")
+
+
+def _text_for(block: dict[str, Any]) -> str | None:
+    kind, source = block.get("type"), block.get("source")
+    if kind not in ("image", "document") or not isinstance(source, dict) or source.get("type") == "text":
+        return None
+    return placeholder(source.get("media_type"), str(kind))
 
 
 def _blocks(fields: Fields, key: str) -> list[Fields]:
@@ -109,6 +122,8 @@ def _text(block: Fields, tools: dict[str, Tool]) -> str:
     kind = block.text("type")
     if kind == "text":
         return block.text("text")
+    if kind == "document" and block.inner("source")["type"] == "text":
+        return block.inner("source").text("data")
     if kind == "tool_reference":
         name = block.label("tool_name")
         return _json_text(block, tools.pop(name, None) or {"name": name})

@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 from rolltap.addons.dialects.anthropic.claude_code import is_claude_code, normal_arguments
-from rolltap.addons.dialects.anthropic.content import conversation, system_message
+from rolltap.addons.dialects.anthropic.content import conversation, hide_media, system_message
 from rolltap.addons.dialects.decoded import decoded
 from rolltap.addons.dialects.fields import Fields, Wording, parse_object
 from rolltap.addons.dialects.tools import function_tool
@@ -30,6 +30,7 @@ def decode(body: bytes, target: str) -> ModelCall:
     request = Fields(parse_object(body), _WORDING)
     counting = target.partition("?")[0].endswith("/count_tokens")
     callable_tools, shown, hosted = _read_tools(request)
+    hidden = hide_media(request)
     messages = system_message(request, callable_tools) + conversation(request, callable_tools)
     if messages[-1]["role"] == "assistant" and not counting:
         raise DialectError(
@@ -50,6 +51,7 @@ def decode(body: bytes, target: str) -> ModelCall:
         reasoning=_reasoning(request.inner("thinking")),
         schema=form.maybe("schema", dict) if form["type"] == "json_schema" else None,
         requested_sampling=request.chosen(_SAMPLING_FIELDS),
+        hidden=hidden,
         hosted_tools=[*hosted, *(server.values for server in request.objects("mcp_servers"))],
         client_metadata=metadata.texts_by_place("user_id") | diagnostics.texts_by_place("previous_message_id"),
         echo_rule=normal_arguments if is_claude_code(metadata.maybe("user_id", str)) else None,

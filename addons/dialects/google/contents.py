@@ -7,13 +7,30 @@ from itertools import groupby
 from typing import Any
 
 from rolltap.addons.dialects.fields import Fields
-from rolltap.addons.dialects.google.protobuf import message_field, repeated_field
+from rolltap.addons.dialects.google.protobuf import camel_case_fields, message_field, repeated_field
+from rolltap.addons.dialects.hidden import hide, placeholder
 from rolltap.addons.dialects.recordable import is_word
 from rolltap.addons.dialects.tools import from_object
 from rolltap.addons.dialects.types import DialectError, Message, assistant_message, message_tool_call, signed_call
 
 _DATA_FIELDS = ("functionCall", "functionResponse", "text")
+_PARTS = [
+    ("contents", "parts"),
+    *(("contents", "parts", name, "parts") for name in ("functionResponse", "function_response")),
+]
+"""Places of the parts that may be no text, in both spellings of their fields."""
 _OTHER_FIELDS = frozenset({"thought", "thoughtSignature", "partMetadata", "mediaResolution", "videoMetadata"})
+
+
+def hide_media(request: Fields) -> int:
+    """Replace the images, audio and files of a request, also those in results of functions: see `hide`."""
+    return hide(request.values, _PARTS, _text_for, None)
+
+
+def _text_for(part: dict[str, Any]) -> str | None:
+    fields = camel_case_fields(part)
+    data = fields.get("inlineData", fields.get("fileData"))
+    return placeholder(camel_case_fields(data).get("mimeType"), "file") if isinstance(data, dict) else None
 
 
 def system_message(request: Fields) -> list[Message]:
@@ -101,15 +118,14 @@ class _Conversation:
 
     def _response(self, response: Fields) -> Message:
         name, tool_call_id = response.name("name"), response.optional("id", Fields.identifier) or ""
-        if response["parts"]:
-            raise DialectError(f"'{response.place('parts')}' is not supported: this model takes text only.")
         answered = self._first_open(self._by_id[tool_call_id])
         if answered is None:
             answered = self._first_open(self._by_name[name])
         if answered is not None:
             self._answered.add(answered)
             tool_call_id = self._calls[answered]
-        return {"role": "tool", "content": _response_text(response), "tool_call_id": tool_call_id, "name": name}
+        text = "\n".join([_response_text(response), *map(_text, repeated_field(response, "parts"))])
+        return {"role": "tool", "content": text, "tool_call_id": tool_call_id, "name": name}
 
     def _first_open(self, calls: deque[int]) -> int | None:
         """Return the first call without a response, and forget it and those before it."""

@@ -6,7 +6,7 @@ from urllib.parse import unquote
 
 from rolltap.addons.dialects.decoded import decoded
 from rolltap.addons.dialects.fields import Fields, parse_object
-from rolltap.addons.dialects.google.contents import conversation, system_message
+from rolltap.addons.dialects.google.contents import conversation, hide_media, system_message
 from rolltap.addons.dialects.google.protobuf import (
     WORDING,
     camel_case_fields,
@@ -65,6 +65,7 @@ def decode(body: bytes, target: str) -> ModelCall:
     _refuse_unsupported(config, match["model"])
     calling = message_field(message_field(request, "toolConfig"), "functionCallingConfig")
     thoughts = message_field(config, "thinkingConfig")["includeThoughts"]
+    hidden = hide_media(request)
     model_call = ModelCall(
         model=named.label("model"),
         messages=system_message(request) + conversation(request),
@@ -73,6 +74,7 @@ def decode(body: bytes, target: str) -> ModelCall:
         max_tokens=config.optional("maxOutputTokens", Fields.positive_integer),
         stop=config.stop_texts("stopSequences"),
         may_call=calling["mode"] != "NONE",
+        hidden=hidden,
         reasoning="shown" if thoughts is True else "signed",
         requested_sampling=config.chosen(_SAMPLING_FIELDS) | request.chosen(("toolConfig", "safetySettings")),
     )

@@ -15,19 +15,11 @@ from rolltap.addons.dialects.openai_chat.stream import StreamEncoder
 NAME = "openai-chat"
 stream_encoder = StreamEncoder
 
-_PATHS = frozenset(
-    {
-        "/v1/chat/completions",
-        "/chat/completions",
-        "/api/v1/chat/completions",
-        "/openai/v1/chat/completions",
-        "/compatible-mode/v1/chat/completions",
-    }
-)
+_PATHS = frozenset({"/v1/chat/completions", "/chat/completions"})
 
 
 def operation(method: str, path: str) -> Operation | None:
-    """Return the operation of a request. The paths are those of several providers; the host is not checked."""
+    """Return the operation of a request. The host is not checked."""
     if method == "POST" and path in _PATHS:
         return "generate"
     if method == "GET" and (path == "/v1/models" or path.startswith("/v1/models/")):

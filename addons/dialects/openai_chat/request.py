@@ -4,7 +4,7 @@ from typing import Any
 
 from rolltap.addons.dialects.decoded import decoded
 from rolltap.addons.dialects.fields import Fields, parse_object
-from rolltap.addons.dialects.openai import WORDING, content_text, refuse_unsupported, wanted_schema
+from rolltap.addons.dialects.openai import WORDING, content_text, hide_media, refuse_unsupported, wanted_schema
 from rolltap.addons.dialects.tools import freeform_tool
 from rolltap.addons.dialects.types import (
     FREEFORM_ARGUMENT,
@@ -46,6 +46,7 @@ _TEXT_KEYS = {"text": "text", "refusal": "refusal"}
 def decode(body: bytes, target: str) -> ModelCall:
     """Decode the request in `body`. Raises `DialectError` for an invalid or unsupported request."""
     request = Fields(parse_object(body), WORDING)
+    hidden = hide_media(request.values, ("messages", "content"))
     messages = [_message(message) for message in request.objects("messages", "a non-empty list")]
     if not messages:
         raise request.refusal("messages", "a non-empty list")
@@ -69,6 +70,7 @@ def decode(body: bytes, target: str) -> ModelCall:
         schema=wanted_schema(form, form.inner("json_schema")),
         requested_sampling=request.chosen(_SAMPLING_FIELDS),
         client_metadata=metadata.texts_by_place(*metadata.values),
+        hidden=hidden,
     )
     for tool in request.objects("tools"):
         _read_tool(tool, model_call)

@@ -14,7 +14,7 @@ from rolltap.addons.dialects.openai_responses.stream import StreamEncoder
 NAME = "openai-responses"
 stream_encoder = StreamEncoder
 
-_PATHS = frozenset({"/v1/responses", "/responses", "/backend-api/codex/responses", "/openai/v1/responses"})
+_PATHS = frozenset({"/v1/responses", "/responses"})
 _COUNT_PATHS = frozenset(f"{path}/input_tokens" for path in _PATHS)
 _CATALOGUE = "/backend-api/codex/models"
 

@@ -2,7 +2,7 @@
 
 from rolltap.addons.dialects.decoded import decoded
 from rolltap.addons.dialects.fields import Fields, parse_object
-from rolltap.addons.dialects.openai import WORDING, refuse_unsupported, wanted_schema
+from rolltap.addons.dialects.openai import WORDING, hide_media, refuse_unsupported, wanted_schema
 from rolltap.addons.dialects.openai_responses.input import decode_input
 from rolltap.addons.dialects.openai_responses.tools import ToolNames, read_tools
 from rolltap.addons.dialects.types import DialectError, ModelCall
@@ -32,6 +32,7 @@ def decode(body: bytes, target: str) -> ModelCall:
     if _LOGPROBS in request.elements("include"):
         raise request.refusal("include", f"a list without '{_LOGPROBS}', which is not supported with this model")
     form, metadata = request.inner("text").inner("format"), request.inner("client_metadata")
+    hidden = hide_media(request.values, ("input", "content"), ("input", "output"))
     model_call = ModelCall(
         model=request.optional("model", Fields.label) or "",
         messages=[],
@@ -41,6 +42,7 @@ def decode(body: bytes, target: str) -> ModelCall:
         schema=wanted_schema(form, form),
         may_call=request["tool_choice"] != "none",
         requested_sampling=request.chosen(_SAMPLING_FIELDS),
+        hidden=hidden,
         client_metadata=metadata.texts_by_place(*metadata.values) | request.texts_by_place("prompt_cache_key"),
     )
     names = ToolNames()

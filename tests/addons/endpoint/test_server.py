@@ -645,3 +645,51 @@ async def test_a_call_whose_prompt_is_made_while_the_recorder_stops_is_recorded(
         assert not asked.exception() or isinstance(asked.exception(), aiohttp.ClientError)
     started = {event["call_id"] for event in harness.events("call_started")}
     assert {call["call_id"] for call in harness.calls()} == started
+
+
+async def test_a_record_has_the_path_that_was_asked_with_the_prefix_of_its_provider(harness, scripted_engine):
+    prefix, path = "/openai/deployments/gpt", "/chat/completions"
+    headers = harness.endpoint.headers("s1", "azure", find_route("POST", prefix + path, {}))
+    scripted_engine.replies.append(Say("Hi."))
+    for body in ({"messages": [user()]}, {}):
+        async with harness.client.post(harness.url(path), json=body, headers=headers) as response:
+            await response.read()
+    (call,) = harness.calls()
+    (rejected,) = harness.events("rejected")
+    assert call["path"] == rejected["path"] == prefix + path
+
+
+SEEN = [{"type": "text", "text": "See"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBO"}}]
+
+
+async def test_a_conversation_with_an_image_is_answered_continued_and_marked(harness, scripted_engine):
+    scripted_engine.replies += [Say("Nice."), Say("Bye.")]
+    asked = [{"role": "user", "content": SEEN}]
+    assert (await harness.ask(*asked))[0] == 200
+    await harness.ask(*asked, {"role": "assistant", "content": "Nice."}, user("And now?"))
+    first, second = harness.calls()
+    assert (first["kind"], second["kind"]) == ("root", "bridged")
+    assert "[image/png, not shown: this model reads text]" in first["messages"]
+    assert [(event["call_id"], event["detail"]) for event in harness.events("hidden")] == [
+        (first["call_id"], "1"),
+        (second["call_id"], "1"),
+    ]
+    assert b"iVBO" not in b"".join(path.read_bytes() for path in harness.run.rglob("*") if path.is_file())
+
+
+async def test_images_can_be_refused(rendering, scripted_engine, tmp_path):
+    write_metadata(tmp_path, {})
+    writer = RunWriter(tmp_path)
+    endpoint = Endpoint(rendering, [scripted_engine.url], writer, {}, patience=0, images="refuse")
+    await endpoint.start()
+    async with Harness.connect(endpoint) as client:
+        status, refusal = await client.ask({"role": "user", "content": SEEN})
+        assert status == 400
+        assert (
+            "takes text only. The conversation has other parts (images, audio, files): 1."
+            in refusal["error"]["message"]
+        )
+        assert len(client.events("rejected")) == 1
+        assert client.calls() == client.events("hidden") == []
+    await endpoint.close()
+    writer.close()

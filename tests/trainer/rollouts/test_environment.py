@@ -23,9 +23,10 @@ def test_every_program_is_pointed_at_the_proxy_and_its_certificate(ca, tmp_path)
     proxy = Proxy("http://127.0.0.1:1", ca=ca, bundle=tmp_path / "all.pem")
     env = proxy.environment("s")
     assert env["HTTPS_PROXY"] == env["https_proxy"] == proxy.url("s")
-    assert env["NO_PROXY"] == env["no_proxy"] == ""
+    assert env["NODE_USE_ENV_PROXY"] == "1"
     assert env["NODE_EXTRA_CA_CERTS"] == str(ca)
-    assert env["SSL_CERT_FILE"] == env["REQUESTS_CA_BUNDLE"] == str(tmp_path / "all.pem")
+    bundles = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "AWS_CA_BUNDLE")
+    assert {env[name] for name in bundles} == {str(tmp_path / "all.pem")}
 
 
 def test_the_bundle_holds_the_usual_roots_and_the_recorders_ca(ca):
@@ -66,9 +67,13 @@ def test_a_box_with_files_of_its_own_gets_no_folder_or_user_of_this_machine(monk
     assert not {"TMPDIR", "USER"} & clean_environment(Path("/home"), isolated=True).keys()
 
 
-def test_in_a_box_the_proxy_and_the_certificates_are_where_the_box_has_them_and_its_own_loopback_is_direct(
-    ca, tmp_path
-):
+@pytest.mark.parametrize("certificates", [None, "/etc/rolltap"])
+def test_loopback_is_direct_in_a_box_and_outside(ca, certificates):
+    env = Proxy("http://h:1", ca=ca).environment("s", certificates=certificates)
+    assert env["NO_PROXY"] == env["no_proxy"] == "localhost,127.0.0.1,::1"
+
+
+def test_in_a_box_the_proxy_and_the_certificates_are_where_the_box_has_them(ca, tmp_path):
     proxy = Proxy("http://127.0.0.1:1", ca=ca, bundle=tmp_path / "all.pem")
     env = proxy.environment("s", address="127.0.0.1:3128", certificates="/etc/rolltap")
     assert env["HTTPS_PROXY"] == proxy.url("s", "127.0.0.1:3128")
@@ -78,5 +83,3 @@ def test_in_a_box_the_proxy_and_the_certificates_are_where_the_box_has_them_and_
         env["SSL_CERT_FILE"]: tmp_path / "all.pem",
     }
     assert not any(mount.writable for mount in proxy.mounts())
-    assert env["NO_PROXY"] == env["no_proxy"] == "localhost,127.0.0.1,::1"
-    assert proxy.environment("s")["NO_PROXY"] == ""

@@ -14,6 +14,11 @@ def test_every_preset_loads_and_takes_the_instruction(name):
     assert harness.version in harness.install
 
 
+@pytest.mark.parametrize("name", Harness.names())
+def test_every_preset_says_which_context_window_its_program_assumes(name):
+    assert any("window" in quirk for quirk in Harness.load(name).quirks)
+
+
 def test_the_command_is_the_program_its_arguments_and_the_instruction():
     harness = Harness(name="x", version="1", program="x", arguments=["{a}"], headless=["run", "--text={instruction}"])
     assert harness.command_for("{instruction} {b}") == ["x", "{a}", "run", "--text={instruction} {b}"]

@@ -95,13 +95,14 @@ def test_a_runs_sessions_calls_and_failures_are_counted(tmp_path):
     for call_id in ("a", "b", "c", "lost"):
         writer.add_event(Event(kind="call_started", session_id="s1", call_id=call_id))
     writer.add_event(Event(kind="refused", session_id="s1", host="example.com"))
-    for kind in ("unauthorised", "uncaptured", "joined", "replayed", "continued", "switched", "fault"):
+    for kind in ("unauthorised", "uncaptured", "hidden", "joined", "replayed", "continued", "switched", "fault"):
         writer.add_event(Event(kind=kind))
     writer.add_session(session(1, "v", 1.0))
     summary = summarize(tmp_path)
     assert summary.calls == {"completed": 3, "aborted": 1}
     assert summary.interrupted == 1
     assert summary.refused == {"example.com": 1}
+    assert summary.hidden == 1
     assert (summary.unauthorised, summary.uncaptured_calls, summary.retried, summary.continued) == (1, 1, 2, 1)
     assert (summary.switched, summary.rejected, summary.faults) == (1, 0, 1)
     assert summary.roles == {"agent": 3, "auxiliary": 1}

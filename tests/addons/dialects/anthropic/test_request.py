@@ -279,9 +279,9 @@ class TestDecode:
         with pytest.raises(DialectError, match=rf"messages\.0\.content\.0\.{next(iter(changes))}: "):
             decode_assistant(use)
 
-    @pytest.mark.parametrize("kind", ["image", "document"])
-    def test_images_and_documents_are_refused_by_their_place(self, kind):
-        picture = {"type": kind, "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+    @pytest.mark.parametrize("kind", ["image", "document", "hologram"])
+    def test_what_is_neither_text_nor_said_to_be_a_file_is_refused_by_its_place(self, kind):
+        picture = {"type": kind, "source": "a.png"}
         result = {"type": "tool_result", "tool_use_id": "t1", "content": [picture]}
         for block, place in ((picture, "messages.0.content.0"), (result, "messages.0.content.0.content.0")):
             with pytest.raises(DialectError, match=rf"^{place}\.type: .*'{kind}'; this model takes text only"):

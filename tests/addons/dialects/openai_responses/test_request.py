@@ -82,9 +82,7 @@ def echoed(call_id, name, arguments):
 
 
 class TestOperation:
-    @pytest.mark.parametrize(
-        "path", ["/v1/responses", "/responses", "/backend-api/codex/responses", "/openai/v1/responses"]
-    )
+    @pytest.mark.parametrize("path", ["/v1/responses", "/responses"])
     def test_a_post_asks_for_a_reply_or_for_a_count(self, path):
         assert openai_responses.operation("POST", path) == "generate"
         assert openai_responses.operation("POST", f"{path}/input_tokens") == "count_tokens"
@@ -279,14 +277,13 @@ class TestDecode:
         assert field in str(refusal.value)
         assert refusal.value.status == 400
 
-    @pytest.mark.parametrize("kind", ["input_image", "input_file"])
     @pytest.mark.parametrize(
         ("place", "item"),
         [("content", {"role": "user"}), ("output", {"type": "function_call_output", "call_id": "t"})],
     )
-    def test_content_other_than_text_is_refused_by_its_type(self, kind, place, item):
-        parts = [{"type": "input_text", "text": "See"}, {"type": kind, "image_url": "data:image/png;base64,"}]
-        with pytest.raises(DialectError, match=rf"'input\[0\].{place}\[1\]' has type '{kind}'.*text only"):
+    def test_content_of_an_unknown_type_is_refused_by_it(self, place, item):
+        parts = [{"type": "input_text", "text": "See"}, {"type": "hologram"}]
+        with pytest.raises(DialectError, match=rf"'input\[0\].{place}\[1\]' has type 'hologram'.*text only"):
             decode_items({**item, place: parts})
 
     def test_a_response_that_would_have_to_be_stored_is_not_found(self):

@@ -1,0 +1,109 @@
+import pytest
+
+from rolltap.addons.dialects import anthropic, google, openai_chat, openai_responses
+from rolltap.addons.dialects.routes import ROUTES, Route, find_route
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+
+
+@pytest.mark.parametrize(
+    ("path", "dialect", "prefix"),
+    [
+        (CHAT, openai_chat, ""),
+        ("/chat/completions", openai_chat, ""),
+        # Azure OpenAI
+        (
+            "/openai/deployments/my-gpt/chat/completions?api-version=2025-01-01",
+            openai_chat,
+            "/openai/deployments/my-gpt",
+        ),
+        ("/openai/v1/chat/completions", openai_chat, "/openai"),
+        ("/openai/v1/responses?api-version=preview", openai_responses, "/openai"),
+        ("/openai/responses?api-version=2025-04-01-preview", openai_responses, "/openai"),
+        ("/models/chat/completions", openai_chat, "/models"),
+        # Gemini and Vertex AI, as OpenAI
+        ("/v1beta/openai/chat/completions", openai_chat, "/v1beta/openai"),
+        (
+            "/v1beta1/projects/p/locations/global/endpoints/openapi/chat/completions",
+            openai_chat,
+            "/v1beta1/projects/p/locations/global/endpoints/openapi",
+        ),
+        # as Anthropic
+        ("/anthropic/v1/messages?beta=true", anthropic, "/anthropic"),
+        ("/api/anthropic/v1/messages", anthropic, "/api/anthropic"),
+        ("/apps/anthropic/v1/messages", anthropic, "/apps/anthropic"),
+        # others
+        ("/api/v1/chat/completions", openai_chat, "/api"),
+        ("/api/v1/messages", anthropic, "/api"),
+        ("/api/paas/v4/chat/completions", openai_chat, "/api/paas/v4"),
+        ("/api/coding/paas/v4/chat/completions", openai_chat, "/api/coding/paas/v4"),
+        ("/api/v3/chat/completions", openai_chat, "/api/v3"),
+        ("/api/v3/responses", openai_responses, "/api/v3"),
+        ("/compatible-mode/v1/chat/completions", openai_chat, "/compatible-mode"),
+        ("/inference/v1/chat/completions", openai_chat, "/inference"),
+        ("/inference/chat/completions", openai_chat, "/inference"),
+        ("/v1/openai/chat/completions", openai_chat, "/v1/openai"),
+        ("/v2/chat/completions", openai_chat, "/v2"),
+        ("/client/v4/accounts/a/ai/v1/chat/completions", openai_chat, "/client/v4/accounts/a/ai"),
+        ("/backend-api/codex/responses", openai_responses, "/backend-api/codex"),
+    ],
+)
+def test_an_api_is_recognised_behind_the_prefix_of_a_known_provider(path, dialect, prefix):
+    route = find_route("POST", path, {})
+    assert route == Route(dialect, "generate", prefix)
+    assert ROUTES[str(route)] == Route(dialect, "generate")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "dialect", "service"),
+    [
+        ("GET", "/openai/v1/models", openai_chat, "models"),
+        ("POST", "/openai/v1/responses/input_tokens", openai_responses, "count_tokens"),
+        ("POST", "/anthropic/v1/messages/count_tokens", anthropic, "count_tokens"),
+    ],
+)
+def test_every_operation_of_an_api_is_behind_its_prefix(method, path, dialect, service):
+    assert find_route(method, path, {}) == Route(dialect, service, path.partition("/v1")[0])
+
+
+def test_a_websocket_is_behind_a_prefix_too():
+    route = find_route("GET", "/openai/v1/responses", {"upgrade": "websocket"})
+    assert route == Route(openai_responses, "websocket", "/openai")
+    assert find_route("GET", "/channels/v1/responses", {"upgrade": "websocket"}) is None
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES, "/v1beta/models/m:generateContent"])
+def test_an_unknown_prefix_is_served_only_if_the_option_names_it(path):
+    asked = "/my/gateway" + path
+    assert find_route("POST", asked, {}) is None
+    assert find_route("POST", asked, {}, ["/other"]) is None
+    for pattern in ("/my/gateway", "/my/*", "*"):
+        assert find_route("POST", asked, {}, [pattern]).prefix == "/my/gateway"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/openai/v1/chat/completions/",
+        "/openai//v1/chat/completions",
+        "/OpenAI/v1/chat/completions",
+        "/openai/v1/chat/completions/x",
+        "/openai/x/../v1/chat/completions",
+        "/x/openai/v1/chat/completions",
+        "openai/v1/chat/completions",
+        "/slack/messages",
+        "/api/messages",
+        "/openai/v1/completions",
+    ],
+)
+def test_other_paths_are_not_served(path):
+    assert find_route("POST", path, {}) is None
+
+
+def test_a_path_of_many_folders_is_not_searched_to_its_end():
+    assert find_route("POST", "/x" * 100_000 + CHAT, {}, ["*"]) is None
+
+
+def test_a_model_whose_name_has_the_path_of_another_api_is_geminis():
+    route = find_route("POST", "/v1beta/models/a/v1/chat/completions:generateContent", {}, ["*"])
+    assert route == Route(google, "generate")
