@@ -195,6 +195,8 @@ class ModelCall:
     """Name that the model sees -> tool on the wire. Holds only tools whose name or form differs."""
     client_metadata: dict[str, str] = field(default_factory=dict)
     """Place of a field in the body -> its text, for fields that hint at the role of the call."""
+    stores: tuple[str, dict[str, Any]] | None = None
+    """The path of an object of the session, and the entry that is added to it once the call is completed."""
     echo_rule: EchoRule | None = None
     """The rule for a harness that rewrites the arguments of tool calls in its echoes; None for other harnesses."""
 

@@ -39,6 +39,7 @@ from rolltap.addons.endpoint.recovery import Recovery
 from rolltap.addons.endpoint.refusals import Refusals
 from rolltap.addons.endpoint.services import Services
 from rolltap.addons.endpoint.session_state import AnyCall, SessionState
+from rolltap.addons.endpoint.stored import Archive
 from rolltap.addons.endpoint.websocket import serve_socket
 from rolltap.addons.endpoint.work import Workers
 from rolltap.addons.engine.client import Engine
@@ -120,6 +121,7 @@ class Endpoint:
             self.rendering,
             self.writer,
             recovery,
+            Archive(self.writer.run),
             workers,
             self._patience,
             self.refusals,
@@ -216,6 +218,11 @@ class Endpoint:
                     async with self._bodies.read(request, asked.session_id) as body:
                         num_tokens = await self._session(request).count_tokens(dialect, body, asked)
                     return _json(dialect.encode_token_count(num_tokens))
+                case "stored":
+                    asked = client_request(request)
+                    async with self._bodies.read(request, asked.session_id) as body:
+                        stored = await self._session(request).store(dialect, body, asked)
+                    return _json(stored)
                 case "generate":
                     async with self._bodies.read(request, request.headers[SESSION_HEADER]) as body:
                         generation, model_call = await self._begin(dialect, body, request)

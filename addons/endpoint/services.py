@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from rolltap.addons.endpoint.budget import UNBOUNDED, Budgets
 from rolltap.addons.endpoint.recovery import Recovery
 from rolltap.addons.endpoint.refusals import Refusals
+from rolltap.addons.endpoint.stored import Archive
 from rolltap.addons.endpoint.work import Workers
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.engine.pool import EnginePool
@@ -21,6 +22,7 @@ class Services:
     rendering: Rendering
     writer: RunWriter
     recovery: Recovery
+    archive: Archive
     workers: Workers
     patience: float
     """Seconds after an engine failure during which a call is retried: see `Patience`."""

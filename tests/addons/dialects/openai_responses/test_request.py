@@ -138,6 +138,7 @@ class TestDecode:
                 "tool_choice": "auto",
                 "store": False,
                 "include": ["reasoning.encrypted_content"],
+                "instructions": True,
             },
             hosted_tools=[SEARCH],
             wire_tools={
@@ -260,8 +261,6 @@ class TestDecode:
             ({"input": [{"type": "function_call_output", "output": "x"}]}, "'input[0].call_id'"),
             ({"input": [{"type": "function_call_output", "call_id": "t", "output": {}}]}, "'input[0].output'"),
             ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "'input[0]' has type 'web_search_call'"),
-            ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "'input[0]' refers to an item"),
-            ({"input": [{"type": None, "id": "msg_1"}]}, "'input[0]' refers to an item"),
             ({"input": [{"type": "additional_tools", "tools": "x"}]}, "'input[0].tools'"),
             ({"instructions": 5}, "'instructions'"),
             ({"tools": "x"}, "'tools'"),
@@ -270,7 +269,7 @@ class TestDecode:
             ({"tools": [{"type": "namespace", "name": "n", "tools": [SEARCH]}]}, "'tools[0].tools[0].type'"),
             ({"max_output_tokens": 0}, "'max_output_tokens'"),
             ({"background": True}, "'background'"),
-            ({"conversation": "conv_1"}, "'conversation'"),
+            ({"prompt": {"id": "pmpt_1"}}, "'prompt'"),
         ],
     )
     def test_a_refusal_names_the_field(self, changes, field):
@@ -288,11 +287,6 @@ class TestDecode:
         parts = [{"type": "input_text", "text": "See"}, {"type": kind, "image_url": "data:image/png;base64,"}]
         with pytest.raises(DialectError, match=rf"'input\[0\].{place}\[1\]' has type '{kind}'.*text only"):
             decode_items({**item, place: parts})
-
-    def test_a_response_that_would_have_to_be_stored_is_not_found(self):
-        with pytest.raises(DialectError, match="not stored") as refusal:
-            decode(previous_response_id="resp_1")
-        assert refusal.value.code == "previous_response_not_found"
 
 
 NAMES = ["type", "role", "content", "summary", "text", "call_id", "name", "namespace", "tools", "arguments", "output"]
