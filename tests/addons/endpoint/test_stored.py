@@ -248,7 +248,7 @@ async def test_a_session_that_has_ended_stores_nothing(client, harness):
     assert (await client.request("POST", CONVERSATIONS, {}))[0] == 410
 
 
-async def test_parallel_calls_of_a_conversation_all_stay_in_it(client, scripted_engine):
+async def test_calls_of_a_conversation_stay_in_it_in_their_order(client, scripted_engine):
     _, conversation = await client.request("POST", CONVERSATIONS, {})
     scripted_engine.replies += [Say("One."), Say("Two.")]
     for text in ("a", "b"):
