@@ -1,4 +1,4 @@
-"""What a session stored, and requests that name it: earlier replies by their ids, conversations, cached contents.
+"""Replies, conversations and cached contents that a session stored, and requests that name them by their ids.
 
 A stored object (a conversation, a cached content, the mark of a deleted response) is a list of entries that only grows.
 Its path names it. An object of another session is unknown.
@@ -72,13 +72,13 @@ class StoredCall:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What the ids in a request may stand for: the completed calls and the objects of its session."""
+    """The completed calls and the objects of a session: all that an id in its requests may stand for."""
 
     calls: Mapping[str, StoredCall] = field(default_factory=dict)
     objects: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Path -> the JSON text of each entry."""
     num_bytes: int = 0
-    """What the objects take, deleted ones too."""
+    """Bytes that the objects take, deleted ones too."""
 
     def conversation(self, call_id: str) -> list[Message] | None:
         """Return the messages of a call's request and its reply, or None when they are not all known."""

@@ -1,4 +1,4 @@
-"""What a session stored, read from its rows: replies by their ids, conversations, cached contents.
+"""Replies, conversations and cached contents that a session stored, read from its rows.
 
 Nothing of it is kept in memory: a restart, and the end of a state that nobody used, change nothing. A session finds
 only what is its own.
@@ -30,12 +30,12 @@ _SERVE: dict[str, Callable[[StoredRequest, Stored], StoredAnswer]] = {
     openai_responses.NAME: openai_responses.serve,
     google.NAME: google.serve,
 }
-"""What answers requests about what is stored, by the name of the API."""
+"""Functions that answer requests about what is stored, by the name of the API."""
 
 STORED_BYTES = BODY_LIMIT
 """Maximum bytes of the entries that a session stores, deleted ones too."""
 _ENTRY_BYTES = 1024
-"""What an entry takes besides its text."""
+"""Bytes that an entry takes besides its text."""
 _TEXTS = ("call_id", "parent_id", "model", "messages", "reply", "sampling", "finish_reason")
 _COLUMNS = (*_TEXTS, "status", "prompt_length", "cached_tokens", "started_at")
 
@@ -66,7 +66,7 @@ class Archive:
 
 
 class SessionStore:
-    """What one session stored. Not thread-safe: one worker at a time."""
+    """The replies and objects that one session stored. Not thread-safe: one worker at a time."""
 
     def __init__(self, archive: Archive, writer: RunWriter, session_id: str) -> None:
         self._archive, self._writer, self._session_id = archive, writer, session_id

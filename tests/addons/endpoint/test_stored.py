@@ -1,4 +1,4 @@
-"""What a session stored is found by its ids: replies, conversations, cached contents. A restart forgets nothing."""
+"""Replies, conversations and cached contents of a session are found by their ids, also after a restart."""
 
 import json
 from contextlib import asynccontextmanager
