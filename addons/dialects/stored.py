@@ -86,7 +86,7 @@ class Stored:
         following: str | None = call_id
         while following is not None:
             call = self.calls.get(following)
-            if call is None:
+            if call is None or len(path) == len(self.calls):  # no call is its own ancestor
                 return None
             path.append(call)
             following = call.parent_id

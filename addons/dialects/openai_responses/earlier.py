@@ -4,6 +4,7 @@ A reply is rebuilt from the row of its call. The row has tools as the model sees
 one in a namespace becomes a `function_call` of that function. It is decoded to the same message.
 """
 
+import re
 from typing import Any
 
 from rolltap.addons.dialects.fields import Fields
@@ -33,6 +34,7 @@ def with_items(fields: Fields, key: str, stored: Stored) -> list[Any]:
     would become a long one.
     """
     named: set[str] = set()
+    issued: dict[str, dict[str, dict[str, Any]]] = {}  # a reply may have thousands of items, each named on its own
     resolved = []
     for number, item in enumerate(fields.elements(key, "a non-empty string or list of items")):
         if isinstance(item, dict) and is_reference(item):
@@ -41,19 +43,15 @@ def with_items(fields: Fields, key: str, stored: Stored) -> list[Any]:
                 why = "Remove duplicate items from your input and try again."
                 raise DialectError(f"Duplicate item found with id {shown_id(item_id)}. {why}")
             named.add(item_id)
-            item = _find_item(item_id, stored)
+            response_id = f"{_PREFIX}{item_id.partition('_')[2].rpartition('_')[0]}"
+            if response_id not in issued:
+                call = find_call(response_id, stored)
+                issued[response_id] = {} if call is None else {item["id"]: item for item in reply_items(call)}
+            item = issued[response_id].get(re.sub("^ctc_", "fc_", item_id))
+            if item is None:
+                raise DialectError(f"Item with id {shown_id(item_id)} not found.", status=404, code="not_found")
         resolved.append(item)
     return resolved
-
-
-def _find_item(item_id: str, stored: Stored) -> dict[str, Any]:
-    kind, _, rest = item_id.partition("_")
-    call = find_call(_PREFIX + rest.rpartition("_")[0], stored)
-    wanted = f"{'fc' if kind == 'ctc' else kind}_{rest}"
-    for item in [] if call is None else reply_items(call):
-        if item["id"] == wanted:
-            return item
-    raise DialectError(f"Item with id {shown_id(item_id)} not found.", status=404, code="not_found")
 
 
 def reply_items(call: StoredCall) -> list[dict[str, Any]]:
