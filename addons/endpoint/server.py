@@ -208,21 +208,19 @@ class Endpoint:
             share = partial(self._bodies.room.share, request.headers[SESSION_HEADER])
             return await serve_socket(request, self._begin, self._reject, self._services.workers, share)
         try:
+            asked = client_request(request)
             match route.service:
                 case "models":
                     engine, window = await self._engine(request)
                     models = [ServedModel(engine.model, self._budgets.window(window))]
                     return _json(dialect.encode_models(request.raw_path, models, int(time.time())))
                 case "count_tokens":
-                    asked = client_request(request)
                     async with self._bodies.read(request, asked.session_id) as body:
                         num_tokens = await self._session(request).count_tokens(dialect, body, asked)
                     return _json(dialect.encode_token_count(num_tokens))
                 case "stored":
-                    asked = client_request(request)
                     async with self._bodies.read(request, asked.session_id) as body:
-                        stored = await self._session(request).store(dialect, body, asked)
-                    return _json(stored)
+                        return _json(await self._session(request).store(dialect, body, asked))
                 case "generate":
                     async with self._bodies.read(request, request.headers[SESSION_HEADER]) as body:
                         generation, model_call = await self._begin(dialect, body, request)
