@@ -4,7 +4,7 @@ from typing import Literal, Protocol
 
 from rolltap.addons.dialects.types import DialectError, ModelCall, Reply, ReplyContext, ServedModel, Usage
 
-Operation = Literal["generate", "count_tokens", "models"]
+Operation = Literal["generate", "count_tokens", "models", "stored"]
 
 
 class StreamEncoder(Protocol):
@@ -48,7 +48,7 @@ class Dialect(Protocol):
     def decode(self, body: bytes, target: str) -> ModelCall:
         """Decode a request to `target` (path and query) that asks for a reply or for a token count.
 
-        Raises `DialectError` for an invalid or unsupported request.
+        Raises `DialectError` for an invalid or unsupported request, and its kind `NamesStored`.
         """
 
     def encode_reply(self, context: ReplyContext, reply: Reply, usage: Usage) -> bytes:

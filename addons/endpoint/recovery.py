@@ -102,7 +102,7 @@ class Recovery:
         rows: dict[str, Row] = {}
         for batch in batches:
             for number in range(batch.num_rows):
-                if (row := _undamaged(batch.slice(number, 1))) is not None:
+                if (row := undamaged(batch.slice(number, 1), CALL_SCHEMA)) is not None:
                     rows.setdefault(row["call_id"], row)
                 else:
                     logger.warning("session %s: the row of a call is damaged and not continued", session_id)
@@ -223,13 +223,13 @@ class RecoveredSession:
         return reply.stop
 
 
-def _undamaged(batch: pa.RecordBatch) -> Row | None:
+def undamaged(batch: pa.RecordBatch, schema: pa.Schema) -> Row | None:
     """Return the row of a batch of one, or None when it is not what was committed."""
     try:
         (row,) = batch_rows(batch)
     except RunError:  # a value that Python does not have
         return None
-    return row if row_digest(row, CALL_SCHEMA) == row[DIGEST] else None
+    return row if row_digest(row, schema) == row[DIGEST] else None
 
 
 def _parents_first(rows: dict[str, Row]) -> list[Row]:

@@ -42,6 +42,7 @@ from rolltap.addons.endpoint.recovery import Recovery
 from rolltap.addons.endpoint.refusals import Refusals
 from rolltap.addons.endpoint.services import Services
 from rolltap.addons.endpoint.session_state import AnyCall, SessionState
+from rolltap.addons.endpoint.stored import Archive
 from rolltap.addons.endpoint.websocket import serve_socket
 from rolltap.addons.endpoint.work import Workers
 from rolltap.addons.engine.client import Engine
@@ -120,8 +121,9 @@ class Endpoint:
         self._bodies = Bodies()
         workers, recovery = Workers(), Recovery(self.writer, self.rendering)
         self._services = Services(
-            *(self.engines, PolicyFile(self.writer.run), self.rendering, self.writer, recovery, workers),
-            *(self._patience, self.refusals, self._keep_adapter, self._budgets, self._images),
+            *(self.engines, PolicyFile(self.writer.run), self.rendering, self.writer, recovery),
+            *(Archive(self.writer.run), workers, self._patience, self.refusals),
+            *(self._keep_adapter, self._budgets, self._images),
         )
         app = web.Application(client_max_size=BODY_LIMIT)
         app.router.add_route("*", "/{target:.*}", self._serve)
@@ -204,16 +206,19 @@ class Endpoint:
             share = partial(self._bodies.room.share, request.headers[SESSION_HEADER])
             return await serve_socket(request, self._begin, self._reject, self._services.workers, share)
         try:
+            asked = client_request(request)
             match route.service:
                 case "models":
                     engine, window = await self._engine(request)
                     models = [ServedModel(engine.model, self._budgets.window(window))]
                     return _json(dialect.encode_models(request.raw_path, models, int(time.time())))
                 case "count_tokens":
-                    asked = client_request(request)
                     async with self._bodies.read(request, asked.session_id) as body:
                         num_tokens = await self._session(request).count_tokens(dialect, body, asked)
                     return _json(dialect.encode_token_count(num_tokens))
+                case "stored":
+                    async with self._bodies.read(request, asked.session_id) as body:
+                        return _json(await self._session(request).store(dialect, body, asked))
                 case "generate":
                     async with self._bodies.read(request, request.headers[SESSION_HEADER]) as body:
                         generation, model_call = await self._begin(dialect, body, request)

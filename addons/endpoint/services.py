@@ -6,6 +6,7 @@ from rolltap.addons.dialects.hidden import Images
 from rolltap.addons.endpoint.budget import UNBOUNDED, Budgets
 from rolltap.addons.endpoint.recovery import Recovery
 from rolltap.addons.endpoint.refusals import Refusals
+from rolltap.addons.endpoint.stored import Archive
 from rolltap.addons.endpoint.work import Workers
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.engine.pool import EnginePool
@@ -22,6 +23,7 @@ class Services:
     rendering: Rendering
     writer: RunWriter
     recovery: Recovery
+    archive: Archive
     workers: Workers
     patience: float
     """Seconds after an engine failure during which a call is retried: see `Patience`."""

@@ -3,22 +3,23 @@
 import asyncio
 import json
 import uuid
-from array import array
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.hidden import refuse_hidden
+from rolltap.addons.dialects.stored import NamesStored
 from rolltap.addons.dialects.types import DialectError, ModelCall, Reply
+from rolltap.addons.endpoint.asked import Asked, prepare_call
 from rolltap.addons.endpoint.budget import Grant, SessionBudget
 from rolltap.addons.endpoint.client_request import ClientRequest
-from rolltap.addons.endpoint.generation import Generation, unapplied
-from rolltap.addons.endpoint.parameters import parameters
+from rolltap.addons.endpoint.generation import Generation
 from rolltap.addons.endpoint.recovery import RecoveredSession
-from rolltap.addons.endpoint.retries import FinishedCall, find_retried, newest, request_digest
+from rolltap.addons.endpoint.retries import FinishedCall, find_retried, newest
 from rolltap.addons.endpoint.roles import find_role
 from rolltap.addons.endpoint.services import Services
+from rolltap.addons.endpoint.stored import SessionStore
 from rolltap.addons.endpoint.work import INLINE_BYTES
 from rolltap.addons.engine.policy import SessionPolicy
 from rolltap.addons.prompts.continuity import Prompt
@@ -27,21 +28,6 @@ from rolltap.addons.store.records import Call, Event, EventKind
 P = ParamSpec("P")
 T = TypeVar("T")
 AnyCall = Generation | FinishedCall
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A request as it was prepared in a thread."""
-
-    prompt: Prompt
-    prompt_ids: "array[int]"
-    """The prompt's token ids, in the form that is written to the disk."""
-    sampling: dict[str, Any]
-    """vLLM's sampling parameters."""
-    digest: bytes
-    """The `request_digest`."""
-    messages: str
-    """JSON list of the prompt's new messages."""
 
 
 class SessionState:
@@ -70,6 +56,7 @@ class SessionState:
         """None before the first call and after the end."""
         self._budget: SessionBudget | None = None
         """None before the first call and after the end."""
+        self._store = SessionStore(services.archive, services.writer, session_id)
         self._order = asyncio.Lock()
         """Held while a prompt is made, and while a call is added to the conversations."""
 
@@ -121,6 +108,17 @@ class SessionState:
             prompt = await self._work(recovered, len(body), self._prompt, recovered, dialect, model_call)
             return len(prompt.ids)
 
+    async def store(self, dialect: Dialect, body: bytes, request: ClientRequest) -> bytes:
+        """Answer a request about what the session stored. What it adds is committed before.
+
+        Raises `DialectError` for an invalid request, when the session has ended, and for what it did not store;
+        `OSError` when nothing can be written.
+        """
+        self.used_at = asyncio.get_running_loop().time()
+        async with self._order:
+            recovered = await self._open()
+            return await self._work(recovered, INLINE_BYTES, self._store.answer, dialect.NAME, body, request)
+
     def settle(self) -> None:
         """Replace finished generations without listeners by what a retry needs of them, which is small."""
         over = [generation for generation in self.generations if generation.done and not generation.listeners]
@@ -154,7 +152,7 @@ class SessionState:
         recovered: RecoveredSession,
         dialect: Dialect,
         model_call: ModelCall,
-        asked: _Asked,
+        asked: Asked,
         request: ClientRequest,
         grant: Grant,
     ) -> Generation:
@@ -162,6 +160,8 @@ class SessionState:
         call, services = self._call(recovered, dialect, model_call, asked, request), self._services
         try:
             services.writer.require_room()
+            if model_call.stores is not None:
+                self._store.add(request, *model_call.stores, call.call_id)
             services.writer.add_event(self._event("call_started", request, call.call_id))
         except BaseException:
             grant.cancel()
@@ -185,7 +185,7 @@ class SessionState:
         recovered: RecoveredSession,
         dialect: Dialect,
         model_call: ModelCall,
-        asked: _Asked,
+        asked: Asked,
         request: ClientRequest,
     ) -> Call:
         prompt = asked.prompt
@@ -222,7 +222,11 @@ class SessionState:
         return self._recovered
 
     async def _decode(self, dialect: Dialect, body: bytes, request: ClientRequest) -> ModelCall:
-        model_call = await self._services.workers.run(len(body), dialect.decode, body, request.target)
+        run = self._services.workers.run
+        try:
+            model_call = await run(len(body), dialect.decode, body, request.target)
+        except NamesStored as named:
+            model_call = await run(max(len(body), INLINE_BYTES), self._store.complete, named)
         if self._services.images == "refuse":
             refuse_hidden(model_call)
         return model_call
@@ -234,25 +238,12 @@ class SessionState:
         model_call: ModelCall,
         context_window: int,
         num_bytes: int,
-    ) -> _Asked:
+    ) -> Asked:
         """Make the prompt of a request. A conversation that cannot fit into the window is refused untokenised."""
 
-        def prepare() -> _Asked:
-            budgets = self._services.budgets
-            most = budgets.window(context_window)
-            least = self._services.rendering.least_tokens(model_call.messages, model_call.tools, most)
-            budgets.require_fit(least, context_window)
-            prompt = self._prompt(recovered, dialect, model_call)
-            budgets.require_fit(len(prompt.ids), context_window)
-            stop_ids = self._services.rendering.stop_token_ids()
-            sampling = parameters(self._sampling, stop_ids, model_call, context_window - len(prompt.ids))
-            recorded = {**sampling, "asked": unapplied(model_call)}
-            prompt_ids = array("i", prompt.ids)
-            digest = request_digest(dialect.NAME, model_call.model, prompt_ids, recorded)
-            messages = json.dumps(prompt.new_messages, ensure_ascii=False)
-            return _Asked(prompt, prompt_ids, sampling, digest, messages)
-
-        return await self._work(recovered, num_bytes, prepare)
+        make_prompt = partial(self._prompt, recovered, dialect)
+        how = self._services, self._sampling, dialect, model_call, context_window, make_prompt
+        return await self._work(recovered, num_bytes, prepare_call, *how)
 
     async def _work(
         self, recovered: RecoveredSession, num_bytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs

@@ -1,12 +1,11 @@
 """The Responses API over a WebSocket, as Codex speaks it.
 
-A message of type `response.create` asks for a response. The answer is the events of a stream, one message each. A
-request may name an earlier response (`previous_response_id`) and send only the new items. A connection therefore keeps
-the conversations of its last responses, as JSON, as far as there is room for them. `generate: false` creates a response
-without asking the model.
+A message of type `response.create` asks for a response, in the fields of a request over HTTP. The answer is the events
+of a stream, one message each. `generate: false` prepares a response without asking the model: later requests that name
+it as `previous_response_id` have its fields and its items in front of their own. No row tells of it, so a connection
+keeps the last ones, as JSON, as far as there is room for them.
 """
 
-import itertools
 import json
 import time
 import uuid
@@ -22,14 +21,13 @@ from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.fields import Fields, parse_object
 from rolltap.addons.dialects.openai import WORDING
 from rolltap.addons.dialects.openai_responses.reply import response
-from rolltap.addons.dialects.types import DialectError, ModelCall, ReplyContext, dump_json, parse_json
+from rolltap.addons.dialects.types import DialectError, ModelCall, ReplyContext, dump_json
 from rolltap.addons.endpoint.body import BODY_LIMIT
 from rolltap.addons.endpoint.decompress import too_large
 from rolltap.addons.endpoint.exchange import send_events
 from rolltap.addons.endpoint.room import Share
 from rolltap.addons.endpoint.session_state import AnyCall
 from rolltap.addons.endpoint.work import Workers
-from rolltap.addons.store.text import printable
 
 NewShare = Callable[[], AbstractContextManager[Share]]
 Begin = Callable[[Dialect, bytes, web.Request], Awaitable[tuple[AnyCall, ModelCall]]]
@@ -37,12 +35,10 @@ Begin = Callable[[Dialect, bytes, web.Request], Awaitable[tuple[AnyCall, ModelCa
 _MESSAGE_BYTES = 16 * 1024 * 1024
 """Maximum bytes of a message. The proxy has the same limit, `wire.MESSAGE_LIMIT`."""
 _REMEMBERED = 8
-"""Number of responses of a connection that can be named as `previous_response_id`. Clients name the last or, for a
-retry, the one before."""
+"""Number of prepared responses of a connection that can be named. Clients prepare one."""
 _KEPT_BYTES = BODY_LIMIT // 2
 """Maximum bytes of these responses. With a message and the request that is made of it they fit into the session's
 room."""
-_ENDS = (b"event: response.completed", b"event: response.incomplete")
 
 
 async def serve_socket(
@@ -96,17 +92,15 @@ class _Connection:
         self._request = request
         self._begin = begin
         self._workers, self._share, self._kept = workers, share, kept
-        self._responses: OrderedDict[str, tuple[bytes, bytes]] = OrderedDict()
-        """Response id -> the request whose `input` is the conversation before the response, and the response's items,
-        both as JSON."""
-        self._ended: dict[str, Any] = {}
+        self._prepared: OrderedDict[str, bytes] = OrderedDict()
+        """Response id -> the request that prepared it, as JSON."""
 
     async def answer(self, data: bytes) -> None:
         """Answer one message. Raises `DialectError` and whatever `begin` raises."""
         with self._share() as share:
             await share.take(len(data))
-            num_bytes = len(data) + max(map(len, itertools.chain(*self._responses.values())), default=0)
-            asked, model, generate = await self._workers.run(num_bytes, self._whole_request, data)
+            num_bytes = len(data) + max(map(len, self._prepared.values()), default=0)
+            asked, model, generate = await self._workers.run(num_bytes, self._request_of, data)
             await share.take(len(asked))
             begun = await self._begin(openai_responses, asked, self._request) if generate else None
         if begun is None:
@@ -116,65 +110,52 @@ class _Connection:
             empty = response(context, status="completed", output=[])
             for event in ("response.created", "response.completed"):
                 await self._send(dump_json({"type": event, "response": empty}))
-            return self._remember(response_id, asked, [])
+            return self._remember(response_id, asked)
         generation, model_call = begun
         encoder = openai_responses.stream_encoder(self._reply_context(generation.call_id, model_call))
         with generation.listening():
             await send_events(generation, encoder, self._send_events)
-        if generation.reply is not None:
-            self._remember(self._ended["id"], asked, self._ended["output"])
 
     async def refuse(self, error: DialectError) -> None:
         """Send an error message."""
         fields = json.loads(openai_responses.encode_error(error))
         await self._send(dump_json({"type": "error", "status": error.status, **fields}))
 
-    def _whole_request(self, data: bytes) -> tuple[bytes, str, bool]:
-        """Return the request of a message with its whole conversation, its model, and whether to ask the model."""
+    def _request_of(self, data: bytes) -> tuple[bytes, str, bool]:
+        """Return the request of a message, its model, and whether to ask the model."""
         message = parse_object(data)
         if message.pop("type", None) != "response.create":
             raise DialectError("A message must have the type 'response.create'.")
-        previous = message.pop("previous_response_id", None)
-        if previous is not None:
-            named = self._responses.get(str(previous))
-            if named is None:
-                why = f"Previous response with id '{printable(str(previous))}' not found."
-                raise DialectError(why, code="previous_response_not_found")
-            before, output = parse_object(named[0]), parse_json(named[1])
-            message = {
-                **before,
-                **message,
-                "input": _items(before.get("input")) + output + _items(message.get("input")),
-            }
+        prepared = self._prepared.get(str(message.get("previous_response_id")))
+        if prepared is not None:
+            before = parse_object(prepared)
+            del message["previous_response_id"]
+            message = {**before, **message, "input": _items(before.get("input")) + _items(message.get("input"))}
         generate = message.pop("generate", True) is not False
         asked = dump_json({**message, "stream": True})
         if len(asked) > BODY_LIMIT:
             raise too_large(BODY_LIMIT)
         return asked, Fields(message, WORDING).optional("model", Fields.label) or "", generate
 
-    def _remember(self, response_id: str, asked: bytes, output: list[Any]) -> None:
-        """Keep a response, and forget the oldest ones where there is no room for all."""
-        items = dump_json(output)
-        num_bytes = len(asked) + len(items)
-        while self._responses and (
-            len(self._responses) >= _REMEMBERED
-            or self._kept.held + num_bytes > _KEPT_BYTES
-            or not self._kept.fits(num_bytes)
+    def _remember(self, response_id: str, asked: bytes) -> None:
+        """Keep a prepared response, and forget the oldest ones where there is no room for all."""
+        while self._prepared and (
+            len(self._prepared) >= _REMEMBERED
+            or self._kept.held + len(asked) > _KEPT_BYTES
+            or not self._kept.fits(len(asked))
         ):
-            _, forgotten = self._responses.popitem(last=False)
-            self._kept.free(sum(map(len, forgotten)))
-        if num_bytes <= _KEPT_BYTES and self._kept.try_take(num_bytes):
-            self._responses[response_id] = asked, items
+            _, forgotten = self._prepared.popitem(last=False)
+            self._kept.free(len(forgotten))
+        if len(asked) <= _KEPT_BYTES and self._kept.try_take(len(asked)):
+            self._prepared[response_id] = asked
 
     def _reply_context(self, call_id: str, model_call: ModelCall) -> ReplyContext:
         return ReplyContext(call_id, int(time.time()), self._request.raw_path, model_call)
 
     async def _send_events(self, events: bytes) -> None:
-        """Send each of the server-sent events as a message. Keeps the response of the final one in `_ended`."""
+        """Send each of the server-sent events as a message."""
         for event in events.split(b"\n\n"):
-            name, _, data = event.partition(b"\ndata: ")
-            if name in _ENDS:
-                self._ended = json.loads(data)["response"]
+            _, _, data = event.partition(b"\ndata: ")
             if data:
                 await self._send(data)
 

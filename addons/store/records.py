@@ -54,6 +54,7 @@ EventKind = Literal[
     "replayed",
     "continued",
     "switched",
+    "stored",
     "ended",
 ]
 
@@ -244,6 +245,8 @@ failed before it began |
     | `replayed` | retry that received the finished reply again |
     | `continued` | engine failure during a call, which went on from the last sampled token |
     | `switched` | the engine no longer had the session's adapter, and the session went on with the published policy |
+    | `stored` | a conversation or a cached content of the session has a new entry: `path` names it, `detail` is the \
+entry's JSON; one with a `call_id` counts if that call was completed |
     | `ended` | the session takes no more calls |
 
     Attributes:

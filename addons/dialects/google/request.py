@@ -1,11 +1,13 @@
 """Requests of the Gemini API."""
 
 import re
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
 from rolltap.addons.dialects.decoded import decoded
 from rolltap.addons.dialects.fields import Fields, parse_object
+from rolltap.addons.dialects.google.cached_contents import with_cached_content
 from rolltap.addons.dialects.google.contents import conversation, hide_media, system_message
 from rolltap.addons.dialects.google.protobuf import (
     WORDING,
@@ -15,6 +17,7 @@ from rolltap.addons.dialects.google.protobuf import (
     nests_deeper,
     repeated_field,
 )
+from rolltap.addons.dialects.stored import NamesStored, Stored
 from rolltap.addons.dialects.tools import function_tool
 from rolltap.addons.dialects.types import DialectError, ModelCall
 
@@ -45,12 +48,11 @@ _SAMPLING_FIELDS = [
 def decode(body: bytes, target: str) -> ModelCall:
     """Decode the request in `body`. The path in `target` contains the model and the method.
 
-    Raises `DialectError` for an invalid or unsupported request.
+    Raises `DialectError` for an invalid or unsupported request, and `NamesStored`.
     """
     match = METHOD.fullmatch(target.partition("?")[0])
     if match is None:
         raise DialectError("This path is not a method of this API.", status=404)
-    named = Fields({"model": unquote(match["model"])}, WORDING)  # it is in the path
     parsed = parse_object(body)
     if nests_deeper(parsed, _BODY_LEVELS):
         raise DialectError(f"The request body nests deeper than {_BODY_LEVELS} levels.")
@@ -58,7 +60,16 @@ def decode(body: bytes, target: str) -> ModelCall:
     if request["generateContentRequest"] is not None:  # countTokens has the whole request here
         request = message_field(request, "generateContentRequest")
     if request["cachedContent"]:
-        raise DialectError("'cached_content' is not supported: this server stores no content.")
+        raise NamesStored(partial(_decode_cached, request, match))
+    return _decode(request, match)
+
+
+def _decode_cached(request: Fields, match: re.Match[str], stored: Stored) -> ModelCall:
+    return _decode(with_cached_content(request, unquote(match["model"]), stored), match)
+
+
+def _decode(request: Fields, match: re.Match[str]) -> ModelCall:
+    named = Fields({"model": unquote(match["model"])}, WORDING)  # it is in the path
     config = message_field(request, "generationConfig")
     if config["candidateCount"] not in (None, 1):
         raise config.refusal("candidateCount", "1")

@@ -1,6 +1,6 @@
 """The OpenAI Responses API over HTTP, which Codex, Pi, opencode and the OpenAI SDKs use.
 
-Field names follow the OpenAI API reference. Responses are not stored: a request must contain its whole conversation.
+Field names follow the OpenAI API reference. A request may name earlier replies and conversations of its session by id.
 """
 
 from rolltap.addons.dialects.dialect import Operation
@@ -9,6 +9,8 @@ from rolltap.addons.dialects.openai_responses.reply import encode_models as enco
 from rolltap.addons.dialects.openai_responses.reply import encode_reply as encode_reply
 from rolltap.addons.dialects.openai_responses.reply import encode_token_count as encode_token_count
 from rolltap.addons.dialects.openai_responses.request import decode as decode
+from rolltap.addons.dialects.openai_responses.stored_api import is_served
+from rolltap.addons.dialects.openai_responses.stored_api import serve as serve
 from rolltap.addons.dialects.openai_responses.stream import StreamEncoder
 
 NAME = "openai-responses"
@@ -27,4 +29,4 @@ def operation(method: str, path: str) -> Operation | None:
         return "count_tokens"
     if method == "GET" and path == _CATALOGUE:
         return "models"
-    return None
+    return "stored" if is_served(method, path) else None

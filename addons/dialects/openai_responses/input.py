@@ -38,15 +38,17 @@ _TEXT_KEYS = {
 }
 
 
-def decode_input(request: Fields, model_call: ModelCall, names: ToolNames) -> None:
+def decode_input(request: Fields, before: list[Message], model_call: ModelCall, names: ToolNames) -> None:
     """Append the messages of `instructions` and `input` to `model_call`, and add the tools among the items.
 
+    `before` are messages between the two.
     Raises `DialectError` for an unknown item and for content other than text.
     """
     instructions = request.optional("instructions", Fields.text)
     if instructions is not None:
         model_call.messages.append({"role": "system", "content": instructions})
-    if not request["input"]:
+    model_call.messages += before
+    if not request["input"] and not before:
         raise request.refusal("input", _INPUT)
     text = request.maybe("input", str)
     if text is not None:
@@ -54,7 +56,7 @@ def decode_input(request: Fields, model_call: ModelCall, names: ToolNames) -> No
         return
     items: list[_Item] = []
     for item in request.objects("input", _INPUT):
-        kind = item.optional("type", Fields.text) or ("message" if "role" in item.values else "item_reference")
+        kind = item.optional("type", Fields.text) or "message"
         if kind == "additional_tools":
             read_tools(item, model_call, names)
         else:
@@ -119,8 +121,6 @@ def _other_message(kind: str, item: Fields) -> Message:
                 why = f"'{item.place('encrypted_content')}' was not issued here and cannot be read."
                 raise DialectError(why, code="invalid_encrypted_content")
             return {"role": "user", "content": summary}
-        case "item_reference":
-            why = "refers to an item by its id, and items are not stored. Send the item itself"
         case "compaction_trigger":
             why = "is a compaction trigger, which must be the last item"
         case _:

@@ -1,11 +1,15 @@
 """Requests of the Responses API."""
 
+from functools import partial
+
 from rolltap.addons.dialects.decoded import decoded
 from rolltap.addons.dialects.fields import Fields, parse_object
 from rolltap.addons.dialects.openai import WORDING, hide_media, refuse_unsupported, wanted_schema
 from rolltap.addons.dialects.openai_responses.input import decode_input
+from rolltap.addons.dialects.openai_responses.references import INSTRUCTIONS, names_stored, resolve
 from rolltap.addons.dialects.openai_responses.tools import ToolNames, read_tools
-from rolltap.addons.dialects.types import DialectError, ModelCall
+from rolltap.addons.dialects.stored import Entry, NamesStored, Stored
+from rolltap.addons.dialects.types import DialectError, Message, ModelCall
 
 _SAMPLING_FIELDS = [
     "temperature",
@@ -25,9 +29,22 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 def decode(body: bytes, target: str) -> ModelCall:
-    """Decode the request in `body`. Raises `DialectError` for an invalid or unsupported request."""
+    """Decode the request in `body`. Raises `DialectError` for an invalid or unsupported request, and `NamesStored`."""
     request = Fields(parse_object(body), WORDING)
-    _refuse_stored(request)
+    if names_stored(request):
+        raise NamesStored(partial(_decode_named, request))
+    return _decode(request, [], None)
+
+
+def _decode_named(request: Fields, stored: Stored) -> ModelCall:
+    return _decode(*resolve(request, stored))
+
+
+def _decode(request: Fields, before: list[Message], stores: tuple[str, Entry] | None) -> ModelCall:
+    """Decode a request without ids. `before` are messages before its input."""
+    for name in ("prompt", "background"):
+        if request[name]:
+            raise DialectError(f"'{name}' is not supported: this server stores neither templates nor unread replies.")
     refuse_unsupported(request, ["top_logprobs"])
     if _LOGPROBS in request.elements("include"):
         raise request.refusal("include", f"a list without '{_LOGPROBS}', which is not supported with this model")
@@ -43,21 +60,13 @@ def decode(body: bytes, target: str) -> ModelCall:
         may_call=request["tool_choice"] != "none",
         requested_sampling=request.chosen(_SAMPLING_FIELDS),
         hidden=hidden,
-        client_metadata=metadata.texts_by_place(*metadata.values) | request.texts_by_place("prompt_cache_key"),
+        client_metadata=metadata.texts_by_place(*metadata.values)
+        | request.texts_by_place("prompt_cache_key", "previous_response_id"),
+        stores=stores,
     )
+    if request["instructions"] is not None:
+        model_call.requested_sampling[INSTRUCTIONS] = True
     names = ToolNames()
     read_tools(request, model_call, names)
-    decode_input(request, model_call, names)
+    decode_input(request, before, model_call, names)
     return decoded(model_call)
-
-
-def _refuse_stored(request: Fields) -> None:
-    if request["previous_response_id"] is not None:
-        raise DialectError(
-            "The response that 'previous_response_id' names was not found: responses are not stored. "
-            "Send the whole conversation in 'input'.",
-            code="previous_response_not_found",
-        )
-    for name in ("conversation", "prompt", "background"):
-        if request[name]:
-            raise DialectError(f"'{name}' is not supported: this server stores nothing.")

@@ -241,7 +241,7 @@ class Scenario:
         self.engines = [ScriptedClient(f"http://engine-{n}", self.script, self.sent, rude) for n in range(engines)]
         self.pool._engines = self.engines
         policy = Published()
-        services = Services(self.pool, policy, self.renderer, self.disk, None, Workers(), patience, None)
+        services = Services(self.pool, policy, self.renderer, self.disk, None, None, Workers(), patience, None)
         model_call = ModelCall("m", [], [])
         prompt = Prompt(model_call, PROMPT_IDS, "root", "no earlier call", None, 0, [])
         call = Call(session_id="s1", call_id="c1", prompt_ids=PROMPT_IDS)

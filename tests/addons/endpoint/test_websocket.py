@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -36,11 +37,17 @@ class Codex:
         return (await self.events())[-1]
 
 
-@pytest.fixture
-async def codex(harness):
+@asynccontextmanager
+async def connected(harness):
     headers = harness.endpoint.headers("s1", "api.openai.com", find_route("GET", PATH, {"upgrade": "websocket"}))
     async with harness.client.ws_connect(harness.url(PATH), headers=headers) as socket:
         yield Codex(socket)
+
+
+@pytest.fixture
+async def codex(harness):
+    async with connected(harness) as codex:
+        yield codex
 
 
 def user(text="Hello"):
@@ -52,7 +59,7 @@ async def test_a_turn_sends_only_its_new_items(codex, harness, scripted_engine):
     first = await codex.ask(user(), tools=[TOOL])
     (call,) = [item for item in first["response"]["output"] if item["type"] == "function_call"]
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": "ok"}
-    second = await codex.ask(result, previous_response_id=first["response"]["id"])
+    second = await codex.ask(result, tools=[TOOL], previous_response_id=first["response"]["id"])
     assert second["response"]["output"][-1]["content"][0]["text"] == "Done."
     one, two = harness.calls()
     assert (two["kind"], two["parent_id"]) == ("bridged", one["call_id"])
@@ -87,6 +94,26 @@ async def test_a_response_is_prepared_without_asking_the_model(codex, harness, s
     (call,) = harness.calls()
     assert [message["content"] for message in json.loads(call["messages"])] == ["Be brief.", "Hello"]
     assert json.loads(call["tools"])[0]["function"]["name"] == "bash"
+
+
+async def test_a_response_of_an_earlier_connection_is_continued(harness, scripted_engine):
+    scripted_engine.replies += [Say("Hi."), Say("Bye.")]
+    previous = {}
+    for text in ("a", "b"):
+        async with connected(harness) as codex:
+            ended = await codex.ask(user(text), **previous)
+            previous = {"previous_response_id": ended["response"]["id"]}
+    assert [call["kind"] for call in harness.calls()] == ["root", "bridged"]
+
+
+async def test_a_prepared_response_can_follow_another(codex, harness, scripted_engine):
+    scripted_engine.replies += [Say("Hi."), Say("Bye.")]
+    first = await codex.ask(user("a"))
+    prepared = await codex.ask(user("b"), previous_response_id=first["response"]["id"], generate=False)
+    await codex.ask(user("c"), previous_response_id=prepared["response"]["id"])
+    one, two = harness.calls()
+    assert (two["kind"], two["parent_id"]) == ("bridged", one["call_id"])
+    assert [message["content"] for message in json.loads(two["messages"])] == ["b", "c"]
 
 
 async def test_an_earlier_response_can_be_continued_again(codex, harness, scripted_engine):

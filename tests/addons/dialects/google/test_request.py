@@ -353,7 +353,6 @@ class TestDecode:
             ({"contents": [answered({"name": "a", "parts": [{"executableCode": {}}]})]}, "function_response.parts[0]"),
             ({"systemInstruction": 1}, "'system_instruction'"),
             ({"systemInstruction": {"parts": [{"inlineData": {}}]}}, "'system_instruction.parts[0].inline_data'"),
-            ({"cachedContent": "cachedContents/1"}, "'cached_content'"),
             ({"generationConfig": []}, "'generation_config'"),
             ({"generationConfig": {"candidateCount": 2}}, "candidate_count"),
             ({"generationConfig": {"maxOutputTokens": 0}}, "max_output_tokens"),

@@ -136,6 +136,7 @@ class TestDecode:
                 "tool_choice": "auto",
                 "store": False,
                 "include": ["reasoning.encrypted_content"],
+                "instructions": True,
             },
             hosted_tools=[SEARCH],
             wire_tools={
@@ -258,8 +259,6 @@ class TestDecode:
             ({"input": [{"type": "function_call_output", "output": "x"}]}, "'input[0].call_id'"),
             ({"input": [{"type": "function_call_output", "call_id": "t", "output": {}}]}, "'input[0].output'"),
             ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "'input[0]' has type 'web_search_call'"),
-            ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "'input[0]' refers to an item"),
-            ({"input": [{"type": None, "id": "msg_1"}]}, "'input[0]' refers to an item"),
             ({"input": [{"type": "additional_tools", "tools": "x"}]}, "'input[0].tools'"),
             ({"instructions": 5}, "'instructions'"),
             ({"tools": "x"}, "'tools'"),
@@ -268,7 +267,7 @@ class TestDecode:
             ({"tools": [{"type": "namespace", "name": "n", "tools": [SEARCH]}]}, "'tools[0].tools[0].type'"),
             ({"max_output_tokens": 0}, "'max_output_tokens'"),
             ({"background": True}, "'background'"),
-            ({"conversation": "conv_1"}, "'conversation'"),
+            ({"prompt": {"id": "pmpt_1"}}, "'prompt'"),
         ],
     )
     def test_a_refusal_names_the_field(self, changes, field):
@@ -285,11 +284,6 @@ class TestDecode:
         parts = [{"type": "input_text", "text": "See"}, {"type": "hologram"}]
         with pytest.raises(DialectError, match=rf"'input\[0\].{place}\[1\]' has type 'hologram'.*text only"):
             decode_items({**item, place: parts})
-
-    def test_a_response_that_would_have_to_be_stored_is_not_found(self):
-        with pytest.raises(DialectError, match="not stored") as refusal:
-            decode(previous_response_id="resp_1")
-        assert refusal.value.code == "previous_response_not_found"
 
 
 NAMES = ["type", "role", "content", "summary", "text", "call_id", "name", "namespace", "tools", "arguments", "output"]

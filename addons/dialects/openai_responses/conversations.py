@@ -1,0 +1,168 @@
+"""Conversations of the Responses API: lists of items that requests are added to, and the replies to them.
+
+The entries of a conversation:
+
+| fields | meaning |
+| --- | --- |
+| `created_at`, `metadata`, `key`, `items` | it was created |
+| `key`, `items` | items were added |
+| `call`, `items` | the items of a call's request, and then those of its reply |
+| `metadata` | it has other metadata |
+| `removed` | the id of an item that was deleted |
+
+An item without an id has one made of its entry's `key` or `call`.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+from urllib.parse import parse_qs
+
+from rolltap.addons.dialects.fields import Fields, parse_object
+from rolltap.addons.dialects.openai import WORDING
+from rolltap.addons.dialects.openai_responses.earlier import reply_items, with_items
+from rolltap.addons.dialects.stored import DELETED, Entry, Stored, StoredAnswer, StoredRequest, shown_id
+from rolltap.addons.dialects.types import DialectError
+
+_PREFIXES = {"message": "msg", "function_call": "fc", "custom_tool_call": "ctc", "reasoning": "rs"}
+_TEXT_TYPES = {"assistant": "output_text"}
+_PAGE, _LONGEST_PAGE = 20, 100
+"""Items of a page, without a `limit` and at most, as in the API reference."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A conversation as its entries have made it. Items have ids."""
+
+    created_at: int
+    metadata: dict[str, Any]
+    items: list[dict[str, Any]]
+
+
+def find_conversation(conversation_id: str, stored: Stored) -> tuple[str, Conversation]:
+    """Return the path of a conversation, and the conversation. Raises `DialectError` for one that is unknown."""
+    path = f"/conversations/{conversation_id}"
+    entries = stored.entries(path)
+    if entries is None:
+        why = f"Conversation with id {shown_id(conversation_id)} not found."
+        raise DialectError(why, status=404, code="not_found")
+    return path, _replay(entries, stored)
+
+
+def serve_conversation(
+    request: StoredRequest, conversation_id: str | None, items: bool, item_id: str | None, stored: Stored
+) -> StoredAnswer:
+    """Answer a request to `/v1/conversations[/ID[/items[/ITEM]]]`. Raises `DialectError`."""
+    if conversation_id is None:
+        return _create(request, stored)
+    path, found = find_conversation(conversation_id, stored)
+    if item_id is not None:
+        return _serve_item(request, path, conversation_id, found, item_id)
+    if items:
+        return _serve_items(request, path, found, stored)
+    match request.method:
+        case "DELETE":
+            body = {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
+            return StoredAnswer(body, path, DELETED)
+        case "POST":
+            metadata = _body(request).optional("metadata", Fields.object) or {}
+            changed = replace(found, metadata=metadata)
+            return StoredAnswer(_shown(conversation_id, changed), path, {"metadata": metadata})
+    return StoredAnswer(_shown(conversation_id, found))
+
+
+def _create(request: StoredRequest, stored: Stored) -> StoredAnswer:
+    conversation_id, body = f"conv_{request.new_id}", _body(request)
+    entry = {
+        "created_at": request.now,
+        "key": request.new_id,
+        "metadata": body.optional("metadata", Fields.object) or {},
+        "items": _given_items(body, stored),
+    }
+    found = _replay([entry], stored)
+    return StoredAnswer(_shown(conversation_id, found), f"/conversations/{conversation_id}", entry)
+
+
+def _serve_items(request: StoredRequest, path: str, found: Conversation, stored: Stored) -> StoredAnswer:
+    if request.method == "GET":
+        return StoredAnswer(_page(found.items, request.target))
+    entry: Entry = {"key": request.new_id, "items": _given_items(_body(request), stored)}
+    return StoredAnswer(_listed(_with_ids(entry, entry["items"])), path, entry)
+
+
+def _serve_item(
+    request: StoredRequest, path: str, conversation_id: str, found: Conversation, item_id: str
+) -> StoredAnswer:
+    item = next((item for item in found.items if item["id"] == item_id), None)
+    if item is None:
+        raise DialectError(f"Item with id {shown_id(item_id)} not found.", status=404, code="not_found")
+    if request.method == "DELETE":
+        return StoredAnswer(_shown(conversation_id, found), path, {"removed": item_id})
+    return StoredAnswer(item)
+
+
+def _replay(entries: list[Entry], stored: Stored) -> Conversation:
+    """Return what the entries of a conversation make of it."""
+    items: list[dict[str, Any]] = []
+    metadata: dict[str, Any] = {}
+    for entry in entries:
+        metadata = entry.get("metadata", metadata)
+        items += _with_ids(entry, entry.get("items", []))
+        if "call" in entry:
+            items += reply_items(stored.calls[entry["call"]])
+        if "removed" in entry:
+            items = [item for item in items if item["id"] != entry["removed"]]
+    return Conversation(entries[0]["created_at"], metadata, items)
+
+
+def _with_ids(entry: Entry, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    key = entry.get("key") or entry.get("call")
+    return [_with_id(item, f"{key}_i{index}") for index, item in enumerate(items)]
+
+
+def _with_id(item: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return an item as the API lists it: with an id and a type, and a text as a part."""
+    kind = item.get("type") or "message"
+    listed = {**item, "type": kind}
+    if not isinstance(item.get("id"), str):
+        listed["id"] = f"{_PREFIXES.get(str(kind), 'item')}_{key}"
+    if kind == "message":
+        text = item.get("content")
+        if isinstance(text, str):
+            part = {"type": _TEXT_TYPES.get(str(item.get("role")), "input_text"), "text": text}
+            listed["content"] = [part | ({"annotations": []} if part["type"] == "output_text" else {})]
+        listed.setdefault("status", "completed")
+    return listed
+
+
+def _body(request: StoredRequest) -> Fields:
+    return Fields(parse_object(request.body) if request.body else {}, WORDING)
+
+
+def _given_items(body: Fields, stored: Stored) -> list[Any]:
+    list(body.objects("items", "a list of items"))
+    return with_items(body, "items", stored)
+
+
+def _shown(conversation_id: str, found: Conversation) -> dict[str, Any]:
+    return {
+        "id": conversation_id,
+        "object": "conversation",
+        "created_at": found.created_at,
+        "metadata": found.metadata,
+    }
+
+
+def _page(items: list[dict[str, Any]], target: str) -> dict[str, Any]:
+    """Return the page of a list of items that the query of `target` asks for, newest first by default."""
+    query = {key: values[-1] for key, values in parse_qs(target.partition("?")[2]).items()}
+    ordered = items if query.get("order") == "asc" else items[::-1]
+    ids = [item["id"] for item in ordered]
+    begin = ids.index(query["after"]) + 1 if query.get("after") in ids else 0
+    limit = int(query["limit"]) if query.get("limit", "").isdecimal() else _PAGE
+    page = ordered[begin : begin + min(max(limit, 1), _LONGEST_PAGE)]
+    return _listed(page, has_more=begin + len(page) < len(ordered))
+
+
+def _listed(items: list[dict[str, Any]], *, has_more: bool = False) -> dict[str, Any]:
+    ids = [item["id"] for item in items] or [""]
+    return {"object": "list", "data": items, "first_id": ids[0], "last_id": ids[-1], "has_more": has_more}

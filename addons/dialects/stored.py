@@ -1,0 +1,159 @@
+"""Replies, conversations and cached contents that a session stored, and requests that name them by their ids.
+
+A stored object (a conversation, a cached content, the mark of a deleted response) is a list of entries that only grows.
+Its path names it. An object of another session is unknown.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rolltap.addons.dialects.json_size import MOST_LEVELS_OF_A_BODY, TooManyValues
+from rolltap.addons.dialects.recordable import described
+from rolltap.addons.dialects.types import (
+    DialectError,
+    Message,
+    ModelCall,
+    Reply,
+    ToolCall,
+    Usage,
+    parse_arguments,
+    parse_json,
+)
+
+Entry = dict[str, Any]
+"""One entry of a stored object. One that was stored with a call has the call's id under `call`."""
+DELETED: Entry = {"deleted": True}
+"""The last entry of an object that was deleted."""
+_ID = re.compile(r"[\w.-]{1,100}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredCall:
+    """A completed call, as its row has it. The fields of JSON text are those of `Call`."""
+
+    call_id: str
+    parent_id: str | None
+    model: str
+    messages: str
+    reply: str
+    sampling: str
+    finish_reason: str | None
+    created: int
+    """Seconds since the epoch."""
+    usage: Usage
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The options of the request, in their recorded form."""
+        asked: dict[str, Any] = json.loads(self.sampling).get("asked", {})
+        return asked
+
+    def as_reply(self) -> Reply:
+        """Return the reply as it was sent."""
+        message = json.loads(self.reply)
+        calls = [ToolCall(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in _tool_calls(message)]
+        reply = Reply(message["content"], message.get("reasoning_content", ""), calls)
+        if self.finish_reason == "length":
+            reply.finish_reason = "length"
+        elif calls:
+            reply.finish_reason = "tool_calls"
+        return reply
+
+    def as_message(self) -> Message:
+        """Return the reply as a message of a later request."""
+        message: Message = {**json.loads(self.reply), "call_id": self.call_id}
+        for call in _tool_calls(message):
+            call["function"]["arguments"] = parse_arguments(call["function"]["arguments"])
+        return message
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The completed calls and the objects of a session: all that an id in its requests may stand for."""
+
+    calls: Mapping[str, StoredCall] = field(default_factory=dict)
+    objects: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Path -> the JSON text of each entry."""
+    num_bytes: int = 0
+    """Bytes that the objects take, deleted ones too."""
+
+    def conversation(self, call_id: str) -> list[Message] | None:
+        """Return the messages of a call's request and its reply, or None when they are not all known."""
+        path: list[StoredCall] = []
+        following: str | None = call_id
+        while following is not None:
+            call = self.calls.get(following)
+            if call is None or len(path) == len(self.calls):  # no call is its own ancestor
+                return None
+            path.append(call)
+            following = call.parent_id
+        messages: list[Message] = []
+        for call in reversed(path):
+            messages += [*json.loads(call.messages), call.as_message()]
+        return messages
+
+    def entries(self, path: str) -> list[Entry] | None:
+        """Return the entries of an object, or None when there is none or it was deleted.
+
+        Raises `DialectError` when they are more values than a body may have.
+        """
+        texts = self.objects.get(path)
+        if texts is None or self.is_deleted(path):
+            return None
+        try:
+            entries: list[Entry] = parse_json(f"[{','.join(texts)}]", MOST_LEVELS_OF_A_BODY + 3)
+        except TooManyValues as error:
+            raise DialectError(f"What is stored is too large: {error}.", status=413, code="request_too_large") from None
+        return entries
+
+    def is_deleted(self, path: str) -> bool:
+        """Return True for an object that was deleted."""
+        texts = self.objects.get(path, ())
+        return len(texts) > 0 and json.loads(texts[-1]) == DELETED
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRequest:
+    """A request to an API of stored objects."""
+
+    method: str
+    target: str
+    """Path and query."""
+    body: bytes
+    new_id: str
+    """An id for what the request creates, in 32 characters."""
+    now: int
+    """Seconds since the epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAnswer:
+    """The body of the answer, and the entry that the request adds to the object `path`; None adds nothing."""
+
+    body: dict[str, Any]
+    path: str = ""
+    entry: Entry | None = None
+
+
+class NamesStored(DialectError):
+    """Raised by `decode` for a request that names what its session stored: `complete` decodes it with that.
+
+    `complete` raises `DialectError`, for an id that stands for nothing too.
+    """
+
+    def __init__(self, complete: Callable[[Stored], ModelCall]) -> None:
+        super().__init__("The request names what is stored, and nothing is.", status=404, code="not_found")
+        self.complete = complete
+
+
+def shown_id(object_id: str) -> str:
+    """Return an id for an error message, which is recorded."""
+    return f"'{object_id}'" if _ID.fullmatch(object_id) else described(object_id)
+
+
+def _tool_calls(message: Message) -> list[dict[str, Any]]:
+    calls: list[dict[str, Any]] = message.get("tool_calls", [])
+    return calls

@@ -1,0 +1,144 @@
+"""Cached contents over Google's own SDK."""
+
+import json
+
+import httpx
+import pytest
+from google import genai
+from google.genai import errors, types
+
+from rolltap.addons.dialects import google
+from rolltap.addons.dialects.routes import find_route
+from rolltap.addons.dialects.stored import NamesStored, Stored, StoredRequest
+from rolltap.addons.dialects.types import DialectError, Reply, ReplyContext, Usage
+
+NOW = 1_700_000_000
+CONTENT = types.CreateCachedContentConfig(
+    display_name="book",
+    system_instruction="Be brief.",
+    contents=[types.Content(role="user", parts=[types.Part(text="A book.")])],
+    tools=[types.Tool(function_declarations=[types.FunctionDeclaration(name="look", description="Looks.")])],
+    tool_config=types.ToolConfig(function_calling_config=types.FunctionCallingConfig(mode="NONE")),
+    ttl="300s",
+)
+
+
+class Server:
+    """A server for the SDK's HTTP client that keeps what is stored."""
+
+    def __init__(self):
+        self.objects = {}
+        self.calls = []
+        self.requests = 0
+
+    def __call__(self, request):
+        target = request.url.raw_path.decode()
+        route = find_route(request.method, target, request.headers)
+        assert route.dialect is google
+        try:
+            if route.service == "stored":
+                return self.store(StoredRequest(request.method, target, request.content, f"new{self.requests}", NOW))
+            self.calls.append(self.decode(request.content, target))
+        except DialectError as error:
+            return httpx.Response(error.status, content=google.encode_error(error))
+        context = ReplyContext("c1", NOW, target, self.calls[-1])
+        return httpx.Response(200, content=google.encode_reply(context, Reply("Yes."), Usage(7, 3)))
+
+    def decode(self, body, target):
+        try:
+            return google.decode(body, target)
+        except NamesStored as named:
+            return named.complete(Stored({}, self.objects))
+
+    def store(self, request):
+        self.requests += 1
+        answer = google.serve(request, Stored({}, self.objects))
+        if answer.entry is not None:
+            self.objects.setdefault(answer.path, []).append(json.dumps(answer.entry))
+        return httpx.Response(200, json=answer.body)
+
+
+@pytest.fixture
+def server():
+    return Server()
+
+
+@pytest.fixture(params=["gemini", "vertex"])
+def sdk(server, request):
+    client = httpx.Client(transport=httpx.MockTransport(server))
+    options = types.HttpOptions(httpx_client=client)
+    if request.param == "gemini":
+        return genai.Client(api_key="k", http_options=options)
+    from google.auth.credentials import AnonymousCredentials
+
+    credentials = AnonymousCredentials()
+    credentials.token = "t"
+    return genai.Client(vertexai=True, project="p", location="l", credentials=credentials, http_options=options)
+
+
+def ask(sdk, name, model="gemini-x", **config):
+    config = types.GenerateContentConfig(cached_content=name, **config)
+    return sdk.models.generate_content(model=model, contents="What is it?", config=config)
+
+
+def test_a_cached_content_comes_first(sdk, server):
+    cached = sdk.caches.create(model="gemini-x", config=CONTENT)
+    assert ask(sdk, cached.name).text == "Yes."
+    (call,) = server.calls
+    assert [message["content"] for message in call.messages] == ["Be brief.", "A book.", "What is it?"]
+    assert [tool["function"]["name"] for tool in call.tools] == ["look"]
+    assert not call.may_call
+
+
+def test_a_cached_content_is_listed_read_changed_and_deleted(sdk):
+    cached = sdk.caches.create(model="gemini-x", config=CONTENT)
+    assert (cached.display_name, (cached.expire_time - cached.create_time).seconds) == ("book", 300)
+    assert cached.model.endswith("models/gemini-x")
+    assert sdk.caches.get(name=cached.name) == cached
+    assert list(sdk.caches.list()) == [cached]
+    changed = sdk.caches.update(name=cached.name, config=types.UpdateCachedContentConfig(ttl="600s"))
+    assert (changed.expire_time - changed.create_time).seconds == 600
+    sdk.caches.delete(name=cached.name)
+    assert list(sdk.caches.list()) == []
+    for gone in (lambda: sdk.caches.get(name=cached.name), lambda: ask(sdk, cached.name)):
+        with pytest.raises(errors.ClientError, match="CachedContent not found") as refusal:
+            gone()
+        assert (refusal.value.code, refusal.value.status) == (403, "PERMISSION_DENIED")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"system_instruction": "Be kind."},
+        {"tools": CONTENT.tools},
+        {"tool_config": CONTENT.tool_config},
+    ],
+)
+def test_what_only_the_cached_content_may_have_is_refused_beside_it(sdk, config):
+    cached = sdk.caches.create(model="gemini-x", config=CONTENT)
+    with pytest.raises(errors.ClientError, match="can not be used with GenerateContent request setting"):
+        ask(sdk, cached.name, **config)
+
+
+def test_a_cached_content_of_another_model_is_refused(sdk):
+    cached = sdk.caches.create(model="gemini-x", config=CONTENT)
+    with pytest.raises(errors.ClientError, match="has to be the same"):
+        ask(sdk, cached.name, model="gemini-y")
+
+
+@pytest.mark.parametrize("body", [b"[]", b"{", b'{"ttl": 5, "contents": 7, "systemInstruction": []}'])
+def test_a_strange_content_is_refused_at_the_latest_when_it_is_used(server, body):
+    post = httpx.Request("POST", "https://g/v1beta/cachedContents", content=body)
+    if server(post).status_code == 200:
+        (name,) = server.objects
+        request = {"cachedContent": name[1:], "contents": [{"parts": [{"text": "Hi"}]}]}
+        with pytest.raises(DialectError):
+            server.decode(json.dumps(request).encode(), "/v1beta/models/gemini-x:generateContent")
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("PATCH", "/v1beta/cachedContents"), ("POST", "/v1beta/cachedContents/1"), ("GET", "/v1beta/files/1")],
+)
+def test_other_requests_are_not_served(method, path):
+    assert find_route(method, path, {}) is None

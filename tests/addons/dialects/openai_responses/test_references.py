@@ -1,0 +1,160 @@
+"""Ids in a request stand for what was said, as if the request had it in full."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rolltap.addons.dialects import openai_responses
+from rolltap.addons.dialects.stored import DELETED, NamesStored, Stored
+from rolltap.addons.dialects.types import DialectError, Reply, ReplyContext, ToolCall, Usage
+from tests.addons.dialects import hostile
+from tests.addons.dialects.openai_responses.test_sdk import REPLIES, TOOLS
+from tests.addons.dialects.replies import TALK, by_id, stored_call
+
+USER, MORE = {"role": "user", "content": "Hello"}, {"role": "user", "content": "More"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+LOOK = Reply("", "I look.", [ToolCall("t1", "look", '{"at": 1}'), ToolCall("t2", "look", "{}")], "tool_calls")
+RESULT = {"role": "tool", "content": "ok", "tool_call_id": "t1", "name": "look"}
+STORED = Stored(
+    by_id(
+        stored_call("c1", [SYSTEM, USER], LOOK, instructions=True),
+        stored_call("c2", [RESULT], TALK, parent_id="c1", instructions=True),
+        stored_call("lost", [USER], TALK, parent_id="unknown"),
+        stored_call("gone", [USER], TALK),
+    ),
+    {
+        "/responses/resp_gone": [json.dumps(DELETED)],
+        "/conversations/conv_1": [
+            json.dumps({"created_at": 5, "key": "k", "items": [USER]}),
+            json.dumps({"call": "c1", "items": [MORE]}),
+        ],
+        "/conversations/conv_gone": [json.dumps({"created_at": 5, "key": "k", "items": [USER]}), json.dumps(DELETED)],
+    },
+)
+
+
+def decode(*items, stored=STORED, **fields):
+    body = json.dumps({"model": "gpt-x", "input": list(items), **fields}).encode()
+    with pytest.raises(NamesStored) as named:
+        openai_responses.decode(body, "/v1/responses")
+    return named.value.complete(stored)
+
+
+def reference(item_id):
+    return {"type": "item_reference", "id": item_id}
+
+
+@pytest.mark.parametrize("name", REPLIES)
+def test_references_to_all_items_of_a_reply_are_the_reply_sent_back(name):
+    reply = REPLIES[name]
+    request = {"model": "gpt-x", "input": [USER], "tools": TOOLS}
+    call = openai_responses.decode(json.dumps(request).encode(), "/v1/responses")
+    issued = json.loads(openai_responses.encode_reply(ReplyContext("c9", 5, "", call), reply, Usage(7, 3)))["output"]
+    echoed = openai_responses.decode(json.dumps({**request, "input": [USER, *issued]}).encode(), "/v1/responses")
+    stored = Stored(by_id(stored_call("c9", [USER], reply)))
+    named = decode(USER, *(reference(item["id"]) for item in issued), stored=stored, tools=TOOLS)
+    assert named.messages == echoed.messages
+
+
+def test_references_and_items_next_to_each_other_are_one_message():
+    items = [reference("rs_c1_0"), reference("fc_c1_1"), {"type": None, "id": "fc_c1_2"}]
+    result = {"type": "function_call_output", "call_id": "t1", "output": "ok"}
+    [_, message, tool] = decode(USER, *items, result).messages
+    assert [call["id"] for call in message["tool_calls"]] == ["t1", "t2"]
+    assert (message["reasoning_content"], message["call_id"]) == ("I look.", "c1")
+    assert tool == RESULT
+
+
+def test_a_previous_response_is_its_conversation_without_the_instructions():
+    call = decode(MORE, previous_response_id="resp_c2", instructions="Be kind.")
+    assert [message["role"] for message in call.messages] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "user",
+    ]
+    assert [call.messages[0]["content"], call.messages[-2]["content"]] == ["Be kind.", "Hi."]
+    assert call.messages[2]["tool_calls"][0]["function"]["arguments"] == {"at": 1}
+    assert [message.get("call_id") for message in call.messages] == [None, None, "c1", None, "c2", None]
+
+
+def test_a_result_of_a_call_in_a_previous_response_has_the_name_of_its_tool():
+    result = {"type": "function_call_output", "call_id": "t1", "output": "ok"}
+    assert decode(result, previous_response_id="resp_c1").messages[-1] == RESULT
+
+
+def test_a_system_message_among_the_items_of_a_previous_response_stays():
+    stored = Stored(by_id(stored_call("c1", [SYSTEM, USER], TALK)))
+    assert decode(MORE, stored=stored, previous_response_id="resp_c1").messages[0] == SYSTEM
+
+
+def test_a_conversation_comes_before_the_input_which_is_added_to_it():
+    call = decode(MORE, conversation="conv_1")
+    assert [message["role"] for message in call.messages] == ["user", "user", "assistant", "user"]
+    assert call.stores == ("/conversations/conv_1", {"items": [MORE]})
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "said"),
+    [
+        ({"previous_response_id": "resp_c3"}, 400, "Previous response with id 'resp_c3' not found."),
+        ({"previous_response_id": "c1"}, 400, "Previous response with id 'c1' not found."),
+        ({"previous_response_id": "resp_lost"}, 400, "Previous response with id 'resp_lost' not found."),
+        ({"previous_response_id": "resp_gone"}, 400, "Previous response with id 'resp_gone' not found."),
+        ({"previous_response_id": "my secret"}, 400, "a text of 9 characters not found"),
+        ({"previous_response_id": 5}, 400, "'previous_response_id' must be a string"),
+        ({"conversation": "conv_2"}, 404, "Conversation with id 'conv_2' not found."),
+        ({"conversation": {"id": "conv_gone"}}, 404, "Conversation with id 'conv_gone' not found."),
+        ({"conversation": {"name": "x"}}, 400, "'conversation.id' must be a string"),
+        ({"conversation": "conv_1", "previous_response_id": "resp_c1"}, 400, "Mutually exclusive parameters"),
+        ({"input": [reference("msg_c1_1")]}, 404, "Item with id 'msg_c1_1' not found."),
+        ({"input": [reference("fc_c1_9")]}, 404, "Item with id 'fc_c1_9' not found."),
+        ({"input": [reference("rs_gone_0")]}, 404, "Item with id 'rs_gone_0' not found."),
+        ({"input": [USER, reference(None)]}, 400, "'input[1].id' must be a string"),
+        ({"input": [reference("rs_c1_0"), reference("rs_c1_0")]}, 400, "Duplicate item found with id 'rs_c1_0'."),
+    ],
+)
+def test_an_id_that_stands_for_nothing_is_refused_in_the_words_of_the_api(fields, status, said):
+    with pytest.raises(DialectError) as refusal:
+        decode(USER, **fields)
+    assert refusal.value.status == status
+    assert said in str(refusal.value)
+
+
+@pytest.mark.parametrize("field", ["prompt", "background"])
+def test_what_is_not_served_is_refused_beside_an_id_too(field):
+    with pytest.raises(DialectError, match=f"'{field}' is not supported"):
+        decode(USER, previous_response_id="resp_c1", **{field: True})
+
+
+IDS = st.sampled_from(["rs_c1_0", "fc_c1_1", "msg_c2_1", "resp_c1", "resp_lost", "resp_gone", "conv_1", "conv_gone"])
+MUTABLE = {
+    "model": "gpt-x",
+    "instructions": "Go.",
+    "input": [USER, reference("rs_c1_0"), reference("fc_c1_1"), reference("fc_c1_2"), MORE],
+    "previous_response_id": "resp_c2",
+    "conversation": {"id": "conv_1"},
+}
+bodies = hostile.bodies([MUTABLE], hostile.values(["item_reference", "conv_1", "rs_c1_0"], ["id", "type"]) | IDS)
+
+
+@given(bodies)
+@settings(max_examples=500, deadline=None)
+def test_any_body_is_a_model_call_or_a_refusal(body):
+    try:
+        openai_responses.decode(body, "/v1/responses")
+    except NamesStored as named:
+        try:
+            call = named.complete(STORED)
+        except DialectError as refusal:
+            json.loads(openai_responses.encode_error(refusal))
+        else:
+            json.dumps(asdict(call), ensure_ascii=False).encode()
+            assert call.messages
+    except DialectError:
+        pass

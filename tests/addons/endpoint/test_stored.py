@@ -1,0 +1,257 @@
+"""Replies, conversations and cached contents of a session are found by their ids, also after a restart."""
+
+import json
+from contextlib import asynccontextmanager
+
+import pytest
+
+from rolltap.addons.dialects.routes import find_route
+from rolltap.addons.endpoint import stored
+from rolltap.addons.endpoint.server import Endpoint
+from rolltap.addons.store.tables import RunWriter
+from rolltap.trainer.doctor.scripted_engine import Answer, Say
+from tests.addons.harness import Harness
+
+RESPONSES, CONVERSATIONS, CACHED = "/v1/responses", "/v1/conversations", "/v1beta/cachedContents"
+GENERATE = "/v1beta/models/gemini-x:generateContent"
+TOOL = {"type": "function", "name": "bash", "description": "Run", "parameters": {"type": "object"}}
+CALL = '<think>\nI look.\n</think>\n\nWait.\n\n<tool_call>\n{"name":  "bash", "arguments": {"a" :true}}\n</tool_call>'
+
+
+class Client:
+    """A client that asks as one session."""
+
+    def __init__(self, harness, session="s1"):
+        self.harness = harness
+        self.session = session
+
+    async def request(self, method, path, body=None):
+        """Return the status and the body of the answer."""
+        route = find_route(method, path, {})
+        assert route is not None, f"{method} {path} is not served"
+        headers = self.harness.endpoint.headers(self.session, "api", route)
+        data = None if body is None else json.dumps(body)
+        async with self.harness.client.request(method, self.harness.url(path), data=data, headers=headers) as answer:
+            return answer.status, await answer.json()
+
+    async def ask(self, *items, **fields):
+        """Return the response to a request of the Responses API."""
+        body = {"model": "m", "input": list(items), "tools": [TOOL], **fields}
+        status, answer = await self.request("POST", RESPONSES, body)
+        assert status == 200, answer
+        return answer
+
+    async def refusal(self, *items, **fields):
+        """Return the status and the code of a request of the Responses API that is refused."""
+        status, answer = await self.request("POST", RESPONSES, {"model": "m", "input": list(items), **fields})
+        return status, answer["error"]["code"], answer["error"]["message"]
+
+
+@pytest.fixture
+def client(harness):
+    return Client(harness)
+
+
+@asynccontextmanager
+async def restarted(harness, scripted_engine):
+    """Yield a client of another recorder of the same run."""
+    writer = RunWriter(harness.run)
+    endpoint = Endpoint(harness.endpoint.rendering, [scripted_engine.url], writer, {}, patience=0)
+    await endpoint.start()
+    async with Harness.connect(endpoint) as another:
+        yield Client(another)
+    await endpoint.close()
+    writer.close()
+
+
+def user(text="Hello"):
+    return {"role": "user", "content": text}
+
+
+def outputs(answer):
+    """Return the results of the tool calls of a response."""
+    calls = [item for item in answer["output"] if item["type"] == "function_call"]
+    return [{"type": "function_call_output", "call_id": call["call_id"], "output": "ok"} for call in calls]
+
+
+def references(answer):
+    return [{"type": "item_reference", "id": item["id"]} for item in answer["output"]]
+
+
+def kinds(harness):
+    return [(call["kind"], call["kind_reason"]) for call in harness.calls()]
+
+
+BRIDGED = ("bridged", None)
+
+
+async def test_a_previous_response_is_continued_token_for_token(client, harness, scripted_engine):
+    scripted_engine.replies += [Say(CALL), Say(CALL), Say("Done.")]
+    answer = await client.ask(user(), instructions="Be brief.")
+    for _ in range(2):
+        previous = answer["id"]
+        answer = await client.ask(*outputs(answer), instructions="Be brief.", previous_response_id=previous)
+        assert answer["previous_response_id"] == previous
+    assert kinds(harness)[1:] == [BRIDGED] * 2
+
+
+async def test_references_to_items_are_continued_token_for_token(client, harness, scripted_engine):
+    scripted_engine.replies += [Say(CALL), Say(CALL), Say("Done.")]
+    said = [user()]
+    for _ in range(3):
+        answer = await client.ask(*said)
+        said += [*references(answer), *outputs(answer)]
+    assert kinds(harness)[1:] == [BRIDGED] * 2
+
+
+async def test_a_conversation_is_continued_token_for_token(client, harness, scripted_engine):
+    scripted_engine.replies += [Say(CALL), Say(CALL), Say("Done.")]
+    _, conversation = await client.request("POST", CONVERSATIONS, {"items": [user("First.")]})
+    answer = await client.ask(user("Second."), conversation=conversation["id"])
+    for named in (conversation["id"], {"id": conversation["id"]}):
+        answer = await client.ask(*outputs(answer), conversation=named)
+        assert answer["conversation"] == {"id": conversation["id"]}
+    assert kinds(harness)[1:] == [BRIDGED] * 2
+    first = json.loads(harness.calls()[0]["messages"])
+    assert [message["content"] for message in first] == ["First.", "Second."]
+
+
+async def test_a_cached_content_is_continued_token_for_token(client, harness, scripted_engine):
+    scripted_engine.replies += [Say("One."), Say("Two.")]
+    cached = {
+        "model": "models/gemini-x",
+        "systemInstruction": {"parts": [{"text": "Be brief."}]},
+        "contents": [{"role": "user", "parts": [{"text": "A book."}]}],
+        "tools": [{"functionDeclarations": [{"name": "bash", "parameters": {"type": "object"}}]}],
+    }
+    status, created = await client.request("POST", CACHED, cached)
+    assert status == 200, created
+    contents = [{"role": "user", "parts": [{"text": "What is it?"}]}]
+    for _ in range(2):
+        body = {"cachedContent": created["name"], "contents": contents}
+        status, answer = await client.request("POST", GENERATE, body)
+        assert status == 200, answer
+        contents += [answer["candidates"][0]["content"], {"role": "user", "parts": [{"text": "And?"}]}]
+    assert kinds(harness)[1:] == [BRIDGED]
+    first = harness.calls()[0]
+    assert [message["content"] for message in json.loads(first["messages"])] == ["Be brief.", "A book.", "What is it?"]
+    assert json.loads(first["tools"])[0]["function"]["name"] == "bash"
+    _, counted = await client.request("POST", GENERATE.replace("generateContent", "countTokens"), body)
+    assert counted["totalTokens"] > 10
+
+
+async def test_a_restarted_recorder_finds_all_of_it(client, harness, scripted_engine):
+    scripted_engine.replies += [Say(CALL), Say(CALL), *[Say("Done.")] * 3]
+    first = await client.ask(user("By id."), instructions="Be brief.")
+    _, conversation = await client.request("POST", CONVERSATIONS, {})
+    second = await client.ask(user("In a conversation."), conversation=conversation["id"])
+    _, cached = await client.request("POST", CACHED, {"contents": [{"role": "user", "parts": [{"text": "A book."}]}]})
+    async with restarted(harness, scripted_engine) as again:
+        again_brief = {"instructions": "Be brief."}
+        await again.ask(*outputs(first), previous_response_id=first["id"], **again_brief)
+        await again.ask(user("By id."), *references(first), *outputs(first), **again_brief)
+        await again.ask(*outputs(second), conversation=conversation["id"])
+        assert (await again.request("GET", f"{CACHED}/{cached['name'].partition('/')[2]}"))[1] == cached
+    assert [kind for kind, _ in kinds(harness)[2:]] == ["bridged"] * 3
+
+
+async def test_the_state_of_an_idle_session_is_not_needed(client, harness, scripted_engine):
+    scripted_engine.replies += [Say(CALL), Say("Done.")]
+    answer = await client.ask(user())
+    harness.endpoint.forget_idle(0)
+    assert not harness.endpoint.sessions
+    await client.ask(*outputs(answer), previous_response_id=answer["id"])
+    assert kinds(harness)[1:] == [BRIDGED]
+
+
+async def test_the_instructions_of_a_previous_response_are_not_carried_over(client, harness, scripted_engine):
+    scripted_engine.replies += [Say("Hi."), Say("Hi."), Say("Hi.")]
+    answer = await client.ask({"role": "system", "content": "Stay."}, user(), instructions="Go.")
+    await client.ask(user("Again"), instructions="Other.", previous_response_id=answer["id"])
+    await client.ask(user("Again"), previous_response_id=answer["id"])
+    texts = [[message["content"] for message in json.loads(call["messages"])] for call in harness.calls()]
+    assert texts[1:] == [["Other.", "Stay.", "Hello", "Hi.", "Again"], ["Stay.", "Hello", "Hi.", "Again"]]
+
+
+async def test_nothing_of_another_session_is_found(client, harness, scripted_engine):
+    scripted_engine.replies.append(Say(CALL))
+    answer = await client.ask(user())
+    _, conversation = await client.request("POST", CONVERSATIONS, {"items": [user("Secret.")]})
+    _, cached = await client.request("POST", CACHED, {"contents": [{"parts": [{"text": "Secret."}]}]})
+    other = Client(harness, "s2")
+    assert (await other.refusal(user(), previous_response_id=answer["id"]))[:2] == (400, "previous_response_not_found")
+    for reference in references(answer):
+        status, _, why = await other.refusal(user(), reference)
+        assert (status, why) == (404, f"Item with id '{reference['id']}' not found.")
+    assert (await other.refusal(user(), conversation=conversation["id"]))[0] == 404
+    contents = {"contents": [{"parts": [{"text": "Hi"}]}], "cachedContent": cached["name"]}
+    for method, path, body, status in [
+        ("GET", f"{RESPONSES}/{answer['id']}", None, 404),
+        ("DELETE", f"{RESPONSES}/{answer['id']}", None, 404),
+        ("GET", f"{CONVERSATIONS}/{conversation['id']}", None, 404),
+        ("GET", f"{CONVERSATIONS}/{conversation['id']}/items", None, 404),
+        ("POST", f"{CONVERSATIONS}/{conversation['id']}/items", {"items": [user()]}, 404),
+        ("DELETE", f"{CONVERSATIONS}/{conversation['id']}", None, 404),
+        ("GET", f"/v1beta/{cached['name']}", None, 403),
+        ("DELETE", f"/v1beta/{cached['name']}", None, 403),
+        ("POST", GENERATE, contents, 403),
+    ]:
+        assert (await other.request(method, path, body))[0] == status, (method, path)
+    assert (await other.request("GET", CACHED))[1] == {"cachedContents": []}
+    assert len(harness.calls()) == 1
+
+
+async def test_a_call_that_failed_or_is_unknown_is_not_found(client, harness, scripted_engine):
+    scripted_engine.replies.append(Answer(400, "bad"))
+    assert (await client.request("POST", RESPONSES, {"model": "m", "input": "Hello"}))[0] >= 400
+    (failed,) = harness.calls()
+    assert failed["status"] == "failed"
+    for call_id in (failed["call_id"], "0" * 32, ""):
+        refusal = await client.refusal(user(), previous_response_id=f"resp_{call_id}")
+        assert refusal == (
+            400,
+            "previous_response_not_found",
+            f"Previous response with id 'resp_{call_id}' not found.",
+        )
+        assert (await client.refusal(user(), {"type": "item_reference", "id": f"msg_{call_id}_0"}))[0] == 404
+    assert len(harness.events("rejected")) == 6
+
+
+async def test_a_failed_call_adds_nothing_to_its_conversation(client, scripted_engine):
+    _, conversation = await client.request("POST", CONVERSATIONS, {"items": [user("First.")]})
+    scripted_engine.replies.append(Answer(400, "bad"))
+    body = {"model": "m", "input": "Second.", "conversation": conversation["id"]}
+    assert (await client.request("POST", RESPONSES, body))[0] >= 400
+    _, listed = await client.request("GET", f"{CONVERSATIONS}/{conversation['id']}/items?order=asc")
+    assert [item["content"][0]["text"] for item in listed["data"]] == ["First."]
+
+
+async def test_what_a_session_stores_is_bounded(client, harness, monkeypatch):
+    monkeypatch.setattr(stored, "STORED_BYTES", 10_000)
+    _, conversation = await client.request("POST", CONVERSATIONS, {"items": [user("x" * 6000)]})
+    path = f"{CONVERSATIONS}/{conversation['id']}/items"
+    status, answer = await client.request("POST", path, {"items": [user("y" * 6000)]})
+    assert (status, "has stored" in answer["error"]["message"]) == (400, True)
+    assert len((await client.request("GET", path))[1]["data"]) == 1
+    assert len(harness.events("stored")) == 1
+
+
+async def test_an_item_can_be_named_once(client, scripted_engine):
+    scripted_engine.replies.append(Say("Hi."))
+    (reference,) = references(await client.ask(user()))
+    status, _, why = await client.refusal(user(), reference, reference)
+    assert (status, "Duplicate item" in why) == (400, True)
+
+
+async def test_a_session_that_has_ended_stores_nothing(client, harness):
+    await harness.end()
+    assert (await client.request("POST", CONVERSATIONS, {}))[0] == 410
+
+
+async def test_calls_of_a_conversation_stay_in_it_in_their_order(client, scripted_engine):
+    _, conversation = await client.request("POST", CONVERSATIONS, {})
+    scripted_engine.replies += [Say("One."), Say("Two.")]
+    for text in ("a", "b"):
+        await client.ask(user(text), conversation=conversation["id"])
+    _, listed = await client.request("GET", f"{CONVERSATIONS}/{conversation['id']}/items?order=asc")
+    assert [item["content"][0]["text"] for item in listed["data"]] == ["a", "One.", "b", "Two."]

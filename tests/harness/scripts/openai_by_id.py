@@ -1,0 +1,63 @@
+"""Agents in a few lines that send only what is new: the openai SDK's Responses API, with what the server stored."""
+
+import json
+from pathlib import Path
+
+import openai
+
+TOOL = {
+    "type": "function",
+    "name": "write_file",
+    "description": "Write a file.",
+    "parameters": {
+        "type": "object",
+        "properties": {"path": {"type": "string"}, "content": {"type": "string"}},
+        "required": ["path", "content"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+
+
+def agent(client, task, ask):
+    response = ask(None, [{"role": "user", "content": task}])
+    while calls := [item for item in response.output if item.type == "function_call"]:
+        results = []
+        for call in calls:
+            arguments = json.loads(call.arguments)
+            Path(arguments["path"]).write_text(arguments["content"])
+            results.append({"type": "function_call_output", "call_id": call.call_id, "output": "written"})
+        response = ask(response, results)
+    return response.output_text
+
+
+client = openai.OpenAI()
+how = {"model": "gpt-5.5", "instructions": "Be brief.", "tools": [TOOL]}
+
+
+def by_previous_response(response, new):
+    return client.responses.create(**how, input=new, previous_response_id=response and response.id)
+
+
+said = []
+
+
+def by_references(response, new):
+    said.extend({"type": "item_reference", "id": item.id} for item in (response.output if response else []))
+    said.extend(new)
+    return client.responses.create(**how, input=said)
+
+
+conversation = client.conversations.create(metadata={"topic": "files"})
+
+
+def by_conversation(response, new):
+    return client.responses.create(**how, input=new, conversation=conversation.id)
+
+
+print(agent(client, "Write previous.txt, twice.", by_previous_response))
+print(agent(client, "Write references.txt, twice.", by_references))
+print(agent(client, "Write conversation.txt, twice.", by_conversation))
+assert (
+    len(list(client.conversations.items.list(conversation.id))) == 6 + 3
+)  # a message, results, calls, texts, thoughts
