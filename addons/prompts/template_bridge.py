@@ -11,6 +11,7 @@ from typing import Any
 from rolltap.addons.dialects.decoded import name_results
 from rolltap.addons.dialects.tools import function_tool
 from rolltap.addons.dialects.types import Message, Tool, assistant_message, message_tool_call
+from rolltap.addons.prompts.context_turns import placeholder_turn
 
 _MARK = "a8c1f0e7"
 """The placeholder's assistant text. The first stop token after it ends the assistant's turn."""
@@ -64,10 +65,7 @@ class TemplateBridge:
 
     def _extension_text(self, messages: list[Message]) -> str | None:
         """Return the rendered text from the end of the assistant's turn on, or None."""
-        results = [message for message in messages if message["role"] == "tool"]
-        assistant: Message = {"role": "assistant", "content": _MARK}
-        if results:
-            assistant["tool_calls"] = [_placeholder_tool_call(result) for result in results]
+        assistant = placeholder_turn(_MARK, messages)
         try:
             text = self._text([_USER, assistant, *messages], [], generation=True)
         except Exception:
@@ -103,7 +101,3 @@ class TemplateBridge:
         )
         return text
 
-
-def _placeholder_tool_call(result: Message) -> dict[str, Any]:
-    """Return a tool call that the tool message `result` answers."""
-    return message_tool_call(result["tool_call_id"], result.get("name", ""), {})

@@ -1,0 +1,51 @@
+"""The tokens of new messages among which are turns of the assistant that no call sampled.
+
+Renderers continue a sampled turn only with messages of others. The tokens are therefore taken from a full prompt of a
+placeholder turn and the new messages: those after the placeholder. They are used only when the renderer treats the
+sampled turn and the placeholder alike, which is seen from what it writes after both for the same message.
+"""
+
+from collections.abc import Callable, Collection
+from itertools import takewhile
+
+from rolltap.addons.dialects.types import Message, assistant_message, message_tool_call
+
+USER: Message = {"role": "user", "content": "Hello"}
+"""The message that is written after the sampled turn and after the placeholder."""
+_PLACEHOLDER = "a8c1f0e7"
+
+
+def placeholder_turn(text: str, messages: list[Message]) -> Message:
+    """Return an assistant message of `text` with the tool calls that results in `messages` answer.
+
+    Results after another assistant message answer that one.
+    """
+    first = takewhile(lambda message: message["role"] != "assistant", messages)
+    results = (message for message in first if message["role"] == "tool")
+    calls = [message_tool_call(result["tool_call_id"], result.get("name", ""), {}) for result in results]
+    return assistant_message(text, "", calls)
+
+
+def tokens_of_turns(
+    after_turn: list[int],
+    ended: bool,
+    messages: list[Message],
+    render: Callable[[list[Message]], list[int]],
+    stop_ids: Collection[int],
+) -> list[int] | None:
+    """Return the ids that follow a sampled turn: its end unless `ended`, `messages` and the generation prompt.
+
+    `after_turn` are the ids that the renderer writes after the sampled turn for the message `USER`. `ended` is True
+    when the turn was sampled with its stop token. `render` returns the ids of a full prompt. Returns None when `render`
+    refuses the messages, and when what it writes after an assistant's turn depends on more than that turn.
+    """
+    ending = 0 if ended else next((i + 1 for i, token in enumerate(after_turn) if token in stop_ids), 0)
+    after_stop = after_turn[ending:]
+    before = [USER, placeholder_turn(_PLACEHOLDER, messages)]
+    try:
+        compared, whole = render([*before, USER]), render([*before, *messages])
+    except Exception:
+        return None  # templates raise for messages that they do not support
+    start = len(compared) - len(after_stop)
+    alike = start > 0 and compared[start - 1] in stop_ids and compared[start:] == after_stop
+    return after_turn[:ending] + whole[start:] if alike and whole[:start] == compared[:start] else None
