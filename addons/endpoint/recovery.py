@@ -21,9 +21,10 @@ from rolltap.addons.dialects.types import EchoRule, Message, ModelCall, Reply, T
 from rolltap.addons.endpoint.budget import Used, uncut
 from rolltap.addons.endpoint.retries import FinishedCall, newest, request_digest
 from rolltap.addons.errors import RunError
-from rolltap.addons.prompts.continuity import Conversations, Turn
+from rolltap.addons.prompts.continuity import Conversations
 from rolltap.addons.prompts.deltas import cut_at_stop
 from rolltap.addons.prompts.rendering import Rendering
+from rolltap.addons.prompts.turns import Turn
 from rolltap.addons.store.digest import DIGEST, row_digest
 from rolltap.addons.store.ended_sessions import EndedSessions
 from rolltap.addons.store.records import Event, utc_now

@@ -1,8 +1,8 @@
 """The tokens of new messages among which are turns of the assistant that no call sampled.
 
 Renderers continue a sampled turn only with messages of others. The tokens are therefore taken from a full prompt of a
-placeholder turn and the new messages: those after the placeholder. They are used only when the renderer treats the
-sampled turn and the placeholder alike, which is seen from what it writes after both for the same message.
+placeholder turn and the new messages: those after the placeholder. They are used only when the renderer ends the
+placeholder as it ends the sampled turn, which is seen from what it writes after both for the same message.
 """
 
 from collections.abc import Callable, Collection
@@ -12,7 +12,8 @@ from rolltap.addons.dialects.types import Message, assistant_message, message_to
 
 USER: Message = {"role": "user", "content": "Hello"}
 """The message that is written after the sampled turn and after the placeholder."""
-_PLACEHOLDER = "a8c1f0e7"
+PLACEHOLDER = "a8c1f0e7"
+"""The text of the placeholder."""
 
 
 def placeholder_turn(text: str, messages: list[Message]) -> Message:
@@ -31,21 +32,31 @@ def tokens_of_turns(
     ended: bool,
     messages: list[Message],
     render: Callable[[list[Message]], list[int]],
+    placeholder_ids: list[int],
     stop_ids: Collection[int],
 ) -> list[int] | None:
     """Return the ids that follow a sampled turn: its end unless `ended`, `messages` and the generation prompt.
 
     `after_turn` are the ids that the renderer writes after the sampled turn for the message `USER`. `ended` is True
-    when the turn was sampled with its stop token. `render` returns the ids of a full prompt. Returns None when `render`
-    refuses the messages, and when what it writes after an assistant's turn depends on more than that turn.
+    when the turn was sampled with its stop token. `render` returns the ids of a full prompt, `placeholder_ids` are
+    those of `PLACEHOLDER`. Returns None when `render` refuses the messages, and when it ends the placeholder otherwise
+    for them than for `USER`. What it writes before the placeholder, such as an empty reasoning, may differ.
     """
     ending = 0 if ended else next((i + 1 for i, token in enumerate(after_turn) if token in stop_ids), 0)
     after_stop = after_turn[ending:]
-    before = [USER, placeholder_turn(_PLACEHOLDER, messages)]
+    before = [USER, placeholder_turn(PLACEHOLDER, messages)]
     try:
         compared, whole = render([*before, USER]), render([*before, *messages])
     except Exception:
         return None  # templates raise for messages that they do not support
-    start = len(compared) - len(after_stop)
-    alike = start > 0 and compared[start - 1] in stop_ids and compared[start:] == after_stop
-    return after_turn[:ending] + whole[start:] if alike and whole[:start] == compared[:start] else None
+    end = len(compared) - len(after_stop)
+    start, begin = _find(placeholder_ids, compared[:end]), _find(placeholder_ids, whole)
+    if start is None or begin is None or compared[end:] != after_stop or compared[end - 1] not in stop_ids:
+        return None
+    turn = compared[start:end]
+    follows = begin + len(turn)
+    return after_turn[:ending] + whole[follows:] if whole[begin:follows] == turn else None
+
+
+def _find(part: list[int], ids: list[int]) -> int | None:
+    return next((i for i in range(len(ids) - len(part) + 1) if ids[i : i + len(part)] == part), None)

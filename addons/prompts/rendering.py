@@ -20,7 +20,7 @@ from renderers.configs import config_from_name
 
 from rolltap.addons.dialects.types import Message, Reply, Tool, ToolCall, well_formed
 from rolltap.addons.errors import InputError
-from rolltap.addons.prompts.context_turns import USER, tokens_of_turns
+from rolltap.addons.prompts.context_turns import PLACEHOLDER, USER, tokens_of_turns
 from rolltap.addons.prompts.markup import Markup
 from rolltap.addons.prompts.parse_budget import ParseBudget
 from rolltap.addons.prompts.template_bridge import PARALLEL_PROBE, PROBE, PROBE_TOOLS, TemplateBridge
@@ -185,7 +185,10 @@ class Rendering:
             return None
         stop_ids = self.stop_token_ids()
         ended = completion_ids[-1:] in [[stop_id] for stop_id in stop_ids]
-        return tokens_of_turns(after_turn, ended, messages, lambda whole: self.render(whole, tools), stop_ids)
+        placeholder_ids = self.encode(PLACEHOLDER)
+        return tokens_of_turns(
+            after_turn, ended, messages, lambda whole: self.render(whole, tools), placeholder_ids, stop_ids
+        )
 
     def _next_turn(
         self, prompt_ids: list[int], completion_ids: list[int], messages: list[Message], tools: list[Tool]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from rolltap.addons.dialects.decoded import name_results
 from rolltap.addons.dialects.types import assistant_message, message_tool_call
 from rolltap.addons.prompts import rendering as module
-from rolltap.addons.prompts.context_turns import placeholder_turn, tokens_of_turns
+from rolltap.addons.prompts.context_turns import PLACEHOLDER, placeholder_turn, tokens_of_turns
 from rolltap.addons.prompts.rendering import Rendering
 from tests.addons.conftest import MARKUP, SPECIAL, TEMPLATE
 from tests.addons.prompts.test_rendering import VISION
@@ -44,8 +44,9 @@ def any_rendering(request, tmp_path_factory, save_tokenizer):
 @pytest.mark.parametrize("tail", TAILS.values(), ids=TAILS)
 def test_the_tokens_after_a_turn_are_those_of_a_full_prompt(any_rendering, encode, tail, tools):
     prompt = any_rendering.render([USER], tools)
+    opened = prompt[-2:] == encode("<think>\n")
     turn = placeholder_turn("Hi.", tail)
-    completion = encode("Hi.<|im_end|>")
+    completion = encode(("I greet.\n</think>\n\n" if opened else "") + "Hi.<|im_end|>")
     whole = any_rendering.render(name_results([USER, turn, *tail]), tools)
     bridged = any_rendering.bridge(prompt, completion, tail, tools)
     assert bridged[: len(prompt) + len(completion)] == prompt + completion
@@ -97,7 +98,7 @@ def test_whatever_the_tail_no_sampled_token_changes(any_rendering, encode, promp
 class TestTokensOfTurns:
     """With a renderer of letters: a turn of the assistant is `A...E`, where E ends it."""
 
-    AFTER, E = [*b"uG"], ord("E")
+    AFTER, HOW = [*b"uG"], ([*PLACEHOLDER.encode()], [ord("E")])
 
     def render(self, changed=lambda text: text):
         def ids(messages):
@@ -108,20 +109,28 @@ class TestTokensOfTurns:
 
     def test_they_are_what_a_full_prompt_has_after_the_placeholder(self):
         tail = [USER, assistant_message("x", "", []), RESULT]
-        assert tokens_of_turns(self.AFTER, True, tail, self.render(), [self.E]) == [*b"uAxEtG"]
-        assert tokens_of_turns([*b"E", *self.AFTER], False, tail, self.render(), [self.E]) == [*b"EuAxEtG"]
+        assert tokens_of_turns(self.AFTER, True, tail, self.render(), *self.HOW) == [*b"uAxEtG"]
+        assert tokens_of_turns([*b"E", *self.AFTER], False, tail, self.render(), *self.HOW) == [*b"EuAxEtG"]
 
     @pytest.mark.parametrize(
         "changed",
-        [lambda text: text.replace("uG", "vG"), lambda text: text.replace("A", "AA", text.count("x")), lambda text: ""],
-        ids=["other tokens after a turn", "a turn that depends on later ones", "nothing"],
+        [lambda text: text.replace("uG", "vG"), lambda text: text.replace("7E", "7") if "x" in text else text],
+        ids=["other tokens after a turn", "a turn whose end depends on later ones"],
     )
     def test_there_are_none_when_the_placeholder_is_treated_otherwise(self, changed):
         tail = [assistant_message("x", "", []), USER]
-        assert tokens_of_turns(self.AFTER, True, tail, self.render(changed), [self.E]) is None
+        assert tokens_of_turns(self.AFTER, True, tail, self.render(changed), *self.HOW) is None
+
+    def test_there_are_none_when_the_placeholder_is_not_found(self):
+        assert tokens_of_turns(self.AFTER, True, [USER], lambda messages: [], *self.HOW) is None
+
+    def test_what_is_written_before_the_placeholder_may_differ(self):
+        render = self.render(lambda text: text.replace("Aa8", "A?a8") if "x" in text else text)
+        tail = [assistant_message("x", "", []), USER]
+        assert tokens_of_turns(self.AFTER, True, tail, render, *self.HOW) == [*b"AxEuG"]
 
     def test_there_are_none_for_messages_that_the_template_refuses(self):
         def refuse(messages):
             raise ValueError("no")
 
-        assert tokens_of_turns(self.AFTER, True, [USER], refuse, [self.E]) is None
+        assert tokens_of_turns(self.AFTER, True, [USER], refuse, *self.HOW) is None
