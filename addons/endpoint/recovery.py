@@ -20,6 +20,7 @@ import pyarrow as pa
 from rolltap.addons.dialects.types import EchoRule, Message, ModelCall, Reply, Tool, ToolCall, Usage
 from rolltap.addons.endpoint.budget import Used, uncut
 from rolltap.addons.endpoint.retries import FinishedCall, newest, request_digest
+from rolltap.addons.endpoint.session_roles import SessionRoles
 from rolltap.addons.errors import RunError
 from rolltap.addons.prompts.continuity import Conversations
 from rolltap.addons.prompts.deltas import cut_at_stop
@@ -131,8 +132,8 @@ class RecoveredSession:
         self.conversations = Conversations(recovery.rendering)
         self.finished: list[FinishedCall] = []
         """The newest completed calls, oldest first."""
-        self.tools_seen = False
-        """True when an earlier call of the session had tools."""
+        self.roles = SessionRoles()
+        """Known after `index`."""
         self.last_version: str | None = None
         """The weights that sampled the last token of the session's newest call that has one. Known after `index`."""
         self.used = Used()
@@ -169,9 +170,12 @@ class RecoveredSession:
             rule = model_call.echo_rule if theirs == dialect else None
             if (theirs, rule) not in self._indexed and (turn := self._restore(recorded, rule)) is not None:
                 restored.append((recorded, turn))
+                if first:
+                    row, how = recorded.row, _model_call(recorded, rule)
+                    self.roles.restore(row["call_id"], row["parent_id"], row["role"], how, recorded.reply)
         self._indexed |= {asked, *((row["dialect"], None) for row in rows if row["dialect"] != dialect)}
         if first:
-            self.tools_seen = any(row["tools"] not in (None, "[]") for row in rows)
+            self.roles.tools_seen = any(row["tools"] not in (None, "[]") for row in rows)
             self.last_version = _last_version(rows)
             self.used = Used.of(rows)
             last_start = max((row["started_at"] for row in rows), default=self._recovery.started)
@@ -183,7 +187,7 @@ class RecoveredSession:
 
     def _restore(self, recorded: _Recorded, rule: EchoRule | None) -> Turn | None:
         row = recorded.row
-        model_call = ModelCall(row["model"], recorded.messages, recorded.tools, echo_rule=rule)
+        model_call = _model_call(recorded, rule)
         ids = row["prompt_tail_ids"], row["completion_ids"]
         try:
             return self.conversations.restore(row["call_id"], row["parent_id"], *ids, model_call, recorded.reply)
@@ -222,6 +226,10 @@ class RecoveredSession:
         reply = self._recovery.rendering.parse(prompt_ids, turn.completion_ids.tolist(), tools)
         cut_at_stop(reply, stop_texts, partial=False)
         return reply.stop
+
+
+def _model_call(recorded: _Recorded, rule: EchoRule | None) -> ModelCall:
+    return ModelCall(recorded.row["model"], recorded.messages, recorded.tools, echo_rule=rule)
 
 
 def _undamaged(batch: pa.RecordBatch) -> Row | None:

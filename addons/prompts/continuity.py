@@ -47,6 +47,12 @@ class Prompt:
     digests: list[bytes] = field(repr=False, default_factory=list)
     """The digest of each prefix of the conversation: `digests[n]` covers `messages[:n]`."""
 
+    @property
+    def opening(self) -> bytes:
+        """The `opening_digest` of the conversation."""
+        messages = self.model_call.messages
+        return self.digests[next((n for n, m in enumerate(messages) if m["role"] != "system"), len(messages))]
+
 
 class _Followed(NamedTuple):
     """The message that followed a prefix of a conversation."""

@@ -7,6 +7,7 @@ import hashlib
 import json
 import marshal
 import secrets
+from itertools import takewhile
 
 from rolltap.addons.dialects.types import Message, ModelCall
 from rolltap.addons.prompts.canonical import canonical
@@ -35,6 +36,14 @@ def extend_digest(digest: bytes, message: Message, model_call: ModelCall) -> byt
     """Return the digest of a prefix and the message after it."""
     text = canonical(message, model_call).encode("utf-8", "replace")
     return hashlib.blake2b(digest + text, digest_size=16).digest()
+
+
+def opening_digest(model_call: ModelCall) -> bytes:
+    """Return the digest of the tools and the leading system messages, which an agent's conversations have in common."""
+    digest = first_digest(model_call)
+    for message in takewhile(lambda message: message["role"] == "system", model_call.messages):
+        digest = extend_digest(digest, message, model_call)
+    return digest
 
 
 def message_digest(message: Message, model_call: ModelCall) -> bytes:

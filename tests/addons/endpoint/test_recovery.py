@@ -102,7 +102,7 @@ class TestConversations:
         for other in ("s", "s11", "S1", "s1 ", "", "%"):
             recovered = session.recovered(other)
             recovered.index(NAME, session.decode([user("Hi")]))
-            assert (recovered.ended, recovered.finished, recovered.tools_seen) == (False, [], False)
+            assert (recovered.ended, recovered.finished, recovered.roles.tools_seen) == (False, [], False)
             assert recovered.conversations.prompt(session.decode([user("Hi")])).reason == "no earlier call"
 
     def test_reasoning_is_restored_from_the_call_that_the_opaque_field_names(self, session):
@@ -451,6 +451,24 @@ class TestEnd:
         RunWriter(session.run).add_session(Session(session_id="s1", status="completed"))
         assert session.recovered().ended
         assert not session.recovered("s2").ended
+
+
+async def test_the_roles_of_conversations_survive_a_restart(restart, scripted_engine):
+    call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+    scripted_engine.replies += [Say(call), Say(call), Say("Done."), Say("Done.")]
+    system = {"role": "system", "content": "You help."}
+    async with restart() as harness:
+        _, main = await harness.ask(user(), tools=[TOOL])
+    async with restart() as harness:
+        _, helper = await harness.ask(system, user(), tools=[TOOL])
+    async with restart() as harness:
+        for opening, body in (([system, user()], helper), ([user()], main)):
+            reply = body["choices"][0]["message"]
+            answer = {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": "x"}
+            await harness.ask(*opening, reply, answer, tools=[TOOL])
+        calls = harness.calls()
+    assert [call["role"] for call in calls] == ["agent", "subagent", "subagent", "agent"]
+    assert calls[0]["call_id"] in calls[1]["role_evidence"]
 
 
 async def test_side_questions_are_recognised_after_a_restart(restart, scripted_engine):
