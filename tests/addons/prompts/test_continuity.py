@@ -230,6 +230,58 @@ class TestEchoRule:
         assert session.conversations.prompt(again).parent is None
 
 
+class TestChangedEchoes:
+    """Rules that hold for every program (`echoes.py`)."""
+
+    LITELLM = "[System: Empty message content sanitised to satisfy protocol]"
+
+    @pytest.mark.parametrize(
+        ("completion", "echo"),
+        [
+            (THINKING, lambda reply: {**reply, "content": "<think>\nI look.\n</think>\n\nSo:"}),
+            (THINKING, lambda reply: {**reply, "content": "<think>I look.</think>So:\n"}),
+            (THINKING.replace("So:", ""), lambda reply: {**reply, "content": "<think>\nI look.\n</think>"}),
+            (THINKING.replace("So:", ""), lambda reply: {**reply, "content": TestChangedEchoes.LITELLM}),
+            (THINKING, lambda reply: {**reply, "content": "So:\n"}),
+            ("Done.\n", lambda reply: {**reply, "content": "Done."}),
+        ],
+        ids=["thoughts", "thoughts and a newline", "only thoughts", "LiteLLM", "a newline more", "a newline less"],
+    )
+    def test_an_echo_with_a_known_change_is_continued(self, session, completion, echo):
+        reply = session.ask([user("Hi")], completion + "<|im_end|>")
+        shown = {key: value for key, value in echo(reply).items() if key != "reasoning_content"}
+        messages = [user("Hi"), shown, result(reply) if reply.get("tool_calls") else user("Go on")]
+        session.ask(messages, "Well.<|im_end|>")
+        prompt, _ = session.calls[1]
+        assert (prompt.kind, prompt.reason, prompt.parent.call_id) == ("bridged", None, "0")
+        messages += [{"role": "assistant", "content": "Well."}, user("Go on")]
+        assert session.prompt(messages).parent.call_id == "1"
+
+    @pytest.mark.parametrize(
+        "content",
+        ["<think>\nI hear.\n</think>\n\nSo:", "<think></think>So:", "So:\n\n", " So:", LITELLM, "<think>I look.So:"],
+    )
+    def test_other_changes_are_not(self, session, content):
+        reply = session.ask([user("Hi")], THINKING + "<|im_end|>")
+        prompt = session.prompt([user("Hi"), {**reply, "content": content}, result(reply)])
+        assert (prompt.kind, prompt.parent) == ("rendered", None)
+
+    @pytest.mark.parametrize("thought", ["One", "Two"])
+    def test_shown_thoughts_decide_between_equal_replies(self, session, thought):
+        for sampled in ("One", "Two"):
+            session.ask([user("Hi")], f"<think>\n{sampled}\n</think>\n\nHello.<|im_end|>")
+        echo = {"role": "assistant", "content": f"<think>\n{thought}\n</think>\n\nHello."}
+        prompt = session.prompt([user("Hi"), echo, user("Go on")])
+        assert prompt.parent.call_id == str(["One", "Two"].index(thought))
+
+    def test_replies_that_differ_by_a_newline_stay_apart(self, session):
+        replies = [{"role": "assistant", "content": text} for text in ("Hello.", "Hello.\n")]
+        for number, reply in enumerate(replies):
+            session.conversations.add(str(number), session.prompt([user("Hi")]), session.encode("Hello.<|im_end|>"), reply)
+        for number, reply in enumerate(replies):
+            assert session.prompt([user("Hi"), reply, user("Go on")]).parent.call_id == str(number)
+
+
 class TestEqualReplies:
     """Two calls with the same conversation and the same visible reply."""
 
