@@ -90,25 +90,28 @@ class Recovery:
             ended = session_id in self._ended
         return RecoveredSession(self, session_id, ended)
 
-    def rows(self, session_id: str) -> list[Row]:
+    def rows(self, session_id: str) -> tuple[list[Row], bool]:
         """Return the undamaged rows of a session as of the last `recover` or `load`, each call once, parents first.
 
-        Damaged rows are left out with a warning. Raises `OSError`.
+        Also return True when there are damaged ones.
+        Those are left out with a warning. Raises `OSError`.
         """
         with self._lock:
             assert self._calls is not None, "`recover` comes first"
             if session_id not in self._calls:
-                return []
+                return [], False
             batches = list(self._calls.batches(session_id))
             self._calls.close()
         rows: dict[str, Row] = {}
+        damaged = False
         for batch in batches:
             for number in range(batch.num_rows):
                 if (row := _undamaged(batch.slice(number, 1))) is not None:
                     rows.setdefault(row["call_id"], row)
                 else:
+                    damaged = True
                     logger.warning("session %s: the row of a call is damaged and not continued", session_id)
-        return _parents_first(rows)
+        return _parents_first(rows), damaged
 
     def _refresh(self, *, own: bool) -> None:
         """Read what was committed since; with `own`, by this process too."""
@@ -159,20 +162,20 @@ class RecoveredSession:
         asked = dialect, model_call.echo_rule
         if self._recovered == set() or asked in self._indexed:
             return
-        rows = self._recovery.rows(self._session_id)
+        rows, damaged = self._recovery.rows(self._session_id)
         first = self._recovered is None
         if self._recovered is None:
             self._recovered = {row["call_id"] for row in rows}
         rows = [row for row in rows if row["call_id"] in self._recovered]
         restored: list[tuple[_Recorded, Turn]] = []
-        for recorded in _completed(rows):
+        readable = list(_completed(rows))
+        damaged |= len(readable) < sum(row["status"] == "completed" for row in rows)
+        self.conversations.incomplete |= damaged
+        for recorded in readable:
             theirs = recorded.row["dialect"]
             rule = model_call.echo_rule if theirs == dialect else None
             if (theirs, rule) not in self._indexed and (turn := self._restore(recorded, rule)) is not None:
                 restored.append((recorded, turn))
-                if first:
-                    row, how = recorded.row, _model_call(recorded, rule)
-                    self.roles.restore(row["call_id"], row["parent_id"], row["role"], how, recorded.reply)
         self._indexed |= {asked, *((row["dialect"], None) for row in rows if row["dialect"] != dialect)}
         if first:
             self.roles.tools_seen = any(row["tools"] not in (None, "[]") for row in rows)
@@ -187,11 +190,14 @@ class RecoveredSession:
 
     def _restore(self, recorded: _Recorded, rule: EchoRule | None) -> Turn | None:
         row = recorded.row
-        model_call = _model_call(recorded, rule)
+        model_call = ModelCall(row["model"], recorded.messages, recorded.tools, echo_rule=rule)
+        call, parent, reply = row["call_id"], row["parent_id"], recorded.reply
         ids = row["prompt_tail_ids"], row["completion_ids"]
         try:
-            return self.conversations.restore(row["call_id"], row["parent_id"], *ids, model_call, recorded.reply)
+            self.roles.restore(call, parent, row["role"], model_call, reply)
+            return self.conversations.restore(call, parent, *ids, model_call, reply)
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            self.conversations.incomplete = True
             _leave_out(row, f"its messages are not those of a recorder ({error!r})")
             return None
 
@@ -226,10 +232,6 @@ class RecoveredSession:
         reply = self._recovery.rendering.parse(prompt_ids, turn.completion_ids.tolist(), tools)
         cut_at_stop(reply, stop_texts, partial=False)
         return reply.stop
-
-
-def _model_call(recorded: _Recorded, rule: EchoRule | None) -> ModelCall:
-    return ModelCall(recorded.row["model"], recorded.messages, recorded.tools, echo_rule=rule)
 
 
 def _undamaged(batch: pa.RecordBatch) -> Row | None:

@@ -51,7 +51,7 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """What the earlier calls of a session say about a new one."""
+    """Facts about a new call that follow from the session's earlier ones."""
 
     tools: bool = False
     """True when one of them had tools."""

@@ -64,8 +64,10 @@ class SessionRoles:
     ) -> None:
         """Note a completed call from its row. The parent comes first. `model_call` has the messages after the parent's.
 
-        A call whose prompt was rendered is noted as one that continues no other.
+        A call whose prompt was rendered is noted as one that continues no other. A call that is known stays as it is.
         """
+        if call_id in self._roles:
+            return
         opening = self._openings[call_id] = self._openings.get(parent_id) or opening_digest(model_call)
         self.ask(model_call.messages, bool(model_call.tools), opening, parent_id)
         self.complete(call_id, role, opening, reply)

@@ -42,7 +42,7 @@ class Prompt:
     """The number of leading `ids` that are the parent's prompt and completion."""
     new_messages: list[Message]
     """The messages after the parent's conversation and reply. Without a parent, all messages."""
-    sampled_by: str | None
+    sampled_by: str | None = None
     """The parent, else a call whose reply is among the messages; None when there is no such call."""
     digests: list[bytes] = field(repr=False, default_factory=list)
     """The digest of each prefix of the conversation: `digests[n]` covers `messages[:n]`."""
@@ -71,6 +71,8 @@ class Conversations:
     """
 
     def __init__(self, rendering: Rendering) -> None:
+        self.incomplete = False
+        """True when calls of the session could not be read back: an assistant message may be the reply of one."""
         self._rendering = rendering
         self._turns: dict[bytes, list[Turn]] = {}
         self._by_call: dict[str, Turn] = {}
@@ -226,13 +228,13 @@ class Conversations:
         """
         recorded = digests[start]
         for i in range(start, len(messages)):
-            if messages[i]["role"] == "assistant" and recorded in self._replies:
+            if messages[i]["role"] == "assistant" and (self.incomplete or recorded in self._replies):
                 return i
             if digests[i + 1] in self._next or digests[i + 1] in self._turns:
                 recorded = digests[i + 1]
             elif (followed := self._next.get(recorded)) is not None:
                 recorded = followed.digest
-            else:
+            elif not self.incomplete:
                 return None
         return None
 
@@ -256,7 +258,9 @@ class Conversations:
         if not recorded:
             return "its tools are not those of any earlier call"
         shared = recorded[-1]  # the number of messages in the longest recorded prefix
-        if changed is not None and changed < shared:
+        if self.incomplete and digests[shared] not in self._next:
+            return f"after message {shared - 1} it may have the reply of a call that cannot be read"
+        if changed is not None and digests[changed] in self._replies:
             shared, theirs = changed, self._replies[digests[changed]]
         elif shared == len(messages):
             return f"it ends within the conversation of call {self._next[digests[shared]].call_id}"

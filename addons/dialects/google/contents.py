@@ -10,7 +10,14 @@ from rolltap.addons.dialects.fields import Fields
 from rolltap.addons.dialects.google.protobuf import message_field, repeated_field
 from rolltap.addons.dialects.recordable import is_word
 from rolltap.addons.dialects.tools import from_object
-from rolltap.addons.dialects.types import DialectError, Message, assistant_message, message_tool_call, signed_call, tool_call_id
+from rolltap.addons.dialects.types import (
+    DialectError,
+    Message,
+    assistant_message,
+    message_tool_call,
+    signed_call,
+    tool_call_id,
+)
 
 _DATA_FIELDS = ("functionCall", "functionResponse", "text")
 _OTHER_FIELDS = frozenset({"thought", "thoughtSignature", "partMetadata", "mediaResolution", "videoMetadata"})
@@ -30,8 +37,8 @@ def conversation(request: Fields) -> list[Message]:
     """Decode the messages in `contents`. Raises `DialectError`.
 
     A function call without an id gets the one that it was issued with, which follows from the signature of its turn:
-    LiteLLM drops the id and keeps the signature. Without a signature it gets a numbered id. A function response answers an open call of the last model turn:
-    the call with its id, else the first call with its name.
+    LiteLLM drops the id and keeps the signature. Without a signature it gets a numbered id. A function response answers
+    an open call of the last model turn: the call with its id, else the first call with its name.
     """
     decoded = _Conversation()
     for model, contents in groupby(repeated_field(request, "contents"), key=_by_model):

@@ -114,11 +114,20 @@ class TestConversations:
         whole = [user("Hello"), {**echo, "reasoning_content": "I look."}, user("Go on")]
         assert recovered.conversations.prompt(request).ids == session.rendering.render(whole, session.tools)
 
+    def test_context_is_restored_with_the_call_that_had_it(self, session):
+        messages = [user("Hi")]
+        messages += [session.ask(messages, "Hello.<|im_end|>"), user("Go on")]
+        messages += [{"role": "assistant", "content": "Job 1 has ended."}, user("And?")]
+        messages += [session.ask(messages, "Well.<|im_end|>"), user("Go on")]
+        before, after = session.prompts(messages)
+        assert (after.kind, after.parent.call_id) == ("bridged", "1")
+        assert seen(after) == seen(before)
+
     @pytest.mark.parametrize("status", ["failed", "aborted"])
     def test_a_call_that_did_not_complete_is_not_continued(self, session, status):
         reply = session.ask([user("Hi")], "Hello.<|im_end|>", {"status": status})
         _, after = session.prompts([user("Hi"), reply, user("Go on")])
-        assert (after.kind, after.reason) == ("rendered", "no earlier call")
+        assert (after.kind, after.parent, after.reason) == ("root", None, "no earlier call")
 
     def test_a_call_with_a_violation_is_continued_as_before(self, session):
         reply = session.ask([user("Hi")], "Hello.<|im_end|>", {"violation": "its log-probability 0 is positive"})

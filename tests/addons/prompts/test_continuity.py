@@ -277,7 +277,9 @@ class TestChangedEchoes:
     def test_replies_that_differ_by_a_newline_stay_apart(self, session):
         replies = [{"role": "assistant", "content": text} for text in ("Hello.", "Hello.\n")]
         for number, reply in enumerate(replies):
-            session.conversations.add(str(number), session.prompt([user("Hi")]), session.encode("Hello.<|im_end|>"), reply)
+            session.conversations.add(
+                str(number), session.prompt([user("Hi")]), session.encode("Hello.<|im_end|>"), reply
+            )
         for number, reply in enumerate(replies):
             assert session.prompt([user("Hi"), reply, user("Go on")]).parent.call_id == str(number)
 
