@@ -2,6 +2,7 @@
 
 import base64
 import binascii
+import hashlib
 import json
 import re
 from collections.abc import Callable
@@ -99,6 +100,14 @@ def signed_call(signature: str | None) -> str | None:
     except (binascii.Error, ValueError):
         return None
     return text.removeprefix(_SIGNATURE) if text.startswith(_SIGNATURE) else None
+
+
+def tool_call_id(call_id: str, index: int) -> str:
+    """Return the id of the tool call number `index` (from 0) of a call's reply.
+
+    It can be derived again from the reply's opaque field (`signed_call`), for a program that does not send it back.
+    """
+    return f"call_{hashlib.blake2b(f'{call_id} {index}'.encode(), digest_size=12).hexdigest()}"
 
 
 class DialectError(Exception):
@@ -222,6 +231,11 @@ class Reply:
     finish_reason: FinishReason = "stop"
     stop: str | None = None
     """The stop text that ended the reply, if any."""
+
+    def issue(self, call_id: str) -> None:
+        """Give each tool call the id that belongs to the reply of a call."""
+        for index, tool_call in enumerate(self.tool_calls):
+            tool_call.id = tool_call_id(call_id, index)
 
     def to_message(self) -> Message:
         """Return the reply as a message, with the arguments of tool calls as text."""

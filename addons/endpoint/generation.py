@@ -273,7 +273,8 @@ class Generation:
         self._services.writer.add_call(call)
 
     def _complete(self, reply: Reply) -> None:
-        """Set why the reply ends."""
+        """Set why the reply ends, and the ids of its tool calls."""
+        reply.issue(self.call.call_id)
         reply.stop = reply.stop or self._stop
         if self.call.finish_reason == "length":
             reply.finish_reason = "length"

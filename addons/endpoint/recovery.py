@@ -20,10 +20,12 @@ import pyarrow as pa
 from rolltap.addons.dialects.types import EchoRule, Message, ModelCall, Reply, Tool, ToolCall, Usage
 from rolltap.addons.endpoint.budget import Used, uncut
 from rolltap.addons.endpoint.retries import FinishedCall, newest, request_digest
+from rolltap.addons.endpoint.session_roles import SessionRoles
 from rolltap.addons.errors import RunError
-from rolltap.addons.prompts.continuity import Conversations, Turn
+from rolltap.addons.prompts.continuity import Conversations
 from rolltap.addons.prompts.deltas import cut_at_stop
 from rolltap.addons.prompts.rendering import Rendering
+from rolltap.addons.prompts.turns import Turn
 from rolltap.addons.store.digest import DIGEST, row_digest
 from rolltap.addons.store.ended_sessions import EndedSessions
 from rolltap.addons.store.records import Event, utc_now
@@ -88,25 +90,28 @@ class Recovery:
             ended = session_id in self._ended
         return RecoveredSession(self, session_id, ended)
 
-    def rows(self, session_id: str) -> list[Row]:
+    def rows(self, session_id: str) -> tuple[list[Row], bool]:
         """Return the undamaged rows of a session as of the last `recover` or `load`, each call once, parents first.
 
-        Damaged rows are left out with a warning. Raises `OSError`.
+        Also return True when there are damaged ones.
+        Those are left out with a warning. Raises `OSError`.
         """
         with self._lock:
             assert self._calls is not None, "`recover` comes first"
             if session_id not in self._calls:
-                return []
+                return [], False
             batches = list(self._calls.batches(session_id))
             self._calls.close()
         rows: dict[str, Row] = {}
+        damaged = False
         for batch in batches:
             for number in range(batch.num_rows):
                 if (row := undamaged(batch.slice(number, 1), CALL_SCHEMA)) is not None:
                     rows.setdefault(row["call_id"], row)
                 else:
+                    damaged = True
                     logger.warning("session %s: the row of a call is damaged and not continued", session_id)
-        return _parents_first(rows)
+        return _parents_first(rows), damaged
 
     def _refresh(self, *, own: bool) -> None:
         """Read what was committed since; with `own`, by this process too."""
@@ -130,8 +135,8 @@ class RecoveredSession:
         self.conversations = Conversations(recovery.rendering)
         self.finished: list[FinishedCall] = []
         """The newest completed calls, oldest first."""
-        self.tools_seen = False
-        """True when an earlier call of the session had tools."""
+        self.roles = SessionRoles()
+        """Known after `index`."""
         self.last_version: str | None = None
         """The weights that sampled the last token of the session's newest call that has one. Known after `index`."""
         self.used = Used()
@@ -157,20 +162,23 @@ class RecoveredSession:
         asked = dialect, model_call.echo_rule
         if self._recovered == set() or asked in self._indexed:
             return
-        rows = self._recovery.rows(self._session_id)
+        rows, damaged = self._recovery.rows(self._session_id)
         first = self._recovered is None
         if self._recovered is None:
             self._recovered = {row["call_id"] for row in rows}
         rows = [row for row in rows if row["call_id"] in self._recovered]
         restored: list[tuple[_Recorded, Turn]] = []
-        for recorded in _completed(rows):
+        readable = list(_completed(rows))
+        damaged |= len(readable) < sum(row["status"] == "completed" for row in rows)
+        self.conversations.incomplete |= damaged
+        for recorded in readable:
             theirs = recorded.row["dialect"]
             rule = model_call.echo_rule if theirs == dialect else None
             if (theirs, rule) not in self._indexed and (turn := self._restore(recorded, rule)) is not None:
                 restored.append((recorded, turn))
         self._indexed |= {asked, *((row["dialect"], None) for row in rows if row["dialect"] != dialect)}
         if first:
-            self.tools_seen = any(row["tools"] not in (None, "[]") for row in rows)
+            self.roles.tools_seen = any(row["tools"] not in (None, "[]") for row in rows)
             self.last_version = _last_version(rows)
             self.used = Used.of(rows)
             last_start = max((row["started_at"] for row in rows), default=self._recovery.started)
@@ -183,10 +191,13 @@ class RecoveredSession:
     def _restore(self, recorded: _Recorded, rule: EchoRule | None) -> Turn | None:
         row = recorded.row
         model_call = ModelCall(row["model"], recorded.messages, recorded.tools, echo_rule=rule)
+        call, parent, reply = row["call_id"], row["parent_id"], recorded.reply
         ids = row["prompt_tail_ids"], row["completion_ids"]
         try:
-            return self.conversations.restore(row["call_id"], row["parent_id"], *ids, model_call, recorded.reply)
+            self.roles.restore(call, parent, row["role"], model_call, reply)
+            return self.conversations.restore(call, parent, *ids, model_call, reply)
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            self.conversations.incomplete = True
             _leave_out(row, f"its messages are not those of a recorder ({error!r})")
             return None
 

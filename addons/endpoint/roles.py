@@ -1,6 +1,8 @@
 """Role of a call, from the harness's headers and the structure of the request.
 
-The rules were observed in the traffic of the harnesses that they name. A call that matches none has the role `agent`.
+The rules that name a harness were observed in its traffic, and come first. Then a conversation keeps the role of its
+earlier calls, and one that begins while a tool call of another waits is a sub-agent's (`session_roles.py`). A call that
+matches no rule has the role `agent`.
 """
 
 import json
@@ -21,6 +23,8 @@ _HEADERS: list[tuple[str, str, CallRole]] = [
     ("x-openai-subagent", "", "subagent"),
     # OpenCode
     ("x-parent-session-id", "", "subagent"),
+    # Copilot CLI
+    ("x-interaction-type", "conversation-subagent", "subagent"),
 ]
 """(header, its value or "" for any non-empty value, role). The first match decides."""
 
@@ -33,6 +37,8 @@ _SYSTEM_PROMPTS: list[tuple[str, CallRole]] = [
     ("You are an expert software engineer that generates concise, one-line Git commit messages", "auxiliary"),  # aider
 ]
 """(prefix of the system prompt, role)."""
+_GEMINI_CLI_ENDS_WITH = "complete_task"
+"""The tool with which Gemini CLI's sub-agents report. Its main agent does not have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +49,20 @@ class Role:
     evidence: str = ""
 
 
-def find_role(model_call: ModelCall, headers: Mapping[str, str], *, tools_before: bool) -> Role:
-    """Return the role of a call. `headers` needs lower-case keys, or lookups that ignore case. `tools_before` is True
-    when an earlier call of the session had tools."""
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """Facts about a new call that follow from the session's earlier ones."""
+
+    tools: bool = False
+    """True when one of them had tools."""
+    role: CallRole | None = None
+    """The role of the call that it continues, or whose reply is among its messages."""
+    waiting: str | None = None
+    """The call whose tool calls have no results yet, when a conversation other than its own begins."""
+
+
+def find_role(model_call: ModelCall, headers: Mapping[str, str], earlier: Earlier) -> Role:
+    """Return the role of a call. `headers` needs lower-case keys, or lookups that ignore case."""
     metadata = {**model_call.client_metadata, **_codex_metadata(headers)}
     if "compaction" in metadata or metadata.get("request_kind") == "compaction":
         return Role("compaction", "the request asks for a compaction")
@@ -60,9 +77,16 @@ def find_role(model_call: ModelCall, headers: Mapping[str, str], *, tools_before
     for prefix, role in _SYSTEM_PROMPTS:
         if system.startswith(prefix):
             return Role(role, f"system prompt: {prefix}")
-    if model_call.schema is not None:
-        return Role("auxiliary", "the reply must match a JSON schema")
-    if tools_before and not model_call.tools and not _gives_results(model_call):
+    names = {tool["function"]["name"] for tool in model_call.tools}
+    if _GEMINI_CLI_ENDS_WITH in names and headers.get("user-agent", "").startswith("GeminiCLI"):
+        return Role("subagent", f"its tool {_GEMINI_CLI_ENDS_WITH}")
+    if model_call.schema is not None and not model_call.tools:
+        return Role("auxiliary", "the reply must match a JSON schema, and it has no tools")
+    if earlier.role == "subagent":
+        return Role("subagent", "it goes on with a sub-agent's call")
+    if model_call.tools and earlier.waiting is not None:
+        return Role("subagent", f"it begins while a tool call of call {earlier.waiting} has no result")
+    if earlier.tools and not model_call.tools and earlier.role != "agent" and not _gives_results(model_call):
         return Role("auxiliary", "no tools, unlike earlier calls of the session")
     return Role("agent")
 

@@ -189,8 +189,8 @@ class SessionState:
         request: ClientRequest,
     ) -> Call:
         prompt = asked.prompt
-        role = find_role(model_call, request.headers, tools_before=recovered.tools_seen)
-        recovered.tools_seen |= bool(model_call.tools)
+        conversation = model_call.messages, bool(model_call.tools), prompt.opening, prompt.sampled_by
+        role = find_role(model_call, request.headers, recovered.roles.ask(*conversation))
         return Call(
             session_id=self._session_id,
             call_id=uuid.uuid4().hex,
@@ -263,11 +263,11 @@ class SessionState:
         """Let later calls continue a committed one."""
         async with self._order:
             if self._recovered is not None:
+                message = reply.to_message()
+                self._recovered.roles.complete(call.call_id, call.role, prompt.opening, message)
                 add = self._recovered.conversations.add
                 num_bytes = len(call.messages)
-                await self._services.workers.run(
-                    num_bytes, add, call.call_id, prompt, call.completion_ids, reply.to_message()
-                )
+                await self._services.workers.run(num_bytes, add, call.call_id, prompt, call.completion_ids, message)
 
     def _event(self, kind: EventKind, request: ClientRequest, call_id: str, detail: str = "") -> Event:
         return Event(

@@ -20,6 +20,7 @@ from renderers.configs import config_from_name
 
 from rolltap.addons.dialects.types import Message, Reply, Tool, ToolCall, well_formed
 from rolltap.addons.errors import InputError
+from rolltap.addons.prompts.context_turns import PLACEHOLDER, USER, tokens_of_turns
 from rolltap.addons.prompts.markup import Markup
 from rolltap.addons.prompts.parse_budget import ParseBudget
 from rolltap.addons.prompts.template_bridge import PARALLEL_PROBE, PROBE, PROBE_TOOLS, TemplateBridge
@@ -163,22 +164,44 @@ class Rendering:
     ) -> list[int] | None:
         """Return `prompt_ids + completion_ids` and the token ids of the new `messages` and the generation prompt.
 
-        Returns None when the renderer cannot continue the conversation, or would change its tokens.
+        The messages may include assistant messages that no call sampled (`context_turns.py`). Returns None when the
+        renderer cannot continue the conversation, or would change its tokens.
         """
-        new_messages = self._adapt(messages, later=True)
+        new_messages, turn = self._adapt(messages, later=True), (prompt_ids, completion_ids)
         if self._template_bridge is not None:
             extension = None if self.refusal else self._template_bridge.extension(completion_ids, new_messages)
-            return None if extension is None else prompt_ids + completion_ids + extension
+        elif any(message["role"] == "assistant" for message in new_messages):
+            extension = self._context_turns(*turn, new_messages, tools)
+        else:
+            extension = self._next_turn(*turn, new_messages, tools)
+        return None if extension is None else prompt_ids + completion_ids + extension
+
+    def _context_turns(
+        self, prompt_ids: list[int], completion_ids: list[int], messages: list[Message], tools: list[Tool]
+    ) -> list[int] | None:
+        """Return the ids that follow a completion for messages among which are assistant messages, or None."""
+        after_turn = self._next_turn(prompt_ids, completion_ids, [USER], tools)
+        if after_turn is None:
+            return None
+        stop_ids = self.stop_token_ids()
+        ended = completion_ids[-1:] in [[stop_id] for stop_id in stop_ids]
+        placeholder_ids = self.encode(PLACEHOLDER)
+        return tokens_of_turns(
+            after_turn, ended, messages, lambda whole: self.render(whole, tools), placeholder_ids, stop_ids
+        )
+
+    def _next_turn(
+        self, prompt_ids: list[int], completion_ids: list[int], messages: list[Message], tools: list[Tool]
+    ) -> list[int] | None:
+        """Return the ids with which the renderer follows a completion, or None."""
         start = self._last_stop(prompt_ids) if self.name in _READS_ONE_TURN else 0
         suffix = prompt_ids[start:]
-        bridged = self._renderer.bridge_to_next_turn(suffix, completion_ids, new_messages, tools=tools or None)
+        bridged = self._renderer.bridge_to_next_turn(suffix, completion_ids, messages, tools=tools or None)
         if bridged is None:
             return None
         ids: list[int] = bridged.token_ids
-        completion_end = len(suffix) + len(completion_ids)
-        if ids[: len(suffix)] != suffix or ids[len(suffix) : completion_end] != completion_ids:
-            return None
-        return prompt_ids + ids[len(suffix) :]
+        sampled_end = len(suffix) + len(completion_ids)
+        return ids[sampled_end:] if ids[:sampled_end] == suffix + completion_ids else None
 
     def _last_stop(self, prompt_ids: list[int]) -> int:
         """Return the index of the last stop token, or 0."""

@@ -11,9 +11,8 @@ from typing import Any
 from rolltap.addons.dialects.decoded import name_results
 from rolltap.addons.dialects.tools import function_tool
 from rolltap.addons.dialects.types import Message, Tool, assistant_message, message_tool_call
+from rolltap.addons.prompts.context_turns import PLACEHOLDER, placeholder_turn
 
-_MARK = "a8c1f0e7"
-"""The placeholder's assistant text. The first stop token after it ends the assistant's turn."""
 _USER: Message = {"role": "user", "content": "Hello"}
 _WHERE = {"type": "object", "properties": {"where": {"type": "string"}}, "required": ["where"]}
 PROBE_TOOLS: list[Tool] = [function_tool("look", "Looks.", _WHERE), function_tool("listen", "Listens.", _WHERE)]
@@ -35,6 +34,9 @@ PARALLEL_PROBE: list[Message] = name_results(
     [{"role": "user", "content": "Look."}, assistant_message("I do.", "", _CALLS), *_RESULTS]
 )
 """Several calls in one turn, which some templates refuse. Messages are in the form in which dialects decode them."""
+_PARALLEL_TURN = PARALLEL_PROBE[:2], PARALLEL_PROBE[2:]
+_LATER_TURN = [*PROBE, *PROBE[:2]], PROBE[2:]
+"""New messages with an assistant message, later in the conversation than the placeholder is."""
 
 
 class TemplateBridge:
@@ -47,7 +49,9 @@ class TemplateBridge:
         self._tokenizer = tokenizer
         self._stop_ids = set(stop_token_ids)
         self._stop_texts = [tokenizer.convert_ids_to_tokens(stop_id) for stop_id in stop_token_ids]
-        self.refusal = self._probe()
+        self.refusal = self._probe([(PROBE[:2], PROBE[2:3]), (PROBE[:4], PROBE[4:]), _PARALLEL_TURN])
+        self._takes_turns = self.refusal is None and self._probe([_LATER_TURN]) is None
+        """True when new messages may include assistant messages."""
 
     def extension(self, completion_ids: list[int], messages: list[Message]) -> list[int] | None:
         """Return the token ids that follow a completion.
@@ -55,6 +59,8 @@ class TemplateBridge:
         These are the stop token, unless the completion ends with one, the new messages and the generation prompt.
         Returns None when the template cannot render these messages after an assistant message.
         """
+        if not self._takes_turns and any(message["role"] == "assistant" for message in messages):
+            return None
         extension = self._extension_text(messages)
         if extension is None:
             return None
@@ -64,21 +70,17 @@ class TemplateBridge:
 
     def _extension_text(self, messages: list[Message]) -> str | None:
         """Return the rendered text from the end of the assistant's turn on, or None."""
-        results = [message for message in messages if message["role"] == "tool"]
-        assistant: Message = {"role": "assistant", "content": _MARK}
-        if results:
-            assistant["tool_calls"] = [_placeholder_tool_call(result) for result in results]
+        assistant = placeholder_turn(PLACEHOLDER, messages)
         try:
             text = self._text([_USER, assistant, *messages], [], generation=True)
         except Exception:
             return None  # templates raise for messages that they do not support
-        mark = text.find(_MARK)
+        mark = text.find(PLACEHOLDER)
         ends = [text.find(stop_text, mark) for stop_text in self._stop_texts]
         return text[min(end for end in ends if end >= 0) :] if mark >= 0 and max(ends, default=-1) >= 0 else None
 
-    def _probe(self) -> str | None:
-        """Return the reason for which the template cannot be used, or None when it renders all probes as required."""
-        turns = [(PROBE[:2], PROBE[2:3]), (PROBE[:4], PROBE[4:]), (PARALLEL_PROBE[:2], PARALLEL_PROBE[2:])]
+    def _probe(self, turns: list[tuple[list[Message], list[Message]]]) -> str | None:
+        """Return the reason for which the template cannot be used, or None when it renders the turns as required."""
         for tools in ([], PROBE_TOOLS):
             for before, new in turns:
                 try:
@@ -102,8 +104,3 @@ class TemplateBridge:
             messages, tools=tools or None, add_generation_prompt=generation, tokenize=False
         )
         return text
-
-
-def _placeholder_tool_call(result: Message) -> dict[str, Any]:
-    """Return a tool call that the tool message `result` answers."""
-    return message_tool_call(result["tool_call_id"], result.get("name", ""), {})

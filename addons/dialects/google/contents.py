@@ -11,7 +11,14 @@ from rolltap.addons.dialects.google.protobuf import camel_case_fields, message_f
 from rolltap.addons.dialects.hidden import hide, placeholder
 from rolltap.addons.dialects.recordable import is_word
 from rolltap.addons.dialects.tools import from_object
-from rolltap.addons.dialects.types import DialectError, Message, assistant_message, message_tool_call, signed_call
+from rolltap.addons.dialects.types import (
+    DialectError,
+    Message,
+    assistant_message,
+    message_tool_call,
+    signed_call,
+    tool_call_id,
+)
 
 _DATA_FIELDS = ("functionCall", "functionResponse", "text")
 _PARTS = [
@@ -46,8 +53,9 @@ def system_message(request: Fields) -> list[Message]:
 def conversation(request: Fields) -> list[Message]:
     """Decode the messages in `contents`. Raises `DialectError`.
 
-    A function call without an id gets a numbered id. A function response answers an open call of the last model turn:
-    the call with its id, else the first call with its name.
+    A function call without an id gets the one that it was issued with, which follows from the signature of its turn:
+    LiteLLM drops the id and keeps the signature. Without a signature it gets a numbered id. A function response answers
+    an open call of the last model turn: the call with its id, else the first call with its name.
     """
     decoded = _Conversation()
     for model, contents in groupby(repeated_field(request, "contents"), key=_by_model):
@@ -85,13 +93,15 @@ class _Conversation:
         texts: list[str] = []
         thoughts: list[str] = []
         tool_calls: list[dict[str, Any]] = []
-        call_id = None
-        for part in (part for content in contents for part in repeated_field(content, "parts")):
+        parts = [part for content in contents for part in repeated_field(content, "parts")]
+        signed = (signed_call(part.maybe("thoughtSignature", str)) for part in parts)
+        call_id = next(filter(None, signed), None)
+        for part in parts:
             if _kind(part) == "functionCall":
-                tool_calls.append(self._tool_call(message_field(part, "functionCall")))
+                own_id = tool_call_id(call_id, len(tool_calls)) if call_id else None
+                tool_calls.append(self._tool_call(message_field(part, "functionCall"), own_id))
             else:
                 (thoughts if part["thought"] is True else texts).append(_text(part))
-            call_id = call_id or signed_call(part.maybe("thoughtSignature", str))
         self.messages.append(assistant_message("".join(texts), "".join(thoughts), tool_calls, call_id))
 
     def add_user(self, content: Fields) -> None:
@@ -107,25 +117,25 @@ class _Conversation:
         if text or not responses:
             self.messages.append({"role": "user", "content": text})
 
-    def _tool_call(self, call: Fields) -> dict[str, Any]:
+    def _tool_call(self, call: Fields, own_id: str | None) -> dict[str, Any]:
         name, arguments = call.name("name"), call.optional("args", Fields.object) or {}
         index = len(self._calls)
-        tool_call_id = call.optional("id", Fields.identifier) or f"call_{index + 1}"
-        self._calls.append(tool_call_id)
-        self._by_id[tool_call_id].append(index)
+        used_id = call.optional("id", Fields.identifier) or own_id or f"call_{index + 1}"
+        self._calls.append(used_id)
+        self._by_id[used_id].append(index)
         self._by_name[name].append(index)
-        return message_tool_call(tool_call_id, name, from_object(arguments))
+        return message_tool_call(used_id, name, from_object(arguments))
 
     def _response(self, response: Fields) -> Message:
-        name, tool_call_id = response.name("name"), response.optional("id", Fields.identifier) or ""
-        answered = self._first_open(self._by_id[tool_call_id])
+        name, answered_id = response.name("name"), response.optional("id", Fields.identifier) or ""
+        answered = self._first_open(self._by_id[answered_id])
         if answered is None:
             answered = self._first_open(self._by_name[name])
         if answered is not None:
             self._answered.add(answered)
-            tool_call_id = self._calls[answered]
+            answered_id = self._calls[answered]
         text = "\n".join([_response_text(response), *map(_text, repeated_field(response, "parts"))])
-        return {"role": "tool", "content": text, "tool_call_id": tool_call_id, "name": name}
+        return {"role": "tool", "content": text, "tool_call_id": answered_id, "name": name}
 
     def _first_open(self, calls: deque[int]) -> int | None:
         """Return the first call without a response, and forget it and those before it."""

@@ -102,7 +102,7 @@ class TestConversations:
         for other in ("s", "s11", "S1", "s1 ", "", "%"):
             recovered = session.recovered(other)
             recovered.index(NAME, session.decode([user("Hi")]))
-            assert (recovered.ended, recovered.finished, recovered.tools_seen) == (False, [], False)
+            assert (recovered.ended, recovered.finished, recovered.roles.tools_seen) == (False, [], False)
             assert recovered.conversations.prompt(session.decode([user("Hi")])).reason == "no earlier call"
 
     def test_reasoning_is_restored_from_the_call_that_the_opaque_field_names(self, session):
@@ -114,11 +114,20 @@ class TestConversations:
         whole = [user("Hello"), {**echo, "reasoning_content": "I look."}, user("Go on")]
         assert recovered.conversations.prompt(request).ids == session.rendering.render(whole, session.tools)
 
+    def test_context_is_restored_with_the_call_that_had_it(self, session):
+        messages = [user("Hi")]
+        messages += [session.ask(messages, "Hello.<|im_end|>"), user("Go on")]
+        messages += [{"role": "assistant", "content": "Job 1 has ended."}, user("And?")]
+        messages += [session.ask(messages, "Well.<|im_end|>"), user("Go on")]
+        before, after = session.prompts(messages)
+        assert (after.kind, after.parent.call_id) == ("bridged", "1")
+        assert seen(after) == seen(before)
+
     @pytest.mark.parametrize("status", ["failed", "aborted"])
     def test_a_call_that_did_not_complete_is_not_continued(self, session, status):
         reply = session.ask([user("Hi")], "Hello.<|im_end|>", {"status": status})
         _, after = session.prompts([user("Hi"), reply, user("Go on")])
-        assert (after.kind, after.reason) == ("rendered", "no earlier call")
+        assert (after.kind, after.parent, after.reason) == ("root", None, "no earlier call")
 
     def test_a_call_with_a_violation_is_continued_as_before(self, session):
         reply = session.ask([user("Hi")], "Hello.<|im_end|>", {"violation": "its log-probability 0 is positive"})
@@ -210,7 +219,7 @@ class TestDamage:
             kinds.add(after.kind)
             if after.parent is not None:
                 assert after.ids[: after.prefix_length] == session.token_ids(after.parent.call_id)
-        assert kinds == {"bridged", "rendered"}
+        assert kinds == {"bridged", "rendered", "root"}  # a root when no commit with the session's rows can be read
 
     @pytest.mark.parametrize(
         "fields",
@@ -451,6 +460,24 @@ class TestEnd:
         RunWriter(session.run).add_session(Session(session_id="s1", status="completed"))
         assert session.recovered().ended
         assert not session.recovered("s2").ended
+
+
+async def test_the_roles_of_conversations_survive_a_restart(restart, scripted_engine):
+    call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+    scripted_engine.replies += [Say(call), Say(call), Say("Done."), Say("Done.")]
+    system = {"role": "system", "content": "You help."}
+    async with restart() as harness:
+        _, main = await harness.ask(user(), tools=[TOOL])
+    async with restart() as harness:
+        _, helper = await harness.ask(system, user(), tools=[TOOL])
+    async with restart() as harness:
+        for opening, body in (([system, user()], helper), ([user()], main)):
+            reply = body["choices"][0]["message"]
+            answer = {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": "x"}
+            await harness.ask(*opening, reply, answer, tools=[TOOL])
+        calls = harness.calls()
+    assert [call["role"] for call in calls] == ["agent", "subagent", "subagent", "agent"]
+    assert calls[0]["call_id"] in calls[1]["role_evidence"]
 
 
 async def test_side_questions_are_recognised_after_a_restart(restart, scripted_engine):

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from rolltap.addons.dialects.types import ModelCall
-from rolltap.addons.endpoint.roles import Role, find_role
+from rolltap.addons.endpoint.roles import Earlier, Role, find_role
 
 RESULT = {"role": "tool", "content": "x", "tool_call_id": "c1"}
 TOOL = {"type": "function", "function": {"name": "look"}}
@@ -14,8 +14,8 @@ def call(*, system="You are an agent.", tools=(TOOL,), **fields):
     return ModelCall("m", messages, list(tools), **fields)
 
 
-def role(model_call, headers=None, *, tools_before=False):
-    return find_role(model_call, headers or {}, tools_before=tools_before)
+def role(model_call, headers=None, **earlier):
+    return find_role(model_call, headers or {}, Earlier(**earlier))
 
 
 def test_a_call_without_evidence_of_another_role_is_the_agents():
@@ -33,6 +33,8 @@ def test_a_call_without_evidence_of_another_role_is_the_agents():
         ("x-codex-parent-thread-id", "t1", "subagent"),
         ("x-openai-subagent", "collab_spawn", "subagent"),
         ("x-parent-session-id", "s1", "subagent"),
+        ("x-interaction-type", "conversation-subagent", "subagent"),
+        ("x-interaction-type", "conversation-agent", "agent"),
         ("x-codex-turn-metadata", json.dumps({"request_kind": "turn"}), "agent"),
         ("x-codex-turn-metadata", json.dumps({"request_kind": "compaction"}), "compaction"),
         ("x-codex-turn-metadata", "not JSON", "agent"),
@@ -56,9 +58,29 @@ def test_a_request_for_a_compaction_has_that_role():
     assert role(call(client_metadata={"compaction": "trigger"})).role == "compaction"
 
 
-def test_a_reply_that_must_match_a_schema_is_a_side_question():
-    found = role(call(schema={}))
-    assert (found.role, found.evidence) == ("auxiliary", "the reply must match a JSON schema")
+def test_a_reply_that_must_match_a_schema_is_a_side_question_unless_there_are_tools():
+    found = role(call(schema={}, tools=[]), tools=True, role="agent")
+    assert (found.role, found.evidence) == ("auxiliary", "the reply must match a JSON schema, and it has no tools")
+    assert role(call(schema={}), tools=True).role == "agent"
+
+
+@pytest.mark.parametrize(("agent", "expected"), [("GeminiCLI/0.61.0/gemini", "subagent"), ("mine/1.0", "agent")])
+def test_gemini_clis_sub_agents_have_a_tool_of_their_own(agent, expected):
+    tools = [TOOL, {"type": "function", "function": {"name": "complete_task"}}]
+    assert role(call(tools=tools), {"user-agent": agent}).role == expected
+
+
+def test_a_conversation_keeps_its_role():
+    assert role(call(), tools=True, role="subagent") == Role("subagent", "it goes on with a sub-agent's call")
+    for earlier in ("agent", "compaction", "auxiliary"):
+        assert role(call(), tools=True, role=earlier) == Role("agent")
+
+
+def test_a_conversation_with_tools_that_begins_while_a_tool_call_waits_is_a_sub_agents():
+    evidence = "it begins while a tool call of call c1 has no result"
+    assert role(call(), tools=True, waiting="c1") == Role("subagent", evidence)
+    assert role(call(tools=[]), tools=True, waiting="c1").role == "auxiliary"
+    assert role(call(system="You are a title generator"), waiting="c1").role == "auxiliary"
 
 
 @pytest.mark.parametrize(
@@ -74,8 +96,16 @@ def test_known_system_prompts_give_the_role_by_their_first_words(system, expecte
 
 
 def test_a_call_without_tools_is_a_side_question_after_a_call_with_tools():
-    assert role(call(tools=[]), tools_before=True).role == "auxiliary"
-    assert role(call(), tools_before=True).role == "agent"
+    assert role(call(tools=[]), tools=True).role == "auxiliary"
+    assert role(call(), tools=True).role == "agent"
+
+
+@pytest.mark.parametrize(
+    ("earlier", "expected"),
+    [("agent", "agent"), ("subagent", "subagent"), ("auxiliary", "auxiliary"), (None, "auxiliary")],
+)
+def test_a_call_without_tools_that_holds_an_agents_reply_is_that_agents(earlier, expected):
+    assert role(call(tools=[]), tools=True, role=earlier).role == expected
 
 
 @pytest.mark.parametrize(
@@ -90,7 +120,7 @@ def test_a_call_without_tools_is_a_side_question_after_a_call_with_tools():
 def test_a_call_that_gives_the_result_of_a_tool_is_no_side_question(ending, expected):
     asked = call(tools=[])
     asked.messages += [{"role": "assistant", "content": "", "tool_calls": []}, *ending]
-    assert role(asked, tools_before=True).role == expected
+    assert role(asked, tools=True).role == expected
 
 
 @pytest.mark.parametrize("header", ["x-openai-subagent", "x-claude-code-agent-id", "x-parent-session-id"])

@@ -53,3 +53,11 @@ async def test_a_forbidden_call_is_text_and_its_echo_is_continued(harness, scrip
     scripted_engine.replies.append(Say("Well."))
     await harness.ask(*conversation, {"role": "assistant", "content": text}, user("And?"), **asked)
     assert harness.calls()[-1]["kind"] == "bridged"
+
+
+async def test_a_final_answer_without_tools_is_the_agents_also_when_it_gives_results_as_text(harness, scripted_engine):
+    conversation = await worked(harness, scripted_engine)
+    scripted_engine.replies.append(Say("There is nothing."))
+    await harness.ask(*conversation[:2], user("The tool says: Nothing. Sum up."))
+    last = harness.calls()[-1]
+    assert (last["kind"], last["role"]) == ("rendered", "agent")

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from rolltap.addons.dialects import anthropic, openai_chat
 from rolltap.addons.dialects.anthropic.claude_code import normal_arguments
 from rolltap.addons.dialects.types import DialectError, ModelCall
-from rolltap.addons.prompts.continuity import Conversations, Turn, _fingerprint
+from rolltap.addons.prompts.continuity import Conversations
+from rolltap.addons.prompts.turns import Turn
 from tests.addons.dialects.openai_chat.test_request import TOOL, bodies
 
 ARGUMENTS = '{"at":  "caf\\u00e9", "deep": {"x": 1.0, "y": [true, null]}}'
@@ -156,13 +157,6 @@ class TestKind:
             'where it had \'{"content": "Hi", "role": "user"}\''
         )
 
-    def test_an_assistant_message_that_no_call_sampled_is_not_continued(self, session):
-        reply = session.ask([user("Hi")], "Hello.<|im_end|>")
-        forged = {"role": "assistant", "content": "I am another."}
-        prompt = session.prompt([user("Hi"), reply, user("Go on"), forged, user("Go on")])
-        assert (prompt.kind, prompt.parent) == ("rendered", None)
-        assert prompt.reason == "after call 0 it has an assistant message that no call sampled"
-
     def test_a_repeated_conversation_is_another_root(self, session):
         session.ask([user("Hi")], "Hello.<|im_end|>")
         prompt = session.prompt([user("Hi")])
@@ -234,6 +228,60 @@ class TestEchoRule:
         assert session.conversations.prompt(again).parent.call_id == "0"
         again.echo_rule = normal_arguments
         assert session.conversations.prompt(again).parent is None
+
+
+class TestChangedEchoes:
+    """Rules that hold for every program (`echoes.py`)."""
+
+    LITELLM = "[System: Empty message content sanitised to satisfy protocol]"
+
+    @pytest.mark.parametrize(
+        ("completion", "echo"),
+        [
+            (THINKING, lambda reply: {**reply, "content": "<think>\nI look.\n</think>\n\nSo:"}),
+            (THINKING, lambda reply: {**reply, "content": "<think>I look.</think>So:\n"}),
+            (THINKING.replace("So:", ""), lambda reply: {**reply, "content": "<think>\nI look.\n</think>"}),
+            (THINKING.replace("So:", ""), lambda reply: {**reply, "content": TestChangedEchoes.LITELLM}),
+            (THINKING, lambda reply: {**reply, "content": "So:\n"}),
+            ("Done.\n", lambda reply: {**reply, "content": "Done."}),
+        ],
+        ids=["thoughts", "thoughts and a newline", "only thoughts", "LiteLLM", "a newline more", "a newline less"],
+    )
+    def test_an_echo_with_a_known_change_is_continued(self, session, completion, echo):
+        reply = session.ask([user("Hi")], completion + "<|im_end|>")
+        shown = {key: value for key, value in echo(reply).items() if key != "reasoning_content"}
+        messages = [user("Hi"), shown, result(reply) if reply.get("tool_calls") else user("Go on")]
+        session.ask(messages, "Well.<|im_end|>")
+        prompt, _ = session.calls[1]
+        assert (prompt.kind, prompt.reason, prompt.parent.call_id) == ("bridged", None, "0")
+        messages += [{"role": "assistant", "content": "Well."}, user("Go on")]
+        assert session.prompt(messages).parent.call_id == "1"
+
+    @pytest.mark.parametrize(
+        "content",
+        ["<think>\nI hear.\n</think>\n\nSo:", "<think></think>So:", "So:\n\n", " So:", LITELLM, "<think>I look.So:"],
+    )
+    def test_other_changes_are_not(self, session, content):
+        reply = session.ask([user("Hi")], THINKING + "<|im_end|>")
+        prompt = session.prompt([user("Hi"), {**reply, "content": content}, result(reply)])
+        assert (prompt.kind, prompt.parent) == ("rendered", None)
+
+    @pytest.mark.parametrize("thought", ["One", "Two"])
+    def test_shown_thoughts_decide_between_equal_replies(self, session, thought):
+        for sampled in ("One", "Two"):
+            session.ask([user("Hi")], f"<think>\n{sampled}\n</think>\n\nHello.<|im_end|>")
+        echo = {"role": "assistant", "content": f"<think>\n{thought}\n</think>\n\nHello."}
+        prompt = session.prompt([user("Hi"), echo, user("Go on")])
+        assert prompt.parent.call_id == str(["One", "Two"].index(thought))
+
+    def test_replies_that_differ_by_a_newline_stay_apart(self, session):
+        replies = [{"role": "assistant", "content": text} for text in ("Hello.", "Hello.\n")]
+        for number, reply in enumerate(replies):
+            session.conversations.add(
+                str(number), session.prompt([user("Hi")]), session.encode("Hello.<|im_end|>"), reply
+            )
+        for number, reply in enumerate(replies):
+            assert session.prompt([user("Hi"), reply, user("Go on")]).parent.call_id == str(number)
 
 
 class TestEqualReplies:
@@ -367,9 +415,109 @@ class TestMemory:
         assert len(pickle.dumps(session.conversations._next)) < 2_000
 
 
-def test_a_message_that_is_nested_too_deeply_equals_no_other():
-    deep = {"role": "user", "content": ""}
-    assert _fingerprint(deep) == _fingerprint(dict(deep)) != _fingerprint({**deep, "content": 0})
-    for _ in range(3000):
-        deep = {"deep": deep}
-    assert _fingerprint(deep) != _fingerprint(deep)
+CONTEXT = {"role": "assistant", "content": "Job 1 has ended."}
+EXAMPLES = [user("What is 1 + 1?"), {"role": "assistant", "content": "2"}]
+
+
+class TestContextMessages:
+    """Assistant messages that no call sampled: notifications of a program, and examples."""
+
+    def test_it_is_written_into_the_continuation(self, session):
+        first = [user("Hi")]
+        first += [session.ask(first, "Hello.<|im_end|>"), user("Go on")]
+        second = [*first, CONTEXT, user("And?")]
+        prompt = session.prompt(second)
+        assert (prompt.kind, prompt.reason, prompt.parent.call_id) == ("bridged", None, "0")
+        assert prompt.ids[: prompt.prefix_length] == session.token_ids(0)
+        assert prompt.new_messages == second[2:]
+        whole = session.rendering.render(session.decode(second).messages, session.tools)
+        assert whole[-(len(prompt.ids) - prompt.prefix_length) + 1 :] == prompt.ids[prompt.prefix_length + 1 :]
+
+    def test_later_calls_continue_the_one_with_the_context(self, session):
+        messages = [user("Hi")]
+        messages += [session.ask(messages, "Hello.<|im_end|>"), CONTEXT, user("And?")]
+        messages += [session.ask(messages, "Well.<|im_end|>"), user("Go on")]
+        messages += [session.ask(messages, "Done.<|im_end|>"), CONTEXT, user("And?")]
+        session.ask(messages, "Well.<|im_end|>")
+        assert [call.kind for call, _ in session.calls] == ["root", "bridged", "bridged", "bridged"]
+        for number, (prompt, _) in enumerate(session.calls[1:]):
+            assert prompt.ids[: prompt.prefix_length] == session.token_ids(number)
+
+    def test_an_invented_tool_call_is_context_too(self, session):
+        reply = session.ask([user("Hi")], THINKING + "<|im_end|>")
+        call = {"id": "made_up", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+        invented = {"role": "assistant", "content": None, "tool_calls": [call]}
+        answer = {"role": "tool", "tool_call_id": "made_up", "content": "It has ended."}
+        prompt = session.prompt([user("Hi"), reply, result(reply), invented, answer])
+        assert (prompt.kind, prompt.parent.call_id) == ("bridged", "0")
+
+    def test_a_request_that_is_repeated_continues_the_same_call(self, session):
+        messages = [user("Hi")]
+        messages += [session.ask(messages, "Hello.<|im_end|>"), CONTEXT, user("And?")]
+        for completion in ("One.<|im_end|>", "Two.<|im_end|>"):
+            session.ask(messages, completion)
+        assert session.calls[1][0].ids == session.calls[2][0].ids
+
+    def test_a_program_that_drops_a_reply_and_goes_on_branches(self, session):
+        messages = [user("Hi")]
+        messages += [session.ask(messages, "Hello.<|im_end|>"), CONTEXT, user("And?")]
+        session.ask(messages, "Well.<|im_end|>")
+        prompt = session.prompt([*messages, user("Again.")])
+        assert (prompt.kind, prompt.parent.call_id) == ("bridged", "0")
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda m: [*m[:3], {**m[3], "content": "Changed."}, m[4]],
+            lambda m: [*m[:2], user("Changed"), m[3], m[4]],
+            lambda m: [*m[:2], user("Changed"), {**m[3], "content": "Changed."}, m[4]],
+            lambda m: [*m[:2], user("More"), {**m[3], "content": "Changed."}, m[4], CONTEXT, user("And?")],
+        ],
+        ids=["the reply", "the message before it", "both", "both, with context"],
+    )
+    def test_at_the_place_of_a_reply_there_is_no_context(self, session, change):
+        messages = [user("Hi")]
+        for completion in ("One.<|im_end|>", "Two.<|im_end|>"):
+            messages += [session.ask(messages, completion), user("Go on")]
+        assert session.prompt(messages).kind == "bridged"
+        prompt = session.prompt(change(messages))
+        assert (prompt.kind, prompt.parent) == ("rendered", None)
+        assert "is not that of call 1: " in prompt.reason
+
+    def test_a_changed_reply_stays_changed_when_its_request_is_repeated(self, session):
+        reply = session.ask([user("Hi")], "Hello.<|im_end|>")
+        changed = [user("Hi"), {**reply, "content": "Changed."}, user("Go on")]
+        for _ in range(2):
+            session.ask(changed, "Well.<|im_end|>")
+        assert [call.kind for call, _ in session.calls] == ["root", "rendered", "rendered"]
+        assert len({call.reason for call, _ in session.calls[1:]}) == 1
+
+    def test_a_call_with_ambiguous_replies_is_not_continued(self, session):
+        for thought in ("One", "Two"):
+            reply = session.ask([user("Hi")], f"<think>\n{thought}\n</think>\n\nHello.<|im_end|>")
+        prompt = session.prompt([user("Hi"), {**reply, "reasoning_content": ""}, user("Go on"), CONTEXT, user("And?")])
+        assert (prompt.kind, prompt.reason) == ("rendered", "2 earlier calls fit equally well up to message 2")
+
+
+class TestExamples:
+    def test_a_first_call_with_examples_is_a_root(self, session):
+        messages = [*EXAMPLES, user("What is 2 + 2?")]
+        messages += [session.ask(messages, "4<|im_end|>"), user("What is 3 + 3?")]
+        session.ask(messages, "6<|im_end|>")
+        assert [call.kind for call, _ in session.calls] == ["root", "bridged"]
+        assert session.calls[1][0].prefix_length == len(session.token_ids(0))
+
+    @pytest.mark.parametrize("examples", [EXAMPLES, [user("2 * 1?"), {"role": "assistant", "content": "two"}]])
+    def test_so_is_the_first_call_of_another_conversation(self, session, examples):
+        session.ask([*EXAMPLES, user("What is 2 + 2?")], "4<|im_end|>")
+        assert session.prompt([*examples, user("What is 3 + 3?")]).kind == "root"
+
+    @pytest.mark.parametrize(
+        "change",
+        [lambda reply: reply, lambda reply: {**reply, "content": "Changed."}],
+        ids=["verbatim", "with the id of its tool call"],
+    )
+    def test_a_reply_in_another_conversation_is_no_example(self, session, change):
+        reply = session.ask([user("Hi")], THINKING + "<|im_end|>")
+        prompt = session.prompt([user("One"), user("Two"), change(reply), result(reply)])
+        assert (prompt.kind, prompt.sampled_by) == ("rendered", "0")

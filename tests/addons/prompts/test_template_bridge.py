@@ -82,6 +82,15 @@ def test_a_template_that_takes_one_call_a_turn_is_bridged(tmp_path, save_tokeniz
     assert Rendering(str(tmp_path), "default").refusal is None
 
 
+def test_a_template_that_marks_the_last_turn_takes_no_turns_of_the_assistant(tmp_path, encode, save_tokenizer):
+    marked = "{% if message.role == 'assistant' and loop.index == 4 %}{{ 'x' }}{% endif %}"
+    save_tokenizer(tmp_path, PLAIN.replace(CALLS, CALLS + marked))
+    rendering = Rendering(str(tmp_path), "default")
+    prompt, completion = rendering.render(CONVERSATION, []), encode("Hi.<|im_end|>")
+    assert rendering.bridge(prompt, completion, NEW, []) is not None
+    assert rendering.bridge(prompt, completion, [*NEW, assistant("Well."), *NEW], []) is None
+
+
 @pytest.mark.parametrize(
     ("template", "reason"),
     [

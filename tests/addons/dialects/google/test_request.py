@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rolltap.addons.dialects import google
 from rolltap.addons.dialects.routes import find_route
-from rolltap.addons.dialects.types import DialectError, ModelCall, sign
+from rolltap.addons.dialects.types import DialectError, ModelCall, sign, tool_call_id
 from tests.addons.dialects import hostile
 
 GENERATE = "/v1beta/models/gemini-x:generateContent"
@@ -235,6 +235,19 @@ class TestDecode:
         assert ids == [["call_1", "call_2", "call_3"], ["call_4"]]
         answers = [m["tool_call_id"] for m in messages if m["role"] == "tool"]
         assert answers == ["call_1", "call_3", "call_2", "call_4", ""]
+
+    def test_a_signed_turn_without_ids_has_those_that_its_calls_were_issued_with(self):
+        signed = called({"name": "look"}, {"name": "read"}, {"id": "own", "name": "look"})
+        signed["parts"][0]["thoughtSignature"] = sign("call-7")
+        model, *results = decode_contents(signed, answered({"name": "read"}, {"name": "look"}, {"name": "look"}))
+        first, second = tool_call_id("call-7", 0), tool_call_id("call-7", 1)
+        assert [call["id"] for call in model["tool_calls"]] == [first, second, "own"]
+        assert [result["tool_call_id"] for result in results] == [second, first, "own"]
+
+    def test_the_signature_may_be_on_any_part_of_the_turn(self):
+        parts = [{"functionCall": {"name": "look"}}, {"text": "", "thoughtSignature": sign("call-7")}]
+        (model,) = decode_contents({"role": "model", "parts": parts})
+        assert model["tool_calls"][0]["id"] == tool_call_id("call-7", 0)
 
     def test_an_unanswered_call_is_not_answered_by_a_response_to_a_later_turn(self):
         messages = decode_contents(
