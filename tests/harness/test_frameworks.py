@@ -29,35 +29,30 @@ OWN_CHANGES = {"autogen_agent.py": "its tools are not those of any earlier call"
 """Why the last call of a framework that rewrites its own prompt is not continued."""
 
 
-def waits(*case, reason):
-    """Return a case that fails until the recorder has what `reason` names."""
-    return pytest.param(*case, marks=pytest.mark.xfail(strict=True, reason=reason))
-
-
 @pytest.mark.parametrize(
     ("script", "mode", "host"),
     [
         ("openai_agents.py", "whole", OPENAI),
-        waits("openai_agents.py", "previous_response_id", OPENAI, reason="responses are not found by id over HTTP"),
-        waits("openai_agents.py", "conversation", OPENAI, reason="responses are not found by id over HTTP"),
+        ("openai_agents.py", "previous_response_id", OPENAI),
+        ("openai_agents.py", "conversation", OPENAI),
         ("langchain_agent.py", "chat", OPENAI),
         ("langchain_agent.py", "responses", OPENAI),
-        waits("langchain_agent.py", "previous_response_id", OPENAI, reason="responses are not found by id over HTTP"),
+        ("langchain_agent.py", "previous_response_id", OPENAI),
         ("langchain_agent.py", "anthropic", ANTHROPIC),
-        waits("langchain_agent.py", "google", GOOGLE, reason="the ids of Gemini's calls come back as others"),
+        ("langchain_agent.py", "google", GOOGLE),
         ("pydantic_agent.py", "chat", OPENAI),
-        waits("pydantic_agent.py", "image", OPENAI, reason="images are refused"),
+        ("pydantic_agent.py", "image", OPENAI),
         ("pydantic_agent.py", "responses", OPENAI),
         ("pydantic_agent.py", "anthropic", ANTHROPIC),
         ("pydantic_agent.py", "google", GOOGLE),
         ("litellm_agent.py", "chat", OPENAI),
         ("litellm_agent.py", "anthropic", ANTHROPIC),
-        waits("litellm_agent.py", "google", GOOGLE, reason="the ids of Gemini's calls come back as others"),
-        waits("autogen_agent.py", "chat", OPENAI, reason="a reflection without tools is auxiliary"),
-        waits("openai_node.mjs", "chat", OPENAI, reason="Node's fetch passes the proxy by"),
-        waits("anthropic_node.mjs", "messages", ANTHROPIC, reason="Node's fetch passes the proxy by"),
-        waits("vercel_ai.mjs", "chat", OPENAI, reason="Node's fetch passes the proxy by"),
-        waits("vercel_ai.mjs", "responses", OPENAI, reason="Node's fetch passes the proxy by, and items have no ids"),
+        ("litellm_agent.py", "google", GOOGLE),
+        ("autogen_agent.py", "chat", OPENAI),
+        ("openai_node.mjs", "chat", OPENAI),
+        ("anthropic_node.mjs", "messages", ANTHROPIC),
+        ("vercel_ai.mjs", "chat", OPENAI),
+        ("vercel_ai.mjs", "responses", OPENAI),
     ],
 )
 def test_an_agent_of_a_framework_is_continued(script, mode, host, scripted_engine, tokenizer_folder, tmp_path):
@@ -78,7 +73,6 @@ def test_an_agent_of_a_framework_is_continued(script, mode, host, scripted_engin
     assert summarize(run).uncaptured_calls == 0
 
 
-@pytest.mark.xfail(strict=True, reason="gptme adds a newline to the text before a tool call")
 def test_gptme_is_continued(scripted_engine, tokenizer_folder, tmp_path):
     gptme = INSTALLED.with_name("gptme") / "bin" / "gptme"
     if not gptme.exists():

@@ -161,11 +161,7 @@ def lead(engine, script):
     engine.otherwise = reply
 
 
-# takes effect with the kind of a first call that has examples
-WAITING = {"aider": pytest.mark.xfail(strict=True, reason="the first call, with examples, is no root yet")}
-
-
-@pytest.fixture(params=[pytest.param(name, marks=WAITING.get(name, ())) for name in Harness.names()])
+@pytest.fixture(params=Harness.names())
 def program(request):
     return installed(request.param)
 

@@ -33,7 +33,6 @@ def local_server():
     server.server_close()
 
 
-@pytest.mark.xfail(strict=True, reason="the variables of a session send loopback through the proxy")
 @pytest.mark.parametrize("name", ["codex", "mini-swe-agent"])
 async def test_a_shell_of_a_session_reaches_a_local_server(
     name, local_server, scripted_engine, tokenizer_folder, tmp_path

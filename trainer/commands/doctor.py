@@ -5,10 +5,14 @@ import sys
 import click
 
 from rolltap.doctor import examine
-from rolltap.trainer.commands.options import harness_option, json_option, print_result, set_option
+from rolltap.trainer.commands.options import examples, harness_option, json_option, print_result, set_option
 
 
-@click.command("doctor", context_settings={"ignore_unknown_options": True})
+@click.command(
+    "doctor",
+    context_settings={"ignore_unknown_options": True},
+    epilog=examples("rolltap doctor --harness pi", "rolltap doctor -- python agent.py"),
+)
 @harness_option()
 @click.option(
     "--timeout",
@@ -24,7 +28,9 @@ from rolltap.trainer.commands.options import harness_option, json_option, print_
 def doctor_command(
     preset: str | None, timeout: float, settings: dict[str, list[str]], as_json: bool, command: tuple[str, ...]
 ) -> None:
-    """Run a program once against scripted replies, and say what to set. Needs no engine, no GPU and no network.
+    """Try a program once without an engine, and say what to set.
+
+    Needs no GPU and no network.
 
     The replies call a harmless tool of the program twice, and then end. COMMAND runs in this folder and keeps its own
     configuration; it must work on an instruction of its own and exit. With --harness, the preset's program works on an

@@ -28,12 +28,6 @@ _BUNDLES = (
     *("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "AWS_CA_BUNDLE"),
     *("GIT_SSL_CAINFO", "CODEX_CA_CERTIFICATE"),
 )
-WITHOUT_CALLS = (
-    "A base URL on loopback (localhost, 127.0.0.1) is asked directly: give it another host, for instance "
-    "http://model.rolltap/v1. The recorder answers model calls to every host.",
-    "Node's own fetch uses the proxy with Node 22.21, 24.5 or newer: see what `node --version` says.",
-)
-"""Why no model call of a program came although it has the variables of `Proxy.environment`, and what to do."""
 _END_SECONDS = 300.0
 """Timeout of ending a session: the disk may be slow, and a large file may be compacted."""
 

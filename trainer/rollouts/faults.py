@@ -24,8 +24,8 @@ from rolltap.addons.dialects.routes import ANY_PREFIX, find_route
 from rolltap.addons.store.records import CallRole, CallStatus
 
 NO_CALL = (
-    "no model call came: did the program use the proxy? Node's own fetch uses it from Node 22.21 on, and a base URL on "
-    "loopback is never sent to it. `rolltap doctor -- COMMAND` tries a program"
+    "no model call came: did the program use the proxy? Node's own fetch uses it with Node 22.21, 24.5 or newer, and a "
+    "base URL on loopback is never sent to it. `rolltap doctor -- COMMAND` tries a program"
 )
 """The fault of a session without a request to a model API."""
 
