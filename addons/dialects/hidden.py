@@ -11,7 +11,7 @@ from typing import Any, Literal
 from rolltap.addons.dialects.types import DialectError, ModelCall
 
 Images = Literal["hide", "refuse"]
-"""What the recorder does with such a part: a text in its place, or an error."""
+"""Treatment of such a part: a text in its place, or an error."""
 
 _MEDIA_TYPE = re.compile(r"(?:data:)?([a-z]{1,16}/[a-z0-9.+-]{1,80})(?=[;,]|\Z)", re.I)
 """A media type, alone or at the start of a `data:` URL."""

@@ -33,4 +33,4 @@ class Services:
     budgets: Budgets = UNBOUNDED
     """Budgets of each session."""
     images: Images = "hide"
-    """What happens to images, audio and files in a conversation."""
+    """Treatment of images, audio and files in a conversation."""

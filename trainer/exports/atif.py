@@ -161,7 +161,7 @@ class _Line:
                 self._asking = self._add({"source": "system", "message": "", **mark})
             _observe(self._asking, _result(message, self._asking))
         elif message["role"] == "assistant":
-            # no call of this session sampled it: it is from before the session
+            # no call of this session sampled it: an example, or a message that the program wrote
             self._asking = self._add({"source": "agent", **_said(message), "is_copied_context": True})
         else:
             self._add({"source": message["role"], "message": message["content"], **mark})
