@@ -95,7 +95,7 @@ class TestReply:
         one, two = harness.calls()
         assert (one["kind"], two["kind"], two["parent_id"], two["kind_reason"]) == (
             "root",
-            "rendered",
+            "root",
             None,
             "no earlier call",
         )
