@@ -157,8 +157,7 @@ def play(mini, tokenizer, tokenizer_folder, tmp_path):
 
 
 @pytest.mark.harness
-@pytest.mark.parametrize("runtime", ["process", "sandbox"])
-@pytest.mark.parametrize("harness", AGENTS)
+@pytest.mark.parametrize(("harness", "runtime"), [*((name, "sandbox") for name in AGENTS), ("pi", "process")])
 def test_every_attempt_gets_the_reward_that_it_earns(harness, runtime, play, swe_task):
     tasks = [attempted(swe_task, attempt) for attempt in EARNED]
     _, sessions = play([*tasks, without_pytest(tasks[0])], harness, runtime)
