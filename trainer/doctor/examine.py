@@ -11,7 +11,7 @@ from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import Event, Session
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.blocking import run_blocking
-from rolltap.trainer.doctor.conversation import INSTRUCTION, next_reply
+from rolltap.trainer.doctor.conversation import FINAL, INSTRUCTION, next_reply
 from rolltap.trainer.doctor.diagnosis import Diagnosis
 from rolltap.trainer.doctor.node import node_version
 from rolltap.trainer.doctor.observed import Observed, loopback_urls
@@ -30,6 +30,8 @@ CONTEXT = 1_000_000
 """Context window of the engine in tokens. The first prompts of some programs have 30,000."""
 MOST_CALLS = 40
 """Model calls that a program may make. One that goes on after the final answer ends there."""
+_PATIENCE = 5
+"""Seconds of silence of the engine, which is in this process, after which a call fails."""
 _SESSION = "doctor"
 _OUTPUT = 8192
 """Bytes of the end of the program's output that are kept."""
@@ -70,12 +72,13 @@ def examine(
     with workplace() as work:
         tokenizer = MadeTokenizer(work / "model")
         with ScriptedEngine(tokenizer, max_model_len=CONTEXT) as engine:
-            engine.otherwise = lambda request: Say(next_reply(tokenizer.decode(request["token_ids"]), _schema(request)))
+            engine.otherwise = lambda request: Say(_reply(tokenizer.decode(request["token_ids"]), _schema(request)))
             program = _given(command) if preset is None else _of_preset(preset, engine.url, work)
             settings = {
                 "rolltap_renderer": RENDERER,
                 "rolltap_engine_key_file": "",
                 "rolltap_max_calls": str(MOST_CALLS),
+                "rolltap_patience": str(_PATIENCE),
                 **(options or {}),
             }
             with Recorder(work / "run", engine=engine.url, model=work / "model", options=settings) as recorder:
@@ -137,6 +140,14 @@ def _about(preset: Harness, program: _Program) -> dict[str, Any]:
         "install": preset.install,
         "quirks": preset.quirks,
     }
+
+
+def _reply(prompt: str, schema: Any) -> str:
+    """Return the model's turn. An error of ours must not be taken for one of the program: it gets the final answer."""
+    try:
+        return next_reply(prompt, schema)
+    except Exception:  # whatever a program put into its prompt
+        return FINAL
 
 
 def _schema(request: Mapping[str, Any]) -> Any:

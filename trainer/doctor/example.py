@@ -16,6 +16,11 @@ _FORMATS = {
 }
 _PLACES = ("path", "file", "dir", "folder", "cwd")
 """Parts of the name of a property that is a place in the workspace."""
+_LONGEST = 4096
+"""Characters of a text that a schema wants longer."""
+_MOST = 256
+"""Items of a list that a schema wants longer; fewer of one within another value."""
+_LARGEST = 10**15
 _DEEPEST = 16
 """References and nested values followed. Only a schema that has no finite value is deeper."""
 
@@ -24,7 +29,8 @@ def example(schema: Any, *, name: str = "", definitions: Mapping[str, Any] | Non
     """Return a small value of a JSON schema: only what is required, the first of several choices.
 
     `name` is the property that the value is for. `definitions` is the schema that local references (`#/...`) are
-    resolved in; by default the schema itself. Patterns are not followed: a text that needs one may not match.
+    resolved in; by default the schema itself. Patterns are not followed: a text that needs one may not match. What is no
+    schema is passed over, so that every JSON value has an example.
     """
     if not isinstance(schema, Mapping) or depth > _DEEPEST:
         return WORD
@@ -36,24 +42,37 @@ def example(schema: Any, *, name: str = "", definitions: Mapping[str, Any] | Non
     for key in ("const", "default"):
         if schema.get(key) is not None:
             return schema[key]
-    if choices := schema.get("enum"):
+    if choices := _list(schema.get("enum")):
         return choices[0]
     if isinstance(reference := schema.get("$ref"), str):
         return within(_resolve(root, reference))
     for key in ("anyOf", "oneOf"):
-        if choices := [choice for choice in schema.get(key) or () if _types(choice) != ["null"]]:
+        choices = [choice for choice in _list(schema.get(key)) if isinstance(choice, Mapping)]
+        if choices := [choice for choice in choices if _types(choice) != ["null"]]:
             return within({**schema, key: None, **choices[0]})
-    if isinstance(parts := schema.get("allOf"), list) and parts:
+    if parts := _list(schema.get("allOf")):
         return within(_joined({**schema, "allOf": None}, parts, root))
     kind = next((kind for kind in _types(schema) if kind != "null"), "null")
     if kind == "object":
-        properties = schema.get("properties") or {}
-        return {key: within(properties.get(key), key) for key in schema.get("required") or ()}
+        properties = schema.get("properties")
+        properties = properties if isinstance(properties, Mapping) else {}
+        required = [key for key in _list(schema.get("required")) if isinstance(key, str)]
+        return {key: within(properties.get(key), key) for key in required}
     if kind == "array":
-        return [within(schema.get("items"))] * int(schema.get("minItems") or 0)
+        return [within(schema.get("items"))] * min(_size(schema, "minItems", 0), max(1, _MOST >> 2 * depth))
     if kind in ("integer", "number"):
         return _number(schema, kind)
     return {"boolean": False, "null": None}.get(kind) if kind in ("boolean", "null") else _text(schema, name)
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _size(schema: Mapping[str, Any], key: str, default: int) -> int:
+    """Return a number of items or characters, or `default` when the schema has none there."""
+    size = schema.get(key)
+    return size if isinstance(size, int) and not isinstance(size, bool) and size >= 0 else default
 
 
 def _types(schema: Any) -> list[str]:
@@ -94,16 +113,22 @@ def _number(schema: Mapping[str, Any], kind: str) -> int | float:
     """Return the number next to 1 within the bounds of a schema."""
     number: int | float = 1
     for key, step in (("minimum", 0), ("exclusiveMinimum", 1)):
-        if isinstance(bound := schema.get(key), int | float) and not isinstance(bound, bool):
+        if (bound := _bound(schema, key)) is not None:
             number = max(number, bound + step)
     for key, step in (("maximum", 0), ("exclusiveMaximum", 1)):
-        if isinstance(bound := schema.get(key), int | float) and not isinstance(bound, bool):
+        if (bound := _bound(schema, key)) is not None:
             number = min(number, bound - step)
     return int(number) if kind == "integer" else number
+
+
+def _bound(schema: Mapping[str, Any], key: str) -> int | float | None:
+    bound = schema.get(key)
+    is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
+    return bound if is_number and -_LARGEST < bound < _LARGEST else None
 
 
 def _text(schema: Mapping[str, Any], name: str) -> str:
     if text := _FORMATS.get(str(schema.get("format"))):
         return text
     text = "." if any(place in name.lower() for place in _PLACES) else WORD
-    return text.ljust(int(schema.get("minLength") or 0), "o")[: int(schema.get("maxLength") or 10**9)]
+    return text.ljust(min(_size(schema, "minLength", 0), _LONGEST), "o")[: _size(schema, "maxLength", _LONGEST)]

@@ -10,21 +10,29 @@ GREETING = "héllo from rolltap"
 """Text that the shell tool prints. Not ASCII: programs that write JSON again escape it otherwise."""
 _COMMANDS = ("command", "cmd", "commands", "script", "shell_command")
 """Parameters of a shell tool that hold the command."""
-_SHELLS = re.compile(r"bash|(power)?shell|sh|exec|execute|run|terminal|commands?|cmd")
+_SHELLS = re.compile(r"bash|(power)?shell|sh|terminal")
 """A word in the name of a shell tool."""
-_READS = re.compile(
-    r"read|list|ls|get|search|find|view|show|look|lookup|glob|grep|fetch|query|count|current|check|inspect|add|sum|"
-    r"multiply|calculat(e|or)|compute|weather|time|date|echo"
+_RUNS = re.compile(r"run|exec|execute|commands?|cmd")
+"""The words of a shell tool's name that has none of `_SHELLS`."""
+_LOOKS = re.compile(
+    r"read|list|ls|get|search|find|view|show|look|lookup|glob|grep|inspect|describe|sum|multiply|calculate|echo"
 )
-"""A word in the name of a tool that only looks, or computes."""
+"""The first word in the name of a tool that only looks, or computes."""
+_THINGS = re.compile(
+    r"web|internet|code|files?|directory|dir|folder|text|weather|forecast|current|date|time|calculator"
+)
+"""The words beside `_LOOKS` in such a name that begins with a noun, or is one."""
 _ACTS = re.compile(
-    r"write|edit|create|delete|remove|update|insert|append|patch|replace|move|rename|send|post|submit|publish|upload|"
-    r"pay|buy|cancel|kill|stop|exit|finish|complet(e|ion)|done|final|spawn|(sub)?agent|task|delegate|transfer|handoff|"
-    r"deploy|install|commit|push|ask|question|confirm|sleep|wait|schedule|enter|input|skill"
+    r"write|edit|create|add|delete|remove|rm|update|insert|append|patch|replace|move|rename|send|post|tweet|submit|"
+    r"publish|upload|pay|buy|sell|purchase|charge|refund|cancel|kill|stop|exit|close|shutdown|drop|reset|clear|merge|"
+    r"finish|complet(e|ion)|done|final|spawn|(sub)?agent|task|delegate|transfer|handoff|deploy|install|commit|push|ask|"
+    r"question|confirm|sleep|wait|schedule|enter|input|skill|and|or|then"
 )
-"""A word in the name of a tool that may change something outside of the program, ask a person or end the session."""
+"""A word in the name of a tool that may change something, ask a person or end the session; or that a verb follows."""
 _ENDS = re.compile(r"finish|submit|done|final_?answer|complete_?task|task_?complete|attempt_?completion", re.I)
 """The name of a tool with which a program ends."""
+_TOLD = re.compile(r"message|text|result|output|(final_?)?answer|response|summary|reason|thoughts?|security_risk", re.I)
+"""The parameters that such a tool may require."""
 
 Tool = Mapping[str, Any]
 """A tool as the model sees it: `name`, and `parameters`, a JSON schema."""
@@ -33,48 +41,73 @@ Tool = Mapping[str, Any]
 def shell_call(tools: Sequence[Tool], command: str) -> tuple[str, dict[str, Any]] | None:
     """Return the name and the arguments of a call that runs `command` in a shell, or None without such a tool.
 
-    A shell tool has a word for it in its name, and a parameter for the command that is free text.
+    A shell tool has words for it and none for an act in its name, and a parameter for the command that is free text.
     """
-    for tool in tools:
+    for tool in filter(_is_shell, tools):
         parameters = _parameters(tool)
         for name in _COMMANDS:
-            schema = (parameters.get("properties") or {}).get(name)
-            if not (_has(tool, _SHELLS) and isinstance(schema, Mapping)) or "enum" in schema:
+            schema = parameters["properties"].get(name)
+            if not isinstance(schema, Mapping) or "enum" in schema:
                 continue
             value: Any = command
             if str(schema.get("type")).lower() == "array":
                 value = [command] if name == "commands" else ["sh", "-c", command]
-            return tool["name"], {**example(parameters), name: value}
+            return tool["name"], {**_arguments(tool), name: value}
     return None
 
 
 def harmless_call(tools: Sequence[Tool]) -> tuple[str, dict[str, Any]] | None:
     """Return the name and the arguments of a call that a program can be asked for without harm, or None.
 
-    In this order: a shell tool, which prints `GREETING`; a tool whose name says that it only looks; one whose name says
-    nothing of it. A tool whose name says that it acts is never called.
+    It is of a shell tool, which prints `GREETING`, else of the first tool whose name says that it only looks. The tool
+    is called where the program runs, with the user's files and accounts: one with a name that says less gets no call.
     """
     if call := shell_call(tools, f"echo '{GREETING}'"):
         return call
-    quiet = [tool for tool in tools if not _has(tool, _ACTS)]
-    for tool in sorted(quiet, key=lambda tool: not _has(tool, _READS)):  # stable: the first of equals
-        return tool["name"], example(_parameters(tool))
-    return None
+    return next(((tool["name"], _arguments(tool)) for tool in tools if _only_looks(tool)), None)
 
 
 def ending_call(tools: Sequence[Tool]) -> tuple[str, dict[str, Any]] | None:
     """Return the name and the arguments of a call with which a program ends its session, or None."""
     for tool in tools:
-        if _ENDS.fullmatch(tool["name"]):
-            return tool["name"], example(_parameters(tool))
+        arguments = _arguments(tool)
+        if ends_session(tool["name"]) and all(_TOLD.fullmatch(name) for name in arguments):
+            return tool["name"], arguments
     return None
 
 
+def ends_session(name: str) -> bool:
+    """Return True when a tool of this name ends the session of its program."""
+    return _ENDS.fullmatch(name) is not None
+
+
+def _arguments(tool: Tool) -> dict[str, Any]:
+    arguments = example(_parameters(tool))
+    return arguments if isinstance(arguments, dict) else {}
+
+
 def _parameters(tool: Tool) -> dict[str, Any]:
-    parameters = tool.get("parameters")
-    return {"type": "object", **parameters} if isinstance(parameters, Mapping) else {"type": "object"}
+    """Return the schema of a tool's arguments, which is one of an object with `properties`."""
+    schema = tool.get("parameters")
+    schema = schema if isinstance(schema, Mapping) else {}
+    properties = schema.get("properties")
+    return {**schema, "type": "object", "properties": properties if isinstance(properties, Mapping) else {}}
 
 
-def _has(tool: Tool, word: re.Pattern[str]) -> bool:
-    """Return True when a word of a tool's name matches. `run_shell_command` and `mcp__fs-readFile` have several."""
-    return any(word.fullmatch(part.lower()) for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", tool["name"]))
+def _is_shell(tool: Tool) -> bool:
+    words = _words(tool)
+    of_a_shell = any(map(_SHELLS.fullmatch, words)) or all(map(_RUNS.fullmatch, words))
+    return bool(words) and of_a_shell and not any(map(_ACTS.fullmatch, words))
+
+
+def _only_looks(tool: Tool) -> bool:
+    words = _words(tool)
+    begins = any(map(_LOOKS.fullmatch, words[:1]))
+    known = all(_LOOKS.fullmatch(word) or _THINGS.fullmatch(word) for word in words)
+    return bool(words) and (begins or known) and not any(map(_ACTS.fullmatch, words))
+
+
+def _words(tool: Tool) -> list[str]:
+    """Return the words of a tool's name in lower case, without the MCP server's: `mcp__fs__readFile` has two."""
+    name = re.sub(r"^mcp__.+?__", "", tool["name"])
+    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]

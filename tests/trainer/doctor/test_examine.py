@@ -60,6 +60,13 @@ def test_a_program_that_asks_for_a_schema_gets_a_value_of_it():
     assert json.loads(diagnosis.seen.output) == {"n": 1}
 
 
+def test_a_program_gets_a_reply_when_the_script_has_none_for_its_prompt(monkeypatch):
+    monkeypatch.setattr("rolltap.trainer.doctor.examine.next_reply", lambda *_: 1 / 0)
+    diagnosis = tried()
+    assert [call.status for call in diagnosis.seen.calls] == ["completed"]
+    assert diagnosis.seen.output.strip() == FINAL
+
+
 def test_a_program_that_does_not_end_is_stopped():
     diagnosis = tried("hangs", timeout=1)
     assert (diagnosis.seen.stopped, diagnosis.seen.exit_status) == ("timeout", None)

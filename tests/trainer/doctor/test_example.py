@@ -1,3 +1,5 @@
+import json
+
 import jsonschema
 import pytest
 from hypothesis import given
@@ -28,6 +30,7 @@ TEXT = {"type": "string"}
         ({"type": "string", "format": "date"}, "2026-01-01"),
         ({"type": "string", "minLength": 7}, "hellooo"),
         ({"type": "string", "maxLength": 2}, "he"),
+        ({"type": "string", "maxLength": 0}, ""),
         ({"type": "array", "items": TEXT}, []),
         ({"items": TEXT, "minItems": 2}, ["hello", "hello"]),
         ({"anyOf": [{"type": "null"}, {"type": "integer"}]}, 1),
@@ -37,6 +40,15 @@ TEXT = {"type": "string"}
             {"a": "hello", "b": "hello"},
         ),
         ({"$ref": "#/$defs/x", "$defs": {"x": {"type": "array", "items": {}, "minItems": 1}}}, ["hello"]),
+        ({"anyOf": [True]}, "hello"),
+        ({"oneOf": [True, {"type": "integer"}]}, 1),
+        ({"anyOf": True, "type": "integer"}, 1),
+        ({"type": "object", "required": True}, {}),
+        ({"type": "object", "required": [3, "a"], "properties": [1]}, {"a": "hello"}),
+        ({"type": "string", "maxLength": "x", "minLength": -1}, "hello"),
+        ({"type": "array", "minItems": "x"}, []),
+        ({"enum": 3, "type": "boolean"}, False),
+        ({"type": "integer", "minimum": float("inf")}, 1),
         ({}, "hello"),
         (None, "hello"),
         (True, "hello"),
@@ -81,3 +93,32 @@ SCHEMAS = st.recursive(
 @given(SCHEMAS)
 def test_every_value_is_valid(schema):
     jsonschema.validate(example(schema), schema)
+
+
+KEYWORDS = """
+type enum anyOf oneOf allOf $ref required properties items minItems minLength maxLength minimum maximum exclusiveMinimum
+exclusiveMaximum format const default $defs
+"""
+VALUES = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(),
+        st.sampled_from(["object", "array", "string", "integer", "number", "#", "#/$defs/a", "a"]),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.sampled_from([*KEYWORDS.split(), "a"]), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@given(VALUES)
+def test_a_schema_that_is_none_has_a_value_too(value):
+    json.dumps(example(value))
+
+
+def test_a_value_stays_small():
+    schema = {"type": "array", "minItems": 10**12, "items": {"type": "string", "minLength": 10**12}}
+    assert len(json.dumps(example(schema))) < 10**7
