@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rolltap.trainer.doctor.example import example
-from rolltap.trainer.doctor.tool_choice import Tool, ending_call, harmless_call, shell_call
+from rolltap.trainer.doctor.tool_choice import Tool, ending_call, ends_session, harmless_call, shell_call
 
 TOOL_TURNS = 2
 """Tool calls before the final answer."""
@@ -57,6 +57,11 @@ def next_reply(prompt: str, schema: Any = None) -> str:
     if answered and (call := ending_call(tools)):
         return _tool_call(*call)
     return f"<think>\nNothing is left to do.\n</think>\n\n{FINAL}"
+
+
+def is_ending(name: str, arguments: str) -> bool:
+    """Return True for a tool call with which a program ends, by its name and the JSON of its arguments."""
+    return ends_session(name) or _SUBMIT in arguments
 
 
 def _tool_call(name: str, arguments: Mapping[str, Any]) -> str:

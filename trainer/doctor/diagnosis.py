@@ -37,13 +37,20 @@ class Diagnosis(JupyterMixin):
         return sum(finding.level == "problem" for finding in self.findings)
 
     @property
+    def ready(self) -> bool:
+        """True without a problem, and when at least one call was continued."""
+        return self.problems == 0 and bool(self.seen.continued)
+
+    @property
     def verdict(self) -> str:
-        """One sentence."""
-        calls = self.seen.calls
+        """One sentence, or two."""
         if self.problems:
             return f"{self.seen.program}: {self.problems} problem{'s' if self.problems > 1 else ''}."
-        bridged = sum(call.kind == "bridged" for call in calls)
-        return f"{self.seen.program}: ready. {_calls(len(calls))} captured, {bridged} continued token for token."
+        captured = f"{_calls(len(self.seen.calls))} captured"
+        if self.ready:
+            continued = len(self.seen.continued)
+            return f"{self.seen.program}: ready. {captured}, {continued} continued token for token."
+        return f"{self.seen.program}: {captured}; continuity not tried."
 
     def to_json(self) -> dict[str, Any]:
         """Return the diagnosis as JSON values. `calls` are in the order in which they started."""
@@ -51,7 +58,7 @@ class Diagnosis(JupyterMixin):
         return {
             "program": seen.program,
             "verdict": self.verdict,
-            "ok": self.problems == 0,
+            "ok": self.ready,
             "exit_status": seen.exit_status,
             "stopped": seen.stopped,
             "version": seen.version,
@@ -64,7 +71,8 @@ class Diagnosis(JupyterMixin):
         }
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(self.verdict, style="bold red" if self.problems else "bold green")
+        style = "bold red" if self.problems else "bold green" if self.ready else "bold yellow"
+        yield Text(self.verdict, style=style)
         for finding in self.findings:
             colour = "red" if finding.level == "problem" else "yellow"
             yield Text.assemble((f"{finding.level}: ", colour), finding.text)

@@ -31,7 +31,7 @@ CONTEXT = 1_000_000
 MOST_CALLS = 40
 """Model calls that a program may make. One that goes on after the final answer ends there."""
 _PATIENCE = 5
-"""Seconds of silence of the engine, which is in this process, after which a call fails."""
+"""Seconds during which a call is tried again after a failure of the engine, which is in this process."""
 _SESSION = "doctor"
 _OUTPUT = 8192
 """Bytes of the end of the program's output that are kept."""

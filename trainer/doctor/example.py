@@ -29,8 +29,8 @@ def example(schema: Any, *, name: str = "", definitions: Mapping[str, Any] | Non
     """Return a small value of a JSON schema: only what is required, the first of several choices.
 
     `name` is the property that the value is for. `definitions` is the schema that local references (`#/...`) are
-    resolved in; by default the schema itself. Patterns are not followed: a text that needs one may not match. What is no
-    schema is passed over, so that every JSON value has an example.
+    resolved in; by default the schema itself. Patterns are not followed: a text that needs one may not match.
+    What is no schema is passed over, so that every JSON value has an example.
     """
     if not isinstance(schema, Mapping) or depth > _DEEPEST:
         return WORD

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rolltap.addons.store.records import Event
+from rolltap.trainer.doctor.conversation import is_ending
 from rolltap.trainer.doctor.node import fetch_uses_proxy
-from rolltap.trainer.doctor.observed import Observed
+from rolltap.trainer.doctor.observed import Observed, wrote_reply
+from rolltap.trainer.rollouts.faults import DISTRUST, failed_tls
 
 Level = Literal["problem", "note"]
 
@@ -41,28 +43,29 @@ def no_call(seen: Observed) -> Iterator[Finding]:
     if seen.of("uncaptured", "rejected", "fault", "unauthorised") or _tls_failures(seen) or seen.calls:
         yield Finding("problem", "No model call was answered.", "See the other problems.")
         return
+    directly = ""
+    if seen.loopback:
+        directly = (
+            f" It is told of an address on loopback: {', '.join(seen.loopback)}. Programs reach loopback directly, not "
+            "through the recorder: if this is its model, unset it, or give a host that does not exist, such as "
+            "http://model.rolltap/v1. The recorder answers model calls to every host."
+        )
     if seen.node and not fetch_uses_proxy(seen.node):
         yield Finding(
             "problem",
             f"No model call came. The program runs in Node {seen.node}, whose own fetch does not use HTTPS_PROXY.",
-            "Run it with Node 22.21, 24.5 or newer, which follow NODE_USE_ENV_PROXY=1. rolltap sets it.",
+            "Run it with Node 22.21, 24.5 or newer, which follow NODE_USE_ENV_PROXY=1. rolltap sets it." + directly,
         )
-    elif seen.loopback:
-        yield Finding(
-            "problem",
-            f"No model call came. The program is told to ask an address on loopback: {', '.join(seen.loopback)}.",
-            "Programs reach loopback directly, not through the recorder. Unset it, or give a host that does not exist, "
-            "such as http://model.rolltap/v1: the recorder answers model calls to every host.",
-        )
-    else:
-        yield Finding(
-            "problem",
-            "No model call came. The program asked no model, or it did not use the proxy.",
-            "Does the output below say that it lacks a key, an argument or a login? A placeholder key is enough. Else "
-            "its HTTP client ignores HTTPS_PROXY: with aiohttp it needs trust_env=True, with Java "
-            "-Dhttps.proxyHost and -Dhttps.proxyPort, with Node NODE_USE_ENV_PROXY=1 and 22.21 or newer. `rolltap env` "
-            "prints what is set.",
-        )
+        return
+    lacks = "say that it lacks a key, an argument or a login? A placeholder key is enough"
+    yield Finding(
+        "problem",
+        "No model call came. The program asked no model, or it did not use the proxy.",
+        (f"Does the output below {lacks}. " if seen.output.strip() else "It printed nothing. ")
+        + "If it does ask one, its HTTP client ignores HTTPS_PROXY, or the user name and password in it: with aiohttp "
+        "it needs trust_env=True, with Java -Dhttps.proxyHost and -Dhttps.proxyPort, with Node NODE_USE_ENV_PROXY=1 "
+        "and 22.21 or newer. `rolltap env` prints what is set." + directly,
+    )
 
 
 def uncaptured(seen: Observed) -> Iterator[Finding]:
@@ -72,10 +75,21 @@ def uncaptured(seen: Observed) -> Iterator[Finding]:
             "problem",
             f"{_times(count)} not captured: {text}. It looks like a model call, and no API of the recorder has this "
             "path.",
-            "Choose another API in the program: OpenAI's Chat Completions or Responses, Anthropic's Messages, Gemini's "
-            "generateContent. Is it one of them behind a gateway of your own? --set rolltap_prefix=/my/gateway names "
-            "what its paths begin with.",
+            next(advice for pattern, advice in UNCAPTURED if re.search(pattern, text)),
         )
+
+
+UNCAPTURED = [
+    ("did you mean", "Correct the path, or the base URL, in the program's settings."),
+    ("set rolltap_prefix=", "An API behind a gateway: give the option with --set rolltap_prefix=/PREFIX."),
+    (
+        "",
+        "Choose another API in the program: OpenAI's Chat Completions or Responses, Anthropic's Messages, Gemini's "
+        "generateContent. Is it one of them behind a gateway of your own? --set rolltap_prefix=/my/gateway names "
+        "what its paths begin with.",
+    ),
+]
+"""(pattern of a request and its event, advice). The first match decides."""
 
 
 def untrusted(seen: Observed) -> Iterator[Finding]:
@@ -84,17 +98,16 @@ def untrusted(seen: Observed) -> Iterator[Finding]:
         yield Finding(
             "note" if _answered(seen) else "problem",
             f"{_times(count)} TLS failed. {place}",
-            "The program does not trust the recorder's certificate. It reads none of the variables for certificates "
-            "that `rolltap env` prints: put the file of SSL_CERT_FILE where its own settings take a CA.",
+            DISTRUST,
         )
 
 
 def unauthorised(seen: Observed) -> Iterator[Finding]:
-    """Requests without the session's credentials."""
+    """Requests with other credentials than the session's."""
     if events := seen.of("unauthorised"):
         yield Finding(
             "problem" if not seen.calls else "note",
-            f"{_times(len(events))} the program came to the proxy without the user name and password of its URL.",
+            f"{_times(len(events))} the program came to the proxy with another user name and password than its URL's.",
             "Its HTTP client must take them from HTTPS_PROXY (http://USER:PASSWORD@HOST:PORT).",
         )
 
@@ -139,6 +152,34 @@ RENDERED = [
 """(pattern of a call's `kind_reason`, advice). The first match decides."""
 
 
+def rewritten(seen: Observed) -> Iterator[Finding]:
+    """Calls that continue an earlier call than the last: the program wrote the replies since then itself."""
+    if written := [call for call in seen.calls if wrote_reply(call)]:
+        yield Finding(
+            "problem",
+            f"{_times(len(written))} not continued: the prompt has an assistant message that no model wrote.",
+            "The program changes replies before it sends them again, or makes up turns of the model. They are context "
+            "then, and are not trained. Look for a setting that cleans, shortens or merges replies.",
+        )
+
+
+def unanswered(seen: Observed) -> Iterator[Finding]:
+    """Calls of a tool after which no call came. A call that is not continued may answer any: it has its own finding."""
+    followed = {call.parent_id for call in seen.calls}
+    if any(call.kind == "rendered" or wrote_reply(call) for call in seen.calls):
+        return
+    for call in seen.calls:
+        if call.call_id in followed or call.role not in ("agent", "subagent"):
+            continue
+        made = [tool["function"] for tool in (call.parsed_reply or {}).get("tool_calls") or []]
+        if names := [tool["name"] for tool in made if not is_ending(tool["name"], tool["arguments"])]:
+            yield Finding(
+                "problem",
+                f"The call of {' and '.join(names)} was not answered: no call came with its result.",
+                "The program ended after the tool call, or went on in another conversation." + _see_output(seen),
+            )
+
+
 def untrained(seen: Observed) -> Iterator[Finding]:
     """Calls, and none of the agent: nothing would be trained."""
     if seen.calls and not any(call.role in ("agent", "subagent") for call in seen.calls):
@@ -147,19 +188,22 @@ def untrained(seen: Observed) -> Iterator[Finding]:
 
 
 def short(seen: Observed) -> Iterator[Finding]:
-    """Too few calls to see whether they are continued."""
-    if not seen.calls or any(call.kind != "root" for call in seen.calls):
+    """Calls, none of which has a history: that they would be continued was not seen."""
+    if not seen.calls or any(call.kind != "root" for call in seen.calls) or any(unanswered(seen)):
         return
     if tools := sorted({_tool_name(tool) for call in seen.calls for tool in call.parsed_tools or []}):
-        text = f"It was offered {len(tools)} tools, and none of them was called and answered: {', '.join(tools)}."
-        advice = "A tool whose name says that it writes, sends or ends is not called. Try with one that only looks."
+        text = f"It was offered {len(tools)} tools, and none of them was called: {', '.join(tools)}."
+        advice = (
+            "Only a shell is called, or a tool whose name begins with a word such as read, list, get or search. Try "
+            "with one that only looks."
+        )
     else:
         text, advice = "It offers the model no tools.", "Its calls were captured; nothing was there to continue."
     yield Finding("note", f"No call continues another. {text}", advice)
 
 
 def ended(seen: Observed) -> Iterator[Finding]:
-    """An end of the program that is not status 0."""
+    """An end of the program that is not status 0. It is no problem when its calls were continued before."""
     if seen.stopped is not None:
         yield Finding(
             "problem",
@@ -168,7 +212,11 @@ def ended(seen: Observed) -> Iterator[Finding]:
             "--timeout gives it more time.",
         )
     elif seen.exit_status:
-        yield Finding("note", f"The program ended with status {seen.exit_status}.", "Its last lines are below.")
+        yield Finding(
+            "note" if seen.continued or not seen.calls else "problem",
+            f"The program ended with status {seen.exit_status}.",
+            _see_output(seen).strip(),
+        )
 
 
 def moved(seen: Observed) -> Iterator[Finding]:
@@ -184,7 +232,8 @@ def moved(seen: Observed) -> Iterator[Finding]:
 def hidden(seen: Observed) -> Iterator[Finding]:
     """Images that the model was not shown."""
     if events := seen.of("hidden"):
-        yield Finding("note", f"{_times(len(events))} an image became a text which says that it is not shown.")
+        calls = "1 call" if len(events) == 1 else f"{len(events)} calls"
+        yield Finding("note", f"In {calls} images became texts which say that they are not shown.")
 
 
 def refused(seen: Observed) -> Iterator[Finding]:
@@ -206,6 +255,8 @@ RULES: Sequence[Callable[[Observed], Iterator[Finding]]] = (
     rejected,
     broken,
     not_continued,
+    rewritten,
+    unanswered,
     untrained,
     ended,
     short,
@@ -216,11 +267,15 @@ RULES: Sequence[Callable[[Observed], Iterator[Finding]]] = (
 
 
 def _tls_failures(seen: Observed) -> list[Event]:
-    return [event for event in seen.of("refused") if event.detail.startswith("TLS failed")]
+    return [event for event in seen.events if failed_tls(event.kind, event.detail)]
 
 
 def _answered(seen: Observed) -> bool:
     return any(call.status == "completed" for call in seen.calls)
+
+
+def _see_output(seen: Observed) -> str:
+    return " The last lines of its output are below." if seen.output.strip() else ""
 
 
 def _place(event: Event) -> str:

@@ -1,9 +1,17 @@
 """The facts of one run of a program: its end, its calls, and what else came through the proxy."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from rolltap.addons.store.records import Call, Event
+
+_ADDRESS = re.compile(r"^(?!ROLLTAP_)(.*_)?(BASE_?URL|API_?BASE|ENDPOINT|HOST)$", re.I)
+"""The name of a variable that may hold the address of a model."""
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+"""The hosts of `NO_PROXY`, which programs reach without the recorder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +31,8 @@ class Observed:
         install: Command that installs the tested version.
         quirks: Facts of the preset.
         node: Version of the Node that runs it; empty for another program.
-        loopback: Variables and arguments of the program that name a URL on loopback, such as
-            `OPENAI_BASE_URL=http://127.0.0.1:8000/v1`.
+        loopback: Variables and arguments that may tell the program to ask a model on loopback, each with the address:
+            `OPENAI_BASE_URL (127.0.0.1:8000)`.
     """
 
     program: str
@@ -45,10 +53,37 @@ class Observed:
         """Return the events of some kinds."""
         return [event for event in self.events if event.kind in kinds]
 
+    @property
+    def continued(self) -> list[Call]:
+        """The calls that continue the call before them token for token."""
+        return [call for call in self.calls if call.kind == "bridged" and not wrote_reply(call)]
+
+
+def wrote_reply(call: Call) -> bool:
+    """Return True when a call has an assistant message, after the reply that it continues, that no model wrote.
+
+    The program wrote it in the place of a reply, so that the call continues an earlier one than the last.
+    """
+    return call.kind == "bridged" and any(message.get("role") == "assistant" for message in call.parsed_messages)
+
 
 def loopback_urls(environment: Mapping[str, str], command: Sequence[str]) -> list[str]:
-    """Return the variables, as NAME=VALUE, and the arguments that name a URL on loopback. Proxies are left out."""
-    settings = [f"{name}={value}" for name, value in environment.items() if not name.lower().endswith("_proxy")]
-    hosts = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0")
-    urls = [f"{scheme}://{host}" for scheme in ("http", "https") for host in hosts]
-    return [text for text in (*settings, *command) if any(url in text for url in urls)]
+    """Return the variables that name the address of a model, and the arguments, that have a URL on loopback.
+
+    Each has its name and the host alone: a URL may have a secret in it.
+    """
+    settings = [(name, value) for name, value in environment.items() if _ADDRESS.search(name)]
+    for argument in command:
+        name, separator, value = argument.partition("=")
+        settings.append((name, value) if separator and name.startswith("-") else ("an argument", argument))
+    return [f"{name} ({host})" for name, value in settings if (host := _loopback_host(value))]
+
+
+def _loopback_host(url: str) -> str:
+    """Return the host and port of a URL on loopback, without its user name and password; "" for another text."""
+    try:
+        parts = urlsplit(url)
+        on_loopback = parts.scheme in ("http", "https") and parts.hostname in _LOOPBACK
+    except ValueError:
+        return ""
+    return parts.netloc.rpartition("@")[2] if on_loopback else ""

@@ -24,10 +24,16 @@ from rolltap.addons.dialects.routes import ANY_PREFIX, find_route
 from rolltap.addons.store.records import CallRole, CallStatus
 
 NO_CALL = (
-    "no model call came: did the program use the proxy? Node's own fetch uses it with Node 22.21, 24.5 or newer, and a "
-    "base URL on loopback is never sent to it. `rolltap doctor -- COMMAND` tries a program"
+    "no model call came: did the program use the proxy? Its HTTP client must take user name and password from the URL, "
+    "too. Node's own fetch uses the proxy with Node 22.21, 24.5 or newer, and a base URL on loopback is never sent "
+    "to it. `rolltap doctor -- COMMAND` tries a program"
 )
 """The fault of a session without a request to a model API."""
+DISTRUST = (
+    "The program does not trust the recorder's certificate. It reads none of the variables for certificates that "
+    "`rolltap env` prints: put the file of SSL_CERT_FILE where its own settings take a CA."
+)
+"""Advice after a connection whose TLS failed."""
 
 
 class Asked(NamedTuple):
@@ -80,14 +86,25 @@ def find_fault(calls: Sequence[Asked], events: Sequence[Told]) -> str | None:
     return f"it did not recover from: {_newest(open_faults).detail}" if open_faults else None
 
 
+def failed_tls(kind: str, detail: str) -> bool:
+    """Return True for the event of a connection whose TLS failed, as the addon of the egress writes it."""
+    return kind == "refused" and "TLS failed: " in detail
+
+
 def _why_none(events: Sequence[Told]) -> str:
-    """Return why a session has no call: its requests were refused, were not known as model calls, or did not come."""
+    """Return why a session has no call.
+
+    Its requests were refused, were not known as model calls, failed in their TLS, or did not come.
+    """
     if rejected := [event for event in events if event.kind == "rejected"]:
         return f"every model call was refused: {_newest(rejected).detail}"
     if uncaptured := [event for event in events if event.kind == "uncaptured"]:
         last = _newest(uncaptured)
         request = f"{last.method} {last.host}{last.path}"
         return f"no model call came, only requests to unknown paths that look like one: {request}"
+    if distrusting := [event for event in events if failed_tls(event.kind, event.detail)]:
+        last = _newest(distrusting)
+        return f"no model call came: {last.host}: {last.detail}. {DISTRUST}"
     return NO_CALL
 
 

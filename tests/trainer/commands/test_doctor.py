@@ -25,6 +25,18 @@ def test_doctor_tells_a_program_that_makes_no_call_what_to_set():
     assert "no key" in ended.stdout
 
 
+def test_doctor_does_not_call_a_program_ready_that_dies_at_its_tool_call():
+    ended = rolltap("doctor", "--", sys.executable, AGENT, "raises")
+    assert ended.returncode == 1
+    assert "problem: The call of shell was not answered" in ended.stdout
+
+
+def test_doctor_has_a_status_for_a_program_that_has_no_history_to_continue():
+    ended = rolltap("doctor", "--", sys.executable, AGENT, "toolless")
+    assert ended.returncode == 3
+    assert ended.stdout.splitlines()[0] == f"{sys.executable}: 1 call captured; continuity not tried."
+
+
 @pytest.mark.parametrize("arguments", [[], ["--harness", "pi", "--", "true"], ["--timeout", "0", "--", "true"]])
 def test_a_wrong_command_line_is_status_2(arguments):
     assert rolltap("doctor", *arguments).returncode == 2

@@ -3,6 +3,7 @@ import subprocess
 import sys
 
 from rolltap.trainer.doctor.scripted_engine import Say
+from rolltap.trainer.rollouts.faults import DISTRUST
 from rolltap.trainer.runs.verify import verify_run
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
 from tests.trainer.commands.program import ASK, rolltap
@@ -44,6 +45,17 @@ def test_record_says_that_no_model_call_came(scripted_engine, tokenizer_folder, 
     assert ": completed, no reward, 0 model calls. See: rolltap inspect " in line
     assert why.startswith("no model call came: did the program use the proxy?")
     assert "rolltap doctor -- COMMAND" in why
+
+
+def test_record_says_that_the_program_does_not_trust_the_certificate(scripted_engine, tokenizer_folder, tmp_path):
+    program = "import httpx, ssl; httpx.get('https://api.openai.com/v1/models', verify=ssl.create_default_context())"
+    options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder)
+    distrusting = ("env", "-u", "SSL_CERT_FILE", sys.executable, "-c", program)
+    ended = rolltap("record", *options, "--", *distrusting)
+    why = ended.stderr.splitlines()[-1]
+    assert "no model call came: api.openai.com: TLS failed" in why
+    assert "did the program use the proxy" not in why
+    assert why.endswith(DISTRUST)
 
 
 def test_record_says_that_calls_were_not_answered(scripted_engine, tokenizer_folder, tmp_path):

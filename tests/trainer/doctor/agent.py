@@ -15,6 +15,8 @@ extra = {}
 if odd == "schema":
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     extra = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}}
+if odd == "toolless":
+    tools = []
 url = "https://api.openai.com/v1/chat/completions"
 if odd == "elsewhere":
     url = "https://bedrock-runtime.us-east-1.amazonaws.com/model/m/converse"
@@ -24,7 +26,7 @@ with httpx.Client(timeout=60, trust_env=odd != "direct") as client:
     if odd == "direct":
         url = "http://127.0.0.1:9/v1/chat/completions"
     for _ in range(10):
-        body = {"model": "m", "messages": messages, "tools": tools, **extra}
+        body = {"model": "m", "messages": messages, **({"tools": tools} if tools else {}), **extra}
         reply = client.post(url, json=body)
         if reply.status_code != 200:
             sys.exit(f"status {reply.status_code}")
@@ -36,6 +38,8 @@ with httpx.Client(timeout=60, trust_env=odd != "direct") as client:
             command = json.loads(call["function"]["arguments"])["command"]
             output = subprocess.run(command, shell=True, capture_output=True, text=True).stdout
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": output})
+        if odd == "raises":
+            raise ValueError("boom")
         if odd == "rewrites":
             messages[0]["content"] += "!"
 print(messages[-1]["content"])

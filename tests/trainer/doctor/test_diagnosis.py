@@ -19,7 +19,7 @@ CALL = Call(
     tools=json.dumps([{"type": "function", "function": {"name": "bash"}}]),
     reply=REPLY,
 )
-NEXT = Call(session_id="s", call_id="d", prompt_ids=[1], kind="bridged")
+NEXT = Call(session_id="s", call_id="d", prompt_ids=[1], kind="bridged", parent_id="c")
 
 
 def printed(diagnosis):
@@ -37,6 +37,19 @@ def test_a_ready_program_is_said_in_the_first_line():
     assert "header x: [bold]" in text
     assert "quirk: Is odd." in text
     assert "chatter" not in text
+
+
+def test_a_program_that_is_captured_and_has_no_history_is_not_called_ready():
+    diagnosis = Diagnosis.of(Observed(program="p", calls=[Call(session_id="s", call_id="c", prompt_ids=[1])]))
+    assert diagnosis.verdict == "p: 1 call captured; continuity not tried."
+    assert (diagnosis.problems, diagnosis.ready, diagnosis.to_json()["ok"]) == (0, False, False)
+
+
+def test_a_call_after_a_turn_that_the_program_wrote_is_not_counted_as_continued():
+    written = json.dumps([{"role": "assistant", "content": "Mine."}])
+    last = Call(session_id="s", call_id="e", prompt_ids=[1], kind="bridged", parent_id="c", messages=written)
+    seen = Observed(program="p", calls=[CALL, NEXT, last])
+    assert (seen.continued, Diagnosis.of(seen).verdict) == ([NEXT], "p: 1 problem.")
 
 
 def test_problems_come_with_advice_other_requests_and_the_end_of_the_output():

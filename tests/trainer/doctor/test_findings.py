@@ -17,6 +17,10 @@ def call(kind="root", **fields):
 GOOD = [call(), call("bridged")]
 REWRITTEN = "message 3 is not that of call c: 'a' where it had 'b'"
 TOOLS = json.dumps([{"type": "function", "function": {"name": "send_mail"}}])
+CALLS_BASH = json.dumps({"role": "assistant", "tool_calls": [{"function": {"name": "bash", "arguments": "{}"}}]})
+FINISHES = CALLS_BASH.replace("bash", "finish")
+SUBMITS = CALLS_BASH.replace("{}", "{echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT}")
+WRITTEN = json.dumps([{"role": "assistant", "content": "Mine."}, {"role": "user", "content": "Go on."}])
 
 
 def run(**fields):
@@ -27,13 +31,17 @@ SEEN = {
     "silent": run(),
     "old node": run(node="20.20.2"),
     "new node": run(node="22.21.0"),
-    "loopback": run(loopback=["OPENAI_BASE_URL=http://localhost:1/v1"]),
+    "loopback": run(loopback=["OPENAI_BASE_URL (localhost:1)"]),
+    "loopback and old node": run(node="20.20.2", loopback=["OPENAI_BASE_URL (localhost:1)"]),
+    "said something": run(output="no key\n"),
     "uncaptured only": run(events=[Event(kind="uncaptured", **OTHER)] * 3),
+    "mistyped": run(events=[Event(kind="uncaptured", **OTHER, detail="refused: did you mean /v1/responses?")]),
+    "a gateway": run(events=[Event(kind="uncaptured", **OTHER, detail="refused: set rolltap_prefix=/x to answer it")]),
     "distrusts": run(events=[Event(kind="refused", host="api.openai.com", detail="TLS failed: unknown ca")]),
     "telemetry distrusts": run(
         calls=GOOD, events=[Event(kind="refused", host="t.example", detail="TLS failed: unknown ca")]
     ),
-    "without credentials": run(events=[Event(kind="unauthorised")]),
+    "other credentials": run(events=[Event(kind="unauthorised")]),
     "rejected": run(events=[Event(kind="rejected", **OTHER, detail="n=2 is not served")]),
     "failed": run(calls=[*GOOD, call("bridged", status="failed", error="no room")]),
     "violated": run(calls=[*GOOD, call("bridged", violation="2 token ids but 1 log-probabilities")]),
@@ -43,21 +51,29 @@ SEEN = {
     "untrained": run(calls=[call(role="auxiliary", role_evidence="no tools"), call("bridged", role="auxiliary")]),
     "acts only": run(calls=[call(tools=TOOLS)]),
     "no tools": run(calls=[call()]),
+    "died at its tool call": run(calls=[call(reply=CALLS_BASH)], exit_status=1),
+    "stopped after its second call": run(calls=[call(), call("bridged", call_id="d", parent_id="c", reply=CALLS_BASH)]),
+    "died without a call of a tool": run(calls=[call()], exit_status=2),
+    "wrote a reply": run(calls=[*GOOD, call("bridged", parent_id="c", messages=WRITTEN)]),
     "status": run(calls=GOOD, exit_status=3),
     "hangs": run(calls=GOOD, exit_status=None, stopped="timeout"),
     "another version": run(calls=GOOD, version="2.0", tested_version="1.0", install="npm install x@1.0"),
-    "image": run(calls=GOOD, events=[Event(kind="hidden")]),
+    "image": run(calls=GOOD, events=[Event(kind="hidden")] * 2),
     "telemetry": run(calls=GOOD, events=[Event(kind="refused", host="t.example", path="/log")]),
 }
 SAID = {
     "silent": ("problem", "did not use the proxy", "trust_env=True"),
     "old node": ("problem", "Node 20.20.2", "Node 22.21"),
     "new node": ("problem", "did not use the proxy", ""),
-    "loopback": ("problem", "OPENAI_BASE_URL=http://localhost:1/v1", "http://model.rolltap/v1"),
+    "loopback": ("problem", "did not use the proxy", "OPENAI_BASE_URL (localhost:1)"),
+    "loopback and old node": ("problem", "Node 20.20.2", "http://model.rolltap/v1"),
+    "said something": ("problem", "did not use the proxy", "Does the output below say"),
     "uncaptured only": ("problem", "3 times not captured: POST api.x.com/v2/responses", "rolltap_prefix"),
+    "mistyped": ("problem", "did you mean /v1/responses?", "Correct the path"),
+    "a gateway": ("problem", "set rolltap_prefix=/x", "--set rolltap_prefix="),
     "distrusts": ("problem", "TLS failed", "SSL_CERT_FILE"),
     "telemetry distrusts": ("note", "TLS failed", "SSL_CERT_FILE"),
-    "without credentials": ("problem", "without the user name and password", "HTTPS_PROXY"),
+    "other credentials": ("problem", "another user name and password", "HTTPS_PROXY"),
     "rejected": ("problem", "n=2 is not served", "Switch it off"),
     "failed": ("problem", "no room", ""),
     "violated": ("problem", "2 token ids", ""),
@@ -65,12 +81,16 @@ SAID = {
     "ambiguous": ("problem", "fit equally well", "same question"),
     "other tools": ("problem", "its tools are not those", "other tools than before"),
     "untrained": ("problem", "auxiliary (no tools)", ""),
-    "acts only": ("note", "none of them was called and answered: send_mail", "only looks"),
+    "acts only": ("note", "none of them was called: send_mail", "only looks"),
+    "died at its tool call": ("problem", "call of bash was not answered", ""),
+    "stopped after its second call": ("problem", "call of bash was not answered", ""),
+    "died without a call of a tool": ("problem", "status 2", ""),
+    "wrote a reply": ("problem", "an assistant message that no model wrote", ""),
     "no tools": ("note", "offers the model no tools", "captured"),
-    "status": ("note", "status 3", "last lines"),
+    "status": ("note", "status 3", ""),
     "hangs": ("problem", "within 60 s (timeout)", "--timeout"),
     "another version": ("note", "version 2.0; its preset was tested with 1.0", "npm install x@1.0"),
-    "image": ("note", "an image", ""),
+    "image": ("note", "In 2 calls images became texts", ""),
     "telemetry": ("note", "t.example", "rolltap_allow"),
 }
 
@@ -88,7 +108,7 @@ def test_a_program_that_is_continued_has_no_finding():
 
 
 def test_a_cause_that_is_known_is_not_guessed_at():
-    for name in ("uncaptured only", "distrusts", "without credentials", "rejected"):
+    for name in ("uncaptured only", "distrusts", "other credentials", "rejected"):
         assert not any("did not use the proxy" in finding.text for finding in findings(SEEN[name]))
 
 
@@ -97,13 +117,48 @@ def test_problems_come_first():
     assert [finding.level for finding in found] == ["problem", "note"]
 
 
+def test_output_is_referred_to_when_there_is_some():
+    for output in ("", "boom\n"):
+        for seen in (run(output=output), run(calls=GOOD, exit_status=1, output=output)):
+            assert any("below" in finding.advice for finding in findings(seen)) == bool(output)
+
+
+def test_a_program_that_used_the_proxy_is_not_told_otherwise():
+    calls = [call(reply=CALLS_BASH)]
+    assert not any("Try with one" in finding.advice for finding in findings(run(calls=calls, exit_status=1)))
+
+
+@pytest.mark.parametrize("last", [FINISHES, SUBMITS])
+def test_the_tool_call_with_which_a_program_ends_needs_no_answer(last):
+    assert findings(run(calls=[call(), call("bridged", call_id="d", parent_id="c", reply=last)])) == []
+
+
+def test_a_tool_call_of_a_side_question_needs_no_answer():
+    assert findings(run(calls=[*GOOD, call(call_id="d", role="auxiliary", reply=CALLS_BASH)])) == []
+
+
+def test_a_branch_of_a_conversation_is_continued():
+    branch = [call(reply=CALLS_BASH), *(call("bridged", call_id=name, parent_id="c") for name in "de")]
+    assert findings(run(calls=branch)) == []
+
+
 @pytest.mark.parametrize(
     ("environment", "command", "found"),
     [
-        ({"OPENAI_BASE_URL": "http://localhost:8000/v1"}, [], ["OPENAI_BASE_URL=http://localhost:8000/v1"]),
-        ({}, ["x", "--url=http://127.0.0.1:1"], ["--url=http://127.0.0.1:1"]),
+        ({"OPENAI_BASE_URL": "http://localhost:8000/v1?key=s3cret"}, [], ["OPENAI_BASE_URL (localhost:8000)"]),
+        ({"LLM_API_BASE": "https://u:s3cret@[::1]:9/v1"}, [], ["LLM_API_BASE ([::1]:9)"]),
+        ({"AZURE_OPENAI_ENDPOINT": "http://127.0.0.1"}, [], ["AZURE_OPENAI_ENDPOINT (127.0.0.1)"]),
+        ({"OLLAMA_HOST": "http://127.0.0.1:11434"}, [], ["OLLAMA_HOST (127.0.0.1:11434)"]),
+        ({"baseURL": "http://LOCALHOST/"}, [], ["baseURL (LOCALHOST)"]),
+        ({}, ["x", "--url=http://u:p@127.0.0.1:1/v1"], ["--url (127.0.0.1:1)"]),
+        ({}, ["x", "http://127.0.0.1:1/s3cret"], ["an argument (127.0.0.1:1)"]),
+        ({"ROLLTAP_ENGINE": "http://127.0.0.1:8000", "ROLLTAP_BASE_URL": "http://127.0.0.1:1"}, [], []),
+        ({"NPM_TOKEN_URL": "http://u:s3cret@localhost:4873", "DATABASE_URL": "http://localhost"}, [], []),
+        ({"OPENAI_BASE_URL": "http://0.0.0.0:8000/v1"}, [], []),  # not in NO_PROXY
+        ({"OPENAI_BASE_URL": "http://localhost.example.org/v1"}, [], []),
+        ({"OPENAI_BASE_URL": "http://[oops"}, ["http://[oops"], []),
         ({"HTTPS_PROXY": "http://127.0.0.1:1", "no_proxy": "localhost"}, ["x"], []),
-        ({"A": "https://api.openai.com"}, ["x"], []),
+        ({"OPENAI_BASE_URL": "https://api.openai.com"}, ["x"], []),
     ],
 )
 def test_a_url_on_loopback_is_found_in_variables_and_arguments(environment, command, found):

@@ -95,11 +95,11 @@ def test_a_program_gets_a_call_that_does_no_harm(program):
 
 
 ACTS = """
-write_file sendMail DeleteRow transfer_to_clerk final_answer ask_user mcp__shop__buy refund_order reset_database drop_table
-rm removefile charge_card purchase shutdown execute_sql merge_pull_request tweet add add_user query fetch fetch_funds
-book_flight format_disk clear_history close_issue notify_customer set_price transferFunds deleteall reply_to_email status
-reset_view drop_list clear_search find_and_replace get_and_lock read_then_flush get_refund check_out timeTravel frobnicate
-mcp__view__reset mcp__read count_down
+write_file sendMail DeleteRow transfer_to_clerk final_answer ask_user mcp__shop__buy refund_order reset_database
+drop_table rm removefile charge_card purchase shutdown execute_sql merge_pull_request tweet add add_user query fetch
+fetch_funds book_flight format_disk clear_history close_issue notify_customer set_price transferFunds deleteall
+reply_to_email status reset_view drop_list clear_search find_and_replace get_and_lock read_then_flush get_refund
+check_out timeTravel frobnicate mcp__view__reset mcp__read count_down
 """
 
 

@@ -32,8 +32,13 @@ def lookup(second, path):
     return fault(second)._replace(method="GET" if path.endswith("models") else "POST", path=path)
 
 
-def told(kind, second):
-    return Told(kind, None, f"{kind} {second}", at(second), "POST", "/v9/chat", "api.host")
+def told(kind, second, detail=""):
+    return Told(kind, None, detail or f"{kind} {second}", at(second), "POST", "/v9/chat", "api.host")
+
+
+TLS = (
+    r"^no model call came: api.host: .*TLS failed: unknown ca\. The program does not trust the recorder's certificate\."
+)
 
 
 def begun(second):
@@ -45,6 +50,13 @@ def begun(second):
     [
         ([], [], "^no model call came: did the program use the proxy"),
         ([], [told("refused", 1)], "^no model call came: did the program use the proxy"),
+        ([], [told("refused", 1, "TLS failed: unknown ca"), told("refused", 2)], TLS),
+        ([], [told("refused", 1, "9 refused in all, the last: TLS failed: unknown ca")], TLS),
+        (
+            [],
+            [told("uncaptured", 1), told("refused", 2, "TLS failed: x")],
+            "that look like one: POST api.host/v9/chat$",
+        ),
         ([], [told("uncaptured", 1), told("refused", 2)], "that look like one: POST api.host/v9/chat$"),
         ([], [told("uncaptured", 1), told("rejected", 2)], "^every model call was refused: rejected 2$"),
         ([], [told("rejected", 1), fault(2)], "no token was sampled.*: fault 2"),
