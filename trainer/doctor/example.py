@@ -123,8 +123,9 @@ def _number(schema: Mapping[str, Any], kind: str) -> int | float:
 
 def _bound(schema: Mapping[str, Any], key: str) -> int | float | None:
     bound = schema.get(key)
-    is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
-    return bound if is_number and -_LARGEST < bound < _LARGEST else None
+    if isinstance(bound, bool) or not isinstance(bound, int | float):
+        return None
+    return bound if -_LARGEST < bound < _LARGEST else None
 
 
 def _text(schema: Mapping[str, Any], name: str) -> str:
