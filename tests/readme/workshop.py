@@ -20,9 +20,16 @@ from tests.trainer.exports.hub import Hub
 BLOCK_SECONDS = 180.0
 AGENT = """
 import httpx
-question = {"model": "any", "messages": [{"role": "user", "content": "Hello"}]}
-reply = httpx.post("https://api.openai.com/v1/chat/completions", json=question, timeout=60)
-reply.raise_for_status()
+tools = [{"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}}]
+messages = [{"role": "user", "content": "Hello"}]
+for _ in range(4):
+    question = {"model": "any", "messages": messages, "tools": tools}
+    reply = httpx.post("https://api.openai.com/v1/chat/completions", json=question, timeout=60)
+    messages.append(reply.raise_for_status().json()["choices"][0]["message"])
+    calls = messages[-1].get("tool_calls")
+    if not calls:
+        break
+    messages += [{"role": "tool", "tool_call_id": call["id"], "content": "12:00"} for call in calls]
 """
 CALL = (
     '{"session_id": "s", "call_id": "c", "prompt_ids": [1], "completion_ids": [2], "logprobs": [-0.5], '
