@@ -195,7 +195,7 @@ class RecoveredSession:
         ids = row["prompt_tail_ids"], row["completion_ids"]
         try:
             self.roles.restore(call, parent, row["role"], model_call, reply)
-            return self.conversations.restore(call, parent, *ids, model_call, reply)
+            return self.conversations.restore(call, parent, *ids, model_call, reply, row["kind"])
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             self.conversations.incomplete = True
             _leave_out(row, f"its messages are not those of a recorder ({error!r})")

@@ -249,7 +249,8 @@ class TestDamage:
     def test_a_row_that_makes_no_sense_is_left_out(self, session, fields):
         reply = session.ask([user("Hi")], "Hello.<|im_end|>", fields)
         _, after = session.prompts([user("Hi"), reply, user("Go on")])
-        assert (after.kind, after.reason) == ("rendered", "no earlier call")
+        reason = "message 1 may be the reply of a call that cannot be read"
+        assert (after.kind, after.reason) == ("rendered", reason)
 
 
 class TestEchoRule:
