@@ -12,12 +12,7 @@ from typing import NamedTuple
 
 from rolltap.addons.dialects.types import Message, ModelCall
 from rolltap.addons.prompts.canonical import canonical
-from rolltap.addons.prompts.digests import (
-    describe_difference,
-    extend_digest,
-    fingerprint,
-    first_digest,
-)
+from rolltap.addons.prompts.digests import describe_difference, extend_digest, fingerprint, first_digest, opening_digest
 from rolltap.addons.prompts.echoes import issued_forms
 from rolltap.addons.prompts.issued import Issued
 from rolltap.addons.prompts.rendering import Rendering
@@ -47,11 +42,11 @@ class Prompt:
     digests: list[bytes] = field(repr=False, default_factory=list)
     """The digest of each prefix of the conversation: `digests[n]` covers `messages[:n]`."""
 
-    @property
-    def opening(self) -> bytes:
-        """The `opening_digest` of the conversation."""
-        messages = self.model_call.messages
-        return self.digests[next((n for n, m in enumerate(messages) if m["role"] != "system"), len(messages))]
+    opening: bytes = field(init=False, repr=False)
+    """The `opening_digest` of the conversation."""
+
+    def __post_init__(self) -> None:
+        self.opening = opening_digest(self.model_call)
 
 
 class _Followed(NamedTuple):
@@ -67,7 +62,8 @@ class _Followed(NamedTuple):
 class _Changed(NamedTuple):
     """An assistant message that is a recorded reply, changed or at another place."""
 
-    index: int
+    place: int
+    """Its index among the messages."""
     call_id: str | None
     """The call of the reply; None when that may be one that cannot be read."""
 
@@ -127,6 +123,11 @@ class Conversations:
         kind: CallKind = "root" if sampled_by is None and changed is None else "rendered"
         return Prompt(model_call, ids, kind, reason, None, 0, messages, sampled_by, digests)
 
+    def sampled_by(self, model_call: ModelCall) -> str | None:
+        """Return the `Prompt.sampled_by` of a request, without its prompt."""
+        end, changed = self._place(model_call, digests := self._prefix_digests(model_call))
+        return self._turns[digests[end]][0].call_id if end else changed and changed.call_id
+
     def add(self, call_id: str, prompt: Prompt, completion_ids: Sequence[int], reply: Message) -> None:
         """Record a completed call for later calls to continue. `reply` is the message that the harness receives."""
         digests = prompt.digests[len(prompt.digests) - 1 - len(prompt.new_messages) :]
@@ -175,7 +176,7 @@ class Conversations:
         """Record a call. `digests` are those of the prefixes that the new messages and the reply follow."""
         changed = self._place(model_call, digests)[1] if kind == "rendered" else None
         if changed is not None and changed.call_id is not None:
-            self._changed.setdefault(digests[changed.index + 1], changed.call_id)
+            self._changed.setdefault(digests[changed.place + 1], changed.call_id)
         base, shared = parent, parent.length if parent is not None else 0
         if base is None and (base := self._nearest(digests)) is not None:
             shared = base.common_length(tail_ids)
@@ -280,20 +281,16 @@ class Conversations:
         """Describe where the conversation first differs from the recorded ones, at the latest in a changed reply."""
         messages, shared = model_call.messages, self._shared(digests)
         if changed is not None and changed.call_id is None:
-            return f"message {changed.index} may be the reply of a call that cannot be read"
+            return f"message {changed.place} may be the reply of a call that cannot be read"
         if shared < 0:
             return "its tools are not those of any earlier call" if self._turns else "no earlier call"
-        if changed is not None and digests[changed.index] in self._replies:
-            shared, theirs = changed.index, self._replies[digests[changed.index]]
-        elif changed is not None and (changed.index < shared or digests[shared] not in self._next):
-            return f"message {changed.index} is the reply of call {changed.call_id}, changed or at another place"
+        if changed is not None and digests[changed.place] in self._replies:
+            shared, theirs = changed.place, self._replies[digests[changed.place]]
+        elif changed is not None and (changed.place < shared or digests[shared] not in self._next):
+            return f"message {changed.place} is the reply of call {changed.call_id}, changed or at another place"
         elif shared == len(messages):
             return f"it ends within the conversation of call {self._next[digests[shared]].call_id}"
         else:
             theirs = self._next[digests[shared]]
-        ours = canonical(messages[shared], model_call)
-        if ours.startswith(theirs.excerpt):
-            difference = f"it differs after {len(theirs.excerpt)} characters"
-        else:
-            difference = describe_difference(ours, theirs.excerpt)
+        difference = describe_difference(canonical(messages[shared], model_call), theirs.excerpt)
         return f"message {shared} is not that of call {theirs.call_id}: {difference}"

@@ -541,8 +541,8 @@ class TestContextMessages:
         history += [session.ask(history, "Hello.<|im_end|>")]
         session.ask([*history, user("State 1"), user("One")], "Answer 1.<|im_end|>")
         history += [user("One"), {"role": "assistant", "content": "Changed."}]
-        for messages in ([*history, user("State 2"), user("Two")], [*history, user("State 2")], [*history, user("Two")]):
-            session.ask(messages, "Answer.<|im_end|>")
+        for new in ([user("State 2"), user("Two")], [user("State 2")], [user("Two")]):
+            session.ask([*history, *new], "Answer.<|im_end|>")
         assert [call.kind for call, _ in session.calls[2:]] == ["rendered"] * 3
         assert session.calls[3][0].reason == "message 3 is the reply of call 1, changed or at another place"
 

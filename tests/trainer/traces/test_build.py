@@ -132,7 +132,6 @@ class TestLeftOut:
         [trace], _ = build_traces([root, follow(1, root, [], [8])], "prefix_merging")
         assert trace.logprobs == [0.0, -2.0]
 
-
     def test_a_call_that_was_sampled_under_a_grammar_is_not_trained_whatever_its_role(self):
         held = {"sampling": '{"structured_outputs": {"json": {}}}'}
         asked = {"sampling": '{"asked": {"structured_outputs": true}}'}
