@@ -8,6 +8,8 @@ between calls that are otherwise equal.
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 from rolltap.addons.dialects.types import Message, ModelCall
@@ -60,10 +62,9 @@ class _Followed(NamedTuple):
 
 
 class _Changed(NamedTuple):
-    """An assistant message that is a recorded reply, changed or at another place."""
+    """An assistant message, at an index, that is a recorded reply, changed or at another place."""
 
     place: int
-    """Its index among the messages."""
     call_id: str | None
     """The call of the reply; None when that may be one that cannot be read."""
 
@@ -125,7 +126,8 @@ class Conversations:
 
     def sampled_by(self, model_call: ModelCall) -> str | None:
         """Return the `Prompt.sampled_by` of a request, without its prompt."""
-        end, changed = self._place(model_call, digests := self._prefix_digests(model_call))
+        digests = self._extend_all(first_digest(model_call), model_call)
+        end, changed = self._place(model_call, digests)
         return self._turns[digests[end]][0].call_id if end else changed and changed.call_id
 
     def add(self, call_id: str, prompt: Prompt, completion_ids: Sequence[int], reply: Message) -> None:
@@ -155,9 +157,7 @@ class Conversations:
         `echoes.py` only, later calls may find another one of these, or none.
         """
         parent = None if parent_id is None else self._by_call[parent_id]
-        digests = [first_digest(model_call) if parent is None else parent.digest]
-        for message in model_call.messages:
-            digests.append(self._extend(digests[-1], message, model_call))
+        digests = self._extend_all(first_digest(model_call) if parent is None else parent.digest, model_call)
         how = digests, model_call.messages, reply, model_call, kind
         return self._add(call_id, parent, array("i", tail_ids), completion_ids, *how)
 
@@ -225,6 +225,11 @@ class Conversations:
         self._newest = fingerprints, digests
         return digests
 
+    def _extend_all(self, digest: bytes, model_call: ModelCall) -> list[bytes]:
+        """Return the N + 1 digests of a prefix and of those that N messages make of it."""
+        extend = partial(self._extend, model_call=model_call)
+        return list(accumulate(model_call.messages, extend, initial=digest))
+
     def _extend(self, digest: bytes, message: Message, model_call: ModelCall) -> bytes:
         """Return the digest of a prefix and the message after it; of a changed echo, that with the recorded reply."""
         exact = extend_digest(digest, message, model_call)
@@ -255,10 +260,8 @@ class Conversations:
         left = max(start, self._shared(digests))
         ahead = self._replies_ahead(digests[left])
         for i in places:
-            if i < left:
-                replies = [reply.call_id] if (reply := self._replies.get(digests[i])) else []
-            else:
-                replies = [call_id for call_id in (ahead if start else ahead[i - left :][:1]) if call_id]
+            here = self._replies_ahead(digests[i])[:1] if i < left else ahead if start else ahead[i - left :][:1]
+            replies = [call_id for call_id in here if call_id is not None]
             found = self._issued.call(messages[i], model_call) or self._changed.get(digests[i + 1])
             if found or replies:
                 return _Changed(i, found or replies[0])
