@@ -260,11 +260,11 @@ class Conversations:
         left = max(start, self._shared(digests))
         ahead = self._replies_ahead(digests[left])
         for i in places:
-            here = self._replies_ahead(digests[i])[:1] if i < left else ahead if start else ahead[i - left :][:1]
-            replies = [call_id for call_id in here if call_id is not None]
+            at = self._replies.get(digests[i])
+            here = [at and at.call_id] if i < left else ahead if start else ahead[i - left :][:1]
             found = self._issued.call(messages[i], model_call) or self._changed.get(digests[i + 1])
-            if found or replies:
-                return _Changed(i, found or replies[0])
+            if (call_id := found or next(filter(None, here), None)) is not None:
+                return _Changed(i, call_id)
         return _Changed(places[0], None) if self.incomplete else None
 
     def _replies_ahead(self, digest: bytes) -> list[str | None]:
