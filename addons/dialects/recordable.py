@@ -18,7 +18,7 @@ _LONGEST = 4096
 _DEEPEST = 8
 _MOST_TOOLS = 64
 _APPLIED = frozenset({"schema", "responseSchema", "responseJsonSchema"})
-"""Options with a JSON schema, which is applied and recorded with the applied parameters."""
+"""Options with a JSON schema. One that is applied is recorded with the applied parameters."""
 _URLS = frozenset({"server_url", "url"})
 _TOOL_KEYS = _URLS | {
     # all APIs

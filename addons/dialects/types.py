@@ -190,7 +190,7 @@ class ModelCall:
     stop: list[str] = field(default_factory=list)
     """Stop texts. A stop text ends the reply and is not part of it."""
     schema: dict[str, Any] | None = None
-    """The JSON schema that the reply must match; `{}` for any JSON object."""
+    """The JSON schema that the harness wants the reply to match; `{}` for any JSON object. See `grammar`."""
     may_call: bool = True
     """False when the request forbids tool calls, although the model sees the tools."""
     reasoning: Literal["shown", "signed", "hidden"] = "shown"
@@ -210,6 +210,11 @@ class ModelCall:
     """The path of an object of the session, and the entry that is added to it once the call is completed."""
     echo_rule: EchoRule | None = None
     """The rule for a harness that rewrites the arguments of tool calls in its echoes; None for other harnesses."""
+
+    @property
+    def grammar(self) -> dict[str, Any] | None:
+        """The `schema` if the engine is held to it. Beside tools it is not applied: the model could call none."""
+        return None if self.tools else self.schema
 
 
 @dataclass(slots=True)

@@ -288,8 +288,9 @@ class Generation:
 
 def unapplied(model_call: ModelCall) -> dict[str, Any]:
     """Return what a harness asked for and did not get, for the record."""
-    hosted = model_call.hosted_tools
-    return model_call.requested_sampling | ({"hosted_tools": hosted} if hosted else {})
+    hosted, schema = model_call.hosted_tools, model_call.schema is not None and model_call.grammar is None
+    asked = {"hosted_tools": hosted} if hosted else {}
+    return model_call.requested_sampling | asked | ({"json_schema": True} if schema else {})
 
 
 async def _happens(event: asyncio.Event, timeout: float) -> bool:

@@ -9,7 +9,7 @@ from rolltap.addons.dialects.types import ModelCall
 def parameters(
     sampling: Mapping[str, Any], stop_token_ids: Sequence[int], model_call: ModelCall, max_new_tokens: int
 ) -> dict[str, Any]:
-    """Return vLLM's sampling parameters: the run's, and the harness's token limit, stop texts and JSON schema.
+    """Return vLLM's sampling parameters: the run's, and the harness's token limit, stop texts and grammar.
 
     `max_new_tokens` is the room that the prompt leaves in the context window.
     """
@@ -21,6 +21,6 @@ def parameters(
     }
     if model_call.stop:
         found["stop"] = model_call.stop
-    if model_call.schema is not None:
-        found["structured_outputs"] = {"json": model_call.schema} if model_call.schema else {"json_object": True}
+    if model_call.grammar is not None:
+        found["structured_outputs"] = {"json": model_call.grammar} if model_call.grammar else {"json_object": True}
     return found

@@ -8,19 +8,17 @@ How a session uses it:
     find_retried([*recovered.finished, *generations], request_digest(...), headers)
 """
 
-import json
 import logging
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import pyarrow as pa
 
-from rolltap.addons.dialects.types import EchoRule, Message, ModelCall, Reply, Tool, ToolCall, Usage
+from rolltap.addons.dialects.types import EchoRule, ModelCall, Reply, Tool, ToolCall, Usage
 from rolltap.addons.endpoint.budget import Used, uncut
+from rolltap.addons.endpoint.recorded_calls import RecordedCall, Row, leave_out, parents_first, readable_calls
 from rolltap.addons.endpoint.retries import FinishedCall, newest, request_digest
-from rolltap.addons.endpoint.session_roles import SessionRoles
+from rolltap.addons.endpoint.session_roles import PastCall, SessionRoles
 from rolltap.addons.errors import RunError
 from rolltap.addons.prompts.continuity import Conversations
 from rolltap.addons.prompts.deltas import cut_at_stop
@@ -36,19 +34,8 @@ from rolltap.addons.store.tables import RunWriter, batch_rows
 
 logger = logging.getLogger(__name__)
 
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Recorded:
-    """A completed call whose prompt can be rebuilt."""
-
-    row: Row
-    messages: list[Message]
-    """The messages after the parent's conversation and reply."""
-    tools: list[Tool]
-    reply: Message
-    sampling: dict[str, Any]
+_NOT_A_RECORDERS = KeyError, TypeError, AttributeError, ValueError, RecursionError
+"""Errors of reading messages that no recorder wrote."""
 
 
 class Recovery:
@@ -111,7 +98,7 @@ class Recovery:
                 else:
                     damaged = True
                     logger.warning("session %s: the row of a call is damaged and not continued", session_id)
-        return _parents_first(rows), damaged
+        return parents_first(rows), damaged
 
     def _refresh(self, *, own: bool) -> None:
         """Read what was committed since; with `own`, by this process too."""
@@ -167,18 +154,20 @@ class RecoveredSession:
         if self._recovered is None:
             self._recovered = {row["call_id"] for row in rows}
         rows = [row for row in rows if row["call_id"] in self._recovered]
-        restored: list[tuple[_Recorded, Turn]] = []
-        readable = list(_completed(rows))
-        damaged |= len(readable) < sum(row["status"] == "completed" for row in rows)
+        restored: list[tuple[RecordedCall, Turn]] = []
+        past: list[PastCall] = []
+        calls = list(readable_calls(rows))
+        damaged |= sum(call.reply is not None for call in calls) < sum(row["status"] == "completed" for row in rows)
         self.conversations.incomplete |= damaged
-        for recorded in readable:
+        for recorded in calls:
             theirs = recorded.row["dialect"]
             rule = model_call.echo_rule if theirs == dialect else None
-            if (theirs, rule) not in self._indexed and (turn := self._restore(recorded, rule)) is not None:
-                restored.append((recorded, turn))
+            if (theirs, rule) not in self._indexed:
+                past += self._past(recorded, rule) if first else ()
+                restored += self._restore(recorded, rule)
         self._indexed |= {asked, *((row["dialect"], None) for row in rows if row["dialect"] != dialect)}
         if first:
-            self.roles.tools_seen = any(row["tools"] not in (None, "[]") for row in rows)
+            self.roles.restore(past)
             self.last_version = _last_version(rows)
             self.used = Used.of(rows)
             last_start = max((row["started_at"] for row in rows), default=self._recovery.started)
@@ -188,22 +177,35 @@ class RecoveredSession:
                 if (call := self._finished_call(recorded, turn, delivered=not lost)) is not None:
                     self.finished.append(call)
 
-    def _restore(self, recorded: _Recorded, rule: EchoRule | None) -> Turn | None:
-        row = recorded.row
-        model_call = ModelCall(row["model"], recorded.messages, recorded.tools, echo_rule=rule)
-        call, parent, reply = row["call_id"], row["parent_id"], recorded.reply
-        ids = row["prompt_tail_ids"], row["completion_ids"]
+    def _past(self, recorded: RecordedCall, rule: EchoRule | None) -> Iterator[PastCall]:
+        """Yield the call for `SessionRoles`; nothing when its messages are not those of a recorder."""
+        row, model_call = recorded.row, recorded.model_call(rule)
         try:
-            self.roles.restore(call, parent, row["role"], model_call, reply)
-            return self.conversations.restore(call, parent, *ids, model_call, reply)
-        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-            self.conversations.incomplete = True
-            _leave_out(row, f"its messages are not those of a recorder ({error!r})")
-            return None
+            sampled_by = self.conversations.sampled_by(model_call) if row["kind"] == "rendered" else row["parent_id"]
+            times = row["started_at"], row["finished_at"] or self._recovery.started
+            who = row["call_id"], row["parent_id"], sampled_by, row["role"]
+            yield PastCall(*who, *times, model_call, recorded.reply)
+        except _NOT_A_RECORDERS as error:
+            leave_out(row, f"its messages are not those of a recorder ({error!r})")
 
-    def _finished_call(self, recorded: _Recorded, turn: Turn, *, delivered: bool) -> FinishedCall | None:
+    def _restore(self, recorded: RecordedCall, rule: EchoRule | None) -> Iterator[tuple[RecordedCall, Turn]]:
+        """Let later calls continue a completed one, and yield it; nothing when it cannot be continued."""
+        row, reply = recorded.row, recorded.reply
+        if reply is None:
+            return
+        who, ids = (row["call_id"], row["parent_id"]), (row["prompt_tail_ids"], row["completion_ids"])
+        request = recorded.model_call(rule)
+        try:
+            turn = self.conversations.restore(*who, *ids, request, reply, row["kind"])
+        except _NOT_A_RECORDERS as error:
+            self.conversations.incomplete = True
+            leave_out(row, f"its messages are not those of a recorder ({error!r})")
+        else:
+            yield recorded, turn
+
+    def _finished_call(self, recorded: RecordedCall, turn: Turn, *, delivered: bool) -> FinishedCall | None:
         """Return the call as it can be given again, or None when its reply cannot be rebuilt exactly."""
-        row, message = recorded.row, recorded.reply
+        row, message = recorded.row, recorded.reply or {}
         prompt_ids, sampling = turn.prompt_ids(), recorded.sampling
         calls = [
             ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"])
@@ -243,21 +245,6 @@ def undamaged(batch: pa.RecordBatch, schema: pa.Schema) -> Row | None:
     return row if row_digest(row, schema) == row[DIGEST] else None
 
 
-def _parents_first(rows: dict[str, Row]) -> list[Row]:
-    """Return rows in their order, but each parent before its children. Writers whose clocks differ may mix them."""
-    ordered: list[Row] = []
-    seen: set[str] = set()
-    for own in rows.values():
-        row: Row | None = own
-        path: list[Row] = []
-        while row is not None and row["call_id"] not in seen:
-            seen.add(row["call_id"])
-            path.append(row)
-            row = rows.get(row["parent_id"])
-        ordered += reversed(path)
-    return ordered
-
-
 def _last_version(rows: Iterable[Row]) -> str | None:
     for row in sorted(rows, key=lambda row: row["started_at"], reverse=True):
         for span in reversed(row["weight_versions"] or []):
@@ -265,31 +252,3 @@ def _last_version(rows: Iterable[Row]) -> str | None:
                 version: str = span["version"]
                 return version
     return None
-
-
-def _completed(rows: Iterable[Row]) -> Iterator[_Recorded]:
-    """Yield the completed calls among the rows of a session, parents first, whose prompts can be rebuilt."""
-    found: dict[str | None, _Recorded] = {}
-    for row in rows:
-        if row["status"] != "completed":
-            continue
-        parent = found.get(row["parent_id"])
-        known = parent.row["prompt_length"] + len(parent.row["completion_ids"]) if parent is not None else 0
-        try:
-            if row["parent_id"] is not None and parent is None:
-                raise ValueError(f"its parent {row['parent_id']} cannot be read")
-            if row["prompt_length"] != known + len(row["prompt_tail_ids"]):
-                raise ValueError(f"its prompt has {row['prompt_length']} tokens, but fewer or more can be rebuilt")
-            tools = json.loads(row["tools"]) if row["tools"] is not None or parent is None else parent.tools
-            messages, reply, sampling = (json.loads(row[column]) for column in ("messages", "reply", "sampling"))
-        except (ValueError, TypeError, RecursionError) as error:
-            _leave_out(row, str(error))
-        else:
-            recorded = _Recorded(row, messages, tools, reply, sampling)
-            found[row["call_id"]] = recorded
-            yield recorded
-
-
-def _leave_out(row: Row, why: str) -> None:
-    where = f"session {row['session_id']}: call {row['call_id']}"
-    logger.warning("%s cannot be continued after a restart: %s", where, why)

@@ -1,8 +1,9 @@
 """Role of a call, from the harness's headers and the structure of the request.
 
-The rules that name a harness were observed in its traffic, and come first. Then a conversation keeps the role of its
-earlier calls, and one that begins while a tool call of another waits is a sub-agent's (`session_roles.py`). A call that
-matches no rule has the role `agent`.
+A call that is sampled under a grammar comes first: its role is one that is not trained. The rules that name a harness
+were observed in its traffic, and come next. Then a conversation keeps the role of its earlier calls, and one that
+begins while a tool call of another waits is a sub-agent's (`session_roles.py`). A call that matches no rule has the
+role `agent`.
 """
 
 import json
@@ -63,6 +64,8 @@ class Earlier:
 
 def find_role(model_call: ModelCall, headers: Mapping[str, str], earlier: Earlier) -> Role:
     """Return the role of a call. `headers` needs lower-case keys, or lookups that ignore case."""
+    if model_call.grammar is not None:
+        return Role("auxiliary", "the reply must match a JSON schema, and it has no tools")
     metadata = {**model_call.client_metadata, **_codex_metadata(headers)}
     if "compaction" in metadata or metadata.get("request_kind") == "compaction":
         return Role("compaction", "the request asks for a compaction")
@@ -80,8 +83,6 @@ def find_role(model_call: ModelCall, headers: Mapping[str, str], earlier: Earlie
     names = {tool["function"]["name"] for tool in model_call.tools}
     if _GEMINI_CLI_ENDS_WITH in names and headers.get("user-agent", "").startswith("GeminiCLI"):
         return Role("subagent", f"its tool {_GEMINI_CLI_ENDS_WITH}")
-    if model_call.schema is not None and not model_call.tools:
-        return Role("auxiliary", "the reply must match a JSON schema, and it has no tools")
     if earlier.role == "subagent":
         return Role("subagent", "it goes on with a sub-agent's call")
     if model_call.tools and earlier.waiting is not None:

@@ -8,18 +8,15 @@ between calls that are otherwise equal.
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 from rolltap.addons.dialects.types import Message, ModelCall
 from rolltap.addons.prompts.canonical import canonical
-from rolltap.addons.prompts.digests import (
-    describe_difference,
-    extend_digest,
-    fingerprint,
-    first_digest,
-    message_digest,
-)
+from rolltap.addons.prompts.digests import describe_difference, extend_digest, fingerprint, first_digest, opening_digest
 from rolltap.addons.prompts.echoes import issued_forms
+from rolltap.addons.prompts.issued import Issued
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.prompts.turns import Turn, pick_turn
 from rolltap.addons.store.records import CallKind
@@ -47,11 +44,11 @@ class Prompt:
     digests: list[bytes] = field(repr=False, default_factory=list)
     """The digest of each prefix of the conversation: `digests[n]` covers `messages[:n]`."""
 
-    @property
-    def opening(self) -> bytes:
-        """The `opening_digest` of the conversation."""
-        messages = self.model_call.messages
-        return self.digests[next((n for n, m in enumerate(messages) if m["role"] != "system"), len(messages))]
+    opening: bytes = field(init=False, repr=False)
+    """The `opening_digest` of the conversation."""
+
+    def __post_init__(self) -> None:
+        self.opening = opening_digest(self.model_call)
 
 
 class _Followed(NamedTuple):
@@ -62,6 +59,14 @@ class _Followed(NamedTuple):
     call_id: str
     excerpt: str
     """The first `_EXCERPT` characters of the canonical message."""
+
+
+class _Changed(NamedTuple):
+    """An assistant message, at an index, that is a recorded reply, changed or at another place."""
+
+    place: int
+    call_id: str | None
+    """The call of the reply; None when that may be one that cannot be read."""
 
 
 class Conversations:
@@ -80,8 +85,9 @@ class Conversations:
         """Digest of a prefix -> the newest message that followed it, with the first call that had it."""
         self._replies: dict[bytes, _Followed] = {}
         """Digest of a call's conversation -> its reply."""
-        self._issued: dict[bytes | str, str] = {}
-        """Digest of a reply by itself, and the id of each of its tool calls -> the call."""
+        self._issued = Issued()
+        self._changed: dict[bytes, str] = {}
+        """Digest of a prefix that ends with a `_Changed` message of a rendered call -> the call of the reply."""
         self._newest: tuple[list[bytes], list[bytes]] = ([], [])
         """Cache: a fingerprint of each message of the newest request, and the digests of their prefixes."""
 
@@ -93,15 +99,13 @@ class Conversations:
         it writes as if the model had asked for them. These are context.
 
         Where a recorded conversation has a reply and the request another assistant message, the program has changed
-        its history: all messages are rendered then. So they are without a call to continue, unless none of them is a
-        reply, which makes the call a root.
+        its history: all messages are rendered then, as are those with a reply at another place (`_changed_reply`). So
+        they are without a call to continue, unless none of them is a reply, which makes the call a root.
         """
-        messages, tools = model_call.messages, model_call.tools
-        digests = self._prefix_digests(model_call)
-        end = next((n for n in range(len(messages), 0, -1) if digests[n] in self._turns), 0)
+        messages, tools, digests = model_call.messages, model_call.tools, self._prefix_digests(model_call)
+        end, changed = self._place(model_call, digests)
         turns = self._turns[digests[end]] if end else []
-        changed = self._changed_reply(messages, digests, end)
-        sampled_by = turns[0].call_id if turns else self._sampled_by(model_call)
+        sampled_by = turns[0].call_id if turns else changed and changed.call_id
         if turns and changed is None:
             turn = pick_turn(turns, messages[end - 1])
             if turn is not None:
@@ -115,17 +119,23 @@ class Conversations:
             else:
                 reason = f"{len(turns)} earlier calls fit equally well up to message {end}"
         else:
-            reason = self._difference(model_call, digests, changed) if self._turns else "no earlier call"
+            reason = self._difference(model_call, digests, changed)
         ids = self._rendering.render([self._with_reasoning(message) for message in messages], tools)
         kind: CallKind = "root" if sampled_by is None and changed is None else "rendered"
         return Prompt(model_call, ids, kind, reason, None, 0, messages, sampled_by, digests)
+
+    def sampled_by(self, model_call: ModelCall) -> str | None:
+        """Return the `Prompt.sampled_by` of a request, without its prompt."""
+        digests = self._extend_all(first_digest(model_call), model_call)
+        end, changed = self._place(model_call, digests)
+        return self._turns[digests[end]][0].call_id if end else changed and changed.call_id
 
     def add(self, call_id: str, prompt: Prompt, completion_ids: Sequence[int], reply: Message) -> None:
         """Record a completed call for later calls to continue. `reply` is the message that the harness receives."""
         digests = prompt.digests[len(prompt.digests) - 1 - len(prompt.new_messages) :]
         tail_ids = array("i", prompt.ids[prompt.prefix_length :])
-        model_call, new_messages = prompt.model_call, prompt.new_messages
-        self._add(call_id, prompt.parent, tail_ids, completion_ids, digests, new_messages, reply, model_call)
+        how = digests, prompt.new_messages, reply, prompt.model_call, prompt.kind
+        self._add(call_id, prompt.parent, tail_ids, completion_ids, *how)
 
     def restore(
         self,
@@ -135,18 +145,21 @@ class Conversations:
         completion_ids: Sequence[int],
         model_call: ModelCall,
         reply: Message,
+        kind: CallKind,
     ) -> Turn:
         """Record a call as `add` did, from its row. The parent comes first.
 
         `model_call` has the tools that the model saw, the echo rule, and only the new messages. Restored once more
         under another echo rule, a call can be found by the requests of either.
+
+        Echoes are compared with the replies of the calls that are restored before it. Live, they were compared with
+        those that were complete when its request came: where parallel calls have replies that differ by a change of
+        `echoes.py` only, later calls may find another one of these, or none.
         """
         parent = None if parent_id is None else self._by_call[parent_id]
-        digests = [first_digest(model_call) if parent is None else parent.digest]
-        for message in model_call.messages:
-            digests.append(self._extend(digests[-1], message, model_call))
-        tail = array("i", tail_ids)
-        return self._add(call_id, parent, tail, completion_ids, digests, model_call.messages, reply, model_call)
+        digests = self._extend_all(first_digest(model_call) if parent is None else parent.digest, model_call)
+        how = digests, model_call.messages, reply, model_call, kind
+        return self._add(call_id, parent, array("i", tail_ids), completion_ids, *how)
 
     def _add(
         self,
@@ -158,8 +171,12 @@ class Conversations:
         new_messages: list[Message],
         reply: Message,
         model_call: ModelCall,
+        kind: CallKind,
     ) -> Turn:
         """Record a call. `digests` are those of the prefixes that the new messages and the reply follow."""
+        changed = self._place(model_call, digests)[1] if kind == "rendered" else None
+        if changed is not None and changed.call_id is not None:
+            self._changed.setdefault(digests[changed.place + 1], changed.call_id)
         base, shared = parent, parent.length if parent is not None else 0
         if base is None and (base := self._nearest(digests)) is not None:
             shared = base.common_length(tail_ids)
@@ -176,9 +193,7 @@ class Conversations:
                 excerpt = canonical(message, model_call)[:_EXCERPT]
                 self._next[digests[i]] = _Followed(digests[i + 1], call_id, excerpt)
         self._replies[conversation] = self._next[conversation]
-        if reply["content"].strip() or reply.get("tool_calls"):
-            self._issued[message_digest(reply, model_call)] = call_id
-        self._issued |= {tool_call["id"]: call_id for tool_call in reply.get("tool_calls", ())}
+        self._issued.add(call_id, reply, model_call)
         return turn
 
     def _nearest(self, digests: list[bytes]) -> Turn | None:
@@ -210,6 +225,11 @@ class Conversations:
         self._newest = fingerprints, digests
         return digests
 
+    def _extend_all(self, digest: bytes, model_call: ModelCall) -> list[bytes]:
+        """Return the N + 1 digests of a prefix and of those that N messages make of it."""
+        extend = partial(self._extend, model_call=model_call)
+        return list(accumulate(model_call.messages, extend, initial=digest))
+
     def _extend(self, digest: bytes, message: Message, model_call: ModelCall) -> bytes:
         """Return the digest of a prefix and the message after it; of a changed echo, that with the recorded reply."""
         exact = extend_digest(digest, message, model_call)
@@ -221,54 +241,59 @@ class Conversations:
                 return issued
         return exact
 
-    def _changed_reply(self, messages: list[Message], digests: list[bytes], start: int) -> int | None:
-        """Return the first assistant message from `start` on at whose place a recorded reply stands, or None.
+    def _place(self, model_call: ModelCall, digests: list[bytes]) -> tuple[int, _Changed | None]:
+        """Return how many messages the longest recorded conversation and reply has, and the changed one after it."""
+        end = next((n for n in range(len(digests) - 1, 0, -1) if digests[n] in self._turns), 0)
+        return end, self._changed_reply(model_call, digests, end)
 
-        Where the messages leave the recorded conversations, the newest of these is followed.
+    def _changed_reply(self, model_call: ModelCall, digests: list[bytes], start: int) -> _Changed | None:
+        """Return the first message from `start` on that is a reply, changed or at another place; None without one.
+
+        That is an assistant message which a call issued, which was found to be changed before, or which has a reply's
+        place. Where the messages leave the recorded conversations, the newest of these is followed. After a call to
+        continue, each place has a reply as long as one is ahead: whoever inserts, drops or moves a message shifts them.
         """
-        recorded = digests[start]
-        for i in range(start, len(messages)):
-            if messages[i]["role"] == "assistant" and (self.incomplete or recorded in self._replies):
-                return i
-            if digests[i + 1] in self._next or digests[i + 1] in self._turns:
-                recorded = digests[i + 1]
-            elif (followed := self._next.get(recorded)) is not None:
-                recorded = followed.digest
-            elif not self.incomplete:
-                return None
-        return None
-
-    def _sampled_by(self, model_call: ModelCall) -> str | None:
-        """Return the first call whose reply is among the messages, in whatever conversation, or None."""
-        for message in model_call.messages:
-            if message["role"] != "assistant" or not self._turns:
-                continue
-            if (call_id := message.get("call_id")) in self._by_call:
-                return str(call_id)
-            tool_calls = (tool_call["id"] for tool_call in message.get("tool_calls", ()))
-            for issued in (*tool_calls, message_digest(message, model_call)):
-                if issued in self._issued:
-                    return self._issued[issued]
-        return None
-
-    def _difference(self, model_call: ModelCall, digests: list[bytes], changed: int | None) -> str:
-        """Describe where the conversation first differs from the recorded ones, at the latest in a changed reply."""
         messages = model_call.messages
-        recorded = [n for n, digest in enumerate(digests) if digest in self._next or digest in self._turns]
-        if not recorded:
-            return "its tools are not those of any earlier call"
-        shared = recorded[-1]  # the number of messages in the longest recorded prefix
-        if self.incomplete and digests[shared] not in self._next:
-            return f"after message {shared - 1} it may have the reply of a call that cannot be read"
-        if changed is not None and digests[changed] in self._replies:
-            shared, theirs = changed, self._replies[digests[changed]]
+        places = [i for i in range(start, len(messages)) if messages[i]["role"] == "assistant"]
+        if not places:
+            return None
+        left = max(start, self._shared(digests))
+        ahead = self._replies_ahead(digests[left])
+        for i in places:
+            at = self._replies.get(digests[i])
+            here = [at and at.call_id] if i < left else ahead if start else ahead[i - left :][:1]
+            found = self._issued.call(messages[i], model_call) or self._changed.get(digests[i + 1])
+            if (call_id := found or next(filter(None, here), None)) is not None:
+                return _Changed(i, call_id)
+        return _Changed(places[0], None) if self.incomplete else None
+
+    def _replies_ahead(self, digest: bytes) -> list[str | None]:
+        """Return the calls whose replies the messages are that followed a prefix, None for the other messages."""
+        ahead: list[str | None] = []
+        while (followed := self._next.get(digest)) is not None:
+            ahead.append(self._replies[digest].call_id if digest in self._replies else None)
+            digest = followed.digest
+        return ahead
+
+    def _shared(self, digests: list[bytes]) -> int:
+        """Return the number of messages of the longest recorded prefix, -1 when not even the tools are recorded."""
+        recorded = (n for n in reversed(range(len(digests))) if digests[n] in self._next or digests[n] in self._turns)
+        return next(recorded, -1)
+
+    def _difference(self, model_call: ModelCall, digests: list[bytes], changed: _Changed | None) -> str:
+        """Describe where the conversation first differs from the recorded ones, at the latest in a changed reply."""
+        messages, shared = model_call.messages, self._shared(digests)
+        if changed is not None and changed.call_id is None:
+            return f"message {changed.place} may be the reply of a call that cannot be read"
+        if shared < 0:
+            return "its tools are not those of any earlier call" if self._turns else "no earlier call"
+        if changed is not None and digests[changed.place] in self._replies:
+            shared, theirs = changed.place, self._replies[digests[changed.place]]
+        elif changed is not None and (changed.place < shared or digests[shared] not in self._next):
+            return f"message {changed.place} is the reply of call {changed.call_id}, changed or at another place"
         elif shared == len(messages):
             return f"it ends within the conversation of call {self._next[digests[shared]].call_id}"
         else:
             theirs = self._next[digests[shared]]
-        ours = canonical(messages[shared], model_call)
-        if ours.startswith(theirs.excerpt):
-            difference = f"it differs after {len(theirs.excerpt)} characters"
-        else:
-            difference = describe_difference(ours, theirs.excerpt)
+        difference = describe_difference(canonical(messages[shared], model_call), theirs.excerpt)
         return f"message {shared} is not that of call {theirs.call_id}: {difference}"

@@ -27,9 +27,7 @@ def fingerprint(message: Message) -> bytes:
 
 def first_digest(model_call: ModelCall) -> bytes:
     """Return the digest of a conversation without messages."""
-    rule = model_call.echo_rule and model_call.echo_rule.__name__
-    first = json.dumps([model_call.tools, rule], sort_keys=True)
-    return hashlib.blake2b(first.encode(), digest_size=16).digest()
+    return _tools_digest(model_call, model_call.echo_rule and model_call.echo_rule.__name__)
 
 
 def extend_digest(digest: bytes, message: Message, model_call: ModelCall) -> bytes:
@@ -39,8 +37,11 @@ def extend_digest(digest: bytes, message: Message, model_call: ModelCall) -> byt
 
 
 def opening_digest(model_call: ModelCall) -> bytes:
-    """Return the digest of the tools and the leading system messages, which an agent's conversations have in common."""
-    digest = first_digest(model_call)
+    """Return the digest of the tools and the leading system messages, which an agent's conversations have in common.
+
+    Rows do not hold the echo rule, so the digest does not depend on it.
+    """
+    digest = _tools_digest(model_call, None)
     for message in takewhile(lambda message: message["role"] == "system", model_call.messages):
         digest = extend_digest(digest, message, model_call)
     return digest
@@ -52,7 +53,14 @@ def message_digest(message: Message, model_call: ModelCall) -> bytes:
 
 
 def describe_difference(ours: str, theirs: str) -> str:
-    """Return an excerpt of both texts around the first character in which they differ."""
+    """Return an excerpt of both texts around the first character in which they differ. `theirs` may be cut."""
+    if ours.startswith(theirs):
+        return f"it differs after {len(theirs)} characters"
     at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
     start = max(0, at - _BEFORE)
     return f"{ours[start : at + _AFTER]!r} where it had {theirs[start : at + _AFTER]!r}"
+
+
+def _tools_digest(model_call: ModelCall, rule: str | None) -> bytes:
+    first = json.dumps([model_call.tools, rule], sort_keys=True)
+    return hashlib.blake2b(first.encode(), digest_size=16).digest()

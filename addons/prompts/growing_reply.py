@@ -128,7 +128,7 @@ class GrowingReply:
     def _parse(self, completion_ids: list[int], *, partial: bool) -> Reply:
         model_call = self._model_call
         reply = self._rendering.parse(self._prompt_ids, completion_ids, model_call.tools, partial=partial)
-        if model_call.schema is not None and not reply.content and (not partial or _begins_json(reply.reasoning)):
+        if model_call.grammar is not None and not reply.content and (not partial or _begins_json(reply.reasoning)):
             # structured output is JSON from the first token, but the template may have opened the reasoning before it
             reply.content, reply.reasoning = reply.reasoning, ""
         return reply

@@ -162,6 +162,12 @@ class Call:
         sampling: dict[str, Any] = json.loads(self.sampling)
         return sampling
 
+    @property
+    def under_grammar(self) -> bool:
+        """True when the engine held the reply to a JSON schema: its log-probabilities are not the policy's."""
+        # most calls need no parsing
+        return "structured_outputs" in self.sampling and "structured_outputs" in self.parsed_sampling
+
     def to_row(self) -> dict[str, Any]:
         """Return the call as a row of `CALL_SCHEMA` without its digest."""
         row = {name: getattr(self, name) for name in CALL_SCHEMA.names if hasattr(self, name)}

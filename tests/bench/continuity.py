@@ -3,7 +3,8 @@
     python -m tests.bench.continuity
 
 Each session runs the unmodified program under the recorder. The engine's replies are those of `tests/bench/awkward.py`
-and the same in every run. A program that is not installed is left out.
+and the same in every run. A program that is not installed is left out. `with context` counts the continued calls with
+assistant messages among the new ones.
 """
 
 import asyncio
@@ -87,9 +88,15 @@ def count(harness: str, run: Path) -> dict[str, Any]:
         "completed": sum(session.status == "completed" for session in sessions.values()),
         "calls": len(calls),
         **{kind: kinds[kind] for kind in ("root", "bridged", "rendered")},
+        "with context": sum(call.kind == "bridged" and _has_context(call) for call in calls),
         "roles": dict(Counter(call.role for call in calls)),
         "why": dict(Counter(_first_words(call) for call in calls if call.kind == "rendered")),
     }
+
+
+def _has_context(call: Call) -> bool:
+    """Return True when new messages of a continued call are the assistant's: it may continue an older call's reply."""
+    return any(message["role"] == "assistant" for message in call.parsed_messages)
 
 
 def _first_words(call: Call) -> str:

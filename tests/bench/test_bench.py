@@ -77,6 +77,7 @@ def test_awkward_replies_of_a_session_are_continued(tokenizer_folder):
     (row,) = measured("continuity", "--model", tokenizer_folder, "--sessions", "1", "--harness", "mini-swe-agent")
     assert (row["sessions"], row["completed"], row["root"], row["rendered"]) == (1, 1, 1, 0)
     assert row["bridged"] == row["calls"] - 1 >= 3
+    assert row["with context"] == 0
 
 
 def test_every_sync_policy_and_every_file_is_measured(tmp_path):

@@ -66,6 +66,8 @@ def test_an_agent_of_a_framework_is_continued(script, mode, host, scripted_engin
     last = ("rendered", OWN_CHANGES[script]) if script in OWN_CHANGES else ("bridged", None)
     assert [(call.kind, call.kind_reason) for call in calls[1:]] == [("bridged", None), last]
     assert calls[0].kind == "root"
+    previous = [calls[0].call_id, None if script in OWN_CHANGES else calls[1].call_id]
+    assert [call.parent_id for call in calls[1:]] == previous
     assert {(call.status, call.violation, call.role) for call in calls} == {("completed", None, "agent")}
     assert [request["token_ids"] for request in scripted_engine.requests] == [call.prompt_ids for call in calls]
     refused = {event["path"] for event in read_rows(run, "events") if event["kind"] == "refused"}
@@ -87,6 +89,7 @@ def test_gptme_is_continued(scripted_engine, tokenizer_folder, tmp_path):
     (calls,) = RecordedCalls(run).values()
     main = [call for call in calls if call.role == "agent"]
     assert [(call.kind, call.kind_reason) for call in main[1:]] == [("bridged", None)] * 2
+    assert [call.parent_id for call in main[1:]] == [call.call_id for call in main[:-1]]
     assert [call.role for call in calls if call not in main] == ["auxiliary"]  # the title of the conversation
     assert summarize(run).uncaptured_calls == 0
 

@@ -263,6 +263,8 @@ def _fault(call: Call, roles: Collection[CallRole], weights: Version | None) -> 
         return "missing_logprobs"
     if call.violation or find_violation(call.completion_ids, call.logprobs, call.weight_versions):
         return "violation"
+    if call.under_grammar:
+        return "grammar"
     if weights and not all(weights.same_weights(span.version) for span in call.weight_versions):
         return "other_weights"
     return None if call.role in roles else call.role

@@ -15,6 +15,7 @@ LeftOut = Literal[
     "failed",
     "missing_logprobs",
     "violation",
+    "grammar",
     "other_weights",
     CallRole,
     "superseded",
@@ -27,11 +28,11 @@ LeftOut = Literal[
     "no_reward",
     "no_signal",
 ]
-"""Why sampled tokens are not trained. `other_weights`: in an online training, a token of the call was sampled by other
-weights than those of its step. A role: the call's role was not selected. `infrastructure`,
-`unjudged`, `cancelled`: the session's outcome. `excluded`: the recipe leaves out its outcome. `suspicious`: the recipe
-leaves out sessions with evidence of cheating. `no_reward`: it has no reward for another reason. When several reasons
-hold, the first in this order counts."""
+"""Why sampled tokens are not trained. `grammar`: the call's `under_grammar`. `other_weights`: in an online training, a
+token of the call was sampled by other weights than those of its step. A role: the call's role was not selected.
+`infrastructure`, `unjudged`, `cancelled`: the session's outcome. `excluded`: the recipe leaves out its outcome.
+`suspicious`: the recipe leaves out sessions with evidence of cheating. `no_reward`: it has no reward for another
+reason. When several reasons hold, the first in this order counts."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -197,9 +197,9 @@ def incomparable(call: Call, names: Collection[str], max_model_len: int) -> str 
         return "nothing sampled"
     if call.violation or find_violation(call.completion_ids, call.logprobs, call.weight_versions):
         return "violation"
-    sampling = json.loads(call.sampling)
-    if "structured_outputs" in sampling:
+    if call.under_grammar:
         return "sampled under a grammar"
+    sampling = json.loads(call.sampling)
     if {key: value for key, value in sampling.items() if key not in HARMLESS_SAMPLING} != NEUTRAL_SAMPLING:
         return "not sampled neutrally"
     versions = {span.version for span in call.weight_versions}

@@ -9,6 +9,7 @@ import pytest
 from rolltap.addons.endpoint import generation
 from rolltap.addons.engine import waiting
 from rolltap.trainer.doctor.scripted_engine import Answer, Say
+from tests.addons.dialects.openai_chat.test_request import TOOL
 from tests.addons.harness import content, user
 
 
@@ -191,6 +192,16 @@ class TestSchema:
         sent = scripted_engine.requests[0]["sampling_params"]["structured_outputs"]
         assert sent == {"json": self.SCHEMA}
         assert harness.calls()[0]["role"] == "auxiliary"
+
+    async def test_beside_tools_a_schema_is_recorded_and_not_applied(self, harness, scripted_engine):
+        scripted_engine.replies.append(Say("<think>\nHm.\n</think>\n\n"))
+        _, reply = await harness.ask(user(), tools=[TOOL], response_format=self.FORMAT)
+        assert not reply["choices"][0]["message"]["content"]
+        assert "structured_outputs" not in scripted_engine.requests[0]["sampling_params"]
+        (call,) = harness.calls()
+        sampling = json.loads(call["sampling"])
+        assert (sampling["asked"]["json_schema"], "structured_outputs" in sampling) == (True, False)
+        assert call["role"] == "agent"
 
     async def test_an_engine_that_cannot_follow_the_schema_is_asked_again_without_it(self, harness, scripted_engine):
         scripted_engine.replies += [Answer(400, "unsupported schema"), Say("Hi.")]

@@ -64,6 +64,20 @@ def test_a_reply_that_must_match_a_schema_is_a_side_question_unless_there_are_to
     assert role(call(schema={}), tools=True).role == "agent"
 
 
+@pytest.mark.parametrize(
+    ("headers", "fields"),
+    [
+        ({"x-openai-subagent": "collab_spawn"}, {}),
+        ({"x-claude-code-request-class": "compaction"}, {}),
+        ({}, {"client_metadata": {"compaction": "trigger"}}),
+        ({}, {"system": "You are the component that summarizes"}),
+    ],
+    ids=["a sub-agent's header", "a compaction's header", "a compaction's field", "a system prompt"],
+)
+def test_a_call_that_is_sampled_under_a_grammar_has_no_role_that_is_trained(headers, fields):
+    assert role(call(schema={}, tools=[], **fields), headers).role == "auxiliary"
+
+
 @pytest.mark.parametrize(("agent", "expected"), [("GeminiCLI/0.61.0/gemini", "subagent"), ("mine/1.0", "agent")])
 def test_gemini_clis_sub_agents_have_a_tool_of_their_own(agent, expected):
     tools = [TOOL, {"type": "function", "function": {"name": "complete_task"}}]

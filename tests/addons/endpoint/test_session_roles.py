@@ -1,6 +1,9 @@
+from datetime import UTC, datetime, timedelta
+from typing import ClassVar
+
 from rolltap.addons.dialects.types import ModelCall, assistant_message, message_tool_call
 from rolltap.addons.endpoint.roles import Earlier
-from rolltap.addons.endpoint.session_roles import SessionRoles
+from rolltap.addons.endpoint.session_roles import PastCall, SessionRoles
 
 MAIN, HELPER, OTHER = b"main", b"helper", b"other"
 USER = {"role": "user", "content": "Go"}
@@ -78,11 +81,46 @@ def test_a_compaction_ends_all_waiting():
     assert asked.waiting(OTHER) is None
 
 
-def test_rows_restore_the_same():
-    tool, system = {"type": "function", "function": {"name": "look"}}, {"role": "system", "content": "You help."}
+TOOL = {"type": "function", "function": {"name": "look"}}
+START = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def past(call_id, began, ended, messages, answer=None, parent=None, sampled_by=None, role="agent"):
+    """Return a call with these messages; `began` and `ended` are seconds."""
+    times = START + timedelta(seconds=began), START + timedelta(seconds=ended)
+    return PastCall(call_id, parent, sampled_by or parent, role, *times, ModelCall("m", messages, [TOOL]), answer)
+
+
+def restored(*calls):
     roles = SessionRoles()
-    roles.restore("c1", None, "agent", ModelCall("m", [USER], [tool]), reply("t1"))
-    roles.restore("c2", None, "subagent", ModelCall("m", [system, USER], [tool]), reply("t2"))
-    roles.restore("c3", "c2", "subagent", ModelCall("m", results("t2")[1:], [tool]), reply("t3"))
-    assert roles.ask([USER], True, OTHER, None) == Earlier(tools=True, waiting="c3")
-    assert roles.ask([USER], True, OTHER, "c3").role == "subagent"
+    roles.restore(calls)
+    return roles
+
+
+class TestRows:
+    HELPS: ClassVar = [{"role": "system", "content": "You help."}, USER]
+
+    def test_they_restore_the_same(self):
+        roles = restored(
+            past("c1", 0, 1, [USER], reply("t1")),
+            past("c2", 2, 3, self.HELPS, reply("t2"), role="subagent"),
+            past("c3", 4, 5, results("t2")[1:], reply("t3"), parent="c2", role="subagent"),
+        )
+        assert roles.ask([USER], True, OTHER, None) == Earlier(tools=True, waiting="c3")
+        assert roles.ask([USER], True, OTHER, "c3").role == "subagent"
+
+    def test_a_request_that_did_not_complete_has_given_its_results(self):
+        main = past("c1", 0, 1, [USER], reply("t1"))
+        failed = past("c2", 2, 3, results("t1")[1:], parent="c1")
+        assert restored(main).ask([USER], True, OTHER, None).waiting == "c1"
+        assert restored(main, failed).ask([USER], True, OTHER, None).waiting is None
+
+    def test_a_rendered_call_goes_on_with_the_call_of_its_reply(self):
+        main, rendered = past("c1", 0, 1, [USER], reply("t1")), past("c2", 2, 3, [USER], reply(), sampled_by="c1")
+        assert restored(main, rendered).ask([USER], True, OTHER, None).waiting is None
+
+    def test_calls_side_by_side_begin_and_complete_in_the_order_of_time(self):
+        main = past("c1", 0, 1, [USER], reply("t1"))
+        helper = past("c2", 2, 9, self.HELPS, reply("t2"), role="subagent")
+        answer = past("c3", 4, 5, results("t1")[1:], reply(), parent="c1")
+        assert restored(main, answer, helper).ask([USER], True, OTHER, None).waiting == "c2"

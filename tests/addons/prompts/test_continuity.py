@@ -484,6 +484,75 @@ class TestContextMessages:
         assert (prompt.kind, prompt.parent) == ("rendered", None)
         assert "is not that of call 1: " in prompt.reason
 
+    @pytest.mark.parametrize("echo", [same, lambda reply: {**reply, "content": "Changed."}], ids=["exact", "changed"])
+    def test_a_message_that_moves_along_makes_no_reply_context(self, session, echo):
+        history = [user("Hi")]
+        history.append(session.ask(history, "Hello.<|im_end|>"))
+        for number in range(1, 4):
+            question = user(f"Question {number}")
+            reply = session.ask([*history, user(f"State {number}"), question], f"Answer {number}.<|im_end|>")
+            history += [question, echo(reply)]
+        assert [call.kind for call, _ in session.calls] == ["root", "bridged", "rendered", "rendered"]
+        assert session.calls[2][0].reason.startswith("message 2 is not that of call 1: ")
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda m: [*m[:3], user("Remember."), *m[3:]],
+            lambda m: [*m[:3], user("Remember."), {**m[3], "content": "Changed."}, *m[4:]],
+            lambda m: [*m[:3], user("Remember."), {**m[3], "content": "Changed."}, m[4]],
+            lambda m: [*m[:2], *m[3:]],
+            lambda m: [*m[:2], m[5], m[6]],
+            lambda m: [*m, {**m[3], "tool_calls": [], "content": "Changed.", "call_id": "1"}, user("And?")],
+            lambda m: [*m, {**m[5], "content": "Third.\n"}, user("And?")],
+        ],
+        ids=[
+            "a message more before a tool call",
+            "and the call's text changed",
+            "and nothing after it",
+            "a message less",
+            "a turn less",
+            "a tool call of another call",
+            "a reply once more",
+        ],
+    )
+    def test_a_reply_at_another_place_is_no_context(self, session, change):
+        messages = [user("Hi")]
+        for completion in (THINKING, THINKING, "Third."):
+            reply = session.ask(messages, completion + "<|im_end|>")
+            messages += [reply, result(reply) if reply.get("tool_calls") else user("Go on")]
+        assert session.prompt(messages).kind == "bridged"
+        call = session.decode(change(messages))
+        for message, ours in zip(call.messages, change(messages), strict=True):
+            message |= {key: value for key, value in ours.items() if key == "call_id"}
+        prompt = session.conversations.prompt(call)
+        assert (prompt.kind, prompt.parent) == ("rendered", None)
+        assert prompt.reason.startswith("message ")
+
+    def test_a_reply_after_the_newest_call_has_its_place_as_the_reason(self, session):
+        messages = [user("Hi")]
+        for completion in ("One.<|im_end|>", "Two.<|im_end|>"):
+            messages += [session.ask(messages, completion), user("Go on")]
+        prompt = session.prompt([*messages, messages[1], user("And?")])
+        assert prompt.reason == "message 5 is the reply of call 0, changed or at another place"
+
+    def test_a_reply_that_was_changed_once_is_never_context(self, session):
+        history = [user("Hi")]
+        history += [session.ask(history, "Hello.<|im_end|>")]
+        session.ask([*history, user("State 1"), user("One")], "Answer 1.<|im_end|>")
+        history += [user("One"), {"role": "assistant", "content": "Changed."}]
+        for new in ([user("State 2"), user("Two")], [user("State 2")], [user("Two")]):
+            session.ask([*history, *new], "Answer.<|im_end|>")
+        assert [call.kind for call, _ in session.calls[2:]] == ["rendered"] * 3
+        assert session.calls[3][0].reason == "message 3 is the reply of call 1, changed or at another place"
+
+    def test_examples_before_a_changed_reply_stay_examples(self, session):
+        messages = [*EXAMPLES, user("What is 2 + 2?")]
+        reply = session.ask(messages, "4<|im_end|>")
+        session.ask([*messages, {**reply, "content": "Four."}, user("What is 3 + 3?")], "6<|im_end|>")
+        assert session.calls[1][0].kind == "rendered"
+        assert session.prompt([*EXAMPLES, user("What is 4 + 4?")]).kind == "root"
+
     def test_a_changed_reply_stays_changed_when_its_request_is_repeated(self, session):
         reply = session.ask([user("Hi")], "Hello.<|im_end|>")
         changed = [user("Hi"), {**reply, "content": "Changed."}, user("Go on")]
@@ -521,3 +590,20 @@ class TestExamples:
         reply = session.ask([user("Hi")], THINKING + "<|im_end|>")
         prompt = session.prompt([user("One"), user("Two"), change(reply), result(reply)])
         assert (prompt.kind, prompt.sampled_by) == ("rendered", "0")
+
+    @pytest.mark.parametrize(
+        "content",
+        ["Hello.\n", "<think>I greet.</think>Hello.", "Changed."],
+        ids=["a newline more", "thoughts in front", "changed at its place"],
+    )
+    def test_a_changed_reply_is_known_as_that_of_its_call(self, session, content):
+        session.ask([user("Hi")], "Hello.<|im_end|>")
+        first = user("Hi" if content == "Changed." else "Ho")
+        prompt = session.prompt([first, {"role": "assistant", "content": content}, user("Go on")])
+        assert (prompt.kind, prompt.sampled_by) == ("rendered", "0")
+
+    def test_where_nothing_can_be_read_an_assistant_message_may_be_a_reply(self, session):
+        session.conversations.incomplete = True
+        prompt = session.prompt([*EXAMPLES, user("What is 2 + 2?")])
+        assert (prompt.kind, prompt.reason) == ("rendered", "message 1 may be the reply of a call that cannot be read")
+        assert session.prompt([user("Hi")]).kind == "root"

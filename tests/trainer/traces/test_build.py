@@ -132,6 +132,13 @@ class TestLeftOut:
         [trace], _ = build_traces([root, follow(1, root, [], [8])], "prefix_merging")
         assert trace.logprobs == [0.0, -2.0]
 
+    def test_a_call_that_was_sampled_under_a_grammar_is_not_trained_whatever_its_role(self):
+        held = {"sampling": '{"structured_outputs": {"json": {}}}'}
+        asked = {"sampling": '{"asked": {"structured_outputs": true}}'}
+        calls = [make_call(0, [1], [7, 8], **held), make_call(1, [2], [7], **held, role="auxiliary")]
+        _, ledger = build_traces([*calls, make_call(2, [3], [7], **asked)], roles=ROLES)
+        assert ledger == Ledger(sampled=4, trained=1, left_out={"grammar": 3})
+
 
 class TestRoles:
     @pytest.mark.parametrize("strategy", STRATEGIES)
