@@ -10,7 +10,10 @@ from aiohttp import web
 
 from rolltap.addons.dialects.dialect import Dialect, StreamEncoder
 from rolltap.addons.dialects.types import DialectError, ReplyContext
-from rolltap.addons.endpoint.session_state import AnyCall
+from rolltap.addons.endpoint.body import Bodies
+from rolltap.addons.endpoint.client_request import ClientRequest
+from rolltap.addons.endpoint.session_state import AnyCall, SessionState
+from rolltap.addons.endpoint.stored import STORED_BYTES
 
 Write = Callable[[bytes], Awaitable[None]]
 
@@ -86,6 +89,21 @@ async def send_events(generation: AnyCall, encoder: StreamEncoder, write: Write)
             await generation.finished(COALESCE_SECONDS)
         if not await generation.changed(KEEP_ALIVE_SECONDS):
             await write(encoder.keep_alive())
+
+
+async def respond_stored(
+    session: SessionState, dialect: Dialect, asked: ClientRequest, request: web.Request, bodies: Bodies
+) -> web.StreamResponse:
+    """Answer a request about what a session stored. The answer takes room until it is sent.
+
+    Raises as `Bodies.read` and `SessionState.store`.
+    """
+    with bodies.room.share(asked.session_id) as share:
+        async with bodies.read(request, asked.session_id) as body:
+            await share.take(STORED_BYTES)
+            answer = await session.store(dialect, body, asked)
+        share.free(share.held - len(answer))
+        return await send_slowly(request, answer)
 
 
 async def send_slowly(request: web.Request, body: bytes) -> web.StreamResponse:

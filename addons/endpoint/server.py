@@ -34,7 +34,7 @@ from rolltap.addons.endpoint.client_request import (
     client_request,
 )
 from rolltap.addons.endpoint.ending import end_session
-from rolltap.addons.endpoint.exchange import error_response, respond, send_slowly, stream
+from rolltap.addons.endpoint.exchange import error_response, respond, respond_stored, stream
 from rolltap.addons.endpoint.failures import as_dialect_error, event_kind
 from rolltap.addons.endpoint.gate import Expected, Gate
 from rolltap.addons.endpoint.generation import UNANSWERED_SECONDS
@@ -42,7 +42,7 @@ from rolltap.addons.endpoint.recovery import Recovery
 from rolltap.addons.endpoint.refusals import Refusals
 from rolltap.addons.endpoint.services import Services
 from rolltap.addons.endpoint.session_state import AnyCall, SessionState
-from rolltap.addons.endpoint.stored import STORED_BYTES, Archive
+from rolltap.addons.endpoint.stored import Archive
 from rolltap.addons.endpoint.websocket import serve_socket
 from rolltap.addons.endpoint.work import Workers
 from rolltap.addons.engine.client import Engine
@@ -217,12 +217,7 @@ class Endpoint:
                         num_tokens = await self._session(request).count_tokens(dialect, body, asked)
                     return _json(dialect.encode_token_count(num_tokens))
                 case "stored":
-                    with self._bodies.room.share(asked.session_id) as share:
-                        async with self._bodies.read(request, asked.session_id) as body:
-                            await share.take(STORED_BYTES)
-                            answer = await self._session(request).store(dialect, body, asked)
-                        share.free(share.held - len(answer))
-                        return await send_slowly(request, answer)
+                    return await respond_stored(self._session(request), dialect, asked, request, self._bodies)
                 case "generate":
                     async with self._bodies.read(request, request.headers[SESSION_HEADER]) as body:
                         generation, model_call = await self._begin(dialect, body, request)

@@ -250,7 +250,6 @@ class SessionState:
         num_bytes: int,
     ) -> Asked:
         """Make the prompt of a request. A conversation that cannot fit into the window is refused untokenised."""
-
         make_prompt = partial(self._prompt, recovered, dialect)
         how = self._services, self._sampling, dialect, model_call, context_window, make_prompt
         return await self._work(recovered, num_bytes, prepare_call, *how)

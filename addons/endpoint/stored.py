@@ -166,6 +166,7 @@ class SessionStore:
     def _row(self, row: pa.RecordBatch, schema: pa.Schema, columns: Sequence[str]) -> dict[str, Any] | None:
         """Return columns of a batch of one row, or None when it is damaged. A row is checked once."""
         try:
+            values: dict[str, Any]
             (values,) = row.select([*columns, DIGEST]).to_pylist()
         except (ValueError, OverflowError):  # values that Python does not have
             return None

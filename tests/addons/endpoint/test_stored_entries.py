@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rolltap.addons.dialects.routes import find_route
-from rolltap.addons.endpoint import server, stored
+from rolltap.addons.endpoint import exchange, stored
 from rolltap.addons.endpoint.exchange import send_slowly
 from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.store.tables import RunWriter
@@ -218,7 +218,7 @@ async def test_an_answer_takes_room_until_it_is_sent(client, harness, monkeypatc
         held.append((room._held["s1"], len(body)))
         return await send_slowly(request, body)
 
-    monkeypatch.setattr(server, "send_slowly", sent)
+    monkeypatch.setattr(exchange, "send_slowly", sent)
     assert await items_of(client, conversation)
     [(taken, length)] = held
     assert taken == length > 250_000
