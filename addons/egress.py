@@ -93,6 +93,10 @@ class Egress:
                 raise exceptions.OptionsError(f"rolltap_allow: {error}") from error
             logger.error("rolltap_allow: %s", error)  # see `Capture.configure`
 
+    def is_named(self, host: str, port: int) -> bool:
+        """Return True when an option is this very host, not only a pattern that matches it."""
+        return any(pattern.names(host, port) for pattern in self._patterns)
+
     def next_layer(self, nextlayer: NextLayer) -> None:
         """Choose what a connection speaks: HTTP, or TLS to us and then HTTP. mitmproxy does not choose after that."""
         context, data = nextlayer.context, nextlayer.data_client()
