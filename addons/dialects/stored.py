@@ -117,7 +117,8 @@ class Stored:
         return len(texts) > 0 and len(texts[-1]) < _SHORT and json.loads(texts[-1]) == DELETED
 
     def names(self, folder: str) -> list[str]:
-        """Return the paths of the objects in a folder that were not deleted. Raises as `entries`."""
+        """Return the paths of the objects in a folder that were not deleted. Raises `DialectError` as `entries`."""
+        self._texts(folder)
         return [path for path in self.objects if path.startswith(folder) and not self.is_deleted(path)]
 
     def _texts(self, path: str) -> Sequence[str] | None:

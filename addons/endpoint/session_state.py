@@ -20,7 +20,7 @@ from rolltap.addons.endpoint.retries import FinishedCall, find_retried, newest
 from rolltap.addons.endpoint.roles import find_role
 from rolltap.addons.endpoint.services import Services
 from rolltap.addons.endpoint.stored import SessionStore
-from rolltap.addons.endpoint.work import INLINE_BYTES
+from rolltap.addons.endpoint.work import INLINE_BYTES, LARGE_BYTES
 from rolltap.addons.engine.policy import SessionPolicy
 from rolltap.addons.prompts.continuity import Prompt
 from rolltap.addons.store.records import Call, Event, EventKind
@@ -118,8 +118,8 @@ class SessionState:
         self.used_at = asyncio.get_running_loop().time()
         async with self._order:
             recovered = await self._open()
-            num_bytes = max(len(body), self._store.num_bytes, INLINE_BYTES)
-            answer, hidden = await self._work(recovered, num_bytes, self._store.answer, dialect.NAME, body, request)
+            # however short it is, it reads all rows of the session
+            answer, hidden = await self._work(recovered, LARGE_BYTES, self._store.answer, dialect.NAME, body, request)
         if hidden:
             self._services.refusals.record(self._event("hidden", request, None, str(hidden)))
         return answer
