@@ -16,7 +16,7 @@ sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
 
 capture = Capture(lambda host, port: egress.is_named(host, port))
 sessions = Sessions(capture.record)
-egress = Egress(capture.record, sessions.session_of)
+egress: Egress = Egress(capture.record, sessions.session_of)
 addons = [
     Log(),
     Listen(capture.warnings),

@@ -10,7 +10,7 @@ from rolltap.addons.endpoint.exchange import send_slowly
 from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.doctor.scripted_engine import Say
-from tests.addons.endpoint.test_stored import CACHED, CONVERSATIONS, GENERATE, RESPONSES, Client, user
+from tests.addons.endpoint.test_stored import CACHED, CONVERSATIONS, GENERATE, RESPONSES, Client, restarted, user
 from tests.addons.harness import Harness
 
 PIXELS = "iVBORw0KGgoSECRETPIXELS" * 20
@@ -126,16 +126,32 @@ async def test_what_every_use_would_refuse_is_refused_at_creation(client, harnes
     assert not harness.events("stored")
 
 
+async def sent(harness, body, count):
+    """Return the text of the reply to a request that its client has sent `count` times before."""
+    headers = harness.endpoint.headers("s1", "api", find_route("POST", RESPONSES, {}))
+    headers |= {"x-stainless-retry-count": count}
+    async with harness.client.post(harness.url(RESPONSES), data=body, headers=headers) as answer:
+        return (await answer.json())["output"][-1]["content"][0]["text"]
+
+
+async def test_a_retry_in_a_conversation_after_a_restart_gets_the_reply_that_was_sampled(
+    client, harness, scripted_engine
+):
+    conversation = await create(client)
+    scripted_engine.replies += [Say("Zero."), Say("One.")]
+    await client.ask(user(), conversation=conversation)
+    body = json.dumps({"model": "m", "input": "Hi", "conversation": conversation})
+    assert await sent(harness, body, "0") == "One."
+    async with restarted(harness, scripted_engine) as again:
+        assert await sent(again.harness, body, "1") == "One."
+    assert len(harness.calls()) == 2
+
+
 async def test_a_retry_in_a_conversation_gets_the_reply_that_was_sampled(client, harness, scripted_engine):
     conversation = await create(client)
     scripted_engine.replies += [Say("One."), Say("Two.")]
     body = json.dumps({"model": "m", "input": "Hi", "conversation": conversation})
-    texts = []
-    for count in ("0", "1", "0"):
-        headers = harness.endpoint.headers("s1", "api", find_route("POST", RESPONSES, {}))
-        headers |= {"x-stainless-retry-count": count}
-        async with harness.client.post(harness.url(RESPONSES), data=body, headers=headers) as answer:
-            texts.append((await answer.json())["output"][-1]["content"][0]["text"])
+    texts = [await sent(harness, body, count) for count in ("0", "1", "0")]
     assert texts == ["One.", "One.", "Two."]
     assert [call["kind"] for call in harness.calls()] == ["root", "bridged"]
     listed = [item["content"][0]["text"] for item in await items_of(client, conversation)]
