@@ -3,14 +3,15 @@
 import asyncio
 import logging
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from urllib.parse import quote
 
 from mitmproxy import connection, ctx, exceptions, http
 from mitmproxy.addonmanager import Loader
 from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 
-from rolltap.addons.dialects.routes import Route, find_route
+from rolltap.addons.dialects.routes import UNSPECIFIC_PREFIXES, Route, find_route
 from rolltap.addons.endpoint.gate import Expected
 from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.open_run import RUN_OPTIONS, add_options, open_run
@@ -35,9 +36,14 @@ _PATH_CHARACTERS = string.punctuation
 
 
 class Capture:
-    """Redirects model calls to the endpoint. Owns the endpoint and the writer of the run folder."""
+    """Redirects model calls to the endpoint. Owns the endpoint and the writer of the run folder.
 
-    def __init__(self) -> None:
+    `is_named` tells of a host and a port whether the user allowed that very host. Such a host keeps its own paths
+    where a request is recognised only behind one of `UNSPECIFIC_PREFIXES`.
+    """
+
+    def __init__(self, is_named: Callable[[str, int], bool] = lambda host, port: False) -> None:
+        self._is_named = is_named
         self.endpoint: Endpoint | None = None
         """None until a run is open."""
         self._starting: asyncio.Task[None] | None = None
@@ -93,13 +99,18 @@ class Capture:
                 self._redirect(flow, None)
             return
         route = find_route(method, path, headers, ctx.options.rolltap_prefix)
-        if route is None:
+        if route is None or self._is_of_host(route, flow.request):
             return
         if route.service == "websocket" and not ctx.options.rolltap_websocket:
             # 426 makes Codex fall back immediately; after other statuses it retries for seconds
             flow.response = http.Response.make(426, b"{}", {"content-type": "application/json"})
             return
         self._redirect(flow, route)
+
+    def _is_of_host(self, route: Route, request: http.Request) -> bool:
+        """Return True for a request to a host of the user's that may be no model API, and has a path of its own."""
+        chosen = any(fnmatchcase(route.prefix, pattern) for pattern in ctx.options.rolltap_prefix)
+        return route.prefix in UNSPECIFIC_PREFIXES and not chosen and self._is_named(request.host, request.port)
 
     def _redirect(self, flow: http.HTTPFlow, route: Route | None) -> None:
         assert self.endpoint is not None

@@ -76,7 +76,8 @@ class Egress:
             "stands for the ports 80 and 443, `pypi.org:8443` for another, `pypi.org:*` for all. An address that is "
             "not public, also that of an allowed name, is reached only if a pattern is that very address or "
             "`localhost`. Repeat the option for more hosts. Model calls to any host are answered by the recorder and "
-            "never reach their host. Other requests to other hosts get 404."
+            "never reach their host; a host that is named without a wildcard keeps its own paths behind `/api` and "
+            "`/v2`. Other requests to other hosts get 404."
         )
         loader.add_option("rolltap_allow", Sequence[str], [], text)
         ctx.options.update(connection_strategy="lazy", upstream_cert=False, rawtcp=False)
@@ -92,6 +93,10 @@ class Egress:
             if ctx.master.addons.get("proxyserver").is_running:
                 raise exceptions.OptionsError(f"rolltap_allow: {error}") from error
             logger.error("rolltap_allow: %s", error)  # see `Capture.configure`
+
+    def is_named(self, host: str, port: int) -> bool:
+        """Return True when an option is this very host, not only a pattern that matches it."""
+        return any(pattern.names(host, port) for pattern in self._patterns)
 
     def next_layer(self, nextlayer: NextLayer) -> None:
         """Choose what a connection speaks: HTTP, or TLS to us and then HTTP. mitmproxy does not choose after that."""

@@ -14,8 +14,9 @@ from rolltap.addons.startup import Startup
 # Transformers imports torch when it is installed: three seconds and 200 MB that a tokenizer does not need.
 sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
 
-capture = Capture()
+capture = Capture(lambda host, port: egress.is_named(host, port))
 sessions = Sessions(capture.record)
+egress: Egress = Egress(capture.record, sessions.session_of)
 addons = [
     Log(),
     Listen(capture.warnings),
@@ -23,6 +24,6 @@ addons = [
     Limits(capture.record, capture.running_calls),
     Descriptors(capture.record),
     capture,
-    Egress(capture.record, sessions.session_of),
+    egress,
     Startup(),
 ]

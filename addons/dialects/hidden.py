@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from rolltap.addons.dialects.types import DialectError, ModelCall
+from rolltap.addons.dialects.types import DialectError
 
 Images = Literal["hide", "refuse"]
 """Treatment of such a part: a text in its place, or an error."""
@@ -57,9 +57,9 @@ def _hide(
     return hidden
 
 
-def refuse_hidden(model_call: ModelCall) -> None:
-    """Raise `DialectError` for a conversation with images, audio or files."""
-    if model_call.hidden:
+def refuse_hidden(hidden: int) -> None:
+    """Raise `DialectError` for a conversation with so many images, audio parts and files, unless it has none."""
+    if hidden:
         raise DialectError(
-            f"This model takes text only. The conversation has other parts (images, audio, files): {model_call.hidden}."
+            f"This model takes text only. The conversation has other parts (images, audio, files): {hidden}."
         )

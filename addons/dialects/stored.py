@@ -27,6 +27,8 @@ Entry = dict[str, Any]
 """One entry of a stored object. One that was stored with a call has the call's id under `call`."""
 DELETED: Entry = {"deleted": True}
 """The last entry of an object that was deleted."""
+_SHORT = 100
+"""Characters of the JSON text of `DELETED` at most."""
 _ID = re.compile(r"[\w.-]{1,100}", re.ASCII)
 
 
@@ -77,8 +79,8 @@ class Stored:
     calls: Mapping[str, StoredCall] = field(default_factory=dict)
     objects: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Path -> the JSON text of each entry."""
-    num_bytes: int = 0
-    """Bytes that the objects take, deleted ones too."""
+    damaged: bool = False
+    """True when the row of an entry is damaged: no object is known then, because the row may be that of any."""
 
     def conversation(self, call_id: str) -> list[Message] | None:
         """Return the messages of a call's request and its reply, or None when they are not all known."""
@@ -98,9 +100,9 @@ class Stored:
     def entries(self, path: str) -> list[Entry] | None:
         """Return the entries of an object, or None when there is none or it was deleted.
 
-        Raises `DialectError` when they are more values than a body may have.
+        Raises `DialectError` when they are more values than a body may have, and when a row is damaged.
         """
-        texts = self.objects.get(path)
+        texts = self._texts(path)
         if texts is None or self.is_deleted(path):
             return None
         try:
@@ -111,8 +113,22 @@ class Stored:
 
     def is_deleted(self, path: str) -> bool:
         """Return True for an object that was deleted."""
-        texts = self.objects.get(path, ())
-        return len(texts) > 0 and json.loads(texts[-1]) == DELETED
+        texts = self._texts(path) or ()
+        return len(texts) > 0 and len(texts[-1]) < _SHORT and json.loads(texts[-1]) == DELETED
+
+    def names(self, folder: str) -> list[str]:
+        """Return the paths of the objects in a folder that were not deleted. Raises `DialectError` as `entries`."""
+        self._texts(folder)
+        return [path for path in self.objects if path.startswith(folder) and not self.is_deleted(path)]
+
+    def _texts(self, path: str) -> Sequence[str] | None:
+        if self.damaged:
+            raise DialectError(
+                "The recorder cannot read what this session stored: an entry is damaged, see `rolltap verify`.",
+                status=500,
+                code="not_recorded",
+            )
+        return self.objects.get(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,22 +147,34 @@ class StoredRequest:
 
 @dataclass(frozen=True, slots=True)
 class StoredAnswer:
-    """The body of the answer, and the entry that the request adds to the object `path`; None adds nothing."""
+    """The body of the answer, and the entry that the request adds to the object `path`; None adds nothing.
+
+    `hidden` is the number of images, audio and files that the request had, which have a text in their place.
+    """
 
     body: dict[str, Any]
     path: str = ""
     entry: Entry | None = None
+    hidden: int = 0
 
 
 class NamesStored(DialectError):
-    """Raised by `decode` for a request that names what its session stored: `complete` decodes it with that.
+    """Raised by `decode` for a request that names what its session stored.
 
-    `complete` raises `DialectError`, for an id that stands for nothing too.
+    `decoded` decodes it with that, and raises `DialectError`, for an id that stands for nothing too.
     """
 
-    def __init__(self, complete: Callable[[Stored], ModelCall]) -> None:
+    def __init__(
+        self,
+        complete: Callable[[Stored], ModelCall | None],
+        as_repeated: Callable[[Stored], ModelCall | None] = lambda stored: None,
+    ) -> None:
         super().__init__("The request names what is stored, and nothing is.", status=404, code="not_found")
-        self.complete = complete
+        self._complete, self._as_repeated = complete, as_repeated
+
+    def decoded(self, stored: Stored) -> list[ModelCall]:
+        """Return the request decoded. Before it, as it was asked first, for a request that may be a retry."""
+        return [call for call in (self._as_repeated(stored), self._complete(stored)) if call is not None]
 
 
 def shown_id(object_id: str) -> str:

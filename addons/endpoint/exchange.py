@@ -3,13 +3,17 @@
 A stream's headers are sent immediately, text while it is sampled, and the last event after the call is committed.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
 
 from rolltap.addons.dialects.dialect import Dialect, StreamEncoder
 from rolltap.addons.dialects.types import DialectError, ReplyContext
-from rolltap.addons.endpoint.session_state import AnyCall
+from rolltap.addons.endpoint.body import Bodies
+from rolltap.addons.endpoint.client_request import ClientRequest
+from rolltap.addons.endpoint.session_state import AnyCall, SessionState
+from rolltap.addons.endpoint.stored import STORED_BYTES
 
 Write = Callable[[bytes], Awaitable[None]]
 
@@ -17,6 +21,10 @@ KEEP_ALIVE_SECONDS = 15.0
 """Seconds of silence after which a keep-alive is sent. The shortest idle timeout known is 60 s (Gemini CLI)."""
 COALESCE_SECONDS = 0.1
 """Minimum seconds between two chunks of deltas. A chunk costs the proxy 30 to 90 microseconds."""
+
+SENDING_SECONDS = 120.0
+"""Maximum time in which a client takes an answer that takes room."""
+_PIECE_BYTES = 64 * 1024
 
 
 async def respond(
@@ -81,6 +89,39 @@ async def send_events(generation: AnyCall, encoder: StreamEncoder, write: Write)
             await generation.finished(COALESCE_SECONDS)
         if not await generation.changed(KEEP_ALIVE_SECONDS):
             await write(encoder.keep_alive())
+
+
+async def respond_stored(
+    session: SessionState, dialect: Dialect, asked: ClientRequest, request: web.Request, bodies: Bodies
+) -> web.StreamResponse:
+    """Answer a request about what a session stored. The answer takes room until it is sent.
+
+    Raises as `Bodies.read` and `SessionState.store`.
+    """
+    with bodies.room.share(asked.session_id) as share:
+        async with bodies.read(request, asked.session_id) as body:
+            await share.take(STORED_BYTES)
+            answer = await session.store(dialect, body, asked)
+        share.free(share.held - len(answer))
+        return await send_slowly(request, answer)
+
+
+async def send_slowly(request: web.Request, body: bytes) -> web.StreamResponse:
+    """Answer with JSON that was made in room which the caller holds: in pieces, without a second copy of it.
+
+    A client that takes longer than `SENDING_SECONDS` loses its connection.
+    """
+    response = web.StreamResponse(headers={"content-type": "application/json", "content-length": str(len(body))})
+    await response.prepare(request)
+    try:
+        async with asyncio.timeout(SENDING_SECONDS):
+            for start in range(0, len(body), _PIECE_BYTES):
+                await response.write(body[start : start + _PIECE_BYTES])
+            await response.write_eof()
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+    return response
 
 
 def _headers(generation: AnyCall, content_type: str) -> dict[str, str]:

@@ -34,7 +34,7 @@ from rolltap.addons.endpoint.client_request import (
     client_request,
 )
 from rolltap.addons.endpoint.ending import end_session
-from rolltap.addons.endpoint.exchange import error_response, respond, stream
+from rolltap.addons.endpoint.exchange import error_response, respond, respond_stored, stream
 from rolltap.addons.endpoint.failures import as_dialect_error, event_kind
 from rolltap.addons.endpoint.gate import Expected, Gate
 from rolltap.addons.endpoint.generation import UNANSWERED_SECONDS
@@ -217,8 +217,7 @@ class Endpoint:
                         num_tokens = await self._session(request).count_tokens(dialect, body, asked)
                     return _json(dialect.encode_token_count(num_tokens))
                 case "stored":
-                    async with self._bodies.read(request, asked.session_id) as body:
-                        return _json(await self._session(request).store(dialect, body, asked))
+                    return await respond_stored(self._session(request), dialect, asked, request, self._bodies)
                 case "generate":
                     async with self._bodies.read(request, request.headers[SESSION_HEADER]) as body:
                         generation, model_call = await self._begin(dialect, body, request)

@@ -20,7 +20,7 @@ from rolltap.addons.endpoint.retries import FinishedCall, find_retried, newest
 from rolltap.addons.endpoint.roles import find_role
 from rolltap.addons.endpoint.services import Services
 from rolltap.addons.endpoint.stored import SessionStore
-from rolltap.addons.endpoint.work import INLINE_BYTES
+from rolltap.addons.endpoint.work import INLINE_BYTES, LARGE_BYTES
 from rolltap.addons.engine.policy import SessionPolicy
 from rolltap.addons.prompts.continuity import Prompt
 from rolltap.addons.store.records import Call, Event, EventKind
@@ -56,7 +56,7 @@ class SessionState:
         """None before the first call and after the end."""
         self._budget: SessionBudget | None = None
         """None before the first call and after the end."""
-        self._store = SessionStore(services.archive, services.writer, session_id)
+        self._store = SessionStore(services.archive, services.writer, session_id, services.images)
         self._order = asyncio.Lock()
         """Held while a prompt is made, and while a call is added to the conversations."""
 
@@ -81,19 +81,20 @@ class SessionState:
         while True:
             async with self._order:
                 recovered = await self._open()
-                model_call = await self._decode(dialect, body, request)
-                asked = await self._prepare(recovered, dialect, model_call, await context_window(), len(body))
-                self.settle()
-                calls: list[AnyCall] = [*recovered.finished, *self.generations]
-                retried = find_retried(calls, asked.digest, request.headers)
-                if retried is not None:
-                    kind: EventKind = "replayed" if retried.done else "joined"
-                    self._services.refusals.record(self._event(kind, request, retried.call_id))
-                    return retried, model_call
+                for model_call in await self._decode(dialect, body, request):
+                    asked = await self._prepare(recovered, dialect, model_call, await context_window(), len(body))
+                    self.settle()
+                    calls: list[AnyCall] = [*recovered.finished, *self.generations]
+                    retried = find_retried(calls, asked.digest, request.headers)
+                    if retried is not None:
+                        kind: EventKind = "replayed" if retried.done else "joined"
+                        self._services.refusals.record(self._event(kind, request, retried.call_id))
+                        return retried, model_call
                 budget = self._budget = self._budget or SessionBudget(self._services.budgets, recovered.used)
                 grant = budget.take(dialect, asked.sampling["max_tokens"])
                 if grant is not None:
-                    return self._start(recovered, dialect, model_call, asked, request, grant), model_call
+                    how = dialect, model_call, asked, request, grant
+                    return await self._start(recovered, len(body), *how), model_call
             await budget.settled()
 
     async def count_tokens(self, dialect: Dialect, body: bytes, request: ClientRequest) -> int:
@@ -104,7 +105,7 @@ class SessionState:
         self.used_at = asyncio.get_running_loop().time()
         async with self._order:
             recovered = await self._open()
-            model_call = await self._decode(dialect, body, request)
+            model_call = (await self._decode(dialect, body, request))[-1]
             prompt = await self._work(recovered, len(body), self._prompt, recovered, dialect, model_call)
             return len(prompt.ids)
 
@@ -117,7 +118,11 @@ class SessionState:
         self.used_at = asyncio.get_running_loop().time()
         async with self._order:
             recovered = await self._open()
-            return await self._work(recovered, INLINE_BYTES, self._store.answer, dialect.NAME, body, request)
+            # however short it is, it reads all rows of the session
+            answer, hidden = await self._work(recovered, LARGE_BYTES, self._store.answer, dialect.NAME, body, request)
+        if hidden:
+            self._services.refusals.record(self._event("hidden", request, None, str(hidden)))
+        return answer
 
     def settle(self) -> None:
         """Replace finished generations without listeners by what a retry needs of them, which is small."""
@@ -147,9 +152,10 @@ class SessionState:
             await asyncio.to_thread(self._services.recovery.end, self._session_id)
             self._end_recorded = True
 
-    def _start(
+    async def _start(
         self,
         recovered: RecoveredSession,
+        num_bytes: int,
         dialect: Dialect,
         model_call: ModelCall,
         asked: Asked,
@@ -161,7 +167,9 @@ class SessionState:
         try:
             services.writer.require_room()
             if model_call.stores is not None:
-                self._store.add(request, *model_call.stores, call.call_id)
+                add = self._store.add
+                await services.workers.run(num_bytes, add, request, *model_call.stores, call.call_id)
+                self._check_open()  # the session may have ended meanwhile
             services.writer.add_event(self._event("call_started", request, call.call_id))
         except BaseException:
             grant.cancel()
@@ -221,15 +229,17 @@ class SessionState:
             self._recovered = recovered
         return self._recovered
 
-    async def _decode(self, dialect: Dialect, body: bytes, request: ClientRequest) -> ModelCall:
+    async def _decode(self, dialect: Dialect, body: bytes, request: ClientRequest) -> list[ModelCall]:
+        """Decode a request. One that may be a retry is decoded as it was asked first, too: that comes before."""
         run = self._services.workers.run
         try:
-            model_call = await run(len(body), dialect.decode, body, request.target)
+            model_calls = [await run(len(body), dialect.decode, body, request.target)]
         except NamesStored as named:
-            model_call = await run(max(len(body), INLINE_BYTES), self._store.complete, named)
+            num_bytes = max(len(body), self._store.num_bytes, INLINE_BYTES)
+            model_calls = await run(num_bytes, self._store.decoded, named)
         if self._services.images == "refuse":
-            refuse_hidden(model_call)
-        return model_call
+            refuse_hidden(model_calls[-1].hidden)
+        return model_calls
 
     async def _prepare(
         self,
@@ -240,7 +250,6 @@ class SessionState:
         num_bytes: int,
     ) -> Asked:
         """Make the prompt of a request. A conversation that cannot fit into the window is refused untokenised."""
-
         make_prompt = partial(self._prompt, recovered, dialect)
         how = self._services, self._sampling, dialect, model_call, context_window, make_prompt
         return await self._work(recovered, num_bytes, prepare_call, *how)
@@ -269,7 +278,7 @@ class SessionState:
                 num_bytes = len(call.messages)
                 await self._services.workers.run(num_bytes, add, call.call_id, prompt, call.completion_ids, message)
 
-    def _event(self, kind: EventKind, request: ClientRequest, call_id: str, detail: str = "") -> Event:
+    def _event(self, kind: EventKind, request: ClientRequest, call_id: str | None, detail: str = "") -> Event:
         return Event(
             kind=kind,
             session_id=self._session_id,

@@ -8,7 +8,7 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rolltap.addons.dialects import google, openai_responses
+from rolltap.addons.dialects.hidden import Images, refuse_hidden
 from rolltap.addons.dialects.stored import Entry, NamesStored, Stored, StoredAnswer, StoredCall, StoredRequest
 from rolltap.addons.dialects.types import DialectError, ModelCall, Usage, dump_json
-from rolltap.addons.endpoint.body import BODY_LIMIT
 from rolltap.addons.endpoint.client_request import ClientRequest
 from rolltap.addons.endpoint.recovery import undamaged
+from rolltap.addons.store.digest import DIGEST
 from rolltap.addons.store.records import Event
 from rolltap.addons.store.schemas import CALL_SCHEMA, EVENT_SCHEMA
 from rolltap.addons.store.session_index import SessionIndex
@@ -32,12 +33,13 @@ _SERVE: dict[str, Callable[[StoredRequest, Stored], StoredAnswer]] = {
 }
 """Functions that answer requests about what is stored, by the name of the API."""
 
-STORED_BYTES = BODY_LIMIT
-"""Maximum bytes of the entries that a session stores, deleted ones too."""
-_ENTRY_BYTES = 1024
-"""Bytes that an entry takes besides its text."""
+STORED_BYTES = 4 * 1024 * 1024
+"""Maximum bytes of the entries that a session stores, deleted ones too: each request that names one reads them all."""
+ENTRY_BYTES = 4096
+"""Bytes that an entry counts besides its text, so that a session has a thousand at most."""
 _TEXTS = ("call_id", "parent_id", "model", "messages", "reply", "sampling", "finish_reason")
-_COLUMNS = (*_TEXTS, "status", "prompt_length", "cached_tokens", "started_at")
+_CALL_COLUMNS = (*_TEXTS, "status", "prompt_length", "cached_tokens", "started_at")
+_ENTRY_COLUMNS = ("call_id", "path", "detail")
 
 
 class Archive:
@@ -68,13 +70,15 @@ class Archive:
 class SessionStore:
     """The replies and objects that one session stored. Not thread-safe: one worker at a time."""
 
-    def __init__(self, archive: Archive, writer: RunWriter, session_id: str) -> None:
-        self._archive, self._writer, self._session_id = archive, writer, session_id
+    def __init__(self, archive: Archive, writer: RunWriter, session_id: str, images: Images) -> None:
+        self._archive, self._writer, self._session_id, self._images = archive, writer, session_id, images
         self._checked: set[str] = set()
-        """Ids of the calls whose rows are known to be undamaged: to check one takes a millisecond."""
+        """Digests of the rows that are known to be undamaged: to check one takes a millisecond."""
+        self.num_bytes = 0
+        """Bytes of the entries, as of the last request."""
 
     def read(self) -> Stored:
-        """Return what is stored now. Damaged rows are left out, so that what they stand for is not found.
+        """Return what is stored now. A damaged call is left out, so that it is not found; an entry is not.
 
         Raises `OSError` and `RunError`. Call it in a worker thread: it takes 60 µs a call of the session.
         """
@@ -82,42 +86,57 @@ class SessionStore:
         for batch in self._archive.batches(self._session_id, "calls"):
             calls |= self._calls(batch)
         objects: dict[str, list[str]] = {}
-        num_bytes = 0
+        num_bytes, damaged = 0, False
         for batch in self._archive.batches(self._session_id, "events"):
             batch = batch.filter(pc.equal(batch.column("kind"), "stored"))
             for number in range(batch.num_rows):
-                row = undamaged(batch.slice(number, 1), EVENT_SCHEMA)
+                row = self._row(batch.slice(number, 1), EVENT_SCHEMA, _ENTRY_COLUMNS)
                 if row is None:
+                    damaged = True
                     continue
-                num_bytes += len(row["detail"]) + _ENTRY_BYTES
+                num_bytes += _size(row["detail"])
                 if row["call_id"] is None or row["call_id"] in calls:
                     objects.setdefault(row["path"], []).append(row["detail"])
-        return Stored(calls, objects, num_bytes)
+        self.num_bytes = num_bytes
+        return Stored(calls, objects, damaged)
 
-    def complete(self, named: NamesStored) -> ModelCall:
-        """Return a request decoded with what it names. Raises as `read`, and `DialectError` for what is not stored."""
-        stored = self.read()
-        model_call = named.complete(stored)
-        if model_call.stores is not None:
-            self._require_room(stored, model_call.stores[1])
-        return model_call
+    def decoded(self, named: NamesStored) -> list[ModelCall]:
+        """Return a request decoded with what it names: see `NamesStored.decoded`.
 
-    def answer(self, api: str, body: bytes, request: ClientRequest) -> bytes:
+        Raises as `read`, and `DialectError` for what is not stored.
+        """
+        return named.decoded(self.read())
+
+    def answer(self, api: str, body: bytes, request: ClientRequest) -> tuple[bytes, int]:
         """Answer a request of an API about what is stored. What it adds is committed before.
 
-        Raises as `read`, and `DialectError` for an invalid request and for what is not stored.
+        Also return the number of images, audio parts and files that were hidden in what it adds. Raises as `read`, and
+        `DialectError` for an invalid request and for what is not stored.
         """
         stored = self.read()
         asked = StoredRequest(request.method, request.target, body, uuid.uuid4().hex, int(time.time()))
         answered = _SERVE[api](asked, stored)
+        if self._images == "refuse":
+            refuse_hidden(answered.hidden)
         if answered.entry is not None:
-            self._require_room(stored, answered.entry)
             self.add(request, answered.path, answered.entry)
-        return dump_json(answered.body)
+        return dump_json(answered.body), answered.hidden
 
     def add(self, request: ClientRequest, path: str, entry: Entry, call_id: str | None = None) -> None:
-        """Commit an entry of an object. One with `call_id` counts once that call is completed. Raises `OSError`."""
-        detail = _text(entry if call_id is None else {**entry, "call": call_id})
+        """Commit an entry of an object. One with `call_id` counts once that call is completed.
+
+        Raises `DialectError` when the session would store too much, and `OSError`. Call it in a worker thread, after
+        `read`.
+        """
+        entry = entry if call_id is None else {**entry, "call": call_id}
+        detail = json.dumps(entry, ensure_ascii=False, separators=(",", ":"))
+        if self.num_bytes + _size(detail) > STORED_BYTES:
+            raise DialectError(
+                f"This session has stored {self.num_bytes:,} bytes of conversations and cached contents, of which each "
+                f"entry counts {ENTRY_BYTES:,} more than its text. More than {STORED_BYTES:,} are not kept. Send the "
+                "items in the requests themselves."
+            )
+        self._writer.require_room()
         self._writer.add_event(
             Event(
                 kind="stored",
@@ -130,31 +149,33 @@ class SessionStore:
             )
         )
 
-    def _require_room(self, stored: Stored, entry: Entry) -> None:
-        """Raise `DialectError` when a session would store too much, and `OSError` when the disk has no room."""
-        if stored.num_bytes + len(_text(entry)) + _ENTRY_BYTES > STORED_BYTES:
-            raise DialectError(
-                f"This session has stored {stored.num_bytes:,} bytes of conversations and cached contents, and more "
-                f"than {STORED_BYTES:,} are not kept. Send the items in the requests themselves."
-            )
-        self._writer.require_room()
-
     def _calls(self, batch: pa.RecordBatch) -> dict[str, StoredCall]:
-        columns = {name: batch.column(name).to_pylist() for name in _COLUMNS}
-        lengths = pc.list_value_length(batch.column("completion_ids")).to_pylist()
         found: dict[str, StoredCall] = {}
-        for number, call_id in enumerate(columns["call_id"]):
-            row: dict[str, Any] = {name: values[number] for name, values in columns.items()}
-            if row["status"] != "completed" or row["reply"] is None:
+        for number in range(batch.num_rows):
+            row = self._row(batch.slice(number, 1), CALL_SCHEMA, _CALL_COLUMNS)
+            if row is None or row["status"] != "completed" or row["reply"] is None:
                 continue
-            if call_id not in self._checked and undamaged(batch.slice(number, 1), CALL_SCHEMA) is None:
-                continue
-            self._checked.add(call_id)
-            usage = Usage(row["prompt_length"], lengths[number], row["cached_tokens"] or 0)
-            created = int(row["started_at"].timestamp())
-            found[call_id] = StoredCall(**{name: row[name] for name in _TEXTS}, created=created, usage=usage)
+            length = pc.list_value_length(batch.column("completion_ids")[number]).as_py()
+            found[row["call_id"]] = StoredCall(
+                **{name: row[name] for name in _TEXTS},
+                created=int(row["started_at"].timestamp()),
+                usage=Usage(row["prompt_length"], length, row["cached_tokens"] or 0),
+            )
         return found
 
+    def _row(self, row: pa.RecordBatch, schema: pa.Schema, columns: Sequence[str]) -> dict[str, Any] | None:
+        """Return columns of a batch of one row, or None when it is damaged. A row is checked once."""
+        try:
+            values: dict[str, Any]
+            (values,) = row.select([*columns, DIGEST]).to_pylist()
+        except (ValueError, OverflowError):  # values that Python does not have
+            return None
+        if values[DIGEST] not in self._checked:
+            if undamaged(row, schema) is None:
+                return None
+            self._checked.add(values[DIGEST])
+        return values
 
-def _text(entry: Entry) -> str:
-    return json.dumps(entry, ensure_ascii=False, separators=(",", ":"))
+
+def _size(detail: str) -> int:
+    return len(detail.encode("utf-8", "replace")) + ENTRY_BYTES

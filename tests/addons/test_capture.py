@@ -14,6 +14,7 @@ from mitmproxy.test import taddons, tflow
 from rolltap.addons.capture import CAPTURED, Capture
 from rolltap.addons.dialects import openai_chat
 from rolltap.addons.dialects.routes import Route
+from rolltap.addons.egress import Egress
 from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
 from rolltap.addons.sessions import SESSION
 from rolltap.addons.store.metadata import RUN_FILE, read_metadata, write_metadata
@@ -50,6 +51,38 @@ def request(method="POST", url=COMPLETIONS, headers=()):
     flow = tflow.tflow(req=http.Request.make(method, url, headers=dict(headers)))
     flow.metadata[SESSION] = "s1"
     return flow
+
+
+class TestHostsOfTheUser:
+    """A host that the user allowed by its name is an application, not a provider."""
+
+    @pytest.fixture
+    async def capture(self, options):
+        egress = Egress(lambda event: None, lambda client: "s1")
+        addon = Capture(egress.is_named)
+        with taddons.context(Proxyserver(), addon, egress) as context:
+            context.configure(egress, rolltap_allow=["app.example", "*.wild.example"])
+            context.configure(addon, **{**options, "rolltap_prefix": ["/v2"]})
+            addon.running()
+            yield addon
+            await addon.done()
+
+    @pytest.mark.parametrize(
+        ("url", "captured"),
+        [
+            ("https://app.example/api/v1/messages", False),
+            ("https://app.example/api/responses", False),
+            ("https://app.example/v2/chat/completions", True),
+            ("https://app.example/v1/messages", True),
+            ("https://app.example/openai/v1/responses", True),
+            ("https://x.wild.example/api/v1/messages", True),
+            ("https://openrouter.ai/api/v1/chat/completions", True),
+        ],
+    )
+    async def test_it_keeps_paths_that_only_an_unspecific_prefix_makes_model_calls(self, capture, url, captured):
+        flow = request(url=url)
+        capture.requestheaders(flow)
+        assert flow.metadata.get(CAPTURED, False) is captured
 
 
 class TestModelCalls:

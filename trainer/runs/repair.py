@@ -1,5 +1,6 @@
 """Repairs: cut off an uncommitted tail and keep it beside its file, and remove temporary files of dead processes."""
 
+import errno
 import os
 import re
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from rolltap.addons.store.staging import locked, new_file
 
 _HIDDEN = re.compile(r"\.(?:(?:calls|sessions|events)-.*\.arrow(?:\.cut-\d+)?|(?:run|policy)\.json)\.(?P<process>\d+)")
 """See `rolltap.addons.store.staging.hidden_name`."""
+
+_PIECE_BYTES = 1024 * 1024
 
 
 def is_held(path: Path) -> bool:
@@ -52,8 +55,9 @@ def cut_end(path: Path, schema: pa.Schema) -> Iterator[str]:
             for _ in reader:
                 pass
         if reader.uncommitted:
-            size = path.stat().st_size - reader.uncommitted
-            kept = _keep(path, os.pread(descriptor, reader.uncommitted, size))
+            end = os.fstat(descriptor).st_size
+            size = end - reader.uncommitted
+            kept = _keep(path, descriptor, size, end)
             os.ftruncate(descriptor, size)
             os.fsync(descriptor)
             where = f", and are in {kept.name}" if kept else ""
@@ -65,14 +69,38 @@ def kept_cuts(run: Path) -> list[Path]:
     return sorted(run.glob("[!.]*.arrow.cut-*"))
 
 
-def _keep(path: Path, tail: bytes) -> Path | None:
-    """Write the tail to a new file, which is on the disk when this returns. Returns None for a tail of zeros."""
-    if not any(tail):
+def _keep(path: Path, descriptor: int, start: int, end: int) -> Path | None:
+    """Write a tail to a new file, which is on the disk when this returns. Returns None for a tail of zeros.
+
+    A file that has the same bytes is that of a repair which was killed before it truncated.
+    """
+    if not any(any(piece) for piece in _pieces(descriptor, start, end)):
         return None
-    kept = next(name for number in count(1) if not (name := path.with_name(f"{path.name}.cut-{number}")).exists())
+    for number in count(1):
+        kept = path.with_name(f"{path.name}.cut-{number}")
+        if not kept.exists():
+            break
+        if kept.stat().st_size == end - start and _is_copy(kept, _pieces(descriptor, start, end)):
+            return kept
     with new_file(kept, "wb") as file:
-        file.write(tail)
+        for piece in _pieces(descriptor, start, end):
+            file.write(piece)
     return kept
+
+
+def _pieces(descriptor: int, start: int, end: int) -> Iterator[bytes]:
+    """Yield the bytes of a file between two offsets. Raises `OSError` when the file has fewer."""
+    while start < end:
+        piece = os.pread(descriptor, min(end - start, _PIECE_BYTES), start)
+        if not piece:
+            raise OSError(errno.EIO, f"{end - start} bytes less than its size can be read")
+        start += len(piece)
+        yield piece
+
+
+def _is_copy(path: Path, pieces: Iterator[bytes]) -> bool:
+    with path.open("rb") as file:
+        return all(file.read(len(piece)) == piece for piece in pieces)
 
 
 def _is_alive(pid: int) -> bool:

@@ -9,14 +9,17 @@ from datetime import UTC, datetime
 from typing import Any
 
 from rolltap.addons.dialects.fields import Fields, parse_object
+from rolltap.addons.dialects.google.cached import FIRST, FOLDER, find_cached, path_of
+from rolltap.addons.dialects.google.kept_content import kept_content
 from rolltap.addons.dialects.google.protobuf import WORDING, camel_case_fields
+from rolltap.addons.dialects.google.request import decode_content
+from rolltap.addons.dialects.recordable import is_word
 from rolltap.addons.dialects.stored import DELETED, Stored, StoredAnswer, StoredRequest
 from rolltap.addons.dialects.types import DialectError
 
 _PATH = re.compile(r"/(?:v1|v1beta|v1beta1)/(?P<name>(?:projects/[^/]+/locations/[^/]+/)?cachedContents(?:/[^/:]+)?)")
-_SECONDS = re.compile(r"\d{1,9}(\.\d{1,9})?s")
+_SECONDS = re.compile(r"\d{1,9}(\.\d{1,9})?s", re.ASCII)
 _CONTENT = ("model", "displayName", "systemInstruction", "tools", "toolConfig", "contents")
-_FIRST = ("systemInstruction", "tools", "toolConfig")
 _LIFETIME = 3600
 """Seconds, unless the request has a `ttl` or an `expireTime`."""
 
@@ -29,23 +32,6 @@ def is_served(method: str, path: str) -> bool:
     return method in (("GET", "POST") if match["name"].endswith("cachedContents") else ("GET", "PATCH", "DELETE"))
 
 
-def with_cached_content(request: Fields, model: str, stored: Stored) -> Fields:
-    """Return a request with the cached content that it names in front. Raises `DialectError`."""
-    name = request.text("cachedContent")
-    cached = _find(name, stored)
-    if any(request[key] is not None for key in _FIRST):
-        raise DialectError(
-            "CachedContent can not be used with GenerateContent request setting system_instruction, tools or "
-            "tool_config. Proposed fix: move those values to CachedContent from GenerateContent request."
-        )
-    made_for = str(cached.get("model", "")).rpartition("/")[2]
-    if made_for and made_for != model:
-        raise DialectError("Model used by GenerateContent request and CachedContent has to be the same.")
-    contents = [*_as_list(cached.get("contents")), *_as_list(request["contents"])]
-    first = {key: cached[key] for key in _FIRST if key in cached}
-    return request.replaced({**request.values, **first, "contents": contents})
-
-
 def serve(request: StoredRequest, stored: Stored) -> StoredAnswer:
     """Answer a request to create, list, read, change or delete cached contents. Raises `DialectError`."""
     match = _PATH.fullmatch(request.target.partition("?")[0])
@@ -55,32 +41,30 @@ def serve(request: StoredRequest, stored: Stored) -> StoredAnswer:
     match request.method:
         case "POST":
             name = f"{name}/{request.new_id}"
-            content = Fields(_body(request), WORDING).chosen(_CONTENT)
-            entry = {"name": name, **content, "createTime": _time(request.now), **_expiry(_body(request), request.now)}
-            return StoredAnswer(_shown(entry), _key(name), entry)
+            body = _body(request)
+            content, hidden = _given_content(Fields(body, WORDING))
+            entry = {"name": name, **content, "createTime": _time(request.now), **_expiry(body, request.now)}
+            return StoredAnswer(_shown(entry), path_of(name), entry, hidden)
         case "PATCH":
             changed = _expiry(_body(request), request.now)
-            return StoredAnswer(_shown(_find(name, stored) | changed), _key(name), changed)
+            return StoredAnswer(_shown(find_cached(name, stored) | changed), path_of(name), changed)
         case "DELETE":
-            _find(name, stored)
-            return StoredAnswer({}, _key(name), DELETED)
+            find_cached(name, stored)
+            return StoredAnswer({}, path_of(name), DELETED)
     if name.endswith("cachedContents"):
-        keys = [key for key in stored.objects if key.startswith("/cachedContents/") and not stored.is_deleted(key)]
-        return StoredAnswer({"cachedContents": [_shown(_find(key, stored)) for key in keys]})
-    return StoredAnswer(_shown(_find(name, stored)))
+        return StoredAnswer({"cachedContents": [_shown(find_cached(path, stored)) for path in stored.names(FOLDER)]})
+    return StoredAnswer(_shown(find_cached(name, stored)))
 
 
-def _find(name: str, stored: Stored) -> dict[str, Any]:
-    """Return a cached content as its entries have made it. Raises `DialectError` for one that is unknown."""
-    entries = stored.entries(_key(name))
-    if entries is None:
-        raise DialectError("CachedContent not found (or permission denied)", status=403)
-    return {key: value for entry in entries for key, value in entry.items()}
+def _given_content(body: Fields) -> tuple[dict[str, Any], int]:
+    """Return what is stored of a content in a body, and the number of images, audio and files in it.
 
-
-def _key(name: str) -> str:
-    """Return the path under which a cached content is stored. Its names have a project, or none."""
-    return f"/cachedContents/{name.rpartition('/')[2]}"
+    Raises `DialectError` for a content that no request could have in front.
+    """
+    for key in ("model", "displayName"):
+        body.optional(key, Fields.label)
+    model_call = decode_content(body.replaced(body.chosen(_CONTENT)))
+    return kept_content(body.chosen(_CONTENT)), model_call.hidden
 
 
 def _body(request: StoredRequest) -> dict[str, Any]:
@@ -94,18 +78,13 @@ def _expiry(body: dict[str, Any], now: int) -> dict[str, Any]:
     expires = body.get("expireTime")
     return {
         "updateTime": _time(now),
-        "expireTime": expires if isinstance(expires, str) and expires else _time(now + seconds),
+        "expireTime": expires if isinstance(expires, str) and expires and is_word(expires) else _time(now + seconds),
     }
 
 
 def _shown(cached: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in cached.items() if key not in (*_FIRST, "contents")}
+    return {key: value for key, value in cached.items() if key not in (*FIRST, "contents")}
 
 
 def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
-
-
-def _as_list(value: Any) -> list[Any]:
-    """Return a repeated field, which may be a single message without a list."""
-    return value if isinstance(value, list) else [] if value is None else [value]

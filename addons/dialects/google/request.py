@@ -7,7 +7,7 @@ from urllib.parse import unquote
 
 from rolltap.addons.dialects.decoded import decoded
 from rolltap.addons.dialects.fields import Fields, parse_object
-from rolltap.addons.dialects.google.cached_contents import with_cached_content
+from rolltap.addons.dialects.google.cached import as_list, with_cached_content
 from rolltap.addons.dialects.google.contents import conversation, hide_media, system_message
 from rolltap.addons.dialects.google.protobuf import (
     WORDING,
@@ -54,26 +54,40 @@ def decode(body: bytes, target: str) -> ModelCall:
     if match is None:
         raise DialectError("This path is not a method of this API.", status=404)
     parsed = parse_object(body)
-    if nests_deeper(parsed, _BODY_LEVELS):
-        raise DialectError(f"The request body nests deeper than {_BODY_LEVELS} levels.")
+    _refuse_deep(parsed)
     request = Fields(camel_case_fields(parsed), WORDING)
     if request["generateContentRequest"] is not None:  # countTokens has the whole request here
         request = message_field(request, "generateContentRequest")
     if request["cachedContent"]:
-        raise NamesStored(partial(_decode_cached, request, match))
-    return _decode(request, match)
+        raise NamesStored(partial(_decode_cached, request, unquote(match["model"]), match["method"]))
+    return _decode(request, unquote(match["model"]), match["method"])
 
 
-def _decode_cached(request: Fields, match: re.Match[str], stored: Stored) -> ModelCall:
-    return _decode(with_cached_content(request, unquote(match["model"]), stored), match)
+def decode_content(content: Fields) -> ModelCall:
+    """Decode the content that requests may have in front, as one that has it. Its media become texts in place.
+
+    Raises `DialectError` for a content that no request could have.
+    """
+    _refuse_deep(content.values)
+    asked = [*as_list(content["contents"]), {"role": "user", "parts": [{"text": "."}]}]
+    return _decode(content.replaced({**content.values, "contents": asked}), "", "generateContent")
 
 
-def _decode(request: Fields, match: re.Match[str]) -> ModelCall:
-    named = Fields({"model": unquote(match["model"])}, WORDING)  # it is in the path
+def _refuse_deep(body: dict[str, Any]) -> None:
+    if nests_deeper(body, _BODY_LEVELS):
+        raise DialectError(f"The request body nests deeper than {_BODY_LEVELS} levels.")
+
+
+def _decode_cached(request: Fields, model: str, method: str, stored: Stored) -> ModelCall:
+    return _decode(with_cached_content(request, model, stored), model, method)
+
+
+def _decode(request: Fields, model: str, method: str) -> ModelCall:
+    named = Fields({"model": model}, WORDING)  # it is in the path
     config = message_field(request, "generationConfig")
     if config["candidateCount"] not in (None, 1):
         raise config.refusal("candidateCount", "1")
-    _refuse_unsupported(config, match["model"])
+    _refuse_unsupported(config, model)
     calling = message_field(message_field(request, "toolConfig"), "functionCallingConfig")
     thoughts = message_field(config, "thinkingConfig")["includeThoughts"]
     hidden = hide_media(request)
@@ -81,7 +95,7 @@ def _decode(request: Fields, match: re.Match[str]) -> ModelCall:
         model=named.label("model"),
         messages=system_message(request) + conversation(request),
         tools=[],
-        stream=match["method"] == "streamGenerateContent",
+        stream=method == "streamGenerateContent",
         max_tokens=config.optional("maxOutputTokens", Fields.positive_integer),
         stop=config.stop_texts("stopSequences"),
         may_call=calling["mode"] != "NONE",

@@ -13,6 +13,8 @@ import binascii
 from rolltap.addons.dialects.types import ModelCall, ReplyContext, well_formed
 
 _HINT, _TRIGGER = "compaction", "trigger"
+_COMPACTION = "compaction"
+"""Key of the recorded options: True when the reply is a compaction item."""
 _MARK = "rolltap-summary:"
 _REQUEST = (
     "The conversation is about to be replaced by a summary of it. Write that summary now, and nothing else: the task, "
@@ -26,12 +28,13 @@ def ask_for_summary(model_call: ModelCall) -> None:
     """Append the request for a summary to the messages, and mark the call as a compaction, whose reply is a text."""
     model_call.messages.append({"role": "user", "content": _REQUEST})
     model_call.client_metadata[_HINT] = _TRIGGER
+    model_call.requested_sampling[_COMPACTION] = True
     model_call.may_call = False
 
 
 def is_compaction(context: ReplyContext) -> bool:
     """Return True when the reply must be a compaction item."""
-    return context.model_call.client_metadata.get(_HINT) == _TRIGGER
+    return context.model_call.requested_sampling.get(_COMPACTION) is True
 
 
 def seal(summary: str) -> str:

@@ -6,27 +6,37 @@ The entries of a conversation:
 | --- | --- |
 | `created_at`, `metadata`, `key`, `items` | it was created |
 | `key`, `items` | items were added |
-| `call`, `items` | the items of a call's request, and then those of its reply |
+| `call`, `items`, `request` | the items of a call's request, and then those of its reply; the digest of its body |
 | `metadata` | it has other metadata |
 | `removed` | the id of an item that was deleted |
 
-An item without an id has one made of its entry's `key` or `call`.
+Of items and metadata only that is stored which a run may hold. An item without an id has one made of its entry's `key`
+or `call`.
 """
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import parse_qs
 
 from rolltap.addons.dialects.fields import Fields, parse_object
+from rolltap.addons.dialects.kept import labels
 from rolltap.addons.dialects.openai import WORDING
 from rolltap.addons.dialects.openai_responses.earlier import reply_items, with_items
+from rolltap.addons.dialects.openai_responses.input import decode_input, hide_items
+from rolltap.addons.dialects.openai_responses.kept_items import kept_items
+from rolltap.addons.dialects.openai_responses.tools import ToolNames
 from rolltap.addons.dialects.stored import DELETED, Entry, Stored, StoredAnswer, StoredRequest, shown_id
-from rolltap.addons.dialects.types import DialectError
+from rolltap.addons.dialects.types import DialectError, ModelCall, dump_json
 
 _PREFIXES = {"message": "msg", "function_call": "fc", "custom_tool_call": "ctc", "reasoning": "rs"}
 _TEXT_TYPES = {"assistant": "output_text"}
 _PAGE, _LONGEST_PAGE = 20, 100
 """Items of a page, without a `limit` and at most, as in the API reference."""
+_PAGE_BYTES = 1024 * 1024
+"""Bytes of a page, unless its first item has more."""
+_ITEMS_WORDING = replace(WORDING, name=lambda key: {"input": "items"}.get(key, key))
+"""Wording of errors about items that are decoded as the input of a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +48,24 @@ class Conversation:
     items: list[dict[str, Any]]
 
 
-def find_conversation(conversation_id: str, stored: Stored) -> tuple[str, Conversation]:
-    """Return the path of a conversation, and the conversation. Raises `DialectError` for one that is unknown."""
+def find_conversation(
+    conversation_id: str, stored: Stored, repeated: str | None = None
+) -> tuple[str, Conversation | None]:
+    """Return the path of a conversation, and the conversation. Raises `DialectError` for one that is unknown.
+
+    With `repeated`, the conversation is as it was before the newest call in it, and None when that call's request had
+    another digest.
+    """
     path = f"/conversations/{conversation_id}"
     entries = stored.entries(path)
     if entries is None:
         why = f"Conversation with id {shown_id(conversation_id)} not found."
         raise DialectError(why, status=404, code="not_found")
+    if repeated is not None:
+        newest = max((number for number, entry in enumerate(entries) if "call" in entry), default=0)
+        if entries[newest].get("request") != repeated:
+            return path, None
+        entries = entries[:newest]
     return path, _replay(entries, stored)
 
 
@@ -55,6 +76,7 @@ def serve_conversation(
     if conversation_id is None:
         return _create(request, stored)
     path, found = find_conversation(conversation_id, stored)
+    assert found is not None
     if item_id is not None:
         return _serve_item(request, path, conversation_id, found, item_id)
     if items:
@@ -64,7 +86,7 @@ def serve_conversation(
             body = {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
             return StoredAnswer(body, path, DELETED)
         case "POST":
-            metadata = _body(request).optional("metadata", Fields.object) or {}
+            metadata = labels(_body(request).optional("metadata", Fields.object) or {})
             changed = replace(found, metadata=metadata)
             return StoredAnswer(_shown(conversation_id, changed), path, {"metadata": metadata})
     return StoredAnswer(_shown(conversation_id, found))
@@ -72,21 +94,23 @@ def serve_conversation(
 
 def _create(request: StoredRequest, stored: Stored) -> StoredAnswer:
     conversation_id, body = f"conv_{request.new_id}", _body(request)
+    items, hidden = _given_items(body, stored)
     entry = {
         "created_at": request.now,
         "key": request.new_id,
-        "metadata": body.optional("metadata", Fields.object) or {},
-        "items": _given_items(body, stored),
+        "metadata": labels(body.optional("metadata", Fields.object) or {}),
+        "items": items,
     }
     found = _replay([entry], stored)
-    return StoredAnswer(_shown(conversation_id, found), f"/conversations/{conversation_id}", entry)
+    return StoredAnswer(_shown(conversation_id, found), f"/conversations/{conversation_id}", entry, hidden)
 
 
 def _serve_items(request: StoredRequest, path: str, found: Conversation, stored: Stored) -> StoredAnswer:
     if request.method == "GET":
         return StoredAnswer(_page(found.items, request.target))
-    entry: Entry = {"key": request.new_id, "items": _given_items(_body(request), stored)}
-    return StoredAnswer(_listed(_with_ids(entry, entry["items"])), path, entry)
+    items, hidden = _given_items(_body(request), stored)
+    entry: Entry = {"key": request.new_id, "items": items}
+    return StoredAnswer(_listed(_with_ids(entry, items)), path, entry, hidden)
 
 
 def _serve_item(
@@ -126,10 +150,12 @@ def _with_id(item: dict[str, Any], key: str) -> dict[str, Any]:
     if not isinstance(item.get("id"), str):
         listed["id"] = f"{_PREFIXES.get(str(kind), 'item')}_{key}"
     if kind == "message":
-        text = item.get("content")
+        text: Any = item.get("content")
         if isinstance(text, str):
-            part = {"type": _TEXT_TYPES.get(str(item.get("role")), "input_text"), "text": text}
-            listed["content"] = [part | ({"annotations": []} if part["type"] == "output_text" else {})]
+            text = [{"type": _TEXT_TYPES.get(str(item.get("role")), "input_text"), "text": text}]
+        listed["content"] = [
+            {**part, "annotations": []} if part.get("type") == "output_text" else part for part in text or []
+        ]
         listed.setdefault("status", "completed")
     return listed
 
@@ -138,9 +164,17 @@ def _body(request: StoredRequest) -> Fields:
     return Fields(parse_object(request.body) if request.body else {}, WORDING)
 
 
-def _given_items(body: Fields, stored: Stored) -> list[Any]:
+def _given_items(body: Fields, stored: Stored) -> tuple[list[dict[str, Any]], int]:
+    """Return what is stored of the items in a body, and the number of images, audio and files among them.
+
+    Raises `DialectError` for items that no request could have.
+    """
     list(body.objects("items", "a list of items"))
-    return with_items(body, "items", stored)
+    hidden = hide_items(body, "items")
+    items = with_items(body, "items", stored)
+    asked = {"input": [*items, {"role": "user", "content": ""}]}
+    decode_input(Fields(asked, _ITEMS_WORDING), [], ModelCall("", [], []), ToolNames())
+    return kept_items(items), hidden
 
 
 def _shown(conversation_id: str, found: Conversation) -> dict[str, Any]:
@@ -158,8 +192,15 @@ def _page(items: list[dict[str, Any]], target: str) -> dict[str, Any]:
     ordered = items if query.get("order") == "asc" else items[::-1]
     ids = [item["id"] for item in ordered]
     begin = ids.index(query["after"]) + 1 if query.get("after") in ids else 0
-    limit = int(query["limit"]) if query.get("limit", "").isdecimal() else _PAGE
-    page = ordered[begin : begin + min(max(limit, 1), _LONGEST_PAGE)]
+    limit = query.get("limit", "")
+    most = min(max(int(limit), 1), _LONGEST_PAGE) if re.fullmatch("[0-9]{1,9}", limit) else _PAGE
+    page: list[dict[str, Any]] = []
+    room = _PAGE_BYTES
+    for item in ordered[begin : begin + most]:
+        room -= len(dump_json(item))
+        if page and room < 0:
+            break
+        page.append(item)
     return _listed(page, has_more=begin + len(page) < len(ordered))
 
 

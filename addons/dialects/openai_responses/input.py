@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from rolltap.addons.dialects.fields import Fields
-from rolltap.addons.dialects.openai import content_text, part_texts
+from rolltap.addons.dialects.openai import content_text, hide_media, part_texts
 from rolltap.addons.dialects.openai_responses.compaction import ask_for_summary, unseal
 from rolltap.addons.dialects.openai_responses.tools import ToolNames, read_tools
 from rolltap.addons.dialects.recordable import described
@@ -36,6 +36,11 @@ _TEXT_KEYS = {
     "text": "text",
     "refusal": "refusal",
 }
+
+
+def hide_items(request: Fields, key: str) -> int:
+    """Replace the images, audio and files of a list of items: see `hide`."""
+    return hide_media(request.values, (key, "content"), (key, "output"))
 
 
 def decode_input(request: Fields, before: list[Message], model_call: ModelCall, names: ToolNames) -> None:

@@ -1,14 +1,16 @@
 """Requests of the Responses API."""
 
+import hashlib
 from functools import partial
 
 from rolltap.addons.dialects.decoded import decoded
 from rolltap.addons.dialects.fields import Fields, parse_object
-from rolltap.addons.dialects.openai import WORDING, hide_media, refuse_unsupported, wanted_schema
-from rolltap.addons.dialects.openai_responses.input import decode_input
+from rolltap.addons.dialects.openai import WORDING, refuse_unsupported, wanted_schema
+from rolltap.addons.dialects.openai_responses.input import decode_input, hide_items
+from rolltap.addons.dialects.openai_responses.kept_items import kept_items
 from rolltap.addons.dialects.openai_responses.references import INSTRUCTIONS, names_stored, resolve
 from rolltap.addons.dialects.openai_responses.tools import ToolNames, read_tools
-from rolltap.addons.dialects.stored import Entry, NamesStored, Stored
+from rolltap.addons.dialects.stored import NamesStored, Stored
 from rolltap.addons.dialects.types import DialectError, Message, ModelCall
 
 _SAMPLING_FIELDS = [
@@ -31,17 +33,29 @@ _LOGPROBS = "message.output_text.logprobs"
 def decode(body: bytes, target: str) -> ModelCall:
     """Decode the request in `body`. Raises `DialectError` for an invalid or unsupported request, and `NamesStored`."""
     request = Fields(parse_object(body), WORDING)
+    hidden = hide_items(request, "input")
     if names_stored(request):
-        raise NamesStored(partial(_decode_named, request))
-    return _decode(request, [], None)
+        complete = partial(_decode_named, request, hidden, hashlib.blake2b(body, digest_size=16).hexdigest())
+        raise NamesStored(partial(complete, repeated=False), partial(complete, repeated=True))
+    return _decode(request, [], hidden)
 
 
-def _decode_named(request: Fields, stored: Stored) -> ModelCall:
-    return _decode(*resolve(request, stored))
+def _decode_named(request: Fields, hidden: int, digest: str, stored: Stored, *, repeated: bool) -> ModelCall | None:
+    """Decode a request with ids, or, `repeated`, as the call that it may repeat was asked.
+
+    `digest` is that of the body. Returns None when the request repeats no call.
+    """
+    resolved = resolve(request, stored, digest if repeated else None)
+    if resolved is None:
+        return None
+    model_call = _decode(resolved.request, resolved.before, hidden)
+    if resolved.conversation is not None:
+        model_call.stores = resolved.conversation, {"items": kept_items(resolved.added), "request": digest}
+    return model_call
 
 
-def _decode(request: Fields, before: list[Message], stores: tuple[str, Entry] | None) -> ModelCall:
-    """Decode a request without ids. `before` are messages before its input."""
+def _decode(request: Fields, before: list[Message], hidden: int) -> ModelCall:
+    """Decode a request without ids and media. `before` are messages before its input."""
     for name in ("prompt", "background"):
         if request[name]:
             raise DialectError(f"'{name}' is not supported: this server stores neither templates nor unread replies.")
@@ -49,7 +63,6 @@ def _decode(request: Fields, before: list[Message], stores: tuple[str, Entry] | 
     if _LOGPROBS in request.elements("include"):
         raise request.refusal("include", f"a list without '{_LOGPROBS}', which is not supported with this model")
     form, metadata = request.inner("text").inner("format"), request.inner("client_metadata")
-    hidden = hide_media(request.values, ("input", "content"), ("input", "output"))
     model_call = ModelCall(
         model=request.optional("model", Fields.label) or "",
         messages=[],
@@ -62,7 +75,6 @@ def _decode(request: Fields, before: list[Message], stores: tuple[str, Entry] | 
         hidden=hidden,
         client_metadata=metadata.texts_by_place(*metadata.values)
         | request.texts_by_place("prompt_cache_key", "previous_response_id"),
-        stores=stores,
     )
     if request["instructions"] is not None:
         model_call.requested_sampling[INSTRUCTIONS] = True

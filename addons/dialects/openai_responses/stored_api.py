@@ -8,8 +8,8 @@ from rolltap.addons.dialects.stored import Stored, StoredAnswer, StoredRequest
 from rolltap.addons.dialects.types import DialectError
 
 _PATH = re.compile(
-    r"(?:/openai)?/v1/(?:responses/(?P<response>resp_[^/]+)"
-    r"|conversations(?:/(?P<conversation>[^/]+)(?P<items>/items(?:/(?P<item>[^/]+))?)?)?)"
+    r"/v1/(?:responses/(?P<response>resp_[^/]+)"
+    r"|conversations(?:/(?P<conversation>conv_[^/]+)(?P<items>/items(?:/(?P<item>[^/]+))?)?)?)"
 )
 
 

@@ -107,3 +107,23 @@ def test_a_path_of_many_folders_is_not_searched_to_its_end():
 def test_a_model_whose_name_has_the_path_of_another_api_is_geminis():
     route = find_route("POST", "/v1beta/models/a/v1/chat/completions:generateContent", {}, ["*"])
     assert route == Route(google, "generate")
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("DELETE", "/v1/conversations/7"),
+        ("GET", "/v1/conversations/7/items"),
+        ("DELETE", "/api/v1/conversations/conv_7"),
+        ("POST", "/v2/v1/conversations"),
+        ("GET", "/api/v1beta/cachedContents"),
+    ],
+)
+def test_paths_of_other_applications_are_no_stored_objects(method, path):
+    assert find_route(method, path, {}) is None
+
+
+def test_stored_objects_are_behind_the_prefix_of_azure_and_one_that_the_option_names():
+    for prefix, named in [("", ()), ("/openai", ()), ("/my/gateway", ["/my/*"])]:
+        route = find_route("DELETE", f"{prefix}/v1/conversations/conv_7", {}, named)
+        assert route == Route(openai_responses, "stored", prefix)

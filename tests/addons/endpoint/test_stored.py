@@ -1,5 +1,6 @@
 """Replies, conversations and cached contents of a session are found by their ids, also after a restart."""
 
+import io
 import json
 from contextlib import asynccontextmanager
 
@@ -30,7 +31,7 @@ class Client:
         route = find_route(method, path, {})
         assert route is not None, f"{method} {path} is not served"
         headers = self.harness.endpoint.headers(self.session, "api", route)
-        data = None if body is None else json.dumps(body)
+        data = None if body is None else io.BytesIO(json.dumps(body).encode())
         async with self.harness.client.request(method, self.harness.url(path), data=data, headers=headers) as answer:
             return answer.status, await answer.json()
 
@@ -227,7 +228,7 @@ async def test_a_failed_call_adds_nothing_to_its_conversation(client, scripted_e
 
 
 async def test_what_a_session_stores_is_bounded(client, harness, monkeypatch):
-    monkeypatch.setattr(stored, "STORED_BYTES", 10_000)
+    monkeypatch.setattr(stored, "STORED_BYTES", 16_000)
     _, conversation = await client.request("POST", CONVERSATIONS, {"items": [user("x" * 6000)]})
     path = f"{CONVERSATIONS}/{conversation['id']}/items"
     status, answer = await client.request("POST", path, {"items": [user("y" * 6000)]})

@@ -301,12 +301,29 @@ class TestRepair:
         path = calls_file(run)
         whole = path.read_bytes()
         for number in (1, 2):
-            path.write_bytes(whole + bytes(8) + b"half a commit")
+            path.write_bytes(whole + bytes(8) + b"half commit %d" % number)
             verify(run, repair=True)
             kept = path.with_name(f"{path.name}.cut-{number}")
-            assert kept.read_bytes() == bytes(8) + b"half a commit"
+            assert kept.read_bytes() == bytes(8) + b"half commit %d" % number
             assert ("notice", kept.name, "has 21 bytes that a repair cut off: no reader reads them") in found(run)
         assert verify(run).verdict == "ok"
+
+    def test_a_repair_that_was_killed_before_it_cut_is_done_again_with_the_same_copy(self, run):
+        path = calls_file(run)
+        whole = path.read_bytes()
+        for _ in range(2):
+            path.write_bytes(whole + bytes(8) + b"half a commit")
+            verify(run, repair=True)
+        assert [kept.name for kept in run.glob("*.cut-*")] == [f"{path.name}.cut-1"]
+
+    def test_what_is_cut_is_kept_whole_when_a_read_returns_less(self, run, monkeypatch):
+        path, read = calls_file(run), os.pread
+        whole, tail = path.read_bytes(), bytes(8) + b"half a commit"
+        path.write_bytes(whole + tail)
+        monkeypatch.setattr(os, "pread", lambda descriptor, size, start: read(descriptor, min(size, 5), start))
+        verify(run, repair=True)
+        assert path.read_bytes() == whole
+        assert path.with_name(f"{path.name}.cut-1").read_bytes() == tail
 
     def test_nothing_is_kept_of_a_tail_of_zeros(self, run):
         path = calls_file(run)

@@ -48,7 +48,7 @@ class Server:
         try:
             return google.decode(body, target)
         except NamesStored as named:
-            return named.complete(Stored({}, self.objects))
+            return named.decoded(Stored({}, self.objects))[-1]
 
     def store(self, request):
         self.requests += 1

@@ -40,7 +40,7 @@ def decode(*items, stored=STORED, **fields):
     body = json.dumps({"model": "gpt-x", "input": list(items), **fields}).encode()
     with pytest.raises(NamesStored) as named:
         openai_responses.decode(body, "/v1/responses")
-    return named.value.complete(stored)
+    return named.value.decoded(stored)[-1]
 
 
 def reference(item_id):
@@ -96,7 +96,8 @@ def test_a_system_message_among_the_items_of_a_previous_response_stays():
 def test_a_conversation_comes_before_the_input_which_is_added_to_it():
     call = decode(MORE, conversation="conv_1")
     assert [message["role"] for message in call.messages] == ["user", "user", "assistant", "user"]
-    assert call.stores == ("/conversations/conv_1", {"items": [MORE]})
+    path, entry = call.stores
+    assert (path, entry["items"]) == ("/conversations/conv_1", [MORE])
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,7 @@ def test_any_body_is_a_model_call_or_a_refusal(body):
         openai_responses.decode(body, "/v1/responses")
     except NamesStored as named:
         try:
-            call = named.complete(STORED)
+            call = named.decoded(STORED)[-1]
         except DialectError as refusal:
             json.loads(openai_responses.encode_error(refusal))
         else:
