@@ -11,7 +11,7 @@ from rolltap.addons.dialects.types import DialectError
 
 _SAMPLES = re.compile(
     r"[/:](complete|completions|responses|messages|converse|invoke|(stream)?(raw)?predict|(stream|batch)?generate)"
-    r"[a-z-]*$|/(chat|batches|language-model)$",
+    r"[a-z-]*$|/(api|v\d+)/chat$|/(batches|language-model)$",
     re.I,
 )
 """Path endings of model APIs, including APIs that are not served here, and of batches of calls."""

@@ -29,7 +29,8 @@ def test_a_model_call_of_another_api_and_a_batch_of_calls_are_recognised(path):
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/embeddings", "/v1/files", "/v1/moderations", "/api/event_logging/batch", "/chatter", "/v1/uploads"]
+    "path",
+    ["/v1/embeddings", "/v1/files", "/v1/moderations", "/api/event_logging/batch", "/chat", "/chatter", "/v1/uploads"],
 )
 def test_other_requests_to_a_model_api_are_none(path):
     assert not looks_like_model_call("POST", path)

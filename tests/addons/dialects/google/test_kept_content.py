@@ -1,4 +1,4 @@
-"""What is stored of a content is what the model sees of it."""
+"""A stored content is the part of it that the model sees."""
 
 import json
 
