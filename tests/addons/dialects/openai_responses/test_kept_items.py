@@ -1,4 +1,4 @@
-"""What is stored of items is what the model sees of them."""
+"""The part that is stored of items is what the model sees of them."""
 
 import json
 
