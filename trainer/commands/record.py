@@ -14,7 +14,11 @@ from rich.console import Console
 
 import rolltap
 from rolltap.rollouts import end_recorded
+from rolltap.trainer.blocking import run_blocking
 from rolltap.trainer.commands.options import examples, harness_option, recorder_options
+from rolltap.trainer.rollouts.provenance import Provenances
+from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
+from rolltap.trainer.rollouts.workplace import workplace
 
 
 @click.command(
@@ -48,7 +52,7 @@ def record_command(
     """Run one COMMAND under the recorder and exit with its status.
 
     The command keeps its own configuration. With --harness, COMMAND is only the arguments of the harness's program, and
-    variables that you have set yourself override the harness's.
+    variables that you have set yourself override the harness's. The program is then asked for its version first.
 
     With --evaluate, the reward is the number alone on the last line of the evaluator's output, or the JSON object there
     (the keys reward and parts). Without one it is 1 for status 0 and 0 for status 1; other statuses are no verdict.
@@ -71,6 +75,11 @@ def record_command(
         harness=harness.name,
         status="infrastructure",
     )
+    if preset is not None:
+        with workplace() as work:
+            known = run_blocking(Provenances(harness, ProcessRuntime(), work).of(None))
+        session.harness_version, session.program_digest = known.harness_version, known.program_digest
+        session.preset_digest = known.preset_digest
     with rolltap.Recorder(out, engine=engine, model=model, options=settings) as recorder:
         # the terminal sends Ctrl-C to the command as well, which decides what to do; this process waits for its status
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
