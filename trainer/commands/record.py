@@ -13,12 +13,8 @@ import click
 from rich.console import Console
 
 import rolltap
-from rolltap.rollouts import end_recorded
-from rolltap.trainer.blocking import run_blocking
+from rolltap.rollouts import end_recorded, set_provenance
 from rolltap.trainer.commands.options import examples, harness_option, recorder_options
-from rolltap.trainer.rollouts.provenance import Provenances
-from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
-from rolltap.trainer.rollouts.workplace import workplace
 
 
 @click.command(
@@ -76,10 +72,7 @@ def record_command(
         status="infrastructure",
     )
     if preset is not None:
-        with workplace() as work:
-            known = run_blocking(Provenances(harness, ProcessRuntime(), work).of(None))
-        session.harness_version, session.program_digest = known.harness_version, known.program_digest
-        session.preset_digest = known.preset_digest
+        set_provenance(session, harness)
     with rolltap.Recorder(out, engine=engine, model=model, options=settings) as recorder:
         # the terminal sends Ctrl-C to the command as well, which decides what to do; this process waits for its status
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
