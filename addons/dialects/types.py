@@ -211,6 +211,10 @@ class ModelCall:
     echo_rule: EchoRule | None = None
     """The rule for a harness that rewrites the arguments of tool calls in its echoes; None for other harnesses."""
 
+    def unapplied(self) -> dict[str, Any]:
+        """Return what the harness asked for and did not get, for the record."""
+        return self.requested_sampling | ({"hosted_tools": self.hosted_tools} if self.hosted_tools else {})
+
 
 @dataclass(slots=True)
 class ToolCall:
