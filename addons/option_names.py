@@ -1,7 +1,6 @@
 """Names and types of the recorder's options, so that a wrong one is refused before the recorder starts."""
 
 import difflib
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 from types import MappingProxyType
@@ -54,8 +53,8 @@ def require_options(options: Mapping[str, str | Sequence[str]], where: str = "")
         if name.startswith(PREFIX) and name not in TYPES:
             raise InputError(where + unknown(name, TYPES))
     if options and find_spec("mitmproxy") is not None:
-        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of mitmproxy's own packages
-            from rolltap.addons.options import refusals
+        from rolltap.addons.options import refusals
+
         if refused := refusals({name: [value] if isinstance(value, str) else value for name, value in options.items()}):
             raise InputError("\n".join(where + each for each in refused))
 

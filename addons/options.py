@@ -1,5 +1,6 @@
 """Options of mitmdump that are wrong: names that nobody declares, and values of another type."""
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,11 +8,6 @@ from typing import Any
 
 from mitmproxy import optmanager
 from mitmproxy.addonmanager import Loader
-from mitmproxy.addons import default_addons
-from mitmproxy.addons.dumper import Dumper
-from mitmproxy.addons.keepserving import KeepServing
-from mitmproxy.addons.readfile import ReadFileStdin
-from mitmproxy.addons.termlog import TermLog
 from mitmproxy.exceptions import OptionsError
 from mitmproxy.options import Options
 from mitmproxy.optmanager import OptManager
@@ -35,6 +31,13 @@ def refusals(given: Mapping[str, Sequence[str]]) -> list[str]:
 
 def declared() -> OptManager:
     """Return all options of mitmdump with the recorder's addons, with mitmproxy's defaults."""
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of packages that they import
+        from mitmproxy.addons import default_addons
+        from mitmproxy.addons.dumper import Dumper
+        from mitmproxy.addons.keepserving import KeepServing
+        from mitmproxy.addons.readfile import ReadFileStdin
+        from mitmproxy.addons.termlog import TermLog
+
     options = Options()
     loader = Loader(SimpleNamespace(options=options))
     log = TermLog()
