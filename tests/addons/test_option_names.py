@@ -53,9 +53,9 @@ def test_a_name_that_resembles_none_gets_no_other_one(name):
     ("options", "refused"),
     [
         ({"sslinsecure": "true"}, "sslinsecure is no option of the recorder: did you mean ssl_insecure"),
-        ({"rolltap_patience": "abc"}, "rolltap_patience is 'abc': Not an integer"),
-        ({"ssl_insecure": "yes"}, "ssl_insecure is 'yes': Boolean must be"),
-        ({"listen_port": "abc"}, "listen_port is 'abc': Not an integer"),
+        ({"rolltap_patience": "abc"}, "rolltap_patience is 'abc': .*integer"),
+        ({"ssl_insecure": "yes"}, "ssl_insecure is 'yes': .*oolean must be"),
+        ({"listen_port": "abc"}, "listen_port is 'abc': .*integer"),
         ({"rolltap_fsync": ["call", "never"]}, "rolltap_fsync is 'call', 'never': .*multiple values"),
     ],
 )
