@@ -1,17 +1,53 @@
 """Options of mitmdump that are wrong: names that nobody declares, and values of another type."""
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from mitmproxy import optmanager
+from mitmproxy.addonmanager import Loader
 from mitmproxy.exceptions import OptionsError
+from mitmproxy.options import Options
 from mitmproxy.optmanager import OptManager
 
-from rolltap.addons.option_names import PREFIX, unknown
+from rolltap.addons.option_names import PREFIX, TYPES, unknown
 
 _FILES = ("config.yaml", "config.yml")
 """Names of mitmproxy's configuration file in its folder, all of which it reads."""
+
+
+def refusals(given: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return a refusal of each option that a recorder cannot be started with. `given` is name -> values as text.
+
+    mitmdump itself refuses values of its own options without their names.
+    """
+    options, texts = declared(), OptManager()
+    texts.set(*(f"{name}={value}" for name, values in given.items() for value in values), defer=True)
+    options.deferred.update(texts.deferred)
+    return [*unknown_options(options), *wrong_values(options)]
+
+
+def declared() -> OptManager:
+    """Return all options of mitmdump with the recorder's addons, with mitmproxy's defaults."""
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of packages that they import
+        from mitmproxy.addons import default_addons
+        from mitmproxy.addons.dumper import Dumper
+        from mitmproxy.addons.keepserving import KeepServing
+        from mitmproxy.addons.readfile import ReadFileStdin
+        from mitmproxy.addons.termlog import TermLog
+
+    options = Options()
+    loader = Loader(SimpleNamespace(options=options))
+    log = TermLog()
+    log.uninstall()  # it writes what others log
+    for addon in [*default_addons(), Dumper(), KeepServing(), ReadFileStdin(), log]:
+        if hasattr(addon, "load"):
+            addon.load(loader)
+    for name, kind in TYPES.items():
+        options.add_option(name, kind, [] if kind == Sequence[str] else kind(), "")
+    return options
 
 
 def unknown_options(options: OptManager) -> list[str]:

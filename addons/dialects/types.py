@@ -216,6 +216,12 @@ class ModelCall:
         """The `schema` if the engine is held to it. Beside tools it is not applied: the model could call none."""
         return None if self.tools else self.schema
 
+    def unapplied(self) -> dict[str, Any]:
+        """Return what the harness asked for and did not get, for the record."""
+        hosted = {"hosted_tools": self.hosted_tools} if self.hosted_tools else {}
+        schema = {"json_schema": True} if self.schema is not None and self.grammar is None else {}
+        return self.requested_sampling | hosted | schema
+
 
 @dataclass(slots=True)
 class ToolCall:

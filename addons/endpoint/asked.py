@@ -8,7 +8,6 @@ from typing import Any
 
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.types import ModelCall
-from rolltap.addons.endpoint.generation import unapplied
 from rolltap.addons.endpoint.parameters import parameters
 from rolltap.addons.endpoint.retries import request_digest
 from rolltap.addons.endpoint.services import Services
@@ -51,7 +50,7 @@ def prepare_call(
     room = context_window - len(prompt.ids)
     sampling = parameters(own_sampling, rendering.stop_token_ids(), model_call, room)
     prompt_ids = array("i", prompt.ids)
-    recorded = {**sampling, "asked": unapplied(model_call)}
+    recorded = {**sampling, "asked": model_call.unapplied()}
     digest = request_digest(dialect.NAME, model_call.model, prompt_ids, recorded)
     messages = json.dumps(prompt.new_messages, ensure_ascii=False)
     return Asked(prompt, prompt_ids, sampling, digest, messages)

@@ -32,7 +32,6 @@ UNANSWERED_SECONDS = 6 * SILENCE_SECONDS
 """Seconds without a new token after which an aborted call counts as one that the engine did not answer. It is twice the
 time in which an engine that says nothing is found out, so that a long prefill or a queue is still an answer."""
 
-
 Settle = Callable[[Call, bool], None]
 """Counts a call that has ended against the budgets of its session. True: it ended for a reason of ours."""
 AddCall = Callable[[Call, Prompt, Reply], Awaitable[None]]
@@ -259,7 +258,7 @@ class Generation:
         call = self.call
         outage, call.error = call.error, None
         call.status, call.finished_at = status, utc_now()
-        call.sampling = json.dumps({**self._sampling, "asked": unapplied(self.model_call)})
+        call.sampling = json.dumps({**self._sampling, "asked": self.model_call.unapplied()})
         call.reply = call.violation = None
         if isinstance(outcome, Reply):
             call.reply = json.dumps(outcome.to_message(), ensure_ascii=False)
@@ -284,13 +283,6 @@ class Generation:
     def _add_piece(self, piece: tuple[str, str]) -> None:
         if any(piece):
             self.pieces.append(piece)
-
-
-def unapplied(model_call: ModelCall) -> dict[str, Any]:
-    """Return what a harness asked for and did not get, for the record."""
-    hosted, schema = model_call.hosted_tools, model_call.schema is not None and model_call.grammar is None
-    asked = {"hosted_tools": hosted} if hosted else {}
-    return model_call.requested_sampling | asked | ({"json_schema": True} if schema else {})
 
 
 async def _happens(event: asyncio.Event, timeout: float) -> bool:

@@ -7,7 +7,7 @@ from mitmproxy.tools.dump import DumpMaster
 
 from rolltap.addons.capture import Capture
 from rolltap.addons.egress import Egress
-from rolltap.addons.options import unknown_options, wrong_values
+from rolltap.addons.options import declared, unknown_options, wrong_values
 
 
 @pytest.fixture
@@ -64,3 +64,9 @@ async def test_a_value_of_a_wrong_type_is_refused_with_its_name(options, name, v
 async def test_a_value_of_a_wrong_type_in_the_configuration_file_is_refused_too(options):
     options.deferred["rolltap_patience"] = "abc"
     assert re.search("rolltap_patience is 'abc': ", *wrong_values(options))
+
+
+async def test_the_options_that_are_known_before_a_start_are_those_of_mitmdump():
+    mitmdumps = DumpMaster(Options()).options
+    known = {name: option.typespec for name, option in declared().items() if not name.startswith("rolltap_")}
+    assert known == {name: option.typespec for name, option in mitmdumps.items()}

@@ -1,10 +1,12 @@
 """One session of a real program, and its records."""
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -18,6 +20,9 @@ from rolltap.trainer.rollouts.scheduler import run_groups
 from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.traces.reader import RecordedCalls
 from rolltap.trainer.views.report import Summary, summarize
+
+REQUIRED = "ROLLTAP_REQUIRE_HARNESSES"
+"""Variable that is set where every program is installed: a failed installation must not look like a success."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +48,24 @@ class Played:
 
 
 def installed(name: str) -> Harness:
-    """Return the preset of a program. Skips the test when the program is not installed."""
+    """Return the preset of a program. Ends the test as `missing` does when the program is not installed."""
     harness = Harness.load(name)
     if shutil.which(harness.program) is None:
-        pytest.skip(f"{name} is not installed: tests/run.sh installs it")
+        if name == "openhands" and not _python_312():
+            pytest.skip("OpenHands needs Python 3.12")
+        missing(name)
     return harness
+
+
+def missing(what: str) -> NoReturn:
+    """Skip the test because `what` is not installed. Where `REQUIRED` is set, as in CI, the test fails instead."""
+    (pytest.fail if os.environ.get(REQUIRED) else pytest.skip)(f"{what} is not installed: tests/run.sh installs it")
+
+
+def _python_312() -> bool:
+    """Return True if recipes/environments.sh finds a Python 3.12."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    return shutil.which("python3.12") is not None or any(pyenv.glob("versions/3.12*"))
 
 
 async def play(

@@ -12,7 +12,7 @@ from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.rollouts.environment import clean_environment
 from rolltap.trainer.traces.reader import RecordedCalls
 from rolltap.trainer.views.report import summarize
-from tests.harness.play import tool_call
+from tests.harness.play import missing, tool_call
 
 pytestmark = pytest.mark.harness
 
@@ -73,12 +73,32 @@ def test_an_agent_of_a_framework_is_continued(script, mode, host, scripted_engin
     refused = {event["path"] for event in read_rows(run, "events") if event["kind"] == "refused"}
     assert refused <= OTHER_TRAFFIC.get(script, set())
     assert summarize(run).uncaptured_calls == 0
+    assert summarize(run).hidden == (len(calls) if mode == "image" else 0)
+
+
+@pytest.mark.parametrize(
+    ("script", "mode"), [("openai_agents.py", "whole"), ("langchain_agent.py", "chat"), ("openai_node.mjs", "chat")]
+)
+def test_a_tool_of_a_framework_reaches_a_local_server(
+    script, mode, local_server, scripted_engine, tokenizer_folder, tmp_path
+):
+    asked = tool_call("get_page", {"url": local_server})
+    written = tool_call("write_file", {"path": "notes.txt", "content": "héllo 1\n"})
+    lead(scripted_engine, [asked, written, "I wrote it."])
+    workspace = tmp_path / "workspace"
+    workspace.mkdir()
+    run = record([*command(script, workspace), mode], workspace, scripted_engine, tokenizer_folder)
+    (calls,) = RecordedCalls(run).values()
+    assert [call.kind for call in calls] == ["root", "bridged", "bridged"]
+    assert "pong" in scripted_engine.tokenizer.decode(calls[1].prompt_ids)
+    refused = [event["host"] for event in read_rows(run, "events") if event["kind"] == "refused"]
+    assert "localhost" not in refused
 
 
 def test_gptme_is_continued(scripted_engine, tokenizer_folder, tmp_path):
     gptme = INSTALLED.with_name("gptme") / "bin" / "gptme"
     if not gptme.exists():
-        pytest.skip("gptme is not installed: tests/run.sh installs it")
+        missing("gptme")
     written = [tool_call("save", {"path": "notes.txt", "content": f"héllo {turn}\n"}) for turn in range(2)]
     first = written[0].replace("<tool_call>", "So:\n\n<tool_call>")
     lead(scripted_engine, [first, written[1], f"I wrote it.\n\n{tool_call('complete', {})}"])
@@ -129,10 +149,10 @@ def command(script, workspace):
     if script.endswith(".py"):
         python = INSTALLED / "bin" / "python"
         if not python.exists():
-            pytest.skip("the frameworks are not installed: tests/run.sh installs them")
+            missing("the environment of the frameworks")
         return [python, SCRIPTS / script]
     if not (INSTALLED / "node_modules").is_dir():
-        pytest.skip("the SDKs for JavaScript are not installed: tests/run.sh installs them")
+        missing("the folder of the SDKs for JavaScript")
     shutil.copy(SCRIPTS / script, workspace)
     (workspace / "node_modules").symlink_to(INSTALLED / "node_modules")
     return ["node", script]

@@ -1,8 +1,5 @@
 """A server on loopback, which a task may start, is reached directly and not through the recorder."""
 
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
 import pytest
 
 from rolltap.trainer.doctor.scripted_engine import Say
@@ -12,25 +9,6 @@ from tests.harness.play import installed, play, shell
 pytestmark = pytest.mark.harness
 
 TASK = Task(id="ask", instruction="Ask the local server.", evaluate=["grep", "-q", "pong", "answer.txt"])
-
-
-class Pong(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b"pong")
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.fixture
-def local_server():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Pong)
-    threading.Thread(target=server.serve_forever).start()
-    yield f"http://localhost:{server.server_port}/"
-    server.shutdown()
-    server.server_close()
 
 
 @pytest.mark.parametrize("name", ["codex", "mini-swe-agent"])

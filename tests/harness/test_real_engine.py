@@ -4,7 +4,6 @@ The model is the quickstart's with other weights. Its next token depends on the 
 that end in the same token get the same answer, also those of programs that it was not trained on.
 """
 
-import shutil
 from itertools import pairwise
 
 import pytest
@@ -14,13 +13,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.rollouts.groups import Group
-from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.plan import Plan
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.scheduler import run_groups
 from rolltap.trainer.rollouts.tasks.task import Task
 from rolltap.trainer.traces.reader import RecordedCalls
 from rolltap.trainer.views.report import summarize
+from tests.harness.play import installed
 
 pytestmark = [pytest.mark.harness, pytest.mark.engine]
 
@@ -54,9 +53,7 @@ def parrot(engine, tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["claude-code", "codex", "pi", "qwen-code"])
 async def test_a_session_completes_and_its_ledger_adds_up(name, parrot, tmp_path):
-    harness = Harness.load(name)
-    if shutil.which(harness.program) is None:
-        pytest.skip(f"{name} is not installed: tests/run.sh installs it")
+    harness = installed(name)
     run = tmp_path / "run"
     options = {"confdir": str(tmp_path / "mitmproxy")}
     with Recorder(run, engine=parrot.url, model=str(parrot.model_dir), options=options) as recorder:

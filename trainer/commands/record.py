@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 
 import rolltap
-from rolltap.rollouts import end_recorded
+from rolltap.rollouts import end_recorded, set_provenance
 from rolltap.trainer.commands.options import examples, harness_option, recorder_options
 
 
@@ -48,7 +48,7 @@ def record_command(
     """Run one COMMAND under the recorder and exit with its status.
 
     The command keeps its own configuration. With --harness, COMMAND is only the arguments of the harness's program, and
-    variables that you have set yourself override the harness's.
+    variables that you have set yourself override the harness's. The program is then asked for its version first.
 
     With --evaluate, the reward is the number alone on the last line of the evaluator's output, or the JSON object there
     (the keys reward and parts). Without one it is 1 for status 0 and 0 for status 1; other statuses are no verdict.
@@ -71,6 +71,8 @@ def record_command(
         harness=harness.name,
         status="infrastructure",
     )
+    if preset is not None:
+        set_provenance(session, harness)
     with rolltap.Recorder(out, engine=engine, model=model, options=settings) as recorder:
         # the terminal sends Ctrl-C to the command as well, which decides what to do; this process waits for its status
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)

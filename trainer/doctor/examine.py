@@ -1,7 +1,6 @@
 """Runs a program once under a recorder and the scripted engine, without vLLM, and says what came of it."""
 
 import os
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -20,8 +19,9 @@ from rolltap.trainer.doctor.tokenizer import RENDERER, MadeTokenizer
 from rolltap.trainer.rollouts.environment import clean_environment
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.judges.command import read_end
-from rolltap.trainer.rollouts.provenance import find_version
+from rolltap.trainer.rollouts.provenance import reported_version
 from rolltap.trainer.rollouts.recorder import Recorder
+from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
 from rolltap.trainer.rollouts.runtimes.supervised import run_supervised
 from rolltap.trainer.rollouts.workplace import workplace
 from rolltap.trainer.traces.reader import RecordedCalls
@@ -35,7 +35,6 @@ _PATIENCE = 5
 _SESSION = "doctor"
 _OUTPUT = 8192
 """Bytes of the end of the program's output that are kept."""
-_VERSION_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,7 @@ def examine(
             events=_events(work / "run"),
             node=node_version(program.command[0], environment),
             loopback=loopback_urls(program.environment, program.command),
-            **({} if preset is None else _about(preset, program)),
+            **({} if preset is None else _about(preset, work)),
         )
     return Diagnosis.of(seen)
 
@@ -116,26 +115,10 @@ def _of_preset(preset: Harness, engine: str, work: Path) -> _Program:
     return _Program(preset.name, preset.command_for(INSTRUCTION), environment, workspace)
 
 
-def _about(preset: Harness, program: _Program) -> dict[str, Any]:
+def _about(preset: Harness, work: Path) -> dict[str, Any]:
     """Return the fields of `Observed` that a preset has."""
-    version = ""
-    try:
-        told = subprocess.run(
-            [preset.program, *preset.version_arguments],
-            env=program.environment,
-            cwd=program.folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=_VERSION_SECONDS,
-        )
-        version = find_version(told.stdout) if told.returncode == 0 else ""
-    except (OSError, subprocess.TimeoutExpired):
-        pass  # it is not known then
     return {
-        "version": version,
+        "version": run_blocking(reported_version(preset, ProcessRuntime(), work)),
         "tested_version": preset.version,
         "install": preset.install,
         "quirks": preset.quirks,

@@ -37,8 +37,11 @@ def require_model(model: str) -> None:
     path = Path(model)
     if path.is_dir() and not any((path / name).exists() for name in _MODEL_FILES):
         raise InputError(f"the folder {model} has no {_MODEL_FILES[0]}: give the folder of a model")
-    # ORGANISATION/NAME or NAME is a name of the Hub, unless it begins like a path
-    is_path = model.startswith(("/", "~", ".")) or ("://" not in model and model.count("/") > 1)
+    # ORGANISATION/NAME or NAME is a name of the Hub, unless it begins like a path or with a folder that is here
+    first, *others = model.split("/")
+    is_path = model.startswith(("/", "~", ".")) or (
+        "://" not in model and (len(others) > 1 or bool(others and Path(first).is_dir()))
+    )
     if is_path and not path.exists():
         raise InputError(f"there is no folder {model}: give the folder of a model, or its name on the Hugging Face Hub")
 

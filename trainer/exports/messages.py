@@ -7,6 +7,8 @@ message before a branch point is in the lines of all leaves below it. `call_ids`
   objects: most chat templates iterate over their keys (of those in TRL 1.16, only DeepSeek's want text). Arguments
   that are not a JSON object stay as sampled, and `malformed` is true.
 - `tools` is JSON text, which `SFTTrainer` parses: tool schemas have no common Arrow type. It is `null` without tools.
+- `context` are the indices in `messages` of assistant messages that no call of the line sampled: a program wrote them,
+  or repeated them from another conversation. Trainers of whole chats train on them too: mask them, or drop the line.
 - `left_out` is why the ledger leaves the leaf's call out of training; empty when it is trained.
 
 The folder's card declares the column types, so `datasets.load_dataset(folder)` does not infer them from the first
@@ -37,6 +39,7 @@ dataset_info:
   features:
   - {{name: messages, list: json}}
   - {{name: tools, dtype: string}}
+  - {{name: context, list: int64}}
   - {{name: session_id, dtype: string}}
   - {{name: task_id, dtype: string}}
   - {{name: group_id, dtype: string}}
@@ -99,6 +102,7 @@ def _line(
     return {
         "messages": messages,
         "tools": json.dumps(conversation.tools or None, ensure_ascii=False),
+        "context": conversation.context(),
         "session_id": recorded.session_id,
         "task_id": session.task_id if session else "",
         "group_id": session.group_id if session else "",

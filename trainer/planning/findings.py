@@ -123,6 +123,8 @@ def _refused(recipe: Recipe, *, online: bool) -> Iterator[Finding]:
 
 
 def _rollouts(recipe: Recipe) -> Iterator[Finding]:
+    if recipe.recorder and importlib.util.find_spec("mitmproxy") is None:
+        yield Finding("note", "values of [recorder] are not checked: mitmproxy is not here", "install rolltap[record]")
     if recipe.tasks is None or recipe.harness is None:
         missing = "tasks" if recipe.tasks is None else "harness"
         yield warning(f"there is no key {missing!r}: only recorded runs can be trained on", f"add {missing}")

@@ -55,7 +55,7 @@ class Provenances:
 
     async def _find(self, image: str | None) -> Provenance:
         image_digest = await asyncio.to_thread(self._runtime.image_digest, image) if image is not None else ""
-        version = find_version(await self._reported(image))
+        version = await reported_version(self._harness, self._runtime, self._work, image)
         if warning := version_warning(self._harness, version):
             logger.warning("%s", warning)
         return Provenance(
@@ -65,25 +65,26 @@ class Provenances:
             image_digest=image_digest,
         )
 
-    async def _reported(self, image: str | None) -> str:
-        """Return what the program prints when it is asked for its version; empty when it cannot be asked."""
-        with TemporaryDirectory(dir=self._work, prefix="version-", ignore_cleanup_errors=True) as folder:
-            workspace, home, log = Path(folder, "workspace"), Path(folder, "home"), Path(folder, "log")
-            workspace.mkdir()
-            home.mkdir()
-            spec = BoxSpec(
-                name=f"rolltap-{Path(folder).name}", workspace=workspace, workdir="/workspace", home=home, image=image
-            )
-            try:
-                async with self._runtime.box(spec) as box:
-                    command = [self._harness.program, *self._harness.version_arguments]
-                    env = {**clean_environment(Path(box.home), isolated=self._runtime.isolated), **self._harness.env}
-                    ended = await box.run(command, env=env, timeout=_VERSION_SECONDS, log=log)
-                    await box.settle()
-                return await asyncio.to_thread(_beginning, log) if ended.status == 0 else ""
-            except (OSError, RolltapError) as error:
-                logger.info("%s does not tell its version: %s", self._harness.program, error)
-                return ""
+
+async def reported_version(harness: Harness, runtime: Runtime, work: Path, image: str | None = None) -> str:
+    """Return the version that a program prints, asked in a box below `work`; empty when it cannot be asked."""
+    with TemporaryDirectory(dir=work, prefix="version-", ignore_cleanup_errors=True) as folder:
+        workspace, home, log = Path(folder, "workspace"), Path(folder, "home"), Path(folder, "log")
+        workspace.mkdir()
+        home.mkdir()
+        spec = BoxSpec(
+            name=f"rolltap-{Path(folder).name}", workspace=workspace, workdir="/workspace", home=home, image=image
+        )
+        try:
+            async with runtime.box(spec) as box:
+                command = [harness.program, *harness.version_arguments]
+                env = {**clean_environment(Path(box.home), isolated=runtime.isolated), **harness.env}
+                ended = await box.run(command, env=env, timeout=_VERSION_SECONDS, log=log)
+                await box.settle()
+            return find_version(await asyncio.to_thread(_beginning, log)) if ended.status == 0 else ""
+        except (OSError, RolltapError) as error:
+            logger.info("%s does not tell its version: %s", harness.program, error)
+            return ""
 
 
 def _beginning(log: Path) -> str:

@@ -11,7 +11,7 @@ from typing import Self, get_args
 
 from rolltap.addons.engine.policy import POLICY_FILE, PolicyFile
 from rolltap.addons.errors import InputError, RecorderError, RunError
-from rolltap.addons.option_names import require_known
+from rolltap.addons.option_names import require_options
 from rolltap.addons.secret import hide_process
 from rolltap.addons.store.records import UNREWARDED, Session, SessionStatus, utc_now
 from rolltap.addons.store.tables import RunWriter
@@ -39,7 +39,7 @@ class Recorder:
     From entering on, the calling process is hidden from other processes of its user, because it holds the secret: they
     cannot read its memory or environment, or trace it.
 
-    Raises `InputError` for `processes` below 1, and for an unknown option that begins with `rolltap_`. Entering raises
+    Raises `InputError` for `processes` below 1, and for an unknown option or a value of another type. Entering raises
     `RecorderError` when the recorder does not start, for instance for a wrong `model` or option; `MissingPackageError`
     without mitmproxy; `OSError` when the folder cannot be made. Leaving raises `RecorderError` when a process has died
     inside the block.
@@ -56,7 +56,7 @@ class Recorder:
     ) -> None:
         if processes < 1:
             raise InputError(f"processes={processes}: give at least 1")
-        require_known(options or {})
+        require_options(options or {})
         self.path = Path(out)
         """The run folder."""
         self.engine = engine

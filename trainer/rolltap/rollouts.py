@@ -25,15 +25,18 @@ from rolltap.trainer.rollouts.keys import keys_of
 from rolltap.trainer.rollouts.lock import rollout_lock
 from rolltap.trainer.rollouts.outcomes import is_judged, outcome
 from rolltap.trainer.rollouts.plan import Plan
+from rolltap.trainer.rollouts.provenance import Provenances
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import Recorded, end_interrupted, going_on
 from rolltap.trainer.rollouts.runtimes.choose import make_runtime
+from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
 from rolltap.trainer.rollouts.runtimes.runtime import Ended, Runtime
 from rolltap.trainer.rollouts.scheduler import run_groups
 from rolltap.trainer.rollouts.shared import shared_async
 from rolltap.trainer.rollouts.tasks.fit import fit_tasks
 from rolltap.trainer.rollouts.tasks.sources import load_tasks
 from rolltap.trainer.rollouts.tasks.task import Task
+from rolltap.trainer.rollouts.workplace import workplace
 from rolltap.trainer.traces.reader import load_sessions
 
 
@@ -234,6 +237,17 @@ async def _started(recorder: Recorder) -> AsyncIterator[None]:
         yield
     finally:
         await run_to_end(recorder.__exit__, *sys.exc_info())
+
+
+def set_provenance(session: Session, harness: Harness) -> None:
+    """Set the version of a preset's program, which is asked here and now, and the digests of both, in a session's row.
+
+    Warns when the version is not the preset's.
+    """
+    with workplace() as work:
+        known = run_blocking(Provenances(harness, ProcessRuntime(), work).of(None))
+    session.harness_version, session.program_digest = known.harness_version, known.program_digest
+    session.preset_digest = known.preset_digest
 
 
 def end_recorded(session: Session, recorder: Recorder, evaluate: str | None) -> Facts:

@@ -1,6 +1,7 @@
 """Training by a recipe."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,11 +35,9 @@ def train(recipe: str | Path, *, engine: str, out: str | Path, seed: int = 0, st
     weights; `RecorderError` when the recorder dies; `RankError` when another process failed.
     """
     out = Path(out)
-    try:
+    with _importing():
         from rolltap.trainer.training import loop
         from rolltap.trainer.training.processes import join_processes
-    except (ImportError, RuntimeError) as error:
-        raise _missing(error) from error
     join_processes()
     settings = _settings(recipe, out)
     title, console = f"{Path(recipe).stem}, seed {seed}", Console(stderr=True, quiet=not runs_first())
@@ -65,11 +64,9 @@ def train_offline(recipe: str | Path, runs: Sequence[str | Path], *, out: str | 
     if not runs:
         raise InputError("the list of runs is empty")
     out = Path(out)
-    try:
+    with _importing():
         from rolltap.trainer.training import offline
         from rolltap.trainer.training.processes import join_processes
-    except (ImportError, RuntimeError) as error:
-        raise _missing(error) from error
     join_processes()
     settings = _settings(recipe, out)
     title, console = f"{Path(recipe).stem}, seed {seed}", Console(stderr=True, quiet=not runs_first())
@@ -95,10 +92,8 @@ def plan_training(
     Raises `MissingPackageError` without the extra `train`; `InputError` for a recipe that cannot be read.
     """
     settings = load_recipe(Path(recipe))
-    try:
+    with _importing():
         from rolltap.trainer.planning.plan import plan
-    except (ImportError, RuntimeError) as error:  # transformers raises RuntimeError for a package that it lacks
-        raise _missing(error) from error
     folders = [Path(run) for run in runs]
     return plan(
         settings,
@@ -122,5 +117,13 @@ def _settings(recipe: str | Path, out: Path) -> Recipe:
     return on_main(read)
 
 
-def _missing(error: Exception) -> MissingPackageError:
-    return MissingPackageError(f"the trainer is not installed ({error}): pip install 'rolltap[train]'")
+@contextmanager
+def _importing() -> Iterator[None]:
+    """Raise `MissingPackageError` when an import of the block lacks a package. Other errors stay as they are."""
+    try:
+        yield
+    except (ImportError, RuntimeError) as error:
+        # TRL and transformers raise RuntimeError, whose cause is the ImportError
+        if not isinstance(error, ImportError) and not isinstance(error.__cause__, ImportError):
+            raise
+        raise MissingPackageError(f"the trainer is not installed ({error}): pip install 'rolltap[train]'") from error

@@ -6,6 +6,9 @@ from typing import Any
 from rolltap.addons.errors import InputError, MissingPackageError
 from rolltap.addons.store.metadata import tokenizer_digests
 
+_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "config.json")
+"""Files of which a folder with a tokenizer has one: without any, transformers says much and nothing of the folder."""
+
 
 def named_model(model: str) -> dict[str, Any]:
     """Return the model's name, and the digests of its tokenizer and chat template. `model` is a folder or a name.
@@ -20,6 +23,8 @@ def named_model(model: str) -> dict[str, Any]:
         ) from error
     folder = Path(model).expanduser()
     name = str(folder.resolve()) if folder.is_dir() else model
+    if folder.is_dir() and not any((folder / file).exists() for file in _FILES):
+        raise InputError(f"the folder {model} has none of {', '.join(_FILES)}: give the folder or name of a model")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:

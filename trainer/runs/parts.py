@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -121,9 +121,13 @@ def split_run(run: Path, out: Path, parts: SplitBy | int, advance: Advance) -> d
     `parts` is a field of the session's row, or a number of parts of about equal size. In the latter case sessions of
     one group stay together. Events without a session go to the first part.
 
-    Raises `InputError` when there is no session or there are fewer groups than parts, and `RunError` when the run
-    cannot be read.
+    Raises `InputError` for another field, a number below 1, no session and fewer groups than parts, and `RunError` when
+    the run cannot be read.
     """
+    if isinstance(parts, int) and parts < 1:
+        raise InputError(f"parts={parts}: give at least 1")
+    if not isinstance(parts, int) and parts not in get_args(SplitBy):
+        raise InputError(f"by={parts!r}: choose {', '.join(get_args(SplitBy))}")
     with _Run(run) as source:
         sessions_of = _even_parts(source, parts) if isinstance(parts, int) else _parts_by(source, parts)
         if not sessions_of:

@@ -40,6 +40,19 @@ class CallConversation:
                 messages.append(conversation.reply)
         return messages
 
+    def context(self) -> list[int]:
+        """Return the indices in `messages` of the assistant messages that were sent with a request.
+
+        No call of the conversation sampled them: a program wrote them, or repeated what another conversation sampled.
+        """
+        indices: list[int] = []
+        start = 0
+        for conversation in path_to(self, lambda conversation: conversation.parent):
+            roles = [message["role"] for message in conversation.new_messages]
+            indices += [start + i for i, role in enumerate(roles) if role == "assistant"]
+            start += len(roles) + (conversation.reply is not None)
+        return indices
+
 
 def rebuild_conversations(calls: Sequence[Call]) -> list[CallConversation]:
     """Return the conversation of each call of one session, in the order of `calls`, which may be any.

@@ -1,5 +1,7 @@
 """A recipe's arguments for TRL, PEFT and the recorder. They are checked before anything starts."""
 
+import difflib
+import inspect
 import json
 import math
 import re
@@ -34,6 +36,7 @@ def check_arguments(recipe: Recipe) -> None:
     for key in _SET_HERE:
         if key in recipe.grpo:
             raise InputError(f"grpo.{key} is set by rolltap: remove it")
+    _check_names("grpo", TraceGRPOConfig, recipe.grpo)
     _check_types("grpo", TraceGRPOConfig, recipe.grpo)
     for key in ("num_iterations", "gradient_accumulation_steps"):
         if recipe.grpo.get(key, 1) < 1:
@@ -86,7 +89,7 @@ def training_arguments(recipe: Recipe, run: Path, seed: int, rows: Sequence[obje
             save_steps=recipe.save_steps * recipe.grpo.get("num_iterations", 1),
         )
     except (TypeError, ValueError) as error:
-        raise InputError(f"the recipe's [grpo] table: {_without_class(error)}") from error
+        raise InputError(f"the recipe's [grpo] table: {error}") from error
     check_made(args)
     # the dtype decides, not the settings of `accelerate config` and `accelerate launch`, which transformers reads
     args.mixed_precision = "bf16" if args.bf16 else "no"
@@ -102,8 +105,7 @@ def lora_config(recipe: Recipe) -> LoraConfig | None:
     """Return the configuration of the recipe's adapter; None when the full model is trained. Raises `InputError`."""
     if not recipe.lora:
         return None
-    if unknown := recipe.lora.keys() - get_type_hints(LoraConfig).keys():
-        raise InputError(f"lora.{min(unknown)} is not an argument of PEFT's LoraConfig: correct or remove it")
+    _check_names("lora", LoraConfig, recipe.lora)
     # PEFT reads any number of iterations, in any case
     init = re.sub(r"pissa_niter_\d+", "pissa", str(recipe.lora.get("init_lora_weights", True)).lower())
     known = recipe.lora if isinstance(recipe.lora.get("init_lora_weights", True), bool) else {"init_lora_weights": init}
@@ -145,6 +147,15 @@ def sampling(recipe: Recipe) -> dict[str, Any]:
     return {**own, "temperature": temperature}
 
 
+def _check_names(table: str, kind: type, values: Mapping[str, Any]) -> None:
+    """Raise `InputError` for a key that is no argument of `kind`, with the argument that resembles it."""
+    known = list(inspect.signature(kind).parameters)
+    for key in sorted(values.keys() - known):
+        near = difflib.get_close_matches(key, known, 1)
+        fix = f"write {table}.{near[0]}, or remove it" if near else "correct or remove it"
+        raise InputError(f"{table}.{key} is no argument of {kind.__name__}: {fix}")
+
+
 def _check_types(table: str, kind: type, values: Mapping[str, Any]) -> None:
     """Raise `InputError` for a value that is not of its field's type. Keys that are not fields are left out."""
     types = get_type_hints(kind)
@@ -156,11 +167,6 @@ def _check_types(table: str, kind: type, values: Mapping[str, Any]) -> None:
             raise InputError(f"{table}.{key} = {values[key]!r}: {' or '.join(faults)}") from error
         if isinstance(values[key], float) and not math.isfinite(values[key]):
             raise InputError(f"{table}.{key} = {values[key]}: give a finite number")
-
-
-def _without_class(error: Exception) -> str:
-    """Return the message of an error without the name of the class whose constructor raised it."""
-    return str(error).removeprefix(f"{TraceGRPOConfig.__name__}.__init__() ")
 
 
 def _on_cuda(recipe: Recipe) -> bool:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from rolltap.addons.errors import InputError
-from rolltap.addons.option_names import require_known
+from rolltap.addons.option_names import require_options
 from rolltap.addons.store.records import CallRole
 from rolltap.trainer.rollouts.budget import Budget
 from rolltap.trainer.settings import load_toml
@@ -128,7 +128,7 @@ def load_recipe(path: Path) -> Recipe:
     recipe = load_toml(path, Recipe)
     if recipe.publish == "lora" and not recipe.lora:
         raise InputError(f'{path}: publish = "lora" needs a [lora] table; publish = "checkpoint" trains without one')
-    require_known(recipe.recorder, f"{path}: recorder.")
+    require_options(recipe.recorder, f"{path}: recorder.")
     if twice := recipe.recorder.keys() & {f"rolltap_max_{name}" for name in Budget.model_fields}:
         option = min(twice)
         raise InputError(f"{path}: set budget.{option.removeprefix('rolltap_max_')} instead of recorder.{option}")

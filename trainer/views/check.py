@@ -106,7 +106,7 @@ class CheckReport(JupyterMixin):
                 f"{row.mean_difference:.2g}",
                 f"{row.max_difference:.2g}",
                 f"{row.share_over_threshold:.1%}",
-                "within" if row.within else "[red]differs[/]",
+                Text("within") if row.within else Text("differs", style="red"),
             )
         yield table
         scored = sum(row.calls for row in self.rows)

@@ -231,9 +231,9 @@ def _count_table(summary: Summary) -> Table:
     for name, tokens in summary.ledger.lines():
         table.add_row(name, str(tokens))
     for violation, count in summary.violations.items():
-        table.add_row("[red]violation[/]", Text(f"{count} calls: {violation}"))
+        table.add_row(Text("violation", style="red"), Text(f"{count} calls: {violation}"))
     if summary.uncaptured_calls:
-        table.add_row("[red]uncaptured model calls[/]", str(summary.uncaptured_calls))
+        table.add_row(Text("uncaptured model calls", style="red"), str(summary.uncaptured_calls))
     notes = {
         "retried requests": summary.retried,
         "continued after an engine failure": summary.continued,

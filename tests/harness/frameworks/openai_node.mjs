@@ -7,7 +7,11 @@ const schema = {
   properties: { path: { type: "string" }, content: { type: "string" } },
   required: ["path", "content"],
 };
-const tools = [{ type: "function", function: { name: "write_file", description: "Write a file.", parameters: schema } }];
+const page = { type: "object", properties: { url: { type: "string" } }, required: ["url"] };
+const tools = [
+  { type: "function", function: { name: "write_file", description: "Write a file.", parameters: schema } },
+  { type: "function", function: { name: "get_page", description: "Get a page.", parameters: page } },
+];
 const client = new OpenAI();
 const messages = [{ role: "user", content: "Write notes.txt, twice." }];
 for (;;) {
@@ -18,8 +22,8 @@ for (;;) {
     break;
   }
   for (const call of message.tool_calls) {
-    const { path, content } = JSON.parse(call.function.arguments);
-    writeFileSync(path, content);
-    messages.push({ role: "tool", tool_call_id: call.id, content: "written" });
+    const { path, content, url } = JSON.parse(call.function.arguments);
+    if (path) writeFileSync(path, content);
+    messages.push({ role: "tool", tool_call_id: call.id, content: url ? await (await fetch(url)).text() : "written" });
   }
 }

@@ -1,9 +1,13 @@
+import json
 import os
 import subprocess
 import sys
 
+import pytest
+
 from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.rollouts.faults import DISTRUST
+from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.runs.verify import verify_run
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
 from tests.trainer.commands.program import ASK, rolltap
@@ -36,6 +40,28 @@ def test_record_starts_a_harness_by_its_preset_and_the_users_variables_win(scrip
     assert (ended.returncode, ended.stdout) == (0, "['--always', '-p', 'go'] 8192 mine True\n")
     (session,) = load_sessions(tmp_path / "run").values()
     assert (session.status, session.harness) == ("completed", "x")
+    assert session.preset_digest == Harness.load(str(tmp_path / "x.toml")).digest()
+
+
+@pytest.mark.parametrize("preset", [True, False])
+def test_a_session_has_the_version_of_a_harness_and_not_of_a_plain_command(
+    preset, scripted_engine, tokenizer_folder, tmp_path
+):
+    program = tmp_path / "program"
+    program.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo x 1.2.3 || exec {sys.executable} -c "$@"\n')
+    program.chmod(0o755)
+    (tmp_path / "x.toml").write_text(f'name = "x"\nversion = "1.2"\nprogram = "{program}"\nheadless = []\n')
+    scripted_engine.replies.append(Say("Hi."))
+    options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder)
+    ended = rolltap("record", *options, *(("--harness", tmp_path / "x.toml", "--") if preset else ("--", program)), ASK)
+    assert (ended.returncode, ended.stdout) == (3, "Hi.\n")
+    assert ("its preset was tested with 1.2" in " ".join(ended.stderr.split())) == preset
+    (session,) = load_sessions(tmp_path / "run").values()
+    assert session.harness_version == ("1.2.3" if preset else "")
+    assert bool(session.program_digest) == preset
+    assert rolltap("export", tmp_path / "run", "--to", "atif", "--out", tmp_path / "atif").returncode == 0
+    document = json.loads((tmp_path / "atif" / f"{session.session_id}.json").read_text())
+    assert document["agent"]["version"] == ("1.2.3" if preset else "unknown")
 
 
 def test_record_says_that_no_model_call_came(scripted_engine, tokenizer_folder, tmp_path):

@@ -110,6 +110,7 @@ def test_an_address_of_ip_version_6_is_a_url(tmp_path):
         ("runs/first/model", "there is no folder runs/first/model"),
         ("~/model-of-nobody", "there is no folder ~/model-of-nobody"),
         ("empty", "the folder empty has no config.json"),
+        ("empty/mine", "there is no folder empty/mine"),
         ("Qwen/Qwen3-4B", None),
         ("gpt2", None),
         ("s3://bucket/models/mine", None),

@@ -42,6 +42,7 @@ class TestSessionConversations:
         (line,) = lines(recording.turns_with_tools())
         labels = {name: value for name, value in line.items() if name not in ("messages", "tools")}
         assert labels == {
+            "context": [],
             "session_id": "s",
             "task_id": "task",
             "group_id": "group",
@@ -69,6 +70,15 @@ class TestSessionConversations:
     def test_there_is_a_line_for_each_leaf(self, case, leaves):
         assert {line["call_ids"][-1]: line["left_out"] for line in lines(case())} == leaves
 
+    def test_assistant_messages_that_no_call_sampled_are_named(self):
+        made = Recording()
+        first = made.ask(SYSTEM, user("A?"), says("Written."), user("B?"), reply=says("Sampled."))
+        made.ask(says("Added."), user("C?"), reply=says("Last."), after=first)
+        (line,) = lines(made)
+        texts = [message["content"] for message in line["messages"] if message["role"] == "assistant"]
+        assert texts == ["Written.", "Sampled.", "Added.", "Last."]
+        assert [line["messages"][i]["content"] for i in line["context"]] == ["Written.", "Added."]
+
     def test_an_incomplete_conversation_has_no_line(self):
         written, faults = session_conversations(recording.missing_ancestor().recorded())
         assert written == []
@@ -94,6 +104,7 @@ class TestExport:
         assert dataset.features == Features(
             {
                 "messages": List(Json()),
+                "context": List(Value("int64")),
                 **dict.fromkeys(["tools", "session_id", "task_id", "group_id", "harness"], Value("string")),
                 "reward": Value("float64"),
                 **dict.fromkeys(["role", "finish_reason", "left_out"], Value("string")),

@@ -52,6 +52,14 @@ def test_a_recipe_without_weights_and_tasks_can_start_and_is_told_what_is_missin
     assert said(found, "note") == ["the task file tasks.jsonl is not there", "the folder model has no weights"]
 
 
+def test_without_mitmproxy_the_values_of_the_recorders_options_are_not_checked_and_that_is_said(model, monkeypatch):
+    assert "recorder" not in " ".join(said(planned(model, recorder={"http2": "true"}), "note"))
+    find = findings.importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "mitmproxy" else find(name))
+    found = planned(model, recorder={"http2": "true"})
+    assert "values of [recorder] are not checked: mitmproxy is not here" in said(found, "note")
+
+
 @pytest.mark.parametrize(
     ("keys", "text"),
     [

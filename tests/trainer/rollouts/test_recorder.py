@@ -92,9 +92,18 @@ def test_a_number_of_processes_below_one_is_refused(tmp_path):
         Recorder(tmp_path, engine="http://127.0.0.1:9", model="m", processes=0)
 
 
-def test_an_unknown_option_is_refused_with_the_nearest_before_the_folder_is_made(tmp_path):
-    with pytest.raises(InputError, match="rolltap_alow is no option of the recorder: did you mean rolltap_allow"):
-        Recorder(tmp_path / "run", engine="http://127.0.0.1:9", model="m", options={"rolltap_alow": "pypi.org"})
+@pytest.mark.parametrize(
+    ("option", "value", "refused"),
+    [
+        ("rolltap_alow", "pypi.org", "rolltap_alow is no option of the recorder: did you mean rolltap_allow"),
+        ("listen_prt", "1", "listen_prt is no option of the recorder: did you mean listen_port"),
+        ("rolltap_keep_adapter", "maybe", "rolltap_keep_adapter is 'maybe'"),
+        ("listen_port", "abc", "listen_port is 'abc': .*integer"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_its_name_before_the_folder_is_made(tmp_path, option, value, refused):
+    with pytest.raises(InputError, match=refused):
+        Recorder(tmp_path / "run", engine="http://127.0.0.1:9", model="m", options={option: value})
     assert not (tmp_path / "run").exists()
 
 

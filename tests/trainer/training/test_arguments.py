@@ -48,7 +48,6 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("text", "values", "message"),
         [
-            ("[grpo]\nlearning_rat = 1\n", {}, r"\[grpo\] table: got an unexpected keyword argument 'learning_rat'"),
             ('[grpo]\nloss_type = "x"\n', {}, "loss_type='x' .* choose one of dapo, cispo"),
             ("[grpo]\nlearning_rate = -1\n", {}, r"learning_rate = -1.*: Invalid learning rate: -1"),
             ('[grpo]\nlog_level = "loud"\n', {}, r"log_level = 'loud'"),
@@ -151,7 +150,12 @@ class TestChecks:
             ("[grpo]\nddp_timeout = 60\n", "grpo.ddp_timeout is set by rolltap"),
             ("dtype = 'float16'\n", r'dtype = "float16" without a \[lora\] table: .*; add \[lora\], or set dtype'),
             ("dtype = 'float16'\n[lora]\nr = 2\n[grpo]\nbf16 = true\n", r'grpo\.bf16 = true with dtype = "float16"'),
-            ("[lora]\nrr = 8\n", r"lora\.rr is not an argument of PEFT's LoraConfig"),
+            ("[lora]\nrr = 8\n", r"lora\.rr is no argument of LoraConfig: write lora\.r, or remove it"),
+            ("[lora]\nwhat = 8\n", r"lora\.what is no argument of LoraConfig: correct or remove it"),
+            (
+                "[grpo]\nlearning_rat = 1\n",
+                r"grpo\.learning_rat is no argument of TraceGRPOConfig: write grpo\.learning_rate, or remove it",
+            ),
             ('[lora]\nr = "8"\n', r"lora\.r = '8': Input should be a valid integer"),
             ('[lora]\nbias = "some"\n', r"lora\.bias = 'some': Input should be 'none', 'all' or 'lora_only'"),
             ('[lora]\ninit_lora_weights = "gausian"\n', r"lora\.init_lora_weights = 'gausian': Input should be"),

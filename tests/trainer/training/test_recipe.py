@@ -73,6 +73,8 @@ def test_folders_of_tools_and_repositories_are_relative_to_the_recipe(tmp_path):
             GOOD + '[recorder]\nrolltap_samplin = "{}"\n',
             r"recorder\.rolltap_samplin is .* did you mean rolltap_sampling",
         ),
+        (GOOD + '[recorder]\nsslinsecure = "true"\n', r"recorder\.sslinsecure is .* did you mean ssl_insecure"),
+        (GOOD + '[recorder]\nrolltap_patience = "abc"\n', r"recorder\.rolltap_patience is 'abc'"),
         ("model = ", "is not TOML"),
         (GOOD + "stepz = 3\n", "unknown key 'stepz'"),
         (GOOD.replace("steps = 1", "steps = 0"), "'steps' is 0"),

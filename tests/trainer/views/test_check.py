@@ -3,11 +3,13 @@
 import json
 import socket
 from dataclasses import replace
+from io import StringIO
 
 import pytest
 import torch
 from click.testing import CliRunner
 from peft import LoraConfig, get_peft_model
+from rich.console import Console
 from transformers import Qwen3ForCausalLM
 
 from rolltap.addons.engine.policy import POLICY_FILE
@@ -19,7 +21,7 @@ from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.commands.check import check_command
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.publish import make_publisher
-from rolltap.trainer.views.check import check_sessions, choose, incomparable, summarize_scores
+from rolltap.trainer.views.check import CheckReport, check_sessions, choose, incomparable, summarize_scores
 from tests.trainer.engine.acting import acting
 
 SAMPLING = {**NEUTRAL_SAMPLING, "max_tokens": 12, "seed": 1, "stop_token_ids": [], "asked": {"temperature": 0.2}}
@@ -112,6 +114,14 @@ def test_differences_are_summed_up_by_kind_and_policy_version():
     assert (first.share_over_threshold, first.within) == (0.25, False)
     assert (first.worst.call_id, first.worst.position, first.worst.scored) == ("b", 1, -0.9)
     assert (second.policy_version, second.mean_difference, second.within) == ("2", pytest.approx(0.05), True)
+
+
+def test_a_row_that_differs_is_marked_without_markup():
+    rows = summarize_scores([(call("a"), [-0.5, -9.0])], 0.05)
+    report = CheckReport("m", "m", 0.05, rows, 1, {})
+    Console(file=(printed := StringIO()), width=200).print(report, markup=False)
+    assert "differs" in printed.getvalue()
+    assert "[red]" not in printed.getvalue()
 
 
 def sample(engine, call_id, prompt_ids, *, model=None, **fields):

@@ -127,9 +127,13 @@ def test_names_are_printed_as_they_are_and_not_as_markup(tmp_path):
             )
         )
         writer.add_event(Event(kind="refused", session_id="s1", host="[/host]"))
-    Console(file=(printed := StringIO()), width=200).print(summarize(tmp_path))
-    for name in ("[/version]", "[/violation]", "[/host]"):
-        assert name in printed.getvalue()
+        writer.add_event(Event(kind="uncaptured", session_id="s1", host="h"))
+    for markup in (True, False):  # `rolltap inspect` prints without
+        Console(file=(printed := StringIO()), width=200).print(summarize(tmp_path), markup=markup)
+        for name in ("[/version]", "[/violation]", "[/host]"):
+            assert name in printed.getvalue()
+        assert "uncaptured model calls" in printed.getvalue()
+        assert "[red]" not in printed.getvalue()
 
 
 def test_a_run_says_how_much_of_its_prompts_came_from_the_engines_cache_and_warns_when_it_is_next_to_nothing(tmp_path):

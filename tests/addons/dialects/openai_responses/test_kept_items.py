@@ -1,4 +1,4 @@
-"""The part that is stored of items is what the model sees of them."""
+"""A stored item is the part of it that the model sees."""
 
 import json
 
