@@ -27,7 +27,7 @@ def look(family, address):
 
 READ = {
     "files by their path": 'for f in $FILES; do cat "$f"; done',
-    "files from the folders above": "cd ../../../../../..; for f in $FILES; do cat ./$f; done",
+    "files from the folders above": 'while [ "$PWD" != / ]; do cd ..; done; for f in $FILES; do cat ./$f; done',
     "files by the root of each process": 'for f in $FILES; do cat /proc/[0-9]*/root"$f"; done',
     "files by the folder of each process": 'for d in /proc/[0-9]*/cwd; do cat "$d"/canary* "$d"/*/canary*; done',
     "files by open descriptors": "for f in /proc/[0-9]*/fd/*; do test -f $f && head -c 200 $f; done",

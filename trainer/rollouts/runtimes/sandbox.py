@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -118,8 +118,9 @@ class _Pipes:
             os.close(self.theirs.pop())
 
     def begin(self) -> None:
-        """Let the program begin: bubblewrap waits for it."""
-        os.write(self._block, b"\0")
+        """Let the program begin: bubblewrap waits for it. One that has failed meanwhile says why by its end."""
+        with suppress(BrokenPipeError):
+            os.write(self._block, b"\0")
 
 
 def _ended(status: int, words: bytes, program: str, log: Path) -> Ended:
