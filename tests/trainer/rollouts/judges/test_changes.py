@@ -132,16 +132,21 @@ def test_folders_deeper_than_the_bound_are_refused(tmp_path, monkeypatch):
     assert find_changes(tmp_path / "start", tmp_path / "workspace").refused == {"a/a/a/a/a": "depth"}
 
 
-def test_a_very_deep_folder_is_bounded(tmp_path):
-    build(tmp_path / "start", {})
-    build(tmp_path / "workspace", {})
-    folder = os.open(tmp_path / "workspace", os.O_RDONLY)
-    for _ in range(3000):
-        os.mkdir("d" * 20, dir_fd=folder)
-        below = os.open("d" * 20, os.O_RDONLY, dir_fd=folder)
+def nest(root, name, depth):
+    """Make `depth` folders, each in the one before: deeper than a path can name."""
+    folder = os.open(root, os.O_RDONLY)
+    for _ in range(depth):
+        os.mkdir(name, dir_fd=folder)
+        below = os.open(name, os.O_RDONLY, dir_fd=folder)
         os.close(folder)
         folder = below
     os.close(folder)
+
+
+def test_a_very_deep_folder_is_bounded(tmp_path):
+    build(tmp_path / "start", {})
+    build(tmp_path / "workspace", {})
+    nest(tmp_path / "workspace", "d" * 20, 3000)
     changes = find_changes(tmp_path / "start", tmp_path / "workspace")
     assert list(changes.refused.values()) == ["depth"]
     remove_folder(tmp_path / "workspace")
@@ -168,13 +173,7 @@ def test_a_comparison_that_takes_too_long_is_too_much(tmp_path):
 def test_long_paths_are_refused_and_their_sum_is_bounded(tmp_path, monkeypatch):
     build(tmp_path / "start", {})
     build(tmp_path / "workspace", {})
-    folder = os.open(tmp_path / "workspace", os.O_RDONLY)
-    for _ in range(40):
-        os.mkdir("d" * 250, dir_fd=folder)
-        below = os.open("d" * 250, os.O_RDONLY, dir_fd=folder)
-        os.close(folder)
-        folder = below
-    os.close(folder)
+    nest(tmp_path / "workspace", "d" * 250, 40)
     changes = find_changes(tmp_path / "start", tmp_path / "workspace")
     assert list(changes.refused.values()) == ["depth"]
     assert max(map(len, changes.changed)) <= 4096
