@@ -29,7 +29,8 @@ DELETED: Entry = {"deleted": True}
 """The last entry of an object that was deleted."""
 _SHORT = 100
 """Characters of the JSON text of `DELETED` at most."""
-_ID = re.compile(r"[\w.-]{1,100}", re.ASCII)
+_ID = re.compile(r"(resp|conv|msg|fc|ctc|rs|cmp)_\w{1,64}", re.ASCII)
+"""An id as the Responses API issues them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +179,7 @@ class NamesStored(DialectError):
 
 
 def shown_id(object_id: str) -> str:
-    """Return an id for an error message, which is recorded."""
+    """Return an id for an error message, which is recorded. A text that is none may be a secret."""
     return f"'{object_id}'" if _ID.fullmatch(object_id) else described(object_id)
 
 

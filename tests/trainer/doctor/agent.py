@@ -15,7 +15,7 @@ extra = {}
 if odd == "schema":
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     extra = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}}
-if odd == "toolless":
+if odd in ("schema", "toolless"):  # beside tools no schema holds
     tools = []
 url = "https://api.openai.com/v1/chat/completions"
 if odd == "elsewhere":

@@ -31,7 +31,7 @@ def test_a_preset_may_be_a_file_of_the_users(tmp_path):
 
 def test_an_unknown_name_is_answered_with_the_known_ones():
     with pytest.raises(
-        InputError, match=r"no harness is named 'clod': choose claude-code, codex, .*, or give a \.toml"
+        InputError, match=r"no harness is named 'clod': choose aider, claude-code, .*, or give a \.toml"
     ):
         Harness.load("clod")
 
