@@ -47,9 +47,9 @@ def example(schema: Any, *, name: str = "", definitions: Mapping[str, Any] | Non
     if isinstance(reference := schema.get("$ref"), str):
         return within(_resolve(root, reference))
     for key in ("anyOf", "oneOf"):
-        choices = [choice for choice in _list(schema.get(key)) if isinstance(choice, Mapping)]
-        if choices := [choice for choice in choices if _types(choice) != ["null"]]:
-            return within({**schema, key: None, **choices[0]})
+        if choices := [choice for choice in _list(schema.get(key)) if isinstance(choice, Mapping)]:
+            chosen = next((choice for choice in choices if _types(choice) != ["null"]), choices[0])
+            return within({**schema, key: None, **chosen})
     if parts := _list(schema.get("allOf")):
         return within(_joined({**schema, "allOf": None}, parts, root))
     kind = next((kind for kind in _types(schema) if kind != "null"), "null")

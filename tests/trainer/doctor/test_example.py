@@ -34,6 +34,7 @@ TEXT = {"type": "string"}
         ({"type": "array", "items": TEXT}, []),
         ({"items": TEXT, "minItems": 2}, ["hello", "hello"]),
         ({"anyOf": [{"type": "null"}, {"type": "integer"}]}, 1),
+        ({"anyOf": [{"type": "null"}]}, None),
         ({"oneOf": [{"type": "boolean"}, TEXT]}, False),
         (
             {"allOf": [{"required": ["a"], "properties": {"a": TEXT}}, {"required": ["b"]}], "type": "object"},

@@ -236,7 +236,7 @@ def test_the_newest_adapters_stay_loaded(engine, base, restored, publisher):
 
 
 def test_an_adapter_that_the_engine_refuses_is_not_the_policy(engine, base, restored, publisher, tmp_path):
-    with pytest.raises(EngineError, match=r"load_lora_adapter: \d+ .*LoRA rank 64 .*see the engine's log"):
+    with pytest.raises(EngineError, match=r"load_lora_adapter: \d+ .*LoRA rank 64 .*rolltap serve --lora-rank"):
         publisher("lora").publish(with_adapter(base, rank=64), f"{RUN}.1.0", agreed)
     assert not (tmp_path / "policy.json").exists()
     assert adapters(engine) == set()

@@ -168,7 +168,8 @@ asyncio.run(main())
 
     def test_a_program_with_grace_may_end_in_order(self, tmp_path):
         os.mkfifo(tmp_path / "fifo")
-        script = "trap 'echo bye > words; exit' TERM; echo $PPID > fifo; while :; do sleep 0.01; done"
+        # quiet: nobody reads its output any more
+        script = "exec 2> errors; trap 'echo bye > words; exit' TERM; echo $PPID > fifo; while :; do sleep 0.01; done"
         with self.rolltap(tmp_path, script, grace="60") as rolltap:
             supervisor = int((tmp_path / "fifo").read_text())
             rolltap.kill()
