@@ -19,7 +19,7 @@ HARNESSES="${ROLLTAP_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/rolltap}/harnesses"
 # uv does not read pip's settings: pass on where pip looks for wheels
 export UV_LINK_MODE="${UV_LINK_MODE:-hardlink}" UV_FIND_LINKS="${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}}"
 
-say() { printf '\n== %s\n' "$*"; }
+say() { printf '\n== %s %s\n' "$(date +%T)" "$*"; }
 fail() { printf '\nerror: %s\n' "$*" >&2; exit 1; }
 
 GPU="$(nvidia-smi -L 2>/dev/null | grep GPU || :)"
@@ -143,7 +143,7 @@ npm_packages() {
     if [ ! -d "$folder" ]; then
         say "installing $* into $folder"
         rm -rf "$partial" && mkdir -p "$partial" || return
-        npm install --prefix "$partial" --no-audit --no-fund --fetch-retries 1 --loglevel error "$@" ||
+        npm install --prefix "$partial" --no-audit --no-fund --fetch-retries 3 --loglevel error "$@" ||
             { rm -rf "$partial"; return 1; }
         mv -T "$partial" "$folder" 2>/dev/null || rm -rf "$partial"  # another checkout may have installed it meanwhile
         [ -d "$folder" ] || return
@@ -155,6 +155,7 @@ npm_packages() {
 programs_isolation() {
     if type bwrap podman runc >/dev/null 2>&1; then return; fi
     if [ "$(id -u)" = 0 ] && type apt-get >/dev/null 2>&1; then
+        export DEBIAN_FRONTEND=noninteractive
         apt-get update -qq && apt-get install -y -qq --no-install-recommends bubblewrap podman runc >/dev/null && return
     fi
     say "bubblewrap, podman and runc are not all installed (apt-get install bubblewrap podman runc): tests are skipped"

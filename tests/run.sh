@@ -26,28 +26,35 @@ if [ $# -gt 0 ]; then
     pytest "$@"
     exit
 fi
-# the tests with engines and harnesses run sequentially, in parallel with the others
-log="$VENVS/pytest.log"
-pytest -m "engine or harness" --durations 20 > "$log" 2>&1 & engines=$!
+# one that hangs fails, with the stacks of its threads; the slowest takes four minutes on two loaded cores
+sequential=(--timeout 1200 --durations 20)
+processors="$(nproc)"
+parallel=("${sequential[@]}" -q -n $((processors < 4 ? processors : 4)))
+logs="$VENVS/logs"
+rm -rf "$logs" && mkdir -p "$logs"
 failed=0
+# the tests with engines and harnesses run sequentially, in parallel with the others
+pytest "${sequential[@]}" -m "engine or harness" > "$logs/engines" 2>&1 & engines=$!
 say "pytest: what starts no engine and no harness"
-pytest -q -n 2 --durations 20 -m "not engine and not harness" || failed=1
+pytest "${parallel[@]}" -m "not engine and not harness" | tee "$logs/quick" || failed=1
 if environment_312; then
     say "pytest: the addons on Python 3.12 with mitmproxy 12"
     # those that mitmproxy takes part in; of the attacks, those on its layers
-    "$VENVS/rolltap-3.12/bin/pytest" -q -n 2 -m "not engine" tests/addons/test_*.py tests/addons/endpoint \
-        tests/addons/engine tests/security/test_{bodies,descriptors,egress,limits,log,raw_bytes,websockets}.py ||
-        failed=1
+    "$VENVS/rolltap-3.12/bin/pytest" "${parallel[@]}" -m "not engine" tests/addons/test_*.py tests/addons/endpoint \
+        tests/addons/engine tests/security/test_{bodies,descriptors,egress,limits,log,raw_bytes,websockets}.py |
+        tee "$logs/python-3.12" || failed=1
 fi
 environments_wheel
 say "pytest: the wheel"
-"$VENVS/wheel/bin/python" -P -m pytest -q tests/wheel > "$VENVS/wheel.log" 2>&1 & wheel=$!
+"$VENVS/wheel/bin/python" -P -m pytest -q tests/wheel > "$logs/wheel" 2>&1 & wheel=$!
 if [ -x "$VENVS/wheel-3.12/bin/python" ]; then
-    "$VENVS/wheel-3.12/bin/python" -P -m pytest -q tests/wheel || failed=1
+    "$VENVS/wheel-3.12/bin/python" -P -m pytest -q tests/wheel | tee "$logs/wheel-3.12" || failed=1
 fi
 wait "$wheel" || failed=1
-cat "$VENVS/wheel.log"
+cat "$logs/wheel"
 wait "$engines" || failed=1
 say "pytest: engines and harnesses"
-cat "$log"
+cat "$logs/engines"
+say "the end"
+if [ "$failed" != 0 ]; then grep -hE "^(FAILED|ERROR) " "$logs"/* || :; fi
 exit "$failed"

@@ -414,7 +414,7 @@ class TestRepair:
 
 class TestProperties:
     @given(recorded_sessions(), st.data())
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=80, deadline=None)
     def test_damage_is_found_or_does_no_harm_and_a_repair_is_final(self, sessions, data):
         """Damage a file in one of three ways: truncate it, append part of a commit, or change a byte."""
         with tempfile.TemporaryDirectory() as folder:
