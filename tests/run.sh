@@ -20,7 +20,8 @@ ruff format --check .
 say "mypy"
 mypy
 
-export OMP_NUM_THREADS=1
+processors="$(nproc)"
+export OMP_NUM_THREADS=1  # nproc would print it
 if [ $# -gt 0 ]; then
     say "pytest $*"
     pytest "$@"
@@ -28,7 +29,6 @@ if [ $# -gt 0 ]; then
 fi
 # one that hangs fails, with the stacks of its threads; the slowest takes four minutes on two loaded cores
 sequential=(--timeout 1200 --durations 20)
-processors="$(nproc)"
 parallel=("${sequential[@]}" -q -n $((processors < 4 ? processors : 4)))
 logs="$VENVS/logs"
 rm -rf "$logs" && mkdir -p "$logs"
