@@ -143,7 +143,9 @@ npm_packages() {
     if [ ! -d "$folder" ]; then
         say "installing $* into $folder"
         rm -rf "$partial" && mkdir -p "$partial" || return
-        npm install --prefix "$partial" --no-audit --no-fund --fetch-retries 3 --loglevel error "$@" ||
+        # npm's own limits are five minutes for each of its many requests
+        timeout 300 npm install --prefix "$partial" --no-audit --no-fund --fetch-timeout 60000 --fetch-retries 2 \
+            --loglevel error "$@" < /dev/null ||
             { rm -rf "$partial"; return 1; }
         mv -T "$partial" "$folder" 2>/dev/null || rm -rf "$partial"  # another checkout may have installed it meanwhile
         [ -d "$folder" ] || return
@@ -156,7 +158,8 @@ programs_isolation() {
     if type bwrap podman runc >/dev/null 2>&1; then return; fi
     if [ "$(id -u)" = 0 ] && type apt-get >/dev/null 2>&1; then
         export DEBIAN_FRONTEND=noninteractive
-        apt-get update -qq && apt-get install -y -qq --no-install-recommends bubblewrap podman runc >/dev/null && return
+        timeout 300 apt-get update -qq &&
+            timeout 300 apt-get install -y -qq --no-install-recommends bubblewrap podman runc >/dev/null && return
     fi
     say "bubblewrap, podman and runc are not all installed (apt-get install bubblewrap podman runc): tests are skipped"
 }
