@@ -104,7 +104,7 @@ def second_engine(engine_key, tiny_model, tmp_path_factory) -> Iterator[RunningE
         yield second
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # an engine takes 2 GB
 def qwen35_engine(engine_key, tokenizer_folder, tmp_path_factory) -> Iterator[RunningEngine]:
     """Yield a vLLM server with the text part of a tiny Qwen3.5. Tests that publish must restore its weights.
 
