@@ -92,9 +92,9 @@ def distance(one, two):
 def test_two_processes_with_two_engines_train_what_one_process_does(engine, second_engine, tmp_path):
     if shutil.which("mini") is None:
         pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
-    text = "[grpo]\nlearning_rate = 1e-3\ngradient_accumulation_steps = 2\n"
-    text += '[lora]\nr = 4\ntarget_modules = "all-linear"\n'
-    recipe = write_recipe(tmp_path, text, sessions_per_group=4, publish="lora", model=str(engine.model_dir))
+    grpo = "[grpo]\nlearning_rate = 1e-3\ngradient_accumulation_steps = 2\n"
+    lora = '[lora]\nr = 4\ntarget_modules = "all-linear"\n'
+    recipe = write_recipe(tmp_path, grpo + lora, sessions_per_group=4, publish="lora", model=str(engine.model_dir))
     engines = [engine, second_engine]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "rolltap"]
     both = ["train", str(recipe), "--engine", ",".join(each.url for each in engines), "--out"]
