@@ -1,4 +1,7 @@
-"""Addon: redirects model calls to the endpoint."""
+"""Addon: redirects model calls to the endpoint.
+
+Answers of the proxy itself, in the words of the API that a request belongs to.
+"""
 
 import asyncio
 import logging
@@ -11,13 +14,37 @@ from mitmproxy import connection, ctx, exceptions, http
 from mitmproxy.addonmanager import Loader
 from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 
-from rolltap.addons.dialects.routes import UNSPECIFIC_PREFIXES, Route, find_route
-from rolltap.addons.endpoint.gate import Expected
+from rolltap.addons.dialects.model_call import DialectError
+from rolltap.addons.dialects.routes import ANY_PREFIX, UNSPECIFIC_PREFIXES, Route, find_route
+from rolltap.addons.endpoint.body import Expected
+from rolltap.addons.endpoint.errors import event_kind
 from rolltap.addons.endpoint.server import Endpoint
-from rolltap.addons.open_run import RUN_OPTIONS, add_options, open_run
+from rolltap.addons.recorder import RUN_OPTIONS, add_options, open_run
 from rolltap.addons.sessions import SESSION
 from rolltap.addons.store.records import Event
-from rolltap.addons.store.text import printable
+from rolltap.addons.store.rows import printable
+
+
+def refuse(flow: http.HTTPFlow, error: DialectError, *, retry_after: int | None = None) -> Event:
+    """Answer `flow` with `error`, and return the event to record.
+
+    `retry_after` is in seconds; None leaves the header out, when the same request will not succeed later.
+    """
+    request = flow.request
+    route = find_route(request.method, request.path, request.headers, ANY_PREFIX)
+    headers = {"content-type": "application/json"}
+    if retry_after is not None:
+        headers["retry-after"] = str(retry_after)
+    flow.response = http.Response.make(error.status, route.dialect.encode_error(error) if route else b"{}", headers)
+    return Event(
+        kind=event_kind(error),
+        session_id=flow.metadata.get(SESSION),
+        host=request.host,
+        method=request.method,
+        path=request.path.partition("?")[0],
+        detail=str(error),
+    )
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,16 +1,168 @@
-"""Addon: limits of a session. All are off by default."""
+"""Addon: limits of a session. All are off by default.
 
+Addon: keeps the process from running out of file descriptors.
+"""
+
+import asyncio
+import logging
+import os
+import resource
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mitmproxy import connection, ctx, http
+from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 
-from rolltap.addons.answers import refuse
-from rolltap.addons.dialects.types import DialectError
+from rolltap.addons.capture import refuse
+from rolltap.addons.dialects.model_call import DialectError
 from rolltap.addons.sessions import SESSION
 from rolltap.addons.store.records import Event
+from rolltap.addons.wire.protocol import close_client
+
+logger = logging.getLogger(__name__)
+
+FIRST_REQUEST_SECONDS = 30.0
+"""Seconds that a connection has until its first request with credentials."""
+_PER_SERVER = 3
+"""Descriptors of a proxy's connection to the endpoint: its two ends, and the connection to the engine."""
+_BURST = 124
+"""Descriptors that are kept free for connections: asyncio accepts 100 of the proxy's, and the endpoint 20, before the
+first one is looked at."""
+_RESERVE = 148
+"""Descriptors that calls keep free, for connections and for the files of the run."""
+
+
+@dataclass(slots=True)
+class _State:
+    deadline: asyncio.TimerHandle
+    """Closes the connection. Cancelled by the first request with credentials."""
+    known: bool = False
+    """True after the first request with credentials."""
+    busy: bool = False
+    """True while a request with credentials has no complete reply."""
+
+
+class Descriptors:
+    """Raises the soft limit of descriptors to the hard one, and refuses what does not fit.
+
+    When there is no room, connections without a running request are closed: first those that have shown no credentials,
+    the oldest first. If there are none, a request that needs a new connection to the endpoint gets 503 with
+    `retry-after`, and when only `_BURST` descriptors are left, new connections are closed. A session whose connection
+    has reached the endpoint goes on. Each of these is recorded. Must come after `Sessions`.
+    """
+
+    def __init__(
+        self, record: Callable[[Event], None], close: Callable[[connection.Client], None] = close_client
+    ) -> None:
+        self._record = record
+        self._close = close
+        self._limit = 0
+        self._base = 0
+        self._clients: dict[connection.Client, _State] = {}
+        """Connections, the one that was idle for the longest time first."""
+        self._servers: Counter[connection.Client] = Counter()
+        """Connection of a client -> number of connections that were opened for it."""
+
+    def load(self, _: object) -> None:
+        """Raise the limit."""
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        self._limit = hard if hard != resource.RLIM_INFINITY else 1 << 30
+
+    def running(self) -> None:
+        """Log how many calls fit."""
+        self._base = len(os.listdir("/dev/fd"))
+        room = max(0, self._limit - self._base - _RESERVE) // (1 + _PER_SERVER)
+        logger.info("room for %d sessions with a call at the same time: the limit is %d open files", room, self._limit)
+
+    def client_connected(self, client: connection.Client) -> None:
+        """Count a connection, or close it."""
+        if not self._make_room(_BURST + 1):
+            client.error = "the recorder has no file descriptors left"
+            self._record(Event(kind="refused", detail=f"{client.error}: raise the limit (ulimit -Hn)"))
+        detail = f"no request with credentials in {FIRST_REQUEST_SECONDS:.0f} s"
+        loop = asyncio.get_running_loop()
+        self._clients[client] = _State(loop.call_later(FIRST_REQUEST_SECONDS, self._drop, client, detail))
+
+    def client_disconnected(self, client: connection.Client) -> None:
+        """Count a connection that was closed."""
+        if (state := self._clients.pop(client, None)) is not None:
+            state.deadline.cancel()
+
+    def http_connect(self, flow: http.HTTPFlow) -> None:
+        """Note that a tunnel was opened with credentials."""
+        if flow.response is None and (state := self._clients.get(flow.client_conn)) is not None:
+            state.known = True
+            state.deadline.cancel()
+
+    def requestheaders(self, flow: http.HTTPFlow) -> None:
+        """Refuse a request that needs a connection for which no room is left."""
+        if SESSION not in flow.metadata:
+            return
+        if (state := self._clients.get(flow.client_conn)) is not None:
+            state.known = state.busy = True
+            state.deadline.cancel()
+        if flow.response is not None or flow.error is not None or self._servers[flow.client_conn]:
+            return
+        if not self._make_room(_PER_SERVER + _RESERVE):
+            message = "The recorder has as many calls as it has file descriptors for. Try again later."
+            self._record(refuse(flow, DialectError(message, status=503, code="overloaded"), retry_after=5))
+
+    def response(self, flow: http.HTTPFlow) -> None:
+        """End a request whose reply is complete."""
+        if flow.websocket is None:
+            self._rest(flow.client_conn)
+
+    def error(self, flow: http.HTTPFlow) -> None:
+        """End a request that failed."""
+        self._rest(flow.client_conn)
+
+    def websocket_end(self, flow: http.HTTPFlow) -> None:
+        """End the request that opened a WebSocket."""
+        self._rest(flow.client_conn)
+
+    def server_connect(self, data: ServerConnectionHookData) -> None:
+        """Count a connection that is about to be opened."""
+        self._servers[data.client] += 1
+
+    def server_connect_error(self, data: ServerConnectionHookData) -> None:
+        """Count a connection that was not opened."""
+        self._closed(data.client)
+
+    def server_disconnected(self, data: ServerConnectionHookData) -> None:
+        """Count a connection that was closed."""
+        self._closed(data.client)
+
+    def _closed(self, client: connection.Client) -> None:
+        self._servers[client] -= 1
+        if self._servers[client] <= 0:
+            del self._servers[client]
+
+    def _rest(self, client: connection.Client) -> None:
+        if (state := self._clients.pop(client, None)) is not None:
+            state.busy = False
+            self._clients[client] = state
+
+    def _make_room(self, descriptors: int) -> bool:
+        """Close idle connections until so many descriptors are free. Return False if there are too few of them."""
+        while self._used() + descriptors > self._limit:
+            idle = [client for client, state in self._clients.items() if not state.busy]
+            if not idle:
+                return False
+            self._drop(min(idle, key=lambda client: self._clients[client].known), "closed to make room for others")
+        return True
+
+    def _drop(self, client: connection.Client, detail: str) -> None:
+        self.client_disconnected(client)
+        self._servers.pop(client, None)
+        self._close(client)
+        self._record(Event(kind="refused", detail=detail))
+
+    def _used(self) -> int:
+        return self._base + len(self._clients) + _PER_SERVER * self._servers.total()
+
 
 REMEMBERED = 100_000
 """Number of sessions whose usage is known. A session that is forgotten begins again at nothing."""

@@ -6,9 +6,9 @@ import traceback
 from mitmproxy import ctx
 from mitmproxy.addonmanager import Loader
 
-from rolltap.addons.endpoint import refusals
-from rolltap.addons.endpoint.refusals import is_told
-from rolltap.addons.store.text import printable
+from rolltap.addons.endpoint import errors
+from rolltap.addons.endpoint.errors import is_told
+from rolltap.addons.store.rows import printable
 
 LISTED = 100
 """Number of lines that a place in the code can log. Later ones are counted."""
@@ -62,7 +62,7 @@ class Log:
         return is_told(self._last_count, LISTED)
 
     def _count(self, record: logging.LogRecord) -> int:
-        if record.name == refusals.__name__:
+        if record.name == errors.__name__:
             return 1  # they are counted before they are logged
         place = record.pathname, record.lineno
         self._counts[place] = self._counts.get(place, 0) + 1

@@ -3,13 +3,12 @@
 import sys
 
 from rolltap.addons.capture import Capture
-from rolltap.addons.descriptors import Descriptors
 from rolltap.addons.egress import Egress
-from rolltap.addons.limits import Limits
-from rolltap.addons.listen import Listen
+from rolltap.addons.limits import Descriptors, Limits
 from rolltap.addons.log import Log
+from rolltap.addons.recorder import Startup
 from rolltap.addons.sessions import Sessions
-from rolltap.addons.startup import Startup
+from rolltap.addons.wire.listen import Listen
 
 # Transformers imports torch when it is installed: three seconds and 200 MB that a tokenizer does not need.
 sys.modules.setdefault("torch", None)  # type: ignore[arg-type]

@@ -58,7 +58,7 @@ checkout() {
     environment "$1" -c constraints.txt $TORCH --group dev -e ".[$2]"
     # type checkers follow symbolic links, but not an editable install of mapped folders
     mkdir -p "$links/rolltap"
-    ln -sfn "$PWD/addons" "$PWD/trainer" "$PWD/recipes/harnesses" "$PWD"/trainer/rolltap/* "$links/rolltap"
+    ln -sfn "$PWD/addons" "$PWD/trainer" "$PWD/recipes/harnesses" "$PWD"/trainer/public/* "$links/rolltap"
     echo "$links" > "$(echo "$VENVS/$1"/lib/python3*/site-packages)/checkout.pth"
 }
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.rollouts.runtimes.container import ContainerRuntime
-from rolltap.trainer.rollouts.runtimes.container_engine import LABEL, find_engine, system_root
+from rolltap.trainer.rollouts.runtimes.container import LABEL, ContainerRuntime, find_engine, system_root
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec
 
 

@@ -40,7 +40,7 @@ pytest "${parallel[@]}" -m "not engine and not harness" | tee "$logs/quick" || f
 if environment_312; then
     say "pytest: the addons on Python 3.12 with mitmproxy 12"
     # those that mitmproxy takes part in; of the attacks, those on its layers
-    "$VENVS/rolltap-3.12/bin/pytest" "${parallel[@]}" -m "not engine" tests/addons/test_*.py tests/addons/endpoint \
+    "$VENVS/rolltap-3.12/bin/pytest" "${parallel[@]}" -m "not engine" tests/addons/test_*.py tests/addons/{wire,endpoint} \
         tests/addons/engine tests/security/test_{bodies,descriptors,egress,limits,log,raw_bytes,websockets}.py |
         tee "$logs/python-3.12" || failed=1
 fi

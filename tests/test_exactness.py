@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rolltap.trainer.rollouts.groups import Group
+from rolltap.trainer.rollouts.facts import Group
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.plan import Plan
 from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.scheduler import run_groups
-from rolltap.trainer.rollouts.tasks.sources import load_tasks
+from rolltap.trainer.rollouts.schedule import run_groups
+from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.traces.reader import RecordedCalls
 from rolltap.trainer.traces.sessions import TraceOptions, load_batch
 

@@ -1,76 +1,106 @@
-"""The layers: no package imports one of a higher layer, and no folder is missing from the distribution."""
+"""The layers: no folder imports one of a higher layer, and the distribution has every folder."""
 
 import ast
 import tomllib
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[1]
 
 LAYERS = [
-    ["addons.errors"],
-    ["addons.store", "addons.dialects"],
-    ["addons.prompts", "addons.engine"],
-    ["addons.endpoint"],
-    ["addons"],
-    ["trainer"],
-    ["trainer.traces", "trainer.models"],
-    ["trainer.engine"],
-    ["trainer.rollouts", "trainer.runs", "trainer.grpo"],
-    ["trainer.views"],
-    ["trainer.exports", "trainer.training"],
-    ["trainer.planning"],
-    ["trainer.doctor"],
-    ["rolltap"],
-    ["trainer.commands"],
+    ["addons.errors", "addons.offload"],
+    ["addons.dialects", "trainer.engine.in_vllm", "trainer.rollouts.runtimes.inside"],
+    ["addons.store", "trainer", "trainer.models"],
+    ["addons.engine", "addons.prompts", "addons.wire", "trainer.tasks", "trainer.traces"],
+    ["addons.endpoint", "trainer.engine", "trainer.runs", "trainer.runs.exports", "trainer.runs.suspicions"],
+    ["addons", "trainer.runs.views", "trainer.training.forward"],
+    ["trainer.training.grpo", "trainer.rollouts.runtimes"],
+    ["trainer.rollouts.judges"],
+    ["trainer.rollouts"],
+    ["trainer.doctor", "trainer.training"],
+    ["trainer.training.dry_run"],
+    ["trainer.public"],
     ["trainer.cli"],
     ["__main__"],
 ]
-"""Layers from the lowest to the highest. A package imports packages of lower layers and no other of its own layer.
-`addons` and `trainer` are the modules directly in these folders. `rolltap` is the public page, the folder
-`trainer/rolltap`."""
+"""Layers of folders from the lowest to the highest. A folder imports folders of lower layers and no other of its own.
+`addons` and `trainer` are the files directly in these folders, without `LEAVES`. The packages of one API belong to
+`addons.dialects`."""
+LEAVES = {ROOT / "addons" / name: f"addons.{name.removesuffix('.py')}" for name in ("errors.py", "offload.py")}
+"""Files of `addons` that import nothing of rolltap's."""
 FILES = sorted(path for top in ("addons", "trainer") for path in (ROOT / top).rglob("*.py"))
 
 
-def package_of(module: str) -> str:
-    """Return the package of a module. Both names lack the first `rolltap.`, except for the public page `rolltap`."""
-    top, *rest = module.split(".")
-    if module == "trainer.rolltap.__main__":
+def module_of(path: Path) -> str:
+    """Return the name with which a file is imported."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    if parts[:2] == ("trainer", "public"):
+        parts = parts[2:]
+    return ".".join(part for part in ("rolltap", *parts) if part != "__init__")
+
+
+MODULES = {module_of(path): path for path in FILES}
+
+
+def folder_of(path: Path) -> str:
+    """Return the folder of a file as the layers name it."""
+    name = ".".join(path.relative_to(ROOT).parent.parts)
+    if path.stem == "__main__":
         return "__main__"
-    if top not in ("addons", "trainer") or rest[:1] == ["rolltap"]:
-        return "rolltap"
-    inside = bool(rest) and ((ROOT / top / rest[0]).is_dir() or rest[0] in ("cli", "errors"))
-    return f"{top}.{rest[0]}" if inside else top
+    return LEAVES.get(path) or ("addons.dialects" if name.startswith("addons.dialects") else name)
 
 
-def imports(path: Path) -> set[str]:
-    """Return the packages that a file imports, including imports within functions."""
+def imported(path: Path) -> set[Path]:
+    """Return the files that a file imports, also within functions. The packages around them are left out."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            found.update(f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-    return {package_of(name.removeprefix("rolltap.")) for name in found if name.split(".")[0] == "rolltap"}
+        match node:
+            case ast.ImportFrom(module=str(module), names=names):
+                each = (f"{module}.{alias.name}" for alias in names)
+                found.update(MODULES.get(name) or MODULES.get(module) for name in each)
+            case ast.Import(names=names):
+                found.update(MODULES.get(alias.name) for alias in names)
+    return {file for file in found if file and file.name != "__init__.py"} - {path}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_package_imports_a_higher_layer_or_its_own(path):
-    package = package_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
-    layer = next(i for i, packages in enumerate(LAYERS) if package in packages)
-    below = {lower for packages in LAYERS[:layer] for lower in packages}
-    assert imports(path) <= below | {package}
+ARROWS = {path: imported(path) for path in FILES}
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "trainer" / "commands").glob("*.py")), ids=lambda path: path.stem)
-def test_the_command_line_is_written_on_the_public_page(path):
-    assert imports(path) <= {"rolltap", "trainer.commands", "trainer"}
+def test_no_folder_imports_a_higher_layer_or_its_own():
+    layer = {folder: i for i, folders in enumerate(LAYERS) for folder in folders}
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {other.relative_to(ROOT)}"
+        for path, others in ARROWS.items()
+        for other in others
+        if folder_of(path) != folder_of(other) and layer[folder_of(path)] <= layer[folder_of(other)]
+    ]
+    assert not wrong
+
+
+def test_the_recorder_imports_nothing_of_the_trainer():
+    assert not [
+        p
+        for p, others in ARROWS.items()
+        if p.is_relative_to(ROOT / "addons")
+        for o in others
+        if not o.is_relative_to(ROOT / "addons")
+    ]
+
+
+def test_the_command_line_is_written_on_the_public_page():
+    allowed = {"trainer.public", "trainer.cli", "trainer", "addons.errors"}
+    assert {folder_of(other) for path in (ROOT / "trainer" / "cli").glob("*.py") for other in ARROWS[path]} <= allowed
+
+
+def test_no_folder_has_more_than_fourteen_files():
+    sizes = {path.parent: 0 for path in FILES}
+    for path in FILES:
+        sizes[path.parent] += path.name != "__init__.py"
+    assert not {str(folder.relative_to(ROOT)): size for folder, size in sizes.items() if size > 14}
 
 
 def test_the_package_has_every_folder_of_the_tree():
     folders = {path.parent.relative_to(ROOT) for path in FILES} | {Path("recipes", "harnesses")}
     setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     names = {".".join(folder.parts).replace("recipes.", "") for folder in folders}
-    expected = {f"rolltap.{name}" for name in names} - {"rolltap.trainer.rolltap"} | {"rolltap"}
+    expected = {f"rolltap.{name}" for name in names} - {"rolltap.trainer.public"} | {"rolltap"}
     assert sorted(setup["packages"]) == sorted(expected)

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rolltap.addons.dialects.fields import Fields, Wording
-from rolltap.addons.dialects.hidden import hide, placeholder
-from rolltap.addons.dialects.recordable import described
-from rolltap.addons.dialects.types import DialectError, dump_json
+from rolltap.addons.dialects.images import hide, placeholder
+from rolltap.addons.dialects.json_values import described
+from rolltap.addons.dialects.model_call import DialectError, dump_json
 
 WORDING = Wording("'{place}' must be {expected}.")
 

@@ -1,18 +1,221 @@
-"""Reads the bodies of requests: bounded on the wire, in memory, in time, and decompressed with a bound."""
+"""Reads the bodies of requests: bounded on the wire, in memory, in time, and decompressed with a bound.
+
+Decompresses bodies, with a bound of what they become and of the work that they make.
+
+The memory that bodies may take: of one session, and of all.
+
+The gate of the endpoint's port: it lets in only connections that the proxy has opened.
+
+Every process of this machine can connect to a port on loopback. The proxy chooses its own port for each connection
+before it connects, so the endpoint knows whom to expect, and closes all others before they can send a byte.
+"""
 
 import asyncio
 import io
-from collections.abc import AsyncIterator
+import socket
+import zlib
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from weakref import WeakValueDictionary
 
+import brotli  # type: ignore[import-untyped]
+import zstandard
 from aiohttp import web
 
-from rolltap.addons.dialects.types import DialectError
-from rolltap.addons.endpoint.decompress import decompress, too_large
-from rolltap.addons.endpoint.room import Room, Share
-from rolltap.addons.endpoint.work import finished_in
+from rolltap.addons.dialects.model_call import DialectError
+from rolltap.addons.offload import finished_in
+
+_PIECE = 64 * 1024
+_BROTLI_INPUT = 8
+"""Bytes that the Brotli decompressor gets at a time. Brotli 1.1 has no bound of what it returns. A meta-block of 16 MiB
+has at least 77 bits before its first command, so 8 bytes do not become more than one of them."""
+_MOST_MEMBERS = 16
+"""Maximum number of members of a gzip file. Each costs a copy of what follows."""
+
+
+def decompress(body: bytes, encoding: str, limit: int) -> bytes:
+    """Return `body` decompressed, at most `limit` bytes.
+
+    Raises `DialectError` with status 413 when it becomes longer, and with status 400 when it cannot be decompressed.
+    """
+    if encoding not in _DECODERS:
+        known = ", ".join(_DECODERS)
+        raise DialectError(f"The request body has the content encoding {encoding[:50]!r}: use one of {known}.")
+    plain = io.BytesIO()  # its value is not a copy
+    try:
+        for piece in _DECODERS[encoding](body):
+            plain.write(piece)
+            if plain.tell() > limit:
+                raise too_large(limit)
+    except (EOFError, zlib.error, zstandard.ZstdError, brotli.error) as error:
+        raise DialectError(f"The request body cannot be decompressed: {error}") from error
+    return plain.getvalue()
+
+
+def too_large(limit: int) -> DialectError:
+    """Return the error of a body that is longer than `limit` bytes."""
+    return DialectError(f"The request body is larger than {limit:,} bytes.", status=413, code="request_too_large")
+
+
+def _zstd(body: bytes) -> Iterator[bytes]:
+    # the window of 8 MiB is what RFC 8878 asks of every decompressor
+    decompressor = zstandard.ZstdDecompressor(max_window_size=8 * 1024 * 1024)
+    with decompressor.stream_reader(body, read_across_frames=True) as reader:
+        while piece := reader.read(_PIECE):
+            yield piece
+
+
+def _gzip(body: bytes) -> Iterator[bytes]:
+    for _ in range(_MOST_MEMBERS):
+        inflater = zlib.decompressobj(16 + zlib.MAX_WBITS)
+        body = yield from _inflate(inflater, body)
+        if not body:
+            return
+    raise EOFError(f"it has more than {_MOST_MEMBERS} members")
+
+
+def _deflate(body: bytes) -> Iterator[bytes]:
+    # clients send the format of zlib, as RFC 9110 says, or the bare one
+    try:
+        zlib.decompressobj().decompress(body[:2], 1)
+        inflater = zlib.decompressobj()
+    except zlib.error:
+        inflater = zlib.decompressobj(-zlib.MAX_WBITS)
+    yield from _inflate(inflater, body)
+
+
+def _inflate(inflater: "zlib._Decompress", body: bytes) -> Generator[bytes, None, bytes]:
+    """Yield what the first member of `body` becomes, in pieces, and return the bytes after it."""
+    position = 0
+    while not inflater.eof:
+        given = inflater.unconsumed_tail
+        if not given:
+            given = body[position : position + _PIECE]
+            position += len(given)
+        piece = inflater.decompress(given, _PIECE)
+        if not (piece or given or inflater.eof):
+            raise EOFError("the body ends early")
+        yield piece
+    return inflater.unused_data + body[position:]
+
+
+def _brotli(body: bytes) -> Iterator[bytes]:
+    decompressor = brotli.Decompressor()
+    for start in range(0, len(body), _BROTLI_INPUT):
+        yield decompressor.process(body[start : start + _BROTLI_INPUT])
+    if not decompressor.is_finished():
+        raise EOFError("the body ends early")
+
+
+_DECODERS: dict[str, Callable[[bytes], Iterator[bytes]]] = {
+    "zstd": _zstd,
+    "gzip": _gzip,
+    "deflate": _deflate,
+    "br": _brotli,
+}
+
+
+_RETRY_SECONDS = 5
+
+
+class Room:
+    """Counts the bytes that sessions hold, at most `of_session` each and `of_all` together.
+
+    A request waits `patience` seconds for room. Not thread-safe: use it in the event loop.
+    """
+
+    def __init__(self, of_session: int, of_all: int, patience: float) -> None:
+        self.patience = patience
+        self._of_session, self._of_all = of_session, of_all
+        self._held: Counter[str] = Counter()
+        """Session id -> bytes."""
+        self._all = 0
+        self._waiting: list[asyncio.Future[None]] = []
+
+    @contextmanager
+    def share(self, session_id: str) -> "Iterator[Share]":
+        """Yield a share of the room for one request. What it holds is freed at the end."""
+        share = Share(self, session_id)
+        try:
+            yield share
+        finally:
+            share.free(share.held)
+
+    def fits(self, session_id: str, num_bytes: int) -> bool:
+        """Return True when there is room for so many more bytes of a session."""
+        return self._held[session_id] + num_bytes <= self._of_session and self._all + num_bytes <= self._of_all
+
+    def is_full(self, session_id: str, num_bytes: int) -> bool:
+        """Return True when a session itself holds too much for so many more bytes."""
+        return self._held[session_id] + num_bytes > self._of_session
+
+    def add(self, session_id: str, num_bytes: int) -> None:
+        """Count so many more bytes of a session, or fewer if negative."""
+        self._all += num_bytes
+        self._held[session_id] += num_bytes
+        if not self._held[session_id]:
+            del self._held[session_id]
+        if num_bytes < 0:
+            waiting, self._waiting = self._waiting, []
+            for freed in waiting:
+                if not freed.done():
+                    freed.set_result(None)
+
+    async def freed(self) -> None:
+        """Return when something was freed."""
+        freed = asyncio.get_running_loop().create_future()
+        self._waiting.append(freed)
+        await freed
+
+
+class Share:
+    """The bytes that one request, or one connection, holds of a `Room`."""
+
+    def __init__(self, room: Room, session_id: str) -> None:
+        self._room, self._session_id = room, session_id
+        self.held = 0
+
+    async def take(self, num_bytes: int) -> None:
+        """Hold so many more bytes, when there is room for them.
+
+        Raises `DialectError` when there is none for a while: with status 429 when the session itself holds too much,
+        which is no fault of ours, and 503 otherwise.
+        """
+        if self.try_take(num_bytes):
+            return
+        try:
+            async with asyncio.timeout(self._room.patience):
+                while not self.try_take(num_bytes):
+                    await self._room.freed()
+        except TimeoutError:
+            raise DialectError(
+                "Too many long requests are in progress. Try again later.",
+                status=429 if self._room.is_full(self._session_id, num_bytes) else 503,
+                code="overloaded",
+                retry_after=_RETRY_SECONDS,
+            ) from None
+
+    def try_take(self, num_bytes: int) -> bool:
+        """Hold so many more bytes, or return False when there is no room for them."""
+        if not self.fits(num_bytes):
+            return False
+        self._add(num_bytes)
+        return True
+
+    def fits(self, num_bytes: int) -> bool:
+        """Return True when there is room for so many more bytes."""
+        return self._room.fits(self._session_id, num_bytes)
+
+    def free(self, num_bytes: int) -> None:
+        """Hold so many bytes less."""
+        self._add(-num_bytes)
+
+    def _add(self, num_bytes: int) -> None:
+        self.held += num_bytes
+        self._room.add(self._session_id, num_bytes)
+
 
 BODY_LIMIT = 32 * 1024 * 1024
 """Maximum bytes of a body, as it is sent and after decompression. The limit of Anthropic's Messages API."""
@@ -85,3 +288,46 @@ class Bodies:
             why = f"The request body did not arrive within {self._seconds:g} seconds."
             raise DialectError(why, status=408, code="request_timeout") from None
         return body.getvalue()
+
+
+class Expected:
+    """The local ports of the proxy's connections to the endpoint."""
+
+    def __init__(self) -> None:
+        self._ports: set[int] = set()
+
+    def choose(self) -> tuple[str, int]:
+        """Return a free local address for a connection that is about to be opened, and expect it.
+
+        Raises `OSError` when none is free. If another process takes the port first, connecting fails.
+        """
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address: tuple[str, int] = free.getsockname()
+        self._ports.add(address[1])
+        return address
+
+    def forget(self, port: int) -> None:
+        """Expect a connection no longer: it has been closed, or could not be opened."""
+        self._ports.discard(port)
+
+    def __contains__(self, port: object) -> bool:
+        return port in self._ports
+
+
+class Gate(asyncio.Protocol):
+    """Hands an expected connection to the protocol that `make` returns, and closes any other."""
+
+    def __init__(self, expected: Expected, make: Callable[[], asyncio.Protocol]) -> None:
+        self._expected, self._make = expected, make
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Look at the other end of a new connection."""
+        assert isinstance(transport, asyncio.Transport)
+        peer = transport.get_extra_info("peername")
+        if peer is None or peer[1] not in self._expected:
+            transport.abort()
+            return
+        protocol = self._make()
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)

@@ -11,7 +11,7 @@ from typing import Any
 
 from rolltap.addons.dialects import anthropic, google, openai_chat, openai_responses
 from rolltap.addons.dialects.dialect import Dialect
-from rolltap.addons.dialects.types import ContextOverflow, DialectError
+from rolltap.addons.dialects.model_call import ContextOverflow, DialectError
 from rolltap.addons.store.records import Call, Event
 
 WAITED = ", while it waited for an engine: "

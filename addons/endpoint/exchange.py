@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from aiohttp import web
 
 from rolltap.addons.dialects.dialect import Dialect, StreamEncoder
-from rolltap.addons.dialects.types import DialectError, ReplyContext
+from rolltap.addons.dialects.model_call import DialectError, ReplyContext
 from rolltap.addons.endpoint.body import Bodies
-from rolltap.addons.endpoint.client_request import ClientRequest
-from rolltap.addons.endpoint.session_state import AnyCall, SessionState
+from rolltap.addons.endpoint.request import ClientRequest
+from rolltap.addons.endpoint.session import AnyCall, SessionState
 from rolltap.addons.endpoint.stored import STORED_BYTES
 
 Write = Callable[[bytes], Awaitable[None]]

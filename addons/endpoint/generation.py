@@ -2,6 +2,8 @@
 
 It runs in its own task. A retry can therefore join it, a request that lost its connection can be repeated, and after an
 engine failure sampling continues from the last sampled token.
+
+States of a generation, their transitions, and the status that each records.
 """
 
 import asyncio
@@ -9,20 +11,46 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum, auto
 from typing import Any
 
-from rolltap.addons.dialects.types import DialectError, ModelCall, Reply, Usage
+from rolltap.addons.dialects.model_call import DialectError, ModelCall, Reply, Usage
 from rolltap.addons.endpoint.budget import WAITED
-from rolltap.addons.endpoint.call_states import NEXT, STATUS, UNRECORDED, State
-from rolltap.addons.endpoint.failures import as_dialect_error, event_kind
+from rolltap.addons.endpoint.errors import as_dialect_error, event_kind
 from rolltap.addons.endpoint.services import Services
 from rolltap.addons.engine.completion import sample
 from rolltap.addons.engine.connections import SILENCE_SECONDS
 from rolltap.addons.engine.policy import SessionPolicy
 from rolltap.addons.errors import EngineError
 from rolltap.addons.prompts.continuity import Prompt
-from rolltap.addons.prompts.growing_reply import GrowingReply
+from rolltap.addons.prompts.reply import GrowingReply
 from rolltap.addons.store.records import Call, CallStatus, Event, find_violation, utc_now
+
+
+class State(Enum):
+    """State of a generation. `NEXT` lists the transitions."""
+
+    SAMPLING = auto()
+    SAMPLED = auto()
+    """The completion has a finish reason. It is committed once a request listens."""
+    COMMITTED = auto()
+    """Recorded as completed: later calls can continue it. With `rolltap_fsync=call` the sync is outstanding."""
+    COMPLETED = auto()
+    FAILED = auto()
+    ABORTED = auto()
+
+
+NEXT = {
+    State.SAMPLING: {State.SAMPLED, State.FAILED, State.ABORTED},
+    State.SAMPLED: {State.COMMITTED, State.FAILED, State.ABORTED},
+    State.COMMITTED: {State.COMPLETED, State.FAILED},
+}
+"""Transitions. The other states are final."""
+UNRECORDED = {State.SAMPLING, State.SAMPLED}
+STATUS: dict[State, CallStatus] = {State.COMMITTED: "completed", State.FAILED: "failed", State.ABORTED: "aborted"}
+"""Recorded status of a call, by the state that follows the unrecorded ones. A call whose sync fails stays `completed`:
+its harness gets an error."""
+
 
 logger = logging.getLogger(__name__)
 

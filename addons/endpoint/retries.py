@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from rolltap.addons.dialects.types import DialectError, Reply, Usage
+from rolltap.addons.dialects.model_call import DialectError, Reply, Usage
 
 _RETRY_COUNT = "x-stainless-retry-count"
 """Header of the OpenAI and Anthropic SDKs: the number of times that the client has already sent this request."""

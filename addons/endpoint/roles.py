@@ -4,14 +4,20 @@ A call that is sampled under a grammar comes first: its role is one that is not 
 were observed in its traffic, and come next. Then a conversation keeps the role of its earlier calls, and one that
 begins while a tool call of another waits is a sub-agent's (`session_roles.py`). A call that matches no rule has the
 role `agent`.
+
+The earlier calls of a session, as far as they tell the role of a new one.
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
-from rolltap.addons.dialects.types import ModelCall
+from rolltap.addons.dialects.model_call import Message, ModelCall
+from rolltap.addons.prompts.canonical import opening_digest
 from rolltap.addons.store.records import CallRole
 
 _HEADERS: list[tuple[str, str, CallRole]] = [
@@ -107,3 +113,117 @@ def _codex_metadata(headers: Mapping[str, str]) -> dict[str, str]:
         return {}
     kind = metadata.get("request_kind") if isinstance(metadata, dict) else None
     return {"request_kind": kind} if isinstance(kind, str) else {}
+
+
+@dataclass(slots=True)
+class PastCall:
+    """A call as its row has it. Raises `KeyError` and the like for messages that no recorder wrote."""
+
+    call_id: str
+    parent_id: str | None
+    sampled_by: str | None
+    """The `Prompt.sampled_by` of the call."""
+    role: CallRole
+    started_at: datetime
+    finished_at: datetime
+    model_call: ModelCall
+    """The request with only the messages after the parent's conversation and reply."""
+    reply: Message | None
+    """None for a call that did not complete."""
+    opening: bytes = field(init=False)
+    answered: set[str] = field(init=False)
+    """Ids of the tool calls with a result among the messages."""
+
+    def __post_init__(self) -> None:
+        self.opening = opening_digest(self.model_call)
+        self.answered = _answered(self.model_call.messages)
+        _tool_calls(self.reply)
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A sampled tool call whose result no request has given."""
+
+    call_id: str
+    opening: bytes
+
+
+class SessionRoles:
+    """The roles of a session's completed calls, and the tool calls without a result.
+
+    An `opening` is a digest of a conversation's tools and leading system messages. Not thread-safe.
+
+    A conversation that begins while a tool call waits is a sub-agent's: the tool call has started it. One with the
+    opening of the call that waits longest is not: the program asks again, has shortened its history, or runs once more
+    in the same session after a last tool call that it never answers (`submit`, `finish`). A later run with another
+    opening, for instance with the time in its system prompt, is taken for a sub-agent then. A sub-agent in the
+    background, whose tool call is answered at once ("started"), is taken for an agent. Both roles are trained.
+    """
+
+    def __init__(self) -> None:
+        self.tools_seen = False
+        """True when an earlier call of the session had tools."""
+        self._roles: dict[str, CallRole] = {}
+        self._waiting: dict[str, _Waiting] = {}
+        """Id of a tool call -> the call that sampled it, in the order in which these completed."""
+
+    def ask(self, messages: Sequence[Message], tools: bool, opening: bytes, sampled_by: str | None) -> Earlier:
+        """Note a request, and return what earlier calls say about its role.
+
+        `sampled_by` is the call that it continues, or else one whose reply is among its messages.
+        """
+        return self._begin(_answered(messages), tools, opening, sampled_by)
+
+    def _begin(self, answered: set[str], tools: bool, opening: bytes, sampled_by: str | None) -> Earlier:
+        self._end_waiting(answered, sampled_by)
+        waiting = list(self._waiting.values())
+        others = [call for call in waiting if call.opening != opening]
+        begins = sampled_by is None and bool(others) and waiting[0].opening != opening
+        role = self._roles.get(sampled_by or "")
+        earlier = Earlier(tools=self.tools_seen, role=role, waiting=others[-1].call_id if begins else None)
+        self.tools_seen |= tools
+        return earlier
+
+    def complete(self, call_id: str, role: CallRole, opening: bytes, reply: Message) -> None:
+        """Note the reply of a completed call."""
+        self._roles[call_id] = role
+        if role == "compaction":
+            self._waiting.clear()  # the results are part of the summary
+        self._waiting |= {tool_call: _Waiting(call_id, opening) for tool_call in _tool_calls(reply)}
+
+    def restore(self, calls: Iterable[PastCall]) -> None:
+        """Note the calls of earlier rows as they were noted live: a request when it began, a reply when it completed.
+
+        Each call's parent comes before it. A call that was running when the recorder was killed has no row: the
+        results that its request gave are taken for missing until another request gives them.
+        """
+        openings: dict[str | None, bytes] = {}
+        steps: list[tuple[datetime, Callable[[], object]]] = []
+        for call in calls:
+            opening = openings[call.call_id] = openings.get(call.parent_id, call.opening)
+            asked = call.answered, bool(call.model_call.tools), opening, call.sampled_by
+            steps.append((call.started_at, partial(self._begin, *asked)))
+            if call.reply is not None:
+                complete = partial(self.complete, call.call_id, call.role, opening, call.reply)
+                steps.append((max(call.started_at, call.finished_at), complete))
+        for _, step in sorted(steps, key=itemgetter(0)):
+            step()
+
+    def _end_waiting(self, answered: set[str], sampled_by: str | None) -> None:
+        """Forget the tool calls that a request answers or goes on without, and those that began meanwhile."""
+        ids = list(self._waiting)
+        first = next(
+            (i for i, w in enumerate(ids) if w in answered or self._waiting[w].call_id == sampled_by), len(ids)
+        )
+        for over in ids[first:]:
+            del self._waiting[over]
+
+
+def _answered(messages: Sequence[Message]) -> set[str]:
+    """Return the ids of the tool calls with a result among the messages."""
+    return {message["tool_call_id"] for message in messages if message["role"] == "tool"}
+
+
+def _tool_calls(reply: Message | None) -> list[str]:
+    """Return the ids of the tool calls of a reply."""
+    return [tool_call["id"] for tool_call in (reply or {}).get("tool_calls", ())]

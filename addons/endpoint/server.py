@@ -18,12 +18,16 @@ from typing import Any
 from aiohttp import web
 
 from rolltap.addons.dialects.dialect import Dialect
-from rolltap.addons.dialects.hidden import Images
+from rolltap.addons.dialects.images import Images
+from rolltap.addons.dialects.model_call import DialectError, ModelCall, ReplyContext, ServedModel
 from rolltap.addons.dialects.routes import ROUTES, Route
-from rolltap.addons.dialects.types import DialectError, ModelCall, ReplyContext, ServedModel
-from rolltap.addons.endpoint.body import BODY_LIMIT, Bodies
+from rolltap.addons.endpoint.body import BODY_LIMIT, Bodies, Expected, Gate
 from rolltap.addons.endpoint.budget import UNBOUNDED, Budgets
-from rolltap.addons.endpoint.client_request import (
+from rolltap.addons.endpoint.errors import Refusals, as_dialect_error, event_kind
+from rolltap.addons.endpoint.exchange import error_response, respond, respond_stored, stream
+from rolltap.addons.endpoint.generation import UNANSWERED_SECONDS
+from rolltap.addons.endpoint.recovery import Recovery
+from rolltap.addons.endpoint.request import (
     END,
     HOST_HEADER,
     PREFIX_HEADER,
@@ -33,29 +37,22 @@ from rolltap.addons.endpoint.client_request import (
     asked_path,
     client_request,
 )
-from rolltap.addons.endpoint.ending import end_session
-from rolltap.addons.endpoint.exchange import error_response, respond, respond_stored, stream
-from rolltap.addons.endpoint.failures import as_dialect_error, event_kind
-from rolltap.addons.endpoint.gate import Expected, Gate
-from rolltap.addons.endpoint.generation import UNANSWERED_SECONDS
-from rolltap.addons.endpoint.recovery import Recovery
-from rolltap.addons.endpoint.refusals import Refusals
 from rolltap.addons.endpoint.services import Services
-from rolltap.addons.endpoint.session_state import AnyCall, SessionState
+from rolltap.addons.endpoint.session import AnyCall, SessionState, end_session
 from rolltap.addons.endpoint.stored import Archive
 from rolltap.addons.endpoint.websocket import serve_socket
-from rolltap.addons.endpoint.work import Workers
 from rolltap.addons.engine.client import Engine
+from rolltap.addons.engine.lookup import OwnModel
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
-from rolltap.addons.engine.served import OwnModel
 from rolltap.addons.errors import EngineError, RunError
+from rolltap.addons.offload import Workers
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.metadata import RUN_FILE, add_engine
 from rolltap.addons.store.records import Event
+from rolltap.addons.store.rows import printable
 from rolltap.addons.store.tables import RunWriter
-from rolltap.addons.store.text import printable
 
 logger = logging.getLogger(__name__)
 

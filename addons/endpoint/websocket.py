@@ -19,15 +19,13 @@ from aiohttp import WSMsgType, web
 from rolltap.addons.dialects import openai_responses
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.fields import Fields, parse_object
+from rolltap.addons.dialects.model_call import DialectError, ModelCall, ReplyContext, dump_json
 from rolltap.addons.dialects.openai import WORDING
 from rolltap.addons.dialects.openai_responses.reply import response
-from rolltap.addons.dialects.types import DialectError, ModelCall, ReplyContext, dump_json
-from rolltap.addons.endpoint.body import BODY_LIMIT
-from rolltap.addons.endpoint.decompress import too_large
+from rolltap.addons.endpoint.body import BODY_LIMIT, Share, too_large
 from rolltap.addons.endpoint.exchange import send_events
-from rolltap.addons.endpoint.room import Share
-from rolltap.addons.endpoint.session_state import AnyCall
-from rolltap.addons.endpoint.work import Workers
+from rolltap.addons.endpoint.session import AnyCall
+from rolltap.addons.offload import Workers
 
 NewShare = Callable[[], AbstractContextManager[Share]]
 Begin = Callable[[Dialect, bytes, web.Request], Awaitable[tuple[AnyCall, ModelCall]]]

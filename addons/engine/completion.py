@@ -6,12 +6,10 @@ A retry sends the prompt and the tokens sampled so far, and samples the rest.
 from collections.abc import AsyncIterator
 from typing import Any
 
-from rolltap.addons.engine.client import AdapterGone, Engine
-from rolltap.addons.engine.events import Chunk
-from rolltap.addons.engine.lost import LostVersions, covered_tokens
-from rolltap.addons.engine.policy import Policy, SessionPolicy
+from rolltap.addons.engine.client import AdapterGone, Chunk, Engine
+from rolltap.addons.engine.connections import Patience
+from rolltap.addons.engine.policy import LostVersions, Policy, SessionPolicy, covered_tokens
 from rolltap.addons.engine.pool import EnginePool
-from rolltap.addons.engine.waiting import Patience
 from rolltap.addons.errors import EngineError
 from rolltap.addons.store.records import Call, Event, EventKind, VersionSpan, utc_now
 from rolltap.addons.store.tables import RunWriter

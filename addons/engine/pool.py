@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from rolltap.addons.engine.client import Engine
-from rolltap.addons.engine.served import OwnModel, WrongModel
-from rolltap.addons.engine.waiting import Patience
+from rolltap.addons.engine.connections import Patience
+from rolltap.addons.engine.lookup import OwnModel, WrongModel
 from rolltap.addons.errors import EngineError
 
 logger = logging.getLogger(__name__)

@@ -7,12 +7,27 @@ the form: calls with different ids compare as different. The form ignores:
 - how many times arguments were encoded as JSON text;
 - empty fields, and blank text of the assistant, which APIs refuse and harnesses drop;
 - what the request's `echo_rule` says that its harness does to arguments.
+
+Digests of conversations: messages are compared by them, and only the digests are kept.
+
+The digest of a prefix covers the tools, the echo rule and the canonical form of each message.
+
+Rules for texts that programs change when they send a reply back, whatever program it is.
+
+A rule returns the texts that a reply may have had before the change. They are compared with the recorded replies when
+the text itself is not one of them: a rule can find a reply, but never makes two recorded replies equal.
 """
 
+import hashlib
 import json
+import marshal
+import re
+import secrets
+from collections.abc import Iterator
+from itertools import takewhile
 from typing import Any
 
-from rolltap.addons.dialects.types import Message, ModelCall, javascript_number
+from rolltap.addons.dialects.model_call import Message, ModelCall, javascript_number
 
 _SORTED = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
 
@@ -57,3 +72,92 @@ def _canonical_numbers(value: Any) -> Any:
         case list():
             return [_canonical_numbers(inner) for inner in value]
     return value
+
+
+_BEFORE, _AFTER = 30, 50
+"""Characters shown before and after the start of a difference."""
+
+
+def fingerprint(message: Message) -> bytes:
+    """Return a digest that differs for messages with different values or types. Faster than the canonical form."""
+    try:
+        values = marshal.dumps(message, 0)
+    except ValueError:  # nested too deeply: equal to no other
+        return secrets.token_bytes(16)
+    return hashlib.blake2b(values, digest_size=16).digest()
+
+
+def first_digest(model_call: ModelCall) -> bytes:
+    """Return the digest of a conversation without messages."""
+    return _tools_digest(model_call, model_call.echo_rule and model_call.echo_rule.__name__)
+
+
+def extend_digest(digest: bytes, message: Message, model_call: ModelCall) -> bytes:
+    """Return the digest of a prefix and the message after it."""
+    text = canonical(message, model_call).encode("utf-8", "replace")
+    return hashlib.blake2b(digest + text, digest_size=16).digest()
+
+
+def opening_digest(model_call: ModelCall) -> bytes:
+    """Return the digest of the tools and the leading system messages, which an agent's conversations have in common.
+
+    Rows do not hold the echo rule, so the digest does not depend on it.
+    """
+    digest = _tools_digest(model_call, None)
+    for message in takewhile(lambda message: message["role"] == "system", model_call.messages):
+        digest = extend_digest(digest, message, model_call)
+    return digest
+
+
+def message_digest(message: Message, model_call: ModelCall) -> bytes:
+    """Return the digest of a message by itself: equal for a reply and its echo in any conversation."""
+    return extend_digest(b"", message, model_call)
+
+
+def describe_difference(ours: str, theirs: str) -> str:
+    """Return an excerpt of both texts around the first character in which they differ. `theirs` may be cut."""
+    if ours.startswith(theirs):
+        return f"it differs after {len(theirs)} characters"
+    at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    start = max(0, at - _BEFORE)
+    return f"{ours[start : at + _AFTER]!r} where it had {theirs[start : at + _AFTER]!r}"
+
+
+def _tools_digest(model_call: ModelCall, rule: str | None) -> bytes:
+    first = json.dumps([model_call.tools, rule], sort_keys=True)
+    return hashlib.blake2b(first.encode(), digest_size=16).digest()
+
+
+_THINK = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+_LITELLM_EMPTY = "[System: Empty message content sanitised to satisfy protocol]"
+
+
+def issued_forms(echo: Message) -> Iterator[tuple[Message, str | None]]:
+    """Yield the forms in which the reply may have been issued that a program echoes as the assistant message `echo`.
+
+    With each form comes the reasoning that the reply must have had, None for any. The rules:
+
+    - Reasoning in front: pydantic-ai and others write reasoning as `<think>` text before the content.
+    - A text for no text: LiteLLM fills an empty message, as Anthropic's API refuses one.
+    - A newline at the end: gptme strips it or adds one.
+    """
+    reasoning, content = _split_reasoning(echo)
+    if reasoning is not None:
+        yield {**echo, "content": content}, reasoning
+    if content.strip() == _LITELLM_EMPTY and echo.get("tool_calls"):
+        yield {**echo, "content": ""}, reasoning
+    if content.strip():
+        unended = content.removesuffix("\n")
+        yield {**echo, "content": unended if unended != content else content + "\n"}, reasoning
+
+
+def echoed_reasoning(echo: Message) -> str:
+    """Return the reasoning that an echo shows: in its field, or as `<think>` text in front; empty without any."""
+    field: str = echo.get("reasoning_content") or ""
+    return field or _split_reasoning(echo)[0] or ""
+
+
+def _split_reasoning(echo: Message) -> tuple[str | None, str]:
+    """Return the `<think>` text in front of an echo's content, None without any, and the content after it."""
+    found = _THINK.match(echo["content"])
+    return (found[1].strip(), echo["content"][found.end() :]) if found else (None, echo["content"])

@@ -3,6 +3,10 @@
 A recorded call is found by comparing canonical messages (`canonical.py`). Its text is not tokenised again. Reasoning is
 not compared, because some harnesses drop it. Reasoning, and the opaque field issued with it (`call_id`), only decide
 between calls that are otherwise equal.
+
+The replies of a session by themselves: which call an assistant message is from, in whatever conversation.
+
+A recorded call as later calls continue it.
 """
 
 from array import array
@@ -12,14 +16,113 @@ from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
-from rolltap.addons.dialects.types import Message, ModelCall
-from rolltap.addons.prompts.canonical import canonical
-from rolltap.addons.prompts.digests import describe_difference, extend_digest, fingerprint, first_digest, opening_digest
-from rolltap.addons.prompts.echoes import issued_forms
-from rolltap.addons.prompts.issued import Issued
+import numpy as np
+
+from rolltap.addons.dialects.model_call import Message, ModelCall
+from rolltap.addons.prompts.canonical import (
+    canonical,
+    describe_difference,
+    echoed_reasoning,
+    extend_digest,
+    fingerprint,
+    first_digest,
+    issued_forms,
+    message_digest,
+    opening_digest,
+)
 from rolltap.addons.prompts.rendering import Rendering
-from rolltap.addons.prompts.turns import Turn, pick_turn
 from rolltap.addons.store.records import CallKind
+
+
+class Issued:
+    """Finds the call that sampled an assistant message. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._calls: dict[bytes | str, str] = {}
+        """Digest of a reply by itself, the id of each of its tool calls, and its call's id -> the call."""
+
+    def add(self, call_id: str, reply: Message, model_call: ModelCall) -> None:
+        """Note the reply of a call. An empty one is found by the call's id only."""
+        self._calls[call_id] = call_id
+        if reply["content"].strip() or reply.get("tool_calls"):
+            self._calls[message_digest(reply, model_call)] = call_id
+        self._calls |= {tool_call["id"]: call_id for tool_call in reply.get("tool_calls", ())}
+
+    def call(self, message: Message, model_call: ModelCall) -> str | None:
+        """Return the call whose reply an assistant message is, or of which it has an id; None for a message of others.
+
+        The text may have a change of `echoes.py`. Its reasoning is not compared. Of equal replies the newest counts.
+        """
+        ids = [message.get("call_id"), *(tool_call["id"] for tool_call in message.get("tool_calls", ()))]
+        if (named := next((i for i in ids if i in self._calls), None)) is not None:
+            return self._calls[named]
+        forms = [message, *(form for form, _ in issued_forms(message))]
+        digests = (message_digest(form, model_call) for form in forms)
+        return next((self._calls[digest] for digest in digests if digest in self._calls), None)
+
+
+@dataclass(slots=True)
+class Turn:
+    """A recorded call of a conversation.
+
+    Its prompt begins with the first `shared` tokens of the prompt and completion of `base`. Only the tokens after them
+    are stored, so that memory grows linearly with a conversation, also when its calls are rendered.
+    """
+
+    call_id: str
+    base: "Turn | None"
+    """The parent of a bridged call; for a rendered one, the call whose conversation has the most messages in common."""
+    shared: int
+    tail_ids: "array[int]"
+    completion_ids: "array[int]"
+    reasoning: str
+    digest: bytes
+    """Digest of the call's conversation and reply."""
+
+    @property
+    def length(self) -> int:
+        """The number of tokens of the prompt and the completion."""
+        return self.shared + len(self.tail_ids) + len(self.completion_ids)
+
+    def prompt_ids(self) -> list[int]:
+        """Return the full prompt of the call, in O(length of the prompt + number of turns below it)."""
+        return self._ids(self.length - len(self.completion_ids)).tolist()
+
+    def _ids(self, needed: int) -> "array[int]":
+        """Return the first `needed` tokens of the prompt and the completion."""
+        pieces: list[array[int]] = []
+        turn: Turn | None = self
+        while turn is not None:
+            pieces.append((turn.tail_ids + turn.completion_ids)[: max(0, needed - turn.shared)])
+            needed, turn = min(needed, turn.shared), turn.base
+        joined = array("i")
+        for piece in reversed(pieces):
+            joined += piece
+        return joined
+
+    def common_length(self, prompt_ids: "array[int]") -> int:
+        """Return how many leading tokens the prompt and completion have in common with another prompt."""
+        length = min(self.length, len(prompt_ids))
+        ours, theirs = (np.frombuffer(ids, np.int32)[:length] for ids in (self._ids(length), prompt_ids))
+        return int(different[0]) if len(different := np.flatnonzero(ours != theirs)) else length
+
+
+def pick_turn(turns: list[Turn], echoed: Message) -> Turn | None:
+    """Return the turn that issued the echoed reply, or None when that is ambiguous.
+
+    `turns` have the same canonical conversation and reply. Turns with equal token ids count as the same turn.
+    """
+    if len(turns) > 1 and (issued := [turn for turn in turns if turn.call_id == echoed.get("call_id")]):
+        return issued[0]
+    if len(turns) > 1:
+        turns = [turn for turn in turns if turn.reasoning == echoed_reasoning(echoed)]
+    if not turns:
+        return None
+    first = turns[0]
+    if any(t.completion_ids != first.completion_ids or t.prompt_ids() != first.prompt_ids() for t in turns[1:]):
+        return None
+    return first
+
 
 _EXCERPT = 400
 """Characters of each recorded message that are kept to show a difference."""

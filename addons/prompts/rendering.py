@@ -1,8 +1,12 @@
-"""Conversation to token ids and back with the `renderers` library, and the choice of a model's renderer."""
+"""Conversation to token ids and back with the `renderers` library, and the choice of a model's renderer.
+
+A budget of time for parsing completions as a whole in the event loop.
+"""
 
 import json
+import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -18,14 +22,41 @@ from renderers.base import (
 )
 from renderers.configs import config_from_name
 
-from rolltap.addons.dialects.types import Message, Reply, Tool, ToolCall, well_formed
+from rolltap.addons.dialects.model_call import Message, Reply, Tool, ToolCall, well_formed
 from rolltap.addons.errors import InputError
-from rolltap.addons.prompts.context_turns import PLACEHOLDER, USER, tokens_of_turns
-from rolltap.addons.prompts.markup import Markup
-from rolltap.addons.prompts.parse_budget import ParseBudget
-from rolltap.addons.prompts.template_bridge import PARALLEL_PROBE, PROBE, PROBE_TOOLS, TemplateBridge
-from rolltap.addons.prompts.tokenizer import CachingTokenizer
+from rolltap.addons.prompts.template_bridge import (
+    PARALLEL_PROBE,
+    PLACEHOLDER,
+    PROBE,
+    PROBE_TOOLS,
+    USER,
+    TemplateBridge,
+    tokens_of_turns,
+)
+from rolltap.addons.prompts.tokenizer import CachingTokenizer, Markup
 from rolltap.addons.store.metadata import tokenizer_digests
+
+
+class ParseBudget:
+    """The share of time in which completions are parsed as a whole. Streams of one event loop have it in common."""
+
+    LONGEST_PAUSE = 2.0
+    """Maximum seconds without a parse, after a long one."""
+
+    def __init__(self, share: float = 0.1, clock: Callable[[], float] = time.monotonic) -> None:
+        self._share = share
+        self._clock = clock
+        self._next = 0.0
+
+    def allows(self) -> bool:
+        """Return whether a completion may be parsed now."""
+        return self._clock() >= self._next
+
+    def spend(self, seconds: float) -> None:
+        """Count the time that a parse took."""
+        pause = min(seconds * (1 / self._share - 1), self.LONGEST_PAUSE)
+        self._next = max(self._next, self._clock() + pause)
+
 
 _PROBES: list[tuple[list[Message], list[Tool] | None]] = [
     ([{"role": "user", "content": "Hello"}], None),

@@ -10,10 +10,10 @@ from typing import Any
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.digest import DIGEST
 from rolltap.addons.store.records import Session, SessionStatus
+from rolltap.addons.store.rows import FIRST_VERSION_COLUMNS, first_version
 from rolltap.addons.store.schemas import SESSION_SCHEMA
 from rolltap.addons.store.staging import locked
 from rolltap.addons.store.tables import RunWriter, read_rows
-from rolltap.addons.store.versions import FIRST_VERSION_COLUMNS, first_version
 
 _NAME = 200
 """Maximum number of characters of the names of tasks, groups and parts."""

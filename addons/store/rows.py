@@ -1,7 +1,12 @@
-"""Rows as batches: text is made writable here, and a row with a value that cannot be written keeps all others."""
+"""Rows as batches: text is made writable here, and a row with a value that cannot be written keeps all others.
+
+Text from the wire that a run can hold and a terminal can show.
+
+The weights with which a session began.
+"""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from functools import cache
 from typing import Any
@@ -102,3 +107,38 @@ def _struct(schema: pa.Schema) -> pa.DataType:
 @cache
 def _columns(schema: pa.Schema) -> list[tuple[str, pa.DataType]]:
     return [(field.name, field.type) for field in schema if field.name != DIGEST]
+
+
+LONGEST = 500
+"""Maximum number of characters of a text in an event or a log line."""
+
+
+def printable(text: str, longest: int | None = LONGEST) -> str:
+    r"""Return `text` with escapes such as `\x1b` for all that is not printable, cut to `longest` characters.
+
+    Not printable are control characters, line ends, directions of writing, and the surrogates that mitmproxy decodes
+    bytes to which are not UTF-8. With `longest` None the text is not cut.
+    """
+    if longest is not None and len(text) > longest:
+        text = f"{text[:longest]}... ({len(text):,} characters)"
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+FIRST_VERSION_COLUMNS = ("first_token_at", "started_at", "weight_versions")
+"""The columns of a call that `first_version` takes."""
+
+
+def first_version(calls: Iterable[tuple[Any, ...]]) -> str | None:
+    """Return the weights that sampled the first token of calls, or None when no token was sampled.
+
+    Each call is a tuple of `first_token_at`, `started_at` and `weight_versions`, a list of dicts. Calls without a time
+    of their first token count from their start.
+    """
+    for _, spans in sorted(((first or start, spans) for first, start, spans in calls), key=lambda call: call[0]):
+        for span in spans or ():
+            if span["end"] > span["start"]:
+                version: str = span["version"]
+                return version
+    return None

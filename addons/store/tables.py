@@ -24,7 +24,7 @@ from rolltap.addons.store.records import Call, Event, Session
 from rolltap.addons.store.rows import to_batch
 from rolltap.addons.store.schemas import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA
 from rolltap.addons.store.segment import Segment, SegmentReader
-from rolltap.addons.store.trouble import Trouble
+from rolltap.addons.store.staging import Trouble
 
 logger = logging.getLogger(__name__)
 

@@ -25,11 +25,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rolltap.trainer.grpo.rows import Row
-from rolltap.trainer.grpo.segments import SegmentScorer
-from rolltap.trainer.models.kernels import kernels
-from rolltap.trainer.planning.memory import Rows, fixed, variable
-from rolltap.trainer.planning.numbers import model_numbers
+from rolltap.trainer.models.loading import kernels
+from rolltap.trainer.training.dry_run.memory import Rows, fixed, variable
+from rolltap.trainer.training.dry_run.model import model_numbers
+from rolltap.trainer.training.forward.forest import Row
+from rolltap.trainer.training.forward.passes import SegmentScorer
 from rolltap.trainer.training.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]

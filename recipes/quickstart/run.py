@@ -11,8 +11,8 @@ import click
 from rich.console import Console
 
 import rolltap
-from rolltap.trainer.cli import run as run_command
-from rolltap.trainer.commands.train import train_command
+from rolltap.trainer.cli.main import run as run_command
+from rolltap.trainer.cli.train import train_command
 from rolltap.trainer.training.recipe import FINISHED
 
 HERE = Path(__file__).resolve().parent

@@ -2,7 +2,7 @@ import pytest
 from mitmproxy import http
 from mitmproxy.test import tflow
 
-from rolltap.addons.descriptors import _BURST, Descriptors
+from rolltap.addons.limits import _BURST, Descriptors
 from rolltap.addons.sessions import SESSION
 
 

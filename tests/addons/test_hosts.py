@@ -1,6 +1,6 @@
 import pytest
 
-from rolltap.addons.hosts import Pattern, is_allowed, may_be_used
+from rolltap.addons.egress import Pattern, is_allowed, may_be_used
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@ import pytest
 from mitmproxy import http
 from mitmproxy.test import taddons, tflow
 
-from rolltap.addons.credentials import password
-from rolltap.addons.sessions import SESSION, Sessions
+from rolltap.addons.sessions import SESSION, Sessions, password
 
 SECRET = "key"
 

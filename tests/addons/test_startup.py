@@ -1,7 +1,7 @@
 import gc
 import sys
 
-from rolltap.addons.startup import Startup
+from rolltap.addons.recorder import Startup
 
 
 def test_objects_of_start_up_are_not_garbage_collected_again_and_threads_give_way():

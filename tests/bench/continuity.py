@@ -25,12 +25,12 @@ from transformers import AutoTokenizer
 
 from rolltap.addons.store.records import Call
 from rolltap.trainer.doctor.scripted_engine import Reply, Say, ScriptedEngine
-from rolltap.trainer.rollouts.groups import Group
+from rolltap.trainer.rollouts.facts import Group
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.plan import Plan
 from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.scheduler import run_groups
-from rolltap.trainer.rollouts.tasks.task import Task
+from rolltap.trainer.rollouts.schedule import run_groups
+from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
 from tests.bench.awkward import replies
 from tests.bench.recorder import ROOT

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from rolltap.trainer.grpo.rows import Row
+from rolltap.trainer.training.forward.forest import Row
 
 Again = Literal["nothing", "layers", "segments"]
 ATTENTION_BACKWARD = 2.5

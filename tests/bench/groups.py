@@ -10,9 +10,9 @@ from datetime import UTC, datetime, timedelta
 import numpy as np
 
 from rolltap.addons.store.records import Call, CallRole, VersionSpan
-from rolltap.trainer.grpo.rows import Row, trace_row
 from rolltap.trainer.traces.build import GroupReward, Trace, TraceBatch, build_traces
 from rolltap.trainer.traces.ledger import Ledger
+from rolltap.trainer.training.forward.forest import Row, trace_row
 
 SAMPLED, RESULT = (40, 200), (40, 520)
 """Least and largest number of tokens that a turn samples, and of the result that follows."""

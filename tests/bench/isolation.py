@@ -30,7 +30,7 @@ from rich.table import Table
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes.choose import make_runtime
-from rolltap.trainer.rollouts.runtimes.container_engine import system_root
+from rolltap.trainer.rollouts.runtimes.container import system_root
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Ended, Runtime
 
 PEER = Path(__file__).with_name("peer.py")

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from rolltap.trainer.grpo.batch import spread_by_length, spread_by_prefix
-from rolltap.trainer.grpo.forest import batches, build_forest
 from rolltap.trainer.traces.build import TraceBatch
+from rolltap.trainer.training.forward.forest import batches, build_forest
+from rolltap.trainer.training.grpo.batch import spread_by_length, spread_by_prefix
 from tests.bench.flops import costs, of_padded, of_pieces, step_flops
 from tests.bench.gradients import differences
 from tests.bench.groups import LONG, SHAPES, SHORT, SHORT_SCALE, generate, rows_of, single

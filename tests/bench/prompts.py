@@ -23,7 +23,7 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from rolltap.addons.dialects import openai_chat
-from rolltap.addons.dialects.types import Message, ModelCall, Tool
+from rolltap.addons.dialects.model_call import Message, ModelCall, Tool
 from rolltap.addons.prompts.continuity import Conversations
 from rolltap.addons.prompts.rendering import Rendering
 from tests.bench.recorder import ROOT

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 import rolltap
 from rolltap.addons.store.records import UNREWARDED
-from rolltap.trainer.rollouts.groups import place_of
+from rolltap.trainer.rollouts.facts import place_of
 from rolltap.trainer.rollouts.resume import NOT_RUN, TRIED_AGAIN
 from tests.trainer.rollouts.soak import endure, processes
 

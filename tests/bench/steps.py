@@ -22,11 +22,11 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PrinterCallback, TrainerCallback
 
-from rolltap.trainer.grpo.config import TraceGRPOConfig
-from rolltap.trainer.grpo.rows import Row
-from rolltap.trainer.grpo.scoring import PaddedScorer, Scores
-from rolltap.trainer.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.traces.build import TraceBatch
+from rolltap.trainer.training.forward.forest import Row
+from rolltap.trainer.training.forward.scoring import PaddedScorer, Scores
+from rolltap.trainer.training.grpo.config import TraceGRPOConfig
+from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
 from tests.bench.networks import tokenizer
 
 Forward = Literal["segments", "padded", "trl"]

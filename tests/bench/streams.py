@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from rolltap.addons.dialects.types import ModelCall
+from rolltap.addons.dialects.model_call import ModelCall
 from rolltap.addons.endpoint.exchange import COALESCE_SECONDS
-from rolltap.addons.prompts.growing_reply import GrowingReply
 from rolltap.addons.prompts.rendering import Rendering
+from rolltap.addons.prompts.reply import GrowingReply
 from tests.bench.recorder import ROOT
 
 PACE = 30

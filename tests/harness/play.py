@@ -12,14 +12,14 @@ import pytest
 
 from rolltap.addons.store.records import Call, Session
 from rolltap.addons.store.tables import read_rows
-from rolltap.trainer.rollouts.groups import Group
+from rolltap.trainer.rollouts.facts import Group
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.plan import Plan
 from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.scheduler import run_groups
-from rolltap.trainer.rollouts.tasks.task import Task
+from rolltap.trainer.rollouts.schedule import run_groups
+from rolltap.trainer.runs.views.report import Summary, summarize
+from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.reader import RecordedCalls
-from rolltap.trainer.views.report import Summary, summarize
 
 REQUIRED = "ROLLTAP_REQUIRE_HARNESSES"
 """Variable that is set where every program is installed: a failed installation must not look like a success."""

@@ -3,7 +3,7 @@
 import pytest
 
 from rolltap.trainer.doctor.scripted_engine import Say
-from rolltap.trainer.rollouts.tasks.task import Task
+from rolltap.trainer.tasks.task import Task
 from tests.harness.play import installed, play, tool_call
 
 pytestmark = pytest.mark.harness

@@ -7,7 +7,7 @@ import pytest
 from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.rollouts import mitmdump
 from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.tasks.task import Task
+from rolltap.trainer.tasks.task import Task
 from tests.harness.play import installed, play, shell
 
 pytestmark = pytest.mark.harness

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rolltap.trainer.doctor.examine import examine
-from rolltap.trainer.rollouts.environment import clean_environment
+from rolltap.trainer.rollouts.runtimes.environment import clean_environment
 from tests.harness.play import installed
 
 pytestmark = pytest.mark.harness

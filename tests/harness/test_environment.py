@@ -10,7 +10,7 @@ import pytest
 
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.doctor.scripted_engine import Say
-from rolltap.trainer.rollouts.environment import clean_environment
+from rolltap.trainer.rollouts.runtimes.environment import clean_environment
 from rolltap.trainer.traces.reader import RecordedCalls
 
 pytestmark = pytest.mark.harness

@@ -13,11 +13,11 @@ import pytest
 
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.doctor.scripted_engine import Say
-from rolltap.trainer.rollouts.environment import clean_environment
 from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.rollouts.runtimes.environment import clean_environment
+from rolltap.trainer.runs.views.report import summarize
 from rolltap.trainer.traces.build import build_traces
 from rolltap.trainer.traces.reader import iter_sessions
-from rolltap.trainer.views.report import summarize
 from tests.harness.play import installed, tool_call
 
 pytestmark = pytest.mark.harness

@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.engine.admin import EngineAdmin
-from rolltap.trainer.rollouts.groups import Group
+from rolltap.trainer.rollouts.facts import Group
 from rolltap.trainer.rollouts.plan import Plan
 from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.scheduler import run_groups
-from rolltap.trainer.rollouts.tasks.task import Task
+from rolltap.trainer.rollouts.schedule import run_groups
+from rolltap.trainer.runs.views.report import summarize
+from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.reader import RecordedCalls
-from rolltap.trainer.views.report import summarize
 from tests.harness.play import installed
 
 pytestmark = [pytest.mark.harness, pytest.mark.engine]

@@ -3,9 +3,9 @@
 import pytest
 
 from rolltap.addons.store.tables import read_rows
-from rolltap.trainer.rollouts.environment import clean_environment
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
+from rolltap.trainer.rollouts.runtimes.environment import clean_environment
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Ended, Mount
 from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
 from tests.harness.play import installed

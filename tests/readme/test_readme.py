@@ -7,16 +7,16 @@ import shutil
 import pytest
 
 import rolltap
-from rolltap.trainer.cli import rolltap as command_line
-from rolltap.trainer.rollouts.tasks.sources import load_tasks
+from rolltap.trainer.cli.main import rolltap as command_line
 from rolltap.trainer.runs.verify import verify_run
+from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.traces.reader import RecordedCalls
 from rolltap.trainer.training.recipe import load_recipe
 from tests.conftest import ROOT
 from tests.readme.blocks import BLOCKS, DOCUMENTS, prose_of
 from tests.readme.tables import FILES, SERVERS, SKIPPED, SUBSTITUTIONS
 from tests.readme.workshop import RUNNABLE, Workshop, file_name
-from tests.trainer.exports.hub import loopback_hub
+from tests.trainer.runs.exports.hub import loopback_hub
 
 PROGRAMS = ("bash", "curl", "mini")
 """Programs that the blocks start and that are not in the environment of the tests."""

@@ -10,11 +10,11 @@ from trl import GRPOConfig
 import rolltap
 from rolltap.addons.record import addons
 from rolltap.addons.store.records import CallRole
-from rolltap.trainer.grpo.config import TraceGRPOConfig
-from rolltap.trainer.rollouts.environment import Proxy
 from rolltap.trainer.rollouts.runtimes.choose import RUNTIMES
+from rolltap.trainer.rollouts.runtimes.environment import Proxy
 from rolltap.trainer.traces.build import Strategy
 from rolltap.trainer.traces.ledger import LeftOut
+from rolltap.trainer.training.grpo.config import TraceGRPOConfig
 from rolltap.trainer.training.recipe import Recipe
 from tests.conftest import ROOT
 

@@ -15,7 +15,7 @@ from rolltap.trainer.traces.reader import RecordedCalls
 from tests.conftest import QUICKSTART
 from tests.readme.blocks import BLOCKS, Block
 from tests.readme.tables import FILES, SERVERS, SKIPPED, SUBSTITUTIONS
-from tests.trainer.exports.hub import Hub
+from tests.trainer.runs.exports.hub import Hub
 
 BLOCK_SECONDS = 180.0
 AGENT = """

@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 from rich.console import Console
 
-from rolltap.trainer.rollouts.tasks.sources import load_tasks
+from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.training.recipe import load_recipe
 from tests.conftest import ROOT
 from tests.trainer.training.test_loop import restore

@@ -13,10 +13,10 @@ from unittest.mock import patch
 import pytest
 from rich.console import Console
 
-from rolltap.trainer.planning import findings, plan, room
-from rolltap.trainer.planning.numbers import model_numbers
-from rolltap.trainer.planning.plan import TrainingPlan
 from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.training.dry_run import findings, plan
+from rolltap.trainer.training.dry_run.model import model_numbers
+from rolltap.trainer.training.dry_run.plan import TrainingPlan
 from rolltap.trainer.training.recipe import load_recipe
 from tests.conftest import ROOT
 
@@ -44,7 +44,7 @@ def planned(name: str, folder: Path) -> TrainingPlan:
         patch.object(plan, "model_numbers", numbers),
         patch.object(plan, "kernels", lambda _: KERNELS),
         patch.object(findings, "kernels", lambda _: KERNELS),
-        patch.object(room.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**40, 0, 2**40)),
+        patch.object(plan.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**40, 0, 2**40)),
         patch("torch.cuda.is_available", lambda: False),
     ):
         return plan.plan(recipe, file=Path("recipes/swe", name), out=Path("runs/swe"))

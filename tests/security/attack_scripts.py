@@ -6,7 +6,7 @@ They are harmless where nothing holds them: what they use up is bounded, and the
 import shlex
 from dataclasses import dataclass
 
-from rolltap.trainer.rollouts.tasks.limits import Limits
+from rolltap.trainer.tasks.task import Limits
 
 
 def python(code: str) -> str:

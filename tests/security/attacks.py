@@ -20,9 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Runtime
-from rolltap.trainer.rollouts.runtimes.scratch import remove_folder
-from rolltap.trainer.rollouts.tasks.limits import Limits
+from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Runtime, remove_folder
+from rolltap.trainer.tasks.task import Limits
 from tests.security.attack_scripts import ATTACKS, FILLINGS, WORKS
 
 ROOT = Path(__file__).resolve().parents[2]

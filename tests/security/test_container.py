@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rolltap.trainer.rollouts.runtimes.container import ContainerRuntime
-from rolltap.trainer.rollouts.runtimes.container_engine import system_root
+from rolltap.trainer.rollouts.runtimes.container import ContainerRuntime, system_root
 from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec
 from tests.containers import why_not
 from tests.security.attacks import ATTACKS, FILLINGS, WORKS, run_as, world

@@ -11,7 +11,7 @@ import pytest
 from rolltap.trainer.doctor.scripted_engine import Answer, Say, ScriptedEngine
 from rolltap.trainer.engine.serve import EngineServer
 from tests.recorder_process import CHAT, HELLO
-from tests.trainer.commands.program import rolltap
+from tests.trainer.cli.program import rolltap
 from tests.trainer.engine import answering
 from tests.trainer.engine.test_serve import free_port
 

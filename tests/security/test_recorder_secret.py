@@ -16,7 +16,7 @@ SECRET = "the-secret-that-the-test-knows"
 ROLLTAP = f"""
 import secrets
 secrets.token_urlsafe = lambda size: {SECRET[::-1]!r}[::-1]  # reversed: the secret is not on this command line
-from rolltap.trainer.cli import main
+from rolltap.trainer.cli.main import main
 main()
 """
 THIEF = f"""

@@ -7,10 +7,10 @@ import signal
 
 import pytest
 
-from rolltap.addons.dialects.types import sign
+from rolltap.addons.dialects.model_call import sign
 from rolltap.addons.store.tables import run_files
 from rolltap.trainer.doctor.scripted_engine import Say
-from rolltap.trainer.rollouts.environment import SESSION_END
+from rolltap.trainer.rollouts.runtimes.environment import SESSION_END
 from tests.recorder_process import CHAT
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}

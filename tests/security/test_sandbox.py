@@ -8,8 +8,8 @@ import pytest
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
+from rolltap.trainer.rollouts.runtimes.runtime import scratch_folder
 from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
-from rolltap.trainer.rollouts.runtimes.scratch import scratch_folder
 from tests.security.attack_scripts import ATTACKS, FILLINGS, HARMFUL, WORKS
 from tests.security.attacks import play, run_as, world
 

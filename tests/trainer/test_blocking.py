@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from rolltap.trainer.blocking import run_blocking, run_to_end
+from rolltap.trainer.concurrency import run_blocking, run_to_end
 
 
 async def thread_name():

@@ -1,6 +1,6 @@
 import pytest
 
-from rolltap.trainer.model_names import public_model
+from rolltap.trainer.versions import public_model
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import rolltap.trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {
-    "trainer/rolltap": "rolltap",
+    "trainer/public": "rolltap",
     "addons": "rolltap/addons",
     "recipes/harnesses": "rolltap/harnesses",
     "trainer": "rolltap/trainer",
@@ -28,7 +28,7 @@ def test_every_part_of_rolltap_is_the_installed_one():
 
 
 def test_the_wheel_has_every_file_of_the_packages_once_and_no_other():
-    tops = [ROOT / folder for folder in FOLDERS if folder != "trainer/rolltap"]
+    tops = [ROOT / folder for folder in FOLDERS if folder != "trainer/public"]
     sources = {path for top in tops for path in top.rglob("*") if path.suffix in (".py", ".toml", ".typed")}
     # not by name alone: an editable install left metadata in the checkout
     (wheel,) = distributions(name="rolltap", path=[Path(rolltap.__file__).parents[1]])

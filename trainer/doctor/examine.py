@@ -9,21 +9,21 @@ from typing import Any
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import Event, Session
 from rolltap.addons.store.tables import read_rows
-from rolltap.trainer.blocking import run_blocking
+from rolltap.trainer.concurrency import run_blocking
 from rolltap.trainer.doctor.conversation import FINAL, INSTRUCTION, next_reply
 from rolltap.trainer.doctor.diagnosis import Diagnosis
 from rolltap.trainer.doctor.node import node_version
 from rolltap.trainer.doctor.observed import Observed, loopback_urls
 from rolltap.trainer.doctor.scripted_engine import Say, ScriptedEngine
 from rolltap.trainer.doctor.tokenizer import RENDERER, MadeTokenizer
-from rolltap.trainer.rollouts.environment import clean_environment
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.judges.command import read_end
+from rolltap.trainer.rollouts.mitmdump import workplace
 from rolltap.trainer.rollouts.provenance import reported_version
 from rolltap.trainer.rollouts.recorder import Recorder
+from rolltap.trainer.rollouts.runtimes.environment import clean_environment
 from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
 from rolltap.trainer.rollouts.runtimes.supervised import run_supervised
-from rolltap.trainer.rollouts.workplace import workplace
 from rolltap.trainer.traces.reader import RecordedCalls
 
 CONTEXT = 1_000_000

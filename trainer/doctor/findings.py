@@ -10,7 +10,7 @@ from rolltap.addons.store.records import Event
 from rolltap.trainer.doctor.conversation import is_ending
 from rolltap.trainer.doctor.node import fetch_uses_proxy
 from rolltap.trainer.doctor.observed import Observed, wrote_reply
-from rolltap.trainer.rollouts.faults import DISTRUST, failed_tls
+from rolltap.trainer.rollouts.facts import DISTRUST, failed_tls
 
 Level = Literal["problem", "note"]
 

@@ -2,6 +2,10 @@
 
 The engines read weights from disk, unless these are transferred between GPUs. They must see the publisher's folder
 under the same path.
+
+Publication of a full checkpoint, which the engines reload.
+
+Publication of a LoRA adapter, which the engines load beside the base model.
 """
 
 from pathlib import Path
@@ -10,11 +14,100 @@ from typing import Literal, Protocol
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from rolltap.trainer.engine.engines import Engines
-from rolltap.trainer.engine.publish_checkpoint import CheckpointPublisher
-from rolltap.trainer.engine.publish_lora import LoraPublisher
+from rolltap.addons.errors import InputError
+from rolltap.trainer.engine.engines import Engines, Weights
 from rolltap.trainer.engine.publish_transfer import TransferPublisher
-from rolltap.trainer.engine.published import Agrees
+from rolltap.trainer.engine.weights import (
+    OTHER_BASE,
+    Agrees,
+    base_version,
+    keep_only,
+    names_of_run,
+    published_name,
+    save,
+    write_policy,
+)
+from rolltap.trainer.models.saving import save_adapter, save_weights
+
+
+class CheckpointPublisher:
+    """Saves the model, and makes the engines reload it. An adapter is merged into the saved copy.
+
+    During the reload all engines are paused: they finish the requests in flight first, and new ones wait. So no engine
+    request is sampled by two versions. A call that is continued after an engine failure takes several requests.
+    Adapters are unloaded: they were made for other weights of the base model.
+    `folder` may be shared with other runs. The published checkpoint stays there: a publication that fails goes back
+    to it, or to the model in `base` if there is none.
+    """
+
+    def __init__(self, engines: Engines, *, folder: Path, run: Path, base: Path) -> None:
+        self._engines, self._run, self._base = engines, run, base
+        self._folder = folder.absolute()
+        self._served: Weights | None = None
+
+    def publish(self, model: PreTrainedModel | PeftModel, version: str, agrees: Agrees) -> None:
+        """See `Publisher.publish`."""
+        if model.config.tie_word_embeddings and self._engines.runs_on_cpu():
+            raise InputError(
+                "the model ties its input and output embeddings, and vLLM on CPU keeps the old output embeddings on a "
+                "reload: untie them before the engine is started (tie_word_embeddings=false and a saved lm_head), or "
+                "publish LoRA adapters"
+            )
+        self._engines.require_owned()
+        old = self._served or Weights(self._base, base_version(version))
+        keep_only(self._folder, version, [old.folder])
+        new = Weights(self._folder / published_name(version), version)
+        save(new.folder, lambda folder: save_weights(model, folder, self._base))
+        require_complete(new.folder)
+        with self._engines.reloaded(new, old):
+            agrees(None)
+            write_policy(self._run, None, version)
+        self._served = new
+        self._engines.unload(lambda _: True, OTHER_BASE)
+        keep_only(self._folder, version, [new.folder])
+
+
+def require_complete(checkpoint: Path) -> None:
+    """Raise `InputError` for a folder without a model: vLLM 0.32 drops its weights before it looks for new ones."""
+    if not (checkpoint / "config.json").is_file() or not any(checkpoint.glob("*.safetensors")):
+        raise InputError(
+            f"{checkpoint} is not a checkpoint: it needs config.json and *.safetensors; the engines are unchanged"
+        )
+
+
+class LoraPublisher:
+    """Saves the adapter, and loads it into the engines under a new name, `policy-<version>`.
+
+    Publishing does not wait for requests in flight: an engine request keeps the adapter that it started with. The
+    newest `adapters` of the run stay loaded and on the disk, and an engine that was started again gets them back. The
+    engines need `--max-cpu-loras` for one more: the oldest is unloaded last. Adapters of other runs stay. `folder` may
+    be shared with other runs.
+    """
+
+    def __init__(self, engines: Engines, *, folder: Path, run: Path, base: Path, adapters: int) -> None:
+        self._engines, self._run, self._base, self._adapters = engines, run, base, adapters
+        self._folder = folder.absolute()
+        self._kept: dict[str, Path] = {}
+
+    def publish(self, model: PreTrainedModel | PeftModel, version: str, agrees: Agrees) -> str:
+        """See `Publisher.publish`."""
+        if not isinstance(model, PeftModel):
+            raise InputError("the model has no LoRA adapter: train with a peft_config, or publish checkpoints")
+        self._engines.require_owned()
+        name = published_name(version)
+        adapter = self._folder / name
+        save(adapter, lambda folder: save_adapter(model, folder, self._base))
+        published = {**self._kept, name: adapter}
+        with self._engines.loaded(published):
+            agrees(name)
+            write_policy(self._run, name, version)
+
+        self._kept = dict(list(published.items())[-self._adapters :])
+        names = names_of_run(version)
+        self._engines.unload(lambda loaded: loaded.startswith(names) and loaded not in self._kept)
+        keep_only(self._folder, version, self._kept.values())
+        return name
+
 
 Way = Literal["checkpoint", "lora", "nccl"]
 

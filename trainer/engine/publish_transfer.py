@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 from rolltap.addons.errors import InputError
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.engines import Engines, Weights
-from rolltap.trainer.engine.published import OTHER_BASE, Agrees, base_version, write_policy
+from rolltap.trainer.engine.weights import OTHER_BASE, Agrees, base_version, write_policy
+from rolltap.trainer.models.loading import stored_weights
 from rolltap.trainer.models.merging import MergedWeights
-from rolltap.trainer.models.naming import NamedWeights
-from rolltap.trainer.models.stored import stored_weights
+from rolltap.trainer.models.saving import NamedWeights
 
 BASE_MODULE = "vllm.distributed.weight_transfer.base"
 NCCL_MODULE = "vllm.distributed.weight_transfer.nccl_engine"

@@ -1,11 +1,23 @@
-"""A model folder as the model that is trained: its text part, in one type, with no weight made up."""
+"""A model folder as the model that is trained: its text part, in one type, with no weight made up.
 
+Packages of fast GPU kernels for linear attention and state-space layers.
+
+transformers takes a kernel from such a package if it can be imported, and says nothing when it falls back to PyTorch.
+Source: transformers 5.23, integrations/hub_kernels.py, use_kernel_func_from_hub_with_fallback.
+
+The weights in a checkpoint folder: their names, shapes and files, without reading them.
+"""
+
+import importlib
 import json
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
+import transformers
+from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -14,8 +26,48 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from rolltap.addons.errors import InputError
+
+INSTALL = "pip install --no-build-isolation 'rolltap[train,kernels]'"
+"""Command that installs all of them, on the machine with the GPU: one is compiled against the torch that is there."""
+
+_FALLBACK = re.compile(r'@use_kernel_func_from_hub_with_fallback\("\w+", "(\w+)"')
+_PACKAGES = {"fla": "flash-linear-attention"}
+"""Modules whose package has another name than the module with hyphens."""
+
+
+def kernels(model_type: str) -> dict[str, bool]:
+    """Return the kernel packages that the models of a type can use, and whether each can be imported here.
+
+    `model_type` is that of `config.json`, of the whole model or of its text part. An importable package is used. The
+    answer is empty for models without such layers, and for those that bring their own code.
+    """
+    folder = Path(transformers.__file__).parent / "models" / model_type_to_module_name(model_type)
+    sources = "".join(file.read_text() for file in sorted(folder.glob("modeling_*.py")))
+    modules = sorted(set(_FALLBACK.findall(sources)))
+    return {_PACKAGES.get(module, module.replace("_", "-")): _importable(module) for module in modules}
+
+
+def fallback_warning(model_type: str) -> str | None:
+    """Return a line about the kernels that are missing here and their remedy; None when nothing falls back."""
+    missing = [package for package, there in kernels(model_type).items() if not there]
+    if not missing:
+        return None
+    return (
+        f"{' and '.join(missing)} cannot be imported: these layers of {model_type} run in PyTorch, which is slow on a "
+        f"GPU; {INSTALL}"
+    )
+
+
+def _importable(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except Exception:  # as transformers decides: a broken package falls back like a missing one
+        return False
+    return True
+
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 """Types of the weights."""
@@ -137,3 +189,40 @@ def _check_folder(folder: Path) -> None:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """The weights of a checkpoint, by file."""
+
+    folder: Path
+    shapes: dict[str, dict[str, tuple[int, ...]]]
+    """File name -> weight name -> shape."""
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape of a weight; None when the checkpoint does not have it."""
+        return next((file[name] for file in self.shapes.values() if name in file), None)
+
+
+def stored_weights(folder: Path) -> StoredWeights:
+    """Return what the safetensors files of a checkpoint contain: those of its index, or its only one.
+
+    Raises `InputError` for a folder without them, or with broken ones.
+    """
+    try:
+        index = folder / INDEX
+        files = sorted({*json.loads(index.read_text())["weight_map"].values()}) if index.is_file() else [_SINGLE]
+        return StoredWeights(folder, {file: _shapes(folder / file) for file in files})
+    except (OSError, ValueError, LookupError, SafetensorError) as error:
+        raise InputError(
+            f"model: the weights in {folder} cannot be read: {error}; it needs {_SINGLE}, or {INDEX} and its files"
+        ) from error
+
+
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    with safe_open(file, "pt") as weights:
+        return {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118

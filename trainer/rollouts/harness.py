@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.engine.admin import EngineAdmin
-from rolltap.trainer.settings import load_toml
+from rolltap.trainer.toml import load_toml
 
 _PRESETS = resources.files("rolltap.harnesses")
 _WINDOW = "{max_model_len}"

@@ -1,4 +1,9 @@
-"""One mitmdump process with the addons."""
+"""One mitmdump process with the addons.
+
+The lock of a run folder: one rollout or training runs sessions in it at a time.
+
+The folder for what a recorder or a rollout needs while it runs: certificates, starts, workspaces, homes.
+"""
 
 import json
 import logging
@@ -8,13 +13,32 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rolltap.addons.errors import MissingPackageError, RecorderError
+from rolltap.addons.errors import MissingPackageError, RecorderError, RunError
+from rolltap.addons.store.staging import locked
+from rolltap.trainer.rollouts.runtimes.runtime import remove_folder
 from rolltap.trainer.rollouts.runtimes.supervised import Supervised
+
+LOCK_FILE = "rollout.lock"
+
+
+@contextmanager
+def rollout_lock(run: Path) -> Iterator[None]:
+    """Hold the lock of a run folder, which is made if it does not exist. A killed process holds it no longer.
+
+    Raises `RunError` when another process holds it, and `OSError`.
+    """
+    run.mkdir(parents=True, exist_ok=True)
+    with locked(run / LOCK_FILE, os.O_RDWR | os.O_CREAT) as held:
+        if held is None:
+            raise RunError(f"another rollout or training runs sessions in {run}: wait until it has ended, or stop it")
+        yield
+
 
 logger = logging.getLogger(__name__)
 
@@ -145,3 +169,36 @@ def _program() -> str:
     if program is None:
         raise MissingPackageError("mitmdump is not installed: pip install 'rolltap[record]'")
     return program
+
+
+_PREFIX = "rolltap-work-"
+
+
+@contextmanager
+def workplace() -> Iterator[Path]:
+    """Yield a new folder below the system's folder for temporary files, and remove it at the end.
+
+    It is not in the run folder: a harness looks for its settings and for a checkout in the folders above its workspace.
+    The folder is locked while its process runs. Those that killed processes of this user left are removed first.
+    """
+    _remove_left(Path(tempfile.gettempdir()))
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        with locked(folder) as held:
+            if held is None:  # another process has taken it for a left one
+                continue
+            try:
+                yield folder
+            finally:
+                remove_folder(folder)
+            return
+
+
+def _remove_left(parent: Path) -> None:
+    for left in parent.glob(f"{_PREFIX}*"):
+        try:
+            with locked(left) as free:
+                if free is not None and not left.is_symlink():
+                    remove_folder(left)
+        except OSError:  # another user's, or removed meanwhile
+            continue

@@ -15,9 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rolltap.addons.errors import RolltapError
-from rolltap.trainer.rollouts.environment import clean_environment
+from rolltap.trainer.concurrency import Once
 from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.once import Once
+from rolltap.trainer.rollouts.runtimes.environment import clean_environment
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Runtime
 
 logger = logging.getLogger(__name__)

@@ -24,24 +24,22 @@ from pathlib import Path
 
 from rolltap.addons.errors import InputError, RecorderError, RunError
 from rolltap.addons.store.records import Session, utc_now
-from rolltap.trainer.blocking import run_to_end
-from rolltap.trainer.rollouts.environment import CERTIFICATES, clean_environment
+from rolltap.trainer.concurrency import in_folder_thread, run_to_end
 from rolltap.trainer.rollouts.facts import Facts
 from rolltap.trainer.rollouts.judges.changes import Made
 from rolltap.trainer.rollouts.judges.command import read_end
 from rolltap.trainer.rollouts.judges.folders import open_to_owner
 from rolltap.trainer.rollouts.judges.judge import judge
-from rolltap.trainer.rollouts.judges.judged import Judged
-from rolltap.trainer.rollouts.judges.threads import in_folder_thread
+from rolltap.trainer.rollouts.judges.verdict import Judged
 from rolltap.trainer.rollouts.outcomes import is_judged, outcome
 from rolltap.trainer.rollouts.plan import Plan
 from rolltap.trainer.rollouts.provenance import Provenances
 from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec
-from rolltap.trainer.rollouts.runtimes.scratch import remove_folder
-from rolltap.trainer.rollouts.suspicions.session import suspicions
-from rolltap.trainer.rollouts.tasks.starts import Start, Starts
-from rolltap.trainer.rollouts.tasks.task import Task
+from rolltap.trainer.rollouts.runtimes.environment import CERTIFICATES, clean_environment
+from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec, remove_folder
+from rolltap.trainer.rollouts.workspace import Start, Starts
+from rolltap.trainer.runs.suspicions.session import suspicions
+from rolltap.trainer.tasks.task import Task
 
 logger = logging.getLogger(__name__)
 

@@ -3,6 +3,8 @@
 The file is read twice. The first pass checks every line and notes its byte offset by session. The second pass links and
 writes one session after the other. Memory: the tokens of one session, and the ids of all calls. The lines may be in any
 order.
+
+The model of an import: the entries of `run.json` that a recorder writes for it.
 """
 
 import os
@@ -19,15 +21,40 @@ from typing import Annotated, Any, BinaryIO
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from rolltap.addons.errors import InputError
-from rolltap.addons.store.metadata import RUN_FILE, write_metadata
+from rolltap.addons.errors import InputError, MissingPackageError
+from rolltap.addons.store.metadata import RUN_FILE, tokenizer_digests, write_metadata
 from rolltap.addons.store.records import Call, CallRole, CallStatus, Session, VersionSpan, find_violation, utc_now
 from rolltap.addons.store.staging import new_folder
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.progress import Advance
-from rolltap.trainer.runs.named_model import named_model
-from rolltap.trainer.settings import describe
+from rolltap.trainer.toml import describe
 from rolltap.trainer.traces.tree import link_calls, start_order
+
+_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "config.json")
+"""Files of which a folder with a tokenizer has one: without any, transformers says much and nothing of the folder."""
+
+
+def named_model(model: str) -> dict[str, Any]:
+    """Return the model's name, and the digests of its tokenizer and chat template. `model` is a folder or a name.
+
+    Raises `MissingPackageError` without transformers, and `InputError` when there is no tokenizer.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise MissingPackageError(
+            f"the tokenizer needs transformers ({error}): pip install 'rolltap[record]'"
+        ) from error
+    folder = Path(model).expanduser()
+    name = str(folder.resolve()) if folder.is_dir() else model
+    if folder.is_dir() and not any((folder / file).exists() for file in _FILES):
+        raise InputError(f"the folder {model} has none of {', '.join(_FILES)}: give the folder or name of a model")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise InputError(f"model {model}: no tokenizer can be loaded: {error}; give its folder or name") from error
+    return {"model": name, **tokenizer_digests(tokenizer.get_vocab(), tokenizer.chat_template)}
+
 
 Report = Callable[[int, str], None]
 """Callback for each bad line: its number, from 1, and what is wrong with it."""

@@ -2,24 +2,339 @@
 
 The first pass reads all files. The second rebuilds the calls of one session after the other. Memory: the calls of one
 session, and the rows of all sessions.
+
+A finding of a verification, and checks that several tables share.
+
+Findings in the rows of one session in `sessions`.
+
+Findings of a verification, in the rows of a file and in the calls of one session.
+
+Repairs: cut off an uncommitted tail and keep it beside its file, and remove temporary files of dead processes.
 """
 
-from collections import defaultdict
-from collections.abc import Iterator
+import errno
+import json
+import math
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from itertools import chain, count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+import pyarrow as pa
+
+from rolltap.addons.errors import LedgerError, RunError
+from rolltap.addons.store.digest import DIGEST, row_digest
 from rolltap.addons.store.metadata import read_metadata
-from rolltap.addons.store.records import Session
+from rolltap.addons.store.records import (
+    UNREWARDED,
+    Call,
+    CallKind,
+    CallRole,
+    CallStatus,
+    Session,
+    SessionStatus,
+    find_violation,
+)
 from rolltap.addons.store.rewards import make_session
 from rolltap.addons.store.segment import SegmentReader
-from rolltap.addons.store.session_index import SessionIndex
-from rolltap.addons.store.tables import TABLES, run_files
+from rolltap.addons.store.sessions import SessionIndex
+from rolltap.addons.store.staging import locked, new_file
+from rolltap.addons.store.tables import TABLES, batch_rows, run_files
 from rolltap.trainer.progress import Advance
-from rolltap.trainer.runs.finding import SALVAGE, Finding
-from rolltap.trainer.runs.findings import check_rows, check_session
-from rolltap.trainer.runs.repair import cut_end, find_leftovers, is_held, kept_cuts, remove_leftovers
+from rolltap.trainer.traces.reader import RecordedSession, Row, rebuild_calls
+from rolltap.trainer.traces.sessions import TraceOptions, trace_session
+from rolltap.trainer.traces.tree import parents_first
+
+Grade = Literal["damage", "repair", "notice"]
+"""`damage`: rows are lost, were changed, or break an invariant. `repair`: `--repair` removes it, and no row with it.
+`notice`: unusual, but no row is damaged."""
+
+FROM_A_COPY = "restore the file from a copy of the run if there is one; the other rows can be used"
+SALVAGE = "restore the file from a copy of the run, or save the other rows with `rolltap merge RUN --out NEW`"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One deviation from a sound run."""
+
+    grade: Grade
+    where: str
+    """File name and byte offset, or session id and call id."""
+    what: str
+    advice: str = ""
+
+
+def check_values(where: str, row: Call | Session, **known: Sequence[str]) -> Iterator[Finding]:
+    """Yield a finding for each named column of a row whose value is not one of the known ones."""
+    for name, values in known.items():
+        if (value := getattr(row, name)) not in values:
+            yield Finding("damage", where, f"its {name} is {value!r}", FROM_A_COPY)
+
+
+def check_times(where: str, *times: datetime | None) -> Iterator[Finding]:
+    """Yield a finding when times that should follow each other do not. None is not known."""
+    known = [time for time in times if time is not None]
+    if known != sorted(known):
+        what = "its times are out of order: the clock was set back"
+        yield Finding("notice", where, what, "do not rely on its duration")
+
+
+def check_session_rows(where: str, rows: Sequence[Session], *, salvaged: bool) -> Iterator[Finding]:
+    """Yield the findings of the rows of one session. In a `salvaged` run revisions may be missing."""
+    for session in rows:
+        yield from check_values(where, session, status=get_args(SessionStatus))
+        yield from check_times(where, session.started_at, session.finished_at)
+        for what in _faults(session):
+            yield Finding("damage", f"{where}, revision {session.revision}", what, FROM_A_COPY)
+    revisions = Counter(session.revision for session in rows)
+    for revision, times in revisions.items():
+        if times > 1:
+            advice = "remove the sessions-*.arrow file that is a copy of another"
+            yield Finding("damage", where, f"it has {times} rows of revision {revision}", advice)
+    if missing := sorted({*range(max(revisions) + 1)} - revisions.keys()):
+        grade: Grade = "notice" if salvaged else "damage"
+        yield Finding(grade, where, f"its rows of the revisions {missing} are missing", FROM_A_COPY)
+
+
+def _faults(session: Session) -> Iterator[str]:
+    if session.reward is not None and not math.isfinite(session.reward):
+        yield f"its reward is {session.reward}"
+    if session.reward is not None and session.status in UNREWARDED:
+        yield f"it has the status {session.status} and the reward {session.reward}"
+    values: Mapping[str, Callable[[Any], bool]] = {
+        "parts": lambda value: _is_number(value) and math.isfinite(value),
+        "evidence": lambda value: True,
+        "suspicions": lambda value: isinstance(value, int) and _is_number(value) and value >= 0,
+    }
+    for column, is_right in values.items():
+        try:
+            found = json.loads(getattr(session, column))
+        except (ValueError, TypeError, RecursionError) as error:
+            yield f"its {column} are not JSON: {error}"
+            continue
+        if not isinstance(found, dict):
+            yield f"its {column} are no JSON object"
+        elif wrong := [name for name, value in found.items() if not is_right(value)]:
+            yield f"its {column} have wrong values: {', '.join(wrong)}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+_DISK_FULL = f"[Errno {errno.ENOSPC}]"
+"""Text of an `OSError` for a full disk, as the events of refused requests have it."""
+
+
+def check_rows(table: str, batch: pa.RecordBatch) -> Iterator[tuple[Row | None, str | None]]:
+    """Yield (row, fault) for each row of a batch. The fault is None for a sound row.
+
+    The row is None when one of its values cannot be converted to Python, for example a string that is not UTF-8.
+    """
+    for number in range(batch.num_rows):
+        try:
+            [row] = batch_rows(batch.slice(number, 1))
+        except RunError as error:
+            yield None, f"a row has an invalid value: {error.__cause__}"
+            continue
+        fault = None
+        if row[DIGEST] != row_digest(row, TABLES[table]):
+            name = f"call {row['call_id']} of session" if table == "calls" else "a row of session"
+            fault = f"{name} {row['session_id']}: its digest does not match, the row was changed after it was written"
+        yield row, fault
+
+
+def check_session(
+    run: Path,
+    session_id: str,
+    rows: Sequence[Session],
+    calls: Sequence[pa.RecordBatch],
+    events: Iterable[pa.RecordBatch],
+    *,
+    salvaged: bool,
+) -> Iterator[Finding]:
+    """Yield the findings of one session: in its calls, in its own rows, and in its events.
+
+    A `salvaged` run is merged from damaged ones, and rows are missing. There a call with a missing ancestor is a
+    notice, not damage.
+    """
+    where = f"session {session_id}"
+    ids = Counter(call_id for batch in calls for call_id in batch.column("call_id").to_pylist())
+    for call_id, times in ids.items():
+        if times > 1:
+            advice = "remove the calls-*.arrow file that is a copy of another"
+            yield Finding("damage", f"{where}, call {call_id}", f"it is recorded {times} times", advice)
+    if ids.total() == len(ids):
+        yield from _check_calls(run, session_id, calls, salvaged)
+    if rows:
+        yield from check_session_rows(where, rows, salvaged=salvaged)
+    elif ids:
+        yield Finding("notice", where, "has no row in sessions: its calls have no reward and no group")
+    yield from _check_events(where, ids, events)
+
+
+def _check_calls(run: Path, session_id: str, batches: Sequence[pa.RecordBatch], salvaged: bool) -> Iterator[Finding]:
+    recorded: dict[str, str | None] = {}
+    for batch in batches:
+        columns = (batch.column(name).to_pylist() for name in ("call_id", "violation"))
+        recorded.update(zip(*columns, strict=True))
+    # with the recorded violations removed, a violation means that the prompt cannot be rebuilt
+    unmarked = (_without_violations(batch) for batch in batches)
+    calls = rebuild_calls(run, session_id, unmarked, check_digests=False)  # `check_rows` did
+    recorded_parents = {call.call_id: call.parent_id for call in calls}
+    orphaned: set[str] = set()
+    for call_id, parent_id in parents_first(recorded_parents):
+        if parent_id in orphaned or (recorded_parents[call_id] or call_id) not in recorded_parents:
+            orphaned.add(call_id)
+    for call in calls:
+        where = f"session {session_id}, call {call.call_id}"
+        if call.violation and salvaged and call.call_id in orphaned:
+            yield Finding("notice", where, call.violation, "damaged rows were not merged: see left_behind in run.json")
+        elif call.violation:
+            yield Finding("damage", where, call.violation, FROM_A_COPY)
+        call.violation = recorded[call.call_id] or call.violation
+        yield from _check_tokens(where, call)
+        names = {"kind": get_args(CallKind), "role": get_args(CallRole), "status": get_args(CallStatus)}
+        yield from check_values(where, call, **names)
+        yield from check_times(where, call.started_at, call.first_token_at, call.finished_at)
+    try:
+        trace_session(RecordedSession(session_id=session_id, session=None, calls=calls), TraceOptions())
+    except LedgerError as error:
+        yield Finding("damage", f"session {session_id}", str(error), "please report it as a bug of rolltap")
+
+
+def _without_violations(batch: pa.RecordBatch) -> pa.RecordBatch:
+    column = batch.schema.get_field_index("violation")
+    return batch.set_column(column, "violation", pa.nulls(batch.num_rows, pa.string()))
+
+
+def _check_tokens(where: str, call: Call) -> Iterator[Finding]:
+    if min(chain(call.prompt_ids[call.prefix_length :], call.completion_ids), default=0) < 0:
+        yield Finding("damage", where, "it has a negative token id", FROM_A_COPY)
+    # a call without log-probabilities is left out of training anyway, marked or not
+    violation = find_violation(call.completion_ids, call.logprobs, call.weight_versions) if call.logprobs else None
+    if violation and not call.violation:
+        yield Finding("damage", where, f"{violation}, and the call is not marked", "the call is not trained on anyway")
+
+
+def _check_events(where: str, calls: Counter[str], events: Iterable[pa.RecordBatch]) -> Iterator[Finding]:
+    refused = 0
+    for batch in events:
+        columns = (batch.column(name).to_pylist() for name in ("kind", "call_id", "detail"))
+        for kind, call_id, detail in zip(*columns, strict=True):
+            refused += kind == "fault" and _DISK_FULL in (detail or "")
+            if kind == "call_started" and call_id not in calls:
+                what = "it was started, not recorded: it still runs, its recorder was killed, or the disk was full"
+                yield Finding("notice", f"{where}, call {call_id}", what)
+    if refused:
+        yield Finding("notice", where, f"the disk was full: {refused} requests were refused")
+
+
+_HIDDEN = re.compile(r"\.(?:(?:calls|sessions|events)-.*\.arrow(?:\.cut-\d+)?|(?:run|policy)\.json)\.(?P<process>\d+)")
+"""See `rolltap.addons.store.staging.hidden_name`."""
+
+_PIECE_BYTES = 1024 * 1024
+
+
+def is_held(path: Path) -> bool:
+    """Return True when a process holds the lock of a file. Writers hold the lock of the file that they write."""
+    with locked(path) as descriptor:
+        return descriptor is None
+
+
+def find_leftovers(run: Path) -> Iterator[tuple[Path, bool]]:
+    """Yield the temporary files of a run, each with True when a process may still use it.
+
+    That is so when the file is locked, and when a process with the pid in its name is alive on this machine: it may be
+    about to lock the file.
+    """
+    for path in sorted(run.iterdir()):
+        if match := _HIDDEN.fullmatch(path.name):
+            yield path, _is_alive(int(match["process"])) or is_held(path)
+
+
+def remove_leftovers(run: Path) -> Iterator[str]:
+    """Remove temporary files that no process uses. Yield a sentence for each."""
+    for path, held in list(find_leftovers(run)):
+        if not held:
+            path.unlink()
+            yield f"{path.name}: removed, a temporary file of a killed process"
+
+
+def cut_end(path: Path, schema: pa.Schema) -> Iterator[str]:
+    """Truncate the uncommitted tail of a segment, and yield a sentence. A locked segment is left as it is.
+
+    The tail is kept in a file beside the segment (`kept_cuts`), unless it holds nothing but zeros.
+    """
+    with locked(path, os.O_RDWR) as descriptor:
+        if descriptor is None:
+            return
+        with SegmentReader(path, schema) as reader:
+            for _ in reader:
+                pass
+        if reader.uncommitted:
+            end = os.fstat(descriptor).st_size
+            size = end - reader.uncommitted
+            kept = _keep(path, descriptor, size, end)
+            os.ftruncate(descriptor, size)
+            os.fsync(descriptor)
+            where = f", and are in {kept.name}" if kept else ""
+            yield f"{path.name}: the last {reader.uncommitted} bytes were truncated: not a committed message{where}"
+
+
+def kept_cuts(run: Path) -> list[Path]:
+    """Return the files with what repairs cut off. Appending one to its segment undoes the cut."""
+    return sorted(run.glob("[!.]*.arrow.cut-*"))
+
+
+def _keep(path: Path, descriptor: int, start: int, end: int) -> Path | None:
+    """Write a tail to a new file, which is on the disk when this returns. Returns None for a tail of zeros.
+
+    A file that has the same bytes is that of a repair which was killed before it truncated.
+    """
+    if not any(any(piece) for piece in _pieces(descriptor, start, end)):
+        return None
+    for number in count(1):
+        kept = path.with_name(f"{path.name}.cut-{number}")
+        if not kept.exists():
+            break
+        if kept.stat().st_size == end - start and _is_copy(kept, _pieces(descriptor, start, end)):
+            return kept
+    with new_file(kept, "wb") as file:
+        for piece in _pieces(descriptor, start, end):
+            file.write(piece)
+    return kept
+
+
+def _pieces(descriptor: int, start: int, end: int) -> Iterator[bytes]:
+    """Yield the bytes of a file between two offsets. Raises `OSError` when the file has fewer."""
+    while start < end:
+        piece = os.pread(descriptor, min(end - start, _PIECE_BYTES), start)
+        if not piece:
+            raise OSError(errno.EIO, f"{end - start} bytes less than its size can be read")
+        start += len(piece)
+        yield piece
+
+
+def _is_copy(path: Path, pieces: Iterator[bytes]) -> bool:
+    with path.open("rb") as file:
+        return all(file.read(len(piece)) == piece for piece in pieces)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
 
 Verdict = Literal["ok", "needs repair", "damaged"]
 """`needs repair`: no row is damaged, and `--repair` removes what a failed or killed writer left."""

@@ -1,26 +1,179 @@
-"""A recipe's arguments for TRL, PEFT and the recorder. They are checked before anything starts."""
+"""A recipe's arguments for TRL, PEFT and the recorder. They are checked before anything starts.
+
+Adapters that vLLM does not load, or would load as another one.
+
+The checkpoints from which a stopped training goes on.
+
+The reporters of a training: programs to which TRL's trainer sends its metrics.
+
+A trial of what transformers makes of a training's arguments long after its start: log level, optimizer, schedule.
+
+Transformers checks their names when the arguments are made, and the rest when the first step begins, when sessions have
+run already.
+"""
 
 import difflib
 import inspect
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from pydantic import TypeAdapter, ValidationError
+from transformers import Trainer, TrainingArguments, get_scheduler, integrations
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.grpo.config import TraceGRPOConfig
 from rolltap.trainer.models.loading import Dtype, frozen_modules, meta_policy
-from rolltap.trainer.training.adapter import require_servable
-from rolltap.trainer.training.checkpoints import CHECKPOINTS
+from rolltap.trainer.training.grpo.config import TraceGRPOConfig
 from rolltap.trainer.training.recipe import Recipe
-from rolltap.trainer.training.report_to import check_report_to
-from rolltap.trainer.training.trial import check_made
+
+LARGEST_RANK = 512
+"""Of an adapter that vLLM loads."""
+
+_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+"""Values of `init_lora_weights` that leave the base weights as they are. The others change those of the trainer."""
+_ABSENT = (
+    "use_dora",
+    "lora_bias",
+    "modules_to_save",
+    "trainable_token_indices",
+    "layer_replication",
+    "alora_invocation_tokens",
+    "use_bdlora",
+    "use_qalora",
+)
+"""Fields of PEFT's `LoraConfig` that vLLM does not know or refuses. Source: vLLM 0.32, `PEFTHelper`."""
+
+
+def require_servable(lora: Mapping[str, Any]) -> None:
+    """Raise `InputError` for arguments of `LoraConfig` whose adapter vLLM does not serve. Their types are right."""
+    for key in _ABSENT:
+        if lora.get(key):
+            raise InputError(_refusal(key, lora[key], "remove it"))
+    if lora.get("bias", "none") != "none":
+        raise InputError(_refusal("bias", lora["bias"], 'set it to "none"'))
+    init = lora.get("init_lora_weights", True)
+    if isinstance(init, str) and init.lower() not in _INITS:
+        raise InputError(_refusal("init_lora_weights", init, f"leave it out, choose one of {', '.join(_INITS)}"))
+    if lora.get("r", 8) > LARGEST_RANK:
+        raise InputError(_refusal("r", lora["r"], f"set {LARGEST_RANK} or less"))
+    ranks = lora.get("rank_pattern") or {}
+    if any(rank > LARGEST_RANK for rank in ranks.values()):
+        raise InputError(_refusal("rank_pattern", ranks, f"set {LARGEST_RANK} or less"))
+
+
+def _refusal(key: str, value: Any, fix: str) -> str:
+    return f'vLLM does not serve an adapter with lora.{key} = {value!r}: {fix}, or set publish = "checkpoint"'
+
+
+CHECKPOINTS = "checkpoints"
+"""Folder in the run with the trainer's checkpoints."""
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """Return the newest whole checkpoint, or None."""
+    return max(filter(_whole, folder.glob("checkpoint-*")), key=checkpoint_step, default=None)
+
+
+def remove_incomplete(folder: Path) -> None:
+    """Remove checkpoints that a killed training left incomplete. The trainer would write into them."""
+    for checkpoint in folder.glob("checkpoint-*"):
+        if not _whole(checkpoint):
+            shutil.rmtree(checkpoint)
+
+
+def checkpoint_step(checkpoint: Path) -> int:
+    """Return the number of optimizer steps before a checkpoint."""
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def _whole(checkpoint: Path) -> bool:
+    # transformers writes trainer_state.json after all other files, and no beginning of a JSON object is JSON.
+    # Source: transformers 5.23, Trainer._save_checkpoint. It removes old checkpoints only after that.
+    try:
+        json.loads((checkpoint / "trainer_state.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+_EXTRAS = {
+    "tensorboard": integrations.is_tensorboard_available,
+    "trackio": integrations.is_trackio_available,
+    "wandb": integrations.is_wandb_available,
+}
+"""Reporters that are extras of this package -> whether they are installed."""
+
+
+def check_report_to(value: Any) -> None:
+    """Raise `InputError` for a `report_to` with a reporter that does not exist or is not installed.
+
+    `value` is a name, a list of names, `none`, or `all` for the reporters that are installed.
+    """
+    names = [value] if isinstance(value, str) else value
+    if names in (["none"], ["all"]):
+        return
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise InputError(f"grpo.report_to = {value!r}: give a name or a list of names")
+    for name in names:
+        if name not in integrations.INTEGRATION_TO_CALLBACK:
+            choices = ", ".join(_EXTRAS)
+            raise InputError(
+                f"grpo.report_to = {value!r}: there is no reporter {name!r}; choose from {choices}, or 'none' alone"
+            )
+        if name in _EXTRAS:
+            if not _EXTRAS[name]():
+                raise InputError(f"grpo.report_to = {name!r}: it is not installed: pip install 'rolltap[{name}]'")
+        elif name not in integrations.get_available_reporting_integrations():
+            raise InputError(
+                f"grpo.report_to = {name!r}: it is not installed or not configured; transformers' documentation of "
+                "callbacks says what it needs"
+            )
+
+
+_OPTIMIZER = ("optim", "optim_args", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+_SCHEDULE = ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
+
+
+def check_made(args: TrainingArguments) -> None:
+    """Make the log level, the optimizer and the schedule of `args` for a model of one layer.
+
+    Raises `InputError` for what transformers and torch refuse, with the arguments that it was made of.
+    """
+    layer = torch.nn.Linear(2, 2)
+
+    def optimizer() -> torch.optim.Optimizer:
+        kind, given = Trainer.get_optimizer_cls_and_kwargs(args, layer)
+        made: torch.optim.Optimizer = kind(given.pop("params", layer.parameters()), **given)
+        return made
+
+    _try(args, ("log_level",), args.get_process_log_level)
+    optimizer_made = _try(args, _OPTIMIZER, optimizer)
+    steps: Mapping[str, Any] = {
+        "num_warmup_steps": args.get_warmup_steps(args.max_steps),
+        "num_training_steps": args.max_steps,
+        "scheduler_specific_kwargs": args.lr_scheduler_kwargs,
+    }
+    _try(args, _SCHEDULE, lambda: get_scheduler(args.lr_scheduler_type, optimizer=optimizer_made, **steps))
+
+
+def _try(args: TrainingArguments, names: tuple[str, ...], make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except Exception as error:  # of all kinds: a missing package, an unknown name, a number out of range
+        given = ", ".join(f"{name} = {_plain(getattr(args, name))!r}" for name in names)
+        raise InputError(f"the recipe's [grpo] table cannot be used ({given}): {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    """Return an enumeration's value, and other values as they are."""
+    return getattr(value, "value", value)
+
 
 _SET_HERE = ("output_dir", "max_steps", "seed", "save_strategy", "save_steps", "ddp_backend", "ddp_timeout")
 SAVE_TOTAL_LIMIT = 2

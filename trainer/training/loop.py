@@ -10,17 +10,26 @@ it ends (`processes`).
 A stopped training goes on from its last checkpoint. All steps after it are taken again, with the sessions that are in
 the run folder. Nothing else decides on a step: its tasks are a function of the seed and the step, and the checkpoint
 holds the weights, the optimizer and the scheduler. What else decides is refused to change (`begun`).
+
+The processes of a training, as `torchrun` and `accelerate launch` start them.
+
+The main process alone rolls out, publishes, writes and prints. The others wait for it, for hours, on the CPU.
 """
 
+import atexit
 import json
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
 from datasets import Dataset
 from peft import PeftModel
 from rich.console import Console
@@ -30,47 +39,126 @@ from transformers.utils import logging as transformers_logging
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import Session, utc_now
 from rolltap.addons.store.staging import new_folder
-from rolltap.trainer.blocking import run_blocking
+from rolltap.trainer.concurrency import run_blocking
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.publish_transfer import require_transfer
-from rolltap.trainer.grpo.config import TraceGRPOConfig
-from rolltap.trainer.grpo.ranks import initialise, on_main, together
-from rolltap.trainer.grpo.trainer import TraceGRPOTrainer
+from rolltap.trainer.launcher import processes_started
 from rolltap.trainer.models.loading import load_policy, load_tokenizer
 from rolltap.trainer.models.saving import save_adapter, save_whole
 from rolltap.trainer.progress import progress_bar
-from rolltap.trainer.rollouts.before import check_judges
-from rolltap.trainer.rollouts.groups import Group
+from rolltap.trainer.rollouts.check import check_judges, fit_tasks
+from rolltap.trainer.rollouts.facts import Group
 from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.lock import rollout_lock
-from rolltap.trainer.rollouts.plan import Plan
+from rolltap.trainer.rollouts.mitmdump import rollout_lock
+from rolltap.trainer.rollouts.plan import Plan, shared
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import end_interrupted
 from rolltap.trainer.rollouts.runtimes.choose import make_runtime
 from rolltap.trainer.rollouts.runtimes.runtime import Runtime
-from rolltap.trainer.rollouts.scheduler import run_groups
-from rolltap.trainer.rollouts.shared import shared
-from rolltap.trainer.rollouts.tasks.fit import fit_tasks
-from rolltap.trainer.rollouts.tasks.sources import load_tasks
-from rolltap.trainer.rollouts.tasks.task import Task
+from rolltap.trainer.rollouts.schedule import run_groups
+from rolltap.trainer.tasks.sources import load_tasks
+from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.training.arguments import (
     check_arguments,
+    checkpoint_step,
     dtype_of,
+    last_checkpoint,
     lora_config,
     model_arguments,
+    remove_incomplete,
     sampling,
     training_arguments,
     without_frozen,
 )
-from rolltap.trainer.training.attempts import claimed_attempt
-from rolltap.trainer.training.begun import begun_online
-from rolltap.trainer.training.checkpoints import checkpoint_step, last_checkpoint, remove_incomplete
+from rolltap.trainer.training.attempt import begun_online, claimed_attempt
+from rolltap.trainer.training.grpo.config import TraceGRPOConfig
+from rolltap.trainer.training.grpo.ranks import initialise, is_main, on_main, together
+from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.training.online import OnlineTraces
-from rolltap.trainer.training.processes import first_on_main, only_on_main, require_machine
-from rolltap.trainer.training.recipe import FINISHED, Recipe
-from rolltap.trainer.training.reports import run_reports
+from rolltap.trainer.training.recipe import FINISHED, Machine, Recipe
+from rolltap.trainer.training.report import run_reports
 from rolltap.trainer.training.serving import Serving, published_folder
+
+T = TypeVar("T")
+
+_LEFT = "rolltap: the main process has ended"
+LEAVE_SECONDS = 25.0
+"""Longest that an ending process waits for the main one to end. `torchrun` kills after 30 seconds."""
+TENSOR_SECONDS = 1800
+"""Longest that a process waits for another one's tensors, for example while that one computes a longer trace.
+
+Nobody waits for rollouts here: objects travel over a gloo group of their own, which waits as long as it takes. A lost
+process breaks gloo's connections, and is noticed at once. NCCL does not notice it: then the launcher, or this time,
+ends the others.
+"""
+
+
+def join_processes() -> None:
+    """Join the other processes that the launcher started, if any. Call it before anything can fail on one of them."""
+    if processes_started() == 1 or dist.is_initialized():
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=TENSOR_SECONDS))
+    atexit.register(_leave)
+
+
+def only_on_main(function: Callable[[], T]) -> T:
+    """Call `function` on the main process, and return its result. Its error is raised on every process. Collective.
+
+    Elsewhere the result is None: use it only in a function that the main process alone calls.
+    """
+    results: list[Any] = [None]
+    on_main(lambda: results.append(function()))
+    result: T = results[-1]
+    return result
+
+
+def first_on_main(function: Callable[[], T]) -> T:
+    """Call `function` on the main process, then on the others. An error that is everybody's is raised once. Collective.
+
+    `function` must not call collective operations.
+    """
+    results: list[T] = []
+    on_main(lambda: results.append(function()))
+    return together(lambda: results[0] if results else function())
+
+
+def require_machine(machine: Machine | None, urls: int | None = None) -> None:
+    """Raise `InputError` for other numbers of processes and engine URLs than a recipe's table [machine] gives.
+
+    `urls` None is a training without engines.
+    """
+    given = {} if machine is None else machine.model_dump(exclude_unset=True)
+    started = processes_started()
+    if (processes := given.get("processes", started)) != started:
+        raise InputError(
+            f"machine.processes is {processes}, but the number of training processes is {started}: start them with "
+            f"`torchrun --nproc-per-node {processes} -m rolltap train ...`, or change the recipe"
+        )
+    if urls is not None and (engines := given.get("engines", urls)) != urls:
+        raise InputError(
+            f"machine.engines is {engines}, but the number of engine URLs is {urls}: give --engine as many, separated "
+            "by commas, or change the recipe"
+        )
+
+
+def _leave() -> None:
+    """Leave the other processes, the main one first: a launcher stops it as soon as another one has ended.
+
+    So it can say why the training ends, stop the recorder and give the engines back.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    with suppress(RuntimeError, KeyboardInterrupt):  # the store has ended with the main process, or the launcher stops
+        if is_main():
+            store.set(_LEFT, "")
+        until = time.monotonic() + LEAVE_SECONDS
+        while not store.check([_LEFT]) and time.monotonic() < until:
+            time.sleep(0.05)
+        dist.destroy_process_group()
+
 
 ADAPTER = "adapter"
 """Folder in the trained model with the adapter, if one was trained."""

@@ -18,20 +18,31 @@ from transformers import AutoTokenizer
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.metadata import read_metadata, tokenizer_digests
 from rolltap.addons.store.tables import read_batches
-from rolltap.trainer.grpo.advantages import rewards_differ
-from rolltap.trainer.grpo.ranks import initialise, on_main
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.traces.ledger import Ledger
-from rolltap.trainer.traces.outcomes import RewardRules, label_session
 from rolltap.trainer.traces.reader import RecordedCalls, RecordedSession, load_sessions
-from rolltap.trainer.traces.sessions import TracedSession, TraceOptions, make_batch, trace_session
+from rolltap.trainer.traces.sessions import (
+    RewardRules,
+    TracedSession,
+    TraceOptions,
+    label_session,
+    make_batch,
+    trace_session,
+)
 from rolltap.trainer.training.arguments import check_arguments, training_arguments
-from rolltap.trainer.training.attempts import claimed_attempt
-from rolltap.trainer.training.begun import begun_offline
-from rolltap.trainer.training.loop import make_trainer, save_finished, train_to_end
-from rolltap.trainer.training.processes import first_on_main, only_on_main, require_machine
+from rolltap.trainer.training.attempt import begun_offline, claimed_attempt
+from rolltap.trainer.training.grpo.advantages import rewards_differ
+from rolltap.trainer.training.grpo.ranks import initialise, on_main
+from rolltap.trainer.training.loop import (
+    first_on_main,
+    make_trainer,
+    only_on_main,
+    require_machine,
+    save_finished,
+    train_to_end,
+)
 from rolltap.trainer.training.recipe import Recipe
-from rolltap.trainer.training.reports import run_reports
+from rolltap.trainer.training.report import run_reports
 
 
 @dataclass(frozen=True, slots=True)

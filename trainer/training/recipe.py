@@ -8,11 +8,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from rolltap.addons.errors import InputError
 from rolltap.addons.option_names import require_options
 from rolltap.addons.store.records import CallRole
-from rolltap.trainer.rollouts.budget import Budget
-from rolltap.trainer.settings import load_toml
+from rolltap.trainer.rollouts.facts import Budget
+from rolltap.trainer.toml import load_toml
 from rolltap.trainer.traces.build import TRAINED_ROLES, Strategy
-from rolltap.trainer.traces.outcomes import Outcomes, RewardRules, Suspicious
-from rolltap.trainer.traces.sessions import TraceOptions
+from rolltap.trainer.traces.sessions import Outcomes, RewardRules, Suspicious, TraceOptions
 
 FINISHED = "model"
 """Folder in the run with the trained model. It exists once the training is finished."""

@@ -14,13 +14,12 @@ from rich.console import Console
 
 from rolltap.addons.errors import EngineError, RunError
 from rolltap.addons.store.staging import locked
-from rolltap.trainer.engine.agreement import LIMITS, fixed_ids
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.publish import Publisher, make_publisher
-from rolltap.trainer.engine.published import published_name
-from rolltap.trainer.grpo.trainer import TraceGRPOTrainer
+from rolltap.trainer.engine.weights import LIMITS, fixed_ids, published_name
 from rolltap.trainer.models.loading import load_tokenizer
 from rolltap.trainer.training.arguments import dtype_of
+from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.training.recipe import Recipe
 
 _log = logging.getLogger(__name__)

@@ -4,8 +4,7 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import unquote
 
-from rolltap.addons.dialects.tools import as_object
-from rolltap.addons.dialects.types import (
+from rolltap.addons.dialects.model_call import (
     ContextOverflow,
     DialectError,
     Reply,
@@ -15,6 +14,7 @@ from rolltap.addons.dialects.types import (
     dump_json,
     sign,
 )
+from rolltap.addons.dialects.tools import as_object
 
 _ERROR_TYPES = {
     400: "invalid_request_error",

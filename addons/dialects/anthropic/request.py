@@ -1,13 +1,155 @@
-"""Requests of the Messages API."""
+"""Requests of the Messages API.
 
+The conversation of a request to the Anthropic Messages API: system prompt, messages and their content blocks.
+
+A conversation must decode to the same messages in each request. These differences between the requests of a Claude
+Code session are therefore removed:
+
+- A system block with billing information differs in each request. It is dropped.
+- `cache_control` moves to the last block. It is ignored.
+- A content of one text block is sent as a string when it has no `cache_control`. Both decode to the same text.
+- A tool with `defer_loading` is added to `tools` after a search found it. It is not part of the tools that the model
+  sees. The first `tool_reference` block that loads it decodes to its definition.
+"""
+
+import json
 from typing import Any, Literal
 
 from rolltap.addons.dialects.anthropic.claude_code import is_claude_code, normal_arguments
-from rolltap.addons.dialects.anthropic.content import conversation, hide_media, system_message
-from rolltap.addons.dialects.decoded import decoded
+from rolltap.addons.dialects.dialect import decoded
 from rolltap.addons.dialects.fields import Fields, Wording, parse_object
-from rolltap.addons.dialects.tools import function_tool
-from rolltap.addons.dialects.types import DialectError, ModelCall, Tool
+from rolltap.addons.dialects.images import hide, placeholder
+from rolltap.addons.dialects.json_values import described
+from rolltap.addons.dialects.model_call import (
+    DialectError,
+    Message,
+    ModelCall,
+    Tool,
+    assistant_message,
+    message_tool_call,
+    signed_call,
+)
+from rolltap.addons.dialects.tools import from_object, function_tool
+
+_BILLING = "x-anthropic-billing-header"
+
+_CONTENT = "a string or a list of content blocks"
+_HOSTED_BLOCKS = ("server_tool_use", "mcp_tool_use", "search_result")
+
+
+def system_message(request: Fields, tools: dict[str, Tool]) -> list[Message]:
+    """Return the system prompt as a list of at most one message. `tools` maps names to tools of the request."""
+    texts = [_text(block, tools) for block in _blocks(request, "system")]
+    texts = [text for text in texts if text and not text.startswith(_BILLING)]
+    # blocks are separated by a blank line, because some harnesses send blocks without a final newline
+    return [{"role": "system", "content": "\n\n".join(texts)}] if texts else []
+
+
+def conversation(request: Fields, tools: dict[str, Tool]) -> list[Message]:
+    """Decode the messages of a request. Raises `DialectError`, also when there are none."""
+    turns: list[tuple[str, list[Fields]]] = []
+    for message in request.objects("messages"):
+        role, blocks = message.choice("role", ("user", "assistant", "system")), _blocks(message, "content")
+        if message["content"] is None:
+            raise message.refusal("content", _CONTENT)
+        if role == "assistant" and turns and turns[-1][0] == role:
+            turns[-1][1].extend(blocks)  # one turn in this API; a harness may split a reply
+        else:
+            turns.append((role, blocks))
+    if not turns:
+        raise request.refusal("messages", "a list of at least one message")
+    decoded: list[Message] = []
+    for role, blocks in turns:
+        if role == "assistant":
+            decoded.append(_assistant(blocks, tools))
+        elif role == "user":
+            decoded += _user(blocks, tools)
+        else:
+            decoded.append({"role": "system", "content": "".join(_text(block, tools) for block in blocks)})
+    return decoded
+
+
+def hide_media(request: Fields) -> int:
+    """Replace the images and documents of a request, also those in results of tools: see `hide`."""
+    return hide(request.values, [("messages", "content"), ("messages", "content", "content")], _text_for, "text")
+
+
+def _text_for(block: dict[str, Any]) -> str | None:
+    kind, source = block.get("type"), block.get("source")
+    if kind not in ("image", "document") or not isinstance(source, dict) or source.get("type") == "text":
+        return None
+    return placeholder(source.get("media_type"), str(kind))
+
+
+def _blocks(fields: Fields, key: str) -> list[Fields]:
+    """Return the blocks of a content. A string is one text block."""
+    text = fields.maybe(key, str)
+    return list(fields.objects(key, _CONTENT)) if text is None else [fields.at(key, {"type": "text", "text": text})]
+
+
+def _assistant(blocks: list[Fields], tools: dict[str, Tool]) -> Message:
+    texts, thoughts, tool_calls = [], [], []
+    call_id = None
+    for block in blocks:
+        match block.text("type"):
+            case "thinking":
+                thoughts.append(block.text("thinking"))
+                call_id = call_id or signed_call(block.maybe("signature", str))
+            case "redacted_thinking":
+                call_id = call_id or signed_call(block.maybe("data", str))
+            case "tool_use":
+                name, arguments = block.name("name"), from_object(block.object("input"))
+                tool_calls.append(message_tool_call(block.identifier("id"), name, arguments))
+            case _:
+                texts.append(_text(block, tools))
+    return assistant_message("".join(texts), "".join(thoughts), tool_calls, call_id)
+
+
+def _user(blocks: list[Fields], tools: dict[str, Tool]) -> list[Message]:
+    """Return one tool message for each tool result, then the text of the user, if any."""
+    results: list[Message] = []
+    texts = []
+    for block in blocks:
+        if block["type"] == "tool_result":
+            results.append(_tool_result(block, tools))
+        else:
+            texts.append(_text(block, tools))
+    text = "".join(texts)  # Claude Code ends each block but the last with a newline
+    return [*results, {"role": "user", "content": text}] if text or not results else results
+
+
+def _tool_result(block: Fields, tools: dict[str, Tool]) -> Message:
+    text = "\n".join(_text(inner, tools) for inner in _blocks(block, "content"))
+    if block["is_error"] is True:
+        text = f"Error: {text}"  # chat templates have no field for the flag
+    return {"role": "tool", "content": text, "tool_call_id": block.identifier("tool_use_id")}
+
+
+def _text(block: Fields, tools: dict[str, Tool]) -> str:
+    """Return the text of a block that is allowed in any message.
+
+    A `tool_reference` becomes the tool's definition as JSON, and a later one to the same tool its name: definitions in
+    `tools` are removed once they are shown. Blocks of hosted tools, which another model used, become JSON as well.
+    """
+    kind = block.text("type")
+    if kind == "text":
+        return block.text("text")
+    if kind == "document" and block.inner("source")["type"] == "text":
+        return block.inner("source").text("data")
+    if kind == "tool_reference":
+        name = block.label("tool_name")
+        return _json_text(block, tools.pop(name, None) or {"name": name})
+    if kind in _HOSTED_BLOCKS or kind.endswith("_tool_result"):
+        return _json_text(block, {key: value for key, value in block.values.items() if key != "cache_control"})
+    raise block.refusal("type", f"text here, not {described(kind)}; this model takes text only")
+
+
+def _json_text(block: Fields, value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        raise DialectError(f"{block.place()}: Input is nested too deeply.") from None
+
 
 _WORDING = Wording("{place}: Input should be {expected}.", index=".{}")
 _SAMPLING_FIELDS = [

@@ -3,8 +3,8 @@
 from typing import Any, Literal
 
 from rolltap.addons.dialects.anthropic.reply import encode_error, first_fields, stop_fields, usage_counts
+from rolltap.addons.dialects.model_call import DialectError, Reply, ReplyContext, Usage, dump_json, sign
 from rolltap.addons.dialects.tools import as_object
-from rolltap.addons.dialects.types import DialectError, Reply, ReplyContext, Usage, dump_json, sign
 
 
 class StreamEncoder:

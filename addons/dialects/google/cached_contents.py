@@ -2,6 +2,8 @@
 
 A cached content lasts as long as its session: an engine may be slower than the time to live that a program chose for
 Google's. Errors are in the words of the API.
+
+The part of a cached content that a session stores.
 """
 
 import re
@@ -9,17 +11,72 @@ from datetime import UTC, datetime
 from typing import Any
 
 from rolltap.addons.dialects.fields import Fields, parse_object
-from rolltap.addons.dialects.google.cached import FIRST, FOLDER, find_cached, path_of
-from rolltap.addons.dialects.google.kept_content import kept_content
 from rolltap.addons.dialects.google.protobuf import WORDING, camel_case_fields
-from rolltap.addons.dialects.google.request import decode_content
-from rolltap.addons.dialects.recordable import is_word
-from rolltap.addons.dialects.stored import DELETED, Stored, StoredAnswer, StoredRequest
-from rolltap.addons.dialects.types import DialectError
+from rolltap.addons.dialects.google.request import FIRST, FOLDER, decode_content, find_cached, path_of
+from rolltap.addons.dialects.json_values import is_word
+from rolltap.addons.dialects.model_call import DialectError
+from rolltap.addons.dialects.stored import (
+    DELETED,
+    Shape,
+    Stored,
+    StoredAnswer,
+    StoredRequest,
+    fields_of_a_tool,
+    flag,
+    hosted_tool,
+    identifier,
+    kept,
+    label,
+    own_signature,
+    text,
+    word,
+)
+
+_CALL: Shape = {"id": identifier, "name": text, "args": fields_of_a_tool}
+_RESPONSE: Shape = {"id": identifier, "name": text, "response": fields_of_a_tool, "parts": {"text": text}}
+_PARTS: Shape = {
+    **{"text": text, "thought": flag, "thoughtSignature": own_signature},
+    **{"functionCall": _CALL, "functionResponse": _RESPONSE},
+}
+_CONTENT: Shape = {"role": word, "parts": _PARTS}
+_FUNCTION: Shape = {
+    **{"name": label, "description": text},
+    **{"parameters": fields_of_a_tool, "parametersJsonSchema": fields_of_a_tool},
+}
+
+
+def _names(names: Any) -> list[str]:
+    return [name for name in names if label(name)] if isinstance(names, list) else []
+
+
+def _tools(tools: Any) -> list[dict[str, Any]]:
+    """Store tools: functions as the model sees them, hosted ones in their recordable form."""
+    return [_tool(camel_case_fields(tool)) for tool in (tools if isinstance(tools, list) else [tools])]
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    functions = tool.pop("functionDeclarations", None)
+    stored = {} if functions is None else {"functionDeclarations": kept(functions, _FUNCTION, camel_case_fields)}
+    for kind, value in tool.items():
+        stored |= hosted_tool({kind: value}) or {}
+    return stored
+
+
+_CACHED: Shape = {
+    **{"model": label, "displayName": label, "systemInstruction": _CONTENT, "contents": _CONTENT},
+    **{"tools": _tools, "toolConfig": {"functionCallingConfig": {"mode": word, "allowedFunctionNames": _names}}},
+}
+
+
+def kept_content(content: dict[str, Any]) -> dict[str, Any]:
+    """Return what is stored of a cached content that can be decoded and has no images, audio and files."""
+    stored: dict[str, Any] = kept(content, _CACHED, camel_case_fields)
+    return stored
+
 
 _PATH = re.compile(r"/(?:v1|v1beta|v1beta1)/(?P<name>(?:projects/[^/]+/locations/[^/]+/)?cachedContents(?:/[^/:]+)?)")
 _SECONDS = re.compile(r"\d{1,9}(\.\d{1,9})?s", re.ASCII)
-_CONTENT = ("model", "displayName", "systemInstruction", "tools", "toolConfig", "contents")
+_CONTENT_FIELDS = ("model", "displayName", "systemInstruction", "tools", "toolConfig", "contents")
 _LIFETIME = 3600
 """Seconds, unless the request has a `ttl` or an `expireTime`."""
 
@@ -63,8 +120,8 @@ def _given_content(body: Fields) -> tuple[dict[str, Any], int]:
     """
     for key in ("model", "displayName"):
         body.optional(key, Fields.label)
-    model_call = decode_content(body.replaced(body.chosen(_CONTENT)))
-    return kept_content(body.chosen(_CONTENT)), model_call.hidden
+    model_call = decode_content(body.replaced(body.chosen(_CONTENT_FIELDS)))
+    return kept_content(body.chosen(_CONTENT_FIELDS)), model_call.hidden
 
 
 def _body(request: StoredRequest) -> dict[str, Any]:

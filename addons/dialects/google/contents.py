@@ -8,10 +8,9 @@ from typing import Any
 
 from rolltap.addons.dialects.fields import Fields
 from rolltap.addons.dialects.google.protobuf import camel_case_fields, message_field, repeated_field
-from rolltap.addons.dialects.hidden import hide, placeholder
-from rolltap.addons.dialects.recordable import is_word
-from rolltap.addons.dialects.tools import from_object
-from rolltap.addons.dialects.types import (
+from rolltap.addons.dialects.images import hide, placeholder
+from rolltap.addons.dialects.json_values import is_word
+from rolltap.addons.dialects.model_call import (
     DialectError,
     Message,
     assistant_message,
@@ -19,6 +18,7 @@ from rolltap.addons.dialects.types import (
     signed_call,
     tool_call_id,
 )
+from rolltap.addons.dialects.tools import from_object
 
 _DATA_FIELDS = ("functionCall", "functionResponse", "text")
 _PARTS = [

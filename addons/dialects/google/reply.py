@@ -4,8 +4,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from rolltap.addons.dialects.google.protobuf import nests_deeper
-from rolltap.addons.dialects.tools import as_object, wrapped
-from rolltap.addons.dialects.types import (
+from rolltap.addons.dialects.model_call import (
     ContextOverflow,
     DialectError,
     Reply,
@@ -15,6 +14,7 @@ from rolltap.addons.dialects.types import (
     dump_json,
     sign,
 )
+from rolltap.addons.dialects.tools import as_object, wrapped
 
 _ARGUMENT_LEVELS = 80
 """Protobuf's parsers accept 100 levels. Arguments are about 10 levels below the top of a body."""

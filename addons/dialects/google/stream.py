@@ -5,7 +5,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from rolltap.addons.dialects.google.reply import encode_error, last_parts, response, text_parts
-from rolltap.addons.dialects.types import DialectError, Reply, ReplyContext, Usage, dump_json
+from rolltap.addons.dialects.model_call import DialectError, Reply, ReplyContext, Usage, dump_json
 
 
 def stream_encoder(context: ReplyContext) -> "EventStreamEncoder":

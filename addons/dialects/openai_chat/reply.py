@@ -3,8 +3,8 @@
 from typing import Any
 from urllib.parse import unquote
 
+from rolltap.addons.dialects.model_call import Reply, ReplyContext, ServedModel, Usage, dump_json
 from rolltap.addons.dialects.tools import freeform_input
-from rolltap.addons.dialects.types import Reply, ReplyContext, ServedModel, Usage, dump_json
 
 
 def encode_reply(context: ReplyContext, reply: Reply, usage: Usage) -> bytes:

@@ -2,11 +2,9 @@
 
 from typing import Any
 
-from rolltap.addons.dialects.decoded import decoded
+from rolltap.addons.dialects.dialect import decoded
 from rolltap.addons.dialects.fields import Fields, parse_object
-from rolltap.addons.dialects.openai import WORDING, content_text, hide_media, refuse_unsupported, wanted_schema
-from rolltap.addons.dialects.tools import freeform_tool
-from rolltap.addons.dialects.types import (
+from rolltap.addons.dialects.model_call import (
     FREEFORM_ARGUMENT,
     Message,
     ModelCall,
@@ -15,6 +13,8 @@ from rolltap.addons.dialects.types import (
     message_tool_call,
     parse_arguments,
 )
+from rolltap.addons.dialects.openai import WORDING, content_text, hide_media, refuse_unsupported, wanted_schema
+from rolltap.addons.dialects.tools import freeform_tool
 
 _SAMPLING_FIELDS = [
     "temperature",

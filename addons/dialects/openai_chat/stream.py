@@ -3,9 +3,9 @@
 import json
 from typing import Any
 
+from rolltap.addons.dialects.model_call import DialectError, Reply, ReplyContext, Usage, dump_json
 from rolltap.addons.dialects.openai import encode_error
 from rolltap.addons.dialects.openai_chat.reply import first_fields, usage_counts, wire_tool_calls
-from rolltap.addons.dialects.types import DialectError, Reply, ReplyContext, Usage, dump_json
 
 
 class StreamEncoder:

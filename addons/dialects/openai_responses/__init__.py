@@ -5,12 +5,12 @@ Field names follow the OpenAI API reference. A request may name earlier replies 
 
 from rolltap.addons.dialects.dialect import Operation
 from rolltap.addons.dialects.openai import encode_error as encode_error
+from rolltap.addons.dialects.openai_responses.conversations import is_served
+from rolltap.addons.dialects.openai_responses.conversations import serve as serve
 from rolltap.addons.dialects.openai_responses.reply import encode_models as encode_models
 from rolltap.addons.dialects.openai_responses.reply import encode_reply as encode_reply
 from rolltap.addons.dialects.openai_responses.reply import encode_token_count as encode_token_count
 from rolltap.addons.dialects.openai_responses.request import decode as decode
-from rolltap.addons.dialects.openai_responses.stored_api import is_served
-from rolltap.addons.dialects.openai_responses.stored_api import serve as serve
 from rolltap.addons.dialects.openai_responses.stream import StreamEncoder
 
 NAME = "openai-responses"

@@ -6,7 +6,7 @@ format. The fields below are those that Codex 0.169 requires, and those that cho
 
 from typing import Any
 
-from rolltap.addons.dialects.types import ServedModel
+from rolltap.addons.dialects.model_call import ServedModel
 
 _LONGEST_TOOL_OUTPUT = 10_000
 """Tokens, as in Codex's own catalogue."""

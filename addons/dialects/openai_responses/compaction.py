@@ -10,7 +10,7 @@
 import base64
 import binascii
 
-from rolltap.addons.dialects.types import ModelCall, ReplyContext, well_formed
+from rolltap.addons.dialects.model_call import ModelCall, ReplyContext, well_formed
 
 _HINT, _TRIGGER = "compaction", "trigger"
 _COMPACTION = "compaction"

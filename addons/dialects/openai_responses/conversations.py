@@ -12,22 +12,40 @@ The entries of a conversation:
 
 Of items and metadata only that is stored which a run may hold. An item without an id has one made of its entry's `key`
 or `call`.
+
+The ids in a request of the Responses API: earlier responses, their items, and conversations.
+
+| field | stands for |
+| --- | --- |
+| an `item_reference` in `input` | an item of an earlier reply |
+| `previous_response_id` | the conversation of an earlier call without its `instructions`, and the reply |
+| `conversation` | the items of a conversation, to which the request and its reply are added |
+
+All replies can be named, those to requests with `store: false` too. Errors are in the words of OpenAI's API.
+
+Routing of requests about what is stored: `/v1/conversations`, and earlier responses.
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import parse_qs
 
 from rolltap.addons.dialects.fields import Fields, parse_object
-from rolltap.addons.dialects.kept import labels
+from rolltap.addons.dialects.model_call import DialectError, Message, ModelCall, dump_json
 from rolltap.addons.dialects.openai import WORDING
-from rolltap.addons.dialects.openai_responses.earlier import reply_items, with_items
-from rolltap.addons.dialects.openai_responses.input import decode_input, hide_items
+from rolltap.addons.dialects.openai_responses.items import (
+    decode_input,
+    find_call,
+    hide_items,
+    is_reference,
+    reply_items,
+    serve_response,
+    with_items,
+)
 from rolltap.addons.dialects.openai_responses.kept_items import kept_items
 from rolltap.addons.dialects.openai_responses.tools import ToolNames
-from rolltap.addons.dialects.stored import DELETED, Entry, Stored, StoredAnswer, StoredRequest, shown_id
-from rolltap.addons.dialects.types import DialectError, ModelCall, dump_json
+from rolltap.addons.dialects.stored import DELETED, Entry, Stored, StoredAnswer, StoredRequest, labels, shown_id
 
 _PREFIXES = {"message": "msg", "function_call": "fc", "custom_tool_call": "ctc", "reasoning": "rs"}
 _TEXT_TYPES = {"assistant": "output_text"}
@@ -207,3 +225,110 @@ def _page(items: list[dict[str, Any]], target: str) -> dict[str, Any]:
 def _listed(items: list[dict[str, Any]], *, has_more: bool = False) -> dict[str, Any]:
     ids = [item["id"] for item in items] or [""]
     return {"object": "list", "data": items, "first_id": ids[0], "last_id": ids[-1], "has_more": has_more}
+
+
+_LASTING = ("system", "developer")
+"""Roles of messages that a compaction does not replace."""
+INSTRUCTIONS = "instructions"
+"""Key of the recorded options: True when the first message of the call is the request's `instructions`."""
+
+
+def names_stored(request: Fields) -> bool:
+    """Return True for a request with an id that `resolve` must find."""
+    items = request.maybe("input", list) or []
+    return (
+        request["previous_response_id"] is not None
+        or bool(request["conversation"])
+        or any(isinstance(item, dict) and is_reference(item) for item in items)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A request with items in the place of ids."""
+
+    request: Fields
+    before: list[Message]
+    """Messages before the input."""
+    conversation: str | None = None
+    """The path of the conversation that the request is added to."""
+    added: list[Any] = field(default_factory=list)
+    """The items that are added to it."""
+
+
+def resolve(request: Fields, stored: Stored, repeated: str | None = None) -> Resolved | None:
+    """Return the request with items in the place of ids.
+
+    With `repeated`, the digest of the request's body, the conversation is as the newest call in it was asked, whose
+    request had that digest: a retry is asked of a conversation that has the reply. Returns None without such a call.
+
+    Raises `DialectError` for an id that stands for nothing.
+    """
+    previous, conversation = request["previous_response_id"], request["conversation"]
+    if previous is not None and conversation:
+        raise DialectError("Mutually exclusive parameters: 'previous_response_id' and 'conversation'.")
+    if repeated is not None and not conversation:
+        return None
+    resolved = request.replaced({**request.values, "input": _input_items(request, stored)})
+    if previous is not None:
+        return Resolved(resolved, _previous_messages(request.identifier("previous_response_id"), stored))
+    if not conversation:
+        return Resolved(resolved, [])
+    named = request.maybe("conversation", str) or request.inner("conversation").identifier("id")
+    path, found = find_conversation(named, stored, repeated)
+    if found is None:
+        return None
+    added = resolved.values["input"]
+    whole = resolved.replaced({**resolved.values, "input": [*_since_compaction(found.items), *added]})
+    return Resolved(whole, [], path, added)
+
+
+def _since_compaction(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return items without the history that the newest compaction item stands for. Instructions and tools stay."""
+    newest = max((index for index, item in enumerate(items) if item["type"] == "compaction"), default=0)
+    lasting = [item for item in items[:newest] if item["type"] == "additional_tools" or item.get("role") in _LASTING]
+    return [*lasting, *items[newest:]]
+
+
+def _input_items(request: Fields, stored: Stored) -> list[Any]:
+    text = request.maybe("input", str)
+    if text is not None:
+        return [{"role": "user", "content": text}] if text else []
+    return with_items(request, "input", stored)
+
+
+def _previous_messages(response_id: str, stored: Stored) -> list[Message]:
+    call = find_call(response_id, stored)
+    messages = None if call is None else stored.conversation(call.call_id)
+    if call is None or messages is None:
+        why = f"Previous response with id {shown_id(response_id)} not found."
+        raise DialectError(why, code="previous_response_not_found")
+    return messages[1:] if call.asked.get(INSTRUCTIONS) else messages
+
+
+_PATH = re.compile(
+    r"/v1/(?:responses/(?P<response>resp_[^/]+)"
+    r"|conversations(?:/(?P<conversation>conv_[^/]+)(?P<items>/items(?:/(?P<item>[^/]+))?)?)?)"
+)
+
+
+def is_served(method: str, path: str) -> bool:
+    """Return True for a request that `serve` answers."""
+    match = _PATH.fullmatch(path)
+    if match is None:
+        return False
+    if match["response"] or match["item"]:
+        return method in ("GET", "DELETE")
+    if match["items"]:
+        return method in ("GET", "POST")
+    return method == "POST" or (match["conversation"] is not None and method in ("GET", "DELETE"))
+
+
+def serve(request: StoredRequest, stored: Stored) -> StoredAnswer:
+    """Answer a request. Raises `DialectError`."""
+    match = _PATH.fullmatch(request.target.partition("?")[0])
+    if match is None or not is_served(request.method, match[0]):
+        raise DialectError("This path is not served here.", status=404, code="not_found")
+    if match["response"]:
+        return serve_response(request, match["response"], stored)
+    return serve_conversation(request, match["conversation"], bool(match["items"]), match["item"], stored)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rolltap.addons.dialects.kept import (
+from rolltap.addons.dialects.stored import (
     Shape,
     fields_of_a_tool,
     flag,

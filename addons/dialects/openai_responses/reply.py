@@ -2,10 +2,19 @@
 
 from typing import Any
 
+from rolltap.addons.dialects.model_call import (
+    Reply,
+    ReplyContext,
+    ServedModel,
+    ToolCall,
+    Usage,
+    WireTool,
+    dump_json,
+    sign,
+)
 from rolltap.addons.dialects.openai_responses.codex_catalogue import catalogue
 from rolltap.addons.dialects.openai_responses.compaction import is_compaction, seal
 from rolltap.addons.dialects.tools import freeform_input
-from rolltap.addons.dialects.types import Reply, ReplyContext, ServedModel, ToolCall, Usage, WireTool, dump_json, sign
 
 
 def encode_reply(context: ReplyContext, reply: Reply, usage: Usage) -> bytes:

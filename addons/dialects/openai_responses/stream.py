@@ -8,9 +8,9 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any
 
+from rolltap.addons.dialects.model_call import ContextOverflow, DialectError, Reply, ReplyContext, Usage, dump_json
 from rolltap.addons.dialects.openai_responses.compaction import is_compaction
 from rolltap.addons.dialects.openai_responses.reply import ending, message_item, output_items, reasoning_item, response
-from rolltap.addons.dialects.types import ContextOverflow, DialectError, Reply, ReplyContext, Usage, dump_json
 
 _Item = dict[str, Any]
 

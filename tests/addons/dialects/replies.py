@@ -2,8 +2,8 @@
 
 import json
 
+from rolltap.addons.dialects.model_call import Reply, Usage
 from rolltap.addons.dialects.stored import StoredCall
-from rolltap.addons.dialects.types import Reply, Usage
 
 
 def stored_call(call_id, messages, reply, parent_id=None, **asked):

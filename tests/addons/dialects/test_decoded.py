@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rolltap.addons.dialects import anthropic, google, openai_chat, openai_responses
-from rolltap.addons.dialects.decoded import name_results
+from rolltap.addons.dialects.dialect import name_results
 
 CALLS = [("c1", "look"), ("c2", "go"), ("c3", "look")]
 ANSWERED = ["c3", "c1", "c2"]

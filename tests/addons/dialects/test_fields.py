@@ -2,7 +2,7 @@ import pytest
 
 from rolltap.addons.dialects import anthropic, google, openai_chat, openai_responses
 from rolltap.addons.dialects.fields import Fields, Wording
-from rolltap.addons.dialects.types import DialectError
+from rolltap.addons.dialects.model_call import DialectError
 
 BODY = {"a": "x", "no": "", "n": 3, "yes": True, "list": [{"b": {"c": 1}}], "texts": ["x", "", "y"], "mixed": ["x", 5]}
 FIELDS = Fields(BODY, Wording("At {place}: {expected}.", index="<{}>", name=str.upper))

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltap.addons.dialects import json_size
+from rolltap.addons.dialects import json_values
 from rolltap.addons.dialects.fields import parse_object
-from rolltap.addons.dialects.json_size import MOST_VALUES, TooManyValues, check_values
-from rolltap.addons.dialects.types import DialectError, parse_arguments
+from rolltap.addons.dialects.json_values import MOST_VALUES, TooManyValues, check_values
+from rolltap.addons.dialects.model_call import DialectError, parse_arguments
 
 SIZE = 32 << 20
 BOMBS = {
@@ -52,7 +52,7 @@ def num_values(value):
 )
 def test_what_is_refused_has_more_values_and_what_is_not_has_few(value, most):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_size, "MOST_VALUES", most)
+        patch.setattr(json_values, "MOST_VALUES", most)
         try:
             check_values(json.dumps(value).encode())
         except TooManyValues:

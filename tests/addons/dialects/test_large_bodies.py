@@ -6,7 +6,7 @@ import pytest
 
 from rolltap.addons.dialects import anthropic, google, openai_chat, openai_responses
 from rolltap.addons.dialects.anthropic.claude_code import normal_arguments
-from rolltap.addons.dialects.types import DialectError
+from rolltap.addons.dialects.model_call import DialectError
 
 USER = {"role": "user", "content": "Hi"}
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rolltap.addons.dialects import anthropic, google, openai_chat, openai_responses
-from rolltap.addons.dialects.types import DialectError
+from rolltap.addons.dialects.model_call import DialectError
 from tests.addons.dialects.test_decoded import chat, contents, messages, responses
 
 GOOGLE = "/v1beta/models/m:generateContent"

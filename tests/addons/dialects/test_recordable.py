@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltap.addons.dialects.recordable import described, recordable, recordable_tools
+from rolltap.addons.dialects.json_values import described, recordable, recordable_tools
 
 SECRET = "sk-proj-0123456789abcdefghijklmnopqrstuvwxyz"
 

@@ -1,5 +1,5 @@
+from rolltap.addons.dialects.model_call import Reply, ToolCall
 from rolltap.addons.dialects.tools import calls_as_text
-from rolltap.addons.dialects.types import Reply, ToolCall
 
 
 def test_calls_become_lines_after_the_text():

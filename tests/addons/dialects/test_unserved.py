@@ -1,6 +1,6 @@
 import pytest
 
-from rolltap.addons.dialects.unserved import advice, looks_like_model_call
+from rolltap.addons.dialects.routes import advice, looks_like_model_call
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import zstandard
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from rolltap.addons.dialects.types import DialectError
+from rolltap.addons.dialects.model_call import DialectError
 from rolltap.addons.endpoint import body as body_module
 from rolltap.addons.endpoint.body import Bodies
 

@@ -11,8 +11,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltap.addons.dialects.types import DialectError
-from rolltap.addons.endpoint.decompress import _DECODERS, decompress
+from rolltap.addons.dialects.model_call import DialectError
+from rolltap.addons.endpoint.body import _DECODERS, decompress
 
 MEGABYTE = 1 << 20
 ENCODERS = {"zstd": zstandard.compress, "gzip": gzip.compress, "deflate": zlib.compress, "br": brotli.compress}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rolltap.addons.endpoint import generation
-from rolltap.addons.engine import waiting
+from rolltap.addons.engine import connections
 from rolltap.trainer.doctor.scripted_engine import Answer, Say
 from tests.addons.dialects.openai_chat.test_request import TOOL
 from tests.addons.harness import content, user
@@ -16,7 +16,7 @@ from tests.addons.harness import content, user
 @pytest.fixture
 def patient(harness, monkeypatch):
     """Return a harness whose calls retry a failed engine without a pause."""
-    monkeypatch.setattr(waiting, "FIRST_PAUSE_SECONDS", 0)
+    monkeypatch.setattr(connections, "FIRST_PAUSE_SECONDS", 0)
     monkeypatch.setattr(harness.endpoint, "_services", replace(harness.endpoint._services, patience=60.0))
     return harness
 

@@ -10,18 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltap.addons.dialects.types import ModelCall, Reply
-from rolltap.addons.endpoint.call_states import State
+from rolltap.addons.dialects.model_call import ModelCall, Reply
 from rolltap.addons.endpoint.exchange import KEEP_ALIVE_SECONDS, send_events
-from rolltap.addons.endpoint.generation import LINGER_SECONDS, Generation
+from rolltap.addons.endpoint.generation import LINGER_SECONDS, Generation, State
 from rolltap.addons.endpoint.services import Services
-from rolltap.addons.endpoint.work import Workers
-from rolltap.addons.engine.events import Chunk
+from rolltap.addons.engine.client import Chunk
 from rolltap.addons.engine.policy import Policy, PolicyFile, SessionPolicy
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.errors import EngineError
+from rolltap.addons.offload import Workers
 from rolltap.addons.prompts.continuity import Prompt
-from rolltap.addons.prompts.parse_budget import ParseBudget
+from rolltap.addons.prompts.rendering import ParseBudget
 from rolltap.addons.store.records import Call, VersionSpan
 
 PROMPT_IDS, STOP, MAX_TOKENS = [1, 2, 3], 0, 8

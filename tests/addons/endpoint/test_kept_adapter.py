@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from rolltap.addons.endpoint.server import Endpoint
-from rolltap.addons.engine import waiting
+from rolltap.addons.engine import connections
 from rolltap.addons.engine.policy import POLICY_FILE
 from rolltap.addons.store.staging import write_atomically
 from rolltap.addons.store.tables import RunWriter
@@ -92,7 +92,7 @@ class TestPublication:
     async def test_tokens_of_a_broken_stream_are_the_adapters_whatever_was_published_meanwhile(
         self, harness, scripted_engine, monkeypatch
     ):
-        monkeypatch.setattr(waiting, "FIRST_PAUSE_SECONDS", 0)
+        monkeypatch.setattr(connections, "FIRST_PAUSE_SECONDS", 0)
         monkeypatch.setattr(harness.endpoint, "_services", replace(harness.endpoint._services, patience=60.0))
         publish(harness.run, ONE)
 
@@ -139,7 +139,7 @@ class TestGone:
     async def test_in_the_middle_of_a_completion_each_token_names_its_own_weights(
         self, harness, scripted_engine, monkeypatch
     ):
-        monkeypatch.setattr(waiting, "FIRST_PAUSE_SECONDS", 0)
+        monkeypatch.setattr(connections, "FIRST_PAUSE_SECONDS", 0)
         monkeypatch.setattr(harness.endpoint, "_services", replace(harness.endpoint._services, patience=60.0))
         publish(harness.run, ONE)
 
@@ -246,7 +246,7 @@ class TestPool:
     @pytest.fixture
     async def pooled(self, harness, rendering, scripted_engine, second, monkeypatch):
         """Yield a harness of another endpoint of the same run, with both engines."""
-        monkeypatch.setattr(waiting, "FIRST_PAUSE_SECONDS", 0)
+        monkeypatch.setattr(connections, "FIRST_PAUSE_SECONDS", 0)
         with RunWriter(harness.run) as writer:
             endpoint = Endpoint(rendering, [scripted_engine.url, second.url], writer, {}, patience=60)
             await endpoint.start()

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from rolltap.addons.dialects import anthropic, openai_chat
 from rolltap.addons.dialects.anthropic.claude_code import normal_arguments
+from rolltap.addons.dialects.model_call import ModelCall
 from rolltap.addons.dialects.routes import find_route
-from rolltap.addons.dialects.types import ModelCall
 from rolltap.addons.endpoint.recovery import Recovery, _last_version
 from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.store.metadata import write_metadata
@@ -532,7 +532,7 @@ def test_the_rows_of_the_own_process_are_not_read_for_a_new_session(session, mon
     def refuse(path, *_):
         raise AssertionError(f"{path} was read")
 
-    monkeypatch.setattr("rolltap.addons.store.scan.SegmentReader", refuse)
+    monkeypatch.setattr("rolltap.addons.store.sessions.SegmentReader", refuse)
     for number in range(5):
         recovery.recover(f"new {number}").index(NAME, session.decode([user("Hi")]))
 

@@ -1,8 +1,8 @@
 import pyarrow as pa
 import pytest
 
-from rolltap.addons.endpoint import refusals
-from rolltap.addons.endpoint.refusals import Refusals
+from rolltap.addons.endpoint import errors
+from rolltap.addons.endpoint.errors import Refusals
 from rolltap.addons.store.records import Event
 from rolltap.addons.store.schemas import EVENT_SCHEMA
 
@@ -57,7 +57,7 @@ def test_sessions_and_kinds_are_counted_apart(counted, written):
 
 
 def test_what_is_counted_is_bounded_and_nothing_is_lost(counted, written, monkeypatch):
-    monkeypatch.setattr(refusals, "REMEMBERED", 10)
+    monkeypatch.setattr(errors, "REMEMBERED", 10)
     for i in range(30):
         refuse(counted, 70, f"s{i}")
     assert len(counted._tallies) == 10
@@ -78,8 +78,8 @@ def test_the_texts_of_an_event_are_printable_and_cut(counted, written, caplog):
 
 
 def test_the_last_fault_of_a_session_is_told_at_its_end_whatever_others_do(counted, written, monkeypatch):
-    monkeypatch.setattr(refusals, "PER_SECOND", 0.0)
-    monkeypatch.setattr(refusals, "BURST", 1)
+    monkeypatch.setattr(errors, "PER_SECOND", 0.0)
+    monkeypatch.setattr(errors, "BURST", 1)
     counted = Refusals(written.append)
     refuse(counted, 10, "loud")
     for kind in ("fault", "rejected"):
@@ -90,9 +90,9 @@ def test_the_last_fault_of_a_session_is_told_at_its_end_whatever_others_do(count
 
 
 def test_the_last_fault_of_a_session_is_told_when_others_take_its_place(written, monkeypatch):
-    monkeypatch.setattr(refusals, "PER_SECOND", 0.0)
-    monkeypatch.setattr(refusals, "BURST", 1)
-    monkeypatch.setattr(refusals, "REMEMBERED", 1)
+    monkeypatch.setattr(errors, "PER_SECOND", 0.0)
+    monkeypatch.setattr(errors, "BURST", 1)
+    monkeypatch.setattr(errors, "REMEMBERED", 1)
     counted = Refusals(written.append)
     refuse(counted, 1, "loud")
     refuse(counted, 3, "quiet", "fault")
@@ -104,8 +104,8 @@ def test_the_last_fault_of_a_session_is_told_when_others_take_its_place(written,
 
 
 def test_new_names_do_not_bring_new_events_without_end(counted, written, monkeypatch):
-    monkeypatch.setattr(refusals, "PER_SECOND", 0.0)
-    monkeypatch.setattr(refusals, "BURST", 100)
+    monkeypatch.setattr(errors, "PER_SECOND", 0.0)
+    monkeypatch.setattr(errors, "BURST", 100)
     counted = Refusals(written.append)
     for i in range(500):
         refuse(counted, 1, f"s{i}")

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from rolltap.addons.dialects.types import ModelCall
+from rolltap.addons.dialects.model_call import ModelCall
 from rolltap.addons.endpoint.roles import Earlier, Role, find_role
 
 RESULT = {"role": "tool", "content": "x", "tool_call_id": "c1"}

@@ -8,11 +8,12 @@ import threading
 import aiohttp
 import pytest
 
+from rolltap.addons import offload
 from rolltap.addons.dialects import openai_chat
 from rolltap.addons.dialects.routes import Route, find_route
-from rolltap.addons.endpoint import exchange, generation, server, work
+from rolltap.addons.endpoint import exchange, generation, server
 from rolltap.addons.endpoint.server import SECRET_HEADER, Endpoint
-from rolltap.addons.endpoint.session_state import SessionState
+from rolltap.addons.endpoint.session import SessionState
 from rolltap.addons.engine.client import Engine
 from rolltap.addons.prompts.continuity import Conversations
 from rolltap.addons.store import tables
@@ -629,7 +630,7 @@ async def test_a_call_whose_prompt_is_made_while_the_recorder_stops_is_recorded(
         return prompt(*arguments)
 
     monkeypatch.setattr(Conversations, "prompt", slow)
-    monkeypatch.setattr(work, "INLINE_BYTES", 1)  # in a thread
+    monkeypatch.setattr(offload, "INLINE_BYTES", 1)  # in a thread
     abort = SessionState.abort
 
     def aborted(*arguments):

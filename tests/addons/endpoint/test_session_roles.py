@@ -1,9 +1,8 @@
 from datetime import UTC, datetime, timedelta
 from typing import ClassVar
 
-from rolltap.addons.dialects.types import ModelCall, assistant_message, message_tool_call
-from rolltap.addons.endpoint.roles import Earlier
-from rolltap.addons.endpoint.session_roles import PastCall, SessionRoles
+from rolltap.addons.dialects.model_call import ModelCall, assistant_message, message_tool_call
+from rolltap.addons.endpoint.roles import Earlier, PastCall, SessionRoles
 
 MAIN, HELPER, OTHER = b"main", b"helper", b"other"
 USER = {"role": "user", "content": "Go"}

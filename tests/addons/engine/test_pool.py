@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from rolltap.addons.endpoint.server import Endpoint
-from rolltap.addons.engine import connections, waiting
+from rolltap.addons.engine import connections
 from rolltap.addons.engine import pool as module
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.errors import EngineError
@@ -41,7 +41,7 @@ async def test_a_session_stays_with_one_engine_and_every_engine_has_sessions(eng
 def quick(monkeypatch):
     """Retry without a pause, and do not wait long for an engine that says nothing."""
     for where, name, seconds in (
-        (waiting, "FIRST_PAUSE_SECONDS", 0.0),
+        (connections, "FIRST_PAUSE_SECONDS", 0.0),
         (connections, "SILENCE_SECONDS", 0.01),
         (connections, "HEALTH_SECONDS", 0.2),
     ):
@@ -172,7 +172,7 @@ async def test_an_engine_that_is_down_is_one_line_however_many_calls_fail(render
 
 async def test_a_call_whose_engine_dies_goes_on_at_another_one(tokenizer, rendering, tmp_path, monkeypatch):
     """The call does not wait for the engine that died."""
-    monkeypatch.setattr(waiting, "FIRST_PAUSE_SECONDS", 1000.0)
+    monkeypatch.setattr(connections, "FIRST_PAUSE_SECONDS", 1000.0)
     with ScriptedEngine(tokenizer) as one, ScriptedEngine(tokenizer) as two:
         async with recorded(rendering, tmp_path, one.url, two.url) as harness:
             first, second = (one, two) if harness.endpoint.engines.of("s1").url == one.url else (two, one)

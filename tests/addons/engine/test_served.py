@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from rolltap.addons.engine import lookup
 from rolltap.addons.engine.client import Engine
-from rolltap.addons.engine.served import TEXT, OwnModel, WrongModel
+from rolltap.addons.engine.lookup import TEXT, OwnModel, WrongModel
 from rolltap.addons.errors import EngineError
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.trainer.doctor.scripted_engine import Say, ScriptedEngine

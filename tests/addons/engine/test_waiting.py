@@ -2,8 +2,8 @@ import asyncio
 
 import pytest
 
-from rolltap.addons.engine import waiting
-from rolltap.addons.engine.waiting import Patience, Shared
+from rolltap.addons.engine import connections
+from rolltap.addons.engine.connections import Patience, Shared
 
 
 class Question:
@@ -70,7 +70,7 @@ async def pauses(monkeypatch):
     async def sleep(seconds):
         pauses.append(seconds)
 
-    monkeypatch.setattr(waiting.asyncio, "sleep", sleep)
+    monkeypatch.setattr(connections.asyncio, "sleep", sleep)
     monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: sum(pauses))
     return pauses
 

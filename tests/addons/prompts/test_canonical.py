@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 
 from rolltap.addons.dialects.anthropic.claude_code import normal_arguments
-from rolltap.addons.dialects.types import ModelCall
+from rolltap.addons.dialects.model_call import ModelCall
 from rolltap.addons.prompts.canonical import canonical
 from tests.addons.dialects.anthropic.test_claude_code import EDIT, REWRITTEN, anything
 

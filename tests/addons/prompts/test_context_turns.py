@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltap.addons.dialects.decoded import name_results
-from rolltap.addons.dialects.types import assistant_message, message_tool_call
+from rolltap.addons.dialects.dialect import name_results
+from rolltap.addons.dialects.model_call import assistant_message, message_tool_call
 from rolltap.addons.prompts import rendering as module
-from rolltap.addons.prompts.context_turns import PLACEHOLDER, placeholder_turn, tokens_of_turns
 from rolltap.addons.prompts.rendering import Rendering
+from rolltap.addons.prompts.template_bridge import PLACEHOLDER, placeholder_turn, tokens_of_turns
 from tests.addons.conftest import MARKUP, SPECIAL, TEMPLATE
 from tests.addons.prompts.test_rendering import VISION
 from tests.addons.prompts.test_template_bridge import PLAIN

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from rolltap.addons.dialects import anthropic, openai_chat
 from rolltap.addons.dialects.anthropic.claude_code import normal_arguments
-from rolltap.addons.dialects.types import DialectError, ModelCall
-from rolltap.addons.prompts.continuity import Conversations
-from rolltap.addons.prompts.turns import Turn
+from rolltap.addons.dialects.model_call import DialectError, ModelCall
+from rolltap.addons.prompts.continuity import Conversations, Turn
 from tests.addons.dialects.openai_chat.test_request import TOOL, bodies
 
 ARGUMENTS = '{"at":  "caf\\u00e9", "deep": {"x": 1.0, "y": [true, null]}}'

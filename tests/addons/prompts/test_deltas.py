@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltap.addons.dialects.types import Reply
-from rolltap.addons.prompts.deltas import TextDeltas, cut_at_stop
+from rolltap.addons.dialects.model_call import Reply
+from rolltap.addons.prompts.reply import TextDeltas, cut_at_stop
 
 PIECES = [
     "<think>",

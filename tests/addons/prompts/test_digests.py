@@ -1,6 +1,6 @@
 from rolltap.addons.dialects.anthropic.claude_code import normal_arguments
-from rolltap.addons.dialects.types import ModelCall
-from rolltap.addons.prompts.digests import fingerprint, first_digest, opening_digest
+from rolltap.addons.dialects.model_call import ModelCall
+from rolltap.addons.prompts.canonical import fingerprint, first_digest, opening_digest
 
 
 def test_a_message_that_is_nested_too_deeply_equals_no_other():

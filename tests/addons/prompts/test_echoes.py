@@ -1,6 +1,6 @@
 import pytest
 
-from rolltap.addons.prompts.echoes import echoed_reasoning, issued_forms
+from rolltap.addons.prompts.canonical import echoed_reasoning, issued_forms
 
 LITELLM = "[System: Empty message content sanitised to satisfy protocol]"
 

@@ -4,11 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltap.addons.dialects.types import ModelCall, Reply
-from rolltap.addons.prompts.deltas import TextDeltas, cut_at_stop
-from rolltap.addons.prompts.growing_reply import GrowingReply
-from rolltap.addons.prompts.parse_budget import ParseBudget
-from rolltap.addons.prompts.rendering import Rendering
+from rolltap.addons.dialects.model_call import ModelCall, Reply
+from rolltap.addons.prompts.rendering import ParseBudget, Rendering
+from rolltap.addons.prompts.reply import GrowingReply, TextDeltas, cut_at_stop
 from tests.addons.conftest import TEMPLATE
 
 TOKENS = {

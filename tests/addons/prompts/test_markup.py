@@ -2,8 +2,7 @@ import pytest
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from rolltap.addons.prompts.markup import Markup
-from rolltap.addons.prompts.tokenizer import CachingTokenizer
+from rolltap.addons.prompts.tokenizer import CachingTokenizer, Markup
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-from rolltap.addons.prompts.parse_budget import ParseBudget
+from rolltap.addons.prompts.rendering import ParseBudget
 
 
 def test_parses_take_their_share_of_the_time():

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from rolltap.addons.dialects.types import Reply
+from rolltap.addons.dialects.model_call import Reply
 from rolltap.addons.prompts import rendering as module
 from rolltap.addons.prompts.rendering import InputError, Rendering, resolve_model
 from rolltap.addons.prompts.tokenizer import CachingTokenizer

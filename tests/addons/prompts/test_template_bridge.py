@@ -3,8 +3,8 @@
 import pytest
 from transformers import AutoTokenizer
 
-from rolltap.addons.dialects.decoded import name_results
-from rolltap.addons.dialects.types import message_tool_call
+from rolltap.addons.dialects.dialect import name_results
+from rolltap.addons.dialects.model_call import message_tool_call
 from rolltap.addons.prompts.rendering import Rendering
 
 TURN = "{{ '<|im_start|>' + message.role + '\\n' + message.content + '\\n' }}"

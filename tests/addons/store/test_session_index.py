@@ -5,13 +5,12 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from rolltap.addons.store import scan, session_index, tables
+from rolltap.addons.store import sessions, tables
 from rolltap.addons.store.compaction import compact
-from rolltap.addons.store.ended_sessions import EndedSessions
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call, Event, Session
 from rolltap.addons.store.segment import SegmentReader
-from rolltap.addons.store.session_index import SessionIndex
+from rolltap.addons.store.sessions import EndedSessions, SessionIndex
 from rolltap.addons.store.tables import RunWriter, run_files
 
 
@@ -79,7 +78,7 @@ def test_a_file_that_is_compacted_while_it_is_opened_has_the_same_rows(run, file
 
 
 def test_few_files_are_open_at_a_time(run, files, monkeypatch):
-    monkeypatch.setattr(session_index, "OPEN_FILES", 2)
+    monkeypatch.setattr(sessions, "OPEN_FILES", 2)
     with SessionIndex(run, "calls") as index:
         assert rows(index)["a"] == [str(number) for number in range(0, 27, 3)]
         maps = Path("/proc/self/maps").read_text()
@@ -183,5 +182,5 @@ class TestEndedSessions:
         writer.add_event(Event(kind="ended", session_id="d"))
         ended.refresh(writer.owns)
         assert [name in ended for name in "abcd"] == [False, True, True, False]
-        ended.refresh(scan.nothing)
+        ended.refresh(sessions.nothing)
         assert [name in ended for name in "abcd"] == [False, True, True, True]

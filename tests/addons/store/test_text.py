@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltap.addons.store.text import printable
+from rolltap.addons.store.rows import printable
 
 
 @given(st.binary())

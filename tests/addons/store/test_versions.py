@@ -2,7 +2,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from rolltap.addons.store.versions import first_version
+from rolltap.addons.store.rows import first_version
 
 
 def at(seconds):

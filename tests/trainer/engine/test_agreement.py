@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from rolltap.trainer.engine.agreement import FIXED_TEXT, LIMITS, fixed_ids, mean_difference
+from rolltap.trainer.engine.weights import FIXED_TEXT, LIMITS, fixed_ids, mean_difference
 
 
 def test_the_difference_is_the_mean_over_the_tokens_whatever_its_sign():

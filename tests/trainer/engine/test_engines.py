@@ -10,10 +10,10 @@ from threading import Barrier, Event
 import pytest
 
 from rolltap.addons.errors import EngineError, InputError
-from rolltap.trainer.engine import asking
+from rolltap.trainer.engine import admin
 from rolltap.trainer.engine.engines import Engines, Weights
 from rolltap.trainer.engine.in_vllm.rolltap_owner import PATH
-from rolltap.trainer.engine.owner import Owner, claim
+from rolltap.trainer.engine.weights import Owner, claim
 from tests.trainer.engine.acting import BASE, IDS, acting
 
 RUN, VERSION = "1a2b3c4d", "1a2b3c4d.0.2"
@@ -363,10 +363,10 @@ class TestNewWeights:
     def test_an_interruption_does_not_wait_for_ever_and_the_next_start_restores_the_engine(
         self, pair, engines, new, old, monkeypatch, caplog
     ):
-        monkeypatch.setattr(asking, "STOP_SECONDS", 0.01)
+        monkeypatch.setattr(admin, "STOP_SECONDS", 0.01)
         going_on = Event()
         interrupt(pair[1], "/pause", going_on.wait)
-        with pytest.raises(asking.Unanswered):
+        with pytest.raises(admin.Unanswered):
             reload(engines, new, old)
         going_on.set()
         assert f"the engine at {pair[1].url} has not answered" in caplog.text

@@ -10,7 +10,7 @@ from rolltap.addons.errors import EngineError
 from rolltap.trainer.engine import admin
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.in_vllm.rolltap_owner import PATH, OneOwner
-from rolltap.trainer.engine.owner import Owner, claim, release
+from rolltap.trainer.engine.weights import Owner, claim, release
 
 ONE, TWO = Owner("11111111", "host one, /runs/one"), Owner("22222222", "host two, /runs/two")
 

@@ -13,9 +13,9 @@ from transformers import Qwen3ForCausalLM
 
 from rolltap.addons.errors import EngineError
 from rolltap.trainer.engine.admin import EngineAdmin
-from rolltap.trainer.engine.agreement import LIMITS, fixed_ids
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.publish import make_publisher
+from rolltap.trainer.engine.weights import LIMITS, fixed_ids
 from tests.trainer.engine.acting import agreed
 
 pytestmark = [

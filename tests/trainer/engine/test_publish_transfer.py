@@ -19,7 +19,7 @@ from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.publish import make_publisher
 from rolltap.trainer.engine.publish_transfer import BASE_MODULE, NCCL_MODULE, reachable_address
 from tests.trainer.engine.acting import acting, agreed
-from tests.trainer.grpo.tiny import tiny_model
+from tests.trainer.training.grpo.tiny import tiny_model
 
 ROUTES = ["/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"]
 VERSION = "1a2b3c4d.1.0"

@@ -8,11 +8,11 @@ import pytest
 from peft import LoraConfig, get_peft_model
 
 from rolltap.addons.errors import EngineError, InputError, RunError
-from rolltap.trainer.engine import publish_checkpoint, publish_lora
+from rolltap.trainer.engine import publish
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.publish import make_publisher
 from tests.trainer.engine.acting import acting, agreed
-from tests.trainer.grpo.tiny import tiny_model
+from tests.trainer.training.grpo.tiny import tiny_model
 
 # peft 0.21 uses a name that transformers 5.23 deprecates
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -225,8 +225,8 @@ class TestCheckpoints:
     ):
         for left in (name(3), f".{name(4)}.partial", OTHER):
             (tmp_path / "published" / left).mkdir(parents=True)
-        save, before = publish_checkpoint.save_weights, []
-        monkeypatch.setattr(publish_checkpoint, "save_weights", lambda *args: (before.extend(published()), save(*args)))
+        save, before = publish.save_weights, []
+        monkeypatch.setattr(publish, "save_weights", lambda *args: (before.extend(published()), save(*args)))
         start("checkpoint").publish(tiny_model(), version(3, attempt=1), agreed)
         assert before == [f".{name(3, attempt=1)}.partial", OTHER]
         assert published() == [name(3, attempt=1), OTHER]
@@ -244,13 +244,13 @@ class TestCheckpoints:
 
     @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
     def test_an_incomplete_checkpoint_is_refused_before_an_engine_is_touched(self, pair, start, monkeypatch, missing):
-        save = publish_checkpoint.save_weights
+        save = publish.save_weights
 
         def save_in_part(model, folder, base):
             save(model, folder, base)
             (folder / missing).unlink()
 
-        monkeypatch.setattr(publish_checkpoint, "save_weights", save_in_part)
+        monkeypatch.setattr(publish, "save_weights", save_in_part)
         with pytest.raises(InputError, match=r"needs config.json and \*.safetensors; the engines are unchanged"):
             start("checkpoint").publish(tiny_model(), version(1), agreed)
         assert self.served(pair) == [("base", "default", False)] * 2
@@ -275,7 +275,7 @@ def test_a_folder_that_cannot_be_written_is_named_and_the_engines_are_unchanged(
 
 def test_adapters_are_saved_by_the_names_of_the_base(pair, start, base, monkeypatch):
     saved = []
-    monkeypatch.setattr(publish_lora, "save_adapter", lambda model, folder, base: saved.append(base))
+    monkeypatch.setattr(publish, "save_adapter", lambda model, folder, base: saved.append(base))
     start("lora").publish(
         get_peft_model(tiny_model(), LoraConfig(r=2, target_modules="all-linear")), version(1), agreed
     )

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from rolltap.trainer.engine.engines import Engines
-from rolltap.trainer.engine.served import served_weights
+from rolltap.trainer.engine.engines import Engines, served_weights
 from tests.trainer.engine.acting import acting
 
 ADAPTER = "1a2b3c4d.2.0"

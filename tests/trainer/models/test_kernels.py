@@ -3,7 +3,7 @@ from types import ModuleType
 
 import pytest
 
-from rolltap.trainer.models.kernels import fallback_warning, kernels
+from rolltap.trainer.models.loading import fallback_warning, kernels
 
 GATED_DELTA = ["causal-conv1d", "flash-linear-attention"]
 

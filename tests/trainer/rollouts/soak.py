@@ -20,7 +20,7 @@ from typing import Any
 
 import rolltap
 from rolltap.trainer.doctor.scripted_engine import Reply, Say, ScriptedEngine
-from rolltap.trainer.rollouts import scheduler
+from rolltap.trainer.rollouts import schedule
 from rolltap.trainer.rollouts.runtimes.process import ProcessBox, ProcessRuntime
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec
 
@@ -62,13 +62,13 @@ class BadDay(ProcessRuntime):
 
 def roll_out(engine: str, model: str, out: str, sessions: int, seed: int) -> None:
     """Roll out."""
-    run_session = scheduler.run_session
+    run_session = schedule.run_session
 
     async def named(stage: Any, task: Any, group_id: str, session_id: str) -> Any:
         _current.set(session_id)
         return await run_session(stage, task, group_id, session_id)
 
-    scheduler.run_session, scheduler.PAUSE_SECONDS = named, 0.0
+    schedule.run_session, schedule.PAUSE_SECONDS = named, 0.0
     rolltap.rollout(
         [
             rolltap.Task(id=f"t{number}", instruction="go", evaluate=["sh", "-c", "test -s answer.txt"])

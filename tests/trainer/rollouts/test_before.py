@@ -6,8 +6,8 @@ import pytest
 
 from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer.doctor.scripted_engine import ScriptedEngine
-from rolltap.trainer.rollouts.before import check_engines, check_judges
-from rolltap.trainer.rollouts.tasks.task import Task
+from rolltap.trainer.rollouts.check import check_engines, check_judges
+from rolltap.trainer.tasks.task import Task
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 import pytest
 
-from rolltap.trainer.rollouts.budget import Budget, find_budget
-from rolltap.trainer.rollouts.faults import Told, find_fault
+from rolltap.trainer.rollouts.facts import Budget, Told, find_budget, find_fault
 from tests.trainer.rollouts.test_faults import at, call, fault
 
 

@@ -9,7 +9,7 @@ import pytest
 import rolltap
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.doctor.scripted_engine import Answer, Say
-from rolltap.trainer.rollouts.faults import Asked, Told, find_fault
+from rolltap.trainer.rollouts.facts import Asked, Told, find_fault
 from rolltap.trainer.traces.reader import load_sessions
 from rolltap.trainer.traces.sessions import TraceOptions, load_batch
 

@@ -5,14 +5,13 @@ from pathlib import Path
 import pytest
 
 from rolltap.errors import InputError
-from rolltap.trainer.rollouts.groups import group_key, key_parts
+from rolltap.trainer.rollouts.facts import group_key, key_parts
 from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.keys import changed_parts, key_values
-from rolltap.trainer.rollouts.plan import Plan
+from rolltap.trainer.rollouts.plan import Plan, Shared
 from rolltap.trainer.rollouts.provenance import Provenance
+from rolltap.trainer.rollouts.resume import changed_parts, key_values
 from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
-from rolltap.trainer.rollouts.shared import Shared
-from rolltap.trainer.rollouts.tasks.task import Task
+from rolltap.trainer.tasks.task import Task
 
 HARNESS = Harness(name="h", program="p", headless=[])
 

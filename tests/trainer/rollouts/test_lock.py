@@ -4,13 +4,13 @@ import sys
 import pytest
 
 from rolltap.addons.errors import RunError
-from rolltap.trainer.rollouts.lock import rollout_lock
+from rolltap.trainer.rollouts.mitmdump import rollout_lock
 
 
 def test_a_second_rollout_into_a_folder_is_refused_until_the_first_has_ended_or_died(tmp_path):
     run = tmp_path / "run"
     script = (
-        "import sys; from pathlib import Path; from rolltap.trainer.rollouts.lock import rollout_lock\n"
+        "import sys; from pathlib import Path; from rolltap.trainer.rollouts.mitmdump import rollout_lock\n"
         "with rollout_lock(Path(sys.argv[1])): print(flush=True); sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", script, run], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from rolltap.addons.store.records import UNREWARDED
 from rolltap.trainer.rollouts.facts import Facts
-from rolltap.trainer.rollouts.judges.judged import Judged
+from rolltap.trainer.rollouts.judges.verdict import Judged
 from rolltap.trainer.rollouts.outcomes import Outcome, is_judged, outcome
 from rolltap.trainer.rollouts.runtimes.runtime import Ended
 

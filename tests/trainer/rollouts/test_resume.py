@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Session
 from rolltap.addons.store.tables import RunWriter
-from rolltap.trainer.rollouts.groups import group_key
+from rolltap.trainer.rollouts.facts import group_key
+from rolltap.trainer.rollouts.recorder import started_event
 from rolltap.trainer.rollouts.resume import TRIED_AGAIN, Recorded, going_on
-from rolltap.trainer.rollouts.started import started_event
-from rolltap.trainer.rollouts.tasks.task import Task
+from rolltap.trainer.tasks.task import Task
 
 TASK = Task(id="t", instruction="go", evaluate=["true"])
 PARTS = {"task": "1"}

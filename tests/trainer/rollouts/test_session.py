@@ -12,19 +12,18 @@ from rolltap.addons.errors import InputError, RecorderError
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.doctor.scripted_engine import Say, ScriptedEngine
 from rolltap.trainer.rollouts import session as session_module
-from rolltap.trainer.rollouts.groups import Group
+from rolltap.trainer.rollouts.facts import Group
 from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.judges.judged import Judged
+from rolltap.trainer.rollouts.judges.verdict import Judged
 from rolltap.trainer.rollouts.plan import Plan
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.runtimes.process import ProcessBox, ProcessRuntime
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec
-from rolltap.trainer.rollouts.scheduler import run_groups
-from rolltap.trainer.rollouts.tasks.limits import Limits
-from rolltap.trainer.rollouts.tasks.task import Task
+from rolltap.trainer.rollouts.schedule import run_groups
+from rolltap.trainer.tasks.task import Limits, Task
 from rolltap.trainer.traces.reader import load_sessions
 from tests.harness.play import tool_call
-from tests.trainer.commands.program import ASK
+from tests.trainer.cli.program import ASK
 
 ONE_CALL_TEXT = ASK.replace("sys.exit(3)", "")
 ONE_CALL = shlex.join([sys.executable, "-c", ONE_CALL_TEXT])

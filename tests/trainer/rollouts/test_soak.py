@@ -7,7 +7,7 @@ import pytest
 import rolltap
 from rolltap.addons.store.records import UNREWARDED
 from rolltap.addons.store.tables import read_rows
-from rolltap.trainer.rollouts.groups import place_of
+from rolltap.trainer.rollouts.facts import place_of
 from rolltap.trainer.rollouts.resume import NOT_RUN, TRIED_AGAIN
 from tests.trainer.rollouts.soak import endure, processes
 

@@ -1,6 +1,6 @@
 from rolltap.addons.store.records import Session
 from rolltap.trainer.rollouts.facts import Facts
-from rolltap.trainer.rollouts.tally import Tally
+from rolltap.trainer.rollouts.outcomes import Tally
 
 GOOD = Facts(completed_calls=1)
 

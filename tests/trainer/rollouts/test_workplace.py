@@ -6,10 +6,10 @@ import tempfile
 
 import pytest
 
-from rolltap.trainer.rollouts.workplace import workplace
+from rolltap.trainer.rollouts.mitmdump import workplace
 
 HOLD = """
-from rolltap.trainer.rollouts.workplace import workplace
+from rolltap.trainer.rollouts.mitmdump import workplace
 with workplace() as folder:
     (folder / "file").touch()
     print(folder, flush=True)

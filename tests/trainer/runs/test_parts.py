@@ -11,9 +11,8 @@ from rolltap.addons.errors import InputError
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Event
 from rolltap.addons.store.tables import RunWriter, read_rows
-from rolltap.trainer.cli import rolltap
-from rolltap.trainer.runs.merge import merge_runs
-from rolltap.trainer.runs.parts import Filter, filter_run, split_run
+from rolltap.trainer.cli.main import rolltap
+from rolltap.trainer.runs.edit import Filter, filter_run, merge_runs, split_run
 from rolltap.trainer.traces.build import build_traces
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
 from tests.trainer.runs.recorded_runs import (

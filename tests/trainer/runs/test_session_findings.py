@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from rolltap.addons.store.records import Session
-from rolltap.trainer.runs.session_findings import check_session_rows
+from rolltap.trainer.runs.verify import check_session_rows
 
 SOUND = Session(session_id="s", status="completed", reward=1.0, parts='{"a": 0.5}', suspicions='{"rule": 2}')
 

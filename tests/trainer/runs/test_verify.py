@@ -20,8 +20,8 @@ from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call, Event, Session, VersionSpan
 from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.tables import TABLES, RunWriter, read_rows, run_files
-from rolltap.trainer.cli import rolltap
-from rolltap.trainer.runs.merge import merge_runs
+from rolltap.trainer.cli.main import rolltap
+from rolltap.trainer.runs.edit import merge_runs
 from rolltap.trainer.runs.verify import verify_run
 from rolltap.trainer.traces.reader import RecordedCalls
 from tests.trainer.runs.recorded_runs import START, record, recorded_sessions

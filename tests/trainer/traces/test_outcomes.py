@@ -10,11 +10,18 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from rolltap.addons.store.records import Call, Session, SessionStatus, VersionSpan
-from rolltap.trainer.grpo.advantages import session_advantages
 from rolltap.trainer.traces.ledger import LeftOut
-from rolltap.trainer.traces.outcomes import Label, Outcomes, RewardRules, label_session
 from rolltap.trainer.traces.reader import RecordedSession
-from rolltap.trainer.traces.sessions import TraceOptions, make_batch, trace_session
+from rolltap.trainer.traces.sessions import (
+    Label,
+    Outcomes,
+    RewardRules,
+    TraceOptions,
+    label_session,
+    make_batch,
+    trace_session,
+)
+from rolltap.trainer.training.grpo.advantages import session_advantages
 
 
 def session(status, reward=1.0, suspicions=None, name="s"):

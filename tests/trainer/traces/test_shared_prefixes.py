@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolltap.trainer.traces.shared_prefixes import SharedPrefix, common_length, shared_prefixes
 from rolltap.trainer.traces.tokens import pack
+from rolltap.trainer.traces.tree import SharedPrefix, common_length, shared_prefixes
 from tests.trainer.forests import TOKEN, common
 
 SEQUENCES = st.lists(st.lists(TOKEN, max_size=5), max_size=12)

@@ -27,12 +27,12 @@ import transformers.trainer
 from rich.console import Console
 from transformers import AutoModelForCausalLM, TrainerState
 
-from rolltap.trainer.engine import engines, publish_checkpoint, publish_lora
-from rolltap.trainer.grpo.trainer import TraceGRPOTrainer
-from rolltap.trainer.metrics_file import METRICS, read_metrics
+from rolltap.trainer.engine import engines, publish
 from rolltap.trainer.traces.reader import load_sessions
-from rolltap.trainer.training import attempts, loop, online
+from rolltap.trainer.training import attempt, loop, online
+from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.training.recipe import FINISHED, load_recipe
+from rolltap.trainer.training.report import METRICS, read_metrics
 from tests.trainer.training.stand_ins import FakeRecorder, FolderEngine, Points, sessions_by, tiny_folder
 
 STEPS = 5
@@ -116,8 +116,8 @@ on are those of a further group."""
 
 def make_points(points: Points) -> None:
     """Let the loop and the libraries below it pass points."""
-    points.around(attempts, "write_atomically", lambda path, _: f"writing {path.name}")
-    for way in (publish_checkpoint, publish_lora):
+    points.around(attempt, "write_atomically", lambda path, _: f"writing {path.name}")
+    for way in (publish, publish):
         points.around(way, "save", lambda *_: "the policy is saved")
         points.around(way, "write_policy")
     points.around(Path, "rename", lambda path, _: f"renaming {path.name}")

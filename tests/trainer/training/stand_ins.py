@@ -24,10 +24,10 @@ from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call, Session, VersionSpan
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.engine.admin import Models
-from rolltap.trainer.rollouts.groups import Group
+from rolltap.trainer.rollouts.facts import Group
 from rolltap.trainer.rollouts.plan import Plan
 from rolltap.trainer.traces.reader import load_sessions
-from tests.trainer.grpo.tiny import VOCABULARY, tiny_model, tokenizer
+from tests.trainer.training.grpo.tiny import VOCABULARY, tiny_model, tokenizer
 
 PROMPT = 6
 FAULTS = re.compile(r"\.2\.(0-0|2-[01])\.")

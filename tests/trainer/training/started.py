@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from rolltap.trainer.cli import main
+from rolltap.trainer.cli.main import main
 from rolltap.trainer.engine import engines
-from rolltap.trainer.training import loop, reports
+from rolltap.trainer.training import loop, report
 from tests.trainer.training.stand_ins import FakeRecorder, FolderEngine, Points, sessions_by
 
 
@@ -74,7 +74,7 @@ def stand_in(folder: Path, set_in: Callable[[Any, str, Any], None] = setattr) ->
     set_in(engines, "EngineAdmin", FolderEngine)
     set_in(loop, "Recorder", RecorderWithChild)
     set_in(loop, "run_groups", sessions_by(points))
-    set_in(reports, "plot_run", lambda run, title: None)  # which takes longer than such a training
+    set_in(report, "plot_run", lambda run, title: None)  # which takes longer than such a training
 
 
 def start(folder: Path, fault: str) -> None:

@@ -3,10 +3,9 @@
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.training.adapter import require_servable
-from rolltap.trainer.training.arguments import check_arguments
+from rolltap.trainer.training.arguments import check_arguments, require_servable
 from rolltap.trainer.training.recipe import load_recipe
-from tests.trainer.grpo.tiny import tiny_model
+from tests.trainer.training.grpo.tiny import tiny_model
 from tests.trainer.training.test_loop import write_recipe
 
 

@@ -4,11 +4,17 @@ import pytest
 from peft import LoraConfig, get_peft_model
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.rollouts.tasks.sources import load_tasks
-from rolltap.trainer.training.arguments import check_arguments, dtype_of, sampling, training_arguments, without_frozen
-from rolltap.trainer.training.checkpoints import CHECKPOINTS
+from rolltap.trainer.tasks.sources import load_tasks
+from rolltap.trainer.training.arguments import (
+    CHECKPOINTS,
+    check_arguments,
+    dtype_of,
+    sampling,
+    training_arguments,
+    without_frozen,
+)
 from rolltap.trainer.training.recipe import load_recipe
-from tests.trainer.grpo.tiny import tiny_model
+from tests.trainer.training.grpo.tiny import tiny_model
 from tests.trainer.training.test_loop import write_recipe
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from rolltap.addons.errors import InputError, RunError
 from rolltap.addons.store import staging
-from rolltap.trainer.training.attempts import TRAINING_FILE, Attempt, claimed_attempt
+from rolltap.trainer.training.attempt import TRAINING_FILE, Attempt, claimed_attempt
 
 BEGUN = {"kind": "online", "seed": 0}
 

@@ -3,7 +3,7 @@
 import pytest
 
 from rolltap.addons.errors import RunError
-from rolltap.trainer.training.batches import BATCHES, TrainedBatches
+from rolltap.trainer.training.online import BATCHES, TrainedBatches
 
 
 def test_the_sessions_of_a_step_are_found_by_the_next_attempt_in_their_order(tmp_path):

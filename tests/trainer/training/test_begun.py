@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.rollouts.budget import Budget
+from rolltap.trainer.rollouts.facts import Budget
 from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.tasks.task import Task
-from rolltap.trainer.traces.outcomes import Outcomes
-from rolltap.trainer.training.begun import begun_offline, begun_online, require_same
+from rolltap.trainer.tasks.task import Task
+from rolltap.trainer.traces.sessions import Outcomes
+from rolltap.trainer.training.attempt import begun_offline, begun_online, require_same
 from rolltap.trainer.training.recipe import Machine, Recipe
 
 TASK = Task(id="a", instruction="go", evaluate=["true"])

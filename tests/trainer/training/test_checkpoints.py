@@ -1,4 +1,4 @@
-from rolltap.trainer.training.checkpoints import last_checkpoint, remove_incomplete
+from rolltap.trainer.training.arguments import last_checkpoint, remove_incomplete
 
 
 def write_checkpoints(folder):

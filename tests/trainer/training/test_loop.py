@@ -10,13 +10,13 @@ import pytest
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from rolltap.trainer import cli
+from rolltap.trainer.cli import main
 from rolltap.trainer.engine.admin import EngineAdmin
-from rolltap.trainer.metrics_file import METRICS, read_metrics
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
-from rolltap.trainer.training.attempts import TRAINING_FILE
+from rolltap.trainer.training.attempt import TRAINING_FILE
 from rolltap.trainer.training.recipe import FINISHED
-from tests.trainer.grpo.tiny import largest_difference
+from rolltap.trainer.training.report import METRICS, read_metrics
+from tests.trainer.training.grpo.tiny import largest_difference
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart"
 
@@ -59,7 +59,7 @@ def test_two_steps_of_recording_training_and_publishing_and_a_resumed_third(engi
     def train(steps):
         recipe = write_recipe(tmp_path, grpo, steps=steps, recorders=2, model=str(engine.model_dir))
         arguments = ["train", str(recipe), "--engine", engine.url, "--out", str(run)]
-        return CliRunner().invoke(cli.rolltap, arguments, catch_exceptions=False)
+        return CliRunner().invoke(main.rolltap, arguments, catch_exceptions=False)
 
     try:
         assert train(2).exit_code == 0
@@ -105,7 +105,7 @@ def test_two_processes_with_two_engines_train_what_one_process_does(engine, seco
         assert all(f"policy-{run_name}.2.0" in EngineAdmin(each.url).models().adapters for each in engines)
         left_out = shutil.ignore_patterns("checkpoints", FINISHED, METRICS)
         shutil.copytree(tmp_path / "two", tmp_path / "one", ignore=left_out)  # batches.jsonl names the same sessions
-        assert CliRunner().invoke(cli.rolltap, [*both, str(tmp_path / "one")], catch_exceptions=False).exit_code == 0
+        assert CliRunner().invoke(main.rolltap, [*both, str(tmp_path / "one")], catch_exceptions=False).exit_code == 0
     finally:
         for each in engines:
             restore(each)

@@ -15,14 +15,13 @@ from rolltap.addons.store.metadata import tokenizer_digests, write_metadata
 from rolltap.addons.store.records import Call, Session, VersionSpan
 from rolltap.addons.store.tables import RunWriter
 from rolltap.errors import InputError, RunError
-from rolltap.trainer import cli
-from rolltap.trainer.metrics_file import METRICS, read_metrics
+from rolltap.trainer.cli import main
+from rolltap.trainer.runs.views.report import summarize
 from rolltap.trainer.traces.build import Unrewarded
 from rolltap.trainer.traces.ledger import Ledger
-from rolltap.trainer.traces.outcomes import Outcomes, RewardRules
-from rolltap.trainer.traces.sessions import TraceOptions
+from rolltap.trainer.traces.sessions import Outcomes, RewardRules, TraceOptions
 from rolltap.trainer.training.offline import RecordedGroup, RecordedTraces, recorded_groups
-from rolltap.trainer.views.report import summarize
+from rolltap.trainer.training.report import METRICS, read_metrics
 
 GRPO = "[grpo]\nlearning_rate = 1e-2\nactivation_checkpointing = false\nmax_grad_norm = 0.0\n"
 
@@ -107,7 +106,7 @@ def test_two_steps_change_the_weights_a_second_time_in_the_same_way_and_a_resume
     trained = []
     for name in ("once", "again"):
         arguments = ["train", str(write_recipe()), "--from", str(run), "--out", str(tmp_path / name)]
-        ended = CliRunner().invoke(cli.rolltap, arguments, catch_exceptions=False)
+        ended = CliRunner().invoke(main.rolltap, arguments, catch_exceptions=False)
         assert ended.exit_code == 0
         trained.append(weights(tmp_path / name / "model"))
     assert equal(*trained)
@@ -195,7 +194,7 @@ def test_a_row_has_the_rewards_of_the_recipe_and_not_those_of_the_run(tmp_path, 
 def test_what_is_no_row_is_printed_at_the_start_and_what_has_no_reward_is_in_the_metrics(tmp_path, model, write_recipe):
     run = write_run(tmp_path / "run", model, {"a": [0.0, 1.0, None], "same": [1.0, 1.0]})
     arguments = ["train", str(write_recipe(steps=1)), "--from", str(run), "--out", str(tmp_path / "out")]
-    ended = CliRunner().invoke(cli.rolltap, arguments, catch_exceptions=False)
+    ended = CliRunner().invoke(main.rolltap, arguments, catch_exceptions=False)
     printed = " ".join(ended.output.split())
     assert "1 groups whose rewards differ, of 2 sessions" in printed
     assert "not trained: 1 group whose rewards are equal (2 sessions); tokens 8: 0 to train" in printed
@@ -260,7 +259,7 @@ def test_a_folder_that_is_not_a_run_and_a_run_named_twice_are_refused(tmp_path, 
 
 def test_from_and_an_engine_exclude_each_other(tmp_path, run, write_recipe):
     arguments = ["train", str(write_recipe()), "--from", str(run), "--engine", "http://e", "--out", str(tmp_path / "o")]
-    ended = CliRunner().invoke(cli.rolltap, arguments)
+    ended = CliRunner().invoke(main.rolltap, arguments)
     assert ended.exit_code == 2
     assert "--from trains without an engine" in ended.output
 

@@ -13,12 +13,11 @@ from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Session, VersionSpan
 from rolltap.addons.store.rewards import GivenReward, give_reward
 from rolltap.addons.store.tables import RunWriter
-from rolltap.trainer.rollouts.tasks.task import Task
+from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import iter_sessions
-from rolltap.trainer.training.attempts import Attempt
-from rolltap.trainer.training.batches import BATCHES, TrainedBatches
-from rolltap.trainer.training.online import OnlineTraces
+from rolltap.trainer.training.attempt import Attempt
+from rolltap.trainer.training.online import BATCHES, OnlineTraces, TrainedBatches
 from rolltap.trainer.training.recipe import Recipe
 from tests.trainer.runs.recorded_runs import make_call
 

@@ -6,10 +6,10 @@ import pytest
 from safetensors.torch import load_file
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.metrics_file import METRICS, read_metrics
-from rolltap.trainer.training.processes import require_machine
+from rolltap.trainer.training.loop import require_machine
 from rolltap.trainer.training.recipe import FINISHED, Machine
-from tests.trainer.grpo.tiny import largest_difference
+from rolltap.trainer.training.report import METRICS, read_metrics
+from tests.trainer.training.grpo.tiny import largest_difference
 from tests.trainer.training.trainings import LORA, RECIPE, Training
 
 

@@ -5,8 +5,8 @@ import pytest
 from transformers import integrations
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.training import report_to
-from rolltap.trainer.training.report_to import check_report_to
+from rolltap.trainer.training import arguments
+from rolltap.trainer.training.arguments import check_report_to
 
 ROOT = Path(__file__).parents[3]
 
@@ -16,7 +16,7 @@ def installed(monkeypatch):
     """A function that says which of the extras are installed."""
 
     def install(*names):
-        monkeypatch.setattr(report_to, "_EXTRAS", {name: lambda name=name: name in names for name in report_to._EXTRAS})
+        monkeypatch.setattr(arguments, "_EXTRAS", {name: lambda name=name: name in names for name in arguments._EXTRAS})
 
     return install
 
@@ -55,6 +55,6 @@ def test_other_reporters_of_transformers_are_accepted_where_they_work(monkeypatc
 
 
 def test_every_extra_is_one_of_transformers_reporters_and_of_the_distribution():
-    assert report_to._EXTRAS.keys() <= integrations.INTEGRATION_TO_CALLBACK.keys()
+    assert arguments._EXTRAS.keys() <= integrations.INTEGRATION_TO_CALLBACK.keys()
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert report_to._EXTRAS.keys() <= extras.keys()
+    assert arguments._EXTRAS.keys() <= extras.keys()

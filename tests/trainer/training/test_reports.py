@@ -9,9 +9,8 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Session
 from rolltap.addons.store.tables import RunWriter
-from rolltap.trainer.metrics_file import METRICS, read_metrics
-from rolltap.trainer.training import reports
-from rolltap.trainer.training.reports import Plots, plot_run, run_reports, step_line
+from rolltap.trainer.training import report
+from rolltap.trainer.training.report import METRICS, Plots, plot_run, read_metrics, run_reports, step_line
 
 PNG = b"\x89PNG"
 
@@ -117,7 +116,7 @@ def test_the_rewards_of_a_recorded_run_are_drawn_too(tmp_path):
 
 def test_drawing_takes_at_most_its_share_of_the_time(monkeypatch):
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(reports.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(report.time, "monotonic", lambda: clock.now)
     drawn = []
 
     def draw():

@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.store.records import Session
-from rolltap.trainer.rollouts.groups import Group
-from rolltap.trainer.rollouts.tasks.task import Task
-from rolltap.trainer.traces.outcomes import Outcomes, RewardRules
-from rolltap.trainer.training.steps import FinishedSessions, further_tasks, has_signal, step_group
+from rolltap.trainer.rollouts.facts import Group
+from rolltap.trainer.tasks.task import Task
+from rolltap.trainer.traces.sessions import Outcomes, RewardRules
+from rolltap.trainer.training.online import FinishedSessions, further_tasks, has_signal, step_group
 from rolltap.trainer.versions import Version
 
 TASKS = [Task(id=name, instruction="go", evaluate=["true"]) for name in ("a", "a-1", "b-0.0", "c")]

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
-from rolltap.trainer import cli
+from rolltap.trainer.cli import main
 from rolltap.trainer.training.recipe import FINISHED
 from tests.trainer.training.stand_ins import tiny_folder
 from tests.trainer.training.started import stand_in
@@ -73,7 +73,7 @@ class Training:
     def here(self, monkeypatch: pytest.MonkeyPatch, out: str = "run", *, more: tuple[str, ...] = ENGINES) -> Result:
         """Train in this process."""
         stand_in(self.folder, partial(monkeypatch.setattr, raising=False))
-        return CliRunner().invoke(cli.rolltap, self._arguments(out, more))
+        return CliRunner().invoke(main.rolltap, self._arguments(out, more))
 
     def weights(self, out: str = "run") -> dict[str, Any]:
         """Return the trained weights."""

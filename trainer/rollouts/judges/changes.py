@@ -29,7 +29,7 @@ from rolltap.trainer.rollouts.judges.folders import (
     scan,
     write_file,
 )
-from rolltap.trainer.rollouts.judges.patterns import TEST_FILES, matches
+from rolltap.trainer.tasks.content import TEST_FILES, matches
 
 MAX_CHANGED_BYTES = 4 << 30
 MAX_SECONDS = 300.0

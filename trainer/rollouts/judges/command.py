@@ -3,17 +3,21 @@
 A command that runs the agent's code in its own process can be told anything by it: it can print the reward, write the
 reward's file and end with status 0. Such a command has to run the agent's code as a child, and decide outside of it. In
 the runtime `process` that is no protection: the child has all rights of its parent's user there.
+
+A command as the judge, where the user is: for a session that rolltap did not give a workspace.
 """
 
+import asyncio
 import os
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
-from rolltap.trainer.rollouts.judges.judged import UnjudgedError
-from rolltap.trainer.rollouts.judges.place import Place
-from rolltap.trainer.rollouts.judges.reward import Reward, parse_output, parse_text
-from rolltap.trainer.rollouts.judges.spec import CommandJudge
+from rolltap.trainer.rollouts.judges.checkout import Place
+from rolltap.trainer.rollouts.judges.verdict import Judged, Reward, UnjudgedError, parse_output, parse_text
+from rolltap.trainer.rollouts.runtimes.supervised import run_supervised
+from rolltap.trainer.tasks.task import CommandJudge
 
 _MAX_REWARD_BYTES = 64 << 10
 _NOT_RUN = {126: "cannot be run", 127: "is not there"}
@@ -78,3 +82,27 @@ def read_end(log: Path, limit: int = _MAX_REWARD_BYTES) -> str:
     with log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - limit))
         return file.read().decode(errors="replace")
+
+
+def judge_here(command: str, log: Path) -> Judged:
+    """Run a command, as a shell would split it, in the current folder, with its output in the file `log`.
+
+    Nothing protects it from what the agent did there. Its verdict is read as that of a `CommandJudge`, and it has as
+    much time. What it started ends with it.
+    """
+    try:
+        words = shlex.split(command)
+        spec = CommandJudge(command=words)
+    except ValueError as error:
+        return Judged(unjudged=f"the evaluator {command!r} is no command: {error}")
+    evidence = {"judge": "command", "log": log.name}
+    log.parent.mkdir(exist_ok=True)
+    try:
+        run = run_supervised(words, cwd=Path.cwd(), env=os.environ, timeout=spec.timeout, log=log)
+        ended = asyncio.run(run)
+        if ended.status is None:
+            raise UnjudgedError(f"the evaluator took more than {spec.timeout:g} s")
+        verdict = read_verdict(spec, ended.status, log)
+    except (UnjudgedError, OSError) as error:
+        return Judged(unjudged=str(error), evidence=evidence)
+    return Judged(reward=verdict.reward, parts=verdict.parts, evidence={**evidence, "exit_status": ended.status})

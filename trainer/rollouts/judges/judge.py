@@ -7,6 +7,8 @@ A judge without a verdict (a time limit, a signal, no report, words that are no 
 agent: its code runs in the judge's programs. The untouched start tells which, and is judged when this is needed, once
 per task: a judge that has a verdict on it and twice none with the agent's changes was broken by these, and the reward
 is 0. Without a verdict on the untouched start, the session is unjudged.
+
+Several judges: the weighted mean of their rewards.
 """
 
 import dataclasses
@@ -16,23 +18,50 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rolltap.trainer.rollouts.judges.by_function import judge_by_function
-from rolltap.trainer.rollouts.judges.by_log import judge_by_log
-from rolltap.trainer.rollouts.judges.by_model import judge_by_model
-from rolltap.trainer.rollouts.judges.by_report import Skips, judge_by_report
+from rolltap.trainer.concurrency import in_folder_thread
 from rolltap.trainer.rollouts.judges.changes import Changes, Made, find_changes, printable
+from rolltap.trainer.rollouts.judges.checkout import Case, Start, place
 from rolltap.trainer.rollouts.judges.command import judge_by_command
 from rolltap.trainer.rollouts.judges.folders import TooMuchError
-from rolltap.trainer.rollouts.judges.judged import Judged, UnjudgedError
-from rolltap.trainer.rollouts.judges.named import pytest_command
-from rolltap.trainer.rollouts.judges.place import Case, Start, place
-from rolltap.trainer.rollouts.judges.reward import Reward
-from rolltap.trainer.rollouts.judges.select import OneJudge
-from rolltap.trainer.rollouts.judges.several import combine
-from rolltap.trainer.rollouts.judges.spec import CommandJudge, Judge, LLMJudge, PytestJudge, PythonJudge, SeveralJudges
-from rolltap.trainer.rollouts.judges.threads import in_folder_thread
+from rolltap.trainer.rollouts.judges.function import judge_by_function
+from rolltap.trainer.rollouts.judges.log import judge_by_log
+from rolltap.trainer.rollouts.judges.model import judge_by_model
+from rolltap.trainer.rollouts.judges.protected import OneJudge, pytest_command
+from rolltap.trainer.rollouts.judges.tests import Skips, judge_by_report
+from rolltap.trainer.rollouts.judges.verdict import Judged, Reward, UnjudgedError
 from rolltap.trainer.rollouts.runtimes.runtime import Box, Runtime
-from rolltap.trainer.rollouts.tasks.task import Task
+from rolltap.trainer.tasks.task import (
+    CommandJudge,
+    Judge,
+    LLMJudge,
+    PytestJudge,
+    PythonJudge,
+    SeveralJudges,
+    Task,
+    WeightedJudge,
+)
+
+
+def combine(judges: Sequence[WeightedJudge], judged: Sequence[Judged]) -> Judged:
+    """Return the weighted mean of several judgements; unjudged when one of them is.
+
+    Each reward is a part with the name of its judge, and its parts follow as `NAME.PART`.
+    """
+    parts: dict[str, float] = {}
+    evidence: dict[str, Any] = {"judge": "several", "judges": {}}
+    for one, result in zip(judges, judged, strict=True):
+        evidence["judges"][one.name] = result.evidence
+        if "forged_report" in result.evidence:
+            evidence["forged_report"] = result.evidence["forged_report"]
+        if result.reward is not None:
+            parts[one.name] = result.reward
+            parts.update((f"{one.name}.{name}", part) for name, part in result.parts.items())
+    missing = [f"{one.name}: {result.unjudged}" for one, result in zip(judges, judged, strict=True) if result.unjudged]
+    if missing:
+        return Judged(unjudged="; ".join(missing), parts=parts, evidence=evidence)
+    weights = [one.weight for one in judges]
+    whole = sum(weight / sum(weights) * parts[one.name] for one, weight in zip(judges, weights, strict=True))
+    return Judged(reward=whole, parts=parts, evidence=evidence)
 
 
 @dataclasses.dataclass(slots=True)

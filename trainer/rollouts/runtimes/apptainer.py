@@ -9,12 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.rollouts.runtimes import images
-from rolltap.trainer.rollouts.runtimes.engine import call, mount_option
-from rolltap.trainer.rollouts.runtimes.engine_box import EngineBox
-from rolltap.trainer.rollouts.runtimes.hiding import covered
+from rolltap.trainer.rollouts.runtimes import container
+from rolltap.trainer.rollouts.runtimes.engine_box import EngineBox, call, mount_option
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Mount
-from rolltap.trainer.rollouts.tasks.limits import Limits
+from rolltap.trainer.rollouts.runtimes.sandbox import covered
+from rolltap.trainer.tasks.task import Limits
 
 _CONTROL_GROUPS = Path("/sys/fs/cgroup/cgroup.controllers")
 """Is there with control groups of version 2, with which Apptainer has limits for every user."""
@@ -124,12 +123,12 @@ class ApptainerRuntime:
         if not image.startswith("/"):
             return ""
         path = Path(image)
-        return images.file_digest(path) if path.is_file() else images.root_folder_digest(path)
+        return container.file_digest(path) if path.is_file() else container.root_folder_digest(path)
 
     def copy_out(self, image: str, workdir: str, dest: Path) -> None:
         """Copy what the folder `workdir` of an image holds into the folder `dest`. Raises `InputError` without it."""
         if Path(image).is_dir():
-            images.copy_from_root_folder(Path(image), workdir, dest)
+            container.copy_from_root_folder(Path(image), workdir, dest)
             return
         dest.mkdir(parents=True, exist_ok=True)
         mount = mount_option(Mount(dest, _COPIED, writable=True), "ro")

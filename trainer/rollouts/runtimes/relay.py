@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-_SCRIPT = Path(__file__).with_name("listener.py")
+_SCRIPT = Path(__file__).with_name("inside") / "listener.py"
 _READ_BYTES = 1 << 16
 _CONNECTIONS = 128
 """Most connections of a box at a time. Further ones wait."""

@@ -1,27 +1,200 @@
-"""The runtime that hides the machine: bubblewrap, without rights of root and without images."""
+"""The runtime that hides the machine: bubblewrap, without rights of root and without images.
+
+Files and folders of this machine that no box shows, also where a tool folder contains them.
+
+The files that a sandbox sees, as arguments of bubblewrap (bwrap(1)).
+
+The system calls of programs in containers.
+"""
 
 import asyncio
+import dataclasses
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.rollouts.runtimes.output import written_to
+from rolltap.trainer.rollouts.runtimes.inside.seccomp_filter import DENIED, seccomp_filter
 from rolltap.trainer.rollouts.runtimes.relay import Relay
-from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Ended
-from rolltap.trainer.rollouts.runtimes.scratch import scratch_folder
-from rolltap.trainer.rollouts.runtimes.seccomp_filter import seccomp_filter
-from rolltap.trainer.rollouts.runtimes.supervised import Supervised, end, start
-from rolltap.trainer.rollouts.runtimes.tools import require_narrow, tool_folders
-from rolltap.trainer.rollouts.runtimes.view import View, write_etc
+from rolltap.trainer.rollouts.runtimes.runtime import (
+    BoxSpec,
+    Ended,
+    Mount,
+    Runtime,
+    require_narrow,
+    scratch_folder,
+    tool_folders,
+)
+from rolltap.trainer.rollouts.runtimes.supervised import Supervised, end, start, written_to
 from rolltap.trainer.rollouts.runtimes.watch import choose_cores, exceeded, rlimits
+from rolltap.trainer.tasks.task import Task
+
+_ROW = re.compile(r"(:|, )[^/]*$")
+"""The place in a file at the end of a task's `source`."""
+
+
+@runtime_checkable
+class HidingRuntime(Runtime, Protocol):
+    """A runtime whose boxes show tool folders of this machine, and hide what is in them."""
+
+    def hide(self, paths: Iterable[Path]) -> None:
+        """Hide files and folders in the boxes that are made from now on, besides those that are hidden already."""
+
+
+def covered(hidden: Iterable[Path], tools: Sequence[Path]) -> list[Path]:
+    """Return where hidden files and folders are below tool folders, as a box sees them.
+
+    A tool folder inside of a hidden one is not hidden: a program needs it. Paths that do not exist are left out.
+    """
+    found: list[Path] = []
+    for tool in tools:
+        place = tool.resolve()
+        for path in hidden:
+            real = path.resolve()
+            if real.exists() and real.is_relative_to(place):
+                found.append(tool / real.relative_to(place))
+    return list(dict.fromkeys(found))
+
+
+def private_paths(run: Path, work: Path, tasks: Iterable[Task]) -> list[Path]:
+    """Return what sessions must not see: the run folder, the folder that the rollout works in, and the tasks' files.
+
+    These are all paths that a task names, and the file or folder that its `source` names. An image is none of them: its
+    sessions see it.
+    """
+    found = [run, work]
+    for task in tasks:
+        found += _paths(task.model_dump(exclude={"image"}))
+        found.append(Path(_ROW.sub("", task.source)))
+    return [path for path in dict.fromkeys(map(Path.absolute, found)) if path.exists()]
+
+
+def _paths(value: object) -> list[Path]:
+    if isinstance(value, Path):
+        return [value]
+    if isinstance(value, dict):
+        return [path for part in value.values() for path in _paths(part)]
+    if isinstance(value, list | tuple):
+        return [path for part in value for path in _paths(part)]
+    return []
+
+
+_USER = 1000
+"""User and group in the box. Not 0: programs that unpack files as root try to give them to other users."""
+_ETC = {
+    "passwd": f"agent:x:{_USER}:{_USER}::/home/agent:/bin/bash\nnobody:x:65534:65534::/:/usr/sbin/nologin\n",
+    "group": f"agent:x:{_USER}:\nnogroup:x:65534:\n",
+    "hosts": "127.0.0.1 localhost\n::1 localhost\n",
+    "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+    "resolv.conf": "",
+    "hostname": "box\n",
+}
+"""Files of /etc that are the box's own."""
+_SYSTEM_ETC = (
+    *("alternatives", "bash.bashrc", "ca-certificates", "ca-certificates.conf", "crypto-policies", "debian_version"),
+    *("fonts", "inputrc", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "locale.alias", "localtime", "magic"),
+    *("mime.types", "os-release", "pki/ca-trust", "pki/tls/certs", "profile", "protocols", "services", "shells"),
+    *("ssl/certs", "ssl/openssl.cnf", "terminfo", "timezone"),
+)
+"""Files and folders of /etc that programs need, as this machine has them. None holds a secret."""
+_TMP_BYTES = 1 << 30
+"""Size of /tmp and of /dev/shm, which are in memory, when memory has no limit. With one it is half of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """Everything that programs in a sandbox see.
+
+    /usr and what belongs to it, and tools are read-only; the workspace and the home folder can be written, and /tmp and
+    /dev/shm, which are empty for each program. /proc has the box's own processes, /dev the harmless devices. There is
+    no other network than the box's own loopback.
+
+    Attributes:
+        workspace: Folder of this machine that is `workdir` in the box.
+        home: Folder of this machine that is `home_in_box` in the box.
+        etc: Folder with the files that `write_etc` wrote.
+        tools: Files, folders and symbolic links that are seen read-only under their own path.
+        hidden: Files and folders that are empty in the box where a tool's folder contains them.
+        mounts: Further files and folders.
+        memory: Bytes that the box may use; None is no limit.
+    """
+
+    workspace: Path
+    workdir: str
+    home: Path
+    home_in_box: str
+    etc: Path
+    tools: tuple[Path, ...] = ()
+    hidden: tuple[Path, ...] = ()
+    mounts: tuple[Mount, ...] = ()
+    memory: int | None = None
+
+    def with_tools(self, tools: Sequence[Path]) -> Self:
+        """Return this view with further tools."""
+        return dataclasses.replace(self, tools=tuple(dict.fromkeys([*self.tools, *tools])))
+
+    def arguments(self, env: Mapping[str, str]) -> list[str]:
+        """Return the options of bwrap, all but the command and what passes descriptors. `env` is the environment."""
+        size = str(_TMP_BYTES if self.memory is None else max(self.memory // 2, 1 << 20))
+        options = [
+            *("--unshare-all", "--unshare-user", "--disable-userns", "--uid", str(_USER), "--gid", str(_USER)),
+            *("--cap-drop", "ALL", "--new-session", "--die-with-parent", "--hostname", "box", "--clearenv"),
+            *("--size", size, "--perms", "1777", "--tmpfs", "/tmp", "--dir", "/run"),
+            *("--dir", "/var", "--symlink", "../tmp", "/var/tmp", "--proc", "/proc", "--dev", "/dev"),
+            *("--size", size, "--perms", "1777", "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
+            *("--ro-bind", "/usr", "/usr"),
+        ]
+        for folder in ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32"):
+            options += _same(Path(folder))
+        for name in _SYSTEM_ETC:
+            options += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
+        for name in _ETC:
+            options += ["--ro-bind", str(self.etc / name), f"/etc/{name}"]
+        for tool in self._outermost():
+            options += _same(tool)
+        for path in covered(self.hidden, self.tools):
+            options += _empty(path)
+        options += ["--bind", str(self.home), self.home_in_box, "--bind", str(self.workspace), self.workdir]
+        for mount in self.mounts:
+            options += ["--bind" if mount.writable else "--ro-bind", str(mount.source), mount.target]
+        # as root the box's user is the owner of /proc/sys, whose core_pattern names a program for root
+        options += ["--remount-ro", "/proc", "--remount-ro", "/", "--chdir", self.workdir]
+        for name, value in env.items():
+            options += ["--setenv", name, value]
+        return options
+
+    def _outermost(self) -> list[Path]:
+        """Return the tools that lie in no folder of another one, links last: they are made, not mounted."""
+        folders = [tool for tool in self.tools if not tool.is_symlink()]
+        outer = [tool for tool in self.tools if not any(tool != top and tool.is_relative_to(top) for top in folders)]
+        return sorted(outer, key=lambda tool: tool.is_symlink())
+
+
+def write_etc(folder: Path) -> Path:
+    """Write the files of /etc that are the box's own into a folder, and return the folder."""
+    for name, text in _ETC.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def _same(path: Path) -> list[str]:
+    """Return the options that show a file or folder read-only under its own path, and a link as a link."""
+    if path.is_symlink():
+        return ["--symlink", os.readlink(path), str(path)]
+    return ["--ro-bind-try", str(path), str(path)]
+
+
+def _empty(path: Path) -> list[str]:
+    return ["--tmpfs", str(path), "--remount-ro", str(path)] if path.is_dir() else ["--ro-bind", "/dev/null", str(path)]
+
 
 HOME = "/home/agent"
 _COMMON = ("bash", "git", "node", "python", "python3")
@@ -210,3 +383,28 @@ class SandboxRuntime:
         if bwrap is None:
             raise InputError(f"the runtime sandbox needs bubblewrap, and bwrap is not on the PATH: {_INSTALL}")
         return bwrap
+
+
+_NAMESPACES = frozenset({"clone", "clone3", "unshare", "setns", "mount", "umount", "umount2", "pivot_root"})
+"""Calls with which a program without rights makes namespaces, and in them has rights over parts of the kernel."""
+_CLONE_FLAGS = 0x7E020000
+"""Flags of clone(2) that make namespaces."""
+_ENOSYS = 38
+
+
+def without_namespaces(profile: dict[str, Any]) -> dict[str, Any]:
+    """Return a profile of system calls that allows no program to make namespaces, and none of the calls in `DENIED`.
+
+    Podman's own profile allows it, Docker's does not. Processes and threads can be made as ever: clone3(2) hides its
+    flags from a filter, so it is called unknown, and the C library takes clone(2).
+    """
+    rules = [
+        {**rule, "names": [name for name in rule["names"] if name not in _NAMESPACES and name not in DENIED]}
+        for rule in profile.get("syscalls", [])
+    ]
+    no_flags = {"index": 0, "value": _CLONE_FLAGS, "valueTwo": 0, "op": "SCMP_CMP_MASKED_EQ"}
+    rules += [
+        {"names": ["clone"], "action": "SCMP_ACT_ALLOW", "args": [no_flags]},
+        {"names": ["clone3"], "action": "SCMP_ACT_ERRNO", "errnoRet": _ENOSYS},
+    ]
+    return {**profile, "syscalls": [rule for rule in rules if rule["names"]]}

@@ -4,7 +4,15 @@ import pytest
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects import anthropic
-from rolltap.addons.dialects.types import ContextOverflow, ModelCall, Reply, ReplyContext, ServedModel, ToolCall, Usage
+from rolltap.addons.dialects.model_call import (
+    ContextOverflow,
+    ModelCall,
+    Reply,
+    ReplyContext,
+    ServedModel,
+    ToolCall,
+    Usage,
+)
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),

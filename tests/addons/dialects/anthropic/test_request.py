@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects import anthropic, openai_chat
+from rolltap.addons.dialects.model_call import DialectError, ModelCall, sign
 from rolltap.addons.dialects.routes import find_route
-from rolltap.addons.dialects.types import DialectError, ModelCall, sign
 from tests.addons.dialects import hostile
 
 LOOK = {"name": "look", "description": "Looks.", "input_schema": {"type": "object", "properties": {"at": {}}}}

@@ -7,8 +7,7 @@ import httpx
 import pytest
 
 from rolltap.addons.dialects import anthropic as dialect
-from rolltap.addons.dialects.routes import find_route
-from rolltap.addons.dialects.types import (
+from rolltap.addons.dialects.model_call import (
     ContextOverflow,
     DialectError,
     Reply,
@@ -19,6 +18,7 @@ from rolltap.addons.dialects.types import (
     parse_arguments,
     sign,
 )
+from rolltap.addons.dialects.routes import find_route
 
 LOOK = ToolCall("call_1", "look", '{"at": "é\\n", "n": 1.5}')
 REPLIES = {

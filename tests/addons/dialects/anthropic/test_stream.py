@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 
 from rolltap.addons.dialects import anthropic
-from rolltap.addons.dialects.types import DialectError, ModelCall, Reply, parse_arguments
+from rolltap.addons.dialects.model_call import DialectError, ModelCall, Reply, parse_arguments
 from tests.addons.dialects.anthropic.test_reply import HEAD, USAGE, replies
 from tests.addons.dialects.anthropic.test_request import decode_assistant
 

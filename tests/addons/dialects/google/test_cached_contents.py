@@ -8,9 +8,9 @@ from google import genai
 from google.genai import errors, types
 
 from rolltap.addons.dialects import google
+from rolltap.addons.dialects.model_call import DialectError, Reply, ReplyContext, Usage
 from rolltap.addons.dialects.routes import find_route
 from rolltap.addons.dialects.stored import NamesStored, Stored, StoredRequest
-from rolltap.addons.dialects.types import DialectError, Reply, ReplyContext, Usage
 
 NOW = 1_700_000_000
 CONTENT = types.CreateCachedContentConfig(

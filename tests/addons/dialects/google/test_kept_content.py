@@ -5,8 +5,8 @@ import json
 from hypothesis import given, settings
 
 from rolltap.addons.dialects import google
+from rolltap.addons.dialects.model_call import DialectError
 from rolltap.addons.dialects.stored import Stored, StoredRequest
-from rolltap.addons.dialects.types import DialectError
 from tests.addons.dialects import hostile
 from tests.addons.dialects.google.test_request import GENERATE, REQUEST, SNAKE_REQUEST
 

@@ -9,7 +9,7 @@ from rolltap.addons.dialects.google.protobuf import (
     nests_deeper,
     repeated_field,
 )
-from rolltap.addons.dialects.types import DialectError
+from rolltap.addons.dialects.model_call import DialectError
 
 
 @pytest.mark.parametrize(

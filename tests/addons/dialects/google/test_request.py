@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects import google
+from rolltap.addons.dialects.model_call import DialectError, ModelCall, sign, tool_call_id
 from rolltap.addons.dialects.routes import find_route
-from rolltap.addons.dialects.types import DialectError, ModelCall, sign, tool_call_id
 from tests.addons.dialects import hostile
 
 GENERATE = "/v1beta/models/gemini-x:generateContent"

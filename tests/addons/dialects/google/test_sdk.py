@@ -8,8 +8,7 @@ from google import genai
 from google.genai import errors, types
 
 from rolltap.addons.dialects import google
-from rolltap.addons.dialects.routes import find_route
-from rolltap.addons.dialects.types import (
+from rolltap.addons.dialects.model_call import (
     ContextOverflow,
     DialectError,
     Reply,
@@ -19,6 +18,7 @@ from rolltap.addons.dialects.types import (
     Usage,
     sign,
 )
+from rolltap.addons.dialects.routes import find_route
 
 USAGE = Usage(prompt=7, completion=3, cached=2)
 REPLIES = {

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects import google
-from rolltap.addons.dialects.types import DialectError, Reply, ReplyContext, ToolCall
+from rolltap.addons.dialects.model_call import DialectError, Reply, ReplyContext, ToolCall
 from tests.addons.dialects.google.test_reply import ASKED, REPLIES, USAGE, echo, issued, same
 from tests.addons.dialects.google.test_request import CALL, STREAM
 

@@ -5,7 +5,7 @@ from openai.types import ErrorObject, Model
 from openai.types.chat import ChatCompletion
 
 from rolltap.addons.dialects import openai_chat
-from rolltap.addons.dialects.types import (
+from rolltap.addons.dialects.model_call import (
     DialectError,
     ModelCall,
     Reply,

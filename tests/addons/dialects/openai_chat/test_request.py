@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 
 from rolltap.addons.dialects import openai_chat
-from rolltap.addons.dialects.types import DialectError, ModelCall, WireTool
+from rolltap.addons.dialects.model_call import DialectError, ModelCall, WireTool
 from tests.addons.dialects import hostile
 
 TARGET = "/v1/chat/completions"

@@ -5,7 +5,7 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 
 from rolltap.addons.dialects import openai_chat
-from rolltap.addons.dialects.types import DialectError, ToolCall
+from rolltap.addons.dialects.model_call import DialectError, ToolCall
 from tests.addons.dialects.openai_chat.test_reply import REPLIES, USAGE, reply_context, sent
 
 

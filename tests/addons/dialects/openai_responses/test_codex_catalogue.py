@@ -1,7 +1,7 @@
 import json
 
 from rolltap.addons.dialects import openai_responses
-from rolltap.addons.dialects.types import ServedModel
+from rolltap.addons.dialects.model_call import ServedModel
 
 NEEDED = {
     "slug",

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 
 from rolltap.addons.dialects import openai_responses
-from rolltap.addons.dialects.types import DialectError, sign
+from rolltap.addons.dialects.model_call import DialectError, sign
 from tests.addons.dialects.openai_responses.test_reply import USAGE, context_of, replies
 from tests.addons.dialects.openai_responses.test_request import REQUEST, decode, decode_items
 from tests.addons.dialects.openai_responses.test_stream import streamed

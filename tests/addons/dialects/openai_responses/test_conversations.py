@@ -7,9 +7,9 @@ import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 
 from rolltap.addons.dialects import openai_responses
+from rolltap.addons.dialects.model_call import Reply
 from rolltap.addons.dialects.routes import find_route
 from rolltap.addons.dialects.stored import DialectError, Stored, StoredRequest
-from rolltap.addons.dialects.types import Reply
 from tests.addons.dialects.openai_responses.test_references import LOOK
 from tests.addons.dialects.replies import TALK, by_id, stored_call
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects import openai_responses
+from rolltap.addons.dialects.model_call import DialectError, Reply, ReplyContext, ToolCall, Usage
 from rolltap.addons.dialects.stored import DELETED, NamesStored, Stored
-from rolltap.addons.dialects.types import DialectError, Reply, ReplyContext, ToolCall, Usage
 from tests.addons.dialects import hostile
 from tests.addons.dialects.openai_responses.test_sdk import REPLIES, TOOLS
 from tests.addons.dialects.replies import TALK, by_id, stored_call

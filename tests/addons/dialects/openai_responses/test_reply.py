@@ -3,7 +3,7 @@ import json
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects import openai_responses
-from rolltap.addons.dialects.types import (
+from rolltap.addons.dialects.model_call import (
     ContextOverflow,
     DialectError,
     Reply,

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 
 from rolltap.addons.dialects import openai_responses
-from rolltap.addons.dialects.types import DialectError, ModelCall, WireTool, sign
+from rolltap.addons.dialects.model_call import DialectError, ModelCall, WireTool, sign
 from tests.addons.dialects import hostile
 
 LOOK = {"type": "function", "name": "look", "description": "Looks.", "parameters": {"type": "object"}, "strict": False}

@@ -8,7 +8,7 @@ from openai import BadRequestError, OpenAI
 from openai.types.responses import Response
 
 from rolltap.addons.dialects import openai_responses
-from rolltap.addons.dialects.types import ContextOverflow, DialectError, Reply, ReplyContext, ToolCall, Usage
+from rolltap.addons.dialects.model_call import ContextOverflow, DialectError, Reply, ReplyContext, ToolCall, Usage
 
 FUNCTION = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}
 TOOLS = [

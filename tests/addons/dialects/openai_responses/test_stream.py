@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects import openai_responses
-from rolltap.addons.dialects.types import ContextOverflow, DialectError, Reply, ToolCall
+from rolltap.addons.dialects.model_call import ContextOverflow, DialectError, Reply, ToolCall
 from tests.addons.dialects.openai_responses.test_reply import USAGE, context_of, message_of, replies
 from tests.addons.dialects.openai_responses.test_request import decode, decode_items
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from rolltap.trainer.rollouts.judges.changes import Made
 from rolltap.trainer.rollouts.judges.judge import judge
 from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
-from rolltap.trainer.rollouts.tasks.task import Task
+from rolltap.trainer.tasks.task import Task
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from rolltap.trainer.rollouts.judges import changes as changes_module
 from rolltap.trainer.rollouts.judges import folders
 from rolltap.trainer.rollouts.judges.changes import apply_changes, find_changes
 from rolltap.trainer.rollouts.judges.folders import TooMuchError, scan, stays_inside
-from rolltap.trainer.rollouts.judges.patterns import matches
-from rolltap.trainer.rollouts.runtimes.scratch import remove_folder
+from rolltap.trainer.rollouts.runtimes.runtime import remove_folder
+from rolltap.trainer.tasks.content import matches
 
 NAMES = st.sampled_from(["a", "b", "c", "ü\n", "d e", "-rf", "\udcff"])
 CONTENT = st.one_of(st.binary(max_size=4), st.just(b"line\n" * 3))

@@ -2,7 +2,7 @@ import pytest
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.judges.check import check_judge
-from rolltap.trainer.rollouts.tasks.task import Task
+from rolltap.trainer.tasks.task import Task
 from tests.trainer.rollouts.judges.sessions import Left, write
 
 ENGINE = "http://127.0.0.1:8000"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rolltap.trainer.rollouts.judges.guard import judges_files
-from rolltap.trainer.rollouts.judges.spec import CommandJudge
+from rolltap.trainer.rollouts.judges.protected import judges_files
+from rolltap.trainer.tasks.task import CommandJudge
 
 JUDGES = {
     "without tests of its own": (CommandJudge(command=["./run.sh"]), ["run.sh", "tests/laid.py", "tests/test_old.py"]),

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rolltap.trainer.rollouts.judges.here import judge_here
+from rolltap.trainer.rollouts.judges.command import judge_here
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@ import sys
 
 import pytest
 
-from rolltap.trainer.rollouts.judges.judged import UnjudgedError
-from rolltap.trainer.rollouts.judges.junit import Name, compare, find_outcome, junit_name, read_report
+from rolltap.trainer.rollouts.judges.tests import Name, compare, find_outcome, junit_name, read_report
+from rolltap.trainer.rollouts.judges.verdict import UnjudgedError
 from tests.trainer.rollouts.judges.sessions import Left
 
 TESTS = r"""

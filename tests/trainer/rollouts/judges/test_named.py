@@ -1,6 +1,6 @@
 import pytest
 
-from rolltap.trainer.rollouts.judges.named import is_script, pytest_command, runs_pytest
+from rolltap.trainer.rollouts.judges.protected import is_script, pytest_command, runs_pytest
 
 
 @pytest.mark.parametrize(

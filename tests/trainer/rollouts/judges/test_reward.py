@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltap.trainer.rollouts.judges.judged import UnjudgedError
-from rolltap.trainer.rollouts.judges.reward import Reward, parse_json, parse_number, parse_output
+from rolltap.trainer.rollouts.judges.verdict import Reward, UnjudgedError, parse_json, parse_number, parse_output
 
 FINITE = st.floats(-1e6, 1e6)
 

@@ -10,7 +10,7 @@ from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes import apptainer
 from rolltap.trainer.rollouts.runtimes.apptainer import ApptainerEngine, ApptainerRuntime
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Ended, Mount
-from rolltap.trainer.rollouts.tasks.limits import Limits
+from rolltap.trainer.tasks.task import Limits
 
 RECORDER = """#!/bin/bash
 printf '%s\\n' "${*@Q}" >> "$RECORDED"

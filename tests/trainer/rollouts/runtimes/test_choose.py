@@ -2,7 +2,7 @@ import pytest
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes.choose import RUNTIMES, make_runtime
-from rolltap.trainer.rollouts.runtimes.container_engine import find_engine
+from rolltap.trainer.rollouts.runtimes.container import find_engine
 
 
 @pytest.mark.parametrize("name", RUNTIMES)

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.rollouts.runtimes.container import ContainerRuntime
-from rolltap.trainer.rollouts.runtimes.container_engine import find_engine
+from rolltap.trainer.rollouts.runtimes.container import ContainerRuntime, find_engine
 from rolltap.trainer.rollouts.runtimes.runtime import Ended, Mount
 from tests.containers import ENV, containers, make_spec, podman  # noqa: F401
 

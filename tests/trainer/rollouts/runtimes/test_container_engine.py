@@ -8,10 +8,10 @@ from itertools import pairwise
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.rollouts.runtimes.container_engine import ContainerEngine, find_engine
+from rolltap.trainer.rollouts.runtimes.container import ContainerEngine, find_engine
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Mount
-from rolltap.trainer.rollouts.runtimes.seccomp import without_namespaces
-from rolltap.trainer.rollouts.tasks.limits import Limits
+from rolltap.trainer.rollouts.runtimes.sandbox import without_namespaces
+from rolltap.trainer.tasks.task import Limits
 
 ALL = frozenset({"cpu", "memory", "pids"})
 

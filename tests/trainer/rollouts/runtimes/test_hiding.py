@@ -2,10 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from rolltap.trainer.rollouts.judges.spec import CommandJudge
 from rolltap.trainer.rollouts.runtimes.choose import make_runtime
-from rolltap.trainer.rollouts.runtimes.hiding import HidingRuntime, covered, private_paths
-from rolltap.trainer.rollouts.tasks.task import Task
+from rolltap.trainer.rollouts.runtimes.sandbox import HidingRuntime, covered, private_paths
+from rolltap.trainer.tasks.task import CommandJudge, Task
 
 
 @pytest.fixture

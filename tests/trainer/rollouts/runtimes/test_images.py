@@ -4,8 +4,8 @@ import subprocess
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.rollouts.runtimes.engine import call
-from rolltap.trainer.rollouts.runtimes.images import copy_from_root_folder, root_folder_digest
+from rolltap.trainer.rollouts.runtimes.container import copy_from_root_folder, root_folder_digest
+from rolltap.trainer.rollouts.runtimes.engine_box import call
 
 
 @pytest.fixture

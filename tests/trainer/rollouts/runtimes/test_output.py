@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from rolltap.trainer.rollouts.runtimes.output import LOG_BYTES, Output, written_to
+from rolltap.trainer.rollouts.runtimes.supervised import LOG_BYTES, Output, written_to
 
 
 def say(output, *texts):

@@ -6,7 +6,7 @@ from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Ended, Runtime
 from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
-from rolltap.trainer.rollouts.tasks.limits import Limits
+from rolltap.trainer.tasks.task import Limits
 
 
 def spec_in(folder, **fields):

@@ -7,9 +7,8 @@ import pytest
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Ended, Mount
-from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
-from rolltap.trainer.rollouts.runtimes.view import View, write_etc
-from rolltap.trainer.rollouts.tasks.limits import Limits
+from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime, View, write_etc
+from rolltap.trainer.tasks.task import Limits
 from tests.security.test_sandbox import sandboxed
 from tests.trainer.rollouts.runtimes.test_supervised import wait_until_dead
 

@@ -3,8 +3,8 @@ import subprocess
 
 import pytest
 
-from rolltap.trainer.rollouts.runtimes import scratch
-from rolltap.trainer.rollouts.runtimes.scratch import scratch_folder
+from rolltap.trainer.rollouts.runtimes import runtime
+from rolltap.trainer.rollouts.runtimes.runtime import scratch_folder
 
 LEFT = {
     "a file": "touch file",
@@ -18,7 +18,7 @@ LEFT = {
 
 @pytest.mark.parametrize("script", LEFT.values(), ids=list(LEFT))
 def test_what_a_session_leaves_is_removed(tmp_path, monkeypatch, script):
-    monkeypatch.setattr(scratch.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(runtime.tempfile, "tempdir", str(tmp_path))
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "file").touch()
     with scratch_folder() as folder:
@@ -32,5 +32,5 @@ def test_a_folder_that_cannot_be_removed_is_logged(tmp_path, monkeypatch, caplog
     for name in ("rm", "chmod"):
         (tmp_path / name).write_text("#!/bin/sh\necho busy >&2\nexit 1\n")
         (tmp_path / name).chmod(0o755)
-    scratch.remove_folder(tmp_path / "x")
+    runtime.remove_folder(tmp_path / "x")
     assert "x could not be removed: busy" in caplog.text

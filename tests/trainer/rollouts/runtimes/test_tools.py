@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.rollouts.runtimes.tools import require_narrow, tool_folders
+from rolltap.trainer.rollouts.runtimes.runtime import require_narrow, tool_folders
 
 
 @pytest.fixture

@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 
 from rolltap.trainer.rollouts.runtimes import container
-from rolltap.trainer.rollouts.runtimes.container_engine import find_engine
+from rolltap.trainer.rollouts.runtimes.container import find_engine
 from rolltap.trainer.rollouts.runtimes.runtime import Ended
-from rolltap.trainer.rollouts.tasks.limits import Limits
+from rolltap.trainer.tasks.task import Limits
 from tests.containers import in_box, podman  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("podman")

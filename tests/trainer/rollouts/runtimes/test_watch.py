@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from rolltap.trainer.rollouts.runtimes import watch
-from rolltap.trainer.rollouts.runtimes.scratch import scratch_folder
+from rolltap.trainer.rollouts.runtimes.runtime import scratch_folder
 from rolltap.trainer.rollouts.runtimes.watch import (
     Nameless,
     choose_cores,
@@ -20,7 +20,7 @@ from rolltap.trainer.rollouts.runtimes.watch import (
     rlimits,
     tmpfs_bytes,
 )
-from rolltap.trainer.rollouts.tasks.limits import Limits
+from rolltap.trainer.tasks.task import Limits
 
 
 @pytest.mark.parametrize("cpus", [None, 10_000.0])

@@ -1,0 +1,65 @@
+"""Parts of a conversation that are no text: images, audio, files. The model gets a text in their place.
+
+A policy makes its harness send an image by accident, for instance by reading a PNG, and programs end when that is an
+error. The text is the same in each request, so that the conversation is continued.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from rolltap.addons.dialects.model_call import DialectError
+
+Images = Literal["hide", "refuse"]
+"""Treatment of such a part: a text in its place, or an error."""
+
+_MEDIA_TYPE = re.compile(r"(?:data:)?([a-z]{1,16}/[a-z0-9.+-]{1,80})(?=[;,]|\Z)", re.I)
+"""A media type, alone or at the start of a `data:` URL."""
+
+
+def placeholder(declared: Any, kind: str) -> str:
+    """Return the text that the model gets for a part.
+
+    `declared` is its media type or `data:` URL, `kind` a word for a part that has neither.
+    """
+    found = _MEDIA_TYPE.match(declared) if isinstance(declared, str) else None
+    return f"[{found[1] if found else kind}, not shown: this model reads text]"
+
+
+def hide(
+    request: dict[str, Any],
+    places: Sequence[Sequence[str]],
+    text_for: Callable[[dict[str, Any]], str | None],
+    text_type: str | None,
+) -> int:
+    """Replace, in `request`, the parts for which `text_for` returns a text. Return their number.
+
+    A place is a chain of keys to a list of parts, or to a single one. Lists on the way are gone through. A text part
+    has the `type` `text_type`, or no type.
+    """
+    return sum(_hide(request, place, text_for, {"type": text_type} if text_type else {}) for place in places)
+
+
+def _hide(
+    values: dict[str, Any], place: Sequence[str], text_for: Callable[[dict[str, Any]], str | None], form: dict[str, str]
+) -> int:
+    inner = values.get(place[0])
+    elements = [element for element in (inner if isinstance(inner, list) else [inner]) if isinstance(element, dict)]
+    if len(place) > 1:
+        return sum(_hide(element, place[1:], text_for, form) for element in elements)
+    hidden = 0
+    for part in elements:
+        text = text_for(part)
+        if text is not None:
+            part.clear()
+            part.update(form, text=text)
+            hidden += 1
+    return hidden
+
+
+def refuse_hidden(hidden: int) -> None:
+    """Raise `DialectError` for a conversation with so many images, audio parts and files, unless it has none."""
+    if hidden:
+        raise DialectError(
+            f"This model takes text only. The conversation has other parts (images, audio, files): {hidden}."
+        )

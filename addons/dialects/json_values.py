@@ -1,0 +1,172 @@
+"""Bounds what JSON becomes when it is parsed: a few compressed bytes can be millions of values, in one call of C.
+
+The part of a request's options that a run folder may hold: numbers, flags and short words.
+
+Options are free JSON. A harness may put a secret or a personal text anywhere in them, for instance the `authorization`
+of an MCP server.
+"""
+
+import json
+import re
+from collections.abc import Collection
+from typing import Any
+
+MOST_VALUES = 500_000
+"""Maximum number of values of a JSON text, about. They take 0.1 s and 60 MB; the largest requests of harnesses have
+some 10,000. Each value that is not the first follows one of `_BEFORE_A_VALUE`."""
+MOST_WITHIN = 4_000_000
+"""The same for a body and the JSON within its texts, such as arguments, together. Prose has a comma in 20 bytes or
+more, so this refuses texts only that no context window holds."""
+MOST_LEVELS = 100
+"""Maximum number of levels in the JSON within a text. Chat templates and renderers recurse."""
+MOST_LEVELS_OF_A_BODY = 128
+"""The same for a body. It is more: bodies repeat the arguments of calls, which were sampled as text, as objects."""
+
+_BEFORE_A_VALUE = b"[{,:"
+
+
+class TooManyValues(ValueError):
+    """A JSON text that would become too many values."""
+
+
+class TooManyLevels(ValueError):
+    """A JSON text whose objects and lists are nested too deep."""
+
+
+def check_levels(value: Any, most: int) -> None:
+    """Raise `TooManyLevels` for a parsed JSON value with more than `most` levels of objects and lists."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(most):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    if level:
+        raise TooManyLevels(f"it is nested more than {most} levels deep")
+
+
+def check_values(text: bytes) -> None:
+    """Raise `TooManyValues` for a JSON text of more than `MOST_VALUES` values, or `MOST_WITHIN` with those in texts.
+
+    Most requests have fewer bytes than that, and cost nothing.
+    """
+    if len(text) <= MOST_VALUES:
+        return
+    within = _marks(text)
+    # an escape such as \u002c hides a comma of the JSON within a text
+    if within + text.count(b"\\u00") > MOST_WITHIN or (within > MOST_VALUES and _outside_of_texts(text) > MOST_VALUES):
+        raise TooManyValues(f"it has more than {MOST_VALUES:,} values")
+
+
+def _marks(text: bytes) -> int:
+    return len(text) - len(text.translate(None, _BEFORE_A_VALUE))
+
+
+def _outside_of_texts(text: bytes) -> int:
+    """Return the number of marks outside of texts, or that of texts if it is greater. Ends soon after `MOST_VALUES`."""
+    plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    marks = texts = begin = 0
+    while begin < len(plain) and max(marks, texts) <= MOST_VALUES:
+        quote = plain.find(b'"', begin)
+        end = len(plain) if quote < 0 else quote
+        marks += _marks(plain[begin:end])
+        texts += 1
+        closing = plain.find(b'"', end + 1)
+        begin = len(plain) if closing < 0 else closing + 1
+    return max(marks, texts)
+
+
+_WORD = re.compile(r"[\w.:/+-]{0,32}", re.ASCII)
+"""Names of an API, for instance `web_search_20250305`. The keys and tokens that services issue are longer."""
+_ORIGIN = re.compile(r"(https?|wss?)://(?:[^/?#]*@)?([\w.-]{1,253}(?::\d{1,5})?)(?=[/?#]|$)", re.ASCII)
+"""Scheme, and host with port, of a URL."""
+_LONGEST = 4096
+"""Characters of an option as JSON."""
+_DEEPEST = 8
+_MOST_TOOLS = 64
+_APPLIED = frozenset({"schema", "responseSchema", "responseJsonSchema"})
+"""Options with a JSON schema. One that is applied is recorded with the applied parameters."""
+_URLS = frozenset({"server_url", "url"})
+_TOOL_KEYS = _URLS | {
+    # all APIs
+    *("type", "name", "enabled", "environment", "filters", "strict"),
+    # MCP
+    *("server_label", "connector_id", "mcp_server_name", "tool_configuration", "allowed_tools", "tool_names"),
+    *("read_only", "require_approval", "always", "never", "defer_loading", "allowed_callers"),
+    # search, files, computer
+    *("max_uses", "max_num_results", "max_characters", "max_content_tokens", "allowed_domains", "blocked_domains"),
+    *("search_context_size", "external_web_access", "display_width_px", "display_height_px", "display_number"),
+    # Google: kinds of tools, and their fields
+    *("googleSearch", "googleSearchRetrieval", "enterpriseWebSearch", "googleMaps", "urlContext", "codeExecution"),
+    *("computerUse", "fileSearch", "retrieval", "mcpServers", "streamableHttpTransport", "excludeDomains", "topK"),
+}
+"""Fields of hosted tools that hold no secret."""
+
+
+def recordable(options: dict[str, Any], names: Collection[str] = ()) -> dict[str, Any]:
+    """Return options of a request as they are recorded. `names` are texts that may be recorded: the tools' names.
+
+    Other texts than short words become their number of characters, as does an option of more than `_LONGEST`. JSON
+    schemas are left out.
+    """
+    return {key: _bounded(_cleaned(value, names, None)) for key, value in options.items() if key not in _APPLIED}
+
+
+def recordable_tools(tools: list[dict[str, Any]]) -> list[Any]:
+    """Return hosted tools as they are recorded: their known fields, and the names of the others under `left_out`.
+
+    Of more than `_MOST_TOOLS` tools, the others become their number. Of a URL, only scheme, host and port are kept:
+    user, path and query may be secret.
+    """
+    recorded = [_bounded(_cleaned(tool, (), _TOOL_KEYS)) for tool in tools[:_MOST_TOOLS]]
+    return recorded if len(tools) <= _MOST_TOOLS else [*recorded, f"({len(tools) - _MOST_TOOLS} more)"]
+
+
+def is_word(text: str) -> bool:
+    """Return True for a text that may be recorded from any place of a request."""
+    return _WORD.fullmatch(text) is not None
+
+
+def described(value: Any) -> str:
+    """Return a value for an error message, which is recorded: a short word in quotes, or the kind of value it is."""
+    if isinstance(value, str):
+        return repr(value) if is_word(value) else f"a text of {len(value)} characters"
+    return {dict: "an object", list: "a list", bool: "a boolean", type(None): "null"}.get(type(value), "a number")
+
+
+def _cleaned(value: Any, names: Collection[str], keys: Collection[str] | None, depth: int = 0) -> Any:
+    """Return a value without texts that are not short words. With `keys`, objects keep those fields only."""
+    if depth > _DEEPEST:
+        return "(deeper)"
+    if isinstance(value, str):
+        return value if value in names else _short(value)
+    if isinstance(value, list):
+        return [_cleaned(inner, names, keys, depth + 1) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    left_out = [_short(key) for key in value if keys is not None and key not in keys]
+    kept = {
+        _short(key): _origin(inner) if keys and key in _URLS else _cleaned(inner, names, keys, depth + 1)
+        for key, inner in value.items()
+        if key not in _APPLIED and (keys is None or key in keys)
+    }
+    return {**kept, "left_out": left_out} if left_out else kept
+
+
+def _bounded(value: Any) -> Any:
+    length = len(json.dumps(value))
+    return value if length <= _LONGEST else f"({length} characters)"
+
+
+def _short(text: str) -> str:
+    return text if is_word(text) else f"({len(text)} characters)"
+
+
+def _origin(url: Any) -> str:
+    """Return `scheme://host:port` of a URL."""
+    found = _ORIGIN.match(url) if isinstance(url, str) else None
+    return f"{found[1]}://{found[2]}" if found else "(no URL)"

@@ -1,0 +1,285 @@
+"""Types that all dialects decode to and encode from, and functions on JSON and text that they share."""
+
+import base64
+import binascii
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rolltap.addons.dialects.json_values import MOST_LEVELS, check_levels, check_values
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+Message = dict[str, Any]
+"""A message in the form of `renderers`: `role` (system, user, assistant or tool), `content` (text), and optionally
+`reasoning_content`, `tool_calls` (`{"id", "type": "function", "function": {"name", "arguments"}}`, arguments parsed),
+and for a tool's result `tool_call_id` and the tool's `name` (absent when the call is unknown). An assistant message may
+have `call_id`: the id of the model call that issued it, as found in the opaque fields of the message."""
+
+Tool = dict[str, Any]
+"""A tool in the OpenAI form, `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+
+EchoRule = Callable[[dict[str, Any], Tool | None], dict[str, Any]]
+"""(arguments of a tool call, the tool if the request has it) -> a normal form of the arguments. Sampled arguments and
+their echo by a harness that rewrites them have the same normal form."""
+
+FREEFORM_ARGUMENT = "input"
+"""The name of the only argument, a string, of the function that represents a freeform tool."""
+
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+_SIGNATURE = "rolltap:"
+_LONGEST_SIGNATURE = 256
+
+
+def parse_json(text: str | bytes, most_levels: int = MOST_LEVELS) -> Any:
+    """Return the value of a JSON text, which may be UTF-8, with all strings `well_formed`.
+
+    Raises `ValueError`, `TooManyValues` and `TooManyLevels` (two kinds of it), and `RecursionError`.
+    """
+    check_values(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
+    text = text.decode() if isinstance(text, bytes) else text
+    value = json.loads(text)
+    check_levels(value, most_levels)
+    if _SURROGATE_ESCAPE.search(text):  # also true for valid pairs, which are kept; they are rare
+        value = json.loads(well_formed(json.dumps(value, ensure_ascii=False)))
+    return value
+
+
+def parse_arguments(text: str) -> Any:
+    """Return the value of arguments in JSON, or `text` unchanged: not JSON, or too many values or levels."""
+    try:
+        return parse_json(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def javascript_number(value: float) -> float:
+    """Return `value` rounded to a double, JavaScript's only number type, and as an int when it is integral.
+
+    An int outside the range of doubles is returned unchanged.
+    """
+    try:
+        value = float(value)
+        return int(value) if value.is_integer() else value
+    except OverflowError:
+        return value
+
+
+def well_formed(text: str) -> str:
+    """Return `text` with each lone surrogate replaced by U+FFFD.
+
+    JavaScript harnesses send lone surrogates when they cut a text inside a character. They cannot be encoded as UTF-8,
+    which tokenizers and Arrow strings require.
+    """
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def dump_json(value: Any) -> bytes:
+    """Return `value` as compact JSON in UTF-8, with `?` for each lone surrogate."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def sign(call_id: str) -> str:
+    """Return the opaque field (signature, encrypted content) that is issued with the reply of a call.
+
+    It contains the call's id and is not authenticated: `Conversations` looks the id up among the calls of the sending
+    session. It is base64, because Google's SDK decodes it.
+    """
+    return base64.b64encode((_SIGNATURE + call_id).encode()).decode()
+
+
+def signed_call(signature: str | None) -> str | None:
+    """Return the id of the call that an opaque field was issued with, or None when `sign` did not write the field."""
+    if len(signature or "") > _LONGEST_SIGNATURE:
+        return None
+    try:
+        text = base64.b64decode(signature or "", validate=True).decode()
+    except (binascii.Error, ValueError):
+        return None
+    return text.removeprefix(_SIGNATURE) if text.startswith(_SIGNATURE) else None
+
+
+def tool_call_id(call_id: str, index: int) -> str:
+    """Return the id of the tool call number `index` (from 0) of a call's reply.
+
+    It can be derived again from the reply's opaque field (`signed_call`), for a program that does not send it back.
+    """
+    return f"call_{hashlib.blake2b(f'{call_id} {index}'.encode(), digest_size=12).hexdigest()}"
+
+
+class DialectError(Exception):
+    """An error that is sent to the harness.
+
+    `status` is the HTTP status, `code` the short name of the error. `retry_after`, in seconds, becomes the header
+    `retry-after`, unless the reply is a stream that has begun.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        code: str = "invalid_request_error",
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.retry_after = retry_after
+
+
+class ContextOverflow(DialectError):
+    """A prompt of `prompt_tokens` tokens that leaves no room for a reply in a context window of `limit` tokens.
+
+    Each dialect uses the wording of its API: harnesses search for it to decide whether to compact their history.
+    """
+
+    def __init__(self, prompt_tokens: int, limit: int) -> None:
+        super().__init__(
+            f"This model's maximum context length is {limit} tokens. However, your messages resulted in "
+            f"{prompt_tokens} tokens. Please reduce the length of the messages.",
+            code="context_length_exceeded",
+        )
+        self.prompt_tokens = prompt_tokens
+        self.limit = limit
+
+
+def assistant_message(
+    content: str, reasoning: str, tool_calls: list[dict[str, Any]], call_id: str | None = None
+) -> Message:
+    """Return an assistant message. Empty fields other than `content` are left out."""
+    message: Message = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if tool_calls:
+        message["tool_calls"] = tool_calls
+    if call_id:
+        message["call_id"] = call_id
+    return message
+
+
+def message_tool_call(tool_call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """Return a tool call of an assistant message."""
+    return {"id": tool_call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+@dataclass(frozen=True, slots=True)
+class WireTool:
+    """A tool's name and form on the wire, where they differ from the function that the model sees."""
+
+    name: str
+    namespace: str | None = None
+    freeform: bool = False
+    """True when the input is a text (`FREEFORM_ARGUMENT`) instead of JSON arguments."""
+
+
+@dataclass(slots=True)
+class ModelCall:
+    """A decoded request."""
+
+    model: str
+    messages: list[Message]
+    tools: list[Tool]
+    stream: bool = False
+    include_usage: bool = False
+    """True when a stream is to end with the token usage. Chat Completions only: other dialects always send it."""
+    max_tokens: int | None = None
+    stop: list[str] = field(default_factory=list)
+    """Stop texts. A stop text ends the reply and is not part of it."""
+    schema: dict[str, Any] | None = None
+    """The JSON schema that the harness wants the reply to match; `{}` for any JSON object. See `grammar`."""
+    may_call: bool = True
+    """False when the request forbids tool calls, although the model sees the tools."""
+    reasoning: Literal["shown", "signed", "hidden"] = "shown"
+    """The harness's share of the reply's reasoning: all of it, only the opaque field issued with it, or nothing."""
+    requested_sampling: dict[str, Any] = field(default_factory=dict)
+    """Sampling and decoding options of the request, in their `recordable` form. Other fields of this class hold those
+    that are applied."""
+    hosted_tools: list[Any] = field(default_factory=list)
+    """Tools that the provider would run itself, in their `recordable` form. The model does not see them."""
+    wire_tools: dict[str, WireTool] = field(default_factory=dict)
+    """Name that the model sees -> tool on the wire. Holds only tools whose name or form differs."""
+    client_metadata: dict[str, str] = field(default_factory=dict)
+    """Place of a field in the body -> its text, for fields that hint at the role of the call."""
+    hidden: int = 0
+    """Number of images, audio parts and files in the messages, which have a text in their place."""
+    stores: tuple[str, dict[str, Any]] | None = None
+    """The path of an object of the session, and the entry that is added to it once the call is completed."""
+    echo_rule: EchoRule | None = None
+    """The rule for a harness that rewrites the arguments of tool calls in its echoes; None for other harnesses."""
+
+    @property
+    def grammar(self) -> dict[str, Any] | None:
+        """The `schema` if the engine is held to it. Beside tools it is not applied: the model could call none."""
+        return None if self.tools else self.schema
+
+    def unapplied(self) -> dict[str, Any]:
+        """Return what the harness asked for and did not get, for the record."""
+        hosted = {"hosted_tools": self.hosted_tools} if self.hosted_tools else {}
+        schema = {"json_schema": True} if self.schema is not None and self.grammar is None else {}
+        return self.requested_sampling | hosted | schema
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """A sampled tool call. `arguments` is a text, which is usually but not always valid JSON."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(slots=True)
+class Reply:
+    """The assistant's message, parsed from the sampled tokens."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    finish_reason: FinishReason = "stop"
+    stop: str | None = None
+    """The stop text that ended the reply, if any."""
+
+    def issue(self, call_id: str) -> None:
+        """Give each tool call the id that belongs to the reply of a call."""
+        for index, tool_call in enumerate(self.tool_calls):
+            tool_call.id = tool_call_id(call_id, index)
+
+    def to_message(self) -> Message:
+        """Return the reply as a message, with the arguments of tool calls as text."""
+        tool_calls = [message_tool_call(call.id, call.name, call.arguments) for call in self.tool_calls]
+        return assistant_message(self.content, self.reasoning, tool_calls)
+
+
+@dataclass(slots=True)
+class Usage:
+    """Token counts of one call. `cached` is the part of `prompt` that came from the engine's prefix cache."""
+
+    prompt: int
+    completion: int
+    cached: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyContext:
+    """Data for encoding a reply, besides the `Reply` and its `Usage`."""
+
+    call_id: str
+    created: int
+    """Seconds since the epoch."""
+    target: str
+    """The request's path and query."""
+    model_call: ModelCall
+    prompt_tokens: int = 0
+    """The number of prompt tokens, for streams that say it before anything is sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model in a list of models. `context_window` is in tokens."""
+
+    name: str
+    context_window: int

@@ -1,0 +1,176 @@
+"""Errors of a call as the harness receives them.
+
+Counts refusals and retries: a session that is refused all the time fills neither the run nor the log.
+"""
+
+import errno
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pyarrow as pa
+
+from rolltap.addons.dialects.model_call import DialectError
+from rolltap.addons.endpoint.budget import BudgetUsedUp, PromptOverBudget
+from rolltap.addons.errors import EngineError, RolltapError, RunError
+from rolltap.addons.store.records import Event, EventKind
+from rolltap.addons.store.rows import printable
+from rolltap.addons.wire.protocol import Bucket
+
+logger = logging.getLogger(__name__)
+
+_OUR_STATUS = 500
+"""The lowest HTTP status of a `DialectError` that is not the harness's: of the recorder or the machine."""
+
+RETRY_SECONDS = 10
+"""Value of `retry-after` while the disk is full."""
+_PASSING = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Errors of a commit that end when somebody frees space."""
+_OURS = (RolltapError, OSError, MemoryError, pa.ArrowException)
+"""Errors with a cause outside of the request. A `ConnectionError` is the client's: those of engines are `EngineError`s,
+and a disk has none."""
+
+
+def event_kind(error: Exception) -> EventKind:
+    """Return the kind of the event for a model call that ends with `error`: `fault`, `budget` or `rejected`.
+
+    What the harness asked wrongly is a `DialectError`, found before the engine is asked. Errors of engines and disks
+    are ours: also an engine's refusal with a status below 500, because the recorder made the request that it refuses.
+
+    An error that nobody thought of is not: decoding, rendering and parsing depend on what was asked and sampled, such
+    as the roles of messages, for which chat templates raise. An agent that could cause a fault could take back a
+    session that would fail.
+    """
+    if isinstance(error, BudgetUsedUp | PromptOverBudget):
+        return "budget"
+    if isinstance(error, DialectError):
+        return "rejected" if error.status < _OUR_STATUS else "fault"
+    return "fault" if isinstance(error, _OURS) and not isinstance(error, ConnectionError) else "rejected"
+
+
+def as_dialect_error(error: Exception, *, begun: bool = True) -> DialectError:
+    """Return an error as the harness receives it. Logs the traceback of an unexpected one.
+
+    `begun` is False for a request that became no call: an unexpected error says that it cannot be served. In a call
+    that runs, another sample may be, so that harnesses may try again.
+    """
+    if isinstance(error, DialectError):
+        return error
+    if isinstance(error, EngineError):
+        return DialectError(error.told, status=error.status, code="engine_error")
+    if isinstance(error, RunError):
+        return DialectError(f"the recorder cannot read its run: {error}", status=500, code="not_recorded")
+    if isinstance(error, OSError):
+        message = f"the recorder cannot write this call: {error}"
+        if error.errno in _PASSING:
+            return DialectError(message, status=503, code="not_recorded", retry_after=RETRY_SECONDS)
+        return DialectError(message, status=500, code="not_recorded")
+    logger.error("a request or reply that rolltap, the renderer or the chat template cannot work on", exc_info=error)
+    if begun:
+        return DialectError(f"internal error of the recorder: {error!r}", status=500, code="internal_error")
+    return DialectError(f"This request cannot be turned into a prompt: {error!r}")
+
+
+LISTED = 64
+"""Number of refusals of a session and a kind that have an event each. Later ones are counted."""
+BURST = 20_000
+"""Number of events of refusals that all sessions together may cause at once."""
+PER_SECOND = 20.0
+"""Number of such events each second after that."""
+_DECISIVE = frozenset({"fault", "budget"})
+"""Kinds of events on which the outcome of a session depends."""
+REMEMBERED = 10_000
+"""Number of pairs of a session and a kind that are counted at the same time."""
+
+
+def is_told(count: int, listed: int = LISTED) -> bool:
+    """Return True when the `count`-th repetition is told: each of the first `listed`, then those at powers of two."""
+    return count <= listed or count & (count - 1) == 0
+
+
+@dataclass(slots=True)
+class _Tally:
+    count: int = 0
+    last: Event | None = None
+    """The newest event, unless it was told."""
+
+
+class Refusals:
+    """Writes events of refusals with `write`, and a log line for each.
+
+    The first `LISTED` refusals of a session and a kind have an event each. After that an event at each power of two has
+    the number so far in `detail`, and one at the end of the session the number in all. The texts of an event come from
+    the wire: they are made printable and cut. Sessions are free to choose their names without a secret: events of all
+    of them together are bounded by a rate too, and those over it are counted, with an event at each power of two.
+    The last fault of a session and its last `budget` have an event in any case, when their counts are written at the
+    latest: its outcome depends on them.
+    """
+
+    def __init__(self, write: Callable[[Event], None]) -> None:
+        self._write = write
+        self._tallies: OrderedDict[tuple[str | None, EventKind], _Tally] = OrderedDict()
+        self._room = Bucket(BURST, PER_SECOND)
+        self._untold = 0
+
+    def record(self, event: Event) -> None:
+        """Write or count one refusal."""
+        event = _printable(event)
+        key = event.session_id, event.kind
+        tally = self._tallies.setdefault(key, _Tally())
+        self._tallies.move_to_end(key)
+        tally.count += 1
+        tally.last = None
+        if not is_told(tally.count):
+            tally.last = event
+        else:
+            so_far = f"{tally.count} {event.kind} so far, the last: {event.detail}"
+            told = self._tell(event if tally.count <= LISTED else replace(event, detail=so_far))
+            if event.kind in _DECISIVE and not told:
+                tally.last = event
+        while len(self._tallies) > REMEMBERED:
+            self._end(next(iter(self._tallies)))
+
+    def end(self, session_id: str | None) -> None:
+        """Write the counts of a session, and forget them."""
+        for key in [key for key in self._tallies if key[0] == session_id]:
+            self._end(key)
+
+    def close(self) -> None:
+        """Write the counts of all sessions."""
+        while self._tallies:
+            self._end(next(iter(self._tallies)))
+        if self._untold:
+            self._write(Event(kind="refused", detail=f"{self._untold} events of refusals in all were left out"))
+
+    def _end(self, key: tuple[str | None, EventKind]) -> None:
+        tally = self._tallies.pop(key)
+        if tally.last is not None:
+            detail = f"{tally.count} {tally.last.kind} in all, the last: {tally.last.detail}"
+            self._tell(replace(tally.last, detail=detail), always=tally.last.kind in _DECISIVE)
+
+    def _tell(self, event: Event, *, always: bool = False) -> bool:
+        """Write an event if the rate has room for it. Return False when it is counted without its session."""
+        told = self._room.take() or always
+        if not told:
+            self._untold += 1
+            if not is_told(self._untold, 0):
+                return False
+            detail = f"{self._untold} events of refusals in all were left out, the last: {event.detail}"
+            event = replace(event, session_id=None, detail=detail)
+        level = logging.INFO if event.kind in ("refused", "joined", "replayed") else logging.WARNING
+        target = f"{event.method} {event.host}{event.path}".strip()
+        logger.log(level, "session %s: %s %s: %s", event.session_id, event.kind, target, event.detail or "not served")
+        self._write(event)
+        return told
+
+
+def _printable(event: Event) -> Event:
+    return replace(
+        event,
+        session_id=None if event.session_id is None else printable(event.session_id),
+        host=printable(event.host),
+        method=printable(event.method),
+        path=printable(event.path),
+        detail=printable(event.detail),
+    )

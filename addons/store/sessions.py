@@ -1,0 +1,172 @@
+"""The sessions of a run that have ended.
+
+Incremental reading of a table: each commit of each of its segments once.
+
+The rows of each session of a run, found without reading the others.
+"""
+
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rolltap.addons.store.metadata import read_metadata
+from rolltap.addons.store.segment import SegmentReader, rows_of_session
+from rolltap.addons.store.tables import TABLES, run_files
+
+Skip = Callable[[str], bool]
+"""Name of a segment -> True to leave it for a later time."""
+
+
+def nothing(name: str) -> bool:
+    """Skip no segment."""
+    return False
+
+
+@dataclass(slots=True)
+class NewCommits:
+    """Commits of one segment that were not read before."""
+
+    path: Path
+    inode: int
+    again: bool
+    """True when the segment was compacted: these are all its rows, those that were read before too."""
+    batches: Iterator[tuple[int, pa.RecordBatch]]
+    """(byte offset, batch), in file order. Read them before the next segment's."""
+
+
+class TableScan:
+    """Reads each commit of a table once. Not thread-safe."""
+
+    def __init__(self, run: Path, table: str) -> None:
+        self._run = run
+        self._table = table
+        self._read: dict[str, tuple[int, int]] = {}
+        """Name of a segment -> its inode and the end of what was read."""
+
+    def new(self, skip: Skip = nothing) -> Iterator[NewCommits]:
+        """Yield the segments that have commits since the last time, ordered by the start of their writers.
+
+        Damage is skipped with a warning. Raises `OSError`.
+        """
+        for path in run_files(self._run, self._table):
+            if skip(path.name):
+                continue
+            inode, end = self._read.get(path.name, (0, 0))
+            file = path.stat()
+            if (file.st_ino, file.st_size) == (inode, end):
+                continue
+            with SegmentReader(path, TABLES[self._table]) as reader:
+                again = 0 < inode != reader.inode
+                batches = reader.batches_from(end) if inode == reader.inode else iter(reader)
+                yield NewCommits(path, reader.inode, again, batches)
+                self._read[path.name] = reader.inode, reader.end
+                reader.warn_of_damage()
+
+
+class EndedSessions:
+    """The ids of sessions with an event `ended` or a row in `sessions`. Not thread-safe."""
+
+    def __init__(self, run: Path) -> None:
+        self._scans = {table: TableScan(run, table) for table in ("events", "sessions")}
+        self._ids: set[str] = set()
+
+    def __contains__(self, session_id: object) -> bool:
+        return session_id in self._ids
+
+    def add(self, session_id: str) -> None:
+        """Add a session that has just ended."""
+        self._ids.add(session_id)
+
+    def refresh(self, skip: Skip = nothing) -> None:
+        """Add what was committed since. Reads only new commits. Raises `OSError`."""
+        for table, scan in self._scans.items():
+            for new in scan.new(skip):
+                for _, batch in new.batches:
+                    rows = batch if table == "sessions" else batch.filter(pc.equal(batch.column("kind"), "ended"))
+                    self._ids.update(rows.column("session_id").drop_null().to_pylist())
+
+
+OPEN_FILES = 64
+"""Segments of a table that are mapped at the same time."""
+
+
+class SessionIndex:
+    """An index of a table's segments: session id -> byte offsets of its batches. A context manager; not thread-safe.
+
+    It holds what was committed when it was built, and at the last `refresh`. Raises `RunError` when the folder cannot
+    be read.
+    """
+
+    def __init__(self, run: Path, table: str, skip: Skip = nothing) -> None:
+        read_metadata(run)
+        self._run = run
+        self._schema = TABLES[table]
+        self._scan = TableScan(run, table)
+        self._inodes: dict[str, int] = {}
+        # session id (None for rows of nobody) -> name of a segment -> byte offsets of its batches
+        self._places: defaultdict[str | None, dict[str, array[int]]] = defaultdict(dict)
+        self._open: dict[str, SegmentReader] = {}
+        self.refresh(skip)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __contains__(self, session_id: object) -> bool:
+        return session_id in self._places
+
+    @property
+    def session_ids(self) -> list[str | None]:
+        """Ids of the sessions that have rows, in the order of their first ones; None for rows without a session."""
+        return list(self._places)
+
+    def close(self) -> None:
+        """Close the segments that are mapped. `batches` maps them again."""
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def refresh(self, skip: Skip = nothing) -> None:
+        """Add what was committed since. Reads only new commits. Raises `OSError`."""
+        for new in self._scan.new(skip):
+            if new.path.name in self._open:  # mapped at its earlier length
+                self._open.pop(new.path.name).close()
+            if new.again:
+                for places in self._places.values():
+                    places.pop(new.path.name, None)
+            self._inodes[new.path.name] = new.inode
+            for offset, batch in new.batches:
+                for session_id in batch.column("session_id").unique().to_pylist():
+                    self._places[session_id].setdefault(new.path.name, array("q")).append(offset)
+
+    def batches(self, session_id: str | None, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of one session, file by file, in the order of their commits. `columns` None means all."""
+        for name in sorted(self._places.get(session_id, ())):
+            reader = self._reader(name)
+            for offset in self._places[session_id].get(name, ()):
+                batch = reader.read(offset)
+                if columns is not None:
+                    batch = batch.select([*columns, *({"session_id"} - {*columns})])
+                rows = rows_of_session(batch, session_id)
+                yield rows if columns is None else rows.select(columns)
+
+    def _reader(self, name: str) -> SegmentReader:
+        if name not in self._open:
+            if len(self._open) == OPEN_FILES:
+                self._open.pop(next(iter(self._open))).close()
+            while (reader := SegmentReader(self._run / name, self._schema)).inode != self._inodes[name]:
+                # compacted since it was scanned: the same rows at other offsets
+                reader.close()
+                self.refresh(lambda other: other != name)
+            self._open[name] = reader
+        return self._open[name]

@@ -1,0 +1,27 @@
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolltap.addons.dialects.model_call import parse_json, well_formed
+
+any_text = st.text(st.characters(categories=None) | st.sampled_from(["\ud83d", "\udc00"]))
+
+
+@given(any_text)
+def test_well_formed_text_is_utf8_and_changes_only_surrogates(text):
+    formed = well_formed(text)
+    assert formed.encode().decode() == formed
+    assert formed == text or any(0xD800 <= ord(character) < 0xE000 for character in text)
+
+
+@given(any_text, st.booleans())
+def test_parsed_json_is_well_formed_all_the_way_down(text, ascii_only):
+    parsed = parse_json(json.dumps({text: [text]}, ensure_ascii=ascii_only).encode("utf-8", "replace").decode())
+    json.dumps(parsed, ensure_ascii=False).encode()
+    if not any(0xD800 <= ord(character) < 0xE000 for character in text):
+        assert parsed == {text: [text]}
+
+
+def test_a_pair_of_surrogates_is_a_character():
+    assert parse_json(r'"\ud83d\ude00 \ud83d"') == "😀 \ufffd"

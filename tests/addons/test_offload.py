@@ -1,0 +1,91 @@
+import asyncio
+import gc
+import threading
+
+import pytest
+
+from rolltap.addons.offload import INLINE_BYTES, LARGE_BYTES, Workers
+
+
+@pytest.fixture
+async def workers():
+    made = Workers()
+    yield made
+    made.close()
+
+
+async def test_work_on_a_small_request_is_done_in_the_loops_thread(workers):
+    assert await workers.run(INLINE_BYTES - 1, threading.get_ident) == threading.get_ident()
+
+
+async def test_work_on_a_long_request_leaves_the_loop_free(workers):
+    free = threading.Event()
+    asked = asyncio.create_task(workers.run(INLINE_BYTES, free.wait))
+    await asyncio.sleep(0)
+    free.set()
+    assert await asked is True
+
+
+async def test_large_requests_do_not_keep_the_others_waiting(workers):
+    free = threading.Event()
+    large = [asyncio.create_task(workers.run(LARGE_BYTES, free.wait)) for _ in range(8)]
+    assert await workers.run(INLINE_BYTES, lambda: "done") == "done"
+    free.set()
+    assert await asyncio.gather(*large) == [True] * 8
+
+
+async def test_an_error_of_the_work_is_raised(workers):
+    with pytest.raises(ZeroDivisionError):
+        await workers.run(INLINE_BYTES, lambda: 1 / 0)
+
+
+async def test_a_cancelled_caller_waits_for_the_end_of_its_work(workers):
+    begun, free, ended = threading.Event(), threading.Event(), []
+
+    def work():
+        begun.set()
+        free.wait()
+        ended.append(True)
+
+    asked = asyncio.create_task(workers.run(INLINE_BYTES, work))
+    await asyncio.to_thread(begun.wait)
+    asked.cancel()
+    await asyncio.sleep(0)
+    assert not asked.done()
+    free.set()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert ended == [True]
+
+
+async def test_work_that_has_not_begun_is_dropped_with_its_caller(workers):
+    free, ran = threading.Event(), []
+    running = asyncio.create_task(workers.run(LARGE_BYTES, free.wait))
+    waiting = asyncio.create_task(workers.run(LARGE_BYTES, ran.append, True))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    free.set()
+    await running
+    assert ran == []
+
+
+async def test_an_error_after_its_caller_was_cancelled_is_not_logged(workers, caplog):
+    begun, free = threading.Event(), threading.Event()
+
+    def work():
+        begun.set()
+        free.wait()
+        raise ValueError("bad body")
+
+    asked = asyncio.create_task(workers.run(INLINE_BYTES, work))
+    await asyncio.to_thread(begun.wait)
+    asked.cancel()
+    await asyncio.sleep(0)
+    free.set()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    del asked
+    gc.collect()
+    assert caplog.records == []

@@ -1,0 +1,38 @@
+import pytest
+from click.testing import CliRunner
+
+import rolltap
+from rolltap.errors import InputError
+from rolltap.trainer.cli.main import rolltap as program
+from tests.trainer.runs.recorded_runs import make_run, make_session
+
+
+@pytest.fixture
+def run(tmp_path):
+    cheated = make_session("cheated", suspicions='{"git_history": 3}', runtime="sandbox", task_id="a")
+    return make_run(tmp_path / "run", cheated, make_session("honest", runtime="process", task_id="b"))
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        (["--suspicious"], ["cheated"]),
+        (["--not-suspicious"], ["honest"]),
+        (["--suspicion", "git_history"], ["cheated"]),
+        (["--suspicion", "web_search", "--suspicion", "git_history"], ["cheated"]),
+        (["--runtime", "process", "--runtime", "container"], ["honest"]),
+        (["--task", "a"], ["cheated"]),
+        ([], ["cheated", "honest"]),
+    ],
+    ids=str,
+)
+def test_sessions_are_filtered_by_suspicion_runtime_and_task(run, tmp_path, options, kept):
+    result = CliRunner().invoke(program, ["filter", str(run), "--out", str(tmp_path / "out"), *options])
+    assert result.exit_code == 0, result.output
+    assert [session.session_id for session in rolltap.open_run(tmp_path / "out").sessions()] == kept
+
+
+def test_the_name_of_no_rule_is_refused_with_the_names_that_there_are(run, tmp_path):
+    with pytest.raises(InputError, match=r"no rule of suspicion is named 'cheating': choose refused_hosts, "):
+        rolltap.open_run(run).filter(tmp_path / "out", suspicions=["cheating"])
+    assert not (tmp_path / "out").exists()

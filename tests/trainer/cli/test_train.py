@@ -1,0 +1,143 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from rolltap.addons.errors import EngineError, InputError
+from rolltap.trainer.cli import main
+from tests.trainer.cli.program import rolltap
+from tests.trainer.training.stand_ins import FolderEngine
+from tests.trainer.training.trainings import ENGINES, URLS, Training
+from tests.trainer.training.trainings import RECIPE as SMALL
+
+MODELS = Path(__file__).resolve().parents[2] / "models"
+RECIPE = f"""
+model = "{MODELS / "qwen3-4b"}"
+tasks = "tasks.jsonl"
+harness = "codex"
+steps = 3
+publish = "lora"
+[machine]
+gpu_gib = 80.0
+[lora]
+r = 8
+target_modules = "all-linear"
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    (tmp_path / "tasks.jsonl").write_text('{"id": "a", "instruction": "go", "evaluate": ["true"]}\n')
+
+    def recipe(text=RECIPE):
+        (tmp_path / "r.toml").write_text(text)
+        return str(tmp_path / "r.toml")
+
+    return recipe
+
+
+def train(*arguments):
+    return CliRunner().invoke(main.rolltap, ["train", *arguments])
+
+
+def test_a_finished_training_is_not_overwritten(tmp_path):
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "r.toml").write_text("")
+    ended = rolltap("train", tmp_path / "r.toml", "--out", tmp_path / "run")
+    assert ended.returncode == 1
+    assert "holds a finished training" in " ".join(ended.stderr.split())
+
+
+def test_a_dry_run_plans_a_folder_without_weights_and_needs_no_run_folder(recipe):
+    planned = train(recipe(), "--dry-run", "--json")
+    assert planned.exit_code == 0, planned.output
+    assert json.loads(planned.stdout)["can_start"] is True
+    assert train(recipe(), "--dry-run").stdout.strip()
+
+
+def test_a_dry_run_of_what_cannot_work_has_exit_status_1_and_says_what(recipe):
+    planned = train(recipe(RECIPE + "bias = 'some'\n"), "--dry-run", "--json")
+    assert planned.exit_code == 1
+    assert "bias" in planned.stdout
+
+
+@pytest.mark.parametrize("package", ["torch", "accelerate"])
+def test_without_a_package_of_the_trainer_it_says_what_to_install(recipe, package):
+    script = f"import sys; sys.modules[{package!r}] = None; from rolltap.trainer.cli.main import main; main()"
+    program = [sys.executable, "-c", script, "train", recipe(), "--dry-run"]
+    ended = subprocess.run(program, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "error: the trainer is not installed" in ended.stderr
+    assert "pip install 'rolltap[train]'" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "Missing option '--out'"),
+        (("--out", "o", "--json"), "--json prints a plan: add --dry-run"),
+        (("--out", "o", "--from", ".", "--steal"), "--from trains without an engine"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(recipe, arguments, message):
+    refused = train(recipe(), *arguments)
+    assert refused.exit_code == 2
+    assert message in refused.output
+
+
+class TestStart:
+    """With stand-ins for engines, harness and recorder."""
+
+    @pytest.fixture
+    def training(self, tmp_path):
+        return Training(tmp_path)
+
+    def test_an_engine_of_another_training_is_taken_only_if_asked_for(self, training, monkeypatch):
+        assert training.here(monkeypatch, "first").exit_code == 0
+        FolderEngine(URLS[1]).register("PUT", owner="deadbeef", about="elsewhere")
+        refused = training.here(monkeypatch)
+        assert isinstance(refused.exception, EngineError)
+        assert f"another training owns the engine at {URLS[1]}: deadbeef (the other training)" in str(refused.exception)
+        assert training.owners() == ["deadbeef"]
+        ended = training.here(monkeypatch, more=(*ENGINES, "--steal"))
+        assert ended.exit_code == 0, ended.output
+        assert training.owners() == []
+
+    def test_other_numbers_than_those_of_the_table_machine_are_refused(self, training, monkeypatch):
+        for table, message in [
+            ("processes = 2", r"machine\.processes is 2, but the number of training processes is 1"),
+            ("engines = 3", r"machine\.engines is 3, but the number of engine URLs is 2"),
+        ]:
+            training.recipe(f"{SMALL}[machine]\n{table}\n")
+            refused = training.here(monkeypatch)
+            with pytest.raises(InputError, match=message):
+                raise refused.exception
+        training.recipe(f"{SMALL}[machine]\nprocesses = 2\n")
+        refused = training.here(monkeypatch, more=("--from", str(training.folder)))
+        with pytest.raises(InputError, match=r"machine\.processes is 2"):
+            raise refused.exception
+        assert not (training.folder / "run").exists()
+
+
+class TestSeveralProcesses:
+    @pytest.mark.parametrize("ends", [click.UsageError("no such option"), KeyboardInterrupt()])
+    @pytest.mark.parametrize(("rank", "says"), [(None, True), ("0", True), ("1", False)])
+    def test_the_first_one_alone_says_what_ends_all(self, monkeypatch, capsys, ends, rank, says):
+        @click.command
+        def command():
+            raise ends
+
+        if rank is not None:
+            monkeypatch.setenv("WORLD_SIZE", "2")
+            monkeypatch.setenv("RANK", rank)
+        monkeypatch.setattr("sys.argv", ["rolltap"])
+        monkeypatch.setattr("signal.signal", lambda *_: None)
+        with pytest.raises(SystemExit) as ended:
+            main.run(command)
+        assert ended.value.code in (2, 130)
+        assert bool(capsys.readouterr().err.strip()) == says

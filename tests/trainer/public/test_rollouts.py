@@ -1,0 +1,234 @@
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rolltap
+from rolltap.errors import EngineError, InputError, RecorderError, RunError
+from rolltap.trainer.doctor.scripted_engine import Say
+from rolltap.trainer.rollouts import schedule
+from rolltap.trainer.rollouts.mitmdump import rollout_lock
+from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
+from rolltap.types import PytestJudge
+from tests.trainer.cli.program import ASK
+
+TASK = rolltap.Task(id="t", instruction="Say it.", evaluate=["sh", "-c", "cat answer.txt"])
+ANSWER = ASK.replace("print(", "open('answer.txt', 'w').write(").replace("sys.exit(3)", "")
+HARNESS = rolltap.Harness(name="x", program=sys.executable, headless=["-c", ANSWER])
+
+
+@pytest.fixture
+def arguments(scripted_engine, tokenizer_folder, tmp_path):
+    scripted_engine.otherwise = lambda request: Say("0.5")
+    out = tmp_path / "run"
+    return {"harness": HARNESS, "engine": scripted_engine.url, "model": tokenizer_folder, "out": out, "sessions": 2}
+
+
+def check(run):
+    assert [(session.status, session.reward, session.harness) for session in run.sessions()] == [
+        ("completed", 0.5, "x")
+    ] * 2
+    batch = run.traces(strategy="prefix_merging").batch()
+    assert {labelled.reward for labelled in batch.rewards.values()} == {0.5}
+    assert batch.ledger.trained == batch.ledger.sampled > 0
+
+
+def test_a_rollout_returns_a_run_whose_batch_is_labelled(arguments):
+    check(rolltap.rollout([TASK], **arguments))
+
+
+async def test_a_rollout_runs_where_an_event_loop_runs_as_in_a_notebook(arguments):
+    check(rolltap.rollout([TASK], **arguments))
+
+
+async def test_the_async_twin_does_not_block_the_event_loop(arguments, monkeypatch):
+    loop = asyncio.get_running_loop()
+
+    called = []
+
+    def needs_the_loop(owner, name):
+        original = getattr(owner, name)
+
+        def wrapped(*args):
+            called.append(name)
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(timeout=60)
+            return original(*args)
+
+        monkeypatch.setattr(owner, name, wrapped)
+
+    for name in ("__enter__", "end", "__exit__"):
+        needs_the_loop(rolltap.Recorder, name)
+    needs_the_loop(rolltap.Task, "digest")
+    check(await rolltap.rollout_async([TASK], **arguments))
+    assert called.count("digest") == 1
+
+
+@pytest.mark.parametrize("given", [{"tools": ["/usr"]}, {"container_engine": "podman"}, {"container_arguments": ["x"]}])
+def test_settings_of_a_runtime_are_refused_beside_one_that_is_made(arguments, given):
+    with pytest.raises(InputError, match=f"{min(given)} has no meaning with a runtime that you made"):
+        rolltap.rollout([TASK], runtime=ProcessRuntime(), **arguments, **given)
+
+
+def test_a_path_that_is_not_there_is_named_before_the_recorder_starts(arguments, tmp_path):
+    task = rolltap.Task(id="t", instruction="Do it.", judge=PytestJudge(tests=Path("nope")))
+    with pytest.raises(InputError, match=r"'judge\.tests' names nope, which does not exist"):
+        rolltap.rollout([task], **arguments)
+    assert not arguments["out"].exists()
+
+
+@pytest.fixture
+async def recorders(monkeypatch):
+    """A queue of the recorders whose process has been started and is not ready yet."""
+    loop, started, original = asyncio.get_running_loop(), asyncio.Queue(), rolltap.Recorder._start
+
+    def start(recorder, *args):
+        original(recorder, *args)
+        loop.call_soon_threadsafe(started.put_nowait, recorder)
+
+    monkeypatch.setattr(rolltap.Recorder, "_start", start)
+    return started
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_cancelling_it_while_the_recorder_starts_leaves_no_process(arguments, recorders, times):
+    rolling = asyncio.create_task(rolltap.rollout_async([TASK], **arguments))
+    recorder = await recorders.get()
+    for _ in range(times):
+        rolling.cancel()
+        await asyncio.sleep(0)
+    with pytest.raises(asyncio.CancelledError):
+        await rolling
+    assert all(process.ended for process in recorder._processes)
+
+
+async def test_cancelling_it_stops_the_harness_and_the_recorder(arguments, recorders, tmp_path):
+    os.mkfifo(tmp_path / "started")
+    script = f"echo $$ > {tmp_path / 'started'}; exec sleep 600"
+    harness = rolltap.Harness(name="x", program="sh", headless=["-c", script])
+    rolling = asyncio.create_task(rolltap.rollout_async([TASK], **{**arguments, "harness": harness, "sessions": 1}))
+    recorder = await recorders.get()
+    process = int(await asyncio.to_thread((tmp_path / "started").read_text))
+    rolling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await rolling
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
+    assert all(process.ended for process in recorder._processes)
+    run = rolltap.open_run(arguments["out"])
+    assert list(run.calls) == []
+    assert [(session.status, session.reward) for session in run.sessions()] == [("cancelled", None)]
+
+
+def test_a_task_file_and_more_sessions_in_the_same_run(arguments, tmp_path, scripted_engine):
+    (tmp_path / "tasks.jsonl").write_text(TASK.model_dump_json(exclude_none=True))
+    for number, version in enumerate(("0", "1"), start=1):
+        scripted_engine.otherwise = lambda request, version=version: Say("0.5", weight_version=version)
+        scripted_engine.weight_version = version
+        run = rolltap.rollout(tmp_path / "tasks.jsonl", **{**arguments, "sessions": 1})
+        assert len(run.sessions()) == number
+        (new,) = [session for session in run.sessions() if session.session_id in run.new_session_ids]
+        assert new.policy_version == version
+        assert run.traces().batch(run.new_session_ids).rewards.keys() == {new.session_id}
+
+
+def test_the_same_rollout_again_uses_what_has_ended_and_further_groups_are_begun_on_request(arguments, scripted_engine):
+    first = rolltap.rollout([TASK], **arguments)
+    asked = len(scripted_engine.requests)
+    again = rolltap.rollout([TASK], **arguments)
+    assert again.new_session_ids == first.new_session_ids
+    assert len(scripted_engine.requests) == asked
+    further = rolltap.rollout([TASK], **arguments, new_groups=True)
+    assert len(further.new_session_ids) == 2
+    assert not set(further.new_session_ids) & set(first.new_session_ids)
+    assert len({session.group_id for session in further.sessions()}) == 2
+
+
+def test_a_rollout_gives_up_after_so_many_failures_in_a_row_and_goes_on_when_it_is_mended(arguments, tmp_path):
+    calls, mended = tmp_path / "calls", tmp_path / "mended"
+    script = (
+        f"import os, sys\nopen({str(calls)!r}, 'a').write('x')\nif not os.path.exists({str(mended)!r}): sys.exit(1)\n"
+    )
+    harness = rolltap.Harness(name="x", program=sys.executable, headless=["-c", script + ANSWER])
+    how = {**arguments, "harness": harness, "sessions": 4, "concurrency": 1}
+    with pytest.raises(RecorderError, match=r"gave up after 3 sessions in a row .* no model call came"):
+        rolltap.rollout([TASK], **how, retries=1, give_up_after=3)
+    assert calls.read_text() == "xxx"
+    mended.touch()
+    run = rolltap.rollout([TASK], **how)
+    rewards = [session.reward for session in run.sessions() if session.session_id in run.new_session_ids]
+    assert sorted(rewards, key=str) == [0.5] * 4 + [None] * 3
+    assert len(run.traces().batch(run.new_session_ids).rewards) == 4
+
+
+def test_a_session_is_tried_again_when_it_failed_because_of_infrastructure(arguments, tmp_path, monkeypatch):
+    monkeypatch.setattr(schedule, "PAUSE_SECONDS", 0.0)
+    tried = tmp_path / "tried"
+    script = f"import os, sys\nif not os.path.exists({str(tried)!r}): open({str(tried)!r}, 'w'); sys.exit(1)\n"
+    harness = rolltap.Harness(name="x", program=sys.executable, headless=["-c", script + ANSWER])
+    run = rolltap.rollout([TASK], **{**arguments, "harness": harness, "sessions": 1})
+    first, second = (run.inspect_session(name).session for name in run.new_session_ids)
+    assert second.session_id == f"{first.session_id}~1"
+    assert (first.status, first.reward, second.status, second.reward) == ("infrastructure", None, "completed", 0.5)
+    assert first.group_id == second.group_id
+
+
+def test_a_row_has_the_provenance_of_its_session(arguments):
+    (session, _) = rolltap.rollout([TASK], **arguments).sessions()
+    assert session.harness_version == ".".join(map(str, sys.version_info[:3]))
+    assert (session.runtime, session.task_digest, session.preset_digest) == ("process", TASK.digest(), HARNESS.digest())
+    assert len(session.program_digest) == 64
+
+
+def test_a_second_rollout_into_the_folder_is_refused_while_one_runs(arguments):
+    with rollout_lock(arguments["out"]), pytest.raises(RunError, match="another rollout or training runs sessions in"):
+        rolltap.rollout([TASK], **arguments)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"harness": "clod"}, "no harness is named 'clod': choose"),
+        ({"harness": rolltap.Harness(name="x", program="no-such", headless=[])}, "'no-such' is not on the PATH"),
+        ({"sessions": 0}, "sessions=0: give at least 1"),
+        ({"concurrency": 0}, "concurrency=0: give at least 1"),
+        ({"recorders": 0}, "recorders=0: give at least 1"),
+        ({"give_up_after": 0}, "give_up_after=0: give at least 1"),
+        ({"retries": -1}, "retries=-1: give at least 0"),
+        ({"max_calls": 0}, "max_calls=0: give at least 1"),
+        ({"timeout": float("nan")}, "timeout=nan: give a number of seconds above 0"),
+        ({"options": {"rolltap_samplin": "{}"}}, "rolltap_samplin is no option .* did you mean rolltap_sampling"),
+        ({"tasks": []}, "the list of tasks is empty"),
+        ({"tasks": TASK}, "tasks is one task: give a list"),
+        ({"tasks": [TASK.model_copy(update={"workspace": Path("/none")})]}, "task 't': the workspace /none is not a"),
+        ({"tasks": [TASK, TASK]}, "2 tasks have the id 't'"),
+    ],
+)
+def test_a_wrong_argument_is_refused_before_anything_is_started(arguments, changed, message):
+    with pytest.raises(InputError, match=message):
+        rolltap.rollout(**{"tasks": [TASK], **arguments, **changed})
+    assert not arguments["out"].exists()
+
+
+def test_a_recorder_that_does_not_start_is_an_error_of_its_own(arguments):
+    with pytest.raises(RecorderError, match=r"(?s)did not start:.*rolltap_fsync"):
+        rolltap.rollout([TASK], **arguments, options={"rolltap_fsync": "sometimes"})
+
+
+def test_an_engine_that_does_not_answer_is_an_error_before_anything_is_started(arguments):
+    with pytest.raises(EngineError, match=r"127\.0\.0\.1:9/v1/models: no engine answers"):
+        rolltap.rollout([TASK], **{**arguments, "engine": f"{arguments['engine']},http://127.0.0.1:9"})
+    assert not arguments["out"].exists()
+
+
+def test_a_program_of_ones_own_is_recorded_with_a_reward(arguments, tmp_path):
+    del arguments["harness"], arguments["sessions"]
+    with rolltap.Recorder(arguments.pop("out"), **arguments) as recorder:
+        environment = {"PATH": "/usr/bin", **recorder.environment("mine")}
+        subprocess.run([sys.executable, "-c", ANSWER], env=environment, cwd=tmp_path, check=True)
+        recorder.end(rolltap.Session(session_id="mine", group_id="g", status="completed", reward=1.0))
+    batch = rolltap.open_run(tmp_path / "run").traces().batch()
+    assert batch.rewards == {"mine": rolltap.GroupReward(group_id="g", reward=1.0)}
+    assert len(batch.traces) == 1

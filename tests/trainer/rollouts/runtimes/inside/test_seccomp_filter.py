@@ -1,0 +1,57 @@
+"""The filter as data, and in an interpreter of its few instructions. `tests/security` runs programs under it."""
+
+import errno
+import struct
+
+import pytest
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.rollouts.runtimes.inside.seccomp_filter import ARCHITECTURES, DENIED, seccomp_filter
+
+ALLOWED, KILLED, DENIED_CALL = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM
+X86, ARM = 0xC000003E, 0xC00000B7
+
+
+def answer(program, number, audit):
+    """Return what the kernel would: see networking/filter.rst of its documentation."""
+    instructions = list(struct.iter_unpack("=HBBI", program))
+    place = value = 0
+    while True:
+        code, if_true, if_false, constant = instructions[place]
+        place += 1
+        match code:
+            case 0x20:
+                value = {0: number, 4: audit}[constant]
+            case 0x15:
+                place += if_true if value == constant else if_false
+            case 0x35:
+                place += if_true if value >= constant else if_false
+            case 0x06:
+                return constant
+
+
+@pytest.mark.parametrize("machine", ARCHITECTURES)
+def test_exactly_the_calls_of_the_table_fail(machine):
+    architecture = ARCHITECTURES[machine]
+    program = seccomp_filter(machine)
+    failing = {number for number in range(1000) if answer(program, number, architecture.audit) == DENIED_CALL}
+    assert failing == set(architecture.numbers)
+    assert len(failing) == len(DENIED)
+    assert all(
+        answer(program, number, architecture.audit) == ALLOWED for number in range(1000) if number not in failing
+    )
+
+
+@pytest.mark.parametrize(("machine", "audit"), [("x86_64", 0x40000003), ("x86_64", ARM), ("aarch64", X86)])
+def test_a_program_of_another_architecture_is_killed(machine, audit):
+    assert answer(seccomp_filter(machine), 0, audit) == KILLED
+
+
+@pytest.mark.parametrize("number", [0x40000000, 0x40000000 + 521, 0xFFFFFFFF])
+def test_the_calls_of_x32_fail(number):
+    assert answer(seccomp_filter("x86_64"), number, X86) == DENIED_CALL
+
+
+def test_a_machine_that_is_not_known_is_named():
+    with pytest.raises(InputError, match="this machine is riscv64"):
+        seccomp_filter("riscv64")

@@ -1,0 +1,85 @@
+from pathlib import Path
+
+import pytest
+
+from rolltap.addons.errors import InputError
+from rolltap.addons.sessions import password
+from rolltap.trainer.rollouts.runtimes.environment import Proxy, clean_environment
+
+
+@pytest.fixture
+def ca(tmp_path):
+    path = tmp_path / "ca.pem"
+    path.write_text("-----BEGIN CERTIFICATE-----\nours\n-----END CERTIFICATE-----\n")
+    return path
+
+
+def test_the_credentials_name_the_session_in_any_spelling(ca):
+    proxy = Proxy("http://h:1", ca=ca, secret="hidden")
+    assert proxy.url("s/1 @x") == f"http://s%2F1%20%40x:{password('hidden', 's/1 @x')}@h:1"
+
+
+def test_every_program_is_pointed_at_the_proxy_and_its_certificate(ca, tmp_path):
+    proxy = Proxy("http://127.0.0.1:1", ca=ca, bundle=tmp_path / "all.pem")
+    env = proxy.environment("s")
+    assert env["HTTPS_PROXY"] == env["https_proxy"] == proxy.url("s")
+    assert env["NODE_USE_ENV_PROXY"] == "1"
+    assert env["NODE_EXTRA_CA_CERTS"] == str(ca)
+    bundles = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "AWS_CA_BUNDLE")
+    assert {env[name] for name in bundles} == {str(tmp_path / "all.pem")}
+
+
+def test_the_bundle_holds_the_usual_roots_and_the_recorders_ca(ca):
+    bundle = Proxy("http://127.0.0.1:1", ca=ca).bundle
+    assert bundle == ca.with_name("rolltap-ca-bundle.pem")
+    assert "\nours\n" in bundle.read_text()
+    assert bundle.read_text().count("BEGIN CERTIFICATE") > 50
+
+
+@pytest.mark.parametrize("url", ["https://h:1", "http://", "h:1", "http://u@h:1", "http://h:1/path"])
+def test_a_url_that_is_not_a_proxys_is_named(ca, url):
+    with pytest.raises(InputError, match=f"the proxy '{url}' is not written as http://HOST:PORT"):
+        Proxy(url, ca=ca)
+
+
+def test_a_ca_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"there is no CA certificate .*none\.pem"):
+        Proxy("http://h:1", ca=tmp_path / "none.pem")
+
+
+def test_a_bundle_that_cannot_be_written_is_named(ca, tmp_path):
+    with pytest.raises(InputError, match=r"cannot write .*/none/all\.pem: No such file or directory"):
+        Proxy("http://h:1", ca=ca, bundle=tmp_path / "none" / "all.pem")
+
+
+def test_a_session_starts_without_the_callers_keys(monkeypatch, tmp_path):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-real")
+    env = clean_environment(tmp_path)
+    assert "OPENAI_API_KEY" not in env
+    assert env["HOME"] == str(tmp_path)
+    assert "PATH" in env
+
+
+def test_a_box_with_files_of_its_own_gets_no_folder_or_user_of_this_machine(monkeypatch):
+    monkeypatch.setenv("TMPDIR", "/scratch")
+    monkeypatch.setenv("USER", "me")
+    assert {"TMPDIR", "USER"} <= clean_environment(Path("/home")).keys()
+    assert not {"TMPDIR", "USER"} & clean_environment(Path("/home"), isolated=True).keys()
+
+
+@pytest.mark.parametrize("certificates", [None, "/etc/rolltap"])
+def test_loopback_is_direct_in_a_box_and_outside(ca, certificates):
+    env = Proxy("http://h:1", ca=ca).environment("s", certificates=certificates)
+    assert env["NO_PROXY"] == env["no_proxy"] == "localhost,127.0.0.1,::1"
+
+
+def test_in_a_box_the_proxy_and_the_certificates_are_where_the_box_has_them(ca, tmp_path):
+    proxy = Proxy("http://127.0.0.1:1", ca=ca, bundle=tmp_path / "all.pem")
+    env = proxy.environment("s", address="127.0.0.1:3128", certificates="/etc/rolltap")
+    assert env["HTTPS_PROXY"] == proxy.url("s", "127.0.0.1:3128")
+    assert env["HTTPS_PROXY"].endswith("@127.0.0.1:3128")
+    assert {mount.target: mount.source for mount in proxy.mounts()} == {
+        env["NODE_EXTRA_CA_CERTS"]: ca,
+        env["SSL_CERT_FILE"]: tmp_path / "all.pem",
+    }
+    assert not any(mount.writable for mount in proxy.mounts())

@@ -1,0 +1,96 @@
+import pytest
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.rollouts import check
+from rolltap.trainer.rollouts.check import fit_tasks
+from rolltap.trainer.tasks.task import Task
+
+
+class Plain:
+    warning = None
+    check = box = image_digest = print
+
+    def __init__(self, name, isolated):
+        self.name = name
+        self.isolated = isolated
+
+
+class Images(Plain):
+    copy_out = print
+
+
+PROCESS, SANDBOX, CONTAINER = Plain("process", False), Plain("sandbox", True), Images("container", True)
+MOUNTS = {"kind": "command", "command": ["x"], "mounts": {"/tests": "tests"}}
+SEVERAL = {"kind": "several", "judges": [{"name": "a", "judge": MOUNTS}]}
+
+
+def make_task(**fields):
+    given = {"id": "t", "instruction": "Do it.", "source": "a.jsonl, line 3", **fields}
+    return Task(**given) if "judge" in fields else Task(evaluate=["true"], **given)
+
+
+@pytest.mark.parametrize(
+    ("fields", "runtime", "message"),
+    [
+        ({"image": "a/b"}, SANDBOX, r"needs the image a/b, and the runtime sandbox has no images"),
+        ({"image": "a/b"}, PROCESS, r"needs the image a/b, and the runtime process has no images"),
+        ({}, CONTAINER, r"has no image, and the runtime container needs one: give 'image'"),
+        ({"needs_network": "test.sh, line 3"}, SANDBOX, r"needs a network: test\.sh, line 3\. With .*process$"),
+        ({"image": "a", "needs_network": "x"}, CONTAINER, r"needs a network: x\. With the .* its judge has no network"),
+        (
+            {"judge": MOUNTS, "needs_network": "x"},
+            SANDBOX,
+            r"needs a network: x\. .*remove the downloads from the task$",
+        ),
+        (
+            {"judge": MOUNTS, "needs_network": "x"},
+            PROCESS,
+            r"needs a network: x\. .*remove the downloads from the task$",
+        ),
+        ({"judge": MOUNTS}, PROCESS, r"its judge needs absolute paths of its own, .* runtime process does not have"),
+        ({"judge": SEVERAL}, PROCESS, r"its judge needs absolute paths of its own"),
+    ],
+)
+def test_what_the_runtime_does_not_have_is_named_with_its_task(fields, runtime, message):
+    with pytest.raises(InputError, match=rf"task 't' \(a\.jsonl, line 3\):? {message}"):
+        fit_tasks([make_task(**fields)], runtime)
+
+
+def test_of_many_tasks_those_that_do_not_fit_are_left_out_and_counted(caplog):
+    bad = [make_task(id=f"b{number}", image="a/b") for number in range(2)]
+    assert fit_tasks([bad[0], make_task(), bad[1]], SANDBOX) == [make_task()]
+    (line,) = caplog.messages
+    assert line.startswith("2 of 3 tasks are refused: 2 x task 'b0' (a.jsonl, line 3) needs the image a/b")
+    with pytest.raises(InputError, match=r"2 of 2 tasks are refused: 2 x task 'b0'"):
+        fit_tasks(bad, SANDBOX)
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"workspace": "nope"}, "the workspace nope is not a folder"),
+        ({"files": {"a": "nope"}}, "'files' names nope, which does not exist"),
+        ({"judge": {"kind": "pytest", "tests": "nope"}}, r"'judge\.tests' names nope, which does not exist"),
+        ({"judge": {**MOUNTS, "mounts": {"/t": "nope"}}}, r"'judge\.mounts' names nope, which does not exist"),
+    ],
+)
+def test_a_path_that_is_not_there_is_named_before_anything_starts(fields, what):
+    with pytest.raises(InputError, match=rf"task 't' \(a\.jsonl, line 3\): {what}"):
+        fit_tasks([make_task(), make_task(**fields)], SANDBOX)
+
+
+def test_a_log_parser_without_its_package_is_refused(monkeypatch):
+    monkeypatch.setattr(check, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"pip install 'rolltap\[swe\]'"):
+        fit_tasks([make_task(judge={"kind": "pytest", "log_parser": "parse_log_django"})], PROCESS)
+
+
+def test_an_optional_image_is_used_where_the_runtime_has_images():
+    task = make_task(image="python:3.13", image_optional=True)
+    assert [fit_tasks([task], runtime)[0].image for runtime in (PROCESS, SANDBOX)] == [None, None]
+    assert fit_tasks([task], CONTAINER) == [task]
+
+
+def test_what_a_runtime_has_is_left_as_it_is():
+    assert fit_tasks([make_task(needs_network="x")], PROCESS) == [make_task(needs_network="x")]
+    assert fit_tasks([make_task(judge=MOUNTS)], SANDBOX) == [make_task(judge=MOUNTS)]

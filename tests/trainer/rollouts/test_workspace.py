@@ -1,0 +1,384 @@
+import asyncio
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.rollouts.workspace import Starts, make_start
+from rolltap.trainer.tasks.task import Task
+from tests.trainer.tasks.checkouts import SECRET, commit, find_secret, git, make_repository
+
+
+def make_task(**fields):
+    return Task(id="t", instruction="Do it.", evaluate=["true"], **fields)
+
+
+def start_of(folder, task, runtime=None):
+    return asyncio.run(Starts(folder / "starts", runtime).of(task))
+
+
+@pytest.fixture
+def repository(tmp_path):
+    folder = tmp_path / "repository"
+    return folder, make_repository(folder)
+
+
+def as_checkout(folder, base):
+    return folder
+
+
+def as_worktree(folder, base):
+    return folder.parent / "repository-worktree"
+
+
+def as_bare_mirror(folder, base):
+    git(folder.parent, "clone", "--quiet", "--mirror", "repository", "mirror.git")
+    return folder.parent / "mirror.git"
+
+
+def as_clone_with_alternates(folder, base):
+    git(folder.parent, "clone", "--quiet", "--shared", "--no-checkout", "repository", "shared")
+    git(folder.parent / "shared", "--no-replace-objects", "checkout", "--quiet", "--detach", base)
+    return folder.parent / "shared"
+
+
+def as_separate_git_folder(folder, base):
+    git(folder.parent, "clone", "--quiet", "--no-checkout", "--separate-git-dir=elsewhere", "repository", "separate")
+    git(folder.parent / "separate", "--no-replace-objects", "checkout", "--quiet", "--detach", base)
+    return folder.parent / "separate"
+
+
+def as_shallow_clone(folder, base):
+    git(folder.parent, "clone", "--quiet", "--depth=2", "--no-single-branch", f"file://{folder}", "shallow")
+    git(folder.parent / "shallow", "checkout", "--quiet", "--detach", base)
+    return folder.parent / "shallow"
+
+
+def as_one_pack_with_bitmap(folder, base):
+    git(folder, "repack", "-q", "-a", "-d", "-b")
+    return folder
+
+
+FORMS = [
+    as_checkout,
+    as_one_pack_with_bitmap,
+    as_worktree,
+    as_bare_mirror,
+    as_clone_with_alternates,
+    as_separate_git_folder,
+    as_shallow_clone,
+]
+
+
+@pytest.mark.parametrize(
+    ("form", "by_id"),
+    [(form, by_id) for form in FORMS for by_id in (True, False) if by_id or form is not as_bare_mirror],
+)
+def test_nothing_of_the_later_history_can_be_found_in_a_start(repository, tmp_path, form, by_id):
+    folder, base = repository
+    source = form(folder, base)
+    assert find_secret(folder)
+    start = start_of(tmp_path, make_task(workspace=source, commit=base if by_id else None)).folder
+
+    assert find_secret(start) == []
+    assert git(start, "log", "--all", "--reflog", "--format=%s").splitlines() == ["base", "first"]
+    assert git(start, "rev-parse", "HEAD") == base
+    assert git(start, "status", "--porcelain") == ""
+    reached = set(git(start, "rev-list", "--objects", "--no-object-names", "--all").split())
+    assert set(git(start, "cat-file", "--batch-all-objects", "--batch-check=%(objectname)").split()) == reached
+    assert git(start, "fsck", "--full", "--lost-found", "--strict") == ""
+    assert git(start, "stash", "list") == git(start, "remote") == git(start, "notes", "list") == ""
+    assert git(start, "worktree", "list").splitlines() == [f"{start}  {base[:7]} [main]"]
+    assert git(start, "for-each-ref", "--format=%(refname) %(objecttype)").splitlines() == [
+        "refs/heads/main commit",
+        "refs/tags/v1 commit",
+        "refs/tags/v1-annotated commit",
+    ]
+    names = {path.name for path in (start / ".git").rglob("*")}
+    assert (start / ".git").is_dir()
+    assert not names & {"ORIG_HEAD", "FETCH_HEAD", "MERGE_HEAD", "logs", "alternates", "hooks", "grafts", "worktrees"}
+    assert git(start, "config", "--local", "--name-only", "--list").split() == [
+        "core.repositoryformatversion",
+        "core.filemode",
+        "core.bare",
+    ]
+
+
+def test_a_shallow_checkout_stays_shallow(tmp_path):
+    folder = tmp_path / "whole"
+    folder.mkdir()
+    git(folder, "init", "--quiet")
+    for number in range(4):
+        last = commit(folder, "a", f"{number}", f"number {number}")
+    git(tmp_path, "clone", "--quiet", "--depth=2", f"file://{folder}", "shallow")
+    start = start_of(tmp_path, make_task(workspace=tmp_path / "shallow", commit=last)).folder
+    assert git(start, "log", "--format=%s").splitlines() == ["number 3", "number 2"]
+    with pytest.raises(InputError, match=r"task 't': .*shallow has no commit 1234567: fetch it there"):
+        start_of(tmp_path, make_task(workspace=tmp_path / "shallow", commit="1234567"))
+
+
+def test_a_partial_clone_that_lacks_files_is_refused(tmp_path):
+    folder = tmp_path / "whole"
+    folder.mkdir()
+    git(folder, "init", "--quiet")
+    git(folder, "config", "uploadpack.allowFilter", "true")
+    base = commit(folder, "a", "a")
+    git(tmp_path, "clone", "--quiet", "--filter=blob:none", "--no-checkout", f"file://{folder}", "partial")
+    with pytest.raises(InputError, match=r"`git pack-objects` failed in .*partial: "):
+        start_of(tmp_path, make_task(workspace=tmp_path / "partial", commit=base))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")
+def test_a_checkout_of_another_user_is_read(repository, tmp_path):
+    folder, base = repository
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, 65534, 65534, follow_symlinks=False)
+    assert find_secret(start_of(tmp_path, make_task(workspace=folder, commit=base)).folder) == []
+
+
+def test_a_start_without_a_commit_keeps_what_is_not_committed(repository, tmp_path):
+    folder, _ = repository
+    (folder / "code.py").write_text("changed = 1\n")
+    (folder / "staged.py").write_text("new = 1\n")
+    git(folder, "add", "staged.py")
+    (folder / "untracked.txt").write_text("here\n")
+    (folder / "tests" / "test_code.py").unlink()
+    start = start_of(tmp_path, make_task(workspace=folder)).folder
+    assert git(start, "status", "--porcelain").splitlines() == [
+        "M code.py",
+        " D tests/test_code.py",
+        "?? staged.py",
+        "?? untracked.txt",
+    ]
+    assert (start / "code.py").read_text() == "changed = 1\n"
+    assert find_secret(start) == []
+
+
+def test_a_start_with_a_commit_has_the_files_of_the_commit(repository, tmp_path):
+    folder, base = repository
+    (folder / "code.py").write_text("changed = 1\n")
+    (folder / "untracked.txt").write_text("here\n")
+    start = start_of(tmp_path, make_task(workspace=folder, commit=base[:10])).folder
+    assert sorted(path.name for path in start.iterdir()) == [".git", "code.py", "tests"]
+    assert (start / "code.py").read_text() == "bug = 1\n" * 200
+
+
+def test_a_checkout_below_the_workspace_has_no_later_history_either(repository, tmp_path):
+    folder, base = repository
+    (tmp_path / "outer").mkdir()
+    shutil.move(folder, tmp_path / "outer" / "inner")
+    start = start_of(tmp_path, make_task(workspace=tmp_path / "outer")).folder
+    assert find_secret(start) == []
+    assert git(start / "inner", "rev-parse", "HEAD") == base
+    assert not (start / ".git").exists()
+
+
+def test_a_submodule_has_the_history_up_to_its_commit(repository, tmp_path):
+    folder, base = repository
+    outer = tmp_path / "outer"
+    outer.mkdir()
+    git(outer, "init", "--quiet")
+    git(outer, "submodule", "--quiet", "add", str(folder), "part")
+    git(outer / "part", "--no-replace-objects", "checkout", "--quiet", "--detach", base)
+    git(outer, "add", "part")
+    outer_commit = commit(outer, "readme", "outer", "outer")
+    for fixed in (None, outer_commit):
+        start = start_of(tmp_path, make_task(workspace=outer, commit=fixed)).folder
+        assert git(start / "part", "log", "--all", "--format=%s").splitlines() == ["base", "first"]
+        assert find_secret(start) == []
+        assert git(start, "status", "--porcelain") == ""
+    shutil.rmtree(outer / "part")
+    (outer / "part").mkdir()
+    with pytest.raises(InputError, match=r"has the submodule part, which is not there: run `git -C .* --init`"):
+        start_of(tmp_path, make_task(workspace=outer, commit=outer_commit))
+
+
+def test_files_that_git_lfs_keeps_are_refused_with_a_commit(tmp_path):
+    folder = tmp_path / "large"
+    folder.mkdir()
+    git(folder, "init", "--quiet")
+    commit(folder, "sub/.gitattributes", "*.bin filter=lfs\n")
+    base = commit(folder, "sub/x.bin", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(InputError, match=r"sub/x\.bin of commit .* is kept by Git LFS: check the commit out"):
+        start_of(tmp_path, make_task(workspace=folder, commit=base))
+    assert start_of(tmp_path, make_task(workspace=folder)).folder.is_dir()
+
+
+def test_a_checkout_without_commits_starts_as_one(tmp_path):
+    git(tmp_path, "init", "--quiet", "new")
+    (tmp_path / "new" / "a").write_text("a")
+    start = start_of(tmp_path, make_task(workspace=tmp_path / "new")).folder
+    assert git(start, "status", "--porcelain") == "?? a"
+
+
+def test_hooks_filters_and_settings_of_the_checkout_run_nothing(repository, tmp_path):
+    folder, base = repository
+    proof = tmp_path / "ran"
+    for name in ("post-checkout", "reference-transaction", "post-index-change"):
+        hook = folder / ".git" / "hooks" / name
+        hook.write_text(f"#!/bin/sh\ntouch {proof}\n")
+        hook.chmod(0o755)
+    for name in ("core.fsmonitor", "core.pager", "filter.x.smudge", "filter.x.clean", "core.sshCommand"):
+        git(folder, "config", name, f"touch {proof}")
+    (folder / ".gitattributes").write_text("* filter=x\n")
+    start_of(tmp_path, make_task(workspace=folder))
+    start_of(tmp_path, make_task(workspace=folder, commit=base))
+    assert not proof.exists()
+
+
+@pytest.mark.parametrize(
+    ("plant", "message"),
+    [
+        (lambda folder: os.mkfifo(folder / "pipe"), r"pipe is a FIFO: a workspace starts with files"),
+        (lambda folder: (folder / "out").symlink_to("../secret"), r"out is a symlink to \.\./secret, outside"),
+        (lambda folder: (folder / "out").symlink_to("/etc/passwd"), r"out is a symlink to /etc/passwd, outside"),
+        (
+            lambda folder: (folder / "out").symlink_to("../workspace/a"),
+            r"out is a symlink to \.\./workspace/a, outside",
+        ),
+        (
+            lambda folder: ((folder / "sub/up").symlink_to(".."), (folder / "out").symlink_to("sub/up/../secret")),
+            r"out is a symlink to sub/up/\.\./secret, outside",
+        ),
+    ],
+)
+def test_what_a_workspace_cannot_start_with_is_named(tmp_path, plant, message):
+    folder = tmp_path / "workspace"
+    (folder / "sub").mkdir(parents=True)
+    plant(folder)
+    with pytest.raises(InputError, match=f"task 't': .*{message}"):
+        start_of(tmp_path, make_task(workspace=folder))
+
+
+@pytest.mark.usefixtures("repository")
+def test_a_bare_repository_in_a_workspace_is_refused(tmp_path):
+    git(tmp_path, "clone", "--quiet", "--bare", "repository", "outer/hidden")
+    with pytest.raises(InputError, match="hidden is a bare git repository, which shows later history"):
+        start_of(tmp_path, make_task(workspace=tmp_path / "outer"))
+    with pytest.raises(InputError, match="hidden is a bare git repository: give 'commit'"):
+        start_of(tmp_path, make_task(workspace=tmp_path / "outer" / "hidden"))
+
+
+def test_an_unreadable_file_is_named(tmp_path, monkeypatch):
+    def refuse(source, target):
+        raise PermissionError(13, "Permission denied", source)
+
+    (tmp_path / "workspace").mkdir()
+    (tmp_path / "workspace" / "closed").touch()
+    monkeypatch.setattr(shutil, "copy2", refuse)  # root reads all files
+    with pytest.raises(InputError, match=r"cannot copy .*closed: Permission denied"):
+        start_of(tmp_path, make_task(workspace=tmp_path / "workspace"))
+
+
+def test_a_broken_repository_is_named(tmp_path):
+    (tmp_path / "workspace").mkdir()
+    (tmp_path / "workspace" / ".git").write_text("gitdir: /nowhere\n")
+    with pytest.raises(InputError, match=r"task 't': `git rev-parse` failed in .*workspace: .*/nowhere"):
+        start_of(tmp_path, make_task(workspace=tmp_path / "workspace"))
+
+
+def test_a_folder_inside_a_larger_repository_is_a_plain_folder(repository, tmp_path):
+    folder, base = repository
+    start = start_of(tmp_path, make_task(workspace=folder / "tests")).folder
+    assert [path.name for path in start.iterdir()] == ["test_code.py"]
+    with pytest.raises(InputError, match="tests is not a git checkout, so it has no commit"):
+        start_of(tmp_path, make_task(workspace=folder / "tests", commit=base))
+
+
+def test_copies_keep_links_and_modes_and_share_nothing(tmp_path):
+    folder = tmp_path / "workspace"
+    folder.mkdir()
+    (folder / "a").write_text("a")
+    (folder / "a").chmod(0o4755)
+    os.link(folder / "a", folder / "hard")
+    (folder / "soft").symlink_to("a")
+    (folder / "python").symlink_to("/usr/bin/python3")
+    start = start_of(tmp_path, make_task(workspace=folder))
+    start.copy_to(tmp_path / "one")
+    (tmp_path / "one" / "a").write_text("b")
+    (tmp_path / "one" / "hard").write_text("c")
+    assert os.readlink(tmp_path / "one" / "soft") == "a"
+    assert os.readlink(tmp_path / "one" / "python") == "/usr/bin/python3"
+    assert (start.folder / "a").stat().st_mode & 0o7777 == 0o755
+    assert [(start.folder / name).read_text() for name in ("a", "hard")] == ["a", "a"]
+    assert [(folder / name).read_text() for name in ("a", "hard")] == ["a", "a"]
+
+
+def test_files_are_laid_over_the_workspace(tmp_path):
+    for name, text in (("workspace/a", "old"), ("more/a", "new"), ("more/sub/b", "b"), ("single", "one")):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    files = {".": tmp_path / "more", "deep/x": tmp_path / "single"}
+    start = start_of(tmp_path, make_task(workspace=tmp_path / "workspace", files=files)).folder
+    found = {str(path.relative_to(start)): path.read_text() for path in start.rglob("*") if path.is_file()}
+    assert found == {"a": "new", "sub/b": "b", "deep/x": "one"}
+
+
+def test_a_start_is_made_once_and_its_digest_is_of_its_content(repository, tmp_path):
+    folder, base = repository
+
+    async def make():
+        starts = Starts(tmp_path / "starts", None)
+        return await asyncio.gather(*(starts.of(make_task(workspace=folder, commit=base)) for _ in range(3)))
+
+    first, second, third = asyncio.run(make())
+    assert first is second is third
+    git(tmp_path, "clone", "--quiet", "--mirror", "repository", "mirror")
+    other = start_of(tmp_path / "b", make_task(workspace=tmp_path / "mirror", commit=base))
+    assert other.digest == first.digest
+    (folder / "code.py").write_text("")
+    assert start_of(tmp_path / "c", make_task(workspace=folder)).digest != first.digest
+
+
+def test_a_start_without_workspace_is_an_empty_folder(tmp_path):
+    assert list(start_of(tmp_path, make_task()).folder.iterdir()) == []
+
+
+class Images:
+    """A runtime whose images have the folders of this machine."""
+
+    name = "container"
+    warning = None
+    isolated = True
+    check = box = image_digest = print
+
+    def copy_out(self, image, workdir, dest):
+        if not Path(workdir).is_dir():
+            raise InputError(f"the image {image} has no folder {workdir}")
+        shutil.copytree(workdir, dest, symlinks=True)
+
+
+def test_a_start_in_an_image_keeps_its_files_and_ends_at_the_commit(repository, tmp_path):
+    folder, base = repository
+    (folder / "built.so").write_text("built")
+    later = commit(folder, "setup.py", "setup", f"SWE-bench {SECRET.decode()}")
+    assert later != base
+    (folder / "python").symlink_to("/nowhere/bin/python")
+    task = make_task(image="image", workdir=str(folder), commit=base)
+    start = start_of(tmp_path, task, Images()).folder
+    assert find_secret(start) == []
+    assert git(start, "rev-parse", "HEAD") == base
+    assert git(start, "status", "--porcelain").splitlines() == ["?? built.so", "?? python", "?? setup.py"]
+    assert sorted(path.name for path in start.parent.iterdir()) == ["t"]
+
+
+def test_an_image_without_what_the_task_names_is_refused(tmp_path):
+    (tmp_path / "plain").mkdir()
+    task = make_task(image="image", workdir=str(tmp_path / "none"))
+    with pytest.raises(InputError, match=r"task 't': the image image has no folder .*none"):
+        start_of(tmp_path, task, Images())
+    with pytest.raises(InputError, match="task 't': the image has no git checkout, so it has no commit 1234567"):
+        start_of(tmp_path, make_task(image="i", workdir=str(tmp_path / "plain"), commit="1234567"), Images())
+
+
+def test_an_optional_image_gives_no_files(tmp_path):
+    task = make_task(image="image", workdir=str(tmp_path), image_optional=True)
+    assert list(start_of(tmp_path, task, Images()).folder.iterdir()) == []
+
+
+def test_make_start_needs_no_runtime(repository, tmp_path):
+    folder, base = repository
+    make_start(folder, tmp_path / "start", base)
+    assert find_secret(Path(tmp_path / "start")) == []

@@ -1,0 +1,159 @@
+import json
+import logging
+
+import pytest
+from datasets import Features, Json, List, Value, load_dataset
+
+from rolltap.trainer.runs.exports import messages
+from rolltap.trainer.runs.exports.messages import export, session_conversations
+from tests.trainer.runs.exports import recording
+from tests.trainer.runs.exports.recording import SYSTEM, Recording, says, user, write
+
+
+def lines(made):
+    return session_conversations(made.recorded())[0]
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """Return a function that exports recordings and loads the result."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+    def load(*recordings):
+        run = write(tmp_path / "run", *recordings)
+        (out := tmp_path / "out").mkdir()
+        export(run, out, lambda *_: None)
+        return load_dataset(str(out), split="train")
+
+    return load
+
+
+class TestSessionConversations:
+    def test_a_leaf_has_its_whole_conversation(self):
+        (line,) = lines(recording.turns_with_tools())
+        assert [message["role"] for message in line["messages"]] == ["system", "user", "assistant", "tool", "assistant"]
+        asked = line["messages"][2]
+        assert asked["reasoning_content"] == "I look."
+        assert asked["tool_calls"][0]["function"]["arguments"] == {"command": "ls"}
+        assert line["messages"][-1] == says("a.txt")
+        assert json.loads(line["tools"]) == [recording.BASH]
+
+    def test_a_line_is_labelled(self):
+        (line,) = lines(recording.turns_with_tools())
+        labels = {name: value for name, value in line.items() if name not in ("messages", "tools")}
+        assert labels == {
+            "context": [],
+            "session_id": "s",
+            "task_id": "task",
+            "group_id": "group",
+            "harness": "pi",
+            "reward": 1.0,
+            "role": "agent",
+            "finish_reason": "stop",
+            "left_out": "",
+            "malformed": False,
+            "call_ids": ["c0", "c1"],
+        }
+
+    @pytest.mark.parametrize(
+        ("case", "leaves"),
+        [
+            (recording.side_question, {"c1": "auxiliary", "c2": ""}),
+            (recording.subagent, {"c2": "", "c3": ""}),
+            (recording.compaction, {"c2": "", "c4": ""}),
+            (recording.superseded_retry, {"c1": "superseded", "c3": ""}),
+            (recording.superseded_by_an_aborted_line, {"c1": "superseded", "c2": ""}),
+            (recording.aborted, {"c0": ""}),
+            (recording.without_logprobs, {"c0": "missing_logprobs"}),
+        ],
+    )
+    def test_there_is_a_line_for_each_leaf(self, case, leaves):
+        assert {line["call_ids"][-1]: line["left_out"] for line in lines(case())} == leaves
+
+    def test_assistant_messages_that_no_call_sampled_are_named(self):
+        made = Recording()
+        first = made.ask(SYSTEM, user("A?"), says("Written."), user("B?"), reply=says("Sampled."))
+        made.ask(says("Added."), user("C?"), reply=says("Last."), after=first)
+        (line,) = lines(made)
+        texts = [message["content"] for message in line["messages"] if message["role"] == "assistant"]
+        assert texts == ["Written.", "Sampled.", "Added.", "Last."]
+        assert [line["messages"][i]["content"] for i in line["context"]] == ["Written.", "Added."]
+
+    def test_an_incomplete_conversation_has_no_line(self):
+        written, faults = session_conversations(recording.missing_ancestor().recorded())
+        assert written == []
+        assert faults == {"c1": "its parent c0 is not in the run"}
+
+    def test_arguments_that_are_no_object_are_marked(self):
+        (line,) = lines(recording.malformed_arguments())
+        assert line["malformed"]
+        assert line["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"command": ls'
+
+    def test_without_tools_and_without_a_row_nothing_but_the_reward_is_null(self):
+        made = recording.only_side_questions()
+        made.session = None
+        (line,) = lines(made)
+        assert [name for name, value in line.items() if value is None] == ["reward"]
+        assert line["tools"] == "null"
+
+
+class TestExport:
+    def test_datasets_gives_back_what_was_recorded(self, load):
+        made = recording.turns_with_tools()
+        dataset = load(made)
+        assert dataset.features == Features(
+            {
+                "messages": List(Json()),
+                "context": List(Value("int64")),
+                **dict.fromkeys(["tools", "session_id", "task_id", "group_id", "harness"], Value("string")),
+                "reward": Value("float64"),
+                **dict.fromkeys(["role", "finish_reason", "left_out"], Value("string")),
+                "malformed": Value("bool"),
+                "call_ids": List(Value("string")),
+            }
+        )
+        assert list(dataset) == lines(made)
+
+    def test_types_do_not_depend_on_the_first_lines(self, load):
+        # the loader infers types from the first 10 MB
+        plain = Recording("plain", reward=None)
+        plain.ask(user("x" * (11 << 20)), tools=())
+        dataset = load(plain, recording.turns_with_tools())
+        assert dataset[1]["messages"][2]["tool_calls"][0]["function"]["arguments"] == {"command": "ls"}
+        assert dataset["reward"] == [None, 1.0]
+
+    def test_the_file_alone_can_be_loaded(self, load, tmp_path):
+        made = [Recording("plain"), recording.turns_with_tools(), recording.malformed_arguments()]
+        made[0].ask(user("Hello"), tools=())
+        made[2].session_id = made[2].session.session_id = "m"
+        for call in made[2].calls:
+            call.session_id = "m"
+        expected = list(load(*made))
+        assert list(load_dataset("json", data_files=str(tmp_path / "out" / messages.FILE), split="train")) == expected
+
+    def test_conversations_that_are_left_out_are_counted(self, tmp_path, caplog):
+        run = write(tmp_path / "run", recording.missing_ancestor())
+        (out := tmp_path / "out").mkdir()
+        with caplog.at_level(logging.WARNING):
+            assert export(run, out, lambda *_: None) == 0
+        assert "1 conversations are left out" in caplog.text
+
+
+class TestInTrl:
+    def test_the_trainer_renders_the_conversation_as_the_model_saw_it(self, load, tokenizer, tmp_path):
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+        from trl import SFTConfig, SFTTrainer
+
+        made = Recording()
+        first = made.ask(SYSTEM, user("List."), reply=says("", calls={1: '{"command": "ls"}'}))
+        made.ask(recording.tool(1, "a.txt"), reply=says("a.txt"), after=first)
+        dataset = load(made)
+        settings = {"report_to": "none", "use_cpu": True, "bf16": False, "activation_checkpointing": False}
+        arguments = SFTConfig(str(tmp_path / "sft"), max_length=None, **settings)
+        size = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
+        network = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), intermediate_size=8, head_dim=8, **size))
+        trainer = SFTTrainer(network, args=arguments, train_dataset=dataset, processing_class=tokenizer)
+        (line,) = lines(made)
+        text = tokenizer.decode(trainer.train_dataset[0]["input_ids"])
+        assert text == tokenizer.apply_chat_template(line["messages"], tools=[recording.BASH], tokenize=False)
+        assert '"arguments": {"command": "ls"}' in text

@@ -1,0 +1,179 @@
+import json
+
+import pytest
+
+from rolltap.trainer.runs.exports.openenv import export
+from rolltap.trainer.traces.build import build_traces
+from tests.trainer.runs.exports import recording
+from tests.trainer.runs.exports.openenv_schema import check_trace, training_trace
+from tests.trainer.runs.exports.recording import CASES, Recording, says, tool, user, write
+
+
+def order(trace):
+    return [turn["node_id"] for turn in trace["turns"]]
+
+
+def sampled(trace):
+    """Return a map of call ids to the masks of their completions."""
+    return {turn["node_id"]: turn["loss_mask"][len(turn["prompt_token_ids"]) :] for turn in trace["turns"]}
+
+
+@pytest.fixture
+def rows(monkeypatch):
+    """Return a function from a trace to TRL's training rows."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    from trl.experimental.async_grpo.async_rollout_worker import TurnRecord, _chain_to_sequences
+
+    def rows(trace):
+        turns = [
+            TurnRecord(
+                turn["prompt_token_ids"],
+                turn["completion_token_ids"],
+                turn["per_token_logps"],
+                turn["loss_mask"][len(turn["prompt_token_ids"]) :],
+            )
+            for turn in trace["turns"]
+        ]
+        return _chain_to_sequences(turns, "rollout", 0)[0]
+
+    return rows
+
+
+class TestTrainingTrace:
+    @pytest.mark.parametrize("case", CASES)
+    def test_it_follows_the_contract_and_trains_what_the_ledger_says(self, case):
+        recorded = case().recorded()
+        trace = json.loads(json.dumps(training_trace(recorded), allow_nan=False))
+        check_trace(trace)
+        _, ledger = build_traces(recorded.calls, "per_request")
+        assert sum(map(sum, sampled(trace).values())) == ledger.trained
+
+    def test_a_turn_has_the_calls_tokens_and_conversation(self):
+        recorded = recording.turns_with_tools().recorded()
+        call, turn = recorded.calls[1], training_trace(recorded)["turns"][1]
+        assert turn["prompt_token_ids"] == call.prompt_ids
+        assert turn["completion_token_ids"] == call.completion_ids
+        assert turn["per_token_logps"] == call.logprobs
+        asked = says("", reasoning="I look.", calls={1: '{"command": "ls"}'})
+        assert turn["request"]["messages"] == [recording.SYSTEM, user("List."), asked, tool(1, "a.txt")]
+        assert turn["request"]["tools"] == [recording.BASH]
+        assert turn["response"]["choices"] == [{"message": says("a.txt"), "finish_reason": "stop"}]
+
+    @pytest.mark.parametrize(
+        ("case", "left_out"),
+        [
+            (recording.side_question, {"c1": "auxiliary"}),
+            (recording.superseded_retry, {"c1": "superseded"}),
+            (recording.aborted, {"c1": "aborted"}),
+            (recording.turns_with_tools, {}),
+        ],
+    )
+    def test_a_call_that_is_left_out_has_mask_zero_and_the_reason(self, case, left_out):
+        trace = training_trace(case().recorded())
+        masks = sampled(trace)
+        for turn in trace["turns"]:
+            reason = left_out.get(turn["node_id"])
+            assert turn["metadata"]["left_out"] == reason
+            assert masks[turn["node_id"]] == [int(reason is None)] * 2
+
+    def test_branches_are_not_interleaved_and_the_agents_is_last(self):
+        trace = training_trace(recording.subagent().recorded())
+        assert order(trace) == ["c1", "c2", "c0", "c3"]
+        assert [turn["metadata"]["index"] for turn in trace["turns"]] == [1, 2, 0, 3]
+
+    def test_the_agents_branch_is_last_even_when_another_one_ended_later(self):
+        assert order(training_trace(recording.late_subagent().recorded())) == ["c1", "c3", "c0", "c2"]
+
+    def test_the_sampling_used_is_distinct_from_the_harnesss_request(self):
+        made = Recording()
+        made.ask(user("Go."), sampling='{"temperature": 1.0, "asked": {"temperature": 0.2, "top_p": NaN}}')
+        (turn,) = training_trace(made.recorded())["turns"]
+        assert turn["metadata"]["sampling_params"] == {"temperature": 1.0}
+        assert turn["metadata"]["requested_sampling_params"]["temperature"] == 0.2
+
+
+class TestExport:
+    def test_each_session_has_a_trace_and_a_line_with_its_reward(self, tmp_path):
+        run = write(tmp_path / "run", Recording("a", reward=0.5), recording.turns_with_tools())
+        (out := tmp_path / "out").mkdir()
+        done = []
+        assert export(run, out, lambda _, *at: done.append(at)) == 2
+        assert done == [(1, 2), (2, 2)]
+        lines = [json.loads(line) for line in (out / "sessions.jsonl").read_text().splitlines()]
+        lines = {line["session_id"]: line for line in lines}
+        assert {name: line["reward"] for name, line in lines.items()} == {"a": 0.5, "s": 1.0}
+        assert json.loads((out / lines["a"]["file"]).read_text()) == {"schema_version": 1, "turns": []}
+        expected = training_trace(recording.turns_with_tools().recorded())
+        assert json.loads((out / lines["s"]["file"]).read_text()) == expected
+
+    @pytest.mark.parametrize(
+        ("case", "refused"),
+        [
+            (recording.broken_logprobs, ("c0", "violation", "a log-probability is positive or not finite")),
+            (recording.positive_logprob, ("c0", "violation", "a log-probability is positive or not finite")),
+            (recording.without_logprobs, ("c0", "missing_logprobs", "2 token ids but 0 log-probabilities")),
+            (recording.missing_ancestor, ("c1", "violation", "the prompt cannot be rebuilt")),
+        ],
+    )
+    def test_calls_that_the_contract_refuses_are_named(self, tmp_path, case, refused):
+        made = case()
+        run = write(tmp_path / "run", made)
+        (out := tmp_path / "out").mkdir()
+        export(run, out, lambda *_: None)
+        line = json.loads((out / "sessions.jsonl").read_text())
+        call_id, left_out, why = refused
+        assert line["left_out"] == [{"call_id": call_id, "left_out": left_out, "why": why, "tokens": 2}]
+        assert line["turns"] == len(made.calls) - 1
+
+    def test_a_session_id_does_not_choose_the_folder(self, tmp_path):
+        run = write(tmp_path / "run", Recording("../../a b"))
+        (out := tmp_path / "out").mkdir()
+        export(run, out, lambda *_: None)
+        assert [path.name for path in (out / "traces").iterdir()] == ["%2E.%2F..%2Fa%20b.json"]
+
+    def test_a_session_without_a_row_is_exported(self, tmp_path):
+        made = recording.turns_with_tools()
+        made.session = None
+        run = write(tmp_path / "run", made)
+        (out := tmp_path / "out").mkdir()
+        done = []
+        assert export(run, out, lambda _, *at: done.append(at)) == 1
+        assert done == [(1, 1)]
+        assert json.loads((out / "sessions.jsonl").read_text())["reward"] is None
+
+
+class TestInTrl:
+    """TRL 1.16 builds its training rows from the turns."""
+
+    @pytest.mark.parametrize("case", CASES)
+    def test_its_rows_are_the_traces_of_prefix_merging(self, rows, case):
+        recorded = case().recorded()
+        traces, _ = build_traces(recorded.calls, "prefix_merging")
+        ours = [
+            (
+                trace.prompt_ids + trace.completion_ids,
+                [0] * len(trace.prompt_ids) + trace.completion_mask,
+                [0.0] * len(trace.prompt_ids) + trace.logprobs,
+            )
+            for trace in traces
+        ]
+        theirs = [(row.input_ids, row.completion_mask, row.old_log_probs) for row in rows(training_trace(recorded))]
+        assert sorted(theirs) == sorted(ours)
+
+
+def test_trls_worker_reads_the_trace_by_openenvs_own_models(monkeypatch):
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    reason = "openenv needs an environment of its own"
+    training = pytest.importorskip("openenv.core.harness.training", reason=reason)
+    from trl.experimental.async_grpo import openenv_harness
+
+    for case in CASES:
+        recorded = case().recorded()
+        trace = training.TrainingTrace.model_validate_json(json.dumps(training_trace(recorded)))
+        turns = openenv_harness._turns_from_training_trace(trace)
+        assert [turn.output_ids for turn in turns] == [turn.completion_token_ids for turn in trace.turns]
+        entries = trace.to_trace_entries()
+        completion = openenv_harness._messages_from_trace(entries)
+        assert not entries or completion[-1]["role"] == "assistant"
+        openenv_harness._tool_call_counts_by_name(entries)
+        openenv_harness._tool_failures_by_name(entries)

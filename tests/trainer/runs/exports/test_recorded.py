@@ -1,0 +1,64 @@
+"""A conversation written by the real recorder, in each export format."""
+
+import json
+
+import pytest
+
+from rolltap.trainer.doctor.scripted_engine import Say
+from rolltap.trainer.runs.exports.atif import trajectory
+from rolltap.trainer.runs.exports.messages import session_conversations
+from rolltap.trainer.traces.reader import iter_sessions
+from tests.addons.harness import user
+from tests.trainer.runs.exports.atif_schema import Trajectory
+from tests.trainer.runs.exports.openenv_schema import check_trace, training_trace
+from tests.trainer.runs.exports.recording import BASH
+
+TOOL_CALL = '<think>\nI look.\n</think>\n\n<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>'
+
+
+@pytest.fixture
+async def recorded(harness, scripted_engine):
+    """Record two turns with a tool call between them, and a request for a title without tools."""
+    scripted_engine.replies += [Say(TOOL_CALL), Say("Files"), Say("a.txt")]
+    _, first = await harness.ask(user("List."), tools=[BASH])
+    await harness.ask(user("Title?"))
+    message = first["choices"][0]["message"]
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "a.txt"}
+    await harness.ask(user("List."), message, result, tools=[BASH])
+    (session,) = iter_sessions(harness.run)
+    return session
+
+
+async def test_it_is_one_conversation_and_a_title(recorded):
+    lines, faults = session_conversations(recorded)
+    title, conversation = sorted(lines, key=lambda line: len(line["messages"]))
+    assert faults == {}
+    assert (title["role"], title["left_out"]) == ("auxiliary", "auxiliary")
+    assert [message["role"] for message in conversation["messages"]] == ["user", "assistant", "tool", "assistant"]
+    asked = conversation["messages"][1]
+    assert (asked["reasoning_content"], asked["tool_calls"][0]["function"]["arguments"]) == (
+        "I look.",
+        {"command": "ls"},
+    )
+    assert conversation["messages"][3]["content"] == "a.txt"
+    assert conversation["call_ids"] == [recorded.calls[0].call_id, recorded.calls[2].call_id]
+
+
+async def test_its_trace_trains_the_conversation_and_keeps_the_title_as_context(recorded):
+    trace = json.loads(json.dumps(training_trace(recorded), allow_nan=False))
+    check_trace(trace)
+    roles = [(turn["metadata"]["role"], any(turn["loss_mask"])) for turn in trace["turns"]]
+    assert roles == [("auxiliary", False), ("agent", True), ("agent", True)]
+    last = trace["turns"][-1]["request"]
+    assert [message["role"] for message in last["messages"]] == ["user", "assistant", "tool"]
+    assert [tool["function"]["name"] for tool in last["tools"]] == ["bash"]
+
+
+async def test_its_trajectory_has_the_result_beside_the_call_and_the_title_embedded(recorded):
+    document = trajectory(recorded, "tiny")
+    Trajectory.model_validate(document)
+    first, last = (step for step in document["steps"] if step["source"] == "agent")
+    assert first["observation"]["results"][0]["content"] == "a.txt"
+    assert last["message"] == "a.txt"
+    (title,) = document["subagent_trajectories"]
+    assert (title["extra"]["role"], title["steps"][-1]["message"]) == ("auxiliary", "Files")

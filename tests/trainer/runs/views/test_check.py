@@ -1,0 +1,320 @@
+"""`rolltap check`: a real vLLM scores the calls that it sampled. Also the choice of calls to compare."""
+
+import json
+import socket
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+import torch
+from click.testing import CliRunner
+from peft import LoraConfig, get_peft_model
+from rich.console import Console
+from transformers import Qwen3ForCausalLM
+
+from rolltap.addons.engine.policy import POLICY_FILE
+from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
+from rolltap.addons.errors import EngineError, InputError
+from rolltap.addons.store.metadata import add_engine, write_metadata
+from rolltap.addons.store.records import Call, VersionSpan
+from rolltap.addons.store.tables import RunWriter
+from rolltap.trainer.cli.runs import check_command
+from rolltap.trainer.engine.engines import Engines
+from rolltap.trainer.engine.publish import make_publisher
+from rolltap.trainer.runs.views.check import CheckReport, check_sessions, choose, incomparable, summarize_scores
+from tests.trainer.engine.acting import acting
+
+SAMPLING = {**NEUTRAL_SAMPLING, "max_tokens": 12, "seed": 1, "stop_token_ids": [], "asked": {"temperature": 0.2}}
+SERVED = ({"default", "2"}, 100)
+"""The served weight versions, and the context window."""
+ADAPTER = "1a2b3c4d.1.0"
+
+
+def call(call_id="c", kind="root", sampled=(5, 6), version="default", **fields):
+    sampled = list(sampled)
+    fields = {"sampling": json.dumps(SAMPLING), "logprobs": [-0.5] * len(sampled)} | fields
+    spans = [VersionSpan(version=version, start=0, end=len(sampled))]
+    return Call(
+        session_id="s",
+        call_id=call_id,
+        prompt_ids=[1, 2],
+        completion_ids=sampled,
+        weight_versions=spans,
+        kind=kind,
+        **fields,
+    )
+
+
+def check(run, url, *options):
+    """Run `rolltap check` and return its exit status and standard output. Raises the errors of users."""
+    ended = CliRunner().invoke(check_command, [str(run), "--engine", url, *options], standalone_mode=False)
+    if ended.exception and not isinstance(ended.exception, SystemExit):
+        raise ended.exception
+    return ended.exit_code, ended.stdout
+
+
+class TestWhatCanBeCompared:
+    def test_a_neutrally_sampled_call_of_served_weights_can_be_compared(self):
+        assert incomparable(call(), *SERVED) is None
+        assert incomparable(call(version="2", kind="bridged"), *SERVED) is None
+
+    @pytest.mark.parametrize(
+        ("fields", "reason"),
+        [
+            ({"sampled": (), "status": "aborted"}, "nothing sampled"),
+            ({"violation": "the prompt has 9 tokens, but 2 can be rebuilt"}, "violation"),
+            ({"logprobs": [-0.5]}, "violation"),
+            ({"sampling": json.dumps({**SAMPLING, "temperature": 0.7})}, "not sampled neutrally"),
+            ({"sampling": json.dumps({**SAMPLING, "logit_bias": {"5": 1}})}, "not sampled neutrally"),
+            ({"sampling": "{}"}, "not sampled neutrally"),
+            ({"sampling": json.dumps({**SAMPLING, "structured_outputs": {}})}, "sampled under a grammar"),
+            ({"version": "1"}, "other weights"),
+            ({"sampled": range(98)}, "too long for the engine"),
+        ],
+    )
+    def test_other_calls_cannot_be_compared_for_a_named_reason(self, fields, reason):
+        assert incomparable(call(**fields), *SERVED) == reason
+
+    def test_a_call_across_a_change_of_weights_cannot_be_compared(self):
+        spans = [VersionSpan(version="default", start=0, end=1), VersionSpan(version="2", start=1, end=2)]
+        assert incomparable(replace(call(), weight_versions=spans), *SERVED) == "other weights"
+
+    def test_an_aborted_call_with_tokens_can_be_compared(self):
+        assert incomparable(call(status="aborted"), *SERVED) is None
+
+
+class TestSample:
+    CALLS = tuple(
+        (kind, "s", f"{kind}{i}") for kind, n in (("bridged", 50), ("rendered", 2), ("root", 9)) for i in range(n)
+    )
+
+    def test_it_is_spread_over_the_kinds_as_far_as_there_are_calls(self):
+        kinds = [kind for kind, _, _ in choose(self.CALLS, 12, 0)]
+        assert (kinds.count("root"), kinds.count("bridged"), kinds.count("rendered")) == (5, 5, 2)
+
+    def test_it_depends_on_the_seed_and_not_on_the_order_of_the_calls(self):
+        assert choose(self.CALLS, 12, 0) == choose(self.CALLS[::-1], 12, 0) != choose(self.CALLS, 12, 1)
+
+    def test_when_there_are_few_calls_all_are_taken(self):
+        assert choose(self.CALLS, 1000, 0) == set(self.CALLS)
+
+
+def test_differences_are_summed_up_by_kind_and_policy_version():
+    scores = [
+        (call("a", "bridged"), [-0.5, -0.5]),
+        (call("b", "bridged"), [-0.5, -0.9]),
+        (call("c", "bridged", version="2"), [-0.4, -0.5]),
+        (call("d", "root"), [-0.5, -0.5]),
+    ]
+    root, second, first = summarize_scores(scores, 0.05)
+    assert (root.kind, root.mean_difference, root.within) == ("root", 0.0, True)
+    assert (first.kind, first.policy_version, first.calls, first.tokens) == ("bridged", "default", 2, 4)
+    assert first.mean_difference == pytest.approx(0.1)
+    assert first.max_difference == pytest.approx(0.4)
+    assert (first.share_over_threshold, first.within) == (0.25, False)
+    assert (first.worst.call_id, first.worst.position, first.worst.scored) == ("b", 1, -0.9)
+    assert (second.policy_version, second.mean_difference, second.within) == ("2", pytest.approx(0.05), True)
+
+
+def test_a_row_that_differs_is_marked_without_markup():
+    rows = summarize_scores([(call("a"), [-0.5, -9.0])], 0.05)
+    report = CheckReport("m", "m", 0.05, rows, 1, {})
+    Console(file=(printed := StringIO()), width=200).print(report, markup=False)
+    assert "differs" in printed.getvalue()
+    assert "[red]" not in printed.getvalue()
+
+
+def sample(engine, call_id, prompt_ids, *, model=None, **fields):
+    """Return a call that the engine samples after `prompt_ids`."""
+    body = {"token_ids": prompt_ids, "sampling_params": {**SAMPLING, "logprobs": 0}} | (
+        {"model": model} if model else {}
+    )
+    del body["sampling_params"]["asked"]
+    answer = engine.http.post("/inference/v1/generate", json=body, timeout=60).raise_for_status().json()
+    ids = answer["choices"][0]["token_ids"]
+    logprobs = [entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"]]
+    version = fields.pop("version", "default")
+    spans = [VersionSpan(version=version, start=0, end=len(ids))]
+    return Call(
+        session_id="s",
+        call_id=call_id,
+        prompt_ids=prompt_ids,
+        completion_ids=ids,
+        logprobs=logprobs,
+        weight_versions=spans,
+        sampling=json.dumps(SAMPLING),
+        **fields,
+    )
+
+
+def write(run, calls, model="/models/recorded"):
+    write_metadata(run, {"model": str(model)})
+    writer = RunWriter(run)
+    for each in calls:
+        writer.add_call(each)
+    writer.close()
+    return run
+
+
+class TestWeights:
+    """Whether an engine serves the weights that sampled a call."""
+
+    SCORE = (-0.25, -0.5, -0.5)
+    """Of the second token of the prompt, and of both completion tokens."""
+
+    @pytest.fixture
+    def engine(self, tmp_path):
+        with acting(tmp_path / "model") as engine:
+            engine.scores = dict.fromkeys(["model", f"policy-{ADAPTER}", "policy-1", "other"], self.SCORE)
+            yield engine
+
+    def refused(self, run, engine):
+        with pytest.raises(InputError) as raised:
+            check(run, engine.url)
+        return str(raised.value)
+
+    def test_the_engine_s_own_weights_are_compared_where_its_model_is_the_recorded_one(self, engine, tmp_path):
+        assert check(write(tmp_path / "run", [call()], engine.root), engine.url)[0] == 0
+        add_engine(write(tmp_path / "other", [call()]), "http://e", {"model": str(engine.root)})
+        assert check(tmp_path / "other", engine.url)[0] == 0
+
+    def test_the_engine_s_own_weights_are_not_those_of_another_model(self, engine, tmp_path):
+        message = self.refused(write(tmp_path / "run", [call()]), engine)
+        assert "sampled by the weights default" in message
+        assert f"default (its base model, {engine.root}), and the run was recorded with /models/recorded" in message
+
+    def test_a_name_that_a_training_did_not_give_is_no_proof_on_another_model(self, engine, tmp_path):
+        engine.version = "1"
+        run = write(tmp_path / "run", [call(version="1")])
+        assert "serves 1 (its base model" in self.refused(run, engine)
+        engine.adapters["policy-1"] = "/1"
+        assert "1 other weights" in self.refused(run, engine)
+
+    def test_weights_of_another_training_are_named(self, engine, tmp_path):
+        engine.version = "ffffffff.1.0"
+        run = write(tmp_path / "run", [call(version="1a2b3c4d.1.0")], engine.root)
+        message = self.refused(run, engine)
+        assert "sampled by the weights 1a2b3c4d.1.0" in message
+        assert "serves ffffffff.1.0" in message
+
+    def test_the_version_of_a_training_is_proof_whatever_the_folder_is_called(self, engine, tmp_path):
+        engine.version = "1a2b3c4d.1.0"
+        assert check(write(tmp_path / "run", [call(version="1a2b3c4d.1.0")]), engine.url)[0] == 0
+
+    def test_every_loaded_adapter_of_the_training_is_compared(self, engine, tmp_path):
+        engine.adapters = {f"policy-{ADAPTER}": "/a", "policy-other": "/b", "other": "/c"}
+        run = write(tmp_path / "run", [call(version=ADAPTER), call("d", version="other")])
+        status, output = check(run, engine.url, "--json")
+        assert (status, json.loads(output)["skipped"]) == (0, {"other weights": 1})
+
+    def test_some_sessions_are_checked_on_every_engine_of_a_training(self, engine, tmp_path):
+        others = [replace(call(f"c{i}", version=ADAPTER), session_id="t") for i in range(4)]
+        run = write(tmp_path / "run", [call(version=ADAPTER), *others])
+        with acting(tmp_path / "model") as second:
+            second.scores = engine.scores | {f"policy-{ADAPTER}": (-0.25, -0.5, -1.5)}
+            url = f"{engine.url},{second.url}"
+            assert f"its calls were sampled by the weights {ADAPTER}" in check_sessions(run, url, ["t"], sample=9)
+            for each in (engine, second):
+                each.adapters[f"policy-{ADAPTER}"] = "/a"
+            report = check_sessions(run, url, ["t"], sample=9)
+            assert (report.comparable, report.rows[0].calls, report.within) == (4, 4, False)
+            assert report.rows[0].mean_difference == pytest.approx(0.25)
+            assert [each.paths.count("/v1/completions") for each in (engine, second)] == [2, 2]
+            assert "it holds none" in check_sessions(run, url, [], sample=9)
+
+
+@pytest.mark.engine
+class TestOnARealEngine:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def calls(cls, engine):
+        """Return one call of each kind."""
+        root = sample(engine, "root", [5 + i % 100 for i in range(40)])
+        known = root.prompt_ids + root.completion_ids
+        place = {"parent_id": "root", "prefix_length": len(known)}
+        bridged = sample(engine, "bridged", [*known, 7, 8, 9], kind="bridged", **place)
+        return [root, bridged, sample(engine, "rendered", [9, 8, 7], kind="rendered")]
+
+    @pytest.fixture
+    def adapter(self, engine, tmp_path):
+        """Publish an adapter, and unload it after the test. Its version is `ADAPTER`."""
+        base = Qwen3ForCausalLM.from_pretrained(engine.model_dir, dtype=torch.float32)
+        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        model = get_peft_model(base, config)
+        folder = tmp_path / "published"
+        publisher = make_publisher(
+            "lora", Engines(engine.url), folder=folder, run=tmp_path, base=engine.model_dir, adapters=2
+        )
+        name = publisher.publish(model, ADAPTER, lambda _: None)
+        yield name
+        engine.http.post("/v1/unload_lora_adapter", json={"lora_name": name}).raise_for_status()
+
+    def test_sampled_calls_are_within_the_threshold_for_every_kind(self, engine, calls, tmp_path):
+        status, output = check(write(tmp_path, calls, engine.model_dir), engine.url, "--threshold", "1e-4", "--json")
+        report = json.loads(output)
+        assert (status, report["within"]) == (0, True)
+        assert [(row["kind"], row["policy_version"], row["calls"]) for row in report["rows"]] == [
+            ("root", "default", 1),
+            ("bridged", "default", 1),
+            ("rendered", "default", 1),
+        ]
+        assert report["served_model"] == str(engine.model_dir)
+        assert report["rows"][0]["tokens"] == len(calls[0].completion_ids)
+
+    def test_a_changed_log_probability_is_found_and_its_kind_and_place_are_named(self, engine, calls, tmp_path):
+        root, bridged, rendered = calls
+        changed = replace(bridged, logprobs=[*bridged.logprobs[:3], bridged.logprobs[3] - 2, *bridged.logprobs[4:]])
+        status, output = check(write(tmp_path, [root, changed, rendered], engine.model_dir), engine.url)
+        assert status == 1
+        assert "bridged, weights default: differs most at sampled token 3 of session s, call bridged:" in output
+        assert "root, weights" not in output
+
+    def test_a_changed_prompt_is_found(self, engine, calls, tmp_path):
+        root = calls[0]
+        other = replace(root, prompt_ids=[*root.prompt_ids[:-1], 77])
+        status, output = check(write(tmp_path, [other], engine.model_dir), engine.url, "--json")
+        assert (status, json.loads(output)["rows"][0]["within"]) == (1, False)
+
+    def test_skipped_calls_are_counted_by_reason(self, engine, calls, tmp_path):
+        others = [call("x", version="7"), call("y", version="8"), call("z", sampling="{}")]
+        run = write(tmp_path, [*calls, *others], engine.model_dir)
+        status, output = check(run, engine.url, "--sample", "2", "--json")
+        report = json.loads(output)
+        assert (status, report["skipped"]) == (0, {"other weights": 2, "not sampled neutrally": 1})
+        assert (report["comparable"], sum(row["calls"] for row in report["rows"])) == (3, 2)
+
+    # peft 0.21 uses a name that transformers 5.23 deprecates
+    @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+    def test_the_calls_of_an_adapter_are_scored_by_it(self, engine, adapter, calls, tmp_path):
+        sampled = sample(engine, "lora", calls[0].prompt_ids, model=adapter, version=ADAPTER)
+        run = write(tmp_path, [calls[0], sampled], engine.model_dir)
+        status, output = check(run, engine.url, "--threshold", "1e-4", "--json")
+        assert (status, [row["policy_version"] for row in json.loads(output)["rows"]]) == (0, [ADAPTER, "default"])
+
+    def test_the_calls_of_an_adapter_that_is_not_loaded_are_skipped(self, engine, calls, tmp_path):
+        (tmp_path / POLICY_FILE).write_text(json.dumps({"model": "policy-9", "version": "9"}))
+        run = write(tmp_path, [*calls, call(version="9")], engine.model_dir)
+        status, output = check(run, engine.url, "--json")
+        assert (status, json.loads(output)["skipped"]) == (0, {"other weights": 1})
+
+    def test_a_run_without_a_comparable_call_is_an_error_that_says_why(self, engine, tmp_path):
+        run = write(tmp_path, [call(version="7")])
+        with pytest.raises(InputError, match=r"can be compared: 1 other weights; .* sampled by the weights 7, and the"):
+            check(run, engine.url)
+
+    def test_tokens_of_another_vocabulary_are_an_error_that_says_what_to_do(self, engine, tmp_path):
+        run = write(tmp_path, [call(sampled=(5, 999_999))], engine.model_dir)
+        with pytest.raises(EngineError, match=r"out of vocabulary.*start it with the model that run.json names"):
+            check(run, engine.url)
+
+
+def test_an_engine_that_is_down_is_an_error_that_says_what_to_do(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(EngineError, match=r"no engine answers .*start it with `rolltap serve`"):
+        check(write(tmp_path, [call()]), url)
+
+
+def test_a_server_that_is_not_vllm_is_an_error(tmp_path, scripted_engine):
+    with pytest.raises(EngineError, match="is it vLLM\\? start it with `rolltap serve`"):
+        check(write(tmp_path, [call()]), f"{scripted_engine.url}/of-another-server")

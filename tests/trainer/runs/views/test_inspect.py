@@ -1,0 +1,364 @@
+"""`rolltap inspect` on a small run of two sessions: one that branches, and one without a row of its own."""
+
+import io
+import json
+import re
+import signal
+import sys
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+from rich.text import Text
+
+from rolltap.addons.errors import InputError
+from rolltap.addons.store.metadata import write_metadata
+from rolltap.addons.store.records import Call, Session, VersionSpan
+from rolltap.addons.store.tables import RunWriter
+from rolltap.trainer.cli.main import rolltap, run
+from rolltap.trainer.cli.runs import inspect_command
+from rolltap.trainer.runs.views.inspect import (
+    CONTEXT_TOKENS,
+    call_nodes,
+    call_tree,
+    completion,
+    context,
+    find_divergence,
+    find_id,
+    load_decoder,
+    view_call,
+    view_session,
+)
+from rolltap.trainer.runs.views.report import MOST_SESSIONS, summarize
+from rolltap.trainer.traces.ledger import Ledger
+from tests.trainer.forests import forget_a_call
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def call(number, call_id, prompt, sampled, *, parent=None, session="first", **fields):
+    """Return a call whose prompt is the tokens of its parent followed by `prompt`."""
+    prefix = parent.prompt_ids + parent.completion_ids if parent else []
+    return Call(
+        session_id=session,
+        call_id=call_id,
+        prompt_ids=prefix + prompt,
+        completion_ids=sampled,
+        logprobs=fields.pop("logprobs", [-0.5] * len(sampled)),
+        weight_versions=[VersionSpan(version="default", start=0, end=len(sampled))],
+        parent_id=parent.call_id if parent else None,
+        prefix_length=len(prefix),
+        kind=fields.pop("kind", "bridged" if parent else "root"),
+        started_at=START + timedelta(seconds=number),
+        **{"finish_reason": "stop", **fields},
+    )
+
+
+def said(text, **more):
+    return json.dumps({"role": "assistant", "content": text, **more})
+
+
+@pytest.fixture
+def small_run(tmp_path, tokenizer_folder):
+    """Write a run. `first` has the chain root - second - third, and a fourth call that diverges. `other` has no row."""
+    write_metadata(tmp_path, {"model": str(tokenizer_folder)})
+    writer = RunWriter(tmp_path)
+    asked = json.dumps([{"role": "user", "content": "Count [bold]them[/bold]."}])
+    tools = json.dumps([{"type": "function", "function": {"name": "bash"}}])
+    root = call(1, "a1", [40, 41, 42], [43, 44], messages=asked, tools=tools, reply=said("I look\nat it."))
+    shell = [{"id": "1", "type": "function", "function": {"name": "bash", "arguments": '{"command": "ls"}'}}]
+    second = call(2, "a2", [50], [51, 52], parent=root, reply=said("", tool_calls=shell))
+    third = call(3, "b3", [60], [61], parent=second, reply=said("x" * 80))
+    why = "2 earlier calls fit equally well up to message 3"
+    fourth = call(4, "b4", [40, 41, 42, 43, 99, 98], [97], kind="rendered", kind_reason=why, reply=said("Once more."))
+    broken = call(5, "b5", [70], [71], parent=second, violation="log-probability 0 is positive", reply=said("Hm."))
+    for each in (root, second, third, fourth, broken):
+        writer.add_call(each)
+    writer.add_call(call(6, "z1", [40], [41, 42], session="other", status="aborted", finish_reason=None))
+    writer.add_session(
+        Session(
+            session_id="first",
+            task_id="t",
+            group_id="g",
+            harness="codex",
+            status="completed",
+            exit_status=0,
+            reward=0.5,
+            started_at=START,
+        )
+    )
+    writer.close()
+    return tmp_path
+
+
+def shape(tree):
+    """Return the ids of a drawn tree as nested dicts. The calls of a chain are one key."""
+    return {
+        " ".join(re.findall(r"^(?:↓ )?(\w+)", child.label.plain, re.MULTILINE)): shape(child) for child in tree.children
+    }
+
+
+def printed(*arguments):
+    ended = CliRunner(env={"COLUMNS": "200"}).invoke(inspect_command, list(map(str, arguments)), catch_exceptions=False)
+    assert ended.exit_code == 0
+    return ended.output
+
+
+class TestRun:
+    def test_every_session_is_counted_including_those_without_a_row(self, small_run):
+        first, other = summarize(small_run).session_rows
+        assert (first.session_id, first.harness, first.status, first.reward) == ("first", "codex", "completed", 0.5)
+        assert (first.calls, first.bridged, first.rendered) == (5, 3, 1)
+        assert first.ledger == Ledger(sampled=7, trained=6, left_out={"violation": 1})
+        assert (other.session_id, other.harness, other.calls, other.ledger) == (
+            "other",
+            None,
+            1,
+            Ledger(sampled=2, trained=0, left_out={"aborted": 2}),
+        )
+
+    def test_the_ledgers_of_the_sessions_add_up_to_that_of_the_run(self, small_run):
+        summary = json.loads(printed(small_run, "--json"))
+        assert summary["ledger"] == {"sampled": 9, "trained": 6, "left_out": {"violation": 1, "aborted": 2}}
+        assert sum(row["ledger"]["sampled"] for row in summary["session_rows"]) == 9
+
+    def test_the_reasons_of_rendered_prompts_are_counted_without_numbers_and_ids(self, small_run):
+        writer = RunWriter(small_run)
+        for number, why in enumerate(("3 earlier calls fit equally well up to message 7", "call 0123456789abcdef")):
+            writer.add_call(call(9, f"r{number}", [1], [2], session="r", kind="rendered", kind_reason=why))
+        writer.close()
+        assert summarize(small_run).rendered == {
+            "… earlier calls fit equally well up to message …": 2,
+            "call …": 1,
+        }
+        assert "why prompts were rendered" in printed(small_run)
+
+    def test_the_table_of_sessions_is_cut_and_says_so(self, tmp_path):
+        write_metadata(tmp_path, {})
+        writer = RunWriter(tmp_path)
+        for i in range(MOST_SESSIONS + 1):
+            writer.add_session(
+                Session(
+                    session_id=f"s{i:02}",
+                    task_id="t",
+                    group_id="g",
+                    harness="h",
+                    status="completed",
+                    started_at=START + timedelta(seconds=i),
+                )
+            )
+        writer.close()
+        text = printed(tmp_path)
+        assert f"s{MOST_SESSIONS - 1}" in text
+        assert f"s{MOST_SESSIONS}" not in text
+        assert f"the first {MOST_SESSIONS} of {MOST_SESSIONS + 1}; --json has all" in text
+        assert len(json.loads(printed(tmp_path, "--json"))["session_rows"]) == MOST_SESSIONS + 1
+
+    def test_an_empty_run_is_shown(self, tmp_path):
+        write_metadata(tmp_path, {})
+        Console(file=io.StringIO()).print(summarize(tmp_path))
+
+
+class TestSession:
+    def test_the_call_tree_is_that_of_the_traces(self, small_run):
+        view = view_session(small_run, "first")
+        assert {branch.call_id: branch.parent_id for branch in view.calls} == {
+            "a1": None,
+            "a2": "a1",
+            "b3": "a2",
+            "b4": None,
+            "b5": "a2",
+        }
+        third = next(branch for branch in view.calls if branch.call_id == "b3")
+        assert (third.prompt_tokens, third.new_tokens, third.completion_tokens) == (9, 1, 1)
+        assert view.ledger == Ledger(sampled=7, trained=6, left_out={"violation": 1})
+
+    def test_a_chain_is_one_node_and_its_branches_are_below_it(self, small_run):
+        tree = call_tree(view_session(small_run, "first").calls, Text("title"))
+        assert shape(tree) == {"a1 a2": {"b3": {}, "b5": {}}, "b4": {}}
+
+    def test_a_chain_is_drawn_as_a_chain_and_a_branch_as_a_branch(self, small_run):
+        drawn = printed(small_run, "first").splitlines()[1:6]
+        assert [line[: line.index(" agent")] for line in drawn] == [
+            "├── a1",
+            "│   ↓ a2",
+            "│   ├── b3",
+            "│   └── b5",
+            "└── b4",
+        ]
+
+    def test_a_long_chain_is_one_level_deep(self):
+        calls = [call(0, "c0", [1], [2])]
+        for i in range(1, 400):
+            calls.append(call(i, f"c{i}", [3], [4], parent=calls[-1]))
+        assert shape(call_tree(call_nodes(calls), Text("title"))) == {" ".join(f"c{i}" for i in range(400)): {}}
+
+    def test_the_calls_of_a_chain_can_be_told_apart_where_lines_are_folded(self, small_run):
+        narrow = Console(file=io.StringIO(), width=30)
+        narrow.print(view_session(small_run, "first"))
+        starts = [line for line in narrow.file.getvalue().splitlines() if re.match(r"[│├└ ─]*(↓ )?[ab]\d agent", line)]
+        assert [re.search(r"[ab]\d", line)[0] for line in starts] == ["a1", "a2", "b3", "b5", "b4"]
+
+    def test_a_line_shows_the_outcome_of_a_call(self, small_run):
+        lines = {line.strip("│├└─↓ ").split(" ")[0]: line for line in printed(small_run, "first").splitlines()}
+        assert "a1 agent root 3+2 tokens stop  I look at it." in lines["a1"]
+        assert '1+2 tokens stop  bash({"command": "ls"})' in lines["a2"]
+        assert lines["b3"].endswith("x" * 59 + "…")
+        assert "not trained: violation log-probability 0 is positive" in lines["b5"]
+
+    def test_as_json_it_has_the_sessions_row(self, small_run):
+        view = json.loads(printed(small_run, "first", "--json"))
+        assert view["session"]["started_at"] == START.isoformat()
+        assert [branch["call_id"] for branch in view["calls"]] == ["a1", "a2", "b3", "b4", "b5"]
+        assert view["ledger"]["sampled"] == 7
+
+    def test_all_weights_that_sampled_its_tokens_are_named(self, tmp_path):
+        write_metadata(tmp_path, {})
+        with RunWriter(tmp_path) as writer:
+            writer.add_session(Session(session_id="first", status="completed", policy_version="one"))
+            for number, version in enumerate(["one", "two", "one"]):
+                spans = [VersionSpan(version="lost", start=0, end=0), VersionSpan(version=version, start=0, end=1)]
+                sampled = call(number, f"c{number}", [number], [9])
+                sampled.weight_versions = spans
+                writer.add_call(sampled)
+        assert view_session(tmp_path, "first").policy_versions == ["one", "two"]
+        assert "weights one, two" in printed(tmp_path, "first")
+
+    def test_a_session_without_a_row_is_shown(self, small_run):
+        assert json.loads(printed(small_run, "other", "--json"))["session"] is None
+        assert "aborted" in printed(small_run, "other")
+
+
+class TestCall:
+    def test_a_call_is_shown_with_decoded_tokens(self, small_run, tokenizer):
+        text = printed(small_run, "first", "a1")
+        assert "user: Count [bold]them[/bold]." in text
+        assert tokenizer.decode([43, 44]) in text
+        assert "default [0:2]" in text
+        assert "bash" in text
+
+    def test_without_the_tokenizer_ids_are_shown(self, tmp_path):
+        write_metadata(tmp_path, {"model": str(tmp_path / "gone")})
+        writer = RunWriter(tmp_path)
+        writer.add_call(call(1, "a1", [1], [43, 44]))
+        writer.close()
+        assert load_decoder(tmp_path) is None
+        text = printed(tmp_path, "first", "a1")
+        assert "43 44" in text
+        assert "the tokenizer of the run's model is not on this machine" in text
+
+    def test_new_prompt_tokens_are_shown_before_the_sampled_ones_without_a_colour(self):
+        parent = call(1, "a", [1], [2])
+        shown = context(call(2, "b", list(range(100, 400)), [5], parent=parent), None)
+        assert shown.plain.startswith(f"({300 - CONTEXT_TOKENS} tokens) … {400 - CONTEXT_TOKENS} ")
+        assert shown.plain.endswith(" 399 ")
+        assert {span.style for span in shown.spans} | {shown.style} == {"dim", "dim italic"}
+
+    def test_a_call_that_is_not_trained_says_why(self, small_run):
+        assert "not trained: violation" in printed(small_run, "first", "b5")
+        assert "not trained" not in printed(small_run, "first", "a1")
+        assert json.loads(printed(small_run, "first", "b5", "--json"))["left_out"] == "violation"
+
+    def test_a_token_has_the_colour_of_its_log_probability(self):
+        shown = completion(call(1, "a", [1], [2, 3, 4], logprobs=[-0.01, -2.0]), None)
+        assert [(shown.plain[span.start : span.end], span.style) for span in shown.spans] == [
+            ("2 ", "green"),
+            ("3 ", "dark_orange"),
+        ]
+        assert shown.plain == "2 3 4 "
+
+    def test_a_rendered_call_shows_where_it_leaves_the_recorded_tokens(self, small_run):
+        difference = view_call(small_run, "first", "b4").difference
+        assert (difference.call_id, difference.position) == ("b3", 4)
+        assert difference.common == [40, 41, 42, 43]
+        assert difference.recorded == [44, 50, 51, 52, 60, 61]
+        assert difference.rendered == [99, 98]
+        text = printed(small_run, "first", "b4")
+        assert "2 earlier calls fit equally well up to message 3" in text
+        assert "The prompt agrees with call b3 up to token 4." in text
+
+    def test_the_earlier_call_with_the_longest_common_prefix_is_compared(self):
+        near, far = call(1, "near", [1, 2, 3], [4, 5]), call(2, "far", [1, 9], [4])
+        late = call(4, "late", [1, 2, 3, 4, 5, 6], [7])
+        aborted = call(2, "aborted", [1, 2, 3, 4, 5, 6], [7], status="aborted")
+        rendered = call(3, "r", [1, 2, 3, 4, 6], [7], kind="rendered")
+        difference = find_divergence(rendered, [near, far, aborted, rendered, late])
+        assert (difference.call_id, difference.position, difference.recorded) == ("near", 4, [5])
+        assert find_divergence(near, [near, rendered]) is None
+
+    def test_a_prompt_that_continues_all_recorded_tokens_differs_in_none_of_them(self):
+        earlier, rendered = call(1, "a", [1], [2]), call(2, "b", [1, 2, 3], [4], kind="rendered")
+        difference = find_divergence(rendered, [earlier, rendered])
+        assert (difference.position, difference.recorded, difference.rendered) == (2, [], [3])
+
+    def test_as_json_the_json_columns_of_the_row_are_parsed(self, small_run):
+        view = json.loads(printed(small_run, "first", "a1", "--json"))
+        assert view["call"]["messages"][0]["role"] == "user"
+        assert view["call"]["reply"]["content"] == "I look\nat it."
+        assert view["call"]["tools"][0]["function"]["name"] == "bash"
+        assert view["call"]["prompt_ids"] == [40, 41, 42]
+        assert view["difference"] is None
+        assert json.loads(printed(small_run, "first", "b4", "--json"))["difference"]["position"] == 4
+
+    def test_as_json_a_non_finite_log_probability_is_its_name(self, tmp_path):
+        write_metadata(tmp_path, {})
+        with RunWriter(tmp_path) as writer:
+            writer.add_call(
+                Call(
+                    session_id="s",
+                    call_id="a",
+                    prompt_ids=[1],
+                    completion_ids=[2, 3],
+                    logprobs=[float("nan"), float("-inf")],
+                    weight_versions=[VersionSpan(version="v", start=0, end=2)],
+                )
+            )
+        view = json.loads(printed(tmp_path, "s", "a", "--json"))
+        assert view["call"]["logprobs"] == ["NaN", "-Infinity"]
+
+
+class TestIds:
+    IDS = ("abc1", "abc2", "xyz", "abc")
+
+    def test_a_unique_prefix_of_an_id_is_accepted(self):
+        assert find_id("x", self.IDS, "call", "session s") == "xyz"
+
+    def test_a_whole_id_is_accepted_even_if_it_is_a_prefix_of_another(self):
+        assert find_id("abc", self.IDS, "call", "session s") == "abc"
+
+    def test_a_prefix_of_several_ids_is_refused_with_their_names(self):
+        with pytest.raises(InputError, match="3 calls of session s begin with 'ab': abc, abc1, abc2"):
+            find_id("ab", self.IDS, "call", "session s")
+
+    def test_an_unknown_id_is_refused_with_similar_ones(self):
+        with pytest.raises(InputError, match="session s has no call 'xyy', only xyz, "):
+            find_id("xyy", self.IDS, "call", "session s")
+
+    def test_of_many_ids_the_most_similar_ones_are_named(self):
+        with pytest.raises(InputError, match=r"n17.* and 35 more$"):
+            find_id("n17x", [f"n{i}" for i in range(40)], "call", "session s")
+
+    def test_in_a_run_without_sessions_no_similar_ids_are_named(self, tmp_path):
+        write_metadata(tmp_path, {})
+        with pytest.raises(InputError, match=r"has no session 'a'$"):
+            view_session(tmp_path, "a")
+
+    def test_both_ids_may_be_abbreviated(self, small_run):
+        assert view_call(small_run, "fi", "a2").call.call_id == "a2"
+        with pytest.raises(InputError, match="session first has no call 'z1'"):
+            view_call(small_run, "first", "z1")
+
+
+class TestLedger:
+    def test_a_ledger_that_does_not_add_up_is_a_message_and_status_1(self, small_run, monkeypatch, capsys):
+        forget_a_call(monkeypatch)
+        monkeypatch.setattr(sys, "argv", ["rolltap", "inspect", str(small_run)])
+        before = signal.getsignal(signal.SIGTERM)
+        try:
+            with pytest.raises(SystemExit) as ended:
+                run(rolltap)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        assert ended.value.code == 1
+        assert "the calls hold 7 sampled tokens, the ledger says 5" in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,243 @@
+import pytest
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.tasks.sources import load_tasks
+
+TEST = "#!/bin/bash\nmkdir -p /logs/verifier\necho 1 > /logs/verifier/reward.txt\n"
+DOCKERFILE = "FROM ubuntu:24.04\n\n# Install or copy over any environment dependencies here.\n\nWORKDIR /app"
+
+
+def write_task(folder, *, toml="", dockerfile=DOCKERFILE, test=TEST, instruction="Do it.\n"):
+    files = {
+        "task.toml": toml,
+        "instruction.md": instruction,
+        "environment/Dockerfile": dockerfile,
+        "tests/test.sh": test,
+        "solution/solve.sh": "echo SECRET",
+    }
+    for name, text in files.items():
+        if text is not None:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+    return folder
+
+
+def load(folder, **parts):
+    (task,) = load_tasks(write_task(folder / "task", **parts))
+    return task
+
+
+def test_a_task_folder_becomes_a_task(tmp_path):
+    toml = """
+        schema_version = "1.4"
+        [task]
+        name = "org/name"
+        authors = [{ name = "A", email = "a@example.org" }]
+        [metadata]
+        difficulty = "easy"
+        anything = [1, 2]
+        [agent]
+        timeout_sec = 900.0
+        [verifier]
+        timeout_sec = 120.0
+        env = { MODEL = "x" }
+        [environment]
+        build_timeout_sec = 600.0
+        cpus = 2
+        memory_mb = 2048
+        storage_mb = 512
+        gpus = 0
+        network_mode = "no-network"
+        [solution]
+        env = { ANSWER = "SECRET" }
+    """
+    task = load(tmp_path, toml=toml)
+    assert (task.id, task.instruction, task.timeout, task.workdir) == ("task", "Do it.", 900.0, "/app")
+    assert (task.image, task.image_optional, task.files, task.needs_network) == ("ubuntu:24.04", True, {}, None)
+    assert (task.limits.cpus, task.limits.memory_gib, task.limits.disk_gib) == (2, 2, 0.5)
+    assert task.source == str(tmp_path / "task")
+    judge = task.effective_judge
+    assert judge.command[:2] == ["sh", "-c"]
+    assert judge.command[3:] == ["sh", "/bin/bash", "/tests/test.sh"]
+    assert (judge.where, judge.timeout, judge.env, judge.paths) == ("fresh", 120.0, {"MODEL": "x"}, None)
+    assert judge.mounts == {"/tests": tmp_path / "task" / "tests"}
+    assert (judge.reward_file, judge.writable) == ("/logs/verifier/reward.txt", ["/logs/verifier"])
+    assert "SECRET" not in task.model_dump_json()
+
+
+def test_a_folder_of_tasks_is_read_by_name_without_those_that_are_refused(tmp_path, caplog):
+    for name in ("b", "a"):
+        write_task(tmp_path / name)
+    write_task(tmp_path / "c", toml="[environment]\ngpus = 1")
+    (tmp_path / "README.md").touch()
+    (tmp_path / "other").mkdir()
+    assert [task.id for task in load_tasks(tmp_path)] == ["a", "b"]
+    assert "1 of 3 tasks are refused: 1 x" in caplog.text
+    refused = []
+    (tmp_path / "c" / "task.toml").unlink()
+    (tmp_path / "b" / "tests" / "test.sh").unlink()
+    assert [task.id for task in load_tasks(tmp_path, refused=refused)] == ["a"]
+    assert refused == [f"{tmp_path / 'b'}: tests/test.sh is missing: it judges the task"]
+    with pytest.raises(InputError, match="other has no tasks: give a Harbor task folder"):
+        load_tasks(tmp_path / "other")
+
+
+def test_every_missing_part_of_a_folder_is_named_at_once(tmp_path):
+    with pytest.raises(InputError) as error:
+        load(tmp_path, toml="[environment]\ngpus = 1\ntpu = 'x'", dockerfile=None, test=None, instruction=None)
+    for part in ("'environment.gpus' = 1, 'environment.tpu' = x", "instruction.md", "tests/test.sh", "Dockerfile"):
+        assert part in str(error.value)
+
+
+def test_the_sizes_of_older_tasks_are_read(tmp_path):
+    task = load(tmp_path, toml='version = "1.0"\n[environment]\nmemory = "2G"\nstorage = "512M"\n')
+    assert (task.limits.memory_gib, task.limits.disk_gib) == (2, 0.5)
+
+
+def test_files_that_the_dockerfile_copies_are_in_the_workspace(tmp_path):
+    environment = tmp_path / "task" / "environment"
+    (environment / "data").mkdir(parents=True)
+    (environment / "data" / "x").touch()
+    (environment / "one.txt").touch()
+    text = "FROM python:3.13-slim\nWORKDIR /app\nENV A=1\nCOPY data /app/data\nCOPY one.txt ./\n"
+    task = load(tmp_path, dockerfile=text)
+    assert (task.workdir, task.env, task.image_optional) == ("/app", {"A": "1"}, True)
+    assert task.files == {"data": environment / "data", "one.txt": environment / "one.txt"}
+    assert load(tmp_path, dockerfile=text.replace("python:3.13-slim", "me/special")).image_optional is False
+
+
+def test_an_image_without_dockerfile_gets_the_environment_folder(tmp_path):
+    write_task(
+        tmp_path / "task", toml='[environment]\ndocker_image = "python:3.13-slim"\nworkdir = "/data"\n', dockerfile=None
+    )
+    (tmp_path / "task" / "environment").mkdir()
+    (task,) = load_tasks(tmp_path / "task")
+    assert (task.image, task.image_optional, task.workdir, task.files) == ("python:3.13-slim", True, "/data", {})
+    (tmp_path / "task" / "environment" / "a").touch()
+    (task,) = load_tasks(tmp_path / "task")
+    assert task.files == {".": tmp_path / "task" / "environment"}
+
+
+def test_an_image_that_was_built_is_needed(tmp_path):
+    task = load(
+        tmp_path, toml='[environment]\ndocker_image = "me/built"', dockerfile="FROM ubuntu\nRUN make\nWORKDIR /x"
+    )
+    assert (task.image, task.image_optional, task.workdir) == ("me/built", False, "/x")
+
+
+@pytest.mark.parametrize(
+    ("dockerfile", "message"),
+    [
+        (
+            "FROM ubuntu\nRUN make",
+            r"environment/Dockerfile, line 2: RUN make: this needs an image to be built: run `podman",
+        ),
+        (
+            "FROM ubuntu\nWORKDIR /app\nCOPY . /etc/x",
+            r"COPY to /etc/x, outside the work folder /app: this needs an image",
+        ),
+        (None, r"give environment/Dockerfile, or 'environment\.docker_image'"),
+    ],
+)
+def test_an_image_that_must_be_built_is_refused(tmp_path, dockerfile, message):
+    with pytest.raises(InputError, match=message):
+        load(tmp_path, dockerfile=dockerfile)
+
+
+def test_a_separate_verifier_gets_the_artifacts_only(tmp_path):
+    toml = 'artifacts = ["out.json", { source = "/app/sub/x" }]\n[verifier]\nenvironment_mode = "separate"'
+    separate = load(tmp_path, toml=toml).effective_judge
+    assert (separate.where, separate.paths) == ("fresh", ["out.json", "out.json/**", "sub/x", "sub/x/**"])
+    with pytest.raises(InputError, match=r"the artifact /var/x is outside the work folder /app"):
+        load(tmp_path, toml='artifacts = ["/var/x"]\n[verifier]\nenvironment_mode = "separate"')
+    assert load(tmp_path, toml='artifacts = ["/var/x"]').effective_judge.paths is None
+
+
+def test_variables_come_from_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("TOKEN", "t")
+    toml = '[environment.env]\nA = "${TOKEN}"\nB = "${UNSET_ONE:-b}"\nC = "plain $x"\n'
+    assert load(tmp_path, toml=toml).env == {"A": "t", "B": "b", "C": "plain $x"}
+    with pytest.raises(InputError, match=r"task\.toml: the variable A needs \$\{UNSET_ONE\}, which is not set"):
+        load(tmp_path, toml='[verifier.env]\nA = "${UNSET_ONE}"\n')
+
+
+def test_a_canary_is_not_shown(tmp_path):
+    text = "<!-- harbor-canary GUID x -->\n# canary y\n\n# Title\nDo it.\n"
+    assert load(tmp_path, instruction=text).instruction == "# Title\nDo it."
+
+
+@pytest.mark.parametrize(
+    ("toml", "where"),
+    [
+        ('[environment]\nnetwork_mode = "public"', "'environment.network_mode' is public"),
+        (
+            '[agent]\nnetwork_mode = "allowlist"\nallowed_hosts = ["a.org"]',
+            "'agent.network_mode' is allowlist with a.org",
+        ),
+        ("[environment]\nallow_internet = true", "'environment.allow_internet' is true"),
+        ("[environment]\nallow_internet = false", None),
+    ],
+)
+def test_a_network_that_is_asked_for_in_words_is_needed(tmp_path, toml, where):
+    assert load(tmp_path, toml=toml).needs_network == where
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "apt-get update",
+        "curl -LsSf https://x | sh",
+        "if uvx pytest; then",
+        "pip install pytest",
+        "python -m pip install x",
+    ],
+)
+def test_tests_that_download_need_a_network(tmp_path, line):
+    task = load(tmp_path, test=f"#!/bin/bash\n# apt-get is not here\n{line}\n")
+    assert task.needs_network == f"{tmp_path / 'task' / 'tests' / 'test.sh'}, line 3: {line}"
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ('[[steps]]\nname = "one"', r"task\.toml: rolltap cannot have 'steps' = "),
+        ("[environment]\ngpus = 1", r"rolltap cannot have 'environment\.gpus' = 1: remove it"),
+        ('[environment]\nos = "windows"', r"'environment\.os' = windows"),
+        ('[[environment.mcp_servers]]\nname = "x"\nurl = "http://x"', r"'environment\.mcp_servers' = "),
+        ('[environment]\nskills_dir = "/skills"', r"'environment\.skills_dir' = /skills"),
+        ('[environment.healthcheck]\ncommand = "true"', r"'environment\.healthcheck' = "),
+        ('[environment.tpu]\ntype = "v6e"\ntopology = "2x2"', r"'environment\.tpu' = "),
+        ('[agent]\nuser = "agent"', r"'agent\.user' = agent"),
+        ("[verifier]\nuser = 1000", r"'verifier\.user' = 1000"),
+        ('[verifier.environment]\ndocker_image = "x"', r"'verifier\.environment' = "),
+        ('[verifier]\nenvironment_mode = "shared"', r"'verifier\.environment_mode' = shared"),
+        ('[[verifier.collect]]\ncommand = "x"', r"'verifier\.collect' = "),
+        ("[agent]\ntimeout = 3", r"task\.toml: unknown key 'agent\.timeout'"),
+        ("[environment]\ncpus = -1", r"'environment\.cpus' is -1"),
+        ('[environment]\nmemory = "2 apples"', r"'environment\.memory' is '2 apples'"),
+        ("x", r"task\.toml is not TOML"),
+    ],
+)
+def test_what_rolltap_does_not_have_is_refused_by_its_key(tmp_path, toml, message):
+    with pytest.raises(InputError, match=message):
+        load(tmp_path, toml=toml)
+
+
+def test_files_that_rolltap_cannot_use_are_refused(tmp_path):
+    for name in ("environment/docker-compose.yaml", "trajectory.json"):
+        folder = write_task(tmp_path / name.replace("/", "-"))
+        (folder / name).touch()
+        with pytest.raises(InputError, match=f"{name}: rolltap cannot use it"):
+            load_tasks(folder)
+    folder = write_task(tmp_path / "separate", toml='[verifier]\nenvironment_mode = "separate"')
+    (folder / "tests" / "Dockerfile").touch()
+    with pytest.raises(InputError, match="tests/Dockerfile: rolltap cannot use it"):
+        load_tasks(folder)
+
+
+def test_what_is_missing_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"instruction\.md is missing"):
+        load(tmp_path, instruction=None)
+    write_task(tmp_path / "with space")
+    with pytest.raises(InputError, match="with space: 'id' is 'with space'"):
+        load_tasks(tmp_path / "with space")

@@ -1,0 +1,66 @@
+import json
+
+import pytest
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.tasks.sources import load_tasks
+
+GOOD = {"id": "t", "instruction": "Do it.", "evaluate": ["true"]}
+
+
+def write(folder, *tasks):
+    path = folder / "tasks.jsonl"
+    path.write_text("\n".join(task if isinstance(task, str) else json.dumps(task) for task in tasks))
+    return path
+
+
+def test_a_workspace_is_relative_to_the_task_file(tmp_path):
+    (tmp_path / "start").mkdir()
+    (task,) = load_tasks(write(tmp_path, {**GOOD, "workspace": "start"}))
+    assert task.workspace == tmp_path / "start"
+
+
+def test_empty_lines_are_skipped(tmp_path):
+    assert [task.id for task in load_tasks(write(tmp_path, GOOD, "", {**GOOD, "id": "u"}))] == ["t", "u"]
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        (["{"], "line 1: Invalid JSON"),
+        ([GOOD, {**GOOD, "id": "u", "evalute": []}], "line 2: unknown key 'evalute'"),
+        ([{"id": "t", "instruction": "x"}], "line 1: 'evaluate' is missing"),
+        ([{**GOOD, "id": "a/b"}], "'id' is 'a/b'"),
+        ([{**GOOD, "workspace": "nowhere"}], "nowhere is not a folder"),
+        ([GOOD, GOOD], "line 2: the id 't' is used twice"),
+        ([], "has no tasks"),
+    ],
+)
+def test_a_mistake_is_named_with_its_line(tmp_path, tasks, message):
+    with pytest.raises(InputError, match=message):
+        load_tasks(write(tmp_path, *tasks))
+
+
+@pytest.mark.parametrize(
+    ("judge", "message"),
+    [
+        ({"kind": "pytset"}, "'judge.kind' is 'pytset': write one of command, pytest, python, llm, several"),
+        ({"command": ["true"]}, "'judge.kind' is missing: write one of command, pytest, python, llm, several"),
+        ({"kind": "pytest", "fail_to_pas": []}, "unknown key 'judge.fail_to_pas'"),
+        ({"kind": "command", "command": "x"}, "'judge.command' is 'x': Input should be a valid array"),
+        ({"kind": "llm", "rubric": "r", "url": "u", "model": "m", "tests": "."}, "unknown key 'judge.tests'"),
+        (
+            {"kind": "several", "judges": [{"name": "a", "judge": {"kind": "command", "command": []}}]},
+            "'judge.judges.0.judge.command' is []",
+        ),
+    ],
+)
+def test_a_mistake_in_a_judge_is_named_by_the_keys_of_the_file(tmp_path, judge, message):
+    with pytest.raises(InputError) as error:
+        load_tasks(write(tmp_path, {"id": "t", "instruction": "Do it.", "judge": judge}))
+    assert message in str(error.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"cannot read the task file .*none\.jsonl: "):
+        load_tasks(tmp_path / "none.jsonl")

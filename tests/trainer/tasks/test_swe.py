@@ -1,0 +1,236 @@
+import json
+import re
+
+import pytest
+from datasets import Dataset, DatasetDict
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.tasks.sources import load_tasks
+from tests.trainer.tasks.checkouts import git, make_repository
+
+PATCH = "diff --git a/tests/test_code.py b/tests/test_code.py\n"
+
+
+@pytest.fixture
+def row(tmp_path):
+    base = make_repository(tmp_path / "repositories" / "owner__name")
+    return {
+        "instance_id": "owner__name-1",
+        "repo": "owner/name",
+        "base_commit": base,
+        "problem_statement": "The sum is wrong.",
+        "hints_text": "SECRET-HINT",
+        "patch": "SECRET-PATCH",
+        "test_patch": PATCH,
+        "version": "1.0",
+        "FAIL_TO_PASS": '["tests/test_code.py::test_a[1-b c]"]',
+        "PASS_TO_PASS": '["tests/test_code.py::TestB::test_c", "tests/other.py::test_d"]',
+    }
+
+
+def write(folder, *rows):
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def load(folder, *rows, local=True):
+    return load_tasks(write(folder, *rows), repositories=folder / "repositories" if local else None)
+
+
+def test_a_row_becomes_a_task_that_pytest_judges(tmp_path, row):
+    (task,) = load(tmp_path, row)
+    assert (task.id, task.workspace, task.commit) == (
+        "owner__name-1",
+        tmp_path / "repositories" / "owner__name",
+        row["base_commit"],
+    )
+    assert (task.image, task.source) == (None, f"{tmp_path / 'rows.jsonl'}, line 1 (owner__name-1)")
+    assert task.instruction.endswith("\n\nThe sum is wrong.")
+    judge = task.effective_judge
+    assert judge.kind == "pytest"
+    assert judge.command[-4:] == ["--junit-xml", "{report}", "tests/other.py", "tests/test_code.py"]
+    assert judge.command[:3] == ["python", "-m", "pytest"]
+    assert judge.fail_to_pass == ["tests/test_code.py::test_a[1-b c]"]
+    assert judge.pass_to_pass == ["tests/test_code.py::TestB::test_c", "tests/other.py::test_d"]
+    assert (judge.test_patch, judge.protect) == (PATCH, ["tests/other.py", "tests/test_code.py"])
+    assert "SECRET" not in task.model_dump_json()
+
+
+def test_an_image_of_the_row_is_used_without_repositories(tmp_path, row):
+    for key in ("image", "docker_image", "image_name"):
+        (task,) = load(tmp_path, {**row, key: "swebench/x:1"}, local=False)
+        assert (task.image, task.image_optional, task.workspace, task.workdir) == (
+            "swebench/x:1",
+            False,
+            None,
+            "/testbed",
+        )
+        assert task.commit == row["base_commit"]
+        assert task.effective_judge.command[0] == "bash"
+    (task,) = load(tmp_path, {**row, "image": "swebench/x:1"})
+    assert (task.image, task.image_optional, task.workspace.name) == ("swebench/x:1", True, "owner__name")
+
+
+@pytest.mark.parametrize("name", ["owner__name", "owner__name.git", "owner/name", "owner/name.git"])
+def test_a_repository_is_found_by_its_names(tmp_path, row, name):
+    place = tmp_path / "more" / name
+    place.parent.mkdir(parents=True)
+    git(tmp_path, "clone", "--quiet", "--mirror", "repositories/owner__name", str(place))
+    (task,) = load_tasks(write(tmp_path, row), repositories=tmp_path / "more")
+    assert task.workspace == place
+
+
+def test_a_plain_folder_inside_a_larger_repository_is_no_repository(tmp_path, row):
+    (tmp_path / "repositories" / "owner__name" / "other" / "name").mkdir(parents=True)
+    with pytest.raises(InputError, match="other/name has no commit"):
+        load_tasks(
+            write(tmp_path, {**row, "repo": "other/name"}), repositories=tmp_path / "repositories" / "owner__name"
+        )
+
+
+def test_the_rows_of_every_dataset_format_are_the_same(tmp_path, row):
+    rows = [row, {**row, "instance_id": "owner__name-2", "FAIL_TO_PASS": '["tests/test_code.py::test_z"]'}]
+    dataset = Dataset.from_list(rows)
+    dataset.save_to_disk(tmp_path / "one")
+    DatasetDict({"test": dataset}).save_to_disk(tmp_path / "split")
+    DatasetDict({"test": dataset, "dev": dataset}).save_to_disk(tmp_path / "splits")
+    dataset.to_parquet(tmp_path / "rows.parquet")
+    dataset.to_parquet(tmp_path / "hub" / "data" / "test-00000-of-00001.parquet")
+    expected = load(tmp_path, *rows)
+    for name in ("one", "split", "splits/dev", "rows.parquet", "hub"):
+        tasks = load_tasks(tmp_path / name, repositories=tmp_path / "repositories")
+        assert [task.model_copy(update={"source": ""}) for task in tasks] == [
+            task.model_copy(update={"source": ""}) for task in expected
+        ], name
+        assert "row 1 (owner__name-2)" in tasks[1].source
+    with pytest.raises(InputError, match="splits has the splits test, dev: give the folder of one"):
+        load_tasks(tmp_path / "splits", repositories=tmp_path / "repositories")
+    dataset.to_parquet(tmp_path / "hub" / "data" / "dev-00000-of-00001.parquet")
+    with pytest.raises(InputError, match="hub has the splits dev, test: give one Parquet file"):
+        load_tasks(tmp_path / "hub", repositories=tmp_path / "repositories")
+
+
+def test_lists_of_names_may_be_lists(tmp_path, row):
+    lists = {key: json.loads(row[key]) for key in ("FAIL_TO_PASS", "PASS_TO_PASS")}
+    assert load(tmp_path, {**row, **lists}) == load(tmp_path, row)
+    Dataset.from_list([{**row, **lists}]).to_parquet(tmp_path / "lists.parquet")
+    (task,) = load_tasks(tmp_path / "lists.parquet", repositories=tmp_path / "repositories")
+    assert task.effective_judge == load(tmp_path, row)[0].effective_judge
+
+
+def test_a_row_inside_a_nemo_gym_row_is_found(tmp_path, row):
+    outer = {
+        "instance_id": row["instance_id"],
+        "responses_create_params": {"metadata": {"instance_dict": json.dumps(row)}},
+    }
+    assert load(tmp_path, outer) == load(tmp_path, row)
+    outer["responses_create_params"]["metadata"]["instance_dict"] = "{"
+    with pytest.raises(InputError, match="line 1: 'instance_dict' is not JSON"):
+        load(tmp_path, outer)
+
+
+@pytest.mark.parametrize(
+    ("config", "begin"),
+    [
+        ({"install_config": {"test_cmd": "pytest -rA --tb=line", "python": "3.9"}}, ["pytest", "-rA", "--tb=line"]),
+        ({"install_config": '{"test_cmd": "pytest -rA"}'}, ["pytest", "-rA"]),
+        ({"test_cmd": ["TZ=UTC pytest -q"]}, ["env", "TZ=UTC", "pytest", "-q"]),
+        ({"install_config": {"python": "3.9"}}, ["python", "-m", "pytest"]),
+    ],
+)
+def test_the_test_command_of_a_row_is_used(tmp_path, row, config, begin):
+    (task,) = load(tmp_path, {**row, **config})
+    command = task.effective_judge.command
+    assert command[: len(begin)] == begin
+    assert command[-4:] == ["--junit-xml", "{report}", "tests/other.py", "tests/test_code.py"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"FAIL_TO_PASS": "[]"}, "'FAIL_TO_PASS' is"),
+        ({"FAIL_TO_PASS": "[1"}, "'FAIL_TO_PASS' is '\\[1'"),
+        ({"FAIL_TO_PASS": None}, "'FAIL_TO_PASS' is None"),
+        (
+            {"FAIL_TO_PASS": '["test_sum (utils.Tests)"]'},
+            r"FAIL_TO_PASS names the test 'test_sum \(utils\.Tests\)', which",
+        ),
+        ({"PASS_TO_PASS": '["test_sum"]'}, "PASS_TO_PASS names the test 'test_sum', which is not a pytest name"),
+        ({"repo": "name"}, "'repo' is 'name'"),
+        ({"base_commit": "f" * 40}, r"owner__name has no commit f{40} \('base_commit'\): fetch it there"),
+        ({"repo": "other/name"}, r"has no repository other__name or other/name \('repo'\): clone it there"),
+        ({"test_cmd": "./runtests.py"}, r"'test_cmd' is '\./runtests\.py', and only one pytest command"),
+        ({"test_cmd": "make && pytest"}, "'test_cmd' is 'make && pytest', and only one pytest command"),
+        ({"test_cmd": ["make", "pytest"]}, "'test_cmd' is .*, and only one pytest command"),
+        ({"problem_statement": ""}, "'problem_statement' is ''"),
+        ({"instance_id": "a b"}, "'id' is 'a b'"),
+    ],
+)
+def test_what_a_row_asks_for_and_cannot_have_is_named(tmp_path, row, change, message):
+    refused = []
+    path = write(tmp_path, {**row, "instance_id": "good"}, {**row, **change})
+    load_tasks(path, repositories=tmp_path / "repositories", refused=refused)
+    assert re.search(rf"rows\.jsonl, line 2.*{message}", *refused)
+
+
+DJANGO = {"repo": "django/django", "FAIL_TO_PASS": '["test_sum (utils.tests.Sums)"]', "version": "4.2"}
+
+
+def test_a_row_of_django_or_sympy_is_judged_by_its_own_program_in_the_image(tmp_path, row):
+    patch = "diff --git a/tests/utils/test_x.py b/tests/utils/test_x.py\n+x\ndiff --git a/a.txt b/a.txt\n"
+    row = {**row, **DJANGO, "test_patch": patch, "image": "swebench/x"}
+    (task,) = load(tmp_path, row, local=False)
+    judge = task.effective_judge
+    assert (judge.log_parser, judge.protect, task.image_optional) == ("parse_log_django", ["tests/runtests.py"], False)
+    assert judge.command[-6:] == ["--verbosity", "2", "--settings=test_sqlite", "--parallel", "1", "utils.test_x"]
+    (old,) = load(tmp_path, {**row, "version": "1.9"}, local=False)
+    assert old.effective_judge.command[-3:] == ["--verbosity", "2", "utils.test_x"]
+    names = {"repo": "sympy/sympy", "FAIL_TO_PASS": '["test_sum"]', "PASS_TO_PASS": "[]"}
+    (task,) = load(tmp_path, {**row, **names}, local=False)
+    assert task.effective_judge.log_parser == "parse_log_sympy"
+    assert task.effective_judge.command[-4:] == ["bin/test", "-C", "--verbose", "tests/utils/test_x.py"]
+
+
+def test_without_an_image_or_a_test_file_it_is_refused(tmp_path, row):
+    base = make_repository(tmp_path / "repositories" / "django__django")
+    with pytest.raises(InputError, match=r"the test program of django/django runs in the row's image only"):
+        load(tmp_path, {**row, **DJANGO, "base_commit": base})
+    with pytest.raises(InputError, match=r"'test_patch' has no Python file"):
+        load(tmp_path, {**row, **DJANGO, "image": "x", "test_patch": ""}, local=False)
+
+
+def test_refused_rows_cost_only_themselves_and_are_counted(tmp_path, row, caplog):
+    others = [{**row, "instance_id": f"o-{n}", "FAIL_TO_PASS": f'["test_{n}"]'} for n in range(3)]
+    tasks = load(tmp_path, *others[:2], {**row, "repo": "name"}, row, others[2])
+    assert [task.id for task in tasks] == ["owner__name-1"]
+    (line,) = caplog.messages
+    assert re.search(r"rows\.jsonl: 4 of 5 tasks are refused: 3 x .*line 1 \(o-0\).*; 1 x .*'repo' is 'name'", line)
+
+
+def test_only_refused_rows_are_an_error(tmp_path, row):
+    with pytest.raises(InputError, match=r"has no tasks: 2 of 2 tasks are refused: 2 x .*line 1.*'FAIL_TO_PASS' is"):
+        load(tmp_path, *[{**row, "FAIL_TO_PASS": "[]"}] * 2)
+
+
+def test_a_key_that_is_missing_is_named(tmp_path, row):
+    del row["test_patch"]
+    with pytest.raises(InputError, match=r"line 1: 'test_patch' is missing"):
+        load(tmp_path, row)
+
+
+def test_a_row_without_image_and_repository_says_what_to_give(tmp_path, row):
+    with pytest.raises(InputError, match=r"line 1 \(owner__name-1\): the row has no image \(keys .*owner__name"):
+        load(tmp_path, row, local=False)
+    with pytest.raises(InputError, match=r"the folder of repositories .*none is not a folder"):
+        load_tasks(write(tmp_path, row), repositories=tmp_path / "none")
+
+
+def test_a_bad_row_costs_that_row_only_when_asked(tmp_path, row):
+    path = write(tmp_path, {**row, "FAIL_TO_PASS": "[]"}, {"instance_id": 1}, row)
+    refused = []
+    (task,) = load_tasks(path, repositories=tmp_path / "repositories", refused=refused)
+    assert task.id == "owner__name-1"
+    assert [line.partition(", ")[2].partition(":")[0] for line in refused] == ["line 1", "line 2"]
+    with pytest.raises(InputError, match=r"has no tasks: .*line 1: 'FAIL_TO_PASS' is"):
+        load_tasks(write(tmp_path, {**row, "FAIL_TO_PASS": "[]"}), repositories=tmp_path / "repositories", refused=[])

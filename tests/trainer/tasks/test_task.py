@@ -1,0 +1,80 @@
+import shutil
+
+import pytest
+from pydantic import ValidationError
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.tasks.task import CommandJudge, PytestJudge, Task
+from tests.trainer.tasks.checkouts import make_repository
+
+
+def make_task(**fields):
+    return Task(**{"id": "t", "instruction": "Do it.", "evaluate": ["true"], **fields})
+
+
+def test_a_task_has_either_a_command_or_a_judge():
+    assert make_task().effective_judge == CommandJudge(command=["true"])
+    assert make_task(evaluate=[], judge={"kind": "pytest"}).effective_judge == PytestJudge()
+    with pytest.raises(ValidationError, match="'evaluate' is missing: give the judge's command, or a table 'judge'"):
+        make_task(evaluate=[])
+    with pytest.raises(ValidationError, match="'evaluate' and 'judge' are both given: remove 'evaluate'"):
+        make_task(judge={"kind": "pytest"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"commit": "1234567"}, "'commit' is '1234567' without a checkout: give 'workspace'"),
+        ({"commit": "HEAD", "workspace": "."}, "commit"),
+        ({"files": {"../x": "a"}}, "give a path inside the workspace"),
+        ({"files": {"/x": "a"}}, "give a path inside the workspace"),
+        ({"files": {".git/hooks/x": "a"}}, "give a path inside the workspace"),
+        ({"id": ".."}, "id"),
+        ({"id": "x" * 201}, "id"),
+        ({"limits": {"memory": 1}}, "memory"),
+        ({"workdir": "/"}, "workdir"),
+    ],
+)
+def test_a_mistake_is_refused(fields, message):
+    with pytest.raises(ValidationError, match=message):
+        make_task(**fields)
+
+
+def test_a_digest_is_of_what_the_task_asks_not_of_where_it_lies(tmp_path):
+    def digest(folder, **fields):
+        judge = {"kind": "command", "command": ["true"], "tests": folder, "mounts": {"/tests": folder}}
+        return make_task(workspace=folder, evaluate=[], judge=judge, **fields).digest()
+
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        (folder / "sub").mkdir(parents=True)
+        (folder / "sub" / "a").write_text("a")
+        (folder / "link").symlink_to("sub/a")
+    assert digest(first, source="here") == digest(second, source="there")
+    assert digest(first, timeout=3) != digest(first)
+    for change in (
+        lambda: (second / "sub" / "a").chmod(0o755),
+        lambda: (second / "sub" / "a").write_text("b"),
+        lambda: (second / "sub" / "new").touch(),
+        lambda: ((second / "link").unlink(), (second / "link").symlink_to("sub")),
+    ):
+        before = digest(second)
+        change()
+        assert digest(second) != before
+    shutil.rmtree(second)
+    with pytest.raises(InputError, match=r"cannot read .*second"):
+        digest(second)
+
+
+def test_both_forms_of_a_command_have_one_digest():
+    assert make_task().digest() == make_task(evaluate=[], judge={"kind": "command", "command": ["true"]}).digest()
+
+
+def test_a_checkout_counts_by_its_commit(tmp_path):
+    base = make_repository(tmp_path / "repository")
+    shutil.copytree(tmp_path / "repository", tmp_path / "other")
+    (tmp_path / "other" / "code.py").write_text("changed")
+    tasks = [make_task(workspace=tmp_path / name, commit=base) for name in ("repository", "other", "nowhere")]
+    assert len({task.digest() for task in tasks}) == 1
+    changed = [make_task(workspace=tmp_path / name).digest() for name in ("repository", "other")]
+    assert changed[0] != changed[1]

@@ -1,0 +1,228 @@
+"""Plans of whole recipes: what is refused, with its fix, and what is said of the rest."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from rolltap.trainer.training.dry_run import findings
+from rolltap.trainer.training.dry_run.memory import GIB
+from rolltap.trainer.training.dry_run.plan import plan
+from rolltap.trainer.training.recipe import Machine, Recipe
+from tests.trainer.training.grpo.tiny_models import FAMILIES
+
+LORA = {"r": 4, "target_modules": "all-linear"}
+GPU = {"gpu_gib": 80}
+
+
+@pytest.fixture(autouse=True)
+def _without_gpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+@pytest.fixture
+def model(tmp_path):
+    """The folder of a tiny Qwen3, without weights."""
+    FAMILIES["qwen3"][1].save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def planned(model, *, engine=None, processes=None, machine=GPU, runs=(), out=None, **keys):
+    keys = {"tasks": "tasks.jsonl", "harness": "pi", "steps": 10, "max_tokens": 1000, **keys}
+    recipe = Recipe(model=model, machine=Machine(**machine) if machine else None, **keys)
+    return plan(recipe, engine=engine, processes=processes, runs=runs, out=out)
+
+
+def text_of(found):
+    """Return a plan as it is printed."""
+    console = Console(width=100, record=True, file=SimpleNamespace(write=lambda _: None, flush=lambda: None))
+    console.print(found)
+    return console.export_text()
+
+
+def said(found, level):
+    return [finding.text for finding in found.findings if finding.level == level]
+
+
+def test_a_recipe_without_weights_and_tasks_can_start_and_is_told_what_is_missing(model):
+    found = planned(model, lora=LORA, publish="lora")
+    assert found.can_start
+    assert said(found, "note") == ["the task file tasks.jsonl is not there", "the folder model has no weights"]
+
+
+def test_without_mitmproxy_the_values_of_the_recorders_options_are_not_checked_and_that_is_said(model, monkeypatch):
+    assert "recorder" not in " ".join(said(planned(model, recorder={"http2": "true"}), "note"))
+    find = findings.importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "mitmproxy" else find(name))
+    found = planned(model, recorder={"http2": "true"})
+    assert "values of [recorder] are not checked: mitmproxy is not here" in said(found, "note")
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"dtype": "float16"}, "float16"),
+        ({"publish": "lora"}, "no adapter"),
+        ({"publish": "lora", "lora": {**LORA, "r": 1024}}, "lora.r = 1024"),
+        ({"publish": "lora", "lora": {**LORA, "rank_pattern": {"q_proj": 1024}}}, "lora.rank_pattern"),
+        ({"publish": "lora", "lora": {**LORA, "use_dora": True}}, "use_dora"),
+        ({"publish": "nccl"}, "needs vLLM"),
+        ({"publish": "nccl", "machine": {**GPU, "shared_gpu": True}}, "one GPU"),
+        ({"sessions_per_group": 2, "machine": {**GPU, "processes": 4}}, "only 2 sessions"),
+        ({"processes": 2, "machine": {**GPU, "processes": 4}}, "for 4 processes, but 2"),
+        ({"engine": "http://a:1,http://b:2", "machine": {**GPU, "engines": 3}}, "for 3 engines, but --engine names 2"),
+        ({"max_tokens": 5000}, "more than the model's context"),
+        ({"machine": None}, "tied embeddings"),
+        ({"harness": "nobody"}, "nobody"),
+        ({"grpo": {"num_iterations": 0}}, "num_iterations"),
+        ({"grpo": {"loss_type": "grpo"}}, "loss_type"),
+        ({"grpo": {"temperature": 0.5}, "recorder": {"rolltap_sampling": '{"temperature": 1}'}}, "temperature"),
+        ({"lora": {"r": 4, "target_modules": ["nothing"]}}, "nothing"),
+        ({"machine": {"gpu_gib": 0.001}}, "weights, gradients and optimizer"),
+        ({"machine": {"gpu_gib": 1.582}}, "a trace of 1,000 tokens"),
+        ({"machine": {"gpu_gib": 3.0}}, "does not hold a session"),
+        ({"machine": GPU, "grpo": {"memory_gib": 90}}, "memory_gib"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_work_is_an_error_with_a_fix(model, keys, text):
+    found = planned(model, **keys)
+    assert not found.can_start
+    named = [finding for finding in found.findings if finding.level == "error" and text in finding.text + finding.fix]
+    assert named, found.findings
+    assert all(finding.fix for finding in named)
+
+
+def test_a_folder_without_a_model_is_one_error_and_no_plan(tmp_path):
+    found = planned(tmp_path)
+    assert len(said(found, "error")) == 1
+    assert found.model is None
+    assert not found.can_start
+    json.dumps(found.to_json())
+
+
+def test_linear_attention_without_kernels_is_a_warning(model, monkeypatch):
+    monkeypatch.setattr(findings, "kernels", lambda _: {"a": False, "b": True})
+    found = planned(model, lora=LORA)
+    assert found.can_start
+    assert any("no a" in text and "no b" not in text for text in said(found, "warning"))
+
+
+def test_a_shared_gpu_is_divided_and_nothing_is_left_over_twice(model):
+    found = planned(model, lora=LORA, machine={"gpu_gib": 8, "shared_gpu": True}, concurrency=3)
+    memory = found.memory
+    assert memory.engine.sessions == 3
+    assert memory.always.total + memory.planned_traces + memory.engine.total <= 8 * GIB
+    assert f"--gpu-memory-utilization {memory.engine.utilization:.2f}" in found.lines[1]
+    assert memory.suggested_memory_gib == pytest.approx(memory.planned_traces / GIB, abs=0.1)
+
+
+def test_given_memory_leaves_the_engine_the_rest(model):
+    machine = {"gpu_gib": 8, "shared_gpu": True}
+    found = planned(model, lora=LORA, machine=machine, grpo={"memory_gib": 1.5})
+    assert found.memory.planned_traces == 1.5 * GIB
+    assert found.memory.suggested_memory_gib is None
+
+
+def test_lines_start_as_many_engines_and_processes_as_there_are(model):
+    machine = {"processes": 3, "engines": 2, "gpu_gib": 80}
+    found = planned(model, lora={**LORA, "r": 12}, publish="lora", machine=machine)
+    first, second = (line for line in found.lines if "rolltap serve" in line)
+    assert first.startswith("CUDA_VISIBLE_DEVICES=0 ")
+    assert "--port 8001" in second
+    assert "--lora-rank 16" in second
+    assert "--max-model-len 1000" in second
+    program = "torchrun --standalone --nproc-per-node 3 -m rolltap"
+    assert found.lines[-1].startswith(f"CUDA_VISIBLE_DEVICES=2,3,4 {program} train ")
+    assert "--engine http://127.0.0.1:8000,http://127.0.0.1:8001" in found.lines[-1]
+
+
+def test_engines_of_other_machines_have_lines_and_gpus_of_their_own(model):
+    urls = "http://127.0.0.1:9000,http://a:8000,http://a:8001,http://b"
+    machine = {**GPU, "engines": 4, "processes": 2}
+    found = planned(model, engine=urls, machine=machine, lora=LORA, out=Path("runs/x"))
+    served = f"rolltap serve {model}"
+    starts = [line.partition(" --max-model-len")[0] for line in found.lines[1:-1]]
+    assert starts == [
+        f"CUDA_VISIBLE_DEVICES=0 {served} --port 9000",
+        "# on a, with a copy of engine.key:",
+        f"CUDA_VISIBLE_DEVICES=0 {served} --host a --port 8000",
+        f"CUDA_VISIBLE_DEVICES=1 {served} --host a --port 8001",
+        "# on b, with a copy of engine.key:",
+        f"CUDA_VISIBLE_DEVICES=0 {served} --host b --port 80",
+        "# here:",
+    ]
+    assert found.lines[-1].startswith("CUDA_VISIBLE_DEVICES=1,2 torchrun --standalone ")
+    assert found.lines[-1].endswith(f" --engine {urls} --out runs/x")
+
+
+@pytest.mark.parametrize("url", ["http://localhost:1", "http://127.0.0.2:1", "http://[::1]:1"])
+def test_a_loopback_address_is_this_machine(model, url):
+    assert not any("--host" in line or line.startswith("#") for line in planned(model, engine=url).lines)
+
+
+def test_recorded_runs_need_no_engine_and_no_rollouts(model):
+    machine = {**GPU, "engines": 2, "shared_gpu": True}
+    keys = {"harness": None, "tasks": None, "publish": "nccl"}
+    found = planned(model, machine=machine, runs=[Path("runs/a"), Path("runs/b")], out=Path("runs/x"), **keys)
+    assert found.can_start, found.findings
+    assert found.lines == ["CUDA_VISIBLE_DEVICES=0 rolltap train recipe.toml --from runs/a --from runs/b --out runs/x"]
+    assert found.memory.engine is None
+    assert found.memory.disk.published == 0
+    assert not any("engine" in finding.text or "harness" in finding.text for finding in found.findings)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "machine", "expected"),
+    [
+        (None, GPU, "bfloat16"),
+        (None, None, "float32"),
+        ("bfloat16", None, "bfloat16"),
+        ("float32", GPU, "float32"),
+    ],
+)
+def test_the_type_is_the_recipes_or_follows_from_the_planned_gpu(model, dtype, machine, expected):
+    found = planned(model, dtype=dtype, machine=machine, lora=LORA)
+    assert found.machine.dtype == expected
+    assert ("--dtype" in found.lines[1]) == bool(dtype or machine)
+    assert f"--dtype {expected}" in found.lines[1] or not (dtype or machine)
+    assert ("the default with" in text_of(found)) == (dtype is None)
+    assert found.to_json()["recipe"]["dtype"] == dtype
+
+
+def test_arguments_of_the_model_reach_the_plan(model):
+    grpo = {"model_init_kwargs": {"attn_implementation": "eager"}}
+    plain, eager = planned(model), planned(model, grpo=grpo)
+    assert eager.model.costs.graph_per_pair > plain.model.costs.graph_per_pair
+
+
+@pytest.mark.parametrize(("limit", "steps", "number"), [(None, 10, 3), (1, 10, 2), (0, 10, 10), (5, 3, 3)])
+def test_one_checkpoint_more_than_are_kept_is_there_while_it_is_written(model, limit, steps, number):
+    found = planned(model, steps=steps, grpo={} if limit is None else {"save_total_limit": limit})
+    numbers = found.model
+    one = numbers.weights + 3 * 4 * numbers.trained  # AdamW's moments, and float32 copies
+    assert found.memory.disk.checkpoints == number * one
+    assert found.memory.disk.finished == numbers.weights
+
+
+def test_replaced_groups_are_not_trained(model):
+    found = planned(model, replace_zero_variance=5, groups_per_step=2, sessions_per_group=4)
+    assert found.work.traces_per_pass.count == 8
+
+
+def test_work_is_counted(model):
+    keys = {"groups_per_step": 3, "sessions_per_group": 4, "save_steps": 3, "grpo": {"num_iterations": 2}}
+    work = planned(model, **keys).work
+    assert (work.sessions_per_step, work.sessions, work.optimizer_steps, work.checkpoints) == (12, 120, 20, 4)
+
+
+def test_a_plan_is_json_and_a_table(model):
+    found = planned(model, lora=LORA, publish="lora")
+    data = json.loads(json.dumps(found.to_json()))
+    assert data["can_start"] is True
+    assert data["memory"]["always"]["total"] == found.memory.always.total
+    text = text_of(found)
+    assert "This can start." in text
+    assert "CUDA_VISIBLE_DEVICES=1 rolltap train" in text

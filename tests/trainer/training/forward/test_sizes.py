@@ -1,0 +1,172 @@
+"""Memory that segments take, counted on the model, and the sizes chosen for it."""
+
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rolltap.trainer.training.forward.forest import Row
+from rolltap.trainer.training.forward.passes import Grove, SegmentScorer
+from rolltap.trainer.training.forward.sizes import SIZES, WORKING, Costs, measure
+from tests.trainer.training.grpo.tiny_models import COMMON, FAMILIES, VOCABULARY, tiny
+
+HEADS, SIZE = COMMON["num_key_value_heads"], COMMON["head_dim"]
+
+COSTS = Costs(
+    state_per_token=100.0,
+    state_per_segment=0.0,
+    gradient_per_token=100.0,
+    gradient_per_segment=0.0,
+    graph_per_token=1000.0,
+    graph_per_position=10.0,
+    heads_per_key=1,
+    graph_per_pair=0.0,
+    graph=0.0,
+    head_gradient=0.0,
+    logits_per_token=0.0,
+    logits_tokens=100,
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_costs_are_counted_on_the_model(family):
+    costs = measure(tiny(family), nullcontext)
+    attention = FAMILIES[family][1].layer_types.count("full_attention") if family == "qwen3.5" else 2
+    assert costs.state_per_token == attention * 2 * HEADS * SIZE * 4
+    assert (costs.state_per_segment > 0) == (family == "qwen3.5")
+    assert costs.gradient_per_token == costs.state_per_token
+    assert costs.gradient_per_segment == costs.state_per_segment
+    assert costs.graph_per_token > 10 * costs.state_per_token
+    assert costs.heads_per_key == 2
+    # the layers share a mask of float32 numbers for each kind of window; gpt-oss keeps its attention weights
+    masks = {"gemma3": 2, "gpt-oss": 2 * COMMON["num_attention_heads"]}
+    assert costs.graph_per_pair == 4 * masks.get(family, 1)
+    assert costs.logits_per_token >= 4 * VOCABULARY
+    assert len(costs.table().splitlines()) == 12
+
+
+def test_in_bf16_a_state_is_half_as_large_and_its_gradient_is_not():
+    costs = measure(tiny("llama").bfloat16(), nullcontext)
+    assert costs.state_per_token == 2 * 2 * HEADS * SIZE * 2
+    assert costs.gradient_per_token == 2 * costs.state_per_token
+
+
+def test_a_model_is_as_before_afterwards():
+    model = tiny("qwen3.5")
+    measure(model, nullcontext)
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3.5"])
+def test_costs_predict_what_the_backward_pass_of_a_long_row_saves(family):
+    model = tiny(family)
+    own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
+    costs = measure(model, nullcontext)
+    now: Counter[tuple[int, int]] = Counter()
+    most = 0
+
+    class Saved:
+        def __init__(self, tensor: Tensor) -> None:
+            nonlocal most
+            self.tensor, storage = tensor.detach(), tensor.untyped_storage()
+            self.key = (storage.data_ptr(), storage.nbytes())
+            now[self.key] += storage.data_ptr() not in own
+            most = max(most, sum(size for (_, size), count in now.items() if count))
+
+        def __del__(self) -> None:
+            now[self.key] -= self.key[0] not in own
+
+    length, size = 1200, 256
+    ids = np.random.default_rng(0).integers(3, VOCABULARY, length).astype(np.int32)
+    with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
+        rows = [Row(ids, np.arange(length - 5, length))]
+        SegmentScorer(nullcontext, 1.0, tokens_per_segment=size)(model, rows).logprobs.sum().backward()
+    body = replace(costs, heads_per_key=0, logits_tokens=0, head_gradient=0.0)  # of batches of one segment
+    batch = body.of_batch(length // 5, length)
+    assert most == pytest.approx(batch / WORKING, rel=0.1)
+
+
+@pytest.mark.parametrize("size", [64, 256])
+@pytest.mark.parametrize("number", [1, 3])
+def test_costs_predict_the_states_and_gradients_of_a_backward_pass(size, number, monkeypatch):
+    model = tiny("qwen3.5").bfloat16()
+    autocast = partial(torch.autocast, "cpu", torch.bfloat16)
+    costs, length, most = measure(model, autocast), 1024 + size, 0
+    backward_batch = Grove._backward_batch
+
+    def watched(self, batch, states, gradients, gradient):
+        nonlocal most
+        backward_batch(self, batch, states, gradients, gradient)
+        alive = [tensor for state in states.values() for layer in state for tensor in layer]
+        alive += [tensor for k in states for layer in gradients[k] for tensor in layer if tensor is not None]
+        most = max(most, sum(tensor.nbytes for tensor in alive))
+
+    monkeypatch.setattr(Grove, "_backward_batch", watched)
+    rows = [Row(np.full(length + 1, 3 + i, np.int32), np.array([length])) for i in range(number)]
+    SegmentScorer(autocast, 1.0, tokens_per_segment=size)(model, rows).logprobs.sum().backward()
+    # the last segments are not continued, and have no states
+    inner = length - size
+    assert most == pytest.approx(costs.of_states(number * inner, size, inner), rel=0.01)
+
+
+def sizes(memory: float, **options: Any) -> Any:
+    """The sizes for four rows of 10,000 tokens that share nothing."""
+    return COSTS.sizes(memory, [Row(np.full(10_000, i, np.int32), np.array([9_999])) for i in range(4)], **options)
+
+
+def test_the_largest_size_that_fits_is_chosen():
+    plenty = sizes(1e9)
+    assert plenty.tokens_per_segment == SIZES[0]
+    assert plenty.tokens_in_memory is None
+    less = sizes(8e6 + 1.25 * (1080 * 1024 + 20_000))
+    assert less.tokens_per_segment == 1024
+    assert less.tokens_in_memory is None
+
+
+def test_a_given_size_is_kept_and_its_room_planned():
+    given = sizes(6e6, among=[512])
+    assert given.tokens_per_segment == 512
+    assert 10_000 <= given.tokens_in_memory < sizes(6e6, among=[256]).tokens_in_memory
+
+
+def test_rows_run_in_parts_when_not_all_states_fit():
+    parts = sizes(6e6)
+    assert 10_000 <= parts.tokens_in_memory < 40_000
+    assert parts.expected_bytes <= 6e6
+
+
+def test_parts_of_rows_with_linear_attention_fit_too():
+    rows = [Row(np.full(10_000, i, np.int32), np.array([9_999])) for i in range(9)]
+    costs = replace(COSTS, state_per_segment=50_000.0, gradient_per_segment=200_000.0)
+    for memory in (1e7, 1.5e7, 2e7):
+        parts = costs.sizes(memory, rows, among=[1024, 256])
+        assert 10_000 <= parts.tokens_in_memory < 90_000
+        assert parts.expected_bytes <= memory
+
+
+def test_offloaded_states_take_no_room():
+    assert sizes(8e6 + 1, offload_states=True).tokens_in_memory is None
+
+
+def test_when_nothing_fits_the_smallest_sizes_say_what_they_need():
+    smallest = sizes(1e5)
+    assert smallest.tokens_per_segment == SIZES[-1]
+    assert smallest.tokens_in_memory == 10_000
+    assert smallest.expected_bytes > 1e5
+
+
+def test_shared_tokens_count_once():
+    rows = [Row(np.append(np.zeros(9_999, np.int32), i).astype(np.int32), np.array([9_999])) for i in range(4)]
+    assert COSTS.sizes(1e9, rows).expected_bytes < sizes(1e9).expected_bytes
+    assert COSTS.sizes(4.5e6, rows).tokens_in_memory is None
+
+
+def test_no_rows_need_no_memory_for_states():
+    assert COSTS.sizes(1e9, []).tokens_in_memory is None

@@ -1,0 +1,567 @@
+"""The trainer on traces sampled by the tiny model itself, through TRL's own training loop, in float32 on the CPU."""
+
+import copy
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from accelerate import DistributedType
+from peft import LoraConfig, get_peft_model
+from transformers import Qwen3ForCausalLM
+from trl import GRPOConfig
+
+from rolltap.addons.store.records import Call, VersionSpan
+from rolltap.trainer.traces.build import GroupReward, Trace, build_traces
+from rolltap.trainer.traces.ledger import Ledger
+from rolltap.trainer.training.grpo import trainer as module
+from rolltap.trainer.training.grpo.config import TraceGRPOConfig
+from rolltap.trainer.training.grpo.trainer import LedgerError, TraceGRPOTrainer
+from tests.trainer.training.grpo.tiny import (
+    GROUPS,
+    Spy,
+    batch_of,
+    gradients,
+    largest_difference,
+    make_trainer,
+    record,
+    sample,
+    tiny_model,
+)
+
+# peft 0.21 uses a name that transformers 5.23 deprecates
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def model() -> Qwen3ForCausalLM:
+    return tiny_model()
+
+
+@pytest.fixture
+def traces(model) -> list[Trace]:
+    return record(model, random.Random(0))
+
+
+def train_and_watch_the_loss(trainer: TraceGRPOTrainer, monkeypatch) -> list[tuple[dict, torch.Tensor]]:
+    """Train and return, for each `_compute_loss`, its inputs and its log-probabilities with their gradient."""
+    seen = []
+    compute_loss, compute_logprobs = trainer._compute_loss, trainer._get_per_token_logps_and_entropies
+
+    def watched_logprobs(*args, **kwargs):
+        logprobs, *rest = compute_logprobs(*args, **kwargs)
+        logprobs.retain_grad()
+        seen.append(logprobs)
+        return logprobs, *rest
+
+    inputs_seen = []
+    monkeypatch.setattr(trainer, "_get_per_token_logps_and_entropies", watched_logprobs)
+    monkeypatch.setattr(trainer, "_compute_loss", lambda m, i: inputs_seen.append(i) or compute_loss(m, i))
+    trainer.train()
+    return list(zip(inputs_seen, seen, strict=True))
+
+
+def test_the_model_that_sampled_has_ratio_one_and_nothing_is_clipped(model, traces, tmp_path, monkeypatch):
+    trainer = make_trainer(model, tmp_path, lambda rows: traces)
+    tokens = 0
+    for inputs, logprobs in train_and_watch_the_loss(trainer, monkeypatch):
+        ratio = torch.exp(logprobs - inputs["old_per_token_logps"])[inputs["completion_mask"].bool()]
+        torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=1e-5, rtol=0)
+        tokens += ratio.numel()
+    assert tokens == sum(sum(trace.completion_mask) for trace in traces) > 30
+    assert trainer.state.log_history[0]["clip_ratio/region_mean"] == 0
+
+
+def test_the_gradient_of_a_sampled_token_is_its_advantage_over_their_number(model, traces, tmp_path, monkeypatch):
+    advantages = module.session_advantages(batch_of(traces).rewards, "group")
+    total = sum(sum(trace.completion_mask) for trace in traces)
+    expected = sorted(
+        -advantages[trace.session_id] / total for trace in traces for sampled in trace.completion_mask if sampled
+    )
+    trainer = make_trainer(model, tmp_path, lambda rows: traces, gradient_accumulation_steps=4)
+    found = []
+    for inputs, logprobs in train_and_watch_the_loss(trainer, monkeypatch):
+        found += logprobs.grad[inputs["completion_mask"].bool()].tolist()
+    assert sorted(found) == pytest.approx(expected, abs=1e-6)
+
+
+def test_logprobs_of_tokens_that_were_not_sampled_change_nothing(model, traces, tmp_path):
+    garbage = [math.nan, math.inf, -math.inf, 1e4, -1e4]
+    spoiled = [
+        replace(
+            trace,
+            logprobs=[
+                logprob if sampled else garbage[i % len(garbage)]
+                for i, (logprob, sampled) in enumerate(zip(trace.logprobs, trace.completion_mask, strict=True))
+            ],
+        )
+        for trace in traces
+    ]
+    assert spoiled != traces
+    assert largest_difference(gradients(model, tmp_path, traces), gradients(model, tmp_path, spoiled)) == 0
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo"])
+def test_the_gradient_does_not_depend_on_how_sessions_are_cut_into_traces(model, tmp_path, loss_type):
+    merged = record(model, random.Random(1), "prefix_merging")
+    per_request = record(model, random.Random(1), "per_request")
+    assert len(per_request) == 2 * len(merged)
+    config = {"loss_type": loss_type, "epsilon_high": 5.0}
+    difference = largest_difference(
+        gradients(model, tmp_path, merged, **config), gradients(model, tmp_path, per_request, **config)
+    )
+    assert difference < 1e-6
+
+
+def test_the_gradient_depends_neither_on_the_order_of_the_traces_nor_on_their_split(model, traces, tmp_path):
+    plain = gradients(model, tmp_path, traces, gradient_accumulation_steps=1)
+    assert max(float(gradient.abs().max()) for gradient in plain.values()) > 1e-2
+    for steps in (1, 4, 2 * len(traces)):
+        shuffled = random.Random(steps).sample(traces, len(traces))
+        other = gradients(model, tmp_path, shuffled, gradient_accumulation_steps=steps)
+        assert largest_difference(plain, other) < 1e-6
+
+
+def test_training_makes_the_rewarded_token_likelier(model, tmp_path):
+    def probability() -> float:
+        with torch.no_grad():
+            return float(trainer.model(input_ids=torch.tensor([[2, 3, 4]])).logits[0, -1].softmax(-1)[7])
+
+    def roll_out(rows: list[dict]) -> list[Trace]:
+        recorded = []
+        for row in rows:
+            for i in range(8):
+                ids, logprobs = sample(trainer.model, [2, 3, 4], 4)
+                call = Call(
+                    session_id=f"{row['task_id']}{i}",
+                    call_id="0",
+                    prompt_ids=[2, 3, 4],
+                    completion_ids=ids,
+                    logprobs=logprobs,
+                    weight_versions=[VersionSpan(version="0", start=0, end=4)],
+                )
+                traces, _ = build_traces([call], "prefix_merging")
+                recorded += [replace(trace, group_id=row["task_id"], reward=ids.count(7) / 4) for trace in traces]
+        return recorded
+
+    trainer = make_trainer(model, tmp_path, roll_out, max_steps=12)
+    before = probability()
+    trainer.train()
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    assert len(rewards) == 12
+    assert probability() > 3 * before
+    assert sum(rewards[-3:]) > sum(rewards[:3])
+
+
+def test_several_iterations_reuse_the_traces_and_the_recorded_logprobs(model, traces, tmp_path):
+    asked = []
+    spy = Spy()
+    config = {"num_iterations": 2, "max_steps": 4, "shuffle_dataset": False, "groups_per_step": 1}
+    trainer = make_trainer(model, tmp_path, lambda rows: asked.extend(rows) or traces, spy=spy, **config)
+    trainer.train()
+    assert asked == [{"task_id": "a"}, {"task_id": "b"}]
+    clipped = [entry["clip_ratio/region_mean"] for entry in trainer.state.log_history if "reward" in entry]
+    assert clipped[0] == 0
+    assert clipped[1] > 0
+    assert largest_difference(spy.gradients[0], spy.gradients[1]) > 1e-3
+
+
+def test_a_batch_without_traces_changes_neither_weights_nor_optimizer(model, traces, tmp_path, caplog):
+    batches = iter([traces, [], traces])
+    spy = Spy()
+    trainer = make_trainer(
+        model, tmp_path, lambda rows: next(batches), spy=spy, max_steps=3, weight_decay=0.1, max_grad_norm=1.0
+    )
+    trainer.train()
+    assert largest_difference(spy.weights[0], spy.weights[1]) == 0
+    assert largest_difference(spy.weights[1], spy.weights[2]) > 0
+    assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {2}
+    assert [entry["tokens_trained"] > 0 for entry in trainer.state.log_history[:3]] == [True, False, True]
+    assert "step 2 was skipped: its sessions have no token to train on" in caplog.text
+
+
+def test_the_metrics_count_sessions_not_traces(model, tmp_path):
+    traces = record(model, random.Random(0), "per_request")
+    rewards = {"a0": 0.0, "a1": 0.0, "a2": 3.0, "b0": 1.0, "b1": 1.0, "b2": 1.0}
+    traces = [replace(trace, reward=rewards[trace.session_id]) for trace in traces]
+    traces.remove(next(trace for trace in traces if trace.session_id == "a2"))
+    trainer = make_trainer(model, tmp_path, lambda rows: traces)
+    trainer.train()
+    logged = trainer.state.log_history[0]
+    assert logged["reward"] == pytest.approx(1.0)
+    assert logged["reward_std"] == pytest.approx(math.sqrt(3) / 2)
+    assert logged["traces_per_session"] == pytest.approx(11 / 6)
+    assert logged["groups_without_signal"] == 1
+    assert logged["tokens_trained"] == sum(sum(t.completion_mask) for t in traces if t.group_id == "a")
+
+
+def test_lora_trains_the_adapter_alone(model, traces, tmp_path):
+    spy = Spy()
+    trainer = make_trainer(
+        model, tmp_path, lambda rows: traces, spy=spy, peft_config=LoraConfig(r=4, target_modules="all-linear")
+    )
+    before = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
+    trainer.train()
+    changed = {name for name, weight in spy.weights[0].items() if not torch.equal(weight, before[name])}
+    assert changed
+    assert all("lora_" in name for name in changed)
+    assert trainer.state.log_history[0]["clip_ratio/region_mean"] == 0
+
+
+def test_tokens_lost_on_the_way_to_the_loss_are_an_error(model, traces, tmp_path, monkeypatch):
+    split = module.spread_by_prefix
+    monkeypatch.setattr(module, "spread_by_prefix", lambda rows, parts: split(rows[1:], parts))
+    with pytest.raises(LedgerError, match="but the loss would see"):
+        make_trainer(model, tmp_path, lambda rows: traces).train()
+
+
+def test_a_trace_without_a_reward_is_refused(model, traces, tmp_path):
+    traces[1] = replace(traces[1], reward=None)
+    with pytest.raises(ValueError, match=r"sessions without a reward must be left out.*'a1'"):
+        make_trainer(model, tmp_path, lambda rows: traces).train()
+
+
+def test_a_trace_whose_lists_differ_in_length_is_refused(model, traces, tmp_path):
+    traces[1].logprobs.pop()
+    with pytest.raises(ValueError, match=r"trace a1/a1-1 has \d+ completion ids, \d+ mask values and \d+ log-prob"):
+        make_trainer(model, tmp_path, lambda rows: traces).train()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"loss_type": "grpo"}, "choose one of dapo, cispo"),
+        ({"loss_type": "vespo"}, "choose one of dapo, cispo"),
+        ({"steps_per_generation": 4}, "leave steps_per_generation unset"),
+        ({"use_vllm": True}, "the traces are already sampled"),
+    ],
+)
+def test_a_configuration_that_changes_the_objective_is_refused(model, tmp_path, config, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(model, tmp_path, lambda rows: [], **config)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "groups_per_step", "message"),
+    [
+        (GROUPS, 3, "groups_per_step=3 must be between 1 and the 2 rows"),
+        (GROUPS, 0, "groups_per_step=0 must be between 1 and the 2 rows"),
+        (GROUPS.to_iterable_dataset(), 1, r"must be a datasets\.Dataset, not IterableDataset"),
+    ],
+)
+def test_rows_that_cannot_fill_a_step_are_refused(model, tmp_path, dataset, groups_per_step, message):
+    args = TraceGRPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", activation_checkpointing=False
+    )
+    with pytest.raises(ValueError, match=message):
+        TraceGRPOTrainer(model, args, dataset, trace_source=lambda rows: [], groups_per_step=groups_per_step)
+
+
+def test_a_session_that_left_no_trace_counts_in_its_groups_mean(model, tmp_path):
+    """Leaving out a harness that crashed before its first call would raise its group's mean reward."""
+    traces = [trace for trace in record(model, random.Random(5)) if trace.group_id == "a"]
+    batch = batch_of(traces)
+    batch.rewards["crashed"] = GroupReward(group_id="a", reward=-10.0)
+    trainer = make_trainer(model, tmp_path, lambda rows: traces)
+    seen = torch.cat([rows["advantages"] for rows in trainer._build(batch)], dim=1)
+    assert (seen >= 0).all()
+    assert seen.max() > 0
+
+
+def watch_forwarded(trainer: TraceGRPOTrainer) -> list[int]:
+    """Train and return the numbers of tokens in the rows that were run."""
+    trainer.train()
+    return [int(entry["tokens_in_rows"]) for entry in trainer.state.log_history if "tokens_in_rows" in entry]
+
+
+def test_sessions_without_an_advantage_are_not_computed_and_count_in_the_mean(model, tmp_path):
+    rewards = {"a0": 0.0, "a1": 1.0, "a2": 2.0, "b0": 1.0, "b1": 1.0, "b2": 1.0}
+    traces = [replace(trace, reward=rewards[trace.session_id]) for trace in record(model, random.Random(0))]
+    computed = [trace for trace in traces if trace.session_id in ("a0", "a2")]
+    spy = Spy()
+    trainer = make_trainer(model, tmp_path, lambda rows: traces, spy=spy, scale_rewards="none")
+    assert watch_forwarded(trainer) == [sum(len(t.prompt_ids) + len(t.completion_ids) for t in computed)]
+    trained = sum(sum(t.completion_mask) for t in traces if t.group_id == "a")
+    assert trainer.state.log_history[0]["tokens_trained"] == trained
+    # the same advantages over another mean
+    alone = gradients(model, tmp_path, computed, scale_rewards="none")
+    number = sum(sum(trace.completion_mask) for trace in computed)
+    scaled = {name: gradient * number / trained for name, gradient in alone.items()}
+    assert largest_difference(spy.gradients[0], scaled) < 1e-6
+
+
+def test_a_reference_needs_all_of_a_group_with_signal(model, tmp_path):
+    rewards = {"a0": 0.0, "a1": 1.0, "a2": 2.0, "b0": 1.0, "b1": 1.0, "b2": 1.0}
+    traces = [replace(trace, reward=rewards[trace.session_id]) for trace in record(model, random.Random(0))]
+    lora = LoraConfig(r=4, target_modules="all-linear")
+    trainer = make_trainer(model, tmp_path, lambda rows: traces, beta=0.1, peft_config=lora)
+    group = [len(t.prompt_ids) + len(t.completion_ids) for t in traces if t.group_id == "a"]
+    assert watch_forwarded(trainer) == [sum(group)]
+
+
+def test_a_batch_whose_groups_have_equal_rewards_moves_no_weight_under_adam(model, traces, tmp_path, caplog):
+    silent = [replace(trace, reward=0.5) for trace in traces]
+    batches = iter([traces, silent, traces])
+    spy = Spy()
+    trainer = make_trainer(model, tmp_path, lambda rows: next(batches), spy=spy, max_steps=3, weight_decay=0.1)
+    trainer.train()
+    assert largest_difference(spy.weights[0], spy.weights[1]) == 0
+    assert largest_difference(spy.weights[1], spy.weights[2]) > 0
+    assert "step 2 was skipped" in caplog.text
+
+
+def test_tokens_without_signal_are_left_out_of_the_ledger_by_name(model, traces, tmp_path):
+    number = sum(sum(trace.completion_mask) for trace in traces)
+    silent = [replace(trace, reward=0.5) if trace.group_id == "b" else trace for trace in traces]
+    batch = batch_of(silent)
+    batch.ledger = Ledger(sampled=number + 3, trained=number, left_out={"aborted": 3})
+    trainer = make_trainer(model, tmp_path, lambda rows: silent)
+    trainer.trace_source = lambda rows: batch
+    trainer.train()
+    logged = trainer.state.log_history[0]
+    trained = sum(sum(trace.completion_mask) for trace in silent if trace.group_id == "a")
+    assert (logged["tokens_trained"], logged["left_out/no_signal"]) == (trained, number - trained)
+    assert logged["left_out/aborted"] == 3
+
+
+def test_a_ledger_that_is_not_of_these_traces_is_refused(model, traces, tmp_path):
+    batch = batch_of(traces)
+    batch.ledger = Ledger(sampled=5, trained=5)
+    trainer = make_trainer(model, tmp_path, lambda rows: traces)
+    trainer.trace_source = lambda rows: batch
+    with pytest.raises(ValueError, match="but the batch's ledger says 5"):
+        trainer.train()
+
+
+def test_a_token_that_the_model_does_not_have_is_refused_before_it_is_looked_up(model, traces, tmp_path):
+    traces[0].prompt_ids[0] = 32
+    with pytest.raises(ValueError, match=r"has the token id 32, but the model has 32 embeddings"):
+        make_trainer(model, tmp_path, lambda rows: traces).train()
+
+
+@pytest.mark.parametrize("how", ["lora", "attention"])
+def test_dropout_is_refused(model, tmp_path, how):
+    lora = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1) if how == "lora" else None
+    model = copy.deepcopy(model)
+    if how == "attention":
+        model.model.layers[1].self_attn.attention_dropout = 0.1
+    with pytest.raises(ValueError, match="drops 10% of its values"):
+        make_trainer(model, tmp_path, lambda rows: [], peft_config=lora)
+
+
+def test_trls_own_config_is_refused(model, tmp_path):
+    args = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, activation_checkpointing=False)
+    with pytest.raises(ValueError, match=r"args is a GRPOConfig: give a rolltap\.TraceGRPOConfig"):
+        TraceGRPOTrainer(model, args, GROUPS, trace_source=lambda rows: [], groups_per_step=1)
+
+
+def test_a_training_that_was_stopped_goes_on_with_the_next_rows(model, traces, tmp_path):
+    asked = []
+    config = {"groups_per_step": 1, "save_strategy": "steps", "save_steps": 1, "num_iterations": 2}
+
+    def source(rows):
+        asked.extend(row["task_id"] for row in rows)
+        return traces
+
+    def train(steps, checkpoint=None):
+        trainer = make_trainer(
+            model,
+            tmp_path,
+            lambda rows: asked.extend(row["task_id"] for row in rows) or traces,
+            max_steps=steps,
+            **config,
+        )
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
+
+    whole, order = train(12), list(asked)
+    asked.clear()
+    train(5)
+    resumed = train(12, str(tmp_path / "checkpoint-5"))
+    # the third rows are asked for again: step 6 is their second iteration
+    assert asked == [*order[:3], *order[2:]]
+    assert largest_difference(whole, resumed) == 0
+
+
+def test_a_model_that_segments_do_not_fit_runs_padded_and_says_why(model, traces, tmp_path, monkeypatch, caplog):
+    expected = gradients(model, tmp_path, traces, forward="padded")
+    monkeypatch.setattr("rolltap.trainer.training.grpo.forward.probe", lambda *args, **kwargs: "its memory is short")
+    assert largest_difference(expected, gradients(model, tmp_path, traces)) == 0
+    assert "traces run as padded rows, not as segments: its memory is short" in caplog.text
+
+
+def test_segments_are_cut_to_the_memory_that_is_given(model, traces, tmp_path, caplog):
+    sizes = {}
+    for gib in (10.0, 1e-5):
+        config = {"memory_gib": gib, "activation_checkpointing": True}
+        trainer = make_trainer(model, tmp_path, lambda rows: traces, **config)
+        trainer.train()
+        scorer = trainer._forward.scorer
+        sizes[gib] = (scorer.tokens_per_segment, scorer.tokens_in_memory)
+    assert sizes[10.0][0] > sizes[1e-5][0]
+    assert sizes[10.0][1] is None
+    assert sizes[1e-5][1] is not None
+    assert "the traces need about" in caplog.text
+
+
+def test_a_step_of_which_every_token_is_masked_moves_no_weight(model, traces, tmp_path, caplog):
+    spy = Spy()
+    stale = [replace(trace, logprobs=[logprob - 5.0 for logprob in trace.logprobs]) for trace in traces]
+    batches = iter([traces, stale])
+    trainer = make_trainer(model, tmp_path, lambda rows: next(batches), spy=spy, max_steps=2, mismatch="mask")
+    trainer.train()
+    assert trainer.state.log_history[1]["tokens_masked"] == trainer.state.log_history[1]["tokens_trained"] > 0
+    assert largest_difference(spy.weights[0], spy.weights[1]) == 0
+    assert "step 2 was skipped" in caplog.text
+
+
+@pytest.mark.parametrize("mismatch", ["clip", "truncate", "mask"])
+def test_a_token_that_the_engine_thought_impossible_does_not_spoil_the_gradient(model, traces, tmp_path, mismatch):
+    traces[0].logprobs[0] = -150.0
+    found = gradients(model, tmp_path, traces, mismatch=mismatch)
+    assert all(gradient.isfinite().all() for gradient in found.values())
+
+
+def test_a_masked_batch_is_not_taken_up_in_the_middle_of_its_iterations(model, traces, tmp_path):
+    config = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 1, "mismatch": "truncate"}
+    make_trainer(model, tmp_path, lambda rows: traces, max_steps=3, **config).train()
+    trainer = make_trainer(model, tmp_path, lambda rows: traces, max_steps=4, **config)
+    with pytest.raises(ValueError, match="step 3 is in the middle of the 2 iterations of a batch"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+def test_a_second_training_has_batches_of_its_own(model, traces, tmp_path):
+    asked = []
+    trainer = make_trainer(model, tmp_path, lambda rows: asked.append(rows) or traces)
+    trainer.train()
+    trainer.train()
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [{"target_modules": ["q_proj", "embed_tokens"]}, {"target_modules": ["q_proj"], "trainable_token_indices": [3]}],
+)
+def test_adapters_of_embeddings_train(model, traces, tmp_path, adapter):
+    spy = Spy()
+    trainer = make_trainer(model, tmp_path, lambda rows: traces, spy=spy, peft_config=LoraConfig(r=4, **adapter))
+    trainer.train()
+    assert spy.gradients[0]
+
+
+def test_the_reference_of_a_given_adapter_is_that_adapter(model, traces, tmp_path):
+    torch.manual_seed(2)
+    adapted = get_peft_model(
+        copy.deepcopy(model), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    )
+    trainer = make_trainer(adapted, tmp_path, lambda rows: traces, beta=0.1)
+    trainer.train()
+    assert trainer.state.log_history[0]["kl"] < 1e-6
+
+
+def test_settings_of_accelerate_that_shard_weights_are_refused(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("accelerate.Accelerator.distributed_type", DistributedType.FSDP)
+    with pytest.raises(ValueError, match="Accelerate is set up for FSDP"):
+        make_trainer(model, tmp_path, lambda rows: [])
+
+
+def test_before_each_batch_and_not_before_each_step_something_is_called(model, traces, tmp_path):
+    called = []
+    config = {"num_iterations": 2, "max_steps": 4, "before_batch": lambda: called.append("before")}
+    make_trainer(model, tmp_path, lambda rows: called.append("batch") or traces, **config).train()
+    assert called == ["before", "batch"] * 2
+
+
+def test_what_fails_before_a_batch_ends_the_training(model, tmp_path):
+    def fail():
+        raise OSError("the engine is gone")
+
+    trainer = make_trainer(model, tmp_path, lambda rows: pytest.fail("the batch was fetched"), before_batch=fail)
+    with pytest.raises(OSError, match="the engine is gone"):
+        trainer.train()
+
+
+def test_metrics_from_outside_are_logged_with_the_step_as_means(model, traces, tmp_path):
+    trainer = make_trainer(model, tmp_path, lambda rows: traces)
+    trainer.before_batch = lambda: [trainer.log_metrics({"engine_difference": value}) for value in (0.5, 1.5)]
+    trainer.train()
+    assert trainer.state.log_history[0]["engine_difference"] == 1.0
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_trainer_scores_any_ids_with_its_present_weights_at_temperature_1(model, traces, tmp_path, bf16):
+    trainer = make_trainer(model, tmp_path, lambda rows: traces, temperature=0.5, bf16=bf16)
+    ids, logprobs = sample(model, [2, 3, 4], 20)
+    before = trainer.score([2, 3, 4, *ids])
+    assert len(before) == 22
+    assert before[2:] == pytest.approx(logprobs, abs=0.1 if bf16 else 1e-5)
+    trainer.train()
+    after = trainer.score([2, 3, 4, *ids])
+    assert after != pytest.approx(before, abs=1e-3)
+    assert trainer.model.training
+
+
+def test_a_base_is_scored_without_its_adapter(model, tmp_path):
+    torch.manual_seed(0)
+    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    trainer = make_trainer(model, tmp_path, lambda rows: [], peft_config=lora)
+    ids = list(range(2, 12))
+    expected = make_trainer(model, tmp_path, lambda rows: []).score(ids)
+    assert trainer.score(ids, base=True) == pytest.approx(expected, abs=1e-6)
+    assert trainer.score(ids) != pytest.approx(expected, abs=1e-2)
+    assert all(weight.requires_grad for name, weight in trainer.model.named_parameters() if "lora_" in name)
+
+
+def test_the_reference_of_a_full_model_is_the_model_as_it_was_given(model, traces, tmp_path):
+    """Its folder may hold another class, or other weights: nothing is loaded."""
+    given = copy.deepcopy(model)
+    given.config._name_or_path = str(tmp_path / "not there")
+    trainer = make_trainer(given, tmp_path, lambda rows: traces, beta=0.1, max_steps=2, learning_rate=0.1)
+    trainer.train()
+    first, second = (entry["kl"] for entry in trainer.state.log_history[:2])
+    assert first < 1e-6 < 1e-3 < second
+    reference = trainer.ref_model
+    assert largest_difference(reference.state_dict(), model.state_dict()) == 0
+    assert not any(weight.requires_grad for weight in reference.parameters())
+
+
+@pytest.mark.parametrize("forward", ["segments", "padded"])
+def test_the_reference_has_a_head_of_its_own(model, traces, tmp_path, forward):
+    trainer = make_trainer(model, tmp_path, lambda rows: traces, beta=0.1, forward=forward)
+    with torch.no_grad():
+        trainer.model.lm_head.weight.mul_(3)
+    trainer.train()
+    assert trainer.state.log_history[0]["kl"] > 0.1
+
+
+def test_optimizers_that_need_the_whole_model_are_refused_for_full_weights(model, traces, tmp_path, monkeypatch):
+    factory = lambda args, model=None: (lambda: None, {})  # noqa: E731
+    monkeypatch.setattr(TraceGRPOTrainer, "get_optimizer_cls_and_kwargs", staticmethod(factory))
+    with pytest.raises(ValueError, match=r"optim=.* needs more than the parameters that it steps"):
+        make_trainer(model, tmp_path, lambda rows: traces).train()
+
+
+def test_an_optimizer_that_is_given_steps_as_it_is(model, traces, tmp_path):
+    trainer = make_trainer(model, tmp_path, lambda rows: traces)
+    given = trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+    trainer.train()
+    assert trainer.optimizer.optimizer is given
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch", "sgd", "adafactor"])
+def test_steps_of_a_full_model_in_bfloat16_follow_those_in_float32(model, traces, tmp_path, optim):
+    moved = []
+    for dtype in (torch.float32, torch.bfloat16):
+        config = {"optim": optim, "max_steps": 3, "max_grad_norm": 1.0, "learning_rate": 3e-3}
+        trainer = make_trainer(copy.deepcopy(model).to(dtype), tmp_path, lambda rows: traces, **config)
+        trainer.train()
+        masters = [p.detach() for group in trainer.optimizer.param_groups for p in group["params"]]
+        assert all(master.dtype == torch.float32 for master in masters)
+        moved.append(torch.cat([master.flatten() for master in masters]))
+    begun = make_trainer(model, tmp_path, lambda rows: traces)
+    begun.create_optimizer()
+    start = torch.cat([p.detach().flatten() for group in begun.optimizer.param_groups for p in group["params"]])
+    rounded = start.to(torch.bfloat16).float()
+    steps = torch.nn.functional.cosine_similarity(moved[0] - start, moved[1] - rounded, dim=0)
+    assert steps > 0.9

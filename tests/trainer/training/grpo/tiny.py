@@ -1,0 +1,170 @@
+"""A tiny model, sessions that it sampled, and trainers on them."""
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+
+from rolltap.addons.store.records import Call, VersionSpan
+from rolltap.trainer.traces.build import GroupReward, Strategy, Trace, TraceBatch, build_traces
+from rolltap.trainer.training.grpo.config import TraceGRPOConfig
+from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
+
+VOCABULARY = 32
+GROUPS = Dataset.from_dict({"task_id": ["a", "b"]})
+
+
+def tiny_model() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {"<pad>": 0, "<eos>": 1} | {f"w{i}": i for i in range(2, VOCABULARY)}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<eos>")), pad_token="<pad>", eos_token="<eos>"
+    )
+
+
+@torch.no_grad()
+def sample(model, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+    """Return `count` tokens sampled at temperature 1, and their log-probabilities."""
+    ids, logprobs = list(prompt), []
+    for _ in range(count):
+        distribution = model(input_ids=torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+        ids.append(int(torch.multinomial(distribution.exp(), 1)))
+        logprobs.append(float(distribution[ids[-1]]))
+    return ids[len(prompt) :], logprobs
+
+
+def record_session(model, rng: random.Random, session: str, group: str, prompt: list[int]) -> list[Call]:
+    """Return the calls of two turns with three tokens of tool output between them."""
+    calls: list[Call] = []
+    for turn in range(2):
+        if calls:
+            prompt = calls[-1].prompt_ids + calls[-1].completion_ids + [rng.randrange(2, VOCABULARY) for _ in range(3)]
+        ids, logprobs = sample(model, prompt, rng.randrange(2, 6))
+        calls.append(
+            Call(
+                session_id=session,
+                call_id=f"{session}-{turn}",
+                prompt_ids=prompt,
+                completion_ids=ids,
+                logprobs=logprobs,
+                weight_versions=[VersionSpan(version="0", start=0, end=len(ids))],
+            )
+        )
+    return calls
+
+
+def record(model, rng: random.Random, strategy: Strategy = "prefix_merging", sessions: int = 3) -> list[Trace]:
+    """Return the traces of two groups of sessions with random rewards."""
+    torch.manual_seed(rng.randrange(1000))
+    recorded = []
+    for group in ("a", "b"):
+        prompt = [rng.randrange(2, VOCABULARY) for _ in range(rng.randrange(3, 7))]
+        for i in range(sessions):
+            traces, _ = build_traces(record_session(model, rng, f"{group}{i}", group, prompt), strategy)
+            reward = rng.random()
+            recorded += [replace(trace, group_id=group, reward=reward) for trace in traces]
+    return recorded
+
+
+class Spy(TrainerCallback):
+    """A callback that keeps the gradients before each optimizer step and the weights after it."""
+
+    def __init__(self) -> None:
+        self.gradients: list[dict[str, torch.Tensor]] = []
+        self.weights: list[dict[str, torch.Tensor]] = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        named = model.named_parameters()
+        self.gradients.append({name: weight.grad.clone() for name, weight in named if weight.grad is not None})
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.weights.append({name: weight.detach().clone() for name, weight in model.named_parameters()})
+
+
+def batch_of(traces: list[Trace]) -> TraceBatch:
+    """Return a batch of the traces, with the rewards of their labels."""
+    return TraceBatch(
+        traces=traces,
+        rewards={
+            t.session_id: GroupReward(group_id=t.group_id, reward=t.reward) for t in traces if t.reward is not None
+        },
+        on_policy=True,
+    )
+
+
+def make_trainer(
+    model,
+    out: Path,
+    source: Callable[[list[dict]], list[Trace]],
+    *,
+    groups_per_step: int = 2,
+    peft_config: LoraConfig | None = None,
+    spy: Spy | None = None,
+    before_batch: Callable[[], None] | None = None,
+    **config,
+) -> TraceGRPOTrainer:
+    """Return a trainer on a copy of `model`."""
+    settings = {
+        "output_dir": str(out),
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "max_steps": 1,
+        "activation_checkpointing": False,
+        "gradient_accumulation_steps": 2,
+        "lr_scheduler_type": "constant",
+        "learning_rate": 1e-2,
+        "max_grad_norm": 0.0,
+    }
+    return TraceGRPOTrainer(
+        copy.deepcopy(model),
+        TraceGRPOConfig(**settings | config),
+        GROUPS,
+        trace_source=lambda rows: batch_of(source(rows)),
+        groups_per_step=groups_per_step,
+        before_batch=before_batch,
+        processing_class=tokenizer(),
+        peft_config=peft_config,
+        callbacks=[spy] if spy else None,
+    )
+
+
+def gradients(model, out: Path, traces: list[Trace], **config) -> dict[str, torch.Tensor]:
+    """Return the gradients of one step on `traces`."""
+    spy = Spy()
+    make_trainer(model, out, lambda rows: traces, spy=spy, **config).train()
+    return spy.gradients[0]
+
+
+def largest_difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+    assert first.keys() == second.keys()
+    return max(float((first[name] - second[name]).abs().max()) for name in first)

@@ -1,0 +1,1 @@
+"""The commands of `rolltap`, a group of them a file."""

@@ -1,0 +1,49 @@
+"""`rolltap doctor`: tries a program without vLLM, and says what to set."""
+
+import sys
+
+import click
+
+from rolltap.doctor import examine
+from rolltap.trainer.cli.options import examples, harness_option, json_option, print_result, set_option
+
+
+@click.command(
+    "doctor",
+    context_settings={"ignore_unknown_options": True},
+    epilog=examples("rolltap doctor --harness pi", "rolltap doctor -- python agent.py"),
+)
+@harness_option()
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=120.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="The program is stopped after this time.",
+)
+@set_option
+@json_option
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+def doctor_command(
+    preset: str | None, timeout: float, settings: dict[str, list[str]], as_json: bool, command: tuple[str, ...]
+) -> None:
+    """Try a program once without an engine, and say what to set.
+
+    Needs no GPU and no network.
+
+    The replies call a harmless tool of the program twice, and then end. COMMAND runs in this folder and keeps its own
+    configuration and keys: one that goes past the proxy calls its own provider, so give it a placeholder for its key.
+    It must work on an instruction of its own and exit. With --harness, the preset's program works on an instruction in
+    an empty folder, with a home of its own.
+
+    Says which APIs the program called, which calls were continued token for token, their roles, and what was refused.
+    Exit status: 0 (ready) when all calls were captured and continued. 3 when all were captured and none has a history
+    to continue, as with a program without tools. Else 1.
+    """
+    if bool(command) == (preset is not None):
+        raise click.UsageError("give a COMMAND after --, or --harness")
+    click.echo(f"running {preset or command[0]}, at most {timeout:g} s", err=True)
+    diagnosis = examine(command, harness=preset, timeout=timeout, options=settings)
+    print_result(diagnosis, as_json)
+    sys.exit(1 if diagnosis.problems else 0 if diagnosis.ready else 3)

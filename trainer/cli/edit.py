@@ -1,0 +1,214 @@
+"""`rolltap filter`: writes some sessions of a run to a new one.
+
+`rolltap import`: writes calls that another program made as a run.
+
+`rolltap merge`: joins several runs, or saves what can be read of a damaged one.
+
+`rolltap split`: a run as several.
+"""
+
+from pathlib import Path
+from typing import BinaryIO, get_args
+
+import click
+from rich.console import Console
+
+import rolltap
+from rolltap.trainer.cli.options import FOLDER, RUN, examples, json_option, new_folder_option, print_result
+from rolltap.types import CallRole, SessionStatus, SplitBy
+
+
+@click.command(
+    "filter",
+    epilog=examples(
+        "rolltap filter runs/first --min-reward 1 --out runs/solved",
+        "rolltap filter runs/first --not-suspicious --out runs/sound",
+    ),
+)
+@click.argument("run", type=RUN)
+@new_folder_option
+@click.option("--min-reward", type=float, help="Smallest reward.")
+@click.option("--max-reward", type=float, help="Largest reward.")
+@click.option("--harness", "harnesses", multiple=True, help="Name of the harness. Repeatable.")
+@click.option(
+    "--policy-version",
+    "policy_versions",
+    multiple=True,
+    help="Weights of the session's first sampled token. Repeatable.",
+)
+@click.option(
+    "--status",
+    "statuses",
+    multiple=True,
+    type=click.Choice(get_args(SessionStatus)),
+    help="Session status. Repeatable.",
+)
+@click.option("--task", "tasks", multiple=True, metavar="ID", help="Name of the task. Repeatable.")
+@click.option(
+    "--runtime",
+    "runtimes",
+    multiple=True,
+    metavar="NAME",
+    help="Where the session ran: process, sandbox, container or apptainer. Repeatable.",
+)
+@click.option(
+    "--suspicious/--not-suspicious",
+    default=None,
+    help="Sessions with, or without, evidence of cheating. `rolltap inspect` shows it.",
+)
+@click.option(
+    "--suspicion",
+    "suspicions",
+    multiple=True,
+    metavar="RULE",
+    help="Name of a rule that the session matched, as `rolltap inspect` shows it. Repeatable.",
+)
+@click.option("--session", "sessions", multiple=True, metavar="ID", help="Session id. Repeatable.")
+@click.option(
+    "--role",
+    "roles",
+    multiple=True,
+    type=click.Choice(get_args(CallRole)),
+    help="Keep only calls of this role, and the calls that their prompts continue. A session without a call of these "
+    "roles is left out. Repeatable.",
+)
+def filter_command(
+    run: Path,
+    out: Path,
+    min_reward: float | None,
+    max_reward: float | None,
+    harnesses: tuple[str, ...],
+    policy_versions: tuple[str, ...],
+    statuses: tuple[SessionStatus, ...],
+    tasks: tuple[str, ...],
+    runtimes: tuple[str, ...],
+    suspicious: bool | None,
+    suspicions: tuple[str, ...],
+    sessions: tuple[str, ...],
+    roles: tuple[CallRole, ...],
+) -> None:
+    """Write some sessions of a RUN to a new run.
+
+    They are those that meet every given criterion. An option that is given several times accepts each of its values. A
+    session without a row has the status unknown, no harness, no policy version, no suspicions and no reward. Events
+    without a session are left out.
+    """
+    run_of_them = rolltap.open_run(run).filter(
+        out,
+        min_reward=min_reward,
+        max_reward=max_reward,
+        harnesses=harnesses,
+        policy_versions=policy_versions,
+        statuses=statuses,
+        session_ids=sessions,
+        roles=roles,
+        tasks=tasks,
+        runtimes=runtimes,
+        suspicious=suspicious,
+        suspicions=suspicions,
+    )
+    click.echo(f"{len(run_of_them.sessions())} sessions in {out}")
+
+
+MOST_FAULTS = 20
+"""Most bad lines that are printed. The rest is counted."""
+
+
+@click.command(
+    "import",
+    epilog=examples(
+        "rolltap import calls.jsonl runs/imported",
+        "zcat calls.jsonl.gz | rolltap import - runs/imported --skip-bad",
+    ),
+)
+@click.argument("file", type=click.File("rb"))
+@click.argument("run", type=FOLDER)
+@click.option("--model", help="Folder or name of the model whose tokens they are: its tokenizer is noted in the run.")
+@click.option("--skip-bad", is_flag=True, help="Leave bad lines out and import the others.")
+@json_option
+def import_command(file: BinaryIO, run: Path, model: str | None, skip_bad: bool, as_json: bool) -> None:
+    """Write calls that another program made to a new RUN.
+
+    FILE is JSON Lines, `-` the standard input. `rolltap merge` adds the new run to another one. With --model, only to
+    one with the same tokenizer and chat template.
+
+    \b
+    A line is a call, with the keys
+      session_id, call_id   names of your own
+      prompt_ids            token ids of the whole prompt
+      completion_ids        sampled token ids, and their
+      logprobs              natural-log probabilities, or null
+      finish_reason         a text or null
+    and, as far as they are known,
+      task_id, group_id, harness, reward   of the session: the same in all its lines
+      started_at            ISO 8601; without it calls are in the order of their prompts' lengths
+      role                  agent, subagent, compaction or auxiliary
+      status                completed, aborted or failed
+      parent_id             decides between calls with the same tokens
+      policy_version        the weights that sampled the call
+
+    Bad lines are printed with their number, and nothing is imported. Of two lines that contradict each other the later
+    one is bad. A call whose tokens and log-probabilities do not match is not a bad line: it is kept, marked and not
+    trained on. The run appears when it is complete: an import that is killed leaves none.
+    """
+    console = Console(stderr=True)
+    faults = 0
+
+    def report(number: int, fault: str) -> None:
+        nonlocal faults
+        faults += 1
+        if faults <= MOST_FAULTS:
+            console.print(f"line {number}: {fault}", markup=False, highlight=False, soft_wrap=True)
+
+    try:
+        summary = rolltap.import_calls(file, run, model=model, skip_bad=skip_bad, report=report)
+    finally:
+        if faults > MOST_FAULTS:
+            console.print(f"and {faults - MOST_FAULTS} more bad lines", highlight=False)
+    print_result(summary, as_json)
+
+
+@click.command(
+    "merge",
+    epilog=examples(
+        "rolltap merge runs/first runs/second --out runs/both",
+        "rolltap merge runs/damaged --out runs/saved",
+    ),
+)
+@click.argument("runs", type=RUN, nargs=-1, required=True)
+@new_folder_option
+def merge_command(runs: tuple[Path, ...], out: Path) -> None:
+    """Write the sessions of several RUNS to one.
+
+    The runs must have the same tokenizer and chat template, and no session in common. Rows that cannot be read or
+    whose digest does not match are not copied, and counted. With a single damaged run, this saves its sound rows.
+    """
+    run, left_behind = rolltap.merge_runs(runs, out)
+    for loss in left_behind:
+        click.echo(
+            f"not copied from {loss.file}: {loss.rows} rows whose digest does not match, "
+            f"{loss.places} unreadable byte ranges"
+        )
+    click.echo(f"{len(run.sessions())} sessions in {out}")
+
+
+@click.command(
+    "split",
+    epilog=examples(
+        "rolltap split runs/first --by harness --out runs/parts",
+        "rolltap split runs/first --parts 4 --out runs/parts",
+    ),
+)
+@click.argument("run", type=RUN)
+@new_folder_option
+@click.option("--by", type=click.Choice(get_args(SplitBy)), help="One run for each value of this session field.")
+@click.option("--parts", type=click.IntRange(1), metavar="N", help="N runs of about as many sessions, groups whole.")
+def split_command(run: Path, out: Path, by: SplitBy | None, parts: int | None) -> None:
+    """Write the sessions of a RUN to several runs.
+
+    They are folders in --out, named after their part. Events without a session go to the first part.
+    """
+    if (by is None) == (parts is None):
+        raise click.UsageError("give either --by or --parts")
+    for name, part in rolltap.open_run(run).split(out, by=by, parts=parts).items():
+        click.echo(f"{len(part.sessions())} sessions in {out / name}")

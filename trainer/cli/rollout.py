@@ -1,0 +1,370 @@
+"""`rolltap rollout`: runs tasks, several sessions each.
+
+`rolltap addon`: the path of the recorder's script.
+
+`rolltap env`: prints the variables that send a program through a recorder.
+
+`rolltap record`: runs one command under the recorder.
+
+`rolltap reward`: gives a recorded session its reward.
+"""
+
+import json
+import os
+import re
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+import click
+from rich.console import Console
+
+import rolltap
+from rolltap.rollouts import end_recorded, set_provenance
+from rolltap.trainer.cli.options import (
+    FOLDER,
+    RUN,
+    engine_option,
+    examples,
+    harness_option,
+    json_option,
+    print_result,
+    recorder_options,
+)
+
+
+@click.command(
+    "addon",
+    epilog=examples(
+        'mitmdump -s "$(rolltap addon)" --set rolltap_out=runs/first \\',
+        "    --set rolltap_engine=http://127.0.0.1:8000 \\",
+        "    --set rolltap_model=Qwen/Qwen3-4B",
+    ),
+)
+def addon_command() -> None:
+    """Print the path of the recorder's mitmproxy script.
+
+    For `mitmdump -s "$(rolltap addon)"`.
+    """
+    click.echo(rolltap.Recorder.script())
+
+
+@click.command(
+    "env",
+    epilog=examples(
+        'eval "$(rolltap env --proxy http://127.0.0.1:8080 --harness pi)"',
+        "rolltap env --proxy http://127.0.0.1:8080 --format docker > session.env",
+    ),
+)
+@click.option("--proxy", required=True, metavar="URL", help="The recorder as the program reaches it: http://HOST:PORT.")
+@click.option("--session", metavar="ID", help="Names the session in the dataset; a new name if not given.")
+@harness_option()
+@engine_option(help="URL of the vLLM server.")
+@click.option(
+    "--ca",
+    type=click.Path(path_type=Path),
+    default="~/.mitmproxy/mitmproxy-ca-cert.pem",
+    show_default=True,
+    help="The recorder's CA certificate.",
+)
+@click.option("--secret-file", type=click.File(), help="The file of the recorder's rolltap_secret_file, if it has one.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["shell", "docker", "json"]),
+    default="shell",
+    show_default=True,
+    help="Lines for a shell's eval, for `docker run --env-file`, or JSON.",
+)
+def env_command(
+    proxy: str,
+    session: str | None,
+    preset: str | None,
+    engine: str,
+    ca: Path,
+    secret_file: TextIO | None,
+    form: str,
+) -> None:
+    """Print the variables that send a program through a recorder.
+
+    The recorder runs already: see `rolltap addon`. The file rolltap-ca-bundle.pem is written beside the CA, with the
+    usual root certificates and the CA. A container needs both files under the same paths.
+    """
+    recorder = rolltap.Proxy(proxy, ca=ca, secret=secret_file.read().strip() if secret_file else "")
+    console = Console(stderr=True)
+    session = session or f"session-{secrets.token_hex(4)}"
+    environment = recorder.environment(session)
+    if preset is not None:
+        harness = rolltap.Harness.load(preset)
+        environment = {**harness.environment(engine), **environment}
+        for line in (f"start it as: {shlex.join([harness.program, *harness.arguments])}", *harness.quirks):
+            console.print(line, markup=False, soft_wrap=True)
+    console.print(f"session: {session}; certificates: {recorder.bundle}", markup=False, soft_wrap=True)
+    if form == "json":
+        click.echo(json.dumps(environment, indent=2))
+        return
+    for name, value in environment.items():
+        click.echo(f"export {name}={shlex.quote(value)}" if form == "shell" else f"{name}={value}")
+
+
+@click.command(
+    "record",
+    epilog=examples(
+        "rolltap record --model Qwen/Qwen3-4B --out runs/first -- python agent.py",
+        "rolltap record --model Qwen/Qwen3-4B --out runs/first \\",
+        '    --harness pi -- -p "Count the words."',
+        "rolltap record --model Qwen/Qwen3-4B --out runs/first \\",
+        '    --evaluate "pytest -q" --task words -- python agent.py',
+    ),
+    context_settings={"ignore_unknown_options": True},
+)
+@recorder_options
+@harness_option()
+@click.option("--task", default="", metavar="ID", help="Name of the task; the harness's name if not given.")
+@click.option("--group", default="", metavar="ID", help="Sessions that are compared with each other.")
+@click.option("--evaluate", metavar="COMMAND", help="Runs here afterwards, and gives the session its reward.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+def record_command(
+    out: Path,
+    engine: str,
+    model: str,
+    settings: dict[str, list[str]],
+    preset: str | None,
+    task: str,
+    group: str,
+    evaluate: str | None,
+    command: tuple[str, ...],
+) -> None:
+    """Run one COMMAND under the recorder and exit with its status.
+
+    The command keeps its own configuration. With --harness, COMMAND is only the arguments of the harness's program, and
+    variables that you have set yourself override the harness's. The program is then asked for its version first.
+
+    With --evaluate, the reward is the number alone on the last line of the evaluator's output, or the JSON object there
+    (the keys reward and parts). Without one it is 1 for status 0 and 0 for status 1; other statuses are no verdict.
+    """
+    if preset is not None:
+        harness = rolltap.Harness.load(preset)
+        command = (harness.program, *harness.arguments, *command)
+    elif command:
+        harness = rolltap.Harness(name=command[0], program=command[0], headless=[])
+    else:
+        raise click.UsageError("give a COMMAND after --, or --harness")
+    harness.require_program()
+    environment = harness.environment(engine)
+    own = {name: value for name, value in os.environ.items() if name != "ROLLTAP_ENGINE_KEY_FILE"}
+    session_id = f"record-{secrets.token_hex(4)}"
+    session = rolltap.Session(
+        session_id=session_id,
+        task_id=task or harness.name,
+        group_id=group or task or session_id,
+        harness=harness.name,
+        status="infrastructure",
+    )
+    if preset is not None:
+        set_provenance(session, harness)
+    with rolltap.Recorder(out, engine=engine, model=model, options=settings) as recorder:
+        # the terminal sends Ctrl-C to the command as well, which decides what to do; this process waits for its status
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        inherited = signal.SIG_IGN if before == signal.SIG_IGN else signal.SIG_DFL
+        try:
+            process = subprocess.Popen(
+                command,
+                env={**environment, **own, **recorder.environment(session_id)},
+                preexec_fn=lambda: signal.signal(signal.SIGINT, inherited),
+            )
+            session.exit_status = process.wait()
+        finally:
+            signal.signal(signal.SIGINT, before)
+        session.status = "completed" if session.exit_status == 0 else "failed"
+        session.finished_at = datetime.now(UTC)
+        facts = end_recorded(session, recorder, evaluate)
+    reward = "no reward" if session.reward is None else f"reward {session.reward:g}"
+    counts = [f"{facts.calls} model call{'s' * (facts.calls != 1)}"]
+    counts += [f"requests that look like one and were not answered: {facts.uncaptured}"] if facts.uncaptured else []
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console.print(
+        f"session {session_id}: {session.status}, {reward}, {', '.join(counts)}. "
+        f"See: {shlex.join(['rolltap', 'inspect', str(out), session_id])}",
+        markup=False,
+    )
+    if why := session.error or facts.fault:
+        console.print(why, markup=False, style="bold red")
+    status = session.exit_status
+    sys.exit(status if status >= 0 else 128 - status)
+
+
+@click.command(
+    "reward",
+    epilog=examples(
+        "rolltap reward runs/first record-1a2b 0.5",
+        "rolltap reward runs/first record-1a2b 1 --task words --part style=0.5",
+    ),
+    context_settings={"ignore_unknown_options": True},
+)
+@click.argument("run", type=RUN)
+@click.argument("session")
+@click.argument("value", type=float)
+@click.option("--task", default="", metavar="ID", help="Name of the task. Sessions of a task are of one group.")
+@click.option("--group", default="", metavar="ID", help="Sessions that are compared with each other.")
+@click.option("--part", "parts", multiple=True, metavar="NAME=VALUE", help="A part of the reward. Repeatable.")
+@click.option("--change", is_flag=True, help="Replace the reward that the session has.")
+@json_option
+def reward_command(
+    run: Path,
+    session: str,
+    value: float,
+    task: str,
+    group: str,
+    parts: tuple[str, ...],
+    change: bool,
+    as_json: bool,
+) -> None:
+    """Give SESSION of RUN the reward VALUE, a finite number.
+
+    For sessions that `rolltap rollout` did not start: of `rolltap record`, or of programs of your own. A reward that
+    was given before stays in the run, the newest counts. A session without a completed call has none. Unique prefixes
+    of ids are accepted.
+    """
+    numbers = dict(map(_part, parts))
+    opened = rolltap.open_run(run)
+    rewarded = opened.reward(session, value, parts=numbers, task=task, group=group, change=change)
+    if as_json:
+        click.echo(json.dumps(opened.inspect_session(rewarded.session_id).to_json()["session"]))
+        return
+    where = f"task {rewarded.task_id or '-'}, group {rewarded.group_id or '-'}, revision {rewarded.revision}"
+    click.echo(f"{rewarded.session_id}: {rewarded.reward:g} ({where})")
+
+
+def _part(text: str) -> tuple[str, float]:
+    name, equals, value = text.partition("=")
+    try:
+        if not (name and equals):
+            raise ValueError
+        return name, float(value)
+    except ValueError:
+        raise click.BadParameter(f"--part {text!r} is not written as NAME=NUMBER") from None
+
+
+MOST_REASONS = 3
+"""Most reasons of sessions without a reward that are printed."""
+_CALL_ID = re.compile(r"\b[0-9a-f]{16,}\b")
+
+
+@click.command(
+    "rollout",
+    epilog=examples(
+        "rolltap rollout tasks.jsonl --harness pi \\",
+        "    --model Qwen/Qwen3-4B --out runs/first",
+        "rolltap rollout tasks.jsonl --harness codex --sessions 4 \\",
+        "    --model Qwen/Qwen3-4B --out runs/first \\",
+        "    --runtime sandbox --set rolltap_allow=pypi.org",
+    ),
+)
+@recorder_options
+@click.argument("tasks", type=click.Path(path_type=Path, exists=True))
+@harness_option(required=True)
+@click.option("-n", "--sessions", default=8, show_default=True, type=click.IntRange(1), help="Sessions of each task.")
+@click.option(
+    "--concurrency",
+    default=8,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Maximum number of sessions that run at the same time.",
+)
+@click.option(
+    "--recorders",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Processes of the recorder. Each uses one core.",
+)
+@click.option("--timeout", default=1800.0, show_default=True, help="Seconds after which a harness is stopped.")
+@click.option(
+    "--runtime",
+    default="process",
+    show_default=True,
+    type=click.Choice(["process", "sandbox", "container", "apptainer"]),
+    help="Where sessions run.",
+)
+@click.option(
+    "--tools",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True),
+    help="Folder of installed programs that a box shows, read-only, under the same path. Repeatable.",
+)
+@click.option(
+    "--container-engine",
+    type=click.Choice(["podman", "docker"]),
+    help="Program of the runtime container. By default the first that is installed.",
+)
+@click.option(
+    "--container-argument",
+    "container_arguments",
+    multiple=True,
+    help="Argument between the name of that program and its commands. Repeatable.",
+)
+@click.option("--repositories", type=FOLDER, help="Folder with the checkouts of SWE tasks, as OWNER__NAME.")
+@click.option("--max-calls", type=click.IntRange(1), help="Most model calls of a session.")
+@click.option("--max-sampled-tokens", type=click.IntRange(1), help="Most tokens that a session samples.")
+@click.option("--max-prompt-tokens", type=click.IntRange(1), help="Most tokens of the prompt of one call.")
+@click.option(
+    "--retries",
+    default=2,
+    show_default=True,
+    type=click.IntRange(0),
+    help="Retries of a session that failed because of the engine, the recorder or the machine.",
+)
+@click.option(
+    "--give-up-after",
+    default=8,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Stop after so many such sessions in a row.",
+)
+@click.option("--new-groups", is_flag=True, help="Begin further groups; the newest ones are completed first.")
+@json_option
+def rollout_command(tasks: Path, settings: dict[str, list[str]], preset: str, as_json: bool, **arguments: Any) -> None:
+    """Run every task several times and record it.
+
+    TASKS is JSON Lines, one task a line; a Harbor task folder, or a folder of them; or rows of a SWE dataset: JSON
+    Lines, Parquet, or a dataset on the disk. Each task's own judge gives the reward. A session that failed because of
+    the engine, the recorder or the machine has the status infrastructure and no reward. The same command goes on where
+    it was stopped. Exit status 1: no session has a reward, or the rollout gave up.
+    """
+    run = rolltap.rollout(tasks, harness=preset, options=settings, **arguments)
+    print_result(run.summary(), as_json)
+    _report_faults(run)
+
+
+def _report_faults(run: rolltap.Run) -> None:
+    """Say on stderr how many of the sessions have no reward, and why. Exits with 1 when it is all of them."""
+    rows = {session.session_id: session for session in run.sessions()}
+    last = {name.partition("~")[0]: rows[name] for name in run.new_session_ids}  # of several attempts
+    without = Counter(session.status for session in last.values() if session.reward is None)
+    if not without:
+        return
+    reasons: defaultdict[str, list[str]] = defaultdict(list)
+    for session in last.values():
+        if session.reward is None:
+            reason = session.error or "no reason was recorded"
+            # without ids, so that equal reasons count together
+            reasons[_CALL_ID.sub("", reason.replace(session.session_id, ""))].append(reason)
+    named = ", ".join(f"{number} {status}" for status, number in without.most_common())
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console.print(f"{without.total()} of {len(last)} sessions have no reward ({named})", style="bold red", markup=False)
+    for alike in sorted(reasons.values(), key=len, reverse=True)[:MOST_REASONS]:
+        console.print(f"  {len(alike)} of them: {alike[0]}", style="red", markup=False)
+    console.print(
+        f"See {run.path / 'logs'} and the recorder's log in the run. Once it is mended, the same command tries again "
+        "those that are infrastructure or unjudged.",
+        markup=False,
+    )
+    if without.total() == len(last):
+        sys.exit(1)

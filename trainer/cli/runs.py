@@ -1,0 +1,246 @@
+"""`rolltap check`: compares recorded log-probabilities with a running engine's.
+
+`rolltap export`: writes a run in other programs' formats.
+
+`rolltap inspect`: shows a run, a session or a call.
+
+`rolltap traces`: builds the traces of a run.
+
+`rolltap verify`: checks a run for damage.
+"""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Literal, TextIO, get_args
+
+import click
+from rich.console import Console
+
+import rolltap
+from rolltap.trainer.cli.options import FOLDER, RUN, engine_option, examples, json_option, print_result
+from rolltap.types import TRAINED_ROLES, CallRole, ExportFormat, Strategy
+
+
+@click.command(
+    "check",
+    epilog=examples(
+        "rolltap check runs/first",
+        "rolltap check runs/first --engine http://127.0.0.1:8000 --sample 20",
+    ),
+)
+@click.argument("run", type=FOLDER)
+@engine_option(help="URL of the vLLM server.")
+@click.option(
+    "--sample", default=100, show_default=True, type=click.IntRange(1), help="Maximum number of calls to score."
+)
+@click.option("--seed", default=0, show_default=True, help="Seed of the choice of calls.")
+@click.option(
+    "--threshold",
+    default=0.01,
+    show_default=True,
+    type=click.FloatRange(0),
+    help="Maximum mean absolute difference, in nats, for exit status 0. The default is provisional: a float32 engine "
+    "on CPU reproduces its log-probabilities within 0.0001; in bfloat16 differences are larger, because results depend "
+    "on the batch, and were not measured.",
+)
+@json_option
+def check_command(run: Path, engine: str, sample: int, seed: int, threshold: float, as_json: bool) -> None:
+    """Score calls of a RUN again on a running engine.
+
+    The log-probabilities of both times are compared.
+
+    Exit status 0: the mean absolute difference of every kind of prompt and policy version is within the threshold.
+    Exit status 1: one is not. Calls of weights that the engine does not serve are skipped and counted. So are those
+    of the model that the engine was started with, unless run.json names the same one.
+    """
+    report = rolltap.open_run(run).check(engine, sample=sample, seed=seed, threshold=threshold)
+    print_result(report, as_json)
+    sys.exit(0 if report.within else 1)
+
+
+@click.command(
+    "export",
+    epilog=examples(
+        "rolltap export runs/first --to parquet --out first-parquet",
+        "rolltap export runs/first --to hub --repo me/first",
+    ),
+)
+@click.argument("run", type=FOLDER)
+@click.option(
+    "--to",
+    "target",
+    type=click.Choice([*get_args(ExportFormat), "hub"]),
+    required=True,
+    help="parquet: a dataset for the Hub and its viewer. hub: the same, pushed. openenv: TrainingTrace JSON. "
+    "atif: Harbor's trajectories. messages: plain chats.",
+)
+@click.option("--out", type=FOLDER, help="Write into this folder, which must be new or empty.")
+@click.option("--repo", metavar="ORG/NAME", help="The dataset repository that --to hub pushes to.")
+@click.option("--public", is_flag=True, help="Create or update a public repository.")
+def export_command(
+    run: Path, target: ExportFormat | Literal["hub"], out: Path | None, repo: str | None, public: bool
+) -> None:
+    """Write a RUN in another format, or push it to the Hub.
+
+    The Hub's token is that of `hf auth login` or HF_TOKEN. A repository that is public already is refused without
+    --public. Former Parquet files and the card of the repository are replaced.
+    """
+    opened, console = rolltap.open_run(run), Console(stderr=True)
+    if target == "hub":
+        if repo is None or out is not None:
+            raise click.UsageError("--to hub takes --repo ORG/NAME, and no --out")
+        url = opened.push_to_hub(repo, public=public)
+        console.print(f"{run} is at {url}", markup=False, soft_wrap=True)
+        return
+    if out is None or repo is not None or public:
+        raise click.UsageError(f"--to {target} takes --out DIR, and neither --repo nor --public")
+    records = opened.export(target, out)
+    console.print(f"{records:,} records in {out}", markup=False, soft_wrap=True)
+
+
+@click.command(
+    "inspect",
+    epilog=examples(
+        "rolltap inspect runs/first",
+        "rolltap inspect runs/first record-1a2b",
+        "rolltap inspect runs/first record-1a2b 9f",
+    ),
+)
+@click.argument("run", type=FOLDER)
+@click.argument("session", required=False)
+@click.argument("call", required=False)
+@json_option
+def inspect_command(run: Path, session: str | None, call: str | None, as_json: bool) -> None:
+    """Show a RUN, the calls of a SESSION, or a CALL with its tokens.
+
+    Unique prefixes of ids are accepted.
+    """
+    opened = rolltap.open_run(run)
+    if session is None:
+        print_result(opened.summary(), as_json)
+    elif call is None:
+        print_result(opened.inspect_session(session), as_json)
+    else:
+        print_result(opened.inspect_call(session, call), as_json)
+
+
+def _roles(value: str | tuple[CallRole, ...]) -> tuple[CallRole, ...]:
+    """Return roles that are separated by commas as a tuple, each once, in their usual order."""
+    if isinstance(value, tuple):
+        return value
+    asked = {role.strip() for role in value.split(",")}
+    known = get_args(CallRole)
+    if unknown := asked - set(known):
+        raise click.BadParameter(f"{', '.join(map(repr, sorted(unknown)))}: choose among {', '.join(known)}")
+    return tuple(role for role in known if role in asked)
+
+
+@click.command(
+    "traces",
+    epilog=examples(
+        "rolltap traces runs/first --out first-traces",
+        "rolltap traces runs/first --json --roles agent,subagent > traces.jsonl",
+    ),
+)
+@click.argument("run", type=FOLDER)
+@click.option(
+    "--strategy",
+    type=click.Choice(get_args(Strategy)),
+    default="prefix_merging",
+    show_default=True,
+    help="per_request: one trace for each trained call. prefix_merging: one for each path of the call tree. tree: the "
+    "same, with the prefix that each shares with an earlier one.",
+)
+@click.option(
+    "--roles",
+    type=_roles,
+    default=TRAINED_ROLES,
+    metavar="ROLE,...",
+    help=f"Roles of the calls to train: {', '.join(get_args(CallRole))}; by default {', '.join(TRAINED_ROLES)}.",
+)
+@click.option("--max-tokens", type=click.IntRange(1), help="Cut off the end of longer traces.")
+@click.option("--out", type=FOLDER, help="Write a dataset into this folder, which must be new or empty.")
+@click.option("--json", "as_json", is_flag=True, help="Print each trace as a line of JSON.")
+@click.option("--ledger", "ledger_file", type=click.File("w", lazy=True), help="Write the ledger as JSON.")
+def traces_command(
+    run: Path,
+    strategy: Strategy,
+    roles: tuple[CallRole, ...],
+    max_tokens: int | None,
+    out: Path | None,
+    as_json: bool,
+    ledger_file: TextIO | None,
+) -> None:
+    """Build the traces of a RUN, to train on.
+
+    `datasets.load_from_disk` opens what --out names. Sessions without a reward are there too, with the reward null;
+    the ledger has their tokens as fault or no_reward.
+    """
+    if out is None and not as_json and ledger_file is None:
+        raise click.UsageError("say where the traces go: --out DIR, --json, or --ledger FILE for their ledger alone")
+    traces = rolltap.open_run(run).traces(strategy, roles=roles, max_tokens=max_tokens)
+    each = _print_json if as_json else None
+    totals = traces.totals(each) if out is None else traces.save(out, each)
+    if ledger_file is not None:
+        ledger_file.write(json.dumps(asdict(totals.ledger), indent=2) + "\n")
+    console = Console(stderr=True)
+    where = "" if out is None else f" in {out}"
+    console.print(f"{totals.traces:,} traces of {totals.sessions:,} sessions{where}", markup=False, soft_wrap=True)
+    console.print(totals.ledger)
+
+
+def _print_json(trace: rolltap.Trace) -> None:
+    click.echo(json.dumps(trace.to_json()))
+
+
+MOST_FINDINGS = 100
+"""Maximum number of findings that are printed. `--json` prints all."""
+
+
+@click.command(
+    "verify",
+    epilog=examples(
+        "rolltap verify runs/first",
+        "rolltap verify runs/first --repair",
+    ),
+)
+@click.argument("run", type=RUN)
+@click.option("--repair", is_flag=True, help="Truncate uncommitted tails and remove temporary files.")
+@json_option
+def verify_command(run: Path, repair: bool, as_json: bool) -> None:
+    """Check a RUN for damage.
+
+    Checked are the table files, the digest of each row that can be read, and the token ids, prompts, values and times
+    of calls and sessions. The calls of a session with an unreadable row are not rebuilt. A run that is being recorded
+    can be verified.
+
+    The first line is the verdict: ok, needs repair or damaged. Exit status 1: the run is damaged. Exit status 0: it is
+    not.
+
+    --repair truncates an uncommitted tail and removes temporary files. After a machine crash the tail may be a commit
+    whose prefix was lost: copy the file first. Files that are being written are not changed.
+
+    For a damaged run, `rolltap merge RUN --out NEW` saves the rows that can be read.
+    """
+    found = rolltap.verify_run(run, repair=repair)
+    if as_json:
+        click.echo(json.dumps(found.to_json()))
+        sys.exit(0 if found.sound else 1)
+    grades = Counter(finding.grade for finding in found.findings)
+    findings = f"; findings: {_count(grades.items())}" if grades else ""
+    click.echo(f"{found.verdict}: {_count(found.rows.items())}{findings}")
+    for done in found.repaired:
+        click.echo(f"repaired: {done}")
+    for finding in found.findings[:MOST_FINDINGS]:
+        click.echo(f"{finding.grade}: {finding.where}: {finding.what}{finding.advice and f'; {finding.advice}'}")
+    if len(found.findings) > MOST_FINDINGS:
+        click.echo(f"and {len(found.findings) - MOST_FINDINGS} more: see --json")
+    sys.exit(0 if found.sound else 1)
+
+
+def _count(numbers: Iterable[tuple[str, int]]) -> str:
+    return ", ".join(f"{number} {name}" for name, number in numbers)

@@ -1,0 +1,134 @@
+"""`rolltap train`: the whole loop by a recipe, its training alone on recorded runs, or its plan.
+
+`rolltap serve`: starts the engine.
+"""
+
+import shlex
+import sys
+from pathlib import Path
+
+import click
+from click.core import ParameterSource
+from rich.console import Console
+
+import rolltap
+from rolltap.errors import RankError
+from rolltap.trainer.cli.options import (
+    FILE,
+    FOLDER,
+    RUN,
+    engine_key_option,
+    engine_option,
+    examples,
+    json_option,
+    print_result,
+)
+from rolltap.trainer.launcher import runs_first
+
+
+@click.command(
+    "serve",
+    epilog=examples(
+        "rolltap serve Qwen/Qwen3-4B --vllm ~/venvs/vllm/bin/vllm",
+        "rolltap serve models/mine --lora-rank 16 -- --gpu-memory-utilization 0.5",
+    ),
+)
+@click.argument("model")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=8000, show_default=True, help="Port to listen on.")
+@click.option("--vllm", default="vllm", show_default=True, help="The vllm program, in an environment of its own.")
+@click.option("--max-model-len", type=click.IntRange(1), help="Context window in tokens; the model's own if not given.")
+@click.option("--lora-rank", type=click.IntRange(0), default=0, help="Accept LoRA adapters up to this rank.")
+@engine_key_option("File with the key that the engine requires; made if it does not exist. By default a new file.")
+@click.argument("extra", nargs=-1, type=click.UNPROCESSED)
+def serve_command(
+    model: str, host: str, port: int, vllm: str, max_model_len: int | None, lora_rank: int, extra: tuple[str, ...]
+) -> None:
+    """Start vLLM for recording and publishing.
+
+    It serves MODEL with the endpoints and flags that these need, on the GPUs, or on the CPU if vLLM is a CPU build.
+    Every route but /health requires a key. Arguments after `--` are passed on to `vllm serve`. A start-up that takes
+    more than two hours is stopped.
+    """
+    server = rolltap.EngineServer(
+        model, vllm=vllm, host=host, port=port, max_model_len=max_model_len, lora_rank=lora_rank, extra=extra
+    )
+    with server:
+        console = Console(stderr=True, soft_wrap=True, highlight=False)
+        console.print(f"vLLM serves {model} at {server.url}", style="bold", markup=False)
+        console.print(f"export ROLLTAP_ENGINE_KEY_FILE={shlex.quote(str(server.key_file))}", markup=False)
+        sys.exit(server.wait())
+
+
+@click.command(
+    "train",
+    epilog=examples(
+        "rolltap train recipe.toml --dry-run",
+        "rolltap train recipe.toml --out runs/training",
+        "rolltap train recipe.toml --out runs/offline --from runs/first",
+    ),
+)
+@click.argument("recipe", type=FILE)
+@click.option("--out", type=FOLDER, help="The run folder. A run that was stopped is resumed. --dry-run needs none.")
+@engine_option(help="URL of the vLLM server, or several separated by commas.")
+@click.option("--steal", is_flag=True, help="Take engines that belong to another training, which then fails.")
+@click.option(
+    "--from",
+    "runs",
+    type=RUN,
+    multiple=True,
+    help="Train on this recorded run, without an engine and a recorder. Repeatable.",
+)
+@click.option("--seed", default=0, show_default=True, help="Seed of the trainer.")
+@click.option("--dry-run", is_flag=True, help="Start nothing: print the memory and the numbers of the training.")
+@json_option
+@click.pass_context
+def train_command(
+    context: click.Context,
+    recipe: Path,
+    out: Path | None,
+    engine: str,
+    steal: bool,
+    runs: tuple[Path, ...],
+    seed: int,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Record, train, publish and repeat, as a RECIPE says.
+
+    The new weights are published to the running engines, which sample the next sessions. torchrun and accelerate
+    launch start several training processes: torchrun --standalone --nproc-per-node 4 -m rolltap train ...
+
+    With --from, nothing is recorded and published: the groups of the recorded runs are trained on.
+
+    With --dry-run, exit status 1 says that the training cannot work.
+    """
+    given = context.get_parameter_source("engine") is ParameterSource.COMMANDLINE
+    if runs and (given or steal):
+        raise click.UsageError("--from trains without an engine: leave out --engine and --steal, or --from")
+    if dry_run:
+        named = context.get_parameter_source("engine") is not ParameterSource.DEFAULT and not runs
+        plan = rolltap.plan_training(recipe, engine=engine if named else None, runs=runs, out=out)
+        print_result(plan, as_json)
+        sys.exit(0 if plan.can_start else 1)
+    if out is None:
+        raise click.UsageError("Missing option '--out'.")
+    if as_json:
+        raise click.UsageError("--json prints a plan: add --dry-run, or leave it out")
+    try:
+        _train(recipe, out, engine, steal, runs, seed)
+    except RankError:
+        if runs_first():
+            raise
+        sys.exit(1)  # the first process says why
+
+
+def _train(recipe: Path, out: Path, engine: str, steal: bool, runs: tuple[Path, ...], seed: int) -> None:
+    console = Console(stderr=True, soft_wrap=True, quiet=not runs_first())
+    if runs:
+        model = rolltap.train_offline(recipe, runs, out=out, seed=seed)
+        return console.print(f"trained model: {model}", markup=False)
+    run = rolltap.train(recipe, engine=engine, out=out, seed=seed, steal=steal)
+    if runs_first():
+        print_result(run.summary(), as_json=False)
+    console.print(f"plots: {out / 'reward.png'}, {out / 'training.png'}   trained model: {out / 'model'}", markup=False)

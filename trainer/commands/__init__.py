@@ -1,1 +1,0 @@
-"""The commands of `rolltap`, one a file."""

@@ -1,0 +1,130 @@
+"""Calling async functions from a script, or from a notebook, whose thread runs an event loop already.
+
+Threads for reading, comparing and copying folders, which can take minutes.
+
+They are no threads of the event loop's own pool: watching boxes and reading facts must not wait for them.
+
+Making a value once, however many ask for it at the same time.
+"""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from typing import Any, Generic, ParamSpec, TypeVar
+
+from rolltap.addons.offload import finished_in
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end and return its result.
+
+    When an event loop runs in the calling thread, as in a notebook, the coroutine runs in a thread of its own and the
+    caller's loop is blocked. KeyboardInterrupt cancels the coroutine, and is raised after the coroutine's cleanup.
+    """
+    if not _loop_runs_here():
+        return asyncio.run(coroutine)
+    begin: Future[bool] = Future()
+    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = Future()
+    done: Future[T] = Future()
+
+    async def supervise() -> T:
+        task = asyncio.ensure_future(coroutine)
+        started.set_result((asyncio.get_running_loop(), task))
+        return await task
+
+    def work() -> None:
+        if begin.result():
+            try:
+                done.set_result(asyncio.run(supervise()))
+            except BaseException as error:
+                done.set_exception(error)
+
+    try:
+        threading.Thread(target=work, name="rolltap").start()
+        begin.set_result(True)
+        return done.result()
+    except KeyboardInterrupt:
+        if not begin.done():
+            begin.set_result(False)
+            coroutine.close()
+            raise
+        loop, task = started.result()
+        with suppress(RuntimeError):  # the loop is closed: the coroutine has just ended
+            loop.call_soon_threadsafe(task.cancel)
+        wait([done])
+        raise
+
+
+async def run_to_end(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run a blocking function in a thread and wait for its end, even when the caller is cancelled meanwhile.
+
+    A thread cannot be cancelled. CancelledError is raised after the function has returned; an error of the function is
+    its cause then.
+    """
+    task = asyncio.create_task(asyncio.to_thread(function, *args, **kwargs))
+    if await wait_for_end(task):
+        raise asyncio.CancelledError from task.exception()
+    return task.result()
+
+
+async def wait_for_end(task: asyncio.Task[Any]) -> bool:
+    """Wait for the end of a task, even when the caller is cancelled. Return True if it was."""
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            cancelled = True
+    return cancelled
+
+
+def _loop_runs_here() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+_POOL = ThreadPoolExecutor(8, "rolltap-folders")
+
+
+async def in_folder_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function that works on folders in a thread, and return its result.
+
+    When the caller is cancelled, CancelledError is raised after the function has returned: see `finished_in`.
+    """
+    return await finished_in(_POOL, function, *args, **kwargs)
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Once(Generic[K, V]):
+    """Values by key, each made on first use. Others who ask meanwhile wait; those who ask for other keys do not.
+
+    A failure is not kept: the next who asks makes it again. It may be used in one event loop after another.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[K, V] = {}
+        self._making: dict[K, asyncio.Event] = {}
+
+    async def get(self, key: K, make: Callable[[], Awaitable[V]]) -> V:
+        """Return the value of a key. Raises what `make` raises."""
+        while key not in self._made:
+            if key in self._making:
+                await self._making[key].wait()
+                continue
+            self._making[key] = asyncio.Event()
+            try:
+                self._made[key] = await make()
+            finally:
+                self._making.pop(key).set()
+        return self._made[key]

@@ -1,0 +1,251 @@
+"""The agreement of an engine with the trainer: a fixed text, scored by both with the weights that both should have.
+
+The owner of an engine: the training that publishes weights to it.
+
+The engine keeps it in a register (`in_vllm.rolltap_owner`). It ends with the engine, as the published weights do.
+
+The base weights of a training: does an engine serve them? If not, it loads them again.
+
+Published weights: their names, their folders, and the policy file that tells the recorder of them.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from statistics import fmean
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase  # takes a second to import
+import json
+import shutil
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rolltap.addons.engine.policy import POLICY_FILE
+from rolltap.addons.errors import EngineError, RunError
+from rolltap.addons.store.staging import write_atomically
+from rolltap.trainer.engine.admin import EngineAdmin
+from rolltap.trainer.versions import Version
+
+FIXED_TEXT = """\
+The lighthouse keeper wrote down the weather every morning at six: the direction of the wind, the height of the waves,
+and how far he could see across the bay. On clear days he counted 14 islands; in fog he counted none. "A number that
+nobody checks", he used to say, "is only a wish." So each evening his daughter climbed the 212 steps, looked at the
+same sea, and wrote a second column beside his. When the two columns agreed they drank tea. When they did not, they
+went outside together and looked again, because one of them had to be wrong, and the sea never was.
+
+def agree(first: list[float], second: list[float]) -> bool:
+    return max(abs(a - b) for a, b in zip(first, second)) < 0.001
+"""
+"""English prose, quoted speech, numbers and a line of code: 150 to 250 tokens of today's tokenizers."""
+
+LIMITS: Mapping[str, float] = MappingProxyType({"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05})
+"""Type of the weights -> largest mean difference in nats that is agreement. Provisional: tiny models on CPU were below
+1e-4 in float32 and below 2e-3 in bfloat16; larger models, float16 and GPUs were not measured."""
+
+
+def fixed_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """Return the token ids of the fixed text, without special tokens."""
+    return list(tokenizer.encode(FIXED_TEXT, add_special_tokens=False))
+
+
+def mean_difference(first: Sequence[float], second: Sequence[float]) -> float:
+    """Return the mean absolute difference of two equally long rows of log-probabilities, in nats.
+
+    It is infinite when a number is not finite, so that no comparison takes it for agreement. Raises `ValueError` for
+    rows that are empty or differ in length.
+    """
+    if not first:
+        raise ValueError("there is nothing to compare")
+    mean = fmean(abs(a - b) for a, b in zip(first, second, strict=True))
+    return mean if isfinite(mean) else float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A training. `run` is its id, which its restarts share. `about` says where it runs, for people."""
+
+    run: str
+    about: str
+
+
+class StolenError(EngineError):
+    """Another training owns the engine."""
+
+
+def claim(engine: EngineAdmin, owner: Owner, *, steal: bool = False) -> bool:
+    """Take an engine for a training, from any other one only with `steal`.
+
+    Returns False for a vLLM that `rolltap serve` did not start: it knows no owner. Raises `StolenError`, which names
+    the present owner, and `EngineError`.
+    """
+    status, answer = engine.register("PUT", owner=owner.run, about=owner.about, steal=steal)
+    if status == 409:
+        raise StolenError(
+            f"another training owns the engine at {engine.url}: {answer['owner']} ({answer['about']}). Wait until it "
+            "has ended; if it was killed, take the engine from it (--steal, steal=True)"
+        )
+    return status == 200
+
+
+def release(engine: EngineAdmin, owner: Owner) -> None:
+    """Give an engine back, if the training still owns it. Raises `EngineError`."""
+    engine.register("DELETE", owner=owner.run)
+
+
+def note_base(engine: EngineAdmin, owner: Owner, model: Path) -> None:
+    """Note that the owner has verified that the engine's own model is the one in a folder. Raises `EngineError`."""
+    engine.register("PUT", owner=owner.run, about=owner.about, base=str(model.absolute()))
+
+
+def noted_base(engine: EngineAdmin) -> str | None:
+    """Return the folder as which a training has verified the engine's own model, if any. Raises `EngineError`."""
+    status, answer = engine.register("GET")
+    return answer.get("base") if status == 200 else None
+
+
+LOADED = "default"
+"""The version that vLLM reports for the weights that it loaded when it started."""
+_DESCRIPTIVE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
+"""Keys of a model's config.json that do not change which weights fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The base model, and how the trainer scores a fixed text by it."""
+
+    model: Path
+    """Folder of the base model."""
+    version: str
+    """Version of weights that are loaded from the folder: `<run>.0.<attempt>`."""
+    ids: Sequence[int]
+    """The text's token ids, shape (T,)."""
+    own: Sequence[float]
+    """The trainer's log-probabilities of `ids[1:]`, shape (T - 1,)."""
+    limit: float
+    """Largest mean difference in nats that is agreement."""
+
+    def names(self, version: str) -> bool:
+        """Return True when a version that an engine reports is that of base weights, as far as a name tells."""
+        served, own = Version.parse(version), Version.parse(self.version)
+        return version == LOADED or (
+            served is not None and own is not None and (served.run, served.step) == (own.run, 0)
+        )
+
+
+def difference(engine: EngineAdmin, name: str | None, ids: Sequence[int], own: Sequence[float]) -> float:
+    """Return the mean difference of an engine's log-probabilities of `ids[1:]` from `own`, in nats.
+
+    `name` is the model's name in the engine, None for the base model. Raises `EngineError`.
+    """
+    return mean_difference(own, engine.score(name or engine.models().base, ids[:1], ids[1:]))
+
+
+def verify_base(engine: EngineAdmin, base: Base, say: Callable[[str], None]) -> None:
+    """Make sure that an engine serves the base model and is not paused: see `Engines.verify_base`."""
+    version, root = engine.weight_version(), engine.models().root
+    if engine.is_paused():
+        why = "is paused, as a killed training leaves it"
+    elif not base.names(version):
+        why = f"serves the published weights {version}"
+    elif (differs := difference(engine, None, base.ids, base.own)) <= base.limit:
+        if not same_folder(root, str(base.model)):
+            say(f"the engine at {engine.url} serves {root}: taken for {base.model}, {differs:.2g} nats from it")
+        return
+    else:
+        why = f"serves the weights {version}, which differ from {base.model} by {differs:.2g} nats"
+    fix = f"start it again with `rolltap serve {base.model}`"
+    if not _same_model(root, base.model) and not _same_model(noted_base(engine), base.model):
+        raise EngineError(
+            f"the engine at {engine.url} {why}, and cannot load {base.model}: its own model is {root}, and there is "
+            f"no sign here that it is the same; {fix}"
+        )
+    say(f"the engine at {engine.url} {why}: it loads {base.model} again")
+    engine.serve(base.model, base.version)
+    differs = difference(engine, None, base.ids, base.own)
+    if not differs <= base.limit:
+        raise EngineError(
+            f"the engine at {engine.url} (model {root}, weights {engine.weight_version()}) has loaded {base.model}, "
+            f"and still differs from the trainer by {differs:.2g} nats (limit {base.limit:g}): is its --dtype the "
+            f"recipe's, and the folder the same on both sides? Then {fix}, or raise max_difference"
+        )
+
+
+def _same_model(root: str | None, model: Path) -> bool:
+    """Return True when an engine's model has the shape of a folder's: loading other shapes destroys the engine."""
+    return root is not None and (same_folder(root, str(model)) or _config(Path(root)) == _config(model) is not None)
+
+
+def same_folder(first: str, second: str) -> bool:
+    """Return True for two names of one model, each of which is a folder or a name on the Hub."""
+    return first == second or Path(first).resolve() == Path(second).resolve()
+
+
+def _config(folder: Path) -> dict[str, Any] | None:
+    """Return what decides the shapes of a model; None for a folder that cannot be read here."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        return {key: value for key, value in config.items() if key not in _DESCRIPTIVE}
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+Agrees = Callable[[str | None], None]
+"""Compares what the engines serve with the trainer. The argument is the model's name in them, None for the base."""
+OTHER_BASE = "it was made for other weights of the base model"
+
+
+def published_name(version: str) -> str:
+    """Return the name of published weights: of their folder, and of an adapter in the engines."""
+    return f"policy-{version}"
+
+
+def published_version(name: str) -> Version | None:
+    """Return the version of an adapter that a training published, by its name in the engines; None for other names."""
+    return Version.parse(name.removeprefix(prefix)) if name.startswith(prefix := published_name("")) else None
+
+
+def names_of_run(version: str) -> str:
+    """Return how the names of all weights begin that the training of a version publishes."""
+    return published_name(version.partition(".")[0]) + "."
+
+
+def base_version(version: str) -> str:
+    """Return the version of base weights in the attempt that publishes a version."""
+    parsed = Version.parse(version)
+    return LOADED if parsed is None else str(Version(parsed.run, 0, parsed.attempt))
+
+
+def save(target: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a hidden folder, then rename it to `target`. Raises `RunError`."""
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        write(partial)
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+    except OSError as error:
+        raise RunError(f"{target} could not be written: {error}; the engines are unchanged") from error
+
+
+def keep_only(folder: Path, version: str, kept: Collection[Path]) -> None:
+    """Remove other weights of a version's training: older ones, and those that a killed training left there."""
+    names = names_of_run(version)
+    for path in [*folder.glob(f"{names}*"), *folder.glob(f".{names}*")]:
+        if path not in kept:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def write_policy(run: Path, model: str | None, version: str) -> None:
+    """Write the policy file, from which the recorder reads the current version and its model name in the engines.
+
+    `model` None is the base model. Raises `RunError`.
+    """
+    try:
+        write_atomically(run / POLICY_FILE, json.dumps({"model": model, "version": version}) + "\n")
+    except OSError as error:
+        raise RunError(f"{run / POLICY_FILE} could not be written: {error}; the policy is the previous one") from error

@@ -1,0 +1,143 @@
+"""rolltap records the model calls of agent programs off the wire, and trains on them.
+
+Roll out tasks with an unmodified agent program, and build a batch for the trainer:
+
+    import rolltap
+
+    task = rolltap.Task(id="count", instruction="Count the lines of words.txt ...", evaluate=["sh", "-c", "test ..."])
+    run = rolltap.rollout([task], harness="codex", engine=url, model=folder, out="runs/a", sessions=8)
+    batch = run.traces(strategy="prefix_merging").batch()
+    print(run.summary().steps, batch.ledger)
+
+Record
+    `rollout`            run tasks with a harness, several sessions each, and record every model call
+    `rollout_async`      the same inside an event loop
+    `Task`, `Harness`    an instruction with its evaluator; an agent program and how to start it
+    `load_tasks`         tasks of a file or folder: JSON Lines, Harbor tasks, SWE-bench rows
+    `Recorder`           record programs that you start yourself
+    `Proxy`              a recorder that runs already
+    `EngineServer`       a vLLM server with the endpoints that recording and publishing need
+
+Read
+    `open_run`, `Run`    a run folder: its sessions, calls, traces, ledger, exports
+    `Session`, `Call`    the rows of a run
+    `merge_runs`, `import_calls`, `verify_run`
+
+Train
+    `Trace`, `TraceBatch`, `GroupReward`, `Ledger`
+    `build_traces`       the calls of one session -> its traces and their ledger
+    `TraceGRPOTrainer`, `TraceGRPOConfig`   a `trl.GRPOTrainer` that trains on traces; needs the extra `train`
+    `train`              roll out, train, publish and repeat, by a recipe; needs the extra `train`
+    `plan_training`      what a training by a recipe would take; needs the extra `train`
+    `train_offline`      train on recorded runs, by a recipe; needs the extra `train`
+
+Errors that a caller may handle derive from `RolltapError`, except `OSError` for a file that cannot be read or written;
+`rolltap.errors` has their kinds. A session that fails raises no error: its status says so. `rolltap.types` has the
+types of arguments and results, for annotations.
+
+Public are the names in `__all__` of `rolltap`, `rolltap.errors` and `rolltap.types`. They follow semantic versioning.
+Other modules may change in every release.
+"""
+
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rolltap import errors as errors
+    from rolltap import types as types
+    from rolltap.addons.errors import RolltapError
+    from rolltap.addons.store.records import Call, Session
+    from rolltap.rollouts import rollout, rollout_async
+    from rolltap.runs import Run, import_calls, merge_runs, open_run, verify_run
+    from rolltap.trainer.engine.serve import EngineServer
+    from rolltap.trainer.rollouts.harness import Harness
+    from rolltap.trainer.rollouts.recorder import Recorder
+    from rolltap.trainer.rollouts.runtimes.environment import Proxy
+    from rolltap.trainer.tasks.sources import load_tasks
+    from rolltap.trainer.tasks.task import Task
+    from rolltap.trainer.traces.build import GroupReward, Trace, TraceBatch, build_traces
+    from rolltap.trainer.traces.ledger import Ledger
+    from rolltap.trainer.training.grpo.config import TraceGRPOConfig
+    from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
+    from rolltap.training import plan_training, train, train_offline
+
+    __version__: str
+
+__all__ = [
+    "Call",
+    "EngineServer",
+    "GroupReward",
+    "Harness",
+    "Ledger",
+    "Proxy",
+    "Recorder",
+    "RolltapError",
+    "Run",
+    "Session",
+    "Task",
+    "Trace",
+    "TraceBatch",
+    "TraceGRPOConfig",
+    "TraceGRPOTrainer",
+    "build_traces",
+    "import_calls",
+    "load_tasks",
+    "merge_runs",
+    "open_run",
+    "plan_training",
+    "rollout",
+    "rollout_async",
+    "train",
+    "train_offline",
+    "verify_run",
+]
+
+# imported on first use: the recorder imports this package too, and needs neither the trainer nor torch
+_MODULES = {
+    "rolltap.addons.errors": ("RolltapError",),
+    "rolltap.addons.store.records": ("Call", "Session"),
+    "rolltap.rollouts": ("rollout", "rollout_async"),
+    "rolltap.runs": ("Run", "import_calls", "merge_runs", "open_run", "verify_run"),
+    "rolltap.trainer.engine.serve": ("EngineServer",),
+    "rolltap.trainer.training.grpo.config": ("TraceGRPOConfig",),
+    "rolltap.trainer.training.grpo.trainer": ("TraceGRPOTrainer",),
+    "rolltap.trainer.rollouts.runtimes.environment": ("Proxy",),
+    "rolltap.trainer.rollouts.harness": ("Harness",),
+    "rolltap.trainer.rollouts.recorder": ("Recorder",),
+    "rolltap.trainer.tasks.sources": ("load_tasks",),
+    "rolltap.trainer.tasks.task": ("Task",),
+    "rolltap.trainer.traces.build": ("GroupReward", "Trace", "TraceBatch", "build_traces"),
+    "rolltap.trainer.traces.ledger": ("Ledger",),
+    "rolltap.training": ("plan_training", "train", "train_offline"),
+}
+_TRAINER = {"TraceGRPOConfig", "TraceGRPOTrainer"}
+_SUBMODULES = ("errors", "types")
+_PLACES = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def _load(name: str) -> Any:
+    if name == "__version__":
+        return version("rolltap")
+    if name in _SUBMODULES:
+        return import_module(f"rolltap.{name}")
+    if name not in _PLACES:
+        raise AttributeError(f"module 'rolltap' has no attribute {name!r}")
+    try:
+        return getattr(import_module(_PLACES[name]), name)
+    except ImportError as error:
+        from rolltap.addons.errors import MissingPackageError
+
+        extra = "train" if name in _TRAINER else "record"
+        message = f"rolltap.{name} needs packages that are not installed ({error}): pip install 'rolltap[{extra}]'"
+        raise MissingPackageError(message) from error
+
+
+if not TYPE_CHECKING:  # a type checker would believe that the module has every name
+    __getattr__ = _load
+
+
+def __dir__() -> list[str]:
+    names = {*globals(), *__all__, *_SUBMODULES, "__version__"}
+    return sorted(names if find_spec("trl") else names - _TRAINER)

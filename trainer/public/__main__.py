@@ -1,0 +1,5 @@
+"""`python -m rolltap`: the `rolltap` command."""
+
+from rolltap.trainer.cli.main import main
+
+main()

@@ -1,0 +1,296 @@
+"""A run folder as an object: its sessions, calls and traces, and what can be made of them."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, BinaryIO
+
+from rolltap.addons.errors import InputError, MissingPackageError
+from rolltap.addons.store.metadata import read_metadata
+from rolltap.addons.store.records import CallRole, Session, SessionStatus
+from rolltap.addons.store.rewards import GivenReward, give_reward
+from rolltap.addons.store.staging import new_folder
+from rolltap.addons.store.tables import RunWriter
+from rolltap.traces import RunTraces
+from rolltap.trainer.progress import progress_bar
+from rolltap.trainer.runs.edit import Filter, LeftBehind, SplitBy, filter_run, split_run
+from rolltap.trainer.runs.edit import merge_runs as _merge_runs
+from rolltap.trainer.runs.exports.formats import ExportFormat, exporter
+from rolltap.trainer.runs.import_calls import ImportSummary
+from rolltap.trainer.runs.import_calls import import_calls as _import_calls
+from rolltap.trainer.runs.suspicions.rules import NAMES as SUSPICIONS
+from rolltap.trainer.runs.verify import Verification
+from rolltap.trainer.runs.verify import verify_run as _verify_run
+from rolltap.trainer.runs.views.check import CheckReport, check_run
+from rolltap.trainer.runs.views.inspect import CallView, SessionView, find_session_id, view_call, view_session
+from rolltap.trainer.runs.views.report import Summary, summarize
+from rolltap.trainer.traces.build import TRAINED_ROLES, Strategy, require_collection
+from rolltap.trainer.traces.ledger import Ledger
+from rolltap.trainer.traces.reader import RecordedCalls, load_sessions, unknown_session
+from rolltap.trainer.traces.sessions import TraceOptions, iter_traces
+
+
+class Run:
+    """A run folder. Methods read the folder again at each call; `calls` is a view of it at the time of the access.
+
+    Methods raise `RunError` when the folder cannot be read, and `LedgerError` when sampled tokens are unaccounted for.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Raises `RunError` when `path` is not a run, or is one of another schema version."""
+        self.path = Path(path)
+        self.new_session_ids: tuple[str, ...] = ()
+        """Sessions of the groups of the `rollout` that returned this run: all attempts, those of earlier calls too."""
+        read_metadata(self.path)
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The contents of `run.json`: model, tokenizer and template hashes, recorders, engines."""
+        return read_metadata(self.path)
+
+    def sessions(self) -> list[Session]:
+        """Return the sessions that have calls or a row: first those with calls, in the order of their first commits.
+
+        A session without a row has the status `unknown`, no reward, and the times of its calls.
+        """
+        rows, calls = load_sessions(self.path), self.calls
+        known = dict.fromkeys([*calls, *rows])
+        return [rows.get(session_id) or unknown_session(session_id, calls[session_id]) for session_id in known]
+
+    @property
+    def calls(self) -> RecordedCalls:
+        """The model calls: a mapping from session id to the session's calls in the order in which they started.
+
+        The mapping reads one session at each access. Keep it to look up several sessions.
+        """
+        return RecordedCalls(self.path)
+
+    def traces(
+        self,
+        strategy: Strategy = "prefix_merging",
+        *,
+        roles: Collection[CallRole] = TRAINED_ROLES,
+        max_tokens: int | None = None,
+    ) -> RunTraces:
+        """Return the traces of all sessions, built when they are iterated over.
+
+        `strategy` is `per_request` (one trace for each call), `prefix_merging` (one for each path from a root of the
+        call tree to a leaf) or `tree` (the same, with the prefix that each trace shares with an earlier one). Every
+        strategy trains the same sampled tokens. `roles` are the roles of the calls that are trained. `max_tokens` cuts
+        off the end of longer traces.
+
+        Raises `InputError` for an unknown strategy or role, and for `max_tokens` below 1.
+        """
+        return RunTraces(self.path, TraceOptions(strategy, roles, max_tokens))
+
+    def ledger(self) -> Ledger:
+        """Return the account of all sampled tokens, as a trainer sees them: without a reward they are left out."""
+        ledger = Ledger()
+        for traced in iter_traces(self.path, TraceOptions()):
+            ledger += traced.rewarded().ledger
+        ledger.check()
+        return ledger
+
+    def summary(self) -> Summary:
+        """Return counts of the run, rewards by policy version, and the ledger. `rich.print` shows it as tables."""
+        return summarize(self.path)
+
+    def inspect_session(self, session_id: str) -> SessionView:
+        """Return one session with its call tree and its ledger, as `rolltap inspect` shows it.
+
+        Unique prefixes of the id are accepted. Raises `InputError` for an unknown id.
+        """
+        return view_session(self.path, session_id)
+
+    def inspect_call(self, session_id: str, call_id: str) -> CallView:
+        """Return one call with its messages, its tools and, for a rendered prompt, where it leaves the recorded tokens.
+
+        Unique prefixes of both ids are accepted. Raises `InputError` for an unknown id.
+        """
+        return view_call(self.path, session_id, call_id)
+
+    def reward(
+        self,
+        session_id: str,
+        value: float,
+        *,
+        parts: Mapping[str, float] | None = None,
+        task: str = "",
+        group: str = "",
+        change: bool = False,
+    ) -> Session:
+        """Give a session the reward `value`, a finite number, and return its new row. The earlier rows stay in the run.
+
+        `task` and `group`, if not empty, replace those of the session; one in a group of its own joins that of `task`.
+        Unique prefixes of the id are accepted.
+
+        Raises `InputError`, `RunError` and `OSError` as `GivenReward` and `give_reward`.
+        """
+        given = GivenReward(value=value, parts=parts or {}, task=task, group=group, source="rolltap reward")
+        with RunWriter(self.path) as writer:
+            return give_reward(writer, find_session_id(self.path, session_id), given, change=change)
+
+    def verify(self, *, repair: bool = False, progress: bool = True) -> Verification:
+        """Check the run, as `verify_run`."""
+        return verify_run(self.path, repair=repair, progress=progress)
+
+    def check(
+        self, engine: str, *, sample: int = 100, seed: int = 0, threshold: float = 0.01, progress: bool = True
+    ) -> CheckReport:
+        """Score recorded calls again on a running engine, and compare the log-probabilities.
+
+        At most `sample` calls are scored; `seed` chooses them. A row of the report is within the `threshold` when its
+        mean absolute difference is at most that, in nats. Calls that cannot be compared are skipped and counted.
+
+        Raises `EngineError` when the engine does not answer, and `InputError` when no call can be compared.
+        """
+        with progress_bar(show=progress) as advance:
+            return check_run(self.path, engine, sample=sample, seed=seed, threshold=threshold, advance=advance)
+
+    def export(self, target: ExportFormat, out: str | Path, *, progress: bool = True) -> int:
+        """Write the run in another format to the new folder `out`, and return the number of records.
+
+        `parquet`: a dataset with the configs `traces`, `calls`, `sessions` and `events`. `openenv`: OpenEnv's
+        TrainingTrace. `atif`: Harbor's trajectories. `messages`: chats for supervised fine-tuning.
+
+        Raises `RunError` when `out` is not empty.
+        """
+        export = exporter(target)
+        with new_folder(Path(out)) as folder, progress_bar(show=progress) as advance:
+            return export(self.path, folder, advance)
+
+    def push_to_hub(self, repo: str, *, public: bool = False, progress: bool = True) -> str:
+        """Push the run as Parquet to the dataset repository `repo` (ORG/NAME) and return its URL.
+
+        The token is that of `hf auth login` or HF_TOKEN. A new repository is private unless `public`. Former Parquet
+        files and the card in it are replaced.
+
+        Raises `InputError` without a token, for a malformed name, and for a repository that is public while `public` is
+        False; `HubError` when the Hub refuses or cannot be reached.
+        """
+        from rolltap.trainer.runs.exports import parquet
+        from rolltap.trainer.runs.exports.hub import Repository
+
+        repository = Repository(repo, public=public)
+        with TemporaryDirectory(prefix="rolltap-") as temporary:
+            folder = Path(temporary) / "data"
+            with new_folder(folder) as unfinished, progress_bar(show=progress) as advance:
+                parquet.export(self.path, unfinished, advance, where=repository.name)
+            return repository.upload(folder, f"{self.path.resolve().name}, exported by rolltap")
+
+    def filter(
+        self,
+        out: str | Path,
+        *,
+        min_reward: float | None = None,
+        max_reward: float | None = None,
+        harnesses: Collection[str] = (),
+        policy_versions: Collection[str] = (),
+        statuses: Collection[SessionStatus] = (),
+        session_ids: Collection[str] = (),
+        roles: Collection[CallRole] = (),
+        tasks: Collection[str] = (),
+        runtimes: Collection[str] = (),
+        suspicious: bool | None = None,
+        suspicions: Collection[str] = (),
+        progress: bool = True,
+    ) -> "Run":
+        """Write the sessions that meet every given criterion to the new folder `out`, and return it.
+
+        `roles` keeps only the calls of these roles, and the calls that their prompts continue. A session without such a
+        call is left out, and so are events without a session. `suspicious` is whether a session's row has suspicions,
+        `suspicions` are names of rules of which it matched one. Raises `InputError` when no session is left, when one
+        of `session_ids` does not exist, and for the name of no rule.
+        """
+        collections = (harnesses, policy_versions, statuses, session_ids, roles, tasks, runtimes)
+        for given in (*collections, suspicions):
+            require_collection(given)
+        if unknown := set(suspicions) - {*SUSPICIONS}:
+            raise InputError(f"no rule of suspicion is named {min(unknown)!r}: choose {', '.join(SUSPICIONS)}")
+        criteria = Filter(min_reward, max_reward, *collections, suspicious, suspicions)
+        with progress_bar(show=progress) as advance:
+            filter_run(self.path, Path(out), criteria, advance)
+        return Run(out)
+
+    def split(
+        self, out: str | Path, *, by: SplitBy | None = None, parts: int | None = None, progress: bool = True
+    ) -> dict[str, "Run"]:
+        """Write the sessions to several runs in the new folder `out`, and return them by name.
+
+        One run for each value of the session field `by`, or `parts` runs of about as many sessions each, with groups
+        kept whole. Events without a session go to the first. Raises `InputError` unless exactly one of `by` and
+        `parts` is given, and for more parts than groups.
+        """
+        wanted = parts if by is None else by
+        if wanted is None or (by is not None and parts is not None):
+            raise InputError("give either by= or parts=")
+        with progress_bar(show=progress) as advance:
+            return {name: Run(Path(out, name)) for name in split_run(self.path, Path(out), wanted, advance)}
+
+    def plot_rewards(self, path: str | Path, title: str = "") -> None:
+        """Write a PNG of the mean reward of each policy version, with the sessions' rewards as dots.
+
+        Needs the extra `train`.
+        """
+        try:
+            from rolltap.trainer.runs.views.report import plot_rewards
+        except ImportError as error:
+            raise MissingPackageError(f"plots need matplotlib ({error}): pip install 'rolltap[train]'") from error
+        plot_rewards(self.path, Path(path), title)
+
+
+def open_run(path: str | Path) -> Run:
+    """Return the run in a folder. Raises `RunError` when it is not a run, or is one of another schema version."""
+    return Run(path)
+
+
+def merge_runs(runs: Sequence[str | Path], out: str | Path, *, progress: bool = True) -> tuple[Run, list[LeftBehind]]:
+    """Write the sessions of several runs, or of one that is damaged, to the new folder `out`.
+
+    Returns the new run, and the rows and places that were not copied: they cannot be read, or their digest does not
+    match. Raises `InputError` for no runs, for different tokenizers and for a session in several runs; and `RunError`.
+    """
+    require_collection(runs)
+    if not runs:
+        raise InputError("the list of runs is empty")
+    with progress_bar(show=progress) as advance:
+        _, left_behind = _merge_runs([Path(run) for run in runs], Path(out), advance)
+    return Run(out), left_behind
+
+
+def import_calls(
+    file: str | Path | BinaryIO,
+    out: str | Path,
+    *,
+    model: str | Path | None = None,
+    skip_bad: bool = False,
+    report: Callable[[int, str], None] = lambda number, fault: None,
+    progress: bool = True,
+) -> ImportSummary:
+    """Write calls from JSON Lines to the new run `out`. `rolltap import --help` lists the keys of a line.
+
+    `model` is the folder or name of the model whose tokens they are. Without it, `merge_runs` and `train_offline` take
+    the import for one of their model.
+
+    `report` is called with the number of each bad line and its fault. With bad lines nothing is imported, unless
+    `skip_bad` leaves them out. Raises `InputError` when nothing is imported, with the first faults, and for a `model`
+    without a tokenizer; `MissingPackageError` when transformers is missing for it; `RunError` for an `out` with files.
+    """
+    model = None if model is None else str(model)
+    with progress_bar(show=progress) as advance, ExitStack() as stack:
+        lines = stack.enter_context(open(file, "rb")) if isinstance(file, str | Path) else file
+        return _import_calls(lines, Path(out), model=model, skip_bad=skip_bad, report=report, advance=advance)
+
+
+def verify_run(path: str | Path, *, repair: bool = False, progress: bool = True) -> Verification:
+    """Check every file, digest and invariant of a run folder. A run that is being recorded can be verified.
+
+    `repair` removes only what a crash left behind: an end that was not a whole commit, and temporary files that no
+    process writes. Raises `RunError` when the folder is not a run, or is one of another schema version.
+    """
+    with progress_bar(show=progress) as advance:
+        return _verify_run(Path(path), advance, repair=repair)

@@ -1,0 +1,129 @@
+"""Training by a recipe."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from rolltap.addons.errors import InputError, MissingPackageError
+from rolltap.runs import Run
+from rolltap.trainer.launcher import runs_first
+from rolltap.trainer.traces.build import require_collection
+from rolltap.trainer.training.recipe import FINISHED, Recipe, load_recipe
+
+if TYPE_CHECKING:
+    from rolltap.trainer.training.dry_run.plan import TrainingPlan
+
+
+def train(recipe: str | Path, *, engine: str, out: str | Path, seed: int = 0, steal: bool = False) -> Run:
+    """Roll out, train, publish and repeat, as a recipe says, and return the run.
+
+    `recipe` is the path of a TOML file, as the README shows it; unknown keys are refused by name. `engine` is the URL
+    of the vLLM server, which gets the new weights, or several separated by commas. The training owns them until it
+    ends; `steal` takes them from another training, which then fails. `out` is the run folder. A stopped training goes
+    on from its last checkpoint. `seed` is the trainer's. A line for each step goes to stderr, its metrics to
+    `metrics.jsonl` in the run, and plots to `reward.png` and `training.png`. The trained model is in the folder `model`
+    of the run.
+
+    With `torchrun` or `accelerate launch`, every process calls it. The first one rolls out, publishes and prints.
+
+    Raises `MissingPackageError` without the extra `train`; `InputError` for a wrong recipe, for an `out` whose training
+    is finished or was begun with another recipe or seed, and for other numbers of processes and engines than the
+    recipe's; `EngineError` when an engine refuses, belongs to another training, or does not serve the trainer's
+    weights; `RecorderError` when the recorder dies; `RankError` when another process failed.
+    """
+    out = Path(out)
+    with _importing():
+        from rolltap.trainer.training import loop
+        from rolltap.trainer.training.loop import join_processes
+    join_processes()
+    settings = _settings(recipe, out)
+    title, console = f"{Path(recipe).stem}, seed {seed}", Console(stderr=True, quiet=not runs_first())
+    loop.train(settings, engine=engine, run=out, title=title, seed=seed, console=console, steal=steal)
+    return Run(out)
+
+
+def train_offline(recipe: str | Path, runs: Sequence[str | Path], *, out: str | Path, seed: int = 0) -> Path:
+    """Train on recorded runs, without an engine and a recorder, and return the folder of the trained model.
+
+    `recipe` is that of `train`; its keys for rollouts and publishing are not used, and `tasks` and `harness` may be
+    missing. Each group of the runs whose rewards differ is a row, and a step trains `groups_per_step` of them. The
+    sessions may be of several policies: the loss weights their tokens by the recorded log-probabilities. `out` is a
+    folder for the checkpoints and the model. A stopped training goes on from its last checkpoint, if the runs have the
+    same groups. A line for each step goes to stderr, its metrics to `metrics.jsonl` in `out`, and a plot to
+    `training.png`. Several processes train as with `train`.
+
+    Raises `MissingPackageError` without the extra `train`; `RunError` for a folder that is not a run; `InputError` for
+    a wrong recipe, an `out` whose training is finished or was begun with another recipe, seed or other groups, no
+    group to train on, a session in two runs, and a tokenizer or a sampling temperature that is not the recipe's;
+    `RankError` when another process failed.
+    """
+    require_collection(runs)
+    if not runs:
+        raise InputError("the list of runs is empty")
+    out = Path(out)
+    with _importing():
+        from rolltap.trainer.training import offline
+        from rolltap.trainer.training.loop import join_processes
+    join_processes()
+    settings = _settings(recipe, out)
+    title, console = f"{Path(recipe).stem}, seed {seed}", Console(stderr=True, quiet=not runs_first())
+    folders = [Path(run) for run in runs]
+    offline.train(settings, folders, out=out, title=title, seed=seed, console=console)
+    return out / FINISHED
+
+
+def plan_training(
+    recipe: str | Path,
+    *,
+    engine: str | None = None,
+    processes: int | None = None,
+    runs: Sequence[str | Path] = (),
+    out: str | Path | None = None,
+) -> "TrainingPlan":
+    """Return what a training by a recipe would take, and which of its combinations cannot work. Nothing is started.
+
+    `engine` is that of `train`, and `processes` the number of training processes; by default they are what the recipe's
+    table [machine] says. With `runs` it is the plan of `train_offline`: no engine and no rollouts. `out` is for the
+    plan's lines. The recipe's model needs no weights: `config.json` and the tokenizer are enough.
+
+    Raises `MissingPackageError` without the extra `train`; `InputError` for a recipe that cannot be read.
+    """
+    settings = load_recipe(Path(recipe))
+    with _importing():
+        from rolltap.trainer.training.dry_run.plan import plan
+    folders = [Path(run) for run in runs]
+    return plan(
+        settings,
+        engine=engine,
+        processes=processes,
+        file=Path(recipe),
+        runs=folders,
+        out=Path(out) if out is not None else None,
+    )
+
+
+def _settings(recipe: str | Path, out: Path) -> Recipe:
+    """Return the recipe of a training into `out`, as the main process reads it."""
+    from rolltap.trainer.training.grpo.ranks import on_main
+
+    def read() -> Recipe:
+        if (out / FINISHED).exists():
+            raise InputError(f"{out} holds a finished training: choose another folder")
+        return load_recipe(Path(recipe))
+
+    return on_main(read)
+
+
+@contextmanager
+def _importing() -> Iterator[None]:
+    """Raise `MissingPackageError` when an import of the block lacks a package. Other errors stay as they are."""
+    try:
+        yield
+    except (ImportError, RuntimeError) as error:
+        # TRL and transformers raise RuntimeError, whose cause is the ImportError
+        if not isinstance(error, ImportError) and not isinstance(error.__cause__, ImportError):
+            raise
+        raise MissingPackageError(f"the trainer is not installed ({error}): pip install 'rolltap[train]'") from error

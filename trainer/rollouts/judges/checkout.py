@@ -1,0 +1,314 @@
+"""The place of one judge: a workspace, a box without network, and a folder for what it writes."""
+
+import errno
+import os
+import secrets
+import shutil
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.concurrency import in_folder_thread, run_to_end
+from rolltap.trainer.rollouts.judges.changes import Changes, Made, apply_changes, find_changes, is_of_the_machine
+from rolltap.trainer.rollouts.judges.folders import (
+    opened,
+    read_chunks,
+    read_file,
+    remove,
+    scan,
+    write_file,
+)
+from rolltap.trainer.rollouts.judges.protected import OneJudge, Stamp, judges_files, read_only, select, stamp, stamps
+from rolltap.trainer.rollouts.judges.verdict import UnjudgedError
+from rolltap.trainer.rollouts.runtimes.environment import clean_environment
+from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec, Mount, Runtime, remove_folder
+from rolltap.trainer.tasks.task import CommandJudge, PytestJudge, Task
+
+_OUT, _TOOLS = "/rolltap/out", "/rolltap/tools"
+
+
+class Start(Protocol):
+    """The part of a task's start that judging needs."""
+
+    @property
+    def folder(self) -> Path:
+        """Pristine folder."""
+
+    @property
+    def digest(self) -> str:
+        """Digest of its content."""
+
+    def copy_to(self, target: Path) -> None:
+        """Make the folder `target` a copy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """All that judging a session needs.
+
+    Attributes:
+        made: What the agent left; None for the untouched start.
+        changes: What differs between the start and that.
+        name: Of the session, or one derived from it.
+        logs: Folder for the judge's output.
+    """
+
+    task: Task
+    start: Start
+    runtime: Runtime
+    made: Made | None
+    changes: Changes
+    name: str
+    logs: Path
+    engine_urls: Sequence[str] = ()
+    session_box: Box | None = None
+
+    @property
+    def log(self) -> Path:
+        """File for the judge's output."""
+        return self.logs / f"{self.name}.judge.log"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A prepared place.
+
+    Attributes:
+        workspace: Folder of this machine with the changes and the tests.
+        changes: The changes as they are there, with what was refused.
+        out: Folder of this machine that the judge writes to. The agent never saw it.
+        tools: Folder of this machine with files that the judge only reads.
+        outside: Folder in the box -> folder of this machine, for what the judge may write.
+        guarded: Path in the workspace -> stamp: the judge's own files, which no program may change. See `guard`.
+    """
+
+    case: Case
+    box: Box
+    workspace: Path
+    changes: Changes
+    out: Path
+    out_inside: str
+    tools: Path
+    tools_inside: str
+    outside: Mapping[str, Path]
+    guarded: Mapping[str, Stamp | None] = field(default_factory=dict)
+
+    def rewritten(self) -> list[str]:
+        """Return the judge's files in the workspace that were changed since the place was made."""
+        return sorted(path for path, before in self.guarded.items() if stamp(self.workspace, path) != before)
+
+    async def run(self, command: Sequence[str], env: Mapping[str, str], timeout: float) -> int:
+        """Run the judge's program, and return its exit status.
+
+        Raises `UnjudgedError` when it has none, `OSError` when the box cannot be made.
+        """
+        clean = clean_environment(Path(self.box.home), isolated=self.case.runtime.isolated)
+        whole = {**clean, **self.case.task.env, "PYTHONDONTWRITEBYTECODE": "1", **env}
+        try:
+            ended = await self.box.run(command, env=whole, timeout=timeout, log=self.case.log)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.EACCES) or error.filename != command[0]:
+                raise  # a fault of this machine, or of its box
+            reason = f"the judge {command[0]!r} could not be started: {error.strerror or error}"
+            raise UnjudgedError(reason, broke=True) from error
+        output = f"its output is in {self.case.log.name}"
+        if ended.stopped == "timeout":
+            raise UnjudgedError(f"the judge took more than {timeout:g} s; {output}", broke=True)
+        if ended.status is None:
+            raise UnjudgedError(f"the judge was stopped at its limit of {ended.stopped}; {output}", broke=True)
+        if ended.status < 0:
+            raise UnjudgedError(f"the judge was ended by signal {-ended.status}; {output}", broke=True)
+        return ended.status
+
+    def read(self, inside: str, limit: int) -> bytes | None:
+        """Return a file that the judge wrote, by its path in the box; None if there is none. See `read_file`."""
+        for folder, outside in self.outside.items():
+            if inside.startswith(folder.rstrip("/") + "/"):
+                return read_file(outside, os.path.normpath(inside[len(folder.rstrip("/")) + 1 :]), limit)
+        raise InputError(f"{inside} is in none of the judge's writable folders: {', '.join(self.outside)}")
+
+
+@asynccontextmanager
+async def place(case: Case, spec: OneJudge) -> AsyncIterator[Place]:
+    """Yield the place for a judge: fresh, or the session's own.
+
+    Raises `UnjudgedError` when there is none to be had, `InputError` and `OSError` when it cannot be made.
+    """
+    if spec.where == "session" and case.made is not None:
+        async with _session_place(case, case.made, spec) as made:
+            yield made
+        return
+    beside = case.made.workspace.parent if case.made is not None else None
+    folder = Path(tempfile.mkdtemp(prefix="judge-", dir=beside))
+    try:
+        async with _fresh_place(case, spec, folder) as made:
+            yield made
+    finally:
+        await run_to_end(remove_folder, folder)
+
+
+@asynccontextmanager
+async def _fresh_place(case: Case, spec: OneJudge, folder: Path) -> AsyncIterator[Place]:
+    workspace, home, out, tools = (folder / part for part in ("workspace", "home", "out", "tools"))
+    for made_folder in (home, out, tools):
+        made_folder.mkdir()
+    changes, laid = await in_folder_thread(_prepare, case, spec, workspace)
+    own = await in_folder_thread(judges_files, case.start.folder, workspace, spec, laid, case.task.workdir)
+    isolated = case.runtime.isolated
+    out_inside, tools_inside = (_OUT, _TOOLS) if isolated else (str(out), str(tools))
+    mounts = [Mount(out, out_inside, writable=True), Mount(tools, tools_inside)]
+    outside = {out_inside: out}
+    if isolated:
+        mounts += read_only(workspace, case.task.workdir, own)
+    if isinstance(spec, CommandJudge):
+        if not isolated and (spec.mounts or spec.writable):
+            raise UnjudgedError(f"the judge needs mounts, and the runtime {case.runtime.name} has none", broke=False)
+        mounts += [Mount(source.absolute(), target) for target, source in spec.mounts.items()]
+        for number, target in enumerate(spec.writable):
+            outside[target] = folder / f"writable-{number}"
+            outside[target].mkdir()
+            mounts.append(Mount(outside[target], target, writable=True))
+    box_spec = BoxSpec(
+        name=folder.name,
+        workspace=workspace,
+        workdir=case.task.workdir,
+        home=home,
+        mounts=mounts,
+        image=case.task.image,
+        limits=case.task.limits,
+    )
+    async with case.runtime.box(box_spec) as box:
+        yield Place(
+            case=case,
+            box=box,
+            workspace=workspace,
+            changes=changes,
+            out=out,
+            out_inside=out_inside,
+            tools=tools,
+            tools_inside=tools_inside,
+            outside=outside,
+            guarded=stamps(workspace, own),
+        )
+
+
+@asynccontextmanager
+async def _session_place(case: Case, made: Made, spec: OneJudge) -> AsyncIterator[Place]:
+    if case.session_box is None:
+        raise UnjudgedError("the session's box is gone, and its judge asks for it", broke=False)
+    if isinstance(spec, CommandJudge) and (spec.mounts or spec.writable):
+        why = "the judge asks for mounts and for the session's box, which has none of the judge's"
+        raise UnjudgedError(why, broke=False)
+    await case.session_box.settle()
+    names = [f".rolltap-{part}-{secrets.token_hex(8)}" for part in ("out", "tools")]
+    with _by_the_agent():
+        with opened(made.home) as home:
+            for name in names:
+                os.mkdir(name, 0o755, dir_fd=home)
+        await in_folder_thread(_lay_over_session, case, made, spec)
+    out, tools = (made.home / name for name in names)
+    out_inside, tools_inside = (f"{case.session_box.home}/{name}" for name in names)
+    yield Place(
+        case=case,
+        box=case.session_box,
+        workspace=made.workspace,
+        changes=case.changes,
+        out=out,
+        out_inside=out_inside,
+        tools=tools,
+        tools_inside=tools_inside,
+        outside={out_inside: out},
+    )
+
+
+def _prepare(case: Case, spec: OneJudge, workspace: Path) -> tuple[Changes, set[str]]:
+    """Make the fresh workspace: the start, the task's tests over it, and the agent's changes to all else.
+
+    Return the changes that were applied, and the paths of the tests.
+
+    The tests come first, so that nothing of the agent's is there yet when they are written.
+    """
+    case.start.copy_to(workspace)
+    tests = _lay_tests(case, spec, workspace)
+    if case.made is None:
+        return case.changes, tests
+    with _by_the_agent():
+        changes = select(case.changes, spec, tests, case.task.workdir, case.start.folder, case.made.workspace)
+        apply_changes(changes, case.made.workspace, workspace)
+    return changes, tests
+
+
+@contextmanager
+def _by_the_agent() -> Iterator[None]:
+    """Take an error of a folder that an agent made for a judge that it broke. Raises `UnjudgedError`."""
+    try:
+        yield
+    except OSError as error:
+        if is_of_the_machine(error):
+            raise
+        raise UnjudgedError(f"what the agent left cannot be laid out: {error}", broke=True) from error
+
+
+def _lay_tests(case: Case, spec: OneJudge, workspace: Path) -> set[str]:
+    """Lay the task's tests over a copy of the start, and return their paths."""
+    laid: set[str] = set()
+    if isinstance(spec, PytestJudge) and spec.test_patch:
+        apply_patch(spec.test_patch, workspace)
+        patched = find_changes(case.start.folder, workspace)
+        laid |= {*(path for path, entry in patched.changed.items() if entry.kind != "folder"), *patched.deleted}
+    if spec.tests is not None:
+        laid |= _lay(spec.tests, workspace)
+    return laid
+
+
+def _lay(tests: Path, workspace: Path) -> set[str]:
+    """Copy a file, or what is in a folder, into a workspace, and return the files' paths. Follows no links there."""
+    if tests.is_file():
+        files = {tests.name: tests}
+    else:
+        files = {path: tests / path for path, entry in scan(tests).entries.items() if entry.kind != "folder"}
+    for path, source in files.items():
+        if source.is_symlink():
+            parent, _, name = path.rpartition("/")
+            with opened(workspace, parent, create=True) as folder:
+                remove(folder, name)
+                os.symlink(source.readlink(), name, dir_fd=folder)
+        else:
+            with opened(source.parent.resolve()) as folder:
+                chunks = read_chunks(folder, source.name)
+                write_file(workspace, path, chunks, executable=os.access(source, os.X_OK))
+    return set(files)
+
+
+def _lay_over_session(case: Case, made: Made, spec: OneJudge) -> None:
+    """Lay the task's tests over the agent's own workspace."""
+    if isinstance(spec, PytestJudge) and spec.test_patch:
+        with tempfile.TemporaryDirectory(prefix="judge-") as folder:
+            patched = Path(folder, "workspace")
+            case.start.copy_to(patched)
+            apply_patch(spec.test_patch, patched)
+            apply_changes(find_changes(case.start.folder, patched), patched, made.workspace)
+    if spec.tests is not None:
+        _lay(spec.tests, made.workspace)
+
+
+def apply_patch(patch: str, folder: Path, *, only_check: bool = False) -> None:
+    """Apply a unified diff to a copy of the start, by `git apply`. Raises `UnjudgedError` when it does not fit.
+
+    With `only_check` nothing is changed.
+    """
+    git = shutil.which("git")
+    if git is None:
+        raise InputError("git is not on the PATH: it is needed to apply the task's 'test_patch'")
+    alone = {"GIT_DIR": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "PATH": os.defpath}
+    text = patch if patch.endswith("\n") else patch + "\n"
+    command = [git, "apply", "--whitespace=nowarn", *(["--check"] if only_check else []), "-"]
+    done = subprocess.run(command, cwd=folder, env=alone, input=text.encode(), capture_output=True, check=False)
+    if done.returncode != 0:
+        why = f"the task's test_patch does not fit its start: {done.stderr.decode(errors='replace')}"
+        raise UnjudgedError(why, broke=False)

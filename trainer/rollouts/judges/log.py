@@ -1,0 +1,87 @@
+"""A log parser of the `swebench` package as the judge: for test programs that write no JUnit report.
+
+The agent's code runs in the test program and can print lines that the parser takes for results. A report is harder to
+forge: see `canary`. The package needs no Docker for this.
+"""
+
+import re
+from functools import lru_cache
+from typing import Any
+
+from rolltap.addons.errors import MissingPackageError
+from rolltap.trainer.rollouts.judges.checkout import Place
+from rolltap.trainer.rollouts.judges.command import read_end
+from rolltap.trainer.rollouts.judges.verdict import Reward, UnjudgedError
+from rolltap.trainer.tasks.task import PytestJudge
+
+_MAX_LOG_BYTES = 64 << 20
+_MAX_TESTS = 500
+_MISSING = re.compile(r"ModuleNotFoundError: No module named '(\w+)")
+
+
+async def judge_by_log(spec: PytestJudge, parser: str, place: Place) -> tuple[Reward, dict[str, Any]]:
+    """Return the reward and the evidence, as `judge_by_report`. Raises `UnjudgedError` and `MissingPackageError`."""
+    status = await place.run(spec.command, spec.env, spec.timeout)
+    log = read_end(place.case.log, _MAX_LOG_BYTES)
+    outcomes = parse_log(parser, log)
+    ended = f"the judge ended with status {status}"
+    if not outcomes:
+        raise UnjudgedError(f"{ended}, and {parser} found no test in {place.case.log.name}", broke=True)
+    if status != 0 and not {*outcomes.values()} & {"FAILED", "ERROR"}:
+        raise UnjudgedError(f"{ended}, and {parser} found no failure in {place.case.log.name}", broke=True)
+    reward, parts = _grade(outcomes, spec)
+    expected = [*spec.fail_to_pass, *spec.pass_to_pass] or list(outcomes)
+    tests = {name: outcomes.get(name, "missing").lower() for name in expected}
+    worst_first = sorted(tests.items(), key=lambda test: test[1] in ("passed", "xfail"))
+    missing = sorted({*_MISSING.findall(log)})
+    evidence = {"exit_status": status, "canary": "absent", "missing_modules": missing}
+    return Reward(reward, parts), {**evidence, "tests": dict(worst_first[:_MAX_TESTS])}
+
+
+def parse_log(parser: str, log: str) -> dict[str, str]:
+    """Return the outcomes in a log: test -> PASSED, FAILED, SKIPPED, ERROR or XFAIL.
+
+    Raises `UnjudgedError` for a parser that the package does not have, and `MissingPackageError` without the package.
+    """
+    require_parser(parser)
+    parsers, test_spec = _swebench()
+    empty = test_spec("", "", [], "", "", [], [], log_parser=parser)
+    try:
+        return dict(parsers[parser](log, empty))
+    except Exception as error:  # the agent's code wrote the log
+        raise UnjudgedError(f"{parser} failed: {error!r}", broke=True) from error
+
+
+def require_parser(parser: str) -> None:
+    """Raise `UnjudgedError` for a parser that the package does not have, and `MissingPackageError` without it."""
+    if parser not in _swebench()[0]:
+        raise UnjudgedError(f"swebench has no log parser {parser!r}", broke=False)
+
+
+@lru_cache(maxsize=1)
+def _swebench() -> tuple[dict[str, Any], Any]:
+    try:
+        from swebench.harness.log_parsers import PARSER_REGISTRY
+        from swebench.types import TestSpec
+    except ImportError as error:
+        raise MissingPackageError(
+            f"the judge's 'log_parser' needs swebench ({error}): pip install 'rolltap[swe]'"
+        ) from error
+    return PARSER_REGISTRY, TestSpec
+
+
+def _grade(outcomes: dict[str, str], spec: PytestJudge) -> tuple[float, dict[str, float]]:
+    """Return the reward and the parts by the package's own graders; without lists all tests must pass."""
+    from swebench.harness import grading
+
+    if not spec.fail_to_pass and not spec.pass_to_pass:
+        share = sum(outcome in ("PASSED", "XFAIL", "SKIPPED") for outcome in outcomes.values()) / len(outcomes)
+        return float(share == 1.0 and "PASSED" in outcomes.values()), {"tests": share}
+    gold = {"FAIL_TO_PASS": spec.fail_to_pass, "PASS_TO_PASS": spec.pass_to_pass}
+    report = grading.get_eval_tests_report(outcomes, gold)
+    parts = {}
+    if spec.fail_to_pass:
+        parts["fail_to_pass"] = float(grading.compute_fail_to_pass(report))
+    if spec.pass_to_pass:
+        parts["pass_to_pass"] = float(grading.compute_pass_to_pass(report))
+    return float(grading.get_resolution_status(report) == grading.ResolvedStatus.FULL.value), parts

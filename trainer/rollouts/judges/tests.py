@@ -1,0 +1,406 @@
+"""pytest as the judge: its report against the tests that must pass.
+
+JUnit XML reports, and comparing them with the tests that must pass.
+
+Tests that must fail, among the task's own: a report in which they pass is not pytest's.
+"""
+
+import ast
+import contextlib
+import os
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+from xml.parsers import expat
+
+from rolltap.trainer.rollouts.judges.checkout import Place
+from rolltap.trainer.rollouts.judges.folders import opened, read_file, remove, scan, write_file
+from rolltap.trainer.rollouts.judges.verdict import Reward, UnjudgedError
+from rolltap.trainer.tasks.content import TEST_FILES, matches
+from rolltap.trainer.tasks.task import PytestJudge
+
+Outcome = Literal["passed", "skipped", "xfailed", "failed", "error"]
+"""From the best to the worst. `error`: the test did not run, or its setup or teardown failed."""
+
+MAX_REPORT_BYTES = 64 << 20
+_MAX_REPORTED = 500_000
+_RANK = ("passed", "skipped", "xfailed", "failed", "error")
+_ILLEGAL = re.compile("[^\t\n\r -~\x80-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""Characters that pytest writes as `#x` and their number, because XML has none of them (`_pytest.junitxml`)."""
+
+
+class Name(NamedTuple):
+    """A test's name as a report has it."""
+
+    classname: str
+    name: str
+
+    def __str__(self) -> str:
+        """Return both parts as pytest would name a test of a module."""
+        return f"{self.classname}::{self.name}" if self.classname else self.name
+
+
+class Report(NamedTuple):
+    """The outcomes of a report, and the text of each error that came before any test of a module ran (collection)."""
+
+    outcomes: dict[Name, Outcome]
+    errors: dict[Name, str]
+
+
+def junit_name(test: str) -> Name:
+    """Return the name in a report of a test that pytest names `tests/test_a.py::TestB::test_c[1]`.
+
+    pytest's rule (`_pytest.junitxml.mangle_test_address`): the part before `[` is split at `::`, and the file's path
+    loses `.py` and has dots in place of slashes.
+    """
+    path, bracket, parameters = test.partition("[")
+    names = path.split("::")
+    names[0] = re.sub(r"\.py$", "", names[0].replace("/", "."))
+    names[-1] += bracket + parameters
+    return Name(".".join(names[:-1]), _ILLEGAL.sub(_escape, names[-1]))
+
+
+def _escape(match: re.Match[str]) -> str:
+    number = ord(match.group())
+    return f"#x{number:02X}" if number <= 0xFF else f"#x{number:04X}"
+
+
+class _Reader:
+    """Reads a report as a stream. A document type, and with it every entity, is refused."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[Name, Outcome] = {}
+        self.errors: dict[Name, str] = {}
+        self._test: Name | None = None
+        self._outcome: Outcome = "passed"
+        self._text: list[str] | None = None
+
+    def doctype(self, *_: object) -> None:
+        raise UnjudgedError("the report has a document type", broke=True)
+
+    def start(self, tag: str, attributes: Mapping[str, str]) -> None:
+        match tag:
+            case "testcase":
+                self._test = Name(attributes.get("classname", ""), attributes.get("name", ""))
+                self._outcome = "passed"
+            case "failure":
+                self._is("failed")
+            case "error":
+                self._is("error")
+                if attributes.get("message") == "collection failure":
+                    self._text = []
+            case "skipped":
+                self._is("xfailed" if attributes.get("type") == "pytest.xfail" else "skipped")
+
+    def end(self, tag: str) -> None:
+        if tag == "error" and self._text is not None and self._test is not None:
+            self.errors[self._test] = "".join(self._text)[-4000:]
+            self._text = None
+        if tag == "testcase" and self._test is not None:
+            if len(self.outcomes) >= _MAX_REPORTED:
+                raise UnjudgedError(f"the report has more than {_MAX_REPORTED} tests", broke=True)
+            before = self.outcomes.get(self._test, "passed")
+            self.outcomes[self._test] = max(before, self._outcome, key=_RANK.index)
+            self._test = None
+
+    def text(self, data: str) -> None:
+        if self._text is not None:
+            self._text.append(data)
+
+    def _is(self, outcome: Outcome) -> None:
+        self._outcome = max(self._outcome, outcome, key=_RANK.index)
+
+
+def read_report(content: bytes) -> Report:
+    """Return the outcomes of a JUnit XML report. Of a test that is there twice the worse one counts.
+
+    Raises `UnjudgedError` for what cannot be read.
+    """
+    if len(content) > MAX_REPORT_BYTES:
+        raise UnjudgedError(f"the report has more than {MAX_REPORT_BYTES >> 20} MiB", broke=True)
+    reader = _Reader()
+    parser = expat.ParserCreate()
+    parser.StartDoctypeDeclHandler = reader.doctype
+    parser.StartElementHandler = reader.start
+    parser.EndElementHandler = reader.end
+    parser.CharacterDataHandler = reader.text
+    try:
+        parser.Parse(content, True)
+    except expat.ExpatError as error:
+        raise UnjudgedError(f"the report cannot be read: {error}", broke=True) from error
+    return Report(reader.outcomes, reader.errors)
+
+
+def find_outcome(test: str, outcomes: Mapping[Name, Outcome]) -> Outcome | None:
+    """Return the outcome of a test that pytest names so, None when it is not in the report.
+
+    Many names in SWE-bench Verified are cut off within the parameters: such a name has an outcome when all tests that
+    begin with it agree whether they passed.
+    """
+    name = junit_name(test)
+    if name in outcomes or name.name.count("[") <= name.name.count("]"):
+        return outcomes.get(name)
+    found = [
+        outcome
+        for other, outcome in outcomes.items()
+        if other.classname == name.classname and other.name.startswith(name.name)
+    ]
+    return found[0] if len({outcome in ("passed", "xfailed") for outcome in found}) == 1 else None
+
+
+def evaded(outcomes: Mapping[Name, Outcome], allowed: Collection[tuple[Name, Outcome]]) -> dict[Name, Outcome]:
+    """Return the outcomes with those failed that are skipped or expected to fail and not `allowed`.
+
+    Code under test can call `pytest.skip` and `pytest.xfail`, or raise `unittest.SkipTest`: neither is a success.
+    """
+    return {
+        name: "failed" if outcome in ("skipped", "xfailed") and (name, outcome) not in allowed else outcome
+        for name, outcome in outcomes.items()
+    }
+
+
+class Verdict(NamedTuple):
+    """The comparison of a report with the expected tests: outcome of each, and the shares of both lists that pass."""
+
+    reward: float
+    parts: dict[str, float]
+    tests: dict[str, str]
+
+
+def compare(outcomes: Mapping[Name, Outcome], fail_to_pass: Sequence[str], pass_to_pass: Sequence[str]) -> Verdict:
+    """Return the verdict. A test that was skipped has not begun to pass, and has not ceased to: see `evaded`.
+
+    Without lists all tests of the report must pass or be skipped, and one must pass.
+    """
+    if not fail_to_pass and not pass_to_pass:
+        passes = [outcome in ("passed", "xfailed", "skipped") for outcome in outcomes.values()]
+        some = any(outcome in ("passed", "xfailed") for outcome in outcomes.values())
+        share = sum(passes) / len(passes) if passes else 0.0
+        return Verdict(float(some and all(passes)), {"tests": share}, {str(name): outcomes[name] for name in outcomes})
+    parts, whole = {}, True
+    tests: dict[str, str] = {}
+    for part, names, good in (
+        ("fail_to_pass", fail_to_pass, ("passed", "xfailed")),
+        ("pass_to_pass", pass_to_pass, ("passed", "xfailed", "skipped")),
+    ):
+        found = {name: find_outcome(name, outcomes) for name in names}
+        if names:
+            parts[part] = sum(found[name] in good for name in names) / len(names)
+            whole = whole and all(found[name] in good for name in names)
+        tests.update((name, outcome or "missing") for name, outcome in found.items())
+    return Verdict(float(whole), parts, tests)
+
+
+# for every Python and pytest that a task may have
+_TESTS = """import unittest
+
+
+def test_{token}():
+    assert [] == [1]
+
+
+class Test_{token}(unittest.TestCase):
+    def test_{token}(self):
+        self.assertEqual([], [1])
+"""
+_PLUGIN = """import os
+
+import pytest
+
+FILE = os.path.join(os.getcwd(), {file!r})
+MARKS = {marks!r}
+found = []
+
+
+def pytest_configure(config):
+    config.args.append(FILE)
+
+
+def pytest_itemcollected(item):
+    if "{token}" in item.nodeid:
+        found.append(item)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    items[:] = [item for item in items if item not in found] + found
+
+
+def is_marked(item):
+    objects = [getattr(item, "obj", None), getattr(item, "cls", None)]
+    names = ["__unittest_skip__", "__unittest_expecting_failure__"]
+    marks = [mark.name for mark in item.iter_markers() if mark.name in ("skip", "skipif", "xfail")]
+    return bool(marks) or any(getattr(one, name, False) for one in objects for name in names)
+
+
+def pytest_collection_finish(session):
+    marked = [item.nodeid for item in session.items if is_marked(item)]
+    if marked:
+        with open(MARKS, "w") as file:
+            file.write("".join(repr(name)[:2000] + chr(10) for name in marked))
+"""
+_WORDS = (
+    *("basic", "empty", "single", "nested", "default", "simple", "multiple", "large", "small", "mixed", "repeated"),
+    *("values", "inputs", "options", "names", "types", "order", "errors", "limits", "defaults", "results", "paths"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """A pytest plugin that adds two failing tests, a function and a `unittest` method, after all others.
+
+    They are named and lie like the task's tests. It finds a program in place of pytest that writes a report by itself,
+    and code of the agent's that makes pytest's tests pass. It does not find code that reads the plugin.
+
+    The plugin writes the names of the tests that are marked to be skipped or to fail, too: see `marks`.
+
+    Attributes:
+        token: Random, and in the name of no test of the task's.
+        file: The tests' path in the workspace.
+    """
+
+    token: str
+    file: str
+
+    @classmethod
+    def write(cls, tools: Path, workspace: Path, beside: str, marks: str) -> "Canary":
+        """Write the plugin into the folder `tools`, and the tests into the workspace, in the folder of `beside`.
+
+        `beside` is the path of a test file. The plugin writes to the file `marks`, a path in the box.
+        """
+        folder = beside.rpartition("/")[0]
+        while True:
+            token = "_".join([*secrets.SystemRandom().sample(_WORDS, 3)])
+            file = f"{folder}/test_{token}.py".lstrip("/")
+            if read_file(workspace, file, 1) is None:
+                break
+        canary = cls(token, file)
+        plugin = _PLUGIN.replace("{token}", token).replace("{file!r}", repr(file)).replace("{marks!r}", repr(marks))
+        (tools / f"{canary.plugin}.py").write_text(plugin)
+        write_file(workspace, file, iter([_TESTS.replace("{token}", token).encode()]), executable=False)
+        return canary
+
+    @property
+    def plugin(self) -> str:
+        """The plugin's module, for PYTEST_PLUGINS."""
+        return f"plugin_{self.token}"
+
+    def remove(self, workspace: Path) -> None:
+        """Remove the tests, if their folder is still there: a session's own workspace may be judged again."""
+        parent, _, name = self.file.rpartition("/")
+        with contextlib.suppress(OSError), opened(workspace, parent) as folder:
+            remove(folder, name)
+
+    def take(
+        self, outcomes: Mapping[Name, Outcome]
+    ) -> tuple[dict[Name, Outcome], Literal["failed", "passed", "absent"]]:
+        """Return the outcomes of the other tests, and what the canary's did: `passed` if one did not fail."""
+        rest = {
+            name: outcome for name, outcome in outcomes.items() if self.token not in f"{name.classname} {name.name}"
+        }
+        own = [outcome for name, outcome in outcomes.items() if name not in rest]
+        if not own:
+            return rest, "absent"
+        return rest, "failed" if all(outcome in ("failed", "error") for outcome in own) else "passed"
+
+
+def read_marks(content: bytes) -> set[Name]:
+    """Return the tests in the file that the plugin wrote."""
+    names = set()
+    for line in content.decode(errors="replace").splitlines():
+        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            names.add(junit_name(str(ast.literal_eval(line))))
+    return names
+
+
+_MAX_TESTS = 500
+_MAX_NAME = 300
+_MAX_MODULES = 50
+_MAX_MARKS_BYTES = 8 << 20
+_MISSING = re.compile(r"ModuleNotFoundError: No module named '(\w+)")
+_STATUS = {
+    1: "",
+    2: " (interrupted)",
+    3: " (an internal error of pytest)",
+    4: " (wrong arguments, or a test file is not there)",
+    5: " (no tests)",
+}
+"""Exit statuses of pytest (`pytest.ExitCode`)."""
+
+
+Skips = frozenset[tuple[Name, Outcome]]
+"""Tests that were skipped or that failed as expected."""
+
+
+async def judge_by_report(
+    spec: PytestJudge, place: Place, allow: Callable[[Skips], Awaitable[Skips]]
+) -> tuple[Reward, dict[str, Any]]:
+    """Return the reward and the evidence. Raises `UnjudgedError`.
+
+    A test that is skipped, or fails as expected, counts as such if it has a mark that says so. `allow` is asked for
+    those without one when the reward depends on them, and returns the ones that count as such too.
+
+    The evidence has `tests`, the outcome of the expected tests, the worst first; `canary`, what the tests that must
+    fail did; `missing_modules`, the modules for want of which no test of a file ran.
+    """
+    file = f"{place.out_inside}/report.xml"
+    marks = f"{place.out_inside}/marks"
+    canary = Canary.write(place.tools, place.workspace, _beside(spec, place), marks)
+    env = {
+        **spec.env,
+        "ROLLTAP_REPORT": file,
+        "PYTEST_PLUGINS": ",".join(filter(None, [spec.env.get("PYTEST_PLUGINS"), canary.plugin])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [place.tools_inside, spec.env.get("PYTHONPATH")])),
+    }
+    command = [argument.replace("{report}", file) for argument in spec.command]
+    try:
+        status = await place.run(command, env, spec.timeout)
+    finally:
+        canary.remove(place.workspace)
+    content = place.read(file, MAX_REPORT_BYTES)
+    ended = f"the judge ended with status {status}{_STATUS.get(status, '')}"
+    if content is None:
+        raise UnjudgedError(f"{ended} and wrote no report; its output is in {place.case.log.name}", broke=True)
+    report = read_report(content)
+    outcomes, saw = canary.take(report.outcomes)
+    if not outcomes:
+        raise UnjudgedError(f"{ended}, and no test ran; its output is in {place.case.log.name}", broke=True)
+    marked = read_marks(place.read(marks, _MAX_MARKS_BYTES) or b"")
+    skips = frozenset(test for test in outcomes.items() if test[1] in ("skipped", "xfailed"))
+    allowed = frozenset(test for test in skips if test[0] in marked)
+    lists = (spec.fail_to_pass, spec.pass_to_pass)
+    verdict = compare(evaded(outcomes, allowed), *lists)
+    told = compare(outcomes, *lists)
+    if verdict.parts != told.parts:
+        allowed |= await allow(skips - allowed)
+        verdict = compare(evaded(outcomes, allowed), *lists)
+    worst_first = sorted(told.tests.items(), key=lambda test: test[1] in ("passed", "xfailed"))
+    evidence: dict[str, Any] = {
+        "exit_status": status,
+        "canary": saw,
+        "tests": {name[:_MAX_NAME]: outcome for name, outcome in worst_first[:_MAX_TESTS]},
+        "missing_modules": missing_modules(report)[:_MAX_MODULES],
+    }
+    if evasions := sorted(str(name)[:_MAX_NAME] for name, _ in skips - allowed):
+        evidence["skipped_by_code"] = evasions[:_MAX_MODULES]
+    if saw == "passed":
+        evidence["forged_report"] = "a test passed that must fail"
+        return Reward(0.0, dict.fromkeys(verdict.parts, 0.0)), evidence
+    return Reward(verdict.reward, verdict.parts), evidence
+
+
+def _beside(spec: PytestJudge, place: Place) -> str:
+    """Return the path of a test file: one that is expected, or the first of the workspace."""
+    for name in (*spec.fail_to_pass, *spec.pass_to_pass):
+        if read_file(place.workspace, path := name.partition("::")[0], 1) is not None:
+            return path
+    tests = (path for path in scan(place.workspace).entries if matches(path, TEST_FILES) and path.endswith(".py"))
+    return min(tests, key=lambda path: (not path.rpartition("/")[2].startswith("test_"), path), default="")
+
+
+def missing_modules(report: Report) -> list[str]:
+    """Return the modules, without their submodules, for want of which tests could not be collected."""
+    return sorted({name for text in report.errors.values() for name in _MISSING.findall(text)})

@@ -1,0 +1,108 @@
+"""The folders that sessions start from: pristine, without later git history, made once per task."""
+
+import asyncio
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.concurrency import Once, in_folder_thread
+from rolltap.trainer.rollouts.runtimes.runtime import ImageRuntime, Runtime, remove_folder
+from rolltap.trainer.tasks.content import content_digest, copy_content, is_bare
+from rolltap.trainer.tasks.git import give_history
+from rolltap.trainer.tasks.task import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Folder that the sessions of a task start from.
+
+    Attributes:
+        folder: Pristine folder: nothing but this class writes it.
+        digest: SHA-256 of its content, in hexadecimal; see `content_digest`.
+    """
+
+    folder: Path
+    digest: str
+
+    def copy_to(self, target: Path) -> None:
+        """Make or fill the folder `target`. Symlinks stay symlinks; no file shares its content with the start."""
+        shutil.copytree(self.folder, target, symlinks=True, dirs_exist_ok=True)
+
+
+class Starts:
+    """The starts of a rollout's tasks, each made on first use.
+
+    Args:
+        folder: For the starts: a place that no session sees. What is there of a task already is replaced.
+        runtime: Copies workspaces out of images, if it has any.
+    """
+
+    def __init__(self, folder: Path, runtime: Runtime) -> None:
+        self._folder = folder
+        self._runtime = runtime
+        self._made: Once[str, Start] = Once()
+
+    async def of(self, task: Task) -> Start:
+        """Return the start of a task. Raises `InputError`, which names the task, and `OSError` for a full disk."""
+        try:
+            return await self._made.get(task.id, lambda: self._make(task))
+        except InputError as error:
+            raise InputError(f"task {task.id!r}: {error}") from error
+
+    async def _make(self, task: Task) -> Start:
+        target = self._folder / task.id
+        source = self._folder / f"{task.id}~image"
+        for leftover in (target, source):
+            await asyncio.to_thread(remove_folder, leftover)
+        try:
+            if task.workspace is not None:
+                await in_folder_thread(make_start, task.workspace, target, task.commit)
+            elif task.image is not None and not task.image_optional:
+                if not isinstance(self._runtime, ImageRuntime):
+                    raise InputError(f"the runtime {self._runtime.name} has no images, and it starts in {task.image}")
+                await in_folder_thread(self._runtime.copy_out, task.image, task.workdir, source)
+                await in_folder_thread(_make_start_of_image, source, target, task.commit)
+            else:
+                target.mkdir(parents=True)
+            await in_folder_thread(_add_files, task, target)
+            return Start(target, await in_folder_thread(content_digest, target))
+        finally:
+            await asyncio.to_thread(remove_folder, source)
+
+
+def make_start(source: Path, target: Path, commit: str | None) -> None:
+    """Copy a workspace. Each git repository in it gets the history up to one commit, and nothing else.
+
+    With a `commit` the files are those of the commit. Without, they are those of the folder, with changes that are not
+    committed, and each history ends at what is checked out. Raises `InputError` for what cannot be had.
+    """
+    bare = is_bare(source)
+    if commit is not None:
+        if not bare and not (source / ".git").exists():
+            raise InputError(f"{source} is not a git checkout, so it has no commit {commit}")
+        give_history(source, target, commit, files=True)
+        return
+    if bare:
+        raise InputError(f"{source} is a bare git repository: give 'commit'")
+    for checkout in copy_content(source, target):
+        give_history(source / checkout, target / checkout, None, files=False)
+
+
+def _make_start_of_image(source: Path, target: Path, commit: str | None) -> None:
+    """Do so with a workspace of an image: its files count, also those that its builder changed after the commit."""
+    for checkout in copy_content(source, target, any_links=True):
+        give_history(source / checkout, target / checkout, commit if checkout == Path() else None, files=False)
+    if commit is not None and not (target / ".git").exists():
+        raise InputError(f"the image has no git checkout, so it has no commit {commit}")
+
+
+def _add_files(task: Task, target: Path) -> None:
+    for name, source in task.files.items():
+        place = target / name
+        if source.is_dir():
+            for checkout in copy_content(source, place):
+                give_history(source / checkout, place / checkout, None, files=False)
+        else:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, place)

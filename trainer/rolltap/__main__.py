@@ -1,5 +1,0 @@
-"""`python -m rolltap`: the `rolltap` command."""
-
-from rolltap.trainer.cli import main
-
-main()

@@ -1,0 +1,363 @@
+"""Merge of several runs into one, or of the sound rows of a damaged run. Rows are copied unchanged, with their digests.
+
+Memory: one batch, and the ids of the sessions. The output folder is created atomically.
+
+Split and filter of a run, by session. Rows are copied unchanged, with their digests.
+
+Memory: the tokens of one session, and the rows of all sessions. Output folders are created atomically.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rolltap.addons.errors import InputError
+from rolltap.addons.store.digest import DIGEST
+from rolltap.addons.store.metadata import read_metadata, write_metadata
+from rolltap.addons.store.records import CallRole, Session
+from rolltap.addons.store.segment import SegmentReader
+from rolltap.addons.store.sessions import SessionIndex
+from rolltap.addons.store.staging import new_folder
+from rolltap.addons.store.tables import TABLES, RunWriter, read_batches, run_files
+from rolltap.trainer.file_names import file_name
+from rolltap.trainer.progress import Advance
+from rolltap.trainer.runs.verify import check_rows
+from rolltap.trainer.traces.reader import load_sessions
+from rolltap.trainer.traces.sessions import suspected
+
+SplitBy = Literal["harness", "task_id", "group_id", "policy_version", "status"]
+"""Field of the session's row to split by: one part per value, named after it."""
+
+UNNAMED = "_none"
+"""Name of the part of sessions without a row or with an empty value."""
+MOST_NAMED = 5
+"""Most session ids in one message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Criteria of the sessions and calls to keep. A session must fit every criterion that is set."""
+
+    min_reward: float | None = None
+    max_reward: float | None = None
+    harnesses: Collection[str] = ()
+    policy_versions: Collection[str] = ()
+    """Values of the session's `policy_version`: the weights that sampled its first token."""
+    statuses: Collection[str] = ()
+    sessions: Collection[str] = ()
+    roles: Collection[CallRole] = ()
+    """Roles of the calls to keep. Their ancestors are kept too, whatever their role. A session without a call of these
+    roles is left out."""
+    tasks: Collection[str] = ()
+    runtimes: Collection[str] = ()
+    suspicious: bool | None = None
+    """Whether the session's row has suspicions."""
+    suspicions: Collection[str] = ()
+    """Names of rules: the session matched one of them."""
+
+    def fits(self, session_id: str, session: Session | None) -> bool:
+        """Return True when a session fits, `roles` aside. A session without a row has the status `unknown`, no harness,
+        no policy version and no suspicions. A session without a reward fits no criterion on it."""
+        session = session or Session(session_id=session_id, status="unknown")
+        matched = suspected(session).keys()
+        return (
+            (not self.sessions or session_id in self.sessions)
+            and (not self.harnesses or session.harness in self.harnesses)
+            and (not self.policy_versions or session.policy_version in self.policy_versions)
+            and (not self.statuses or session.status in self.statuses)
+            and (not self.tasks or session.task_id in self.tasks)
+            and (not self.runtimes or session.runtime in self.runtimes)
+            and (self.suspicious is None or self.suspicious == bool(matched))
+            and (not self.suspicions or not matched.isdisjoint(self.suspicions))
+            and (self.min_reward is None or (session.reward is not None and session.reward >= self.min_reward))
+            and (self.max_reward is None or (session.reward is not None and session.reward <= self.max_reward))
+        )
+
+
+class _Run:
+    """The rows of a run by session, in all its tables; a context manager."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self.metadata = read_metadata(run)
+        self.rows = load_sessions(run)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "_Run":
+        self.tables = {table: self._stack.enter_context(SessionIndex(self.run, table)) for table in TABLES}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    @property
+    def session_ids(self) -> list[str]:
+        """Session ids: those with calls in the order of their first call, then those with only a row or events."""
+        tables = (self.tables[name] for name in ("calls", "sessions", "events"))
+        known = dict.fromkeys(session_id for table in tables for session_id in table.session_ids)
+        return [session_id for session_id in known if session_id is not None]
+
+    def copy(self, session_id: str | None, writer: RunWriter, calls: Collection[str] | None = None) -> None:
+        """Write the rows of a session; with `session_id` None, the events without a session.
+
+        With `calls`, a set of call ids, calls and their events are limited to these.
+        """
+        kept = None if calls is None else pa.array(list(calls), pa.string())
+        for name, table in self.tables.items():
+            for batch in table.batches(session_id):
+                if kept is not None and name == "calls":
+                    batch = batch.filter(pc.is_in(batch.column("call_id"), kept))
+                elif kept is not None and name == "events":
+                    # events without a call are kept
+                    about = batch.column("call_id")
+                    batch = batch.filter(pc.or_(about.is_null(), pc.is_in(about, kept)))
+                if batch.num_rows:
+                    writer.add_batch(name, batch)
+        writer.end_session()
+
+
+def split_run(run: Path, out: Path, parts: SplitBy | int, advance: Advance) -> dict[str, int]:
+    """Split a run into folders in the new folder `out`. Return part name -> number of sessions.
+
+    `parts` is a field of the session's row, or a number of parts of about equal size. In the latter case sessions of
+    one group stay together. Events without a session go to the first part.
+
+    Raises `InputError` for another field, a number below 1, no session and fewer groups than parts, and `RunError` when
+    the run cannot be read.
+    """
+    if isinstance(parts, int) and parts < 1:
+        raise InputError(f"parts={parts}: give at least 1")
+    if not isinstance(parts, int) and parts not in get_args(SplitBy):
+        raise InputError(f"by={parts!r}: choose {', '.join(get_args(SplitBy))}")
+    with _Run(run) as source:
+        sessions_of = _even_parts(source, parts) if isinstance(parts, int) else _parts_by(source, parts)
+        if not sessions_of:
+            raise InputError(f"{run} has no sessions")
+        total, done = len(source.session_ids), 0
+        with new_folder(out) as staged:
+            for number, (name, session_ids) in enumerate(sessions_of.items()):
+                write_metadata(staged / name, source.metadata)
+                with RunWriter(staged / name, "never") as writer:
+                    for session_id in [*([None] if number == 0 else []), *session_ids]:
+                        source.copy(session_id, writer)
+                        done += session_id is not None
+                        advance("sessions copied", done, total)
+    return {name: len(session_ids) for name, session_ids in sessions_of.items()}
+
+
+def filter_run(run: Path, out: Path, criteria: Filter, advance: Advance) -> int:
+    """Write the sessions that fit to the new folder `out`. Return their number. Events without a session are left out.
+
+    Raises `InputError` when no session fits or one of `criteria.sessions` is not in the run, and `RunError` when the
+    run cannot be read.
+    """
+    with _Run(run) as source:
+        if unknown := set(criteria.sessions).difference(source.session_ids):
+            raise InputError(f"{run} has no session {named(unknown)}")
+        fitting = [name for name in source.session_ids if criteria.fits(name, source.rows.get(name))]
+        kept = 0
+        with new_folder(out) as staged:
+            write_metadata(staged, source.metadata)
+            with RunWriter(staged, "never") as writer:
+                for done, session_id in enumerate(fitting, start=1):
+                    calls = _with_ancestors(source, session_id, criteria.roles) if criteria.roles else None
+                    if calls is None or calls:
+                        source.copy(session_id, writer, calls)
+                        kept += 1
+                    advance("sessions copied", done, len(fitting))
+            if not kept:
+                raise InputError(f"no session of {run} fits: {out} was not written")
+    return kept
+
+
+def named(session_ids: Iterable[str]) -> str:
+    """Return the first `MOST_NAMED` ids as text, and the number of the others."""
+    names = sorted(session_ids)
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more
+
+
+def _parts_by(source: _Run, field: SplitBy) -> dict[str, list[str]]:
+    parts: defaultdict[str, list[str]] = defaultdict(list)
+    for session_id in source.session_ids:
+        row = source.rows.get(session_id)
+        value = getattr(row, field) if row else None
+        parts[file_name(value) if value else UNNAMED].append(session_id)
+    return parts
+
+
+def _even_parts(source: _Run, number: int) -> dict[str, list[str]]:
+    """Assign each group, in the order of its first session, to the part with the fewest sessions so far."""
+    groups: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    for session_id in source.session_ids:
+        row = source.rows.get(session_id)
+        groups[("group", row.group_id) if row and row.group_id else ("session", session_id)].append(session_id)
+    if len(groups) < number:
+        raise InputError(f"{source.run} has only {len(groups)} groups of sessions: ask for fewer parts")
+    parts: list[list[str]] = [[] for _ in range(number)]
+    for session_ids in groups.values():
+        min(parts, key=len).extend(session_ids)
+    width = len(str(number - 1))
+    return {f"part-{i:0{width}}": session_ids for i, session_ids in enumerate(parts)}
+
+
+def _with_ancestors(source: _Run, session_id: str, roles: Collection[CallRole]) -> set[str]:
+    """Return the ids of the calls with these roles and of their ancestors, whose tokens their rows do not repeat."""
+    parents: dict[str, str | None] = {}
+    selected = []
+    for batch in source.tables["calls"].batches(session_id):
+        for call_id, parent_id, role in zip(
+            *(batch.column(name).to_pylist() for name in ("call_id", "parent_id", "role")), strict=True
+        ):
+            parents[call_id] = parent_id
+            if role in roles:
+                selected.append(call_id)
+    kept: set[str] = set()
+    for call_id in selected:
+        ancestor: str | None = call_id
+        while ancestor is not None and ancestor not in kept:
+            kept.add(ancestor)
+            ancestor = parents.get(ancestor)
+    return kept
+
+
+_JOINED = ("engines", "recorders", "left_behind")
+"""Keys of `run.json` whose values are joined from all runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftBehind:
+    """The losses of one damaged file when its run is merged."""
+
+    file: str
+    """`RUN/FILE`."""
+    rows: int
+    """Rows whose digest does not match."""
+    places: int
+    """Byte ranges that cannot be read, each of one or more adjacent commits."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    run: Path
+    metadata: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.run.absolute().name
+
+    @property
+    def names_model(self) -> bool:
+        """True unless the run is an import without a model."""
+        return self.metadata.get("source") != "import" or "tokenizer_sha256" in self.metadata
+
+    def origins(self, merged: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the run's name and the metadata that differs from `merged`; for a merged run, one entry per origin."""
+        origins = self.metadata.get("merged_from", [{"run": self.name}])
+        known = (*_JOINED, "merged_from")
+        other = {key: value for key, value in self.metadata.items() if key not in known and merged.get(key) != value}
+        return [{**other, **origin} for origin in origins]
+
+
+def merge_runs(runs: Sequence[Path], out: Path, advance: Advance) -> tuple[int, list[LeftBehind]]:
+    """Write the sound rows of one or more runs to the new folder `out`.
+
+    Return the number of sessions, and the losses: rows that cannot be read or whose digest does not match are not
+    copied.
+    The new `run.json` lists the losses as `left_behind`.
+
+    Raises `InputError` when the runs' tokenizers or chat templates differ, when two runs have calls or the row of the
+    same session, and when no row of a damaged run is sound. Raises `RunError` when a run cannot be read.
+    """
+    sources = [_Source(run, read_metadata(run)) for run in runs]
+    # an import that names no model is taken to be of the model of the runs it is merged with
+    recorded = [source for source in sources if source.names_model] or sources
+    recorded.sort(key=lambda source: source.metadata.get("source") == "import")  # the merged run is a recorded one
+    _require_one_model(recorded)
+    _require_other_sessions(runs)
+    tables = [(source, table) for source in sources for table in TABLES]
+    files = [(source, table, path) for source, table in tables for path in run_files(source.run, table)]
+    size, done = sum(path.stat().st_size for _, _, path in files), 0
+    sessions: set[str | None] = set()
+    left_behind: list[LeftBehind] = []
+    with new_folder(out) as staged:
+        with RunWriter(staged, "never") as writer:
+            for source, table, path in files:
+                done += path.stat().st_size
+                left_behind += _copy_sound_rows(source, table, path, writer, sessions)
+                advance("bytes copied", done, size)
+        if left_behind and not sessions:
+            raise InputError(f"no session of {', '.join(map(str, runs))} can be saved: {out} was not written")
+        write_metadata(staged, _merged_metadata(recorded[0], sources, left_behind))
+    return len(sessions), left_behind
+
+
+def _copy_sound_rows(
+    source: _Source, table: str, path: Path, writer: RunWriter, sessions: set[str | None]
+) -> Iterator[LeftBehind]:
+    """Write the rows of a file whose digest matches. Yield the losses, if there are any.
+
+    Adds to `sessions` the ids of sessions with a copied call or row.
+    """
+    rows = 0
+    with SegmentReader(path, TABLES[table]) as reader:
+        for _, batch in reader:
+            sound = pa.array([fault is None for _, fault in check_rows(table, batch)])
+            if sound.true_count:
+                writer.add_batch(table, copied := batch.filter(sound))
+                if table != "events":
+                    sessions.update(copied.column("session_id").unique().to_pylist())
+            rows += sound.false_count
+    writer.end_session()
+    if rows or reader.damage:
+        yield LeftBehind(f"{source.name}/{path.name}", rows, len(reader.damage))
+
+
+def _require_one_model(sources: Sequence[_Source]) -> None:
+    first = sources[0]
+    for key in ("tokenizer_sha256", "chat_template_sha256"):
+        for other in sources[1:]:
+            if first.metadata.get(key) != other.metadata.get(key):
+                what = key.removesuffix("_sha256").replace("_", " ")
+                raise InputError(f"{first.run} and {other.run} do not have the same {what}: merge runs of one model")
+
+
+def _require_other_sessions(runs: Sequence[Path]) -> None:
+    owners: dict[str, Path] = {}
+    for run in runs:
+        batches = (batch for table in ("calls", "sessions") for batch in read_batches(run, table))
+        recorded = {session_id for batch in batches for session_id in batch.column("session_id").unique().to_pylist()}
+        if repeated := sorted(session_id for session_id in recorded if session_id in owners):
+            first = owners[repeated[0]]
+            alike = _digests(first, repeated[0]) == _digests(run, repeated[0])
+            what = "with the same content: leave one run out" if alike else "with other content"
+            raise InputError(f"{run} and {first} both have session {named(repeated)}, {what}")
+        owners |= dict.fromkeys(recorded, run)
+
+
+def _digests(run: Path, session_id: str) -> set[str]:
+    """Return the digests of a session's calls and row."""
+    batches = (batch for table in ("calls", "sessions") for batch in read_batches(run, table, [session_id]))
+    return {digest for batch in batches for digest in batch.column(DIGEST).to_pylist()}
+
+
+def _merged_metadata(first: _Source, sources: Sequence[_Source], left_behind: Sequence[LeftBehind]) -> dict[str, Any]:
+    """Return the metadata of the first run with the engines, recorders and losses of all runs.
+
+    Other metadata in which a run differs is in `merged_from`.
+    """
+    merged = dict(first.metadata)
+    if engines := {url: engine for source in sources for url, engine in source.metadata.get("engines", {}).items()}:
+        merged["engines"] = engines
+    for key, more in (("recorders", []), ("left_behind", [asdict(loss) for loss in left_behind])):
+        entries = [entry for source in sources for entry in source.metadata.get(key, [])] + more
+        if entries:
+            merged[key] = [entry for number, entry in enumerate(entries) if entry not in entries[:number]]
+    merged["merged_from"] = [entry for source in sources for entry in source.origins(merged)]
+    return merged

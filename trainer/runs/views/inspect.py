@@ -1,0 +1,523 @@
+"""One session and one call of a run, as `rolltap inspect` shows them. `rich` prints them (`views/show.py`).
+
+Facts of a session besides its calls: parts, evidence, suspicions, provenance and earlier rows.
+
+Rendering of a session and of a call for a terminal.
+"""
+
+import difflib
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.jupyter import JupyterMixin
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from rolltap.addons.errors import InputError
+from rolltap.addons.store.metadata import read_metadata
+from rolltap.addons.store.records import Call, Session
+from rolltap.addons.store.rewards import session_rows
+from rolltap.addons.store.sessions import SessionIndex
+from rolltap.addons.store.tables import read_batches
+from rolltap.trainer.runs.suspicions.session import CALL_COLUMNS, EVENT_COLUMNS, recorded_suspicions
+from rolltap.trainer.runs.views.outcomes import suspicion_rows
+from rolltap.trainer.traces.build import judge_calls
+from rolltap.trainer.traces.ledger import Ledger
+from rolltap.trainer.traces.reader import RecordedSession, iter_sessions
+from rolltap.trainer.traces.sessions import TraceOptions, suspected, trace_session
+from rolltap.trainer.traces.tokens import pack
+from rolltap.trainer.traces.tree import common_length, start_order
+
+_MOST = 10
+"""Most entries of a list in the evidence that are printed."""
+_PROVENANCE = (
+    *("task_id", "group_id", "task_digest", "harness_version", "program_digest", "preset_digest", "runtime"),
+    "image_digest",
+)
+
+
+def parsed_session(session: Session) -> dict[str, Any]:
+    """Return the row as a dict, the columns that hold JSON parsed."""
+    row = session.to_row()
+    return row | {name: json.loads(row[name]) for name in ("parts", "evidence", "suspicions")}
+
+
+def fact_tables(
+    session: Session | None, suspicions: Mapping[str, int], diff: str | None, revisions: Sequence[Session]
+) -> Iterator[Table]:
+    """Yield the tables that have rows. `diff` is the file with the agent's changes; None when there is none."""
+    if session is not None:
+        row = parsed_session(session)
+        facts = [(name, str(row[name])) for name in _PROVENANCE if row[name]]
+        facts += [(f"part {name}", f"{value:g}") for name, value in row["parts"].items()]
+        if facts:
+            yield _table("session", facts)
+        if evidence := [*_evidence(row["evidence"]), *([("diff", diff)] if diff else [])]:
+            yield _table("evidence", evidence)
+    if suspected := suspicion_rows([suspicions]):
+        table = Table("rule", "matches", "looks for", "cannot see", title="suspicions")
+        for rule in suspected:
+            cells = (rule.rule, str(rule.matches), rule.looks_for, rule.cannot_see)
+            table.add_row(*(Text(cell, overflow="fold") for cell in cells))
+        yield table
+    if len(revisions) > 1:
+        table = Table("revision", "status", "reward", "ended", title="rows of the session: the last counts")
+        for each in revisions:
+            ended = each.finished_at.isoformat(timespec="seconds") if each.finished_at else ""
+            table.add_row(str(each.revision), each.status, "none" if each.reward is None else f"{each.reward:g}", ended)
+        yield table
+
+
+def _evidence(evidence: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield names and texts of the evidence. That of several judges follows, with their names before it."""
+    for name, value in evidence.items():
+        if name == "judges" and isinstance(value, dict):
+            for judge, part in value.items():
+                yield from _evidence(part, f"{prefix}{judge}: ")
+        elif name == "tests" and isinstance(value, dict):
+            counts = Counter(value.values())
+            yield f"{prefix}tests", ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+            if bad := [f"{test}: {outcome}" for test, outcome in value.items() if outcome != "passed"]:
+                yield f"{prefix}tests not passed", _listed(bad)
+        elif isinstance(value, list):
+            if value:
+                yield f"{prefix}{name}", _listed(value)
+        elif value is not None and value != "" and value != {}:
+            yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _listed(values: Sequence[object]) -> str:
+    more = f"\n… and {len(values) - _MOST} more" if len(values) > _MOST else ""
+    return "\n".join(map(str, values[:_MOST])) + more
+
+
+def _table(title: str, rows: Sequence[tuple[str, str]]) -> Table:
+    table = Table("", "", show_header=False, title=title)
+    for name, text in rows:
+        table.add_row(Text(name), Text(text, overflow="fold"))
+    return table
+
+
+FIRST_WORDS = 60
+"""Most characters of a reply in the call tree."""
+BEFORE, AFTER = 12, 12
+"""Tokens shown before and after the first difference of two prompts."""
+NEAR = 5
+"""Most ids that an error names."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallNode:
+    """One call in the call tree of a session."""
+
+    call_id: str
+    parent_id: str | None
+    """Parent by the tokens, as for traces: the call whose prompt and completion are a prefix of this prompt."""
+    role: str
+    kind: str
+    kind_reason: str | None
+    status: str
+    finish_reason: str | None
+    violation: str | None
+    left_out: str | None
+    """Reason why its sampled tokens are not trained; None when they are."""
+    prompt_tokens: int
+    new_tokens: int
+    """Tokens of the prompt after the parent's prompt and completion."""
+    completion_tokens: int
+    reply: str
+    """First words of the reply."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionView(JupyterMixin):
+    """A session, its calls in the order in which they started, and its ledger."""
+
+    session_id: str
+    session: Session | None
+    """The session's row; None when only calls were recorded."""
+    calls: list[CallNode]
+    ledger: Ledger
+    policy_versions: list[str]
+    """All weights that sampled tokens of its calls, in the order of their first use."""
+    suspicions: dict[str, int]
+    """Rule -> how often the session matched it: of its row; of its calls so far while it has none."""
+    revisions: list[Session]
+    """All rows of the session, the one that counts last."""
+    diff: str | None
+    """File with the agent's changes, relative to the run folder; None when there is none."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the view as JSON values, the columns that hold JSON parsed."""
+        session = self.session and parsed_session(self.session)
+        revisions = [parsed_session(row) for row in self.revisions]
+        return json_values(asdict(self) | {"session": session, "revisions": revisions})
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        pass
+
+        # a label that is longer than a line is folded, not cut
+        return console.render(render_session(self), options.update(no_wrap=False, overflow="fold"))
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """The first token at which a prompt differs from the tokens that its session recorded before."""
+
+    call_id: str
+    """The earlier call whose prompt and completion share the longest prefix with the prompt."""
+    position: int
+    """Length of that prefix in tokens."""
+    common: list[int]
+    """Last tokens of the prefix."""
+    recorded: list[int]
+    """The earlier call's tokens from `position` on; empty when all of them are shared."""
+    rendered: list[int]
+    """The prompt's tokens from `position` on."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallView(JupyterMixin):
+    """One call, its parsed messages, and why it is not trained or not continued."""
+
+    call: Call
+    messages: list[dict[str, Any]]
+    """New messages of the call."""
+    tools: list[str] | None
+    """Names of the tools shown to the model; None when they are the parent's."""
+    left_out: str | None
+    """Reason why its sampled tokens are not trained; None when they are."""
+    difference: Divergence | None
+    """For a `rendered` call, if an earlier call of its session was completed."""
+    run: Path
+    """Run folder of the call, whose tokenizer decodes it."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        pass
+
+        return render_call(self, load_decoder(self.run))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the view as JSON values, the columns that hold JSON parsed."""
+        call = asdict(self.call) | {"prompt_ids": list(self.call.prompt_ids)}
+        for name in ("sampling", "reply"):
+            call[name] = json.loads(call[name]) if call[name] is not None else None
+        call["tools"] = json.loads(self.call.tools) if self.call.tools is not None else None
+        call["messages"] = self.messages
+        difference = self.difference and asdict(self.difference)
+        return json_values({"call": call, "left_out": self.left_out, "difference": difference})
+
+
+def json_values(value: dict[str, Any]) -> dict[str, Any]:
+    """Return JSON values: timestamps as ISO 8601; NaN and the infinities, which JSON lacks, as their names."""
+    values: dict[str, Any] = json.loads(json.dumps(value, default=lambda time: time.isoformat()), parse_constant=str)
+    return values
+
+
+def find_id(prefix: str, ids: Collection[str], what: str, where: str) -> str:
+    """Return the id that equals `prefix`, or the only one that starts with it. Raises `InputError`, which names similar
+    ids."""
+    if prefix in ids:
+        return prefix
+    found = sorted(known for known in ids if known.startswith(prefix))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise InputError(f"{len(found)} {what}s of {where} begin with {prefix!r}: {_some(found)}")
+    near = difflib.get_close_matches(prefix, sorted(ids), n=NEAR, cutoff=0.0)
+    raise InputError(f"{where} has no {what} {prefix!r}" + (f", only {_some(near, len(ids))}" if near else ""))
+
+
+def find_session_id(run: Path, prefix: str) -> str:
+    """Return the id of the session with this id or unique prefix of it. Raises `InputError`."""
+    ids = set()
+    for table in ("sessions", "calls"):
+        for batch in read_batches(run, table):
+            ids.update(batch.column("session_id").unique().to_pylist())
+    return find_id(prefix, ids, "session", str(run))
+
+
+def find_session(run: Path, prefix: str) -> RecordedSession:
+    """Return the session with this id or unique prefix of it. Raises `InputError`."""
+    return next(iter_sessions(run, [find_session_id(run, prefix)]))
+
+
+def view_session(run: Path, prefix: str) -> SessionView:
+    """Return the view of the session with this id or unique prefix of it.
+
+    Raises `InputError` for an unknown id, `RunError` when the folder cannot be read and `LedgerError`.
+    """
+    recorded = find_session(run, prefix)
+    ledger = trace_session(recorded, TraceOptions()).rewarded().ledger
+    spans = [span for call in recorded.calls for span in call.weight_versions if span.end > span.start]
+    versions = list(dict.fromkeys(span.version for span in spans))
+    diff = f"logs/{recorded.session_id}.diff"
+    return SessionView(
+        session_id=recorded.session_id,
+        session=recorded.session,
+        calls=call_nodes(recorded.calls),
+        ledger=ledger,
+        policy_versions=versions,
+        suspicions=find_suspicions(recorded, _events(run, recorded.session_id)),
+        revisions=session_rows(run, recorded.session_id),
+        diff=diff if (run / diff).is_file() else None,
+    )
+
+
+def find_suspicions(recorded: RecordedSession, events: Sequence[tuple[Any, ...]]) -> dict[str, int]:
+    """Return the suspicions of a session: of its row, or of its calls and events so far. `events` as for
+    `recorded_suspicions`."""
+    if recorded.session is not None:
+        return suspected(recorded.session)
+    calls = [tuple(getattr(call, name) for name in CALL_COLUMNS) for call in recorded.calls]
+    return recorded_suspicions(calls, events)
+
+
+def _events(run: Path, session_id: str) -> list[tuple[Any, ...]]:
+    with SessionIndex(run, "events") as index:
+        batches = [batch.to_pydict() for batch in index.batches(session_id, EVENT_COLUMNS)]
+    return [row for batch in batches for row in zip(*batch.values(), strict=True)]
+
+
+def view_call(run: Path, session: str, prefix: str) -> CallView:
+    """Return the view of a call, by unique prefixes of its session's id and of its own. Raises as `view_session`."""
+    recorded = find_session(run, session)
+    calls = {call.call_id: call for call in recorded.calls}
+    call = calls[find_id(prefix, calls, "call", f"session {recorded.session_id}")]
+    tools = None
+    if call.tools is not None:
+        tools = [str(tool.get("function", tool).get("name")) for tool in json.loads(call.tools)]
+    left_out = judge_calls(recorded.calls)[1][recorded.calls.index(call)]
+    difference = find_divergence(call, recorded.calls) if call.kind == "rendered" else None
+    return CallView(call, call.parsed_messages, tools, left_out, difference, run)
+
+
+def call_nodes(calls: Sequence[Call]) -> list[CallNode]:
+    """Return the call tree of one session's calls, which are in `start_order`."""
+    tree = []
+    for call, parent, reason in zip(calls, *judge_calls(calls), strict=True):
+        above = calls[parent] if parent is not None else None
+        known = len(above.prompt_ids) + len(above.completion_ids) if above else 0
+        tree.append(
+            CallNode(
+                call_id=call.call_id,
+                parent_id=above.call_id if above else None,
+                role=call.role,
+                kind=call.kind,
+                kind_reason=call.kind_reason,
+                status=call.status,
+                finish_reason=call.finish_reason,
+                violation=call.violation,
+                left_out=reason,
+                prompt_tokens=len(call.prompt_ids),
+                new_tokens=len(call.prompt_ids) - known,
+                completion_tokens=len(call.completion_ids),
+                reply=first_words(call),
+            )
+        )
+    return tree
+
+
+def first_words(call: Call) -> str:
+    """Return the start of a call's reply in one line: its text, else its tool calls, else its reasoning."""
+    message = json.loads(call.reply) if call.reply else {}
+    functions = [tool_call["function"] for tool_call in message.get("tool_calls") or []]
+    written = ", ".join(f"{function['name']}({function['arguments']})" for function in functions)
+    text = " ".join((message.get("content") or "").split()) or written or message.get("reasoning_content") or ""
+    line = " ".join(text.split())
+    return line if len(line) <= FIRST_WORDS else line[: FIRST_WORDS - 1] + "…"
+
+
+def find_divergence(call: Call, calls: Sequence[Call]) -> Divergence | None:
+    """Return where the prompt of `call` differs from the completed calls that started before it, or None without any.
+
+    Of calls that share equally long prefixes with it, the last one is compared.
+    """
+    earlier = [e for e in calls if e.status == "completed" and start_order(e) < start_order(call)]
+    if not earlier:
+        return None
+    prompt = pack(call.prompt_ids)
+    lengths = [common_length(prompt, pack(e.prompt_ids) + pack(e.completion_ids)) for e in earlier]
+    position = max(lengths)
+    best = max(i for i, length in enumerate(lengths) if length == position)
+    return Divergence(
+        call_id=earlier[best].call_id,
+        position=position,
+        common=list(call.prompt_ids[max(position - BEFORE, 0) : position]),
+        recorded=[*earlier[best].prompt_ids, *earlier[best].completion_ids][position : position + AFTER],
+        rendered=list(call.prompt_ids[position : position + AFTER]),
+    )
+
+
+def _some(ids: Sequence[str], of: int = 0) -> str:
+    more = max(of, len(ids)) - len(ids[:NEAR])
+    return ", ".join(ids[:NEAR]) + (f" and {more} more" if more else "")
+
+
+Decoder = Callable[[list[int]], str]
+
+_LIKELY = [(-0.1, "green"), (-1.0, "yellow"), (-3.0, "dark_orange"), (float("-inf"), "red")]
+"""Least log-probability of each colour."""
+_SHORT_ID = 8
+CONTEXT_TOKENS = 100
+"""Most new tokens of the prompt that are shown before the completion."""
+
+
+def load_decoder(run: Path) -> Decoder | None:
+    """Return a function from token ids to text; None when the model's tokenizer or `transformers` is not installed.
+
+    Raises `RunError` when the folder cannot be read.
+    """
+    model = str(read_metadata(run).get("model", ""))
+    try:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    except (ImportError, OSError, ValueError):
+        return None
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def render_session(view: SessionView) -> RenderableType:
+    """Return a session's outcome, its call tree, the facts about it and its ledger."""
+    title = Text.assemble(("session ", "bold"), view.session_id)
+    if (session := view.session) is not None:
+        reward = "no reward" if session.reward is None else f"reward {session.reward:g}"
+        versions = view.policy_versions or [session.policy_version or ""]
+        weights = f"weights {', '.join(filter(None, versions))}" if any(versions) else None
+        fields = (session.harness, session.status, weights, reward, session.error)
+        title.append(": " + ", ".join(field for field in fields if field))
+    facts = fact_tables(view.session, view.suspicions, view.diff, view.revisions)
+    return Group(call_tree(view.calls, title), *facts, view.ledger)
+
+
+def call_tree(nodes: Sequence[CallNode], title: Text) -> Tree:
+    """Return the call tree. A chain of calls is one node, a line a call; branches are the nodes below it."""
+    ids = [node.call_id for node in nodes]
+    length = next((n for n in range(_SHORT_ID, 64) if len({i[:n] for i in ids}) == len(ids)), 64)
+    children: defaultdict[str | None, list[CallNode]] = defaultdict(list)
+    for node in nodes:
+        children[node.parent_id].append(node)
+    tree = Tree(title)
+    stack = [(tree, node) for node in reversed(children[None])]
+    while stack:
+        above, node = stack.pop()
+        chain = [_label(node, length)]
+        while len(children[node.call_id]) == 1:
+            node = children[node.call_id][0]
+            chain.append(Text("↓ ").append_text(_label(node, length)))
+        drawn = above.add(Text("\n").join(chain))
+        stack += [(drawn, child) for child in reversed(children[node.call_id])]
+    return tree
+
+
+def _label(node: CallNode, length: int) -> Text:
+    outcome = node.finish_reason if node.status == "completed" else node.status
+    label = Text.assemble(
+        (node.call_id[:length], "bold"),
+        f" {node.role} {node.kind} ",
+        (f"{node.new_tokens}+{node.completion_tokens} tokens", "cyan"),
+        f" {outcome or ''}",
+    )
+    if node.left_out:
+        label.append(f" not trained: {node.left_out}", "yellow")
+    if node.violation:
+        label.append(f" {node.violation}", "red")
+    if node.reply:
+        label.append(f"  {node.reply}", "dim")
+    return label
+
+
+def render_call(view: CallView, decode: Decoder | None) -> Iterator[RenderableType]:
+    """Yield the parts of a call: facts, divergence, messages, tokens. Without a decoder tokens are shown as ids."""
+    yield _facts(view)
+    if view.difference is not None:
+        yield _difference(view.difference, decode)
+    yield Rule("new messages")
+    yield from map(_message, view.messages)
+    yield Rule("tokens")
+    yield context(view.call, decode).append(completion(view.call, decode))
+    legend = Text("\n")
+    if view.left_out:
+        legend.append(f"not trained: {view.left_out}  ", "yellow")
+    legend.append("context", "dim").append("  log-probability: ")
+    for least, colour in _LIKELY:
+        legend.append(f" {least:g} and more " if least > float("-inf") else " less ", f"reverse {colour}")
+    if decode is None:
+        legend.append("\ntoken ids, as the tokenizer of the run's model is not on this machine", "dim")
+    yield legend
+
+
+def context(call: Call, decode: Decoder | None) -> Text:
+    """Return the last tokens of the prompt that follow the parent's tokens. Their mask is 0."""
+    ids = call.prompt_ids[call.prefix_length :]
+    shown = list(ids[-CONTEXT_TOKENS:])
+    text = Text(f"({len(ids) - len(shown)} tokens) … " if len(shown) < len(ids) else "", "dim italic")
+    return text.append("".join(f"{token} " for token in shown) if decode is None else decode(shown), "dim")
+
+
+def completion(call: Call, decode: Decoder | None) -> Text:
+    """Return the completion, each token in the colour of its log-probability; without a decoder its ids."""
+    text = Text()
+    for token, logprob in zip_longest(call.completion_ids, call.logprobs[: len(call.completion_ids)]):
+        written = f"{token} " if decode is None else decode([token]) or f"<{token}>"
+        colour = next((colour for least, colour in _LIKELY if logprob is not None and logprob >= least), "")
+        text.append(written, colour)
+    return text
+
+
+def _facts(view: CallView) -> Table:
+    call = view.call
+    spans = [f"{span.version} [{span.start}:{span.end}]" for span in call.weight_versions]
+    facts = {
+        "call": call.call_id,
+        "session": call.session_id,
+        "role": f"{call.role} {f'({call.role_evidence})' if call.role_evidence else ''}",
+        "prompt": f"{call.kind}, {len(call.prompt_ids)} tokens, {call.prefix_length} of them its parent's",
+        "why": call.kind_reason,
+        "parent": call.parent_id,
+        "status": ", ".join(filter(None, [call.status, call.finish_reason, call.error])),
+        "violation": call.violation,
+        "completion": f"{len(call.completion_ids)} tokens, sum of log-probabilities {sum(call.logprobs):.3f}",
+        "weights": ", ".join(spans),
+        "request": f"{call.dialect} {call.host}{call.path} {call.model}{' streamed' if call.stream else ''}",
+        "sampling": call.sampling,
+        "tools": None if view.tools is None else ", ".join(view.tools) or "none",
+        "started": call.started_at.isoformat(),
+        "finished": call.finished_at and call.finished_at.isoformat(),
+    }
+    table = Table("", "", show_header=False)
+    for name, fact in facts.items():
+        if fact:
+            table.add_row(name, Text(fact, overflow="fold"))
+    return table
+
+
+def _difference(difference: Divergence, decode: Decoder | None) -> Text:
+    def written(ids: list[int]) -> str:
+        # quoted, so that white space is visible
+        return f"{ids} {json.dumps(decode(ids), ensure_ascii=False) if decode and ids else ''}\n"
+
+    text = Text(f"The prompt agrees with call {difference.call_id} up to token {difference.position}.\n", "bold")
+    text.append(f"  common    {written(difference.common)}", "dim")
+    text.append(f"  recorded  {written(difference.recorded)}", "green")
+    text.append(f"  rendered  {written(difference.rendered)}", "red")
+    return text
+
+
+def _message(message: dict[str, Any]) -> Text:
+    text = Text.assemble((f"{message.get('role', '')}: ", "bold"))
+    if reasoning := message.get("reasoning_content"):
+        text.append(f"{reasoning}\n", "italic")
+    text.append(str(message.get("content") or ""))
+    for call in message.get("tool_calls") or []:
+        text.append(f"\n{json.dumps(call['function'], ensure_ascii=False)}", "cyan")
+    return text

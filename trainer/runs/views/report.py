@@ -1,0 +1,397 @@
+"""A run in numbers: counts, rewards by policy version, the ledger. `rich` prints a summary as tables.
+
+The table of prompt tokens that engines took from their prefix caches.
+
+The sessions of a run, one line each.
+
+The rewards of a run as a picture.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from matplotlib.figure import Figure
+from pyarrow import RecordBatch
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.jupyter import JupyterMixin
+from rich.table import Table
+from rich.text import Text
+
+from rolltap.addons.store.records import Call, Session
+from rolltap.addons.store.sessions import SessionIndex
+from rolltap.trainer.runs.suspicions.session import EVENT_COLUMNS
+from rolltap.trainer.runs.views.inspect import find_suspicions
+from rolltap.trainer.runs.views.outcomes import (
+    MixedGroup,
+    OutcomeRow,
+    PartRow,
+    ProvenanceRow,
+    SuspicionRow,
+    mixed_groups,
+    outcome_rows,
+    outcome_tables,
+    part_rows,
+    provenance_rows,
+    suspicion_rows,
+)
+from rolltap.trainer.traces.cached import CachedPrompts, cached_prompts
+from rolltap.trainer.traces.ledger import Ledger
+from rolltap.trainer.traces.reader import load_sessions
+from rolltap.trainer.traces.sessions import TracedSession, TraceOptions, iter_traces, session_reward
+from rolltap.trainer.versions import Version
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRow:
+    """Prompt tokens that the engine took from its prefix cache, of the calls of one kind of one harness."""
+
+    harness: str
+    """Empty when it is not known."""
+    kind: str
+    prompts: CachedPrompts
+    share: float | None
+    """Cached tokens of a prompt token."""
+    unused: bool
+    """True when next to nothing of the parents' tokens came from the cache: see `CachedPrompts.unused`."""
+
+
+def cache_table(rows: Sequence[CacheRow]) -> Table:
+    """Return the table, with a caption when a cache is next to unused."""
+    table = Table("harness", "prompts", "tokens", "cached", title="prompt tokens from the engine's prefix cache")
+    for row in rows:
+        share = "" if row.share is None else f"{row.share:.1%}"
+        table.add_row(Text(row.harness), row.kind, str(row.prompts.prompt_tokens), share)
+    unused = sorted({row.harness or "unknown" for row in rows if row.unused})
+    if unused:
+        table.caption = Text(
+            f"Continued calls ({', '.join(unused)}) take next to nothing from the cache: each turn computes its whole "
+            "prompt again. Check that the engine caches prefixes of this model (--enable-prefix-caching), has memory "
+            "for them, and that sessions stay on one engine.",
+            "red",
+        )
+    return table
+
+
+MOST_SESSIONS = 50
+"""Most rows that the printed table of sessions has."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRow:
+    """Counts of one session. `status` and `harness` are None when only its calls were recorded.
+
+    `suspicions` are rule -> count.
+    """
+
+    session_id: str
+    harness: str | None
+    status: str | None
+    reward: float | None
+    calls: int
+    bridged: int
+    rendered: int
+    ledger: Ledger
+    suspicions: dict[str, int]
+
+
+def session_row(traced: TracedSession, events: Sequence[Mapping[str, Any]]) -> SessionRow:
+    """Return the row of a session. `events` have the columns of `EVENT_COLUMNS`."""
+    session, calls = traced.recorded.session, traced.recorded.calls
+    kinds = Counter(call.kind for call in calls)
+    return SessionRow(
+        session_id=traced.recorded.session_id,
+        harness=session.harness if session else None,
+        status=session.status if session else None,
+        reward=traced.reward,
+        calls=len(calls),
+        bridged=kinds["bridged"],
+        rendered=kinds["rendered"],
+        ledger=traced.ledger,
+        suspicions=find_suspicions(traced.recorded, [tuple(event[name] for name in EVENT_COLUMNS) for event in events]),
+    )
+
+
+def session_table(rows: Sequence[SessionRow]) -> Table:
+    """Return the table of the first `MOST_SESSIONS` sessions. The column of suspicions is there if one has any."""
+    suspected = any(row.suspicions for row in rows)
+    columns = ["session", "harness", "status", "reward", "calls", "bridged/\nrendered", "tokens"]
+    columns += ["suspicions"] if suspected else []
+    cut = f"the first {MOST_SESSIONS} of {len(rows)}; --json has all" if len(rows) > MOST_SESSIONS else None
+    # narrow, so that a row fits a terminal of 80 columns
+    table = Table(*columns, title="sessions", caption=cut, box=box.SIMPLE, padding=0, pad_edge=False)
+    for row in rows[:MOST_SESSIONS]:
+        table.add_row(
+            Text(row.session_id, overflow="fold"),
+            Text(row.harness or ""),
+            row.status or "",
+            number(row.reward),
+            str(row.calls),
+            f"{row.bridged}/{row.rendered}",
+            str(row.ledger.sampled),
+            *([Text("/".join(row.suspicions), overflow="fold")] if suspected else []),
+        )
+    return table
+
+
+def number(value: float | None) -> str:
+    """Return a mean or a reward as text."""
+    return "none" if value is None else f"{value:.3f}"
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRewards:
+    """Rewards of the sessions of one policy version."""
+
+    policy_version: str
+    """As `weights_name` returns it."""
+    sessions: int
+    mean_reward: float | None
+    best_reward: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary(JupyterMixin):
+    """Counts over a run.
+
+    Attributes:
+        rendered: Reason why prompts were rendered in full, with ids and numbers replaced by an ellipsis ->
+            number of calls.
+        uncaptured_calls: Requests that look like model calls and were not answered by the recorder. Each is a
+            gap in the record.
+        retried: Requests that received the reply of an earlier call. That call is recorded once.
+        continued: Failures of an engine during a call after which the call went on.
+        switched: Calls of sessions whose adapter the engine no longer had, and which went on with other weights.
+        rejected: Requests to a model API that were refused for what they asked, before a call began.
+        hidden: Calls with images, audio or files, of which the model got a text instead.
+        faults: Requests to a model API that failed because of the engine, the recorder or the machine.
+        unauthorised: Requests with bad proxy credentials.
+        interrupted: Calls that began and were not recorded: they run, or the recorder was killed.
+        cache: By harness and kind of call; only calls whose engine says what it took from its cache.
+        outcomes: Of the sessions that have a row, as all that follows here, with the exception of `suspicions`, which
+            counts sessions without a row too, by their calls so far.
+        mixed: Groups whose sessions ran other programs, tasks or places.
+        session_rows: In the order in which the sessions started.
+    """
+
+    sessions: dict[str, int]
+    calls: dict[str, int]
+    kinds: dict[str, int]
+    rendered: dict[str, int]
+    roles: dict[str, int]
+    violations: dict[str, int]
+    refused: dict[str, int]
+    uncaptured_calls: int
+    retried: int
+    continued: int
+    switched: int
+    rejected: int
+    hidden: int
+    faults: int
+    unauthorised: int
+    interrupted: int
+    ledger: Ledger
+    steps: list[VersionRewards]
+    cache: list[CacheRow]
+    outcomes: list[OutcomeRow]
+    parts: list[PartRow]
+    suspicions: list[SuspicionRow]
+    provenance: list[ProvenanceRow]
+    mixed: list[MixedGroup]
+    session_rows: list[SessionRow]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the summary as JSON values."""
+        return asdict(self)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self.steps:
+            yield _reward_table(self.steps)
+        if self.session_rows:
+            yield session_table(self.session_rows)
+        yield _count_table(self)
+        yield from outcome_tables(self.outcomes, self.parts, self.suspicions, self.provenance, self.mixed)
+        if self.cache:
+            yield cache_table(self.cache)
+        if self.rendered:
+            yield _reason_table(self.rendered)
+
+
+def summarize(run: Path) -> Summary:
+    """Return the summary of a run. Memory is that of one session.
+
+    Raises `RunError` when the folder cannot be read, and `LedgerError`.
+    """
+    sessions: list[Session] = []
+    rows: list[tuple[datetime, SessionRow]] = []
+    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    cached: defaultdict[tuple[str, str], CachedPrompts] = defaultdict(CachedPrompts)
+    interrupted = 0
+    with SessionIndex(run, "events") as index:
+        for traced in iter_traces(run, TraceOptions()):
+            session, calls = traced.recorded.session, traced.recorded.calls
+            told = _events(index.batches(traced.recorded.session_id))
+            row = session_row(traced.rewarded(), told)
+            rows.append((session.started_at if session else calls[0].started_at, row))
+            sessions += [session] if session else []
+            _count_calls(calls, counts)
+            for kind, prompts in cached_prompts(calls).items():
+                cached[traced.harness, kind] += prompts
+            begun = _count_events(told, counts)
+            interrupted += len(begun - {call.call_id for call in calls})
+        # events without a session, and of sessions that have events only
+        for session_id in set(index.session_ids) - {row.session_id for _, row in rows}:
+            interrupted += len(_count_events(_events(index.batches(session_id)), counts))
+    events = counts["events"]
+    return Summary(
+        sessions=dict(Counter(session.status for session in sessions)),
+        calls=dict(counts["calls"]),
+        kinds=dict(counts["kinds"]),
+        rendered=dict(counts["rendered"]),
+        roles=dict(counts["roles"]),
+        violations=dict(counts["violations"]),
+        refused=dict(counts["refused"]),
+        uncaptured_calls=events["uncaptured"],
+        retried=events["joined"] + events["replayed"],
+        continued=events["continued"],
+        switched=events["switched"],
+        rejected=events["rejected"],
+        hidden=events["hidden"],
+        faults=events["fault"],
+        unauthorised=events["unauthorised"],
+        interrupted=interrupted,
+        ledger=sum((row.ledger for _, row in rows), Ledger()),
+        steps=reward_steps(sessions),
+        cache=[CacheRow(*key, prompts, prompts.share, prompts.unused) for key, prompts in sorted(cached.items())],
+        outcomes=outcome_rows(sessions),
+        parts=part_rows(sessions),
+        suspicions=suspicion_rows(row.suspicions for _, row in rows),
+        provenance=provenance_rows(sessions),
+        mixed=mixed_groups(sessions),
+        session_rows=[row for _, row in sorted(rows, key=lambda row: (row[0], row[1].session_id))],
+    )
+
+
+def _count_calls(calls: Sequence[Call], counts: Mapping[str, Counter[str]]) -> None:
+    counts["calls"].update(call.status for call in calls)
+    counts["kinds"].update(call.kind for call in calls)
+    counts["rendered"].update(_without_ids(call.kind_reason or "") for call in calls if call.kind == "rendered")
+    counts["roles"].update(call.role for call in calls)
+    counts["violations"].update(call.violation for call in calls if call.violation)
+
+
+def _events(batches: Iterable[RecordBatch]) -> list[dict[str, Any]]:
+    return [event for batch in batches for event in batch.select([*EVENT_COLUMNS, "call_id"]).to_pylist()]
+
+
+def _count_events(events: Sequence[Mapping[str, Any]], counts: Mapping[str, Counter[str]]) -> set[str]:
+    """Count the events of a session. Return the ids of the calls that began."""
+    counts["events"].update(event["kind"] for event in events)
+    counts["refused"].update(event["host"] for event in events if event["kind"] == "refused")
+    return {event["call_id"] for event in events if event["kind"] == "call_started"}
+
+
+def reward_steps(sessions: Iterable[Session]) -> list[VersionRewards]:
+    """Return one entry per policy version, in the order of first use. A fault has no reward."""
+    versions: defaultdict[str, list[Session]] = defaultdict(list)
+    for session in sorted(sessions, key=lambda session: session.started_at):
+        versions[weights_name(session)].append(session)
+    steps = []
+    for version, group in versions.items():
+        rewards = [reward for reward in map(session_reward, group) if reward is not None]
+        mean, best = (fmean(rewards), max(rewards)) if rewards else (None, None)
+        steps.append(VersionRewards(version, len(group), mean, best))
+    return steps
+
+
+def weights_name(session: Session) -> str:
+    """Return the policy version of a session without its attempt: the attempts at a step have the same weights.
+
+    A version of another form stays as it is. Without one the name is `default`, as in vLLM.
+    """
+    name = session.policy_version or "default"
+    version = Version.parse(name)
+    return f"{version.run}.{version.step}" if version else name
+
+
+def _reward_table(steps: Sequence[VersionRewards]) -> Table:
+    table = Table("policy version", "sessions", "mean reward", "best reward", title="reward")
+    for step in steps:
+        table.add_row(Text(step.policy_version), str(step.sessions), number(step.mean_reward), number(step.best_reward))
+    return table
+
+
+def _count_table(summary: Summary) -> Table:
+    table = Table("", "", show_header=False, title="recorded")
+    table.add_row("sessions", _counts(summary.sessions))
+    table.add_row("calls", _counts(summary.calls))
+    table.add_row("roles", _counts(summary.roles))
+    table.add_row("prompts", _counts(summary.kinds))
+    for name, tokens in summary.ledger.lines():
+        table.add_row(name, str(tokens))
+    for violation, count in summary.violations.items():
+        table.add_row(Text("violation", style="red"), Text(f"{count} calls: {violation}"))
+    if summary.uncaptured_calls:
+        table.add_row(Text("uncaptured model calls", style="red"), str(summary.uncaptured_calls))
+    notes = {
+        "retried requests": summary.retried,
+        "continued after an engine failure": summary.continued,
+        "went on with other weights": summary.switched,
+        "rejected requests": summary.rejected,
+        "calls with hidden images or files": summary.hidden,
+        "requests that failed by a fault": summary.faults,
+        "unauthorised requests": summary.unauthorised,
+        "interrupted calls": summary.interrupted,
+    }
+    for note, count in notes.items():
+        if count:
+            table.add_row(note, str(count))
+    if summary.refused:
+        table.add_row("refused hosts", Text(_counts(summary.refused)))
+    return table
+
+
+def _reason_table(rendered: Mapping[str, int]) -> Table:
+    table = Table("why prompts were rendered", "calls")
+    for reason, count in Counter(rendered).most_common():
+        table.add_row(Text(reason), str(count))
+    return table
+
+
+def _without_ids(reason: str) -> str:
+    """Replace hexadecimal ids and numbers by an ellipsis, so that equal reasons count together."""
+    return re.sub(r"\b([0-9a-f]{16,}|[0-9]+)\b", "…", reason)
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "none"
+
+
+def plot_rewards(run: Path, path: Path, title: str) -> None:
+    """Write a PNG of the mean reward of each step's weights, every session's reward as a dot behind it."""
+    sessions = load_sessions(run).values()
+    means = {step.policy_version: step.mean_reward for step in reward_steps(sessions) if step.mean_reward is not None}
+    position = {name: i for i, name in enumerate(means)}
+    labels = {weights_name(session): _label(session) for session in sessions}
+    rewards = [(weights_name(session), session_reward(session)) for session in sessions]
+    dots = [(position[name], reward) for name, reward in rewards if reward is not None]
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    axes.scatter([x for x, _ in dots], [y for _, y in dots], s=14, alpha=0.25, color="tab:gray", label="a session")
+    axes.plot(list(means.values()), marker="o", color="tab:blue", label="mean of the step's sessions")
+    axes.set_xticks(range(len(means)), [labels[name] for name in means])
+    axes.set(xlabel="weights (optimizer steps so far)", ylabel="reward", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=120)
+
+
+def _label(session: Session) -> str:
+    version = Version.parse(session.policy_version or "")
+    return str(version.step) if version else weights_name(session)

@@ -1,0 +1,195 @@
+"""Folders that tasks name: the kinds of files they may have, their copies, and their digests.
+
+Glob patterns of paths relative to a workspace, with `/` between the parts.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import stat
+import sys
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.tasks.git import head_commit
+
+
+@lru_cache(maxsize=1024)
+def _expression(pattern: str) -> re.Pattern[str]:
+    tokens = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    parts = re.split(r"(\*\*/|\*\*|\*|\?)", pattern.rstrip("/"))
+    return re.compile("".join(tokens.get(part) or re.escape(part) for part in parts) + "(?:/.*)?", re.DOTALL)
+
+
+def matches(path: str, patterns: Iterable[str]) -> bool:
+    """Return True if a pattern names the path or a folder above it.
+
+    `*` and `?` match within a part, `**` matches any number of parts. Upper and lower case differ.
+    """
+    return any(_expression(pattern).fullmatch(path) for pattern in patterns)
+
+
+TEST_FILES = (
+    "**/test_*.py",
+    "**/*_test.py",
+    "**/tests.py",
+    "**/conftest.py",
+    "**/tests/**",
+    "**/__tests__/**",
+    "**/*.test.js",
+    "**/*.test.ts",
+)
+"""Files that are tests by the usual names. A folder `test` may be source code: Django's is."""
+
+STARTUP = (
+    "**/sitecustomize",
+    "**/sitecustomize.*",
+    "**/usercustomize",
+    "**/usercustomize.*",
+    "**/*.pth",
+    "**/*.dist-info",
+    "**/*.egg-info",
+    "**/*.egg",
+)
+"""Files and folders that run code in every Python, or that name plugins which programs load by themselves."""
+
+PLANTED = (
+    *STARTUP,
+    "**/conftest.py",
+    "**/pytest.ini",
+    "**/.pytest.ini",
+    "**/pytest.toml",
+    "**/.pytest.toml",
+    "**/.pytest_cache/**",
+    "**/.coveragerc",
+)
+"""Files that run code in the judge's pytest, or change what it does, without being asked for."""
+
+SHADOWS = tuple(
+    f"**/{name}{end}"
+    for name in ("pytest", "_pytest", "pluggy", "iniconfig", "xdist", "py")
+    for end in ("", ".py", ".pyc", ".*.so", ".so")
+)
+"""Modules that Python would import in place of pytest's own. New ones are not applied; a start may be pytest itself."""
+
+_OF_PLUGINS = ("packaging", "pygments", "exceptiongroup", "tomli", "colorama", "typing_extensions", "coverage", "attr")
+_MODULE = re.compile(r"(?:(?:src|lib)/)?([^/.]+)(?:\.(?:py|pyc|(?:[^/]+\.)?so)|/__init__\.[^/]+|)")
+
+
+def is_shadow(path: str, *, is_folder: bool) -> bool:
+    """Return True for a module at the top that Python would import in place of one of its own, or of a library's.
+
+    `python -m` and scripts look for modules in their own folder first. A folder without `__init__` hides no module.
+    """
+    found = _MODULE.fullmatch(path)
+    return not is_folder and found is not None and (found[1] in sys.stdlib_module_names or found[1] in _OF_PLUGINS)
+
+
+SETTINGS = ("**/pyproject.toml", "**/setup.cfg", "**/tox.ini")
+"""Files in which settings of pytest may stand among others."""
+
+
+_SYSTEM = ("/usr/", "/bin/", "/sbin/", "/lib/", "/lib64/", "/opt/")  # every runtime has them
+
+
+def copy_content(source: Path, target: Path, *, any_links: bool = False) -> list[Path]:
+    """Copy a folder without its git repositories. Return the folders with a `.git`, relative to `source`.
+
+    Modes keep their permissions, without setuid and setgid. Symlinks stay symlinks, hard links become files of their
+    own. Raises `InputError` for what a workspace cannot start with: FIFOs, sockets, devices, unreadable files, bare
+    repositories, and symlinks to places outside the folder that are not system folders, unless `any_links` is true.
+    """
+    checkouts: list[Path] = []
+    root = source.resolve()
+    _copy_folder(root, target, root, any_links, checkouts)
+    return checkouts
+
+
+def _copy_folder(source: Path, target: Path, root: Path, any_links: bool, checkouts: list[Path]) -> None:
+    try:
+        with os.scandir(source) as entries:
+            names = {entry.name: entry for entry in entries}
+        target.mkdir(parents=True, exist_ok=True)
+        for name, entry in names.items():
+            if name == ".git":
+                checkouts.append(source.relative_to(root))
+            elif entry.is_symlink():
+                if not any_links:
+                    _check_link(Path(entry.path), root)
+                os.symlink(os.readlink(entry.path), target / name)
+            elif entry.is_dir():
+                _copy_folder(source / name, target / name, root, any_links, checkouts)
+            elif entry.is_file():
+                shutil.copy2(entry.path, target / name)
+                (target / name).chmod(entry.stat().st_mode & 0o777)
+            else:
+                kind = _kind(entry.stat(follow_symlinks=False).st_mode)
+                raise InputError(f"{entry.path} is a {kind}: a workspace starts with files, folders and symlinks only")
+        shutil.copystat(source, target)
+        target.chmod(source.stat().st_mode & 0o777)
+    except OSError as error:
+        raise InputError(f"cannot copy {error.filename or source}: {error.strerror or error}") from error
+    if ".git" not in names and is_bare(source):
+        raise InputError(f"{source} is a bare git repository, which shows later history: remove it from the workspace")
+
+
+def is_bare(folder: Path) -> bool:
+    """Return whether a folder is a bare git repository with objects."""
+    objects = folder / "objects"
+    if not (folder / "HEAD").is_file() or not (folder / "refs").is_dir() or not objects.is_dir():
+        return False
+    return any(objects.glob("[0-9a-f][0-9a-f]/*")) or any(objects.glob("pack/*.pack"))
+
+
+def _check_link(link: Path, root: Path) -> None:
+    """Raise `InputError` for a link out of `root`: by its text, or through other links."""
+    target = os.readlink(link)
+    if target.startswith(_SYSTEM):
+        return
+    place = os.path.normpath(link.parent.relative_to(root) / target)
+    if place == ".." or place.startswith(("/", "../")) or not Path(os.path.realpath(link)).is_relative_to(root):
+        raise InputError(f"{link} is a symlink to {target}, outside the workspace: replace it by a copy")
+
+
+def _kind(mode: int) -> str:
+    if stat.S_ISFIFO(mode):
+        return "FIFO"
+    return "socket" if stat.S_ISSOCK(mode) else "device"
+
+
+def content_digest(path: Path) -> str:
+    """Return the SHA-256 of a file or folder, in hexadecimal: of names, kinds, executable bits, contents, link texts.
+
+    Of a git repository in it only the commit that is checked out counts. Raises `InputError` for what cannot be read.
+    """
+    digest = hashlib.sha256()
+    try:
+        for name, file in _entries(path, ""):
+            status = file.lstat()
+            if stat.S_ISLNK(status.st_mode):
+                kind, value = "link", os.readlink(file)
+            elif file.name == ".git":
+                kind, value = "git", head_commit(file.parent) or "unborn"
+            elif stat.S_ISDIR(status.st_mode):
+                kind, value = "folder", ""
+            elif stat.S_ISREG(status.st_mode):
+                kind = "program" if status.st_mode & 0o100 else "file"
+                with file.open("rb") as content:
+                    value = hashlib.file_digest(content, "sha256").hexdigest()
+            else:
+                kind, value = _kind(status.st_mode), ""
+            for part in (name, kind, value):
+                digest.update(os.fsencode(part) + b"\0")
+    except OSError as error:
+        raise InputError(f"cannot read {error.filename or path}: {error.strerror or error}") from error
+    return digest.hexdigest()
+
+
+def _entries(path: Path, name: str) -> Iterator[tuple[str, Path]]:
+    yield name, path
+    if path.is_dir() and not path.is_symlink() and path.name != ".git":
+        for child in sorted(path.iterdir()):
+            yield from _entries(child, f"{name}/{child.name}")

@@ -1,0 +1,218 @@
+"""Tasks from files and folders: JSON Lines of tasks, Harbor tasks, SWE rows.
+
+Rows of a dataset on disk: JSON Lines, Parquet, or a folder that Hugging Face datasets wrote.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.tasks.harbor import is_harbor, load_harbor
+from rolltap.trainer.tasks.swe import swe_task
+from rolltap.trainer.tasks.task import (
+    JUDGE_KINDS,
+    CommandJudge,
+    Judge,
+    LLMJudge,
+    RefusedError,
+    SeveralJudges,
+    Task,
+    describe_refused,
+)
+from rolltap.trainer.toml import describe
+
+
+def is_dataset(folder: Path) -> bool:
+    """Return whether a folder holds a dataset: as `save_to_disk` writes it, or Parquet files as on the Hub."""
+    marks = ("dataset_info.json", "dataset_dict.json")
+    return any((folder / mark).is_file() for mark in marks) or bool(_parquet_files(folder))
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | str]]:
+    """Yield for each row its name, for messages, and its values; of a JSON Lines file the text of the line.
+
+    Raises `InputError` for what cannot be read, and for a folder with several splits.
+    """
+    try:
+        if path.is_dir():
+            yield from ((f"{path}, row {number}", row) for number, row in enumerate(_rows_of_folder(path)))
+        elif path.suffix == ".parquet":
+            yield from ((f"{path}, row {number}", row) for number, row in enumerate(_rows_of_parquet([path])))
+        else:
+            lines = enumerate(path.read_text(encoding="utf-8").split("\n"), start=1)
+            yield from ((f"{path}, line {number}", line) for number, line in lines if line.strip())
+    except InputError:
+        raise
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read the task file {path}: {error}") from error
+
+
+def _rows_of_folder(folder: Path) -> Iterator[Mapping[str, Any]]:
+    files = _parquet_files(folder)
+    if files and not (folder / "dataset_info.json").is_file():
+        splits = sorted({file.name.split("-")[0].removesuffix(".parquet") for file in files})
+        if len(splits) > 1:
+            raise InputError(
+                f"{folder} has the splits {', '.join(splits)}: give one Parquet file, or a folder with one"
+            )
+        yield from _rows_of_parquet(files)
+        return
+    from datasets import DatasetDict, load_from_disk
+
+    dataset = load_from_disk(str(folder))
+    if isinstance(dataset, DatasetDict):
+        if len(dataset) != 1:
+            raise InputError(f"{folder} has the splits {', '.join(dataset)}: give the folder of one, {folder}/SPLIT")
+        (dataset,) = dataset.values()
+    yield from dataset
+
+
+def _rows_of_parquet(files: list[Path]) -> Iterator[Mapping[str, Any]]:
+    from pyarrow import parquet
+
+    for file in files:
+        for batch in parquet.ParquetFile(file).iter_batches():
+            yield from batch.to_pylist()
+
+
+def _parquet_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.parquet")) or sorted((folder / "data").glob("*.parquet"))
+
+
+logger = logging.getLogger(__name__)
+
+
+def load_tasks(
+    path: str | Path, *, repositories: str | Path | None = None, refused: list[str] | None = None
+) -> list[Task]:
+    """Return the tasks of a file or folder.
+
+    The source is a JSON Lines file of tasks (`Task` has the keys), a Harbor task folder or a folder of them, or rows of
+    SWE-bench and its relatives: a JSON Lines or Parquet file, or a Hugging Face dataset on disk.
+
+    Args:
+        path: File or folder.
+        repositories: Folder with the checkouts or bare mirrors of SWE rows: `<owner>__<name>` or `<owner>/<name>`, with
+            or without `.git`. None: the rows' images have them.
+        refused: List that gets one line for each task that is refused; the others are returned. None: a warning
+            counts the SWE rows and Harbor tasks that are refused, and a line of ours with a mistake raises.
+
+    Raises `InputError` for a source that cannot be read, for one without tasks or with refused ones only, and for what
+    a single task asks for and cannot have: it names the line, row or folder, the key, and what to do.
+    """
+    path = Path(path)
+    folder = None if repositories is None else Path(repositories)
+    if folder is not None and not folder.is_dir():
+        raise InputError(f"the folder of repositories {folder} is not a folder")
+    tasks: dict[str, Task] = {}
+    faults: list[InputError] = []
+    for make in _readers(path, folder):
+        try:
+            task = make()
+            if task.id in tasks:
+                raise InputError(f"{task.source}: the id {task.id!r} is used twice")
+            tasks[task.id] = task
+        except InputError as error:
+            if refused is None and not isinstance(error, RefusedError):
+                raise
+            faults.append(error)
+    if refused is not None:
+        refused += map(str, faults)
+    if not tasks:
+        if refused is None and len(faults) == 1:
+            raise faults[0]
+        raise InputError(f"{path} has no tasks: {describe_refused(faults, len(faults)) if faults else 'it is empty'}")
+    if faults and refused is None:
+        logger.warning("%s: %s; the others are used", path, describe_refused(faults, len(faults) + len(tasks)))
+    return list(tasks.values())
+
+
+def _readers(path: Path, repositories: Path | None) -> Iterator[Callable[[], Task]]:
+    """Yield a function for each task of the source: it returns the task or raises `InputError`."""
+    if path.is_dir() and not is_dataset(path):
+        folders = [path] if is_harbor(path) else sorted(folder for folder in path.iterdir() if is_harbor(folder))
+        if not folders:
+            raise InputError(
+                f"{path} has no tasks: give a Harbor task folder (with task.toml), a folder of them, a Hugging Face "
+                "dataset on disk, or a .jsonl or .parquet file"
+            )
+        yield from (partial(_refusing, load_harbor, folder) for folder in folders)
+        return
+    for where, row in read_rows(path):
+        yield partial(_task_of_row, where, row, path, repositories)
+
+
+def _task_of_row(where: str, row: Mapping[str, Any] | str, path: Path, repositories: Path | None) -> Task:
+    if isinstance(row, str):
+        try:
+            fields = json.loads(row)
+        except ValueError as error:
+            raise InputError(f"{where}: Invalid JSON: {error}") from error
+        if not isinstance(fields, dict):
+            raise InputError(f"{where} is not a JSON object")
+        row = fields
+    if "instance_id" in row or "problem_statement" in row:
+        return _refusing(_task_of_swe_row, row, where, repositories)
+    try:
+        return _resolve(Task.model_validate_json(json.dumps({"source": where, **row})), path.parent, where)
+    except ValidationError as error:
+        raise InputError(f"{where}: {describe(error, {'judge': JUDGE_KINDS})}") from error
+
+
+def _task_of_swe_row(row: Mapping[str, Any], where: str, repositories: Path | None) -> Task:
+    try:
+        return swe_task(row, where, repositories)
+    except ValidationError as error:
+        raise InputError(f"{where}: {describe(error)}") from error
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}: 'instance_dict' is not JSON: {error}") from error
+
+
+def _refusing(make: Callable[..., Task], *source: object) -> Task:
+    """Return the task that `make` makes. Raises `RefusedError` for its `InputError`."""
+    try:
+        return make(*source)
+    except InputError as error:
+        raise RefusedError(str(error)) from error
+
+
+def _resolve(task: Task, folder: Path, where: str) -> Task:
+    """Return the task with its paths relative to `folder` as absolute ones."""
+
+    def absolute(path: Path, key: str) -> Path:
+        place = (folder / path).resolve()
+        if not place.exists():
+            raise InputError(f"{where}: {key} {place} does not exist")
+        return place
+
+    def judge_of(judge: Judge) -> Judge:
+        if isinstance(judge, SeveralJudges):
+            judges = [one.model_copy(update={"judge": judge_of(one.judge)}) for one in judge.judges]
+            return judge.model_copy(update={"judges": judges})
+        if isinstance(judge, LLMJudge):
+            return judge
+        update: dict[str, Any] = {"tests": judge.tests and absolute(judge.tests, "'judge.tests'")}
+        if isinstance(judge, CommandJudge):
+            update["mounts"] = {place: absolute(source, "'judge.mounts'") for place, source in judge.mounts.items()}
+        return judge.model_copy(update=update)
+
+    workspace = task.workspace and (folder / task.workspace).resolve()
+    if workspace is not None and not workspace.is_dir():
+        raise InputError(f"{where}: the workspace {workspace} is not a folder")
+    image = task.image
+    if image is not None and image.startswith(("./", "../")):
+        image = str(absolute(Path(image), "'image'"))
+    return task.model_copy(
+        update={
+            "workspace": workspace,
+            "files": {place: absolute(source, "'files'") for place, source in task.files.items()},
+            "image": image,
+            "judge": task.judge and judge_of(task.judge),
+        }
+    )

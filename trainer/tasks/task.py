@@ -1,0 +1,292 @@
+"""A task: an instruction, the workspace to start from, and the judge of the result.
+
+Descriptions of judges: pydantic models that stand in a task.
+
+Limits of a session's box.
+
+Tasks of a source of many that cannot be had: the others are used, and these are counted.
+"""
+
+import hashlib
+import json
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal, Self, get_args
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.tasks.content import content_digest
+
+
+class _Judge(BaseModel):
+    """Fields of all judges.
+
+    Attributes:
+        timeout: Seconds after which judging is stopped. The session is unjudged then.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    timeout: float = Field(default=600.0, gt=0)
+
+
+class _WorkspaceJudge(_Judge):
+    """Fields of the judges that look at a workspace.
+
+    Attributes:
+        where: `fresh` (default): a copy of the task's start, to which the agent's changes were applied. `session`: the
+            folder and the box that the agent left, with all that it put there.
+        paths: Glob patterns, relative to the workspace: only what the agent made under them is applied. None: all.
+        protect: Glob patterns, relative to the workspace: what the agent made under them is not applied. It is counted.
+        tests: Folder or file that is laid over the workspace after the agent's changes; relative to the task file.
+    """
+
+    where: Literal["fresh", "session"] = "fresh"
+    paths: list[str] | None = None
+    protect: list[str] = []
+    tests: Path | None = None
+
+
+class CommandJudge(_WorkspaceJudge):
+    """A command that runs in the workspace.
+
+    Attributes:
+        result: Where the reward is. `status`: exit status 0 is 1, exit status 1 is 0, all others are unjudged, and so
+            is 1 with an error of Python at the end of the output, unless it is an `AssertionError`.
+            `number`: one finite number alone on the last line of the output. `json`: a JSON object as the last line of
+            the output: `{"reward": 0.5, "parts": {"speed": 1.0}}`. With these two the command may write it to the file
+            that ROLLTAP_REWARD names instead. None: JSON or a number if the last line is one, else the status.
+        reward_file: Absolute path in the box of a file that the command writes: its text is the reward, as of the last
+            line of the output. None: see `result`.
+        mounts: Absolute path in the box -> file or folder of this machine, visible there, read-only. The runtime
+            `process` has no paths of its own: the task is refused there.
+        writable: Absolute paths in the box of empty folders that the command may write to.
+    """
+
+    kind: Literal["command"] = "command"
+    command: list[str] = Field(min_length=1)
+    result: Literal["status", "number", "json"] | None = None
+    reward_file: str | None = Field(default=None, pattern=r"^/[^/]")
+    mounts: dict[str, Path] = {}
+    writable: list[str] = []
+    env: dict[str, str] = {}
+
+
+class PytestJudge(_WorkspaceJudge):
+    """A JUnit XML report, compared with the tests that must pass.
+
+    The reward is 1 when all tests of both lists pass, else 0. Without lists it is 1 when the report has tests and all
+    pass. The parts are the shares of both lists that pass.
+
+    Attributes:
+        command: Writes the report to the file that ROLLTAP_REPORT names.
+        fail_to_pass: Tests that failed before the change, as pytest names them.
+        pass_to_pass: Tests that passed before.
+        test_patch: Unified diff that is applied after the agent's changes and `tests`. Its files are protected.
+        log_parser: Name of a log parser of the `swebench` package (extra `swe`), for instance `parse_log_django`: the
+            tests' results are read from the output of `command` then, and no report is needed. None: the report. The
+            agent's code can print what the parser takes for results.
+    """
+
+    kind: Literal["pytest"] = "pytest"
+    command: list[str] = ["python", "-m", "pytest", "-p", "no:cacheprovider", "--junit-xml", "{report}"]
+    fail_to_pass: list[str] = []
+    pass_to_pass: list[str] = []
+    test_patch: str | None = None
+    log_parser: str | None = None
+    env: dict[str, str] = {}
+
+
+class PythonJudge(_WorkspaceJudge):
+    """A Python function of the user's own, called in a process of its own with the judged workspace.
+
+    Attributes:
+        function: `package.module:function`. It gets the folder of the judged workspace, and returns a number or a dict
+            as `CommandJudge`'s JSON.
+    """
+
+    kind: Literal["python"] = "python"
+    function: str = Field(pattern=r"^[\w.]+:[\w.]+$")
+
+
+class LLMJudge(_Judge):
+    """A model that reads the changes and a rubric, at an OpenAI-compatible endpoint.
+
+    Attributes:
+        url: Base URL, for instance `https://api.openai.com/v1`. The engine of the policy is refused, unless
+            `policy_judges_itself` is true.
+        model: Name of the model there.
+        key_env: Name of the environment variable with the key.
+    """
+
+    kind: Literal["llm"] = "llm"
+    rubric: str = Field(min_length=1)
+    url: str
+    model: str
+    key_env: str | None = None
+    policy_judges_itself: bool = False
+
+
+class WeightedJudge(BaseModel):
+    """One of several judges: its name among the parts, and its weight in the mean."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(min_length=1)
+    weight: float = Field(default=1.0, gt=0)
+    judge: "Judge"
+
+
+class SeveralJudges(BaseModel):
+    """Several judges: the reward is the weighted mean of theirs. When one cannot judge, the session is unjudged."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["several"] = "several"
+    judges: list[WeightedJudge] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        if len({one.name for one in self.judges}) < len(self.judges):
+            raise ValueError("two of the judges have the same name")
+        return self
+
+
+Judge = Annotated[CommandJudge | PytestJudge | PythonJudge | LLMJudge | SeveralJudges, Field(discriminator="kind")]
+JUDGE_KINDS: tuple[str, ...] = tuple(kind.model_fields["kind"].default for kind in get_args(get_args(Judge)[0]))
+"""Names of the judges: values of `kind`."""
+WeightedJudge.model_rebuild()
+
+
+_ISOLATED = {"memory_gib": 8.0, "processes": 1024, "disk_gib": 20.0}
+
+
+class Limits(BaseModel):
+    """Limits of all programs of a session together. None is no limit in the runtime `process`.
+
+    The other runtimes, which isolate, have a limit of 8 GiB of memory, 1024 processes and 20 GiB on disk where a task
+    sets none; cores stay without a limit.
+
+    Attributes:
+        cpus: Number of processor cores.
+        memory_gib: Memory in GiB.
+        processes: Number of processes and threads.
+        disk_gib: Size in GiB of what the session writes.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    cpus: float | None = Field(default=None, gt=0)
+    memory_gib: float | None = Field(default=None, gt=0)
+    processes: int | None = Field(default=None, ge=1)
+    disk_gib: float | None = Field(default=None, gt=0)
+
+    def of_isolated(self) -> Self:
+        """Return these limits as a runtime that isolates holds them: its own in place of those that are None."""
+        return self.model_copy(update={name: value for name, value in _ISOLATED.items() if getattr(self, name) is None})
+
+
+_REASONS = 3
+_OWN = re.compile(r"'[^']*'|\S*[/\d]\S*")  # of one task: names, numbers and paths in a message
+
+
+class RefusedError(InputError):
+    """A task of somebody else's making that cannot be had: a row of a dataset, or a Harbor folder."""
+
+
+def describe_refused(errors: Sequence[Exception], total: int) -> str:
+    """Return how many of `total` tasks are refused, and the most frequent reasons: the count and first one of each."""
+    alike: defaultdict[str, list[str]] = defaultdict(list)
+    for message in map(str, errors):
+        alike[_OWN.sub("", message)].append(message)
+    counted = sorted(alike.values(), key=len, reverse=True)
+    reasons = [f"{len(messages)} x {messages[0]}" for messages in counted[:_REASONS]]
+    if len(counted) > _REASONS:
+        reasons.append(f"{sum(map(len, counted[_REASONS:]))} x other reasons")
+    return f"{len(errors)} of {total} tasks are refused: {'; '.join(reasons)}"
+
+
+def _inside(name: str) -> str:
+    if Path(name).is_absolute() or ".." in Path(name).parts or ".git" in Path(name).parts:
+        raise ValueError("give a path inside the workspace, relative to it")
+    return name
+
+
+class Task(BaseModel):
+    """An instruction, the workspace to start from, and the judge of the result.
+
+    A task file is JSON Lines with these fields as keys. Paths in it are relative to the file. The constructor raises
+    pydantic's `ValidationError`, a `ValueError`, for wrong fields.
+
+    Attributes:
+        id: Name of the task in the dataset: letters, digits, dot, dash and underscore.
+        instruction: Prompt for the harness.
+        workspace: Folder of which every session gets a copy. None: an empty folder, or the folder `workdir` of the
+            image. A git checkout in it has the history up to its commit, and nothing else of its repository.
+        commit: Id of the commit that the checkout or bare repository `workspace` starts at; None: what is checked out,
+            with its changes. Of a workspace in the image the files stay, and the history ends there.
+        files: Path in the workspace -> file or folder of this machine that is laid there, over what `workspace` has.
+        image: Container image that the session runs in, or the absolute path of a root folder; None: none. The runtime
+            must have images then, unless `image_optional`.
+        image_optional: True: a runtime without images takes this machine's system folders instead. The workspace never
+            starts with the image's `workdir` then.
+        workdir: Absolute path of the workspace in a runtime with files of its own.
+        timeout: Seconds after which the harness is stopped; None: the rollout's.
+        limits: Limits of the session's box.
+        env: Further environment variables of the harness and of the judge.
+        needs_network: Place where the task, or its judge, asks for a network beyond the recorder, in words; None:
+            nowhere. Only the runtime `process` runs such a task, and none one whose judge has `mounts` or `writable`.
+        judge: Description of the judge.
+        evaluate: Short form of a `CommandJudge` with this command. A task has either `judge` or `evaluate`.
+        source: Where the task is from, for people: a folder, or a file and its row.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: str = Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._-]*[A-Za-z0-9_-][A-Za-z0-9._-]*$")
+    instruction: str = Field(min_length=1)
+    workspace: Path | None = None
+    commit: str | None = Field(default=None, pattern=r"^[0-9a-f]{7,64}$")
+    files: dict[Annotated[str, AfterValidator(_inside)], Path] = {}
+    image: str | None = Field(default=None, min_length=1)
+    image_optional: bool = False
+    workdir: str = Field(default="/workspace", pattern=r"^/[^/].*$")
+    timeout: float | None = Field(default=None, gt=0)
+    limits: Limits = Limits()
+    env: dict[str, str] = {}
+    needs_network: str | None = None
+    evaluate: list[str] = []
+    judge: Judge | None = None
+    source: str = ""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.evaluate and self.judge is None:
+            raise ValueError("'evaluate' is missing: give the judge's command, or a table 'judge'")
+        if self.evaluate and self.judge is not None:
+            raise ValueError("'evaluate' and 'judge' are both given: remove 'evaluate', the short form")
+        if self.commit is not None and self.workspace is None and self.image is None:
+            raise ValueError(
+                f"'commit' is {self.commit!r} without a checkout: give 'workspace', or an 'image' with one"
+            )
+        return self
+
+    @property
+    def effective_judge(self) -> Judge:
+        """The judge, also of a task with the short form."""
+        return self.judge if self.judge is not None else CommandJudge(command=self.evaluate)
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the task, in hexadecimal: the same task elsewhere has the same.
+
+        Of each path that the task names the content counts instead, and of `workspace` with a `commit` the commit; of
+        an image its name. `source` does not count. The code of a `PythonJudge` is not covered. Raises `InputError` for
+        a path that cannot be read.
+        """
+        fields = self.model_dump(exclude={"source", "evaluate", "judge"} | ({"workspace"} if self.commit else set()))
+        fields["judge"] = self.effective_judge.model_dump()
+        text = json.dumps(fields, sort_keys=True, default=lambda value: content_digest(Path(value)))
+        return hashlib.sha256(text.encode()).hexdigest()

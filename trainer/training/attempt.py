@@ -1,0 +1,188 @@
+"""`training.json` in the run folder: the name of the training, its starts, and what it was begun with.
+
+The values that decide the steps of a training. A folder that was begun with others is not gone on with.
+"""
+
+import json
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from rolltap.addons.errors import InputError, RunError
+from rolltap.addons.store.staging import locked, write_atomically
+from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.rollouts.resume import FREE_OPTIONS
+from rolltap.trainer.tasks.task import Task
+from rolltap.trainer.training.arguments import CHECKPOINTS, dtype_of, last_checkpoint
+from rolltap.trainer.training.recipe import Recipe
+from rolltap.trainer.versions import Version
+
+_CONSTANT = ("constant", "constant_with_warmup")
+"""Values of `lr_scheduler_type` whose learning rates do not depend on the number of steps."""
+_KEYS = ("groups_per_step", "strategy", "roles", "max_tokens", "suspicious")
+_ROLLOUT_KEYS = ("sessions_per_group", "replace_zero_variance", "runtime")
+_DIGEST = "sha256:"
+
+_MAY_CHANGE = frozenset(
+    [
+        "grpo.gradient_accumulation_steps",
+        "grpo.steps_per_generation",
+        "grpo.forward",
+        "grpo.tokens_per_segment",
+        "grpo.memory_gib",
+        "grpo.offload_states",
+        "grpo.activation_checkpointing",
+        "grpo.activation_checkpointing_kwargs",
+        "grpo.torch_empty_cache_steps",
+        "grpo.use_cpu",
+        "grpo.full_determinism",
+        "grpo.skip_memory_metrics",
+        "grpo.debug",
+        "grpo.local_rank",
+        "grpo.report_to",
+        "grpo.run_name",
+        "grpo.project",
+        "grpo.disable_tqdm",
+        "grpo.push_to_hub",
+        *(f"recorder.{name}" for name in FREE_OPTIONS),
+    ]
+)
+_MAY_CHANGE_FAMILIES = ("grpo.logging_", "grpo.log_", "grpo.save_", "grpo.hub_", "grpo.trackio_")
+"""How a step is computed, logged and saved, not which step it is."""
+
+
+def begun_online(recipe: Recipe, tasks: Sequence[Task], harness: Harness, seed: int) -> dict[str, Any]:
+    """Return what decides the steps of an online training: key -> JSON value, or the digest of a long one.
+
+    Of folders that a task names the content counts, wherever they are. Raises `InputError` for one that cannot be read.
+    """
+    return {
+        "kind": "online",
+        "tasks": _digest([task.digest() for task in tasks]),
+        "harness": _DIGEST + harness.digest(),
+        **{key: getattr(recipe, key) for key in _ROLLOUT_KEYS},
+        **_table("recorder", recipe.recorder),
+        **_table("budget", recipe.budget.model_dump(exclude_none=True)),
+        **_common(recipe, seed),
+    }
+
+
+def begun_offline(recipe: Recipe, groups: Sequence[Sequence[object]], seed: int) -> dict[str, Any]:
+    """Return what decides the steps of an offline training, as `begun_online`. `groups` are its rows, as JSON."""
+    return {"kind": "offline", "the recorded groups": _digest(groups), **_common(recipe, seed)}
+
+
+def require_same(where: object, known: Mapping[str, Any], begun: Mapping[str, Any]) -> None:
+    """Raise `InputError`, which names the keys, unless a training is begun with the values that are `known`."""
+    differ = [key for key in known.keys() | begun.keys() if _json(known.get(key)) != _json(begun.get(key))]
+    if "kind" in differ:
+        differ = ["kind"]
+    if differ:
+        named = ", ".join(_named(known, key) for key in sorted(differ))
+        raise InputError(f"{where} was begun with other values of {named}: start in another folder, or put them back")
+
+
+def _common(recipe: Recipe, seed: int) -> dict[str, Any]:
+    return {
+        "seed": seed,
+        "model": str(recipe.model),
+        "dtype": dtype_of(recipe),
+        **({} if _same_rates(recipe) else {"steps": recipe.steps}),
+        **{key: getattr(recipe, key) for key in _KEYS},
+        **_table("outcomes", recipe.outcomes.model_dump()),
+        **_table("lora", recipe.lora),
+        **_table("grpo", recipe.grpo),
+    }
+
+
+def _same_rates(recipe: Recipe) -> bool:
+    """Return True when the learning rate of a step does not depend on the recipe's number of steps."""
+    part_of_all = 0 < recipe.grpo.get("warmup_steps", 0) < 1
+    return recipe.grpo.get("lr_scheduler_type") in _CONSTANT and not part_of_all
+
+
+def _table(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    named = {f"{name}.{key}": value for key, value in values.items()}
+    return {
+        key: value
+        for key, value in named.items()
+        if key not in _MAY_CHANGE and not key.startswith(_MAY_CHANGE_FAMILIES)
+    }
+
+
+def _named(known: Mapping[str, Any], key: str) -> str:
+    if key not in known:
+        return f"{key} (it was not given)"
+    value = _json(known[key])
+    if key == "steps":
+        return f"steps (it was {value}, and the learning rates follow from it unless lr_scheduler_type is constant)"
+    return key if value.startswith(f'"{_DIGEST}') else f"{key} (it was {value})"
+
+
+def _digest(value: Any) -> str:
+    return _DIGEST + sha256(_json(value).encode()).hexdigest()
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+TRAINING_FILE = "training.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One start of a training on a run folder. `number` is how many times it was started before."""
+
+    run: str
+    number: int
+
+    def version(self, step: int) -> Version:
+        """Return the name of the weights after `step` optimizer steps of this attempt."""
+        return Version(self.run, step, self.number)
+
+
+@contextmanager
+def claimed_attempt(run: Path, begun: Mapping[str, Any]) -> Iterator[Attempt]:
+    """Count a start of the training on the folder `run`, and yield it. No other start ever gets the same attempt.
+
+    `begun` is what decides the steps (`begun_online`, `begun_offline`). The first start keeps it. The count is on the
+    disk when the block begins, so claim before anything is published. Inside the block no other training can start on
+    the folder, not even on this one's incomplete checkpoints.
+
+    Raises `InputError` when the first start had another `begun`; `RunError` when another training is running, and when
+    `training.json` is damaged, or missing beside checkpoints; and `OSError`.
+    """
+    run.mkdir(parents=True, exist_ok=True)
+    path = run / TRAINING_FILE
+    with ExitStack() as stack:
+        with locked(run, wait=True):
+            attempt = _next_attempt(path, begun)
+            known = {"run": attempt.run, "starts": attempt.number + 1, "begun": begun}
+            write_atomically(path, json.dumps(known, indent=2) + "\n")
+            stack.enter_context(locked(path))
+        yield attempt
+
+
+def _next_attempt(path: Path, begun: Mapping[str, Any]) -> Attempt:
+    try:
+        with locked(path) as free:
+            if free is None:
+                raise RunError(f"another training is running on {path.parent}: wait until it has ended, or stop it")
+            known = json.loads(path.read_text())
+        attempt = Attempt(known["run"], known["starts"])
+        if Version.parse(str(attempt.version(0))) != attempt.version(0):
+            raise ValueError(f"no name of weights begins with {attempt.run!r} and ends with {attempt.number!r}")
+        before = dict(known["begun"])
+    except FileNotFoundError as error:
+        if checkpoint := last_checkpoint(path.parent / CHECKPOINTS):
+            raise RunError(f"{checkpoint} exists, but not {path}, which says whose it is: train elsewhere") from error
+        return Attempt(secrets.token_hex(4), 0)
+    except (ValueError, LookupError, TypeError) as error:
+        raise RunError(f"{path} is damaged ({error}): train into a new folder") from error
+    require_same(path.parent, before, begun)
+    return attempt

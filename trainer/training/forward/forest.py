@@ -1,0 +1,240 @@
+"""Rows as a prefix forest: segments that hold each shared token once, and batches of segments that can run together.
+
+Traces as the model sees them.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise, repeat
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.traces.build import Trace
+from rolltap.trainer.traces.tree import common_length
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Token ids of one trace, and which of them are scored.
+
+    Attributes:
+        ids: Prompt and completion, shape (T,).
+        scored: Ascending positions of the n trained tokens, each at least 1, shape (n,). The token `ids[p]` is
+            scored given `ids[:p]`.
+    """
+
+    ids: NDArray[np.int32]
+    scored: NDArray[np.int64]
+
+
+def trace_row(trace: Trace) -> Row:
+    """Return a trace's row. Raises `InputError` for a trace whose completion ids, mask and log-probabilities differ in
+    length, and for one that trains its first token, which has no probability."""
+    if not len(trace.completion_ids) == len(trace.completion_mask) == len(trace.logprobs):
+        raise InputError(
+            f"trace {trace.trace_id} has {len(trace.completion_ids)} completion ids, {len(trace.completion_mask)} mask "
+            f"values and {len(trace.logprobs)} log-probabilities"
+        )
+    ids = np.array([*trace.prompt_ids, *trace.completion_ids], np.int32)
+    scored = len(trace.prompt_ids) + np.flatnonzero(np.array(trace.completion_mask))
+    if len(scored) and scored[0] == 0:
+        raise InputError(f"trace {trace.trace_id} trains its first token, which nothing precedes")
+    return Row(ids, scored)
+
+
+LEAST_SHARED = 16
+"""A piece shared by several rows is a segment of its own from this number of tokens on. A shorter one is computed again
+by each branch, because a forward pass of its own costs more. Kernels of linear attention have no gradient for a segment
+of one token that continues a state; so it is at least 2."""
+
+LEAST_SIZE = 3
+"""Tokens that a segment may have at least: with 2, one of three tokens would be left alone."""
+
+LEAST_WASTE = 1024
+"""Tokens of padding that a batch may have however small it is: about what another batch costs. Beyond them, at most a
+quarter of its tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """An unbranched piece of the forest: tokens that follow those of its ancestors."""
+
+    parent: int
+    """Index of the segment before it, -1 at the start of a row."""
+    start: int
+    """Position of its first token: the number of tokens of its ancestors."""
+    ids: NDArray[np.int32]
+    """Its tokens, shape (n,), n at least 1."""
+    inner: bool
+    """True if other segments continue it. Only then is its state needed."""
+    at: NDArray[np.int64]
+    """Offsets in `ids` after which a token is scored, shape (E,). An offset repeats where rows go on differently, and
+    where several rows score the same token."""
+    tokens: NDArray[np.int32]
+    """The scored token after each of these offsets, shape (E,)."""
+    flat: NDArray[np.int64]
+    """Index of each in the flat vector of scored tokens (row by row, each row's positions in order), shape (E,)."""
+
+    @property
+    def end(self) -> int:
+        """Number of tokens up to its last one, those of its ancestors included."""
+        return self.start + len(self.ids)
+
+
+class _Path(NamedTuple):
+    """The segments from a row's first token on."""
+
+    ends: list[int]
+    """Position after each segment's last token, ascending."""
+    indices: list[int]
+    """Index of each segment."""
+
+    def until(self, position: int) -> "_Path":
+        """Return the segments that end at or before `position`."""
+        n = bisect_right(self.ends, position)
+        return _Path(self.ends[:n], self.indices[:n])
+
+
+def build_forest(rows: Sequence[Row], tokens_per_segment: int) -> list[Segment]:
+    """Return the segments of all rows, each after its parent, of at most `tokens_per_segment` tokens, or `LEAST_SIZE`.
+
+    A segment that others continue has at least two tokens. A row counts up to the token before its last scored one:
+    what follows has no influence. A row without a scored token has no segment. Takes O(n log n) comparisons of n rows,
+    and O(tokens) for the rest.
+    """
+    used = {i: row.ids[: row.scored[-1]].tobytes() for i, row in enumerate(rows) if len(row.scored)}
+    order = sorted(used, key=used.__getitem__)
+    shared = [0] * bool(order) + [common_length(used[a], used[b]) for a, b in pairwise(order)]
+    # A row that the next one begins with has no tokens of its own.
+    covered = [False] * len(order)
+    for k in range(len(order) - 1):
+        if shared[k + 1] * 4 == len(used[order[k]]):
+            covered[k], shared[k + 1] = True, shared[k]
+
+    owners, branches = _branches(shared, covered)
+    parents: list[int] = []
+    spans: list[tuple[int, int, int]] = []  # row, start, end
+    nothing = _Path([], [])
+    paths = [nothing] * len(order)
+    starts = [0] * len(order)
+    for k, i in enumerate(order):
+        if covered[k]:
+            continue
+        before = paths[owners[k]].until(starts[k]) if starts[k] else nothing
+        cuts = [starts[k]]
+        for depth, child in sorted((shared[child], child) for child in branches[k]):
+            if depth - cuts[-1] >= LEAST_SHARED:
+                cuts.append(depth)
+            starts[child] = cuts[-1]
+        cuts.append(len(used[i]) // 4)
+        ends = [end for a, b in pairwise(cuts) for end in _parts(a, b, max(tokens_per_segment, LEAST_SIZE))]
+        own = list(range(len(spans), len(spans) + len(ends)))
+        spans += zip(repeat(i), [starts[k], *ends], ends, strict=False)
+        parents += [before.indices[-1] if before.indices else -1, *own[:-1]]
+        paths[k] = _Path(before.ends + ends, before.indices + own)
+    for k in reversed(range(len(order))):
+        if covered[k]:
+            paths[k] = paths[k + 1]
+    return _with_targets(rows, spans, parents, dict(zip(order, paths, strict=True)))
+
+
+def own_tokens(rows: Sequence[Row]) -> list[int]:
+    """Return for each row its number of tokens that the row before it does not share."""
+    packed = [row.ids.tobytes() for row in rows]
+    shared = [0] * bool(rows) + [common_length(a, b) for a, b in pairwise(packed)]
+    return [len(row.ids) - n for row, n in zip(rows, shared, strict=True)]
+
+
+def _branches(shared: Sequence[int], covered: Sequence[bool]) -> tuple[list[int], list[list[int]]]:
+    """Return for each sorted row the row that it branches from (-1: none), and the rows that branch from it.
+
+    A row owns the tokens that no earlier row has. `shared` are the tokens that a row has in common with the one before.
+    """
+    owners = [-1] * len(shared)
+    branches: list[list[int]] = [[] for _ in shared]
+    path: list[tuple[int, int]] = []  # owners of the last row's tokens, and the position from which on they own them
+    for k, depth in enumerate(shared):
+        if covered[k]:
+            continue
+        while path and path[-1][1] >= depth:
+            path.pop()
+        if path:
+            owners[k] = path[-1][0]
+            branches[owners[k]].append(k)
+        path.append((k, depth))
+    return owners, branches
+
+
+def _parts(start: int, end: int, size: int) -> list[int]:
+    """Return the ends of the parts, as equal as they can be, of at most `size` tokens."""
+    parts = -(-(end - start) // size)
+    return [start + (end - start) * part // parts for part in range(1, parts + 1)]
+
+
+def _with_targets(
+    rows: Sequence[Row], spans: Sequence[tuple[int, int, int]], parents: Sequence[int], paths: dict[int, _Path]
+) -> list[Segment]:
+    if not spans:
+        return []
+    # the token at p is predicted at p - 1; a row's positions come after all of the rows before it
+    apart = max(path.ends[-1] for path in paths.values()) + 1
+    lengths = [len(rows[i].scored) for i in paths]
+    predicted = np.concatenate([rows[i].scored for i in paths]) - 1
+    offsets = np.arange(len(paths)) * apart
+    ends = np.repeat(offsets, [len(path.ends) for path in paths.values()])
+    ends += np.fromiter(chain.from_iterable(path.ends for path in paths.values()), np.int64)
+    indices = np.fromiter(chain.from_iterable(path.indices for path in paths.values()), np.int64)
+    segment = indices[np.searchsorted(ends, np.repeat(offsets, lengths) + predicted, side="right")]
+    at = predicted - np.array([start for _, start, _ in spans])[segment]
+    tokens = np.concatenate([rows[i].ids[rows[i].scored] for i in paths])
+    first = np.cumsum([0, *(len(row.scored) for row in rows)])
+    flat = np.concatenate([np.arange(first[i], first[i + 1]) for i in paths])
+
+    by_segment = np.argsort(segment, kind="stable")
+    at, tokens, flat = at[by_segment], tokens[by_segment], flat[by_segment]
+    bounds = np.searchsorted(segment[by_segment], np.arange(len(spans) + 1)).tolist()
+    inner = set(parents)
+    return [
+        Segment(parents[k], start, rows[i].ids[start:end], k in inner, at[a:b], tokens[a:b], flat[a:b])
+        for k, ((i, start, end), (a, b)) in enumerate(zip(spans, pairwise(bounds), strict=True))
+    ]
+
+
+def batches(segments: Sequence[Segment], tokens: int, positions: int, *, same_length: bool) -> list[list[int]]:
+    """Return batches of segments that can run together, parents before their children, leaves last.
+
+    A batch of several segments has at most `tokens` new tokens and `positions` positions (the segments and all their
+    ancestors), padding included. With `same_length` its inner segments need no padding: the state of linear attention
+    after padding is not the state before it.
+    """
+    levels: list[int] = []
+    groups: dict[tuple[int, int], list[int]] = {}
+    for k, segment in enumerate(segments):
+        levels.append(0 if segment.parent < 0 else levels[segment.parent] + 1)
+        if segment.inner:
+            groups.setdefault((levels[k], len(segment.ids) if same_length else 0), []).append(k)
+    leaves = [k for k, segment in enumerate(segments) if not segment.inner]
+    ordered = [groups[key] for key in sorted(groups)]
+    return [batch for group in [*ordered, leaves] for batch in _fill(segments, group, tokens, positions)]
+
+
+def _fill(segments: Sequence[Segment], group: Iterable[int], tokens: int, positions: int) -> list[list[int]]:
+    filled: list[list[int]] = []
+    width = past = real = 0
+    for k in sorted(group, key=lambda k: (-len(segments[k].ids), segments[k].start)):
+        n, start = len(segments[k].ids), segments[k].start
+        if filled:
+            height = len(filled[-1]) + 1
+            padding = height * width - real - n
+            fits = height * width <= tokens and height * (width + max(past, start)) <= positions
+            if fits and padding <= max(LEAST_WASTE, (real + n) // 4):
+                filled[-1].append(k)
+                past, real = max(past, start), real + n
+                continue
+        filled.append([k])
+        width, past, real = n, start, n
+    return filled

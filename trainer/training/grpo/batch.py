@@ -1,0 +1,187 @@
+"""A generation batch on its way to the loss: which sessions have a signal, how they weigh, which process runs them."""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.traces.build import GroupReward, Trace, TraceBatch
+from rolltap.trainer.traces.ledger import Ledger
+from rolltap.trainer.training.forward.forest import Row, own_tokens
+from rolltap.trainer.training.grpo.advantages import rewards_differ
+from rolltap.trainer.training.grpo.metrics import KINDS
+
+Normalise = Literal["tokens", "sessions", "constant"]
+
+LEAST_LOGPROB = -40.0
+"""Smallest log-probability of the engine that the loss sees: the exponential of a larger difference is infinite in
+float32, and its gradient is NaN. No token is sampled with a smaller one."""
+
+
+def groups_without_signal(rewards: Mapping[str, GroupReward]) -> set[str]:
+    """Return the ids of the groups whose rewards do not differ (`rewards_differ`)."""
+    groups: defaultdict[str, list[float]] = defaultdict(list)
+    for labelled in rewards.values():
+        groups[labelled.group_id].append(labelled.reward)
+    return {group for group, values in groups.items() if not rewards_differ(values)}
+
+
+def with_signal(batch: TraceBatch) -> TraceBatch:
+    """Return the batch without the traces of groups without signal. Their tokens are left out as `no_signal`.
+
+    All rewards stay. Raises `InputError` for a trace whose session has no reward.
+    """
+    if unrewarded := {trace.session_id for trace in batch.traces} - batch.rewards.keys():
+        raise InputError(f"sessions without a reward must be left out, but these have traces: {sorted(unrewarded)}")
+    silent = groups_without_signal(batch.rewards)
+    kept, dropped = [], 0
+    for trace in batch.traces:
+        if batch.rewards[trace.session_id].group_id in silent:
+            dropped += trace.completion_mask.count(1)
+        else:
+            kept.append(trace)
+    ledger = batch.ledger
+    if ledger.sampled and dropped:
+        ledger = ledger + Ledger(trained=-dropped, left_out={"no_signal": dropped})
+    return replace(batch, traces=kept, ledger=ledger)
+
+
+def tokens_by_session(traces: Sequence[Trace]) -> dict[str, int]:
+    """Return the number of trained tokens of each session that has any."""
+    tokens: Counter[str] = Counter()
+    for trace in traces:
+        tokens[trace.session_id] += trace.completion_mask.count(1)
+    return {session: count for session, count in tokens.items() if count}
+
+
+def session_weights(tokens: Mapping[str, int], normalise: Normalise, constant: int) -> dict[str, float]:
+    """Return the factor of each session's advantages, for a loss that is the mean over all N tokens of S sessions.
+
+    `tokens` are the numbers n of trained tokens of the sessions, each at least 1.
+
+    - `tokens`: 1. Each token counts the same: sum over tokens / N.
+    - `sessions`: N / (S * n). Each session counts the same: mean over sessions of the mean over their tokens.
+    - `constant`: N / (S * `constant`). The loss is sum over tokens / (S * `constant`), as Dr. GRPO
+      (arXiv 2503.20783) divides by a constant length.
+
+    The clipped loss of a token with a positive factor on its advantage is that factor times its clipped loss, so
+    weights of sessions are weights of losses.
+    """
+    total, sessions = sum(tokens.values()), len(tokens)
+    if normalise == "tokens":
+        return dict.fromkeys(tokens, 1.0)
+    if normalise == "sessions":
+        return {session: total / (sessions * count) for session, count in tokens.items()}
+    return dict.fromkeys(tokens, total / (sessions * constant))
+
+
+def spread_by_length(rows: Sequence[Row], parts: int) -> list[list[int]]:
+    """Split rows into `parts` lists of indices of nearly equal size, from long to short.
+
+    Rows of a list have similar lengths, so the padding is small. The longest are in the first list: a batch that does
+    not fit into memory fails at once.
+    """
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i].ids), reverse=True)
+    bounds = np.linspace(0, len(rows), parts + 1).round().astype(int)
+    return [order[start:end] for start, end in pairwise(bounds)]
+
+
+def spread_by_prefix(rows: Sequence[Row], parts: int) -> list[list[int]]:
+    """Split rows into `parts` lists of indices, some perhaps empty, such that shared prefixes stay together.
+
+    In the order of their ids, rows with a common prefix are adjacent. That order is cut into stretches whose largest
+    number of distinct tokens is the smallest possible. The largest stretch comes first. Takes O(total tokens).
+    """
+    packed = [row.ids.tobytes() for row in rows]
+    order = sorted(range(len(rows)), key=packed.__getitem__)
+    whole = [len(rows[i].ids) for i in order]
+    new = own_tokens([rows[i] for i in order])
+    low, high = max(whole, default=0), max(sum(new), max(whole, default=0))
+    while low < high:
+        middle = (low + high) // 2
+        if len(_stretches(whole, new, middle)) <= parts:
+            high = middle
+        else:
+            low = middle + 1
+    stretches = sorted(_stretches(whole, new, low), key=lambda stretch: -stretch.tokens)
+    lists = [[order[k] for k in range(stretch.start, stretch.end)] for stretch in stretches]
+    return lists + [[] for _ in range(parts - len(lists))]
+
+
+@dataclass(slots=True)
+class _Stretch:
+    start: int
+    end: int
+    tokens: int
+
+
+def _stretches(whole: Sequence[int], new: Sequence[int], capacity: int) -> list[_Stretch]:
+    """Cut rows into as few stretches as hold at most `capacity` tokens each.
+
+    `whole` are the rows' lengths, `new` their tokens after the prefix that they share with the row before.
+    """
+    stretches: list[_Stretch] = []
+    for k, (length, added) in enumerate(zip(whole, new, strict=True)):
+        if stretches and stretches[-1].tokens + added <= capacity:
+            stretches[-1].end, stretches[-1].tokens = k + 1, stretches[-1].tokens + added
+        else:
+            stretches.append(_Stretch(k, k + 1, length))
+    return stretches
+
+
+def token_kinds(trace: Trace) -> NDArray[np.int8]:
+    """Return the index in `KINDS` of each token with mask 1, shape (n,); -1 where the trace does not say."""
+    kinds = np.full(len(trace.completion_ids), -1, np.int8)
+    for span in trace.continuity:
+        kinds[span.start : span.end] = KINDS.index(span.kind)
+    trained: NDArray[np.int8] = kinds[np.array(trace.completion_mask, bool)]
+    return trained
+
+
+def flatten(traces: Sequence[Trace], advantages: Mapping[str, float]) -> dict[str, Tensor]:
+    """Return the N trained tokens of traces as one row, on the CPU, with the keys that `GRPOTrainer._compute_loss`
+    reads.
+
+    A loss that sums over tokens needs neither their traces nor padding. Without a token N is 1, and the mask 0.
+
+    - `prompt_ids`, `prompt_mask`: (1, 1), of no meaning.
+    - `completion_ids`, `completion_mask`, `old_per_token_logps` (the engine's, at least `LEAST_LOGPROB`), `advantages`:
+      (1, N).
+    - `kinds`: (1, N), for metrics (`token_kinds`).
+    """
+    ids: list[float] = [0]
+    logprobs, values, kinds = [0.0], [0.0], [-1.0]
+    if total := sum(trace.completion_mask.count(1) for trace in traces):
+        masks = [np.array(trace.completion_mask, bool) for trace in traces]
+        ids = _join([np.array(t.completion_ids)[mask] for t, mask in zip(traces, masks, strict=True)])
+        logprobs = _join([np.array(t.logprobs, np.float32)[mask] for t, mask in zip(traces, masks, strict=True)])
+        kinds = _join([token_kinds(trace) for trace in traces])
+        values = _join([np.full(mask.sum(), advantages[t.session_id]) for t, mask in zip(traces, masks, strict=True)])
+    return {
+        "prompt_ids": torch.zeros(1, 1, dtype=torch.long),
+        "prompt_mask": torch.ones(1, 1, dtype=torch.long),
+        "completion_ids": torch.tensor([ids], dtype=torch.long),
+        "completion_mask": torch.full((1, len(ids)), int(total > 0)),
+        "old_per_token_logps": torch.tensor([logprobs], dtype=torch.float32).clamp(min=LEAST_LOGPROB),
+        "advantages": torch.tensor([values], dtype=torch.float32),
+        "kinds": torch.tensor([kinds], dtype=torch.int8),
+    }
+
+
+def limited_weights(weights: Tensor, mismatch: Literal["truncate", "mask"], low: float, high: float) -> Tensor:
+    """Return importance weights (trainer / engine) within `low` and `high`: set to the limit, or 0 outside of them."""
+    if mismatch == "truncate":
+        return weights.clamp(low, high)
+    # not a product with 0: a weight may be infinite
+    return weights.masked_fill((weights < low) | (weights > high), 0.0)
+
+
+def _join(parts: Sequence[np.ndarray]) -> list[float]:
+    return list(np.concatenate(parts).tolist())

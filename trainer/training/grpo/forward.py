@@ -1,0 +1,95 @@
+"""Chooses how rows run through a model, and in what sizes."""
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from rolltap.trainer.training.forward.forest import Row
+from rolltap.trainer.training.forward.passes import SegmentScorer
+from rolltap.trainer.training.forward.probe import probe
+from rolltap.trainer.training.forward.scoring import PaddedScorer, Scorer
+from rolltap.trainer.training.forward.sizes import SIZES, Costs, measure
+from rolltap.trainer.training.grpo.config import TraceGRPOConfig
+from rolltap.trainer.training.grpo.ranks import on_main, together
+
+logger = logging.getLogger(__name__)
+
+TOKENS_PER_SEGMENT = 1024
+"""Size of segments that are not planned: on a CPU without `memory_gib`, and in one pass."""
+
+HEADROOM = 0.9
+"""Share of a device's free memory that is planned with."""
+
+
+class Forward:
+    """The scorer of a model, fitted to each batch."""
+
+    def __init__(
+        self,
+        model: Any,
+        autocast: Callable[[], AbstractContextManager[Any]],
+        device: torch.device,
+        args: TraceGRPOConfig,
+    ) -> None:
+        """Collective: the main process probes the model, and all do as it finds. `autocast` makes the context of mixed
+        precision.
+
+        A model that segments do not fit runs padded, and a warning says why.
+        """
+        self._model, self._args, self._device = model, args, device
+        self._costs: Costs | None = None
+        self.scorer: Scorer = PaddedScorer(autocast, device)
+        if args.forward == "segments":
+            one_pass = not args.activation_checkpointing
+            options = {"keep_graph": one_pass, "offload_states": args.offload_states}
+            reason = on_main(lambda: probe(model, autocast, **options))
+            if reason is not None:
+                logger.warning("traces run as padded rows, not as segments: %s", reason)
+                return
+            self.scorer = SegmentScorer(
+                autocast,
+                args.temperature,
+                tokens_per_segment=args.tokens_per_segment or TOKENS_PER_SEGMENT,
+                **options,
+            )
+            if args.activation_checkpointing and (args.memory_gib or self._device.type == "cuda"):
+                self._costs = together(lambda: measure(model, autocast))
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """True if a prefix that rows share is computed once."""
+        return isinstance(self.scorer, SegmentScorer)
+
+    def fit(self, micro_batches: Sequence[Sequence[Row]], optimizer: Any) -> None:
+        """Choose the sizes of segments for the memory that there is. The first micro-batch has the most tokens."""
+        rows = [*micro_batches[0]]
+        if self._costs is None or not rows:
+            return
+        rows.append(max((row for part in micro_batches for row in part), key=lambda row: len(row.ids)))
+        assert isinstance(self.scorer, SegmentScorer)
+        memory = self._args.memory_gib * 2**30 if self._args.memory_gib else self._free_memory(optimizer)
+        given = self._args.tokens_per_segment
+        among = (given,) if given else SIZES
+        sizes = self._costs.sizes(memory, rows, offload_states=self._args.offload_states, among=among)
+        if sizes.expected_bytes > memory:
+            logger.warning(
+                "the traces need about %.1f GiB besides weights and optimizer, but have %.1f: set offload_states, "
+                "max_tokens or a larger memory_gib if they do not fit",
+                sizes.expected_bytes / 2**30,
+                memory / 2**30,
+            )
+        self.scorer.tokens_per_segment = sizes.tokens_per_segment
+        self.scorer.tokens_in_memory = sizes.tokens_in_memory
+
+    def _free_memory(self, optimizer: Any) -> float:
+        """Return the bytes that are free on the CUDA device, less what gradients and the optimizer will still take."""
+        free, _ = torch.cuda.mem_get_info(self._device)
+        unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        pending = sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in trained if p.grad is None)
+        if not optimizer.state:
+            pending += sum(2 * parameter.nbytes for group in optimizer.param_groups for parameter in group["params"])
+        return float(HEADROOM * (free + unused) - pending)

@@ -1,0 +1,569 @@
+"""TraceGRPOTrainer: TRL's GRPOTrainer on recorded traces instead of its own generations.
+
+Only the inputs of the loss are replaced; the losses are TRL's. The importance ratio of a token is pi_theta / mu, where
+mu is the probability that the engine recorded when it sampled the token. So the ratio on traces of the current weights
+is 1, up to the numerical difference between engine and trainer. On stale traces the ratio corrects for the older
+policy, clipped or weighted as the loss does it.
+
+The way of a generation batch:
+
+    trace_source          a TraceBatch: traces, rewards, ledger            on the main process
+      v
+    with_signal           leaves out groups whose rewards are all equal    on every process, the same
+    session_advantages    x session_weights
+      v
+    spread_by_prefix      gradient_accumulation_steps x processes parts
+      v
+    flatten               the trained tokens of a part, as one row
+      v
+    Scorer -> TRL's loss -> backward, for each part
+      v
+    average_gradients -> optimizer step
+
+The model card that TRL writes beside checkpoints.
+
+Which rows a step trains: a function of the seed and the step, so that a resumed run goes on with the next ones.
+
+GRPOTrainer on processes that each have all weights, and no wrapper around them.
+
+Segments run the layers of a model in an order of their own, which wrappers that hook into layers do not follow. So
+nothing is synchronised but at the boundaries of a step: the weights of rank 0 when a training begins, the gradients
+before a step, and the weights after it where the optimizer is shared out (`ShardedOptimizer`).
+
+Callback of `TraceGRPOTrainer` at the boundaries of trainings and steps.
+"""
+
+import copy
+import logging
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import PeftModel
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback
+from trl import GRPOTrainer
+from trl.trainer.utils import add_fused_lm_head, get_config_model_id, use_adapter
+
+from rolltap.addons.errors import InputError, LedgerError
+from rolltap.trainer.traces.build import Trace, TraceBatch
+from rolltap.trainer.training.forward.forest import Row, trace_row
+from rolltap.trainer.training.forward.scoring import Scores
+from rolltap.trainer.training.grpo.advantages import session_advantages
+from rolltap.trainer.training.grpo.batch import (
+    flatten,
+    limited_weights,
+    session_weights,
+    spread_by_length,
+    spread_by_prefix,
+    tokens_by_session,
+    with_signal,
+)
+from rolltap.trainer.training.grpo.config import (
+    TraceGRPOConfig,
+    refuse_dropout,
+    refuse_float16,
+    require_embeddings,
+    require_whole_weights,
+)
+from rolltap.trainer.training.grpo.forward import Forward
+from rolltap.trainer.training.grpo.metrics import StepMetrics, Tokens, batch_metrics, forget_trls, named_tasks
+from rolltap.trainer.training.grpo.optimizer import LossScale, ShardedOptimizer
+from rolltap.trainer.training.grpo.ranks import (
+    anywhere,
+    average_gradients,
+    is_main,
+    on_main,
+    require_same,
+    send_weights,
+    together,
+)
+from rolltap.trainer.versions import public_model
+
+_NO_BASE = "[None](https://huggingface.co/None)"
+_NO_HUB = 'model="None"'
+"""TRL 1.16 writes these for a base model in a local folder, and for a model that is not pushed to the Hub."""
+
+
+class CardTrainer(GRPOTrainer):
+    """A `GRPOTrainer` whose model card names a base model that is a local folder. TRL leaves it out."""
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write TRL's card, with the name of the base model."""
+        super().create_model_card(*args, **kwargs)
+        if self.is_world_process_zero():
+            card = Path(self.args.output_dir, "README.md")
+            base = public_model(get_config_model_id(self.model.config)) or "a model without a name"
+            text = card.read_text(encoding="utf-8").replace(_NO_BASE, f"`{base}`")
+            card.write_text(text.replace(_NO_HUB, 'model="path/to/this/folder"'), encoding="utf-8")
+
+
+def rows_of_step(step: int, num_rows: int, rows_per_step: int, *, seed: int, shuffle: bool = True) -> list[int]:
+    """Return the indices of the `rows_per_step` rows of generation step `step`, counted from 0. They are all different.
+
+    The rows are passed over again and again, each time in an order of its own; without `shuffle` in theirs. The steps
+    take them one after the other. In a step that ends one pass and begins the next, the rows that it has already are
+    at the end of the next pass.
+    """
+    passes = rows_per_step // math.gcd(num_rows, rows_per_step)  # fill steps: no step goes on after the last of them
+    period, place = divmod(step, passes * num_rows // rows_per_step)
+    end = (place + 1) * rows_per_step
+    taken: list[int] = []
+    for number in range(period * passes, (period + 1) * passes):
+        order = list(range(num_rows))
+        if shuffle:
+            random.Random(f"{seed}/{number}").shuffle(order)
+        begun = set(taken[len(taken) - len(taken) % rows_per_step :])
+        taken += sorted(order, key=lambda row, begun=begun: row in begun)  # type: ignore[misc]
+        if len(taken) >= end:
+            break
+    return taken[end - rows_per_step : end]
+
+
+logger = logging.getLogger(__name__)
+
+OPTIMIZER = "optimizer.pt"
+"""File of a checkpoint. With a `ShardedOptimizer` it says how many shares there are. Source: transformers."""
+
+
+class ReplicatedTrainer(CardTrainer):
+    """A `GRPOTrainer` whose model is the same, and whole, on each process.
+
+    A full model is trained with a `ShardedOptimizer`, and so is an adapter of 16 bits; other adapters with the
+    optimizer itself, whose state is small, on each process. One that the caller gives is used as it is.
+
+    The reference of a full model is a copy of the model as it was given.
+    """
+
+    def __init__(self, *, model: Any, args: Any, peft_config: Any, **options: Any) -> None:
+        # TRL would load the reference from the model's folder, with the class that config.json names
+        copies = bool(args.beta) and peft_config is None and not isinstance(model, PeftModel)
+        beta, args.beta = args.beta, 0.0 if copies else args.beta
+        try:
+            super().__init__(model=model, args=args, peft_config=peft_config, **options)
+        finally:
+            args.beta = beta
+        require_whole_weights(self.accelerator)
+        if copies:
+            self.beta = beta
+            reference = _frozen_copy(self.model, self.temperature)
+            self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
+        self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)  # no wrapper
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Make the trained weights of rank 0 everybody's, then the optimizer. Collective.
+
+        Raises `InputError` when the processes have different models, and for an optimizer that cannot be shared out.
+        """
+        trained = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
+        require_same(trained.items())
+        send_weights((weight, 0) for weight in trained.values())
+        small = any(weight.itemsize < torch.float32.itemsize for weight in trained.values())
+        if self.optimizer is None and (small or not isinstance(self.model, PeftModel)):
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            if not isinstance(kind, type) or hasattr(kind, "train") or options.keys() & {"params", "model"}:
+                raise InputError(
+                    f"optim={self.args.optim!r} needs more than the parameters that it steps: choose another one, such "
+                    "as adamw_torch_fused, or train an adapter"
+                )
+            names = {weight: name for name, weight in trained.items()}
+            self.optimizer_cls_and_kwargs = (ShardedOptimizer, {**options, "kind": kind, "names": names})
+        return super().create_optimizer(model)
+
+    @torch.no_grad()
+    def score(self, ids: Sequence[int], *, base: bool = False) -> list[float]:
+        """Return the natural-log probabilities of `ids[1:]` at temperature 1, under the present weights.
+
+        With `base`, a `PeftModel` is scored without its adapter. Not collective: other processes need not take part.
+        """
+        model = self._unwrapped
+        without = base and hasattr(model, "disable_adapter")
+        with model.disable_adapter() if without else nullcontext(), self._autocast():
+            logits = model(input_ids=torch.tensor([ids], device=self._device), use_cache=False).logits[0, :-1]
+        following = torch.tensor(ids[1:], device=self._device)
+        logprobs = torch.log_softmax(logits.float(), -1).gather(-1, following[:, None])
+        return [float(value) for value in logprobs[:, 0]]
+
+    def log_metrics(self, values: Mapping[str, float]) -> None:
+        """Add values to those of the present step, whose mean is logged."""
+        for name, value in values.items():
+            self._metrics["train"][name].append(value)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        with nullcontext() if isinstance(self.model, PeftModel) else _saved_as_it_is(self.model):
+            super()._save_checkpoint(model, trial)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Raise `InputError` unless the checkpoint had all weights of the model, and no others."""
+        weights = self.model.state_dict(keep_vars=True)
+        loaded = {id(weights[name]) for name in weights.keys() - load_result.missing_keys}
+        # of weights that are tied, one is in the file
+        lacking = sorted(name for name in load_result.missing_keys if id(weights[name]) not in loaded)
+        if wrong := lacking or sorted(load_result.unexpected_keys):
+            raise InputError(
+                f"the checkpoint {'lacks' if lacking else 'has'} {len(wrong)} weights that the model "
+                f"{'has' if lacking else 'lacks'}, such as {wrong[0]}: resume with the model, and the version of "
+                "rolltap, that saved it, or start in another folder"
+            )
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if (sharded := self._sharded) is not None:
+            together(lambda: sharded.save_share(Path(output_dir)))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        # the main process goes on with trainer_state.json, which says that the checkpoint is whole
+        save = super()._save_rng_state
+        together(lambda: save(output_dir))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and (sharded := self._sharded) is not None:
+            saved = torch.load(Path(checkpoint, OPTIMIZER), weights_only=True)
+            together(lambda: sharded.load_shares(Path(checkpoint), saved["shares"]))
+
+    def _finish_gradients(self) -> None:
+        """Average the gradients of a step. If one is not finite, drop them all, so that nothing changes.
+
+        Clipping would divide every gradient by a norm that is not finite.
+        """
+        if self._loss_scale is not None:
+            self._loss_scale.finish()
+        average_gradients(self._unwrapped.parameters())
+        gradients = [parameter.grad for parameter in self._unwrapped.parameters() if parameter.grad is not None]
+        skipped = anywhere(not bool(get_total_norm(gradients, math.inf).isfinite()))
+        self.log_metrics({"steps_skipped": float(skipped)})
+        if skipped:
+            self._unwrapped.zero_grad(set_to_none=True)
+            if is_main():
+                logger.warning("step %d was skipped: its gradients are not finite", self.state.global_step + 1)
+
+    @contextmanager
+    def _reference(self) -> Iterator[Any]:
+        """Yield the reference model. A `PeftModel` has the reference's adapter, or none, in the context."""
+        if self.ref_model is not None:
+            yield self.accelerator.unwrap_model(self.ref_model)
+        else:
+            with use_adapter(self._unwrapped, "ref" if "ref" in self._unwrapped.peft_config else None):
+                yield self._unwrapped
+
+    @cached_property
+    def _loss_scale(self) -> LossScale | None:
+        parameters = [*self._unwrapped.parameters()]
+        return LossScale(parameters) if any(p.dtype == torch.float16 for p in parameters) else None
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """Return a context of mixed precision: accelerate's, or that of weights in float16, which it would scale."""
+        if self._loss_scale is not None:
+            return torch.autocast(self._device.type, torch.float16)
+        context: AbstractContextManager[Any] = self.accelerator.autocast()
+        return context
+
+    @property
+    def _unwrapped(self) -> Any:
+        """The model, or the `PeftModel` around it, as the processes' own gradients are added to it."""
+        return self.accelerator.unwrap_model(self.model_wrapped)
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = self.accelerator.device
+        return device
+
+    @property
+    def _sharded(self) -> ShardedOptimizer | None:
+        optimizer = getattr(self.optimizer, "optimizer", None)  # in accelerate's wrapper
+        return optimizer if isinstance(optimizer, ShardedOptimizer) else None
+
+
+@contextmanager
+def _saved_as_it_is(model: Any) -> Iterator[None]:
+    """Let `save_pretrained` write the model's own weights, under its own names, which `load_state_dict` reads.
+
+    By default it writes those of the checkpoint that transformers converted.
+    """
+    model.save_pretrained = partial(model.save_pretrained, save_original_format=False)
+    try:
+        yield
+    finally:
+        del model.save_pretrained
+
+
+def _frozen_copy(model: Any, temperature: float) -> Any:
+    """Return a copy of `model` as it is now, with TRL's head for scores alone."""
+    reference = copy.deepcopy(model).requires_grad_(False).eval()
+    vars(reference).pop("forward", None)  # TRL's own, which knows the original
+    add_fused_lm_head(reference, temperature=temperature)
+    return reference
+
+
+class StepGuard(TrainerCallback):
+    """Callback that begins a training with a batch of its own, and drops the gradients of a step that trains nothing.
+
+    These are zero, but with them the optimizer's momentum and weight decay would still change the weights.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Forget the batch and the micro-batches of an earlier `train()`. Raises `InputError`."""
+        self.trainer._generation, self.trainer._step = -1, 0
+        if args.mismatch != "clip" and state.global_step % args.num_iterations:
+            raise InputError(
+                f"step {state.global_step} is in the middle of the {args.num_iterations} iterations of a batch: with "
+                f"mismatch={args.mismatch!r} resume from a checkpoint after the last one (save_steps a multiple of "
+                "num_iterations)"
+            )
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Set the gradients to None: the optimizer then changes neither parameters nor its state."""
+        if not self.trainer.has_gradient:
+            model.zero_grad(set_to_none=True)
+
+
+class TraceGRPOTrainer(ReplicatedTrainer):
+    """A `GRPOTrainer` whose batches are recorded traces.
+
+    One row of `train_dataset` is one group. A step trains `groups_per_step` rows, chosen from `args.seed` and the step
+    (`rows_of_step`). `trace_source` is called with these rows on the main process and returns a `TraceBatch` of any
+    number of sessions and traces, which are distributed over the processes. The other processes wait for it.
+    `before_batch` is called before that on every process, and may call collective operations. An error in
+    `trace_source`, or of any process in building a batch, in a forward or in a backward pass, ends all with that error.
+
+    Each trace has its session's advantage (`session_advantages` with `args.scale_rewards`), times the session's weight
+    (`session_weights` with `args.normalise`). Groups without signal are not computed. For a batch without any signal a
+    warning is logged; weights and optimizer state stay unchanged.
+
+    A generation batch makes `num_iterations` optimizer steps of `gradient_accumulation_steps` micro-batches. The
+    gradient depends neither on their number nor on that of processes, nor on how sessions were cut into traces.
+    `args.temperature` must be the sampling temperature of the traces, which is not checked here. With `args.beta`, the
+    reference is the model with its adapter disabled (of a `PeftModel` that was given, the adapter as it was), or a copy
+    of the full model as it was given. The divergence from it is a mean over tokens, whatever the weights of sessions.
+
+    `processing_class`, `callbacks`, `optimizers` and `peft_config` are those of `GRPOTrainer`.
+
+    The constructor raises `InputError` for a configuration whose loss would not be that of the recorded traces.
+    """
+
+    args: TraceGRPOConfig
+    _step: int
+
+    def __init__(
+        self,
+        model: Any,
+        args: TraceGRPOConfig,
+        train_dataset: Dataset,
+        *,
+        trace_source: Callable[[list[dict[str, Any]]], TraceBatch],
+        groups_per_step: int,
+        before_batch: Callable[[], None] | None = None,
+        processing_class: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any = None,
+    ) -> None:
+        if not isinstance(args, TraceGRPOConfig):
+            raise InputError(f"args is a {type(args).__name__}: give a rolltap.TraceGRPOConfig, which has its fields")
+        if not isinstance(train_dataset, Dataset):
+            raise InputError(f"train_dataset must be a datasets.Dataset, not {type(train_dataset).__name__}")
+        if not 1 <= groups_per_step <= len(train_dataset):
+            raise InputError(f"groups_per_step={groups_per_step} must be between 1 and the {len(train_dataset)} rows")
+        if isinstance(model, str):
+            # TRL would spread it over all GPUs of this process
+            args.model_init_kwargs = {"device_map": None} | (args.model_init_kwargs or {})
+        self.trace_source = trace_source
+        self.before_batch = before_batch
+        self.groups_per_step = groups_per_step
+        self.has_gradient = False
+        self._generation = -1
+        self._micro_batches: list[dict[str, Any]] = []
+        self._inputs: dict[str, Any] = {}
+        self._named_tasks = named_tasks(train_dataset)
+        self._on_policy = False
+        self._step_metrics = StepMetrics(args, on_policy=False)
+        super().__init__(
+            model=model,
+            reward_funcs=_recorded_reward,
+            args=args,
+            train_dataset=train_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            peft_config=peft_config,
+        )
+        refuse_dropout(self.model)
+        refuse_float16(self.model, args)
+        self.add_callback(StepGuard(self))
+
+    def get_train_dataloader(self) -> DataLoader[int]:
+        """Return a loader of as many numbers as one pass over the rows has micro-batches. They are not used."""
+        passes = len(self.train_dataset) // self.groups_per_step
+        numbers = range(passes * self.num_iterations * self.args.gradient_accumulation_steps)
+        return DataLoader(numbers, batch_size=1, collate_fn=list)  # type: ignore[arg-type]
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Compute and add the gradients of a micro-batch; after the last one, average them over the processes."""
+        step = super().training_step
+        loss: Tensor = together(lambda: step(model, inputs, num_items_in_batch))
+        self._step_metrics.stop(self._device)
+        if self.accelerator.sync_gradients:
+            self._finish_gradients()
+            values = self._step_metrics.values(self.accelerator.gather(self._step_metrics.local(self._device)))
+            self.log_metrics(values)
+        return loss
+
+    def _prepare_inputs(self, _: Any) -> dict[str, Any]:
+        generation = self.state.global_step // self.num_iterations
+        if generation != self._generation:
+            _ = self._forward  # probes the model, which is collective
+            if self.before_batch is not None:
+                self.before_batch()
+            batch = on_main(lambda: self.trace_source(self._rows_of(generation)))
+            self._micro_batches = together(lambda: self._build(batch))
+            self._generation = generation
+            self._on_policy = batch.on_policy
+            weights = "completion_mask" if self.beta else "advantages"
+            trains = any(bool(micro_batch[weights].any()) for micro_batch in self._micro_batches)
+            self.has_gradient = anywhere(trains)
+            if not self.has_gradient and self.accelerator.is_main_process:
+                logger.warning(
+                    "step %d was skipped: its sessions have no token to train on, all rewards of each group are equal, "
+                    "or mismatch=mask left none",
+                    self.state.global_step + 1,
+                )
+        if self._step % self.args.gradient_accumulation_steps == 0:
+            first = self.state.global_step % self.num_iterations == 0
+            self._step_metrics = StepMetrics(self.args, on_policy=self._on_policy and first)
+        micro_batch: dict[str, Any] = self._micro_batches[self._step % self.args.gradient_accumulation_steps]
+        return micro_batch
+
+    def _rows_of(self, generation: int) -> list[dict[str, Any]]:
+        indices = rows_of_step(
+            generation,
+            len(self.train_dataset),
+            self.groups_per_step,
+            seed=self.args.seed,
+            shuffle=self.args.shuffle_dataset,
+        )
+        return [self.train_dataset[i] for i in indices]
+
+    def _build(self, batch: TraceBatch) -> list[dict[str, Any]]:
+        """Return this process's micro-batches of a generation batch."""
+        given = sum(trace.completion_mask.count(1) for trace in batch.traces)
+        batch.ledger.check()
+        if batch.ledger.sampled and batch.ledger.trained != given:
+            raise InputError(
+                f"{given} sampled tokens in {len(batch.traces)} traces, but the batch's ledger says "
+                f"{batch.ledger.trained}: choose sessions with Run.traces(...).batch(session_ids), or give a ledger "
+                "that says what was left out"
+            )
+        advantages = session_advantages(batch.rewards, self.scale_rewards)
+        trained = with_signal(batch)
+        tokens = tokens_by_session(trained.traces)
+        weights = session_weights(tokens, self.args.normalise, self.args.max_completion_length)
+        advantages = {session: advantages[session] * weight for session, weight in weights.items()}
+        # without a reference, a trace without advantage has no gradient; its tokens count in the mean
+        computed = [trace for trace in trained.traces if self.beta or advantages.get(trace.session_id)]
+        self.log_metrics(batch_metrics(batch, trained, self._named_tasks))
+        micro_batches = self._spread(computed, advantages)
+        for micro_batch in micro_batches:
+            micro_batch["num_items_in_batch"] = torch.tensor(max(1, sum(tokens.values())), device=self._device)
+        return micro_batches
+
+    def _spread(self, traces: Sequence[Trace], advantages: dict[str, float]) -> list[dict[str, Any]]:
+        rows = [trace_row(trace) for trace in traces]
+        require_embeddings(self._unwrapped, traces, rows)
+        processes = self.accelerator.num_processes
+        number = self.args.gradient_accumulation_steps * processes
+        parts = (spread_by_prefix if self._forward.shares_prefixes else spread_by_length)(rows, number)
+        self._forward.fit([[rows[i] for i in part] for part in parts], self.optimizer)
+        flat = [flatten([traces[i] for i in part], advantages) for part in parts]
+        in_loss = sum(int(micro_batch["completion_mask"].sum()) for micro_batch in flat)
+        if in_loss != (expected := sum(trace.completion_mask.count(1) for trace in traces)):
+            raise LedgerError(
+                f"{expected} sampled tokens in {len(traces)} traces, but the loss would see {in_loss}: this batch was "
+                "not trained on; please report it as a bug of rolltap"
+            )
+        micro_batches = []
+        for k in range(self.accelerator.process_index, number, processes):
+            micro_batch = {key: value.to(self._device) for key, value in flat[k].items()}
+            own = [rows[i] for i in parts[k]]
+            micro_batches.append({**micro_batch, **self._frozen(own, micro_batch), "rows": own})
+        return micro_batches
+
+    @torch.no_grad()
+    def _frozen(self, rows: Sequence[Row], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return what the weights before the step, and the reference, say about the rows."""
+        values = {"sampler_per_token_logps": inputs["old_per_token_logps"]}
+        if self.beta and inputs["completion_mask"].any():
+            with self._reference() as model:
+                values["ref_per_token_logps"] = self._forward.scorer(model, rows).logprobs[None]
+        elif self.beta:
+            values["ref_per_token_logps"] = torch.zeros_like(inputs["old_per_token_logps"])
+        if self.args.mismatch != "clip" and inputs["completion_mask"].any():
+            own = self._forward.scorer(self._unwrapped, rows).logprobs[None]
+            weight = torch.exp(own - inputs["old_per_token_logps"])
+            values["mismatch"] = weight
+            limited = limited_weights(weight, self.args.mismatch, self.args.mismatch_min, self.args.mismatch_max)
+            values |= {"old_per_token_logps": own, "advantages": inputs["advantages"] * limited}
+        return values
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        self._inputs = inputs
+        self._step_metrics.start()
+        loss: Tensor = super()._compute_loss(model, inputs)
+        forget_trls(self._metrics["train"])
+        self._inputs = {}
+        return loss
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor, None]:
+        """Return the log-probabilities and entropies of the micro-batch's tokens, each (1, N), in place of TRL's."""
+        scores = together(self._score_inputs)
+        if self._loss_scale is not None and scores.logprobs.requires_grad:
+            self._loss_scale.watch(scores.logprobs)
+        if not len(scores.logprobs):
+            nothing = torch.zeros(1, 1, device=self._device)
+            return nothing.clone().requires_grad_(), nothing, None
+        return scores.logprobs[None], scores.entropies[None], None
+
+    def _score_inputs(self) -> Scores:
+        scores = self._forward.scorer(self._unwrapped, self._inputs["rows"])
+        self._add_metrics(scores)
+        return scores
+
+    @cached_property
+    def _forward(self) -> Forward:
+        return Forward(self._unwrapped, self._autocast, self._device, self.args)
+
+    def _add_metrics(self, scores: Scores) -> None:
+        inputs = self._inputs
+        rows, forwarded = sum(len(row.ids) for row in inputs["rows"]), self._forward.scorer.forwarded
+        if not len(scores.logprobs):
+            self._step_metrics.add(None, in_rows=rows, forwarded=forwarded)
+            return
+        optional = {"weights": "mismatch", "reference_logprobs": "ref_per_token_logps"}
+        tokens = Tokens(
+            logprobs=scores.logprobs,
+            entropies=scores.entropies,
+            sampler_logprobs=inputs["sampler_per_token_logps"][0],
+            old_logprobs=inputs["old_per_token_logps"][0],
+            advantages=inputs["advantages"][0],
+            kinds=inputs["kinds"][0],
+            **{name: inputs[key][0] for name, key in optional.items() if key in inputs},
+        )
+        self._step_metrics.add(tokens, in_rows=rows, forwarded=forwarded)
+
+
+def _recorded_reward(prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:
+    # GRPOTrainer requires a reward function; it is not called
+    raise NotImplementedError("the rewards come with the traces")

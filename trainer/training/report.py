@@ -1,0 +1,288 @@
+"""The metrics of a training in its run folder: one JSON object a line, in the order of the steps.
+
+A line has `step`, the number of optimizer steps taken, and the metrics by name. A number that JSON lacks is null.
+
+The metrics of a training as a picture.
+
+Reports of a training while it runs: the file of metrics, the plots, a line a step on the console.
+
+They show what TRL logs, and so do the reporters of `grpo.report_to`. Only the main process reports.
+"""
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from rich.console import Console
+from transformers import TrainerCallback
+
+from rolltap.addons.errors import RunError
+from rolltap.addons.store.metadata import RUN_FILE
+from rolltap.addons.store.staging import write_atomically
+from rolltap.trainer.runs.views.report import plot_rewards
+
+METRICS = "metrics.jsonl"
+"""Name of the file in the run folder."""
+
+
+def append_metrics(path: Path, step: int, metrics: Mapping[str, Any]) -> None:
+    """Append the metrics of a step, in one write. Raises `OSError`."""
+    line = {"step": step, **{name: _json_value(value) for name, value in metrics.items()}}
+    with path.open("ab", buffering=0) as file:
+        file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the lines, oldest first; none when there is no file. A last line that is being written is left out.
+
+    Raises `RunError` for a line that is not a JSON object with a step.
+    """
+    if not path.exists():
+        return []
+    *lines, _ = path.read_bytes().split(b"\n")
+    read = []
+    for number, line in enumerate(lines, 1):
+        try:
+            values = json.loads(line)
+            values["step"] + 0
+        except (ValueError, TypeError, KeyError) as error:
+            raise RunError(f"{path}, line {number} is not a step's metrics: correct or remove it") from error
+        read.append(values)
+    return read
+
+
+def cut_metrics(path: Path, step: int) -> None:
+    """Remove the lines after `step`, and a last line that was not written to its end.
+
+    A training that resumes from the checkpoint of `step` takes the later steps again. Raises `RunError` as
+    `read_metrics`, and `OSError`.
+    """
+    if not path.exists():
+        return
+    kept = "".join(json.dumps(line) + "\n" for line in read_metrics(path) if line["step"] <= step)
+    if kept.encode() != path.read_bytes():
+        write_atomically(path, kept)
+
+
+def _json_value(value: Any) -> Any:
+    if value is None or isinstance(value, str | int):
+        return value
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+_OUTCOMES = tuple(
+    f"sessions_{name}"
+    for name in ("failed", "timeout", "budget", "infrastructure", "unjudged", "cancelled", "excluded", "no_reward")
+)
+_PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("reward", ("reward", "reward/harness/*", "reward/task/*")),
+    ("sessions", ("sessions", *_OUTCOMES, "suspicious")),
+    ("groups of sessions", ("groups", "groups_without_signal", "groups_without_reward")),
+    ("sampler and trainer: mean difference of log-probabilities", ("difference/*",)),
+    ("off policy: mean difference of log-probabilities", ("off_policy/*",)),
+    ("importance ratio", ("ratio/max", "ratio/mean", "ratio/min")),
+    ("share of tokens", ("clip_ratio/low_mean", "clip_ratio/high_mean", "cispo_clip_ratio", "masked/*", "truncated/*")),
+    ("entropy, KL", ("entropy", "kl")),
+    ("sampled tokens", ("tokens_trained", "tokens_computed", "left_out/*")),
+    ("tokens forwarded / tokens in rows", ("forwarded_share",)),
+    ("tokens in rows a second", ("tokens_per_second",)),
+    ("peak memory, GiB", ("peak_memory_gib",)),
+)
+"""Titles, and names of metrics; `PREFIX/*` stands for each that begins so. Outcomes and reasons that never occur are
+left out."""
+_COLUMNS = 2
+MOST_LABELLED = 8
+"""More lines than this of one prefix are thin, grey and without a label."""
+
+
+def plot_training(metrics: Path, path: Path, title: str) -> None:
+    """Write a PNG of the metrics of a training over its steps. Raises as `read_metrics`, and `OSError`."""
+    lines = read_metrics(metrics)
+    for line in lines:
+        if line.get("tokens_in_rows"):
+            line["forwarded_share"] = line["tokens_forwarded"] / line["tokens_in_rows"]
+    rows = -(-len(_PANELS) // _COLUMNS)
+    figure = Figure(figsize=(10, 2.3 * rows))
+    # a layout that is computed takes as long as the rest
+    figure.subplots_adjust(left=0.07, right=0.98, bottom=0.05, top=0.94, wspace=0.16, hspace=0.4)
+    figure.suptitle(title)
+    for axes, (name, patterns) in zip(figure.subplots(rows, _COLUMNS).flat, _PANELS, strict=True):
+        _draw(axes, lines, patterns)
+        axes.set_title(name, fontsize="medium")
+        axes.grid(alpha=0.3)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.supxlabel("optimizer steps", fontsize="medium")
+    figure.savefig(path, dpi=100)
+
+
+def _draw(axes: Axes, lines: Sequence[Mapping[str, Any]], patterns: Sequence[str]) -> None:
+    for pattern in patterns:
+        names = _matching(lines, pattern)
+        many = len(names) > MOST_LABELLED
+        for name in names:
+            points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+            style = {"color": "tab:gray", "linewidth": 0.5} if many else {"label": unquote(name), "marker": "."}
+            axes.plot([step for step, _ in points], [value for _, value in points], **style)
+    if patterns == ("difference/*",):
+        axes.set_yscale("symlog", linthresh=1e-7)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize="x-small")
+
+
+def _matching(lines: Sequence[Mapping[str, Any]], pattern: str) -> list[str]:
+    """Return the names of a pattern that have a value, sorted."""
+    prefix = pattern.removesuffix("*")
+    names = {name for line in lines for name, value in line.items() if name.startswith(prefix) and value is not None}
+    if prefix == pattern:
+        names &= {pattern}
+    if prefix == "left_out/" or pattern in (*_OUTCOMES, "suspicious"):
+        names = {name for name in names if any(line.get(name) for line in lines)}
+    elif prefix.startswith("reward/") and len(names) == 1:
+        return []  # the reward of all
+    return sorted(names)
+
+
+logger = logging.getLogger(__name__)
+
+PLOT_SHARE = 0.05
+"""Most of the time of a training that drawing takes."""
+
+
+def run_reports(run: Path, title: str, console: Console) -> list[TrainerCallback]:
+    """Return the callbacks that report a training into the folder `run` and on `console`."""
+    return [MetricsFile(run / METRICS), Plots(lambda: plot_run(run, title)), StepLines(console)]
+
+
+def plot_run(run: Path, title: str) -> None:
+    """Draw `training.png`, and for a run with recorded sessions `reward.png`. Each appears when it is complete."""
+    _replace(run / "training.png", lambda path: plot_training(run / METRICS, path, title))
+    if (run / RUN_FILE).exists():
+        _replace(run / "reward.png", lambda path: plot_rewards(run, path, title))
+
+
+class MetricsFile(TrainerCallback):
+    """Appends each step's metrics to a file. A training that resumes first removes those of steps it takes again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Remove the lines after the checkpoint."""
+        if state.is_world_process_zero:
+            cut_metrics(self._path, state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Append a line."""
+        if state.is_world_process_zero and _of_a_step(logs):
+            append_metrics(self._path, state.global_step, logs)
+
+
+class Plots(TrainerCallback):
+    """Draws when metrics were logged, unless that would take more than `PLOT_SHARE` of the time, and at the end.
+
+    A plot that cannot be drawn is a warning: the training goes on.
+    """
+
+    def __init__(self, draw: Callable[[], None]) -> None:
+        self._draw_plots = draw
+        self._next = 0.0
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Draw if it is time."""
+        if state.is_world_process_zero and _of_a_step(logs) and time.monotonic() >= self._next:
+            self._draw()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Draw the last state."""
+        if state.is_world_process_zero:
+            self._draw()
+
+    def _draw(self) -> None:
+        started = time.monotonic()
+        try:
+            self._draw_plots()
+        except Exception as error:
+            logger.warning("the plots of the training could not be drawn: %s", error, exc_info=True)
+        ended = time.monotonic()
+        self._next = ended + (ended - started) / PLOT_SHARE
+
+
+class StepLines(TrainerCallback):
+    """Prints a line when metrics were logged."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Print the line of a step."""
+        if state.is_world_process_zero and _of_a_step(logs):
+            line = step_line(state.global_step, state.max_steps, logs)
+            self._console.print(line, highlight=False, soft_wrap=True)
+
+
+def step_line(step: int, steps: int, logs: Mapping[str, Any]) -> str:
+    """Return the metrics of a step that a person looks at first, in rich's markup. Those that are missing are left out.
+
+    The difference, or `off policy`, is the largest of the means by kind of continuity.
+    """
+    number = {name: value for name, value in logs.items() if isinstance(value, int | float)}
+
+    def share(*names: str) -> float | None:
+        values = [number[name] for name in names if name in number]
+        return 100 * sum(values) if values else None
+
+    def largest(prefix: str) -> float | None:
+        return max((value for name, value in number.items() if name.startswith(prefix)), default=None)
+
+    rows = number.get("tokens_in_rows")
+    parts: list[tuple[str, float | None]] = [
+        ("reward [bold]{:.3f}[/]", number.get("reward")),
+        ("infrastructure failures {:.0f}", number.get("sessions_infrastructure") or None),
+        ("unjudged {:.0f}", number.get("sessions_unjudged") or None),
+        ("timeouts {:.0f}", number.get("sessions_timeout") or None),
+        ("out of budget {:.0f}", number.get("sessions_budget") or None),
+        ("suspicious {:.0f}", number.get("suspicious") or None),
+        ("excluded {:.0f}", number.get("sessions_excluded") or None),
+        ("sessions without a reward {:.0f}", number.get("sessions_no_reward") or None),
+        ("groups without signal {:.0f}", number.get("groups_without_signal") or None),
+        ("loss {:.4g}", number.get("loss")),
+        ("difference {:.1e}", largest("difference/")),
+        ("off policy {:.1e}", largest("off_policy/")),
+        ("ratio {:.3f}", number.get("ratio/mean")),
+        ("clipped {:.1f} %", share("clip_ratio/region_mean", "cispo_clip_ratio")),
+        ("masked {:.1f} %", share("masked/low", "masked/high")),
+        ("truncated {:.1f} %", share("truncated/low", "truncated/high")),
+        ("KL {:.2g}", number.get("kl")),
+        ("entropy {:.3f}", number.get("entropy")),
+        ("{:,.0f} tokens trained", number.get("tokens_trained")),
+        ("{:,.0f} left out", sum(value for name, value in number.items() if name.startswith("left_out/")) or None),
+        ("{:.0f} % of rows forwarded", 100 * number["tokens_forwarded"] / rows if rows else None),
+        ("{:,.0f} tokens/s", number.get("tokens_per_second")),
+        ("{:.1f} GiB", number.get("peak_memory_gib")),
+    ]
+    return "  ".join([f"step {step}/{steps}", *(text.format(value) for text, value in parts if value is not None)])
+
+
+def _of_a_step(logs: Any) -> bool:
+    """Return False for the summary that transformers logs after the last step."""
+    return logs is not None and "train_runtime" not in logs
+
+
+def _replace(path: Path, write: Callable[[Path], None]) -> None:
+    """Write `path` under a hidden name, with its suffix, and rename it."""
+    hidden = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        write(hidden)
+        hidden.replace(path)
+    finally:
+        hidden.unlink(missing_ok=True)
