@@ -15,12 +15,20 @@ from transformers import AutoTokenizer
 
 from rolltap.trainer.doctor.scripted_engine import ScriptedEngine
 from rolltap.trainer.engine.serve import EngineServer
+from tests import deep
 from tests.recorder_process import Recorder
 
 CONTEXT = 65536
 """Context window in tokens. The first prompt of some harnesses has 30,000."""
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "recipes" / "quickstart"
+
+
+def pytest_collection_modifyitems(config, items):
+    if not deep.DEEP:
+        left_out = [item for item in items if item.get_closest_marker("deep")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("deep")]
 
 
 @pytest.fixture(scope="session")

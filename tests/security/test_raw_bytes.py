@@ -6,9 +6,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from tests.deep import examples
 from tests.recorder_process import CHAT, HELLO
 from tests.security.raw import call, credentials, listening, over_tls, plain, recording, tunnel
 
@@ -138,7 +139,7 @@ def talk(connection, pieces):
 
 
 CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
-SETTINGS = settings(max_examples=120, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+SETTINGS = examples(120, suppress_health_check=list(HealthCheck))
 
 
 @SETTINGS

@@ -1,10 +1,11 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects.json_values import described, recordable, recordable_tools
+from tests.deep import examples
 
 SECRET = "sk-proj-0123456789abcdefghijklmnopqrstuvwxyz"
 
@@ -98,7 +99,7 @@ anything = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(["type", "url", "tool_names", "x"]), anything))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_no_text_of_any_value_is_recorded(value):
     assert SECRET not in json.dumps([recordable(value), recordable_tools([value])])
 

@@ -8,11 +8,12 @@ from contextlib import suppress
 import brotli
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects.model_call import DialectError
 from rolltap.addons.endpoint.body import _DECODERS, decompress
+from tests.deep import examples
 
 MEGABYTE = 1 << 20
 ENCODERS = {"zstd": zstandard.compress, "gzip": gzip.compress, "deflate": zlib.compress, "br": brotli.compress}
@@ -27,7 +28,7 @@ NOTHING = {
 
 
 @given(body=st.binary(max_size=2000), encoding=st.sampled_from(sorted(_DECODERS)))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_no_bytes_crash_a_decompressor(body, encoding):
     for made in (body, ENCODERS[encoding](body)[: len(body)]):
         with suppress(DialectError):

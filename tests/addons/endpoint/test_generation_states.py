@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects.model_call import ModelCall, Reply
@@ -22,6 +22,7 @@ from rolltap.addons.offload import Workers
 from rolltap.addons.prompts.continuity import Prompt
 from rolltap.addons.prompts.rendering import ParseBudget
 from rolltap.addons.store.records import Call, VersionSpan
+from tests.deep import examples
 
 PROMPT_IDS, STOP, MAX_TOKENS = [1, 2, 3], 0, 8
 TURNS = 20
@@ -415,7 +416,7 @@ events = st.one_of(
     patience=st.sampled_from([0.0, 60.0]),
     rude=st.booleans(),
 )
-@settings(max_examples=800, deadline=None, derandomize=True)
+@examples(800)
 def test_a_call_is_recorded_once_and_every_listener_is_answered(happened, faults, end, policy, engines, patience, rude):
     async def run():
         scenario = Scenario(policy, engines, patience, rude)

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects import anthropic, openai_chat
@@ -27,6 +27,7 @@ from tests.addons.dialects.openai_chat.test_request import TOOL
 from tests.addons.harness import Harness, content, user
 from tests.addons.prompts import test_continuity
 from tests.addons.prompts.test_continuity import THINKING, arguments, result
+from tests.deep import examples
 
 RETRY = {"x-stainless-retry-count": "1"}
 NAME = openai_chat.NAME
@@ -305,7 +306,7 @@ folders = itertools.count()
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_every_prompt_and_its_reason_are_what_they_would_have_been(rendering, encode, tmp_path_factory, data):
     folder = tmp_path_factory.getbasetemp() / f"run-{next(folders)}"
     session = Recorded(rendering, encode, folder)

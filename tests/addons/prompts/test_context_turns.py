@@ -1,7 +1,7 @@
 """Assistant messages that no call sampled are written into a continuation as a full prompt has them."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects.dialect import name_results
@@ -12,6 +12,7 @@ from rolltap.addons.prompts.template_bridge import PLACEHOLDER, placeholder_turn
 from tests.addons.conftest import MARKUP, SPECIAL, TEMPLATE
 from tests.addons.prompts.test_rendering import VISION
 from tests.addons.prompts.test_template_bridge import PLAIN
+from tests.deep import examples
 
 USER = {"role": "user", "content": "Hello"}
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}]
@@ -80,7 +81,7 @@ messages = st.one_of(
 
 
 @given(prompt=texts, completion=texts, tail=st.lists(messages, min_size=1, max_size=5))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_whatever_the_tail_no_sampled_token_changes(any_rendering, encode, prompt, completion, tail):
     prompt_ids, completion_ids = encode(prompt), encode(completion)
     ids = any_rendering.bridge(prompt_ids, completion_ids, tail, [])

@@ -3,7 +3,7 @@ import pickle
 from array import array
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects import anthropic, openai_chat
@@ -11,6 +11,7 @@ from rolltap.addons.dialects.anthropic.claude_code import normal_arguments
 from rolltap.addons.dialects.model_call import DialectError, ModelCall
 from rolltap.addons.prompts.continuity import Conversations, Turn
 from tests.addons.dialects.openai_chat.test_request import TOOL, bodies
+from tests.deep import examples
 
 ARGUMENTS = '{"at":  "caf\\u00e9", "deep": {"x": 1.0, "y": [true, null]}}'
 THINKING = f'<think>\nI look.\n</think>\n\nSo:\n<tool_call>\n{{"name": "look", "arguments": {ARGUMENTS}}}\n</tool_call>'
@@ -338,7 +339,7 @@ said = st.text(max_size=5) | st.sampled_from(MARKUP)
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_a_prompt_begins_with_the_sampled_tokens_or_has_a_reason(rendering, encode, data):
     session = Session(rendering, encode)
     branches = [[user("Hi")]]
@@ -360,7 +361,7 @@ def test_a_prompt_begins_with_the_sampled_tokens_or_has_a_reason(rendering, enco
 
 
 @given(st.lists(st.tuples(said, st.booleans()), min_size=1, max_size=8))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_a_conversation_of_whole_turns_is_bridged_to_its_end(rendering, encode, turns):
     session = Session(rendering, encode)
     messages = [user("Hi")]
@@ -374,7 +375,7 @@ def test_a_conversation_of_whole_turns_is_bridged_to_its_end(rendering, encode, 
 
 
 @given(bodies)
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_every_request_that_decodes_has_a_prompt(rendering, body):
     try:
         call = openai_chat.decode(body, "/")

@@ -1,9 +1,10 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects.model_call import Reply
 from rolltap.addons.prompts.reply import TextDeltas, cut_at_stop
+from tests.deep import examples
 
 PIECES = [
     "<think>",
@@ -48,7 +49,7 @@ def completions(draw, encode):
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_the_sent_text_is_the_text_of_the_reply(rendering, encode, data):
     token_ids = data.draw(completions(encode))
     reasoning, content, reply = stream(rendering, token_ids, range(len(token_ids) + 1))
@@ -56,7 +57,7 @@ def test_the_sent_text_is_the_text_of_the_reply(rendering, encode, data):
 
 
 @given(st.data(), texts, texts, st.booleans(), st.integers(0, 2))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_a_well_formed_completion_is_sent_as_a_whole(rendering, encode, data, reasoning, content, thinks, calls):
     opening = f"<think>\n{reasoning}\n</think>\n\n" if thinks else ""
     token_ids = encode(opening + content + CALL * calls + "<|im_end|>")

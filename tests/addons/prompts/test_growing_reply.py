@@ -1,13 +1,14 @@
 import threading
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects.model_call import ModelCall, Reply
 from rolltap.addons.prompts.rendering import ParseBudget, Rendering
 from rolltap.addons.prompts.reply import GrowingReply, TextDeltas, cut_at_stop
 from tests.addons.conftest import TEMPLATE
+from tests.deep import examples
 
 TOKENS = {
     "<|%s|>": "assistant user system observation begin_of_text start_header_id end_header_id eot_id end_of_text eom_id "
@@ -88,7 +89,7 @@ def cuts_of(data, ids):
 
 
 @given(st.data(), words, words, st.booleans(), st.booleans())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_message_is_sent_as_it_is_parsed_as_a_whole(family, data, reasoning, content, calls, hurry):
     ids = sampled(family, reasoning, content, calls)
     whole = family.parse([], ids, [])
@@ -102,7 +103,7 @@ def test_a_message_is_sent_as_it_is_parsed_as_a_whole(family, data, reasoning, c
 
 
 @given(st.data(), st.booleans())
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_the_sent_text_of_any_tokens_is_the_text_of_the_reply(family, data, hurry):
     markup = st.sampled_from([*ADDED, "<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>", "</thi"])
     pieces = data.draw(st.lists(markup | texts | st.integers(0, 399), max_size=25))
@@ -113,7 +114,7 @@ def test_the_sent_text_of_any_tokens_is_the_text_of_the_reply(family, data, hurr
 
 
 @given(st.data(), words, words, st.lists(st.sampled_from(["b>", " ", "é", "Hi", "zz", "a <"]), max_size=3))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_a_stop_text_ends_what_is_sent(rendering, encode, data, reasoning, content, stops):
     ids = encode(f"<think>\n{reasoning}\n</think>\n\n{content}<|im_end|>")
     whole = rendering.parse([], ids, [])

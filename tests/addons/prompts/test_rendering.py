@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -10,6 +10,7 @@ from rolltap.addons.prompts import rendering as module
 from rolltap.addons.prompts.rendering import InputError, Rendering, resolve_model
 from rolltap.addons.prompts.tokenizer import CachingTokenizer
 from tests.addons.conftest import MARKUP, SPECIAL, TEMPLATE
+from tests.deep import examples
 
 ROLES = ["user", "tool", "system"]
 USER = {"role": "user", "content": "Hello"}
@@ -110,7 +111,7 @@ class TestLeastTokens:
         ),
         st.integers(1, 200),
     )
-    @settings(max_examples=30, deadline=None)
+    @examples(30)
     def test_it_is_a_lower_bound(self, rendering, texts, limit):
         messages = [{"role": "user", "content": text} for text in texts]
         assert rendering.least_tokens(messages, [], limit) <= len(rendering.render(messages, []))
@@ -188,7 +189,7 @@ class TestBridgeOfOneTurn:
         return Rendering(str(folder), request.param)
 
     @given(prompt=texts, completion=texts, messages=new_messages)
-    @settings(max_examples=200, deadline=None)
+    @examples(200)
     def test_its_tokens_are_those_of_the_whole_prompt(self, any_rendering, encode, prompt, completion, messages):
         arguments = encode(prompt), encode(completion), messages, []
         with pytest.MonkeyPatch.context() as patch:

@@ -3,12 +3,13 @@ import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.prompts.tokenizer import CachingTokenizer
+from tests.deep import examples
 
 LONG = "A system prompt that many sessions share. " * 20
 
@@ -57,7 +58,7 @@ def test_sessions_share_the_tokens_of_their_system_prompt(tokenizer_folder, monk
 
 
 @given(st.text() | st.lists(st.sampled_from(["<|im_end|>", "<think>", " ", "\n", "é", "e\u0301", "Hi"])).map("".join))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_any_text_has_the_ids_and_the_text_of_the_wrapped_tokenizer(tokenizer, text):
     caching = CachingTokenizer(tokenizer)
     for one in (text, text * 100):

@@ -5,7 +5,7 @@ import logging
 from datetime import UTC, datetime
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.store.digest import row_digest
@@ -14,6 +14,7 @@ from rolltap.addons.store.records import Call, Event, Session, VersionSpan
 from rolltap.addons.store.rows import to_batch
 from rolltap.addons.store.schemas import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA
 from rolltap.addons.store.tables import RunWriter, batch_rows, read_rows
+from tests.deep import examples
 
 CALL = Call(
     session_id="s",
@@ -53,7 +54,7 @@ def stored(table, row):
 
 @pytest.mark.parametrize(("table", "column"), COLUMNS)
 @given(value=odd)
-@settings(max_examples=15, deadline=None)
+@examples(15)
 def test_an_odd_value_of_one_column_leaves_all_others_as_they_are(table, column, value):
     row = TABLES[table][1]
     found = stored(table, {**row, column: value})
@@ -64,7 +65,7 @@ def test_an_odd_value_of_one_column_leaves_all_others_as_they_are(table, column,
 
 
 @given(st.fixed_dictionaries(dict.fromkeys(TABLES["calls"][1], odd)))
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_a_row_of_odd_values_is_written(row):
     stored("calls", row)
 

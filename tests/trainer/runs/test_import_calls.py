@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.errors import InputError, RunError
@@ -22,6 +22,7 @@ from rolltap.trainer.runs.import_calls import import_calls
 from rolltap.trainer.traces.build import build_traces
 from rolltap.trainer.traces.reader import RecordedCalls, RecordedSession, load_sessions
 from rolltap.trainer.traces.sessions import TraceOptions, trace_session
+from tests.deep import examples
 from tests.trainer.runs.recorded_runs import START, import_line, recorded_sessions, traces_of
 
 
@@ -385,7 +386,7 @@ def without_kinds(traces):
 
 class TestProperties:
     @given(recorded_sessions(), st.randoms(use_true_random=False))
-    @settings(max_examples=100, deadline=None)
+    @examples(100)
     def test_exported_calls_are_imported_to_the_same_traces_and_ledger_in_any_order(self, sessions, rng):
         lines = [import_line(call, session) for session, calls in sessions for call in calls]
         rng.shuffle(lines)
@@ -405,7 +406,7 @@ class TestProperties:
                     assert (without_kinds(traces), ledger) == expected[session_id, strategy]
 
     @given(recorded_sessions(), st.randoms(use_true_random=False))
-    @settings(max_examples=50, deadline=None)
+    @examples(50)
     def test_the_order_of_lines_without_times_does_not_matter(self, sessions, rng):
         lines = [json.loads(import_line(call, session)) for session, calls in sessions for call in calls]
         for said in lines:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.errors import InputError
@@ -15,6 +15,7 @@ from rolltap.trainer.cli.main import rolltap
 from rolltap.trainer.runs.edit import Filter, filter_run, merge_runs, split_run
 from rolltap.trainer.traces.build import build_traces
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
+from tests.deep import examples
 from tests.trainer.runs.recorded_runs import (
     ignore,
     make_call,
@@ -161,7 +162,7 @@ class TestFilter:
 
 class TestProperties:
     @given(recorded_sessions(), st.sampled_from(["harness", "task_id", "group_id", "policy_version", "status", 1]))
-    @settings(max_examples=60, deadline=None)
+    @examples(60)
     def test_the_parts_of_a_run_merge_to_its_rows(self, sessions, parts):
         with tempfile.TemporaryDirectory() as folder:
             run, out = Path(folder) / "run", Path(folder) / "parts"
@@ -172,7 +173,7 @@ class TestProperties:
             assert traces_of(Path(folder) / "merged") == traces_of(run)
 
     @given(recorded_sessions(), st.sampled_from([{"harnesses": ["h1"]}, {"policy_versions": ["1"]}]))
-    @settings(max_examples=60, deadline=None)
+    @examples(60)
     def test_matching_and_other_sessions_merge_to_the_rows_of_all_sessions(self, sessions, criteria):
         complement = {field: {"h1": ["h2"], "1": ["2"]}[value] for field, (value,) in criteria.items()}
         with tempfile.TemporaryDirectory() as folder:
@@ -193,7 +194,7 @@ class TestProperties:
             assert rows_of(Path(folder) / "merged") == expected
 
     @given(recorded_sessions(), st.sets(st.sampled_from(["agent", "subagent", "auxiliary"]), min_size=1))
-    @settings(max_examples=60, deadline=None)
+    @examples(60)
     def test_filtered_by_role_every_prompt_is_rebuilt(self, sessions, roles):
         with tempfile.TemporaryDirectory() as folder:
             run, out = Path(folder) / "run", Path(folder) / "out"

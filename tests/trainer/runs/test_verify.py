@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.errors import RunError
@@ -24,6 +24,7 @@ from rolltap.trainer.cli.main import rolltap
 from rolltap.trainer.runs.edit import merge_runs
 from rolltap.trainer.runs.verify import verify_run
 from rolltap.trainer.traces.reader import RecordedCalls
+from tests.deep import examples
 from tests.trainer.runs.recorded_runs import START, record, recorded_sessions
 
 DEAD = 2**22 + 1
@@ -414,7 +415,7 @@ class TestRepair:
 
 class TestProperties:
     @given(recorded_sessions(), st.data())
-    @settings(max_examples=80, deadline=None)
+    @examples(80)
     def test_damage_is_found_or_does_no_harm_and_a_repair_is_final(self, sessions, data):
         """Damage a file in one of three ways: truncate it, append part of a commit, or change a byte."""
         with tempfile.TemporaryDirectory() as folder:

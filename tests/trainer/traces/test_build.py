@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.errors import LedgerError
@@ -13,6 +13,7 @@ from rolltap.addons.store.records import VersionSpan
 from rolltap.trainer.traces.build import KindSpan, build_traces
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.versions import Version
+from tests.deep import examples
 from tests.trainer.forests import (
     ROLES,
     STRATEGIES,
@@ -337,7 +338,7 @@ def tokens_of(trace):
 
 class TestProperties:
     @given(forests(), selections())
-    @settings(max_examples=300, deadline=None)
+    @examples(300)
     def test_every_sampled_token_is_trained_or_left_out_for_its_reason_under_every_strategy(self, calls, options):
         trained, left_out = account_by_definition(calls, **options)
         sampled = sum(len(call.completion_ids) for call in calls)
@@ -348,7 +349,7 @@ class TestProperties:
             assert sampled == len(trained) + sum(left_out.values())
 
     @given(forests(), selections())
-    @settings(max_examples=300, deadline=None)
+    @examples(300)
     def test_a_trained_token_is_where_it_was_sampled_in_one_trace(self, calls, options):
         by_id = {call.call_id: call for call in calls}
         for strategy in STRATEGIES:
@@ -366,7 +367,7 @@ class TestProperties:
                 assert [span.kind for span in trace.continuity if span.start <= k < span.end] == [call.kind]
 
     @given(forests(), selections())
-    @settings(max_examples=300, deadline=None)
+    @examples(300)
     def test_merged_traces_are_paths_of_the_call_tree_with_the_tokens_of_their_calls(self, calls, options):
         by_id = {call.call_id: call for call in calls}
         parents = parents_by_definition(calls)
@@ -381,7 +382,7 @@ class TestProperties:
             assert len(last.prompt_ids) < len(ids) <= len(last.prompt_ids + last.completion_ids)
 
     @given(forests(), selections())
-    @settings(max_examples=200, deadline=None)
+    @examples(200)
     def test_masks_logprobs_and_versions_agree_and_a_trace_ends_with_a_trained_token(self, calls, options):
         for strategy in STRATEGIES:
             for trace in build_traces(calls, strategy, **options)[0]:
@@ -394,7 +395,7 @@ class TestProperties:
                 assert [i for span in trace.continuity for i in range(span.start, span.end)] == versioned
 
     @given(forests(), st.integers(1, 16))
-    @settings(max_examples=300, deadline=None)
+    @examples(300)
     def test_cut_traces_are_the_beginnings_of_whole_ones(self, calls, max_tokens):
         for strategy in STRATEGIES:
             whole = [tokens_of(trace) for trace in build_traces(calls, strategy)[0]]
@@ -403,7 +404,7 @@ class TestProperties:
             assert all(any(ids == other[: len(ids)] for other in whole) for ids in cut)
 
     @given(forests(), selections(), st.randoms(use_true_random=False))
-    @settings(max_examples=300, deadline=None)
+    @examples(300)
     def test_the_order_of_the_calls_does_not_matter(self, calls, options, rng):
         shuffled = list(calls)
         rng.shuffle(shuffled)
@@ -411,7 +412,7 @@ class TestProperties:
             assert build_traces(shuffled, strategy, **options) == build_traces(calls, strategy, **options)
 
     @given(forests(), selections())
-    @settings(max_examples=300, deadline=None)
+    @examples(300)
     def test_the_tree_is_the_merged_traces_with_what_they_share(self, calls, options):
         traces, _ = build_traces(calls, "tree", **options)
         plain = [replace(trace, shared_trace_id=None, shared_tokens=0) for trace in traces]

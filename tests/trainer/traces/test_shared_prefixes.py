@@ -1,10 +1,11 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.trainer.traces.tokens import pack
 from rolltap.trainer.traces.tree import SharedPrefix, common_length, shared_prefixes
+from tests.deep import examples
 from tests.trainer.forests import TOKEN, common
 
 SEQUENCES = st.lists(st.lists(TOKEN, max_size=5), max_size=12)
@@ -48,14 +49,14 @@ class TestSharedPrefixes:
         assert shared_prefixes(sequences[::-1]) == [None, *(SharedPrefix(0, n) for n in range(2998, 0, -1))]
 
     @given(SEQUENCES)
-    @settings(max_examples=1000, deadline=None)
+    @examples(1000)
     def test_it_is_the_longest_common_prefix_with_any_earlier_sequence(self, sequences):
         assert shared_prefixes(sequences) == shared_by_definition(sequences)
 
 
 class TestPackedTokens:
     @given(st.lists(TOKEN), st.lists(TOKEN))
-    @settings(max_examples=500, deadline=None)
+    @examples(500)
     def test_packed_sequences_have_the_prefixes_of_their_tokens(self, a, b):
         assert common_length(pack(a), pack(b)) == common(a, b)
         assert pack(a).startswith(pack(b)) == (a[: len(b)] == b)

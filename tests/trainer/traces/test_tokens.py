@@ -6,10 +6,11 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.trainer.traces.tokens import Tokens, pack
+from tests.deep import examples
 
 IDS = st.lists(st.integers(0, 4), max_size=5)
 BOUND = st.none() | st.integers(-8, 8)
@@ -32,7 +33,7 @@ def tokens_and_lists(draw):
 
 class TestAsAList:
     @given(tokens_and_lists(), IDS)
-    @settings(max_examples=300, deadline=None)
+    @examples(300)
     def test_it_reads_as_the_list_of_its_ids(self, both, more):
         tokens, ids = both
         assert (len(tokens), list(tokens), repr(tokens), bool(tokens)) == (len(ids), ids, repr(ids), bool(ids))
@@ -44,13 +45,13 @@ class TestAsAList:
         assert pack(tokens) == pack(ids)
 
     @given(tokens_and_lists(), BOUND, BOUND, st.none() | st.integers(-3, 3).filter(bool))
-    @settings(max_examples=500, deadline=None)
+    @examples(500)
     def test_its_slices_are_those_of_the_list(self, both, start, stop, step):
         tokens, ids = both
         assert tokens[start:stop:step] == ids[start:stop:step]
 
     @given(tokens_and_lists(), tokens_and_lists())
-    @settings(max_examples=500, deadline=None)
+    @examples(500)
     def test_it_equals_a_sequence_with_the_same_ids(self, both, others):
         (tokens, ids), (other, other_ids) = both, others
         same = ids == other_ids
@@ -77,7 +78,7 @@ class TestAsAList:
 
 class TestSharing:
     @given(tokens_and_lists(), tokens_and_lists())
-    @settings(max_examples=500, deadline=None)
+    @examples(500)
     def test_it_has_the_prefixes_of_its_list(self, both, others):
         (tokens, ids), (other, other_ids) = both, others
         starts = ids[: len(other_ids)] == other_ids

@@ -2,10 +2,11 @@ import random
 from datetime import timedelta
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.trainer.traces.tree import find_ends, link_calls, parents_first, path_to, split_lines, start_order
+from tests.deep import examples
 from tests.trainer.forests import (
     START,
     follow,
@@ -147,7 +148,7 @@ class TestLines:
 
 class TestProperties:
     @given(forests(), st.randoms(use_true_random=False))
-    @settings(max_examples=500, deadline=None)
+    @examples(500)
     def test_the_tree_follows_the_definition_for_any_order_of_the_calls(self, calls, rng):
         rng.shuffle(calls)
         parents = parents_by_definition(calls)

@@ -3,13 +3,14 @@ import json
 from dataclasses import asdict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects import anthropic, openai_chat
 from rolltap.addons.dialects.model_call import DialectError, ModelCall, sign
 from rolltap.addons.dialects.routes import find_route
 from tests.addons.dialects import hostile
+from tests.deep import examples
 
 LOOK = {"name": "look", "description": "Looks.", "input_schema": {"type": "object", "properties": {"at": {}}}}
 SHOWN_LOOK = {
@@ -299,7 +300,7 @@ bodies = hostile.bodies([REQUEST], hostile.values([*words, "server_tool_use", si
 
 
 @given(bodies, st.sampled_from(["/v1/messages", "/v1/messages/count_tokens"]))
-@settings(max_examples=1500, deadline=None)
+@examples(1500)
 def test_any_body_is_a_model_call_or_a_refusal(body, target):
     try:
         call = anthropic.decode(body, target)

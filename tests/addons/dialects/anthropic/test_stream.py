@@ -2,12 +2,13 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from rolltap.addons.dialects import anthropic
 from rolltap.addons.dialects.model_call import DialectError, ModelCall, Reply, parse_arguments
 from tests.addons.dialects.anthropic.test_reply import HEAD, USAGE, replies
 from tests.addons.dialects.anthropic.test_request import decode_assistant
+from tests.deep import examples
 
 
 def streamed(reply, *, keep_alive=False, piece=3):
@@ -60,7 +61,7 @@ def assembled(stream):
 
 
 @given(replies)
-@settings(max_examples=1000, deadline=None)
+@examples(1000)
 def test_an_echoed_reply_is_the_reply(reply):
     body = anthropic.encode_reply(HEAD, reply, USAGE)
     message = json.loads(body, parse_constant=pytest.fail)

@@ -2,13 +2,14 @@
 
 import json
 
-from hypothesis import given, settings
+from hypothesis import given
 
 from rolltap.addons.dialects import google
 from rolltap.addons.dialects.model_call import DialectError
 from rolltap.addons.dialects.stored import Stored, StoredRequest
 from tests.addons.dialects import hostile
 from tests.addons.dialects.google.test_request import GENERATE, REQUEST, SNAKE_REQUEST
+from tests.deep import examples
 
 USER = {"role": "user", "parts": [{"text": "Go on."}]}
 KEYS = ("systemInstruction", "system_instruction", "tools", "toolConfig", "tool_config", "contents")
@@ -34,7 +35,7 @@ def stored(content):
 
 
 @given(hostile.mutated(CONTENTS[0], hostile.values(["user", "model"], NAMES)))
-@settings(max_examples=500, deadline=None)
+@examples(500)
 def test_a_stored_content_is_decoded_as_the_one_that_was_given(content):
     kept = stored(content)
     if kept is not None:

@@ -2,7 +2,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects import google
@@ -18,6 +18,7 @@ from rolltap.addons.dialects.model_call import (
     sign,
 )
 from tests.addons.dialects.google.test_request import CALL, GENERATE, JSON, decode_contents
+from tests.deep import examples
 
 ASKED = replace(CALL, reasoning="shown")
 HEAD = ReplyContext("call-9", 1_700_000_000, GENERATE, ASKED)
@@ -122,7 +123,7 @@ def test_the_finish_reason_is_translated(reason, said):
     assert encoded["candidates"][0]["finishReason"] == said
 
 
-@settings(max_examples=500, deadline=None)
+@examples(500)
 @given(REPLIES)
 def test_an_echoed_reply_is_the_message_that_was_issued(reply):
     assert same(echo(json.loads(google.encode_reply(HEAD, reply, USAGE))), issued(reply))

@@ -2,13 +2,14 @@ import contextlib
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects import google
 from rolltap.addons.dialects.model_call import DialectError, ModelCall, sign, tool_call_id
 from rolltap.addons.dialects.routes import find_route
 from tests.addons.dialects import hostile
+from tests.deep import examples
 
 GENERATE = "/v1beta/models/gemini-x:generateContent"
 STREAM = "/v1beta/models/gemini-x:streamGenerateContent"
@@ -410,7 +411,7 @@ def decodes_or_refuses(body):
 
 
 class TestHostileBodies:
-    @settings(max_examples=2500, deadline=None)
+    @examples(2500)
     @given(hostile.bodies([REQUEST, SNAKE_REQUEST], HOSTILE))
     def test_any_body_is_decoded_or_refused(self, body):
         decodes_or_refuses(body)

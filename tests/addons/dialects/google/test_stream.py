@@ -1,13 +1,14 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects import google
 from rolltap.addons.dialects.model_call import DialectError, Reply, ReplyContext, ToolCall
 from tests.addons.dialects.google.test_reply import ASKED, REPLIES, USAGE, echo, issued, same
 from tests.addons.dialects.google.test_request import CALL, STREAM
+from tests.deep import examples
 
 SSE_HEAD = ReplyContext("call-9", 1_700_000_000, STREAM + "?alt=sse", ASKED)
 ARRAY_HEAD = ReplyContext("call-9", 1_700_000_000, STREAM, ASKED)
@@ -37,7 +38,7 @@ def chunks_of(body):
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(REPLIES, st.lists(st.integers(0, 20)), st.sampled_from([SSE_HEAD, ARRAY_HEAD]))
 def test_an_echoed_stream_is_the_message_that_was_issued_however_it_was_cut(reply, cuts, context):
     assert same(echo(*chunks_of(stream(context, reply, cuts))), issued(reply))

@@ -2,11 +2,12 @@ import json
 from dataclasses import asdict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from rolltap.addons.dialects import openai_chat
 from rolltap.addons.dialects.model_call import DialectError, ModelCall, WireTool
 from tests.addons.dialects import hostile
+from tests.deep import examples
 
 TARGET = "/v1/chat/completions"
 TOOL = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}}
@@ -257,7 +258,7 @@ bodies = hostile.bodies([REQUEST], anything)
 
 
 @given(bodies)
-@settings(max_examples=1500, deadline=None)
+@examples(1500)
 def test_any_body_is_a_model_call_or_a_refusal(body):
     try:
         call = openai_chat.decode(body, TARGET)

@@ -1,13 +1,14 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from rolltap.addons.dialects import openai_responses
 from rolltap.addons.dialects.model_call import DialectError, sign
 from tests.addons.dialects.openai_responses.test_reply import USAGE, context_of, replies
 from tests.addons.dialects.openai_responses.test_request import REQUEST, decode, decode_items
 from tests.addons.dialects.openai_responses.test_stream import streamed
+from tests.deep import examples
 
 TRIGGER = {"type": "compaction_trigger"}
 
@@ -23,7 +24,7 @@ def test_a_trigger_asks_for_a_summary():
 
 
 @given(replies)
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_the_reply_is_one_item_that_holds_the_summary(reply):
     context = context_of(decode(input=[*REQUEST["input"], TRIGGER]))
     whole = json.loads(openai_responses.encode_reply(context, reply, USAGE))

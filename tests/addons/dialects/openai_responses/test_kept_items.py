@@ -2,13 +2,14 @@
 
 import json
 
-from hypothesis import given, settings
+from hypothesis import given
 
 from rolltap.addons.dialects import openai_responses
 from rolltap.addons.dialects.model_call import DialectError
 from rolltap.addons.dialects.stored import Stored, StoredRequest
 from tests.addons.dialects import hostile
 from tests.addons.dialects.openai_responses.test_request import KINDS, MUTABLE, NAMES, SEARCH
+from tests.deep import examples
 
 ITEMS = {"items": [*MUTABLE["input"][:-1], {"type": "additional_tools", "tools": [SEARCH]}], "metadata": {"a": "b"}}
 USER = {"role": "user", "content": "Go on."}
@@ -22,7 +23,7 @@ def decode(items):
 
 
 @given(bodies)
-@settings(max_examples=500, deadline=None)
+@examples(500)
 def test_stored_items_are_decoded_as_those_that_were_given(body):
     request = StoredRequest("POST", "/v1/conversations", json.dumps(body).encode(), "new", 5)
     try:

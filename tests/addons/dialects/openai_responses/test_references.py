@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects import openai_responses
@@ -13,6 +13,7 @@ from rolltap.addons.dialects.stored import DELETED, NamesStored, Stored
 from tests.addons.dialects import hostile
 from tests.addons.dialects.openai_responses.test_sdk import REPLIES, TOOLS
 from tests.addons.dialects.replies import TALK, by_id, stored_call
+from tests.deep import examples
 
 USER, MORE = {"role": "user", "content": "Hello"}, {"role": "user", "content": "More"}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -145,7 +146,7 @@ bodies = hostile.bodies([MUTABLE], hostile.values(["item_reference", "conv_1", "
 
 
 @given(bodies)
-@settings(max_examples=500, deadline=None)
+@examples(500)
 def test_any_body_is_a_model_call_or_a_refusal(body):
     try:
         openai_responses.decode(body, "/v1/responses")

@@ -2,11 +2,12 @@ import json
 from dataclasses import asdict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from rolltap.addons.dialects import openai_responses
 from rolltap.addons.dialects.model_call import DialectError, ModelCall, WireTool, sign
 from tests.addons.dialects import hostile
+from tests.deep import examples
 
 LOOK = {"type": "function", "name": "look", "description": "Looks.", "parameters": {"type": "object"}, "strict": False}
 PATCH = {
@@ -301,7 +302,7 @@ bodies = hostile.bodies([MUTABLE], hostile.values([*KINDS, "user", "assistant", 
 
 
 @given(bodies)
-@settings(max_examples=1500, deadline=None)
+@examples(1500)
 def test_any_body_is_a_model_call_or_a_refusal(body):
     try:
         call = openai_responses.decode(body, "/v1/responses")

@@ -1,13 +1,14 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects import openai_responses
 from rolltap.addons.dialects.model_call import ContextOverflow, DialectError, Reply, ToolCall
 from tests.addons.dialects.openai_responses.test_reply import USAGE, context_of, message_of, replies
 from tests.addons.dialects.openai_responses.test_request import decode, decode_items
+from tests.deep import examples
 
 
 def streamed(context, reply, *, pieces=3, keep_alive=False):
@@ -37,7 +38,7 @@ def events_of(data):
 
 
 @given(replies)
-@settings(max_examples=500, deadline=None)
+@examples(500)
 def test_the_echo_of_a_reply_is_the_reply(reply):
     context = context_of(decode())
     whole = json.loads(openai_responses.encode_reply(context, reply, USAGE))
@@ -47,7 +48,7 @@ def test_the_echo_of_a_reply_is_the_reply(reply):
 
 
 @given(replies, st.booleans())
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_a_stream_ends_with_the_response_that_is_not_streamed(reply, keep_alive):
     context = context_of(decode())
     events = streamed(context, reply, keep_alive=keep_alive)

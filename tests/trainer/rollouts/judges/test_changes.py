@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.errors import InputError
@@ -16,6 +16,7 @@ from rolltap.trainer.rollouts.judges.changes import apply_changes, find_changes
 from rolltap.trainer.rollouts.judges.folders import TooMuchError, scan, stays_inside
 from rolltap.trainer.rollouts.runtimes.runtime import remove_folder
 from rolltap.trainer.tasks.content import matches
+from tests.deep import examples
 
 NAMES = st.sampled_from(["a", "b", "c", "ü\n", "d e", "-rf", "\udcff"])
 CONTENT = st.one_of(st.binary(max_size=4), st.just(b"line\n" * 3))
@@ -42,7 +43,7 @@ def modes_and_contents(folder: Path):
     }
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(TREES, TREES)
 def test_changes_that_are_applied_to_the_start_make_the_workspace(before, after):
     with tempfile.TemporaryDirectory() as name:

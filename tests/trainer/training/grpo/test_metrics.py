@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from trl import GRPOTrainer
 
@@ -23,6 +23,7 @@ from rolltap.trainer.training.grpo.metrics import (
     named_tasks,
     peak_memory,
 )
+from tests.deep import examples
 
 TASKS = {"x", "y"}
 CPU = torch.device("cpu")
@@ -299,7 +300,7 @@ class TestStep:
         assert {name: step[name] for name in common} == pytest.approx({name: logged[name] for name in common}, rel=1e-5)
 
     @given(st.data())
-    @settings(max_examples=100, deadline=None)
+    @examples(100)
     def test_micro_batches_and_processes_do_not_matter(self, data):
         number = data.draw(st.integers(1, 12))
         logprob = st.floats(-3, 0, width=32)
