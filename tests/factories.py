@@ -1,0 +1,86 @@
+"""Calls, sessions and runs for tests. A test gives only the fields that it is about; everything else is sound and fixed."""
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from rolltap.addons.store.metadata import write_metadata
+from rolltap.addons.store.records import UNREWARDED, Call, Event, Session, VersionSpan
+from rolltap.addons.store.tables import RunWriter
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def make_call(
+    name: int | str = 0,
+    prompt_ids: Sequence[int] = (1,),
+    completion_ids: Sequence[int] = (2,),
+    *,
+    after: Call | None = None,
+    version: str = "1",
+    **fields,
+) -> Call:
+    """Return a call of session "s". A number as its name is also the second at which it starts.
+
+    With `after` it continues that call: `prompt_ids` are its new tokens, and it is of the same session. Log-probabilities
+    are exact in float32; those of calls with different numbers differ, so they identify the tokens of a session.
+    """
+    number = name if isinstance(name, int) else 0
+    known = [*after.prompt_ids, *after.completion_ids] if after else []
+    continued = {"parent_id": after.call_id, "prefix_length": len(known), "kind": "bridged"} if after else {}
+    defaults = {
+        "session_id": after.session_id if after else "s",
+        "logprobs": [-(number + 1) - i / 64 for i in range(len(completion_ids))],
+        "weight_versions": [VersionSpan(version=version, start=0, end=len(completion_ids))],
+        "started_at": START + timedelta(seconds=number),
+    }
+    return Call(
+        call_id=str(name),
+        prompt_ids=[*known, *prompt_ids],
+        completion_ids=list(completion_ids),
+        **{**defaults, **continued, **fields},
+    )
+
+
+def make_session(session_id: str = "s", status: str = "completed", **fields) -> Session:
+    """Return a row of a session of task "t", group "g" and harness "h", with reward 1 if the status has one."""
+    defaults = {
+        "task_id": "t",
+        "group_id": "g",
+        "harness": "h",
+        "reward": None if status in UNREWARDED else 1.0,
+        "policy_version": "1",
+        "started_at": START,
+    }
+    return Session(session_id=session_id, status=status, **{**defaults, **fields})
+
+
+def write_run(run: Path, *rows: Call | Session | Event, sync: str = "session", **metadata) -> Path:
+    """Write metadata and rows to a run folder and return the folder."""
+    write_metadata(run, {"model": "tiny", **metadata})
+    return add_rows(run, *rows, sync=sync)
+
+
+def add_rows(run: Path, *rows: Call | Session | Event, sync: str = "session") -> Path:
+    """Add rows, in this order, to a run that has metadata. Returns its folder."""
+    with RunWriter(run, sync=sync) as writer:
+        add = {Call: writer.add_call, Session: writer.add_session, Event: writer.add_event}
+        for row in rows:
+            add[type(row)](row)
+    return run
+
+
+def says(content: str = "", *commands: str) -> str:
+    """Return the JSON of an assistant message with a call of the tool `bash` for each command, as `Call.reply` has it."""
+    message: dict = {"role": "assistant", "content": content}
+    if commands:
+        message["tool_calls"] = [
+            {
+                "id": str(number),
+                "type": "function",
+                "function": {"name": "bash", "arguments": json.dumps({"command": command})},
+            }
+            for number, command in enumerate(commands)
+        ]
+    return json.dumps(message)
