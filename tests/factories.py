@@ -1,4 +1,4 @@
-"""Calls, sessions and runs for tests. A test gives only the fields that it is about; everything else is sound and fixed."""
+"""Calls, sessions and runs for tests. A test names the fields that it is about; all others are sound and fixed."""
 
 import json
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ def make_call(
 ) -> Call:
     """Return a call of session "s". A number as its name is also the second at which it starts.
 
-    With `after` it continues that call: `prompt_ids` are its new tokens, and it is of the same session. Log-probabilities
-    are exact in float32; those of calls with different numbers differ, so they identify the tokens of a session.
+    With `after` it continues that call, in its session: `prompt_ids` are the new tokens. Log-probabilities are exact in
+    float32; calls with different numbers have different ones, so they identify the tokens of a session.
     """
     number = name if isinstance(name, int) else 0
     known = [*after.prompt_ids, *after.completion_ids] if after else []
@@ -72,7 +72,7 @@ def add_rows(run: Path, *rows: Call | Session | Event, sync: str = "session") ->
 
 
 def says(content: str = "", *commands: str) -> str:
-    """Return the JSON of an assistant message with a call of the tool `bash` for each command, as `Call.reply` has it."""
+    """Return the JSON of an assistant message that calls the tool `bash` with each command, for `Call.reply`."""
     message: dict = {"role": "assistant", "content": content}
     if commands:
         message["tool_calls"] = [
