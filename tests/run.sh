@@ -1,7 +1,13 @@
 #!/usr/bin/env bash
-# The whole test suite: ruff, mypy, pytest with the real vLLM and the real harnesses. With arguments, `pytest ARGUMENTS`.
+# The test suite: ruff, mypy, pytest with the real vLLM and the real harnesses. The short suite has one case of each kind;
+# with --deep it has every kill point, attack and example. With other arguments: `pytest ARGUMENTS`.
+began=$SECONDS
 source "$(dirname "$0")/../recipes/environments.sh"
 
+if [ "${1:-}" = --deep ]; then
+    export ROLLTAP_DEEP=1
+    shift
+fi
 environment_rolltap
 export PATH="$VENVS/rolltap/bin:$PATH"
 trap 'kill $(jobs -p) 2>/dev/null || :' EXIT
@@ -13,13 +19,6 @@ programs_isolation
 export PATH="$VENVS/rolltap/bin:$PATH"  # before those of the harnesses: this Python has pytest, which tasks are judged with
 export ROLLTAP_VLLM="$VENVS/vllm/bin/vllm"
 wait "$model"
-
-say "ruff"
-ruff check .
-ruff format --check .
-say "mypy"
-mypy
-
 processors="$(nproc)"
 export OMP_NUM_THREADS=1  # nproc would print it
 if [ $# -gt 0 ]; then
@@ -27,34 +26,62 @@ if [ $# -gt 0 ]; then
     pytest "$@"
     exit
 fi
-# one that hangs fails, with the stacks of its threads; the slowest takes four minutes on two loaded cores
-sequential=(--timeout 1200 --durations 20)
-parallel=("${sequential[@]}" -q -n $((processors < 4 ? processors : 4)))
+
 logs="$VENVS/logs"
 rm -rf "$logs" && mkdir -p "$logs"
-failed=0
-# the tests with engines and harnesses run sequentially, in parallel with the others
-pytest "${sequential[@]}" -m "engine or harness" > "$logs/engines" 2>&1 & engines=$!
-say "pytest: what starts no engine and no harness"
-pytest "${parallel[@]}" -m "not engine and not harness" | tee "$logs/quick" || failed=1
-if environment_312; then
-    say "pytest: the addons on Python 3.12 with mitmproxy 12"
-    # those that mitmproxy takes part in; of the attacks, those on its layers
-    "$VENVS/rolltap-3.12/bin/pytest" "${parallel[@]}" -m "not engine" tests/addons/test_*.py tests/addons/{wire,endpoint} \
-        tests/addons/engine tests/security/test_{bodies,descriptors,egress,limits,log,raw_bytes,websockets}.py |
-        tee "$logs/python-3.12" || failed=1
-fi
+times="$logs/times" failures="$logs/failures"
+echo "installs $((SECONDS - began))" > "$times"
+
+# part NAME COMMAND...: run a part of the suite; its output goes to $logs/NAME, its seconds to $times
+part() {
+    local name="$1" began=$SECONDS status=0
+    shift
+    say "$name begins"
+    "$@" > "$logs/$name" 2>&1 || status=$?
+    [ "$status" = 0 ] || echo "$name" >> "$failures"
+    echo "$name $((SECONDS - began))" >> "$times"
+    say "$name: $(tail -n 1 "$logs/$name")"
+}
+
+# one that hangs fails, with the stacks of its threads; tests of one file share their processes
+sequential=(--timeout 1200 --durations 20 -q)
+parallel=("${sequential[@]}" --dist loadfile -n $((processors < 4 ? processors : 4)))
+
+# Those in which mitmproxy takes part; of the attacks, those on its layers.
+addons_312() {
+    local tests=(tests/addons/test_*.py tests/addons/wire tests/security/test_raw_bytes.py)
+    if [ -n "${ROLLTAP_DEEP:-}" ]; then
+        tests+=(tests/addons/{endpoint,engine} tests/security/test_{bodies,descriptors,egress,limits,log,websockets}.py)
+    fi
+    "$VENVS/rolltap-3.12/bin/pytest" "${sequential[@]}" -m "not engine" "${tests[@]}"
+}
+
+# in parallel with the tests that start no engine and no harness
+others() {
+    part ruff-check ruff check .
+    part ruff-format ruff format --check .
+    part mypy mypy
+    part engines-harnesses pytest "${sequential[@]}" -m "engine or harness"
+    if [ -x "$VENVS/rolltap-3.12/bin/pytest" ]; then part python-3.12 addons_312; fi
+    part wheel "$VENVS/wheel/bin/python" -P -m pytest -q tests/wheel
+    if [ -x "$VENVS/wheel-3.12/bin/python" ]; then
+        part wheel-3.12 "$VENVS/wheel-3.12/bin/python" -P -m pytest -q tests/wheel
+    fi
+}
+
+environment_312 || say "there is no Python 3.12: the addons are tested on this one only"
 environments_wheel
-say "pytest: the wheel"
-"$VENVS/wheel/bin/python" -P -m pytest -q tests/wheel > "$logs/wheel" 2>&1 & wheel=$!
-if [ -x "$VENVS/wheel-3.12/bin/python" ]; then
-    "$VENVS/wheel-3.12/bin/python" -P -m pytest -q tests/wheel | tee "$logs/wheel-3.12" || failed=1
+sed -i "s/^installs.*/installs $((SECONDS - began))/" "$times"
+others & others=$!
+part quick pytest "${parallel[@]}" -m "not engine and not harness"
+wait "$others" || echo others >> "$failures"
+for log in "$logs"/*; do
+    case "$log" in "$times" | "$failures") ;; *) say "$(basename "$log")"; cat "$log" ;; esac
+done
+say "seconds of each part, all together $((SECONDS - began))"
+cat "$times"
+if [ -s "$failures" ]; then
+    say "failed: $(paste -sd ' ' "$failures")"
+    grep -hE "^(FAILED|ERROR) " "$logs"/* || :
+    exit 1
 fi
-wait "$wheel" || failed=1
-cat "$logs/wheel"
-wait "$engines" || failed=1
-say "pytest: engines and harnesses"
-cat "$logs/engines"
-say "the end"
-if [ "$failed" != 0 ]; then grep -hE "^(FAILED|ERROR) " "$logs"/* || :; fi
-exit "$failed"
