@@ -4,6 +4,7 @@ import pytest
 
 from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.tasks.task import Task
+from tests.deep import cases
 from tests.harness.play import installed, play, tool_call
 
 pytestmark = pytest.mark.harness
@@ -24,7 +25,7 @@ def work(scripted_engine, name):
     scripted_engine.otherwise = lambda request: Say(tool_call(*TOOLS[name]))
 
 
-@pytest.mark.parametrize("name", TOOLS)
+@pytest.mark.parametrize("name", cases(TOOLS, 0, 1))
 async def test_a_program_ends_when_its_calls_are_used_up(name, scripted_engine, tokenizer_folder, tmp_path):
     harness = installed(name)
     work(scripted_engine, name)
@@ -36,7 +37,7 @@ async def test_a_program_ends_when_its_calls_are_used_up(name, scripted_engine, 
     assert "budget" in played.log
 
 
-@pytest.mark.parametrize("name", ["claude-code", "codex"])
+@pytest.mark.parametrize("name", cases(["claude-code", "codex"]))
 async def test_a_program_ends_when_its_sampled_tokens_are_used_up(name, scripted_engine, tokenizer_folder, tmp_path):
     harness = installed(name)
     work(scripted_engine, name)

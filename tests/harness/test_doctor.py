@@ -8,12 +8,13 @@ import pytest
 
 from rolltap.trainer.doctor.examine import examine
 from rolltap.trainer.rollouts.runtimes.environment import clean_environment
+from tests.deep import cases
 from tests.harness.play import installed
 
 pytestmark = pytest.mark.harness
 
 
-@pytest.mark.parametrize("name", ["claude-code", "mini-swe-agent"])
+@pytest.mark.parametrize("name", cases(["claude-code", "mini-swe-agent"]))
 def test_a_preset_is_ready(name):
     installed(name)
     diagnosis = examine(harness=name)

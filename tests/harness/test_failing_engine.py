@@ -4,6 +4,7 @@ import pytest
 
 from rolltap.trainer.doctor.scripted_engine import Answer, Say
 from rolltap.trainer.tasks.task import Task
+from tests.deep import cases
 from tests.harness.play import installed, play, shell
 
 pytestmark = pytest.mark.harness
@@ -34,7 +35,7 @@ def lead(scripted_engine, harness, fault=None):
     scripted_engine.otherwise = reply
 
 
-@pytest.mark.parametrize("name", ["claude-code", "codex"])
+@pytest.mark.parametrize("name", cases(["claude-code", "codex"]))
 async def test_the_program_sees_one_unbroken_reply(name, scripted_engine, tokenizer_folder, tmp_path):
     harness = installed(name)
     lead(scripted_engine, harness)

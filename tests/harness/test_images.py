@@ -13,6 +13,7 @@ from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.rollouts.runtimes.environment import clean_environment
 from rolltap.trainer.runs.views.report import summarize
 from rolltap.trainer.traces.reader import iter_sessions
+from tests.deep import cases
 from tests.harness.play import installed, tool_call
 
 pytestmark = pytest.mark.harness
@@ -37,7 +38,7 @@ def png(side):
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", cases(READ, 0, 1))
 def test_a_program_whose_model_reads_an_image_goes_on(name, scripted_engine, tokenizer_folder, tmp_path):
     program = installed(name)
     tool, parameter = READ[name]

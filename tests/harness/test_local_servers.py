@@ -4,6 +4,7 @@ import pytest
 
 from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.tasks.task import Task
+from tests.deep import cases
 from tests.harness.play import installed, play, shell
 
 pytestmark = pytest.mark.harness
@@ -11,7 +12,7 @@ pytestmark = pytest.mark.harness
 TASK = Task(id="ask", instruction="Ask the local server.", evaluate=["grep", "-q", "pong", "answer.txt"])
 
 
-@pytest.mark.parametrize("name", ["codex", "mini-swe-agent"])
+@pytest.mark.parametrize("name", cases(["codex", "mini-swe-agent"]))
 async def test_a_shell_of_a_session_reaches_a_local_server(
     name, local_server, scripted_engine, tokenizer_folder, tmp_path
 ):

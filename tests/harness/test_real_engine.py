@@ -19,6 +19,7 @@ from rolltap.trainer.rollouts.schedule import run_groups
 from rolltap.trainer.runs.views.report import summarize
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.reader import RecordedCalls
+from tests.deep import cases
 from tests.harness.play import installed
 
 pytestmark = [pytest.mark.harness, pytest.mark.engine]
@@ -51,7 +52,7 @@ def parrot(engine, tmp_path_factory):
     EngineAdmin(engine.url).serve(engine.model_dir, "default")
 
 
-@pytest.mark.parametrize("name", ["claude-code", "codex", "pi", "qwen-code"])
+@pytest.mark.parametrize("name", cases(["claude-code", "codex", "pi", "qwen-code"], 0, 1))
 async def test_a_session_completes_and_its_ledger_adds_up(name, parrot, tmp_path):
     harness = installed(name)
     run = tmp_path / "run"

@@ -24,7 +24,7 @@ tools = [{"type": "function", "function": {"name": "get_time", "parameters": {"t
 messages = [{"role": "user", "content": "Hello"}]
 for _ in range(4):
     question = {"model": "any", "messages": messages, "tools": tools}
-    reply = httpx.post("https://api.openai.com/v1/chat/completions", json=question, timeout=60)
+    reply = httpx.post("https://api.openai.com/v1/chat/completions", json=question, timeout=None)
     messages.append(reply.raise_for_status().json()["choices"][0]["message"])
     calls = messages[-1].get("tool_calls")
     if not calls:

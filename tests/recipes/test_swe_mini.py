@@ -15,6 +15,7 @@ from rolltap.addons.errors import InputError
 from rolltap.trainer.doctor.scripted_engine import ScriptedEngine
 from rolltap.trainer.rollouts.runtimes.choose import make_runtime
 from tests.conftest import ROOT
+from tests.deep import cases
 from tests.harness.play import installed
 from tests.recipes.mini_agents import AGENTS, ATTEMPTS, ask, lead
 
@@ -146,7 +147,7 @@ def play(mini, tokenizer, tokenizer_folder, tmp_path):
                 out=tmp_path / "run",
                 sessions=1,
                 concurrency=2,
-                timeout=120.0,
+                timeout=1200.0,
                 runtime=runtime_of(runtime),
                 progress=False,
                 options={"confdir": str(tmp_path / "mitmproxy")},
@@ -157,7 +158,9 @@ def play(mini, tokenizer, tokenizer_folder, tmp_path):
 
 
 @pytest.mark.harness
-@pytest.mark.parametrize(("harness", "runtime"), [*((name, "sandbox") for name in AGENTS), ("pi", "process")])
+@pytest.mark.parametrize(
+    ("harness", "runtime"), cases([*((name, "sandbox") for name in AGENTS), ("pi", "process")], 0, -1)
+)
 def test_every_attempt_gets_the_reward_that_it_earns(harness, runtime, play, swe_task):
     tasks = [attempted(swe_task, attempt) for attempt in EARNED]
     _, sessions = play([*tasks, without_pytest(tasks[0])], harness, runtime)
@@ -197,7 +200,7 @@ def test_git_tells_the_fix_to_who_digs_in_the_clone(checkout):
 
 
 @pytest.mark.harness
-@pytest.mark.parametrize("runtime", ["process", "sandbox"])
+@pytest.mark.parametrize("runtime", cases(["process", "sandbox"]))
 def test_an_agent_that_digs_in_its_copy_finds_the_history_without_the_fix(runtime, play, swe_task, tokenizer):
     run, sessions = play([attempted(swe_task, "digs")], "pi", runtime)
     (calls,) = run.calls.values()
