@@ -11,7 +11,6 @@ from fnmatch import fnmatchcase
 from urllib.parse import quote
 
 from mitmproxy import connection, ctx, exceptions, http
-from mitmproxy.addonmanager import Loader
 from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 
 from rolltap.addons.dialects.model_call import DialectError
@@ -19,7 +18,8 @@ from rolltap.addons.dialects.routes import ANY_PREFIX, UNSPECIFIC_PREFIXES, Rout
 from rolltap.addons.endpoint.body import Expected
 from rolltap.addons.endpoint.errors import event_kind
 from rolltap.addons.endpoint.server import Endpoint
-from rolltap.addons.recorder import RUN_OPTIONS, add_options, open_run
+from rolltap.addons.options import OPTIONS
+from rolltap.addons.recorder import open_run
 from rolltap.addons.sessions import SESSION
 from rolltap.addons.store.records import Event
 from rolltap.addons.store.rows import printable
@@ -76,25 +76,19 @@ class Capture:
         self._starting: asyncio.Task[None] | None = None
         self._expected = Expected()
 
-    def load(self, loader: Loader) -> None:
-        """Declare the options."""
-        add_options(loader)
-        text = (
-            "Accept WebSocket connections of the Responses API. When false they get 426, and Codex falls back to HTTP "
-            "immediately."
-        )
-        loader.add_option("rolltap_websocket", bool, False, text)
+    def load(self, _: object) -> None:
+        """Set mitmproxy's own options."""
         # over HTTP/2 mitmproxy opens a connection per call and allows five at a time
         ctx.options.update(http2=False)
 
     def configure(self, updated: set[str]) -> None:
         """Check the options and open the run folder."""
-        if not updated & RUN_OPTIONS:
+        fixed = sorted(name for name in updated & OPTIONS.keys() if not OPTIONS[name].live)
+        if not fixed:
             return
         if self.endpoint is not None:
-            raise exceptions.OptionsError(
-                f"{', '.join(sorted(updated & RUN_OPTIONS))} cannot change while a run is recorded: restart mitmdump"
-            )
+            names = ", ".join(fixed)
+            raise exceptions.OptionsError(f"{names} cannot change while a run is recorded: restart mitmdump")
         try:
             self.endpoint = open_run(ctx.options)
             self.endpoint.expected = self._expected

@@ -6,13 +6,12 @@ Patterns of the hosts that sessions may reach: `HOST` or `HOST:PORT`.
 import fnmatch
 import ipaddress
 import logging
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Literal
 from weakref import WeakKeyDictionary, WeakSet
 
 from mitmproxy import connection, ctx, dns, exceptions, flow, http, tcp, tls, udp
-from mitmproxy.addonmanager import Loader
 from mitmproxy.net.check import is_valid_host
 from mitmproxy.net.http.url import parse_authority
 from mitmproxy.proxy.layer import NextLayer
@@ -149,17 +148,8 @@ class Egress:
         self._served: WeakSet[connection.Client] = WeakSet()
         """Clients whose last request was for the endpoint."""
 
-    def load(self, loader: Loader) -> None:
-        """Declare the option, and make mitmproxy answer CONNECT and TLS without connecting to the host first."""
-        text = (
-            "Host that sessions may reach: a name or a pattern, for instance `pypi.org` or `*.pythonhosted.org`. It "
-            "stands for the ports 80 and 443, `pypi.org:8443` for another, `pypi.org:*` for all. An address that is "
-            "not public, also that of an allowed name, is reached only if a pattern is that very address or "
-            "`localhost`. Repeat the option for more hosts. Model calls to any host are answered by the recorder and "
-            "never reach their host; a host that is named without a wildcard keeps its own paths behind `/api` and "
-            "`/v2`. Other requests to other hosts get 404."
-        )
-        loader.add_option("rolltap_allow", Sequence[str], [], text)
+    def load(self, _: object) -> None:
+        """Make mitmproxy answer CONNECT and TLS without connecting to the host first."""
         ctx.options.update(connection_strategy="lazy", upstream_cert=False, rawtcp=False)
 
     def configure(self, updated: set[str]) -> None:

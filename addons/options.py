@@ -1,88 +1,326 @@
-"""Options of mitmdump that are wrong: names that nobody declares, and values of another type."""
+"""Options of the recorder: name, type, default, choices and help of each, in one place.
 
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+mitmdump declares and reads them, the trainer checks them before it starts mitmdump, and the table of addons/README.md
+is their help. The file imports the standard library alone: the trainer checks options without mitmproxy.
+"""
+
+import difflib
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from urllib.parse import urlsplit
 
-from mitmproxy import optmanager
-from mitmproxy.addonmanager import Loader
-from mitmproxy.exceptions import OptionsError
-from mitmproxy.options import Options
-from mitmproxy.optmanager import OptManager
+from rolltap.addons.errors import InputError
 
-from rolltap.addons.option_names import PREFIX, TYPES, unknown
+if TYPE_CHECKING:
+    from mitmproxy.addonmanager import Loader
+    from mitmproxy.optmanager import OptManager
 
-_FILES = ("config.yaml", "config.yml")
-"""Names of mitmproxy's configuration file in its folder, all of which it reads."""
+PREFIX = "rolltap_"
+"""Begins the names of the recorder's own options. All others are mitmproxy's."""
+Sync = Literal["never", "session", "call"]
+"""Time when commits are synced (`fdatasync`): `call`, before a reply ends; `session`, when a session ends; `never`.
 
-
-def refusals(given: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return a refusal of each option that a recorder cannot be started with. `given` is name -> values as text.
-
-    mitmdump itself refuses values of its own options without their names.
-    """
-    options, texts = declared(), OptManager()
-    texts.set(*(f"{name}={value}" for name, values in given.items() for value in values), defer=True)
-    options.deferred.update(texts.deferred)
-    return [*unknown_options(options), *wrong_values(options)]
-
-
-def declared() -> OptManager:
-    """Return all options of mitmdump with the recorder's addons, with mitmproxy's defaults."""
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of packages that they import
-        from mitmproxy.addons import default_addons
-        from mitmproxy.addons.dumper import Dumper
-        from mitmproxy.addons.keepserving import KeepServing
-        from mitmproxy.addons.readfile import ReadFileStdin
-        from mitmproxy.addons.termlog import TermLog
-
-    options = Options()
-    loader = Loader(SimpleNamespace(options=options))
-    log = TermLog()
-    log.uninstall()  # it writes what others log
-    for addon in [*default_addons(), Dumper(), KeepServing(), ReadFileStdin(), log]:
-        if hasattr(addon, "load"):
-            addon.load(loader)
-    for name, kind in TYPES.items():
-        options.add_option(name, kind, [] if kind == Sequence[str] else kind(), "")
-    return options
+A killed process loses no commit in any case. A machine crash may lose with `call` the events and the failed or aborted
+calls of sessions that have not ended, with `session` all commits of such sessions, with `never` every commit that the
+system has not written back."""
+Images = Literal["hide", "refuse"]
+"""Treatment of images, audio and files: a text in their place, or an error."""
+NEUTRAL_SAMPLING: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Samples from the unmodified policy, so that sampled tokens follow the recorded log-probabilities. Each call sends all
+of them, because vLLM takes missing ones from the model's generation_config.json."""
+_SAMPLING_KEYS = sorted({*NEUTRAL_SAMPLING, "max_tokens", "seed"})
+_KINDS = {str: "one text", int: "a whole number", bool: "true or false", list: "a list of texts"}
+_ALIKE = 0.6
+"""Least similarity of two names, as difflib counts it, to suggest one for the other."""
 
 
-def unknown_options(options: OptManager) -> list[str]:
-    """Return a refusal of each option that no addon declares, with the nearest that one does.
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option as mitmproxy knows it."""
 
-    mitmproxy would wait for an addon that does. Not refused are names without `PREFIX` if another script is loaded,
-    which may declare them later, and those in mitmproxy's configuration file, which its other programs read as well.
-    """
-    known = options.keys()
-    names = [name for name in options.deferred if name not in known]
-    others = set(names) if len(options.scripts) > 1 else _in_files(Path(options.confdir))
-    return [unknown(name, known) for name in names if name.startswith(PREFIX) or name not in others]
+    default: Any
+    """A text, a number, a flag or a list of texts. Its type is the option's."""
+    help: str
+    choices: tuple[str, ...] = ()
+    required: bool = False
+    live: bool = False
+    """True if it may change while a run is recorded."""
+    parse: Callable[[Any], Any] = lambda value: value
+    """From mitmproxy's value to the field's. Raises ValueError with the end of a sentence that begins with the name."""
+
+    def value(self, given: Any) -> Any:
+        """Return mitmproxy's value of the texts of `--set`, or of a value in its configuration file.
+
+        Raises ValueError as `parse`.
+        """
+        kind = type(self.default)
+        if type(given) is kind:
+            return given
+        match given:
+            case [str(text)] if kind is str:
+                return text
+            case [] | ["" | "true"] if kind is bool:
+                return True
+            case ["false"] if kind is bool:
+                return False
+            case [str(text)] if kind is int and text.removeprefix("-").isdecimal():
+                return int(text)
+        shown = ", ".join(map(repr, given if isinstance(given, list) else [given]))
+        raise ValueError(f"is {shown}: give {_KINDS[kind]}")
+
+    def checked(self, value: Any) -> Any:
+        """Return the field's value for mitmproxy's. Raises ValueError as `parse`."""
+        if self.choices and value not in self.choices:  # mitmproxy checks them in its user interfaces only
+            raise ValueError(f"is {value!r}: choose {', '.join(self.choices)}")
+        if isinstance(value, int) and value < 0:
+            raise ValueError(f"is {value}: give 0 or more")
+        return self.parse(value)
 
 
-def wrong_values(options: OptManager) -> list[str]:
-    """Return a refusal of each value that was given to an option and is not of its type. They are not set yet."""
-    return [refusal for name in options.deferred if name in options for refusal in _wrong(options, name)]
+def _option(default: Any, text: str, **more: Any) -> Any:
+    option = Option(default, text, **more)
+    return field(default_factory=lambda: option.parse(option.default), metadata={"option": option})
 
 
-def _wrong(options: OptManager, name: str) -> Iterator[str]:
-    alone, option, value = OptManager(), dict(options.items())[name], options.deferred[name]
-    alone.add_option(name, option.typespec, option.default, option.help)
-    alone.deferred[name] = value
+def _limit(text: str) -> Any:
+    return _option(0, f"{text} A request over it gets 429. 0 is no limit.")
+
+
+def _urls(text: str) -> tuple[str, ...]:
+    urls = tuple(url.strip() for url in text.split(",") if text)
+    for url in urls:
+        parts = urlsplit(url)
+        if parts.username or parts.password:
+            # the URL is recorded with each call, and a run must not contain secrets
+            raise ValueError("contains a user name or password: remove them from the URL")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"is {url!r}: give a URL such as http://127.0.0.1:8000")
+    return urls
+
+
+def _sampling(text: str) -> dict[str, Any]:
     try:
-        alone.process_deferred()
-    except (OptionsError, TypeError) as error:
-        yield f"{name} is {_written(value)}: {error}"
+        sampling = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"is not JSON: {error}") from error
+    if not isinstance(sampling, dict):
+        raise ValueError(f"is {text!r}: give a JSON object")
+    for key, value in sampling.items():
+        if key not in _SAMPLING_KEYS:
+            raise ValueError(f"has the unknown key {key!r}: use {', '.join(_SAMPLING_KEYS)}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(f"has {key} = {value!r}: give a number")
+    return {**NEUTRAL_SAMPLING, **sampling}
 
 
-def _written(value: Any) -> str:
-    """Return a value as the user wrote it: mitmproxy keeps the texts of `--set` in a type of its own."""
-    return ", ".join(map(repr, getattr(value, "val", [value])))
+def _prefixes(prefixes: Sequence[str]) -> tuple[str, ...]:
+    for prefix in prefixes:
+        if not prefix.startswith(("/", "*")) or prefix.endswith("/"):
+            raise ValueError(f"is {prefix!r}: give the start of a path, such as /my/gateway, or *")
+    return tuple(prefixes)
 
 
-def _in_files(folder: Path) -> set[str]:
-    found = OptManager()
-    optmanager.load_paths(found, *(folder / name for name in _FILES))
-    return set(found.deferred)
+@dataclass(frozen=True)
+class RecorderOptions:
+    """Options of the recorder. A field `NAME` is mitmproxy's option `rolltap_NAME`."""
+
+    out: Path = _option(
+        "",
+        "Run folder to record to. Created if it does not exist.",
+        required=True,
+        parse=lambda text: Path(text).expanduser(),
+    )
+    engine: tuple[str, ...] = _option(
+        "",
+        "Base URL of the vLLM server, for instance `http://127.0.0.1:8000`. Separate several servers of the same model "
+        "with commas.",
+        required=True,
+        parse=_urls,
+    )
+    model: str = _option(
+        "",
+        "Model whose tokenizer is used: a folder or a Hugging Face name. Must be the model that the engine serves.",
+        required=True,
+    )
+    renderer: str = _option(
+        "auto",
+        "Renderer from conversations to token ids: a name of the `renderers` library, for instance `qwen3`, or `auto` "
+        "to find the one that agrees with the model's chat template.",
+    )
+    sampling: Mapping[str, Any] = _option(
+        "{}",
+        'Sampling parameters of all calls, a JSON object such as `{"temperature": 0.7}`. Keys: '
+        f"{', '.join(_SAMPLING_KEYS)}. Missing keys are neutral: temperature 1, top_p 1, no top_k, no penalties. Of a "
+        "harness's request only the token limit, stop texts and JSON schema are applied; its sampling parameters are "
+        "recorded.",
+        parse=_sampling,
+    )
+    allow: tuple[str, ...] = _option(
+        [],
+        "Host that sessions may reach: a name or a pattern with `*` and `?`, for instance `pypi.org` or "
+        "`*.pythonhosted.org`. It stands for the ports 80 and 443, `pypi.org:8443` for another, `pypi.org:*` for all. "
+        "A connection that reaches a private or loopback address is closed, unless a pattern is that very address or "
+        "`localhost`. Repeat the option for more hosts. Model calls to any host are answered by the recorder and never "
+        "reach their host; a host that is named without a wildcard keeps its own paths behind `/api` and `/v2`, where "
+        "it may be no model API (the run gets an event `uncaptured` for what looks like a model call). Other requests "
+        "to other hosts get 404, and the run gets an event.",
+        live=True,
+        parse=tuple,
+    )
+    prefix: tuple[str, ...] = _option(
+        [],
+        "Path before `/v1/...`, `/v1beta/...` or `/chat/completions` at a gateway of yours, for instance "
+        "`/my/gateway`; `*` stands for any text. Those of well-known providers need no option. Repeat it for more.",
+        parse=_prefixes,
+    )
+    images: Images = _option(
+        "hide",
+        "Treatment of images, audio and files in a conversation. `hide`: a text such as `[image/png, not shown: this "
+        "model reads text]` stands in their place, and the run gets an event (`hidden`). `refuse`: the request gets an "
+        "error of its API.",
+        choices=get_args(Images),
+    )
+    secret_file: str = _option(
+        "",
+        "File, or `/dev/fd/NUMBER`, with the key of the sessions' proxy passwords. A password is the hexadecimal "
+        "HMAC-SHA256 of the session id. The file is read once; other users must not be able to read it. Required "
+        "unless the proxy listens on loopback. If not set, any password is accepted.",
+        live=True,
+    )
+    engine_key_file: str = _option(
+        "",
+        "File with the key of the engines, one for all, or `/dev/fd/NUMBER`. By default the file that the environment "
+        "variable `ROLLTAP_ENGINE_KEY_FILE` names, if any. `rolltap serve` makes it.",
+    )
+    patience: int = _option(
+        120,
+        "Seconds after an engine failure, at first contact too, during which a call is retried. A newly sampled token "
+        "resets it. A retry continues after the last sampled token. When it is used up, the harness gets an error.",
+    )
+    keep_adapter: bool = _option(
+        True,
+        "A session keeps the LoRA adapter with which its first call was sampled, though newer ones are published, so "
+        "that its prefix cache in the engine stays. When false, each request gets the newest adapter. A restarted "
+        "recorder finds an adapter again only under the name `policy-VERSION`, as rolltap publishes it.",
+    )
+    fsync: Sync = _option(
+        "session",
+        "When recorded calls are synced to disk: `call`, before a reply ends; `session`, when a session ends; `never`, "
+        "left to the operating system. A killed recorder loses no committed call in any case. A machine crash can lose "
+        "calls that are not synced.",
+        choices=get_args(Sync),
+    )
+    max_concurrent_calls: int = _limit("Maximum number of requests of a session that run at the same time.")
+    max_session_bytes: int = _limit("Maximum bytes of the bodies that a session sends and receives.")
+    max_requests_per_minute: int = _limit("Maximum number of requests of a session in a minute.")
+    max_calls: int = _option(0, "Budget of model calls of a session. Failed ones do not count. 0 is no budget.")
+    max_sampled_tokens: int = _option(
+        0, "Budget of tokens that are sampled for a session. The last reply is cut. 0 is no budget."
+    )
+    max_prompt_tokens: int = _option(
+        0,
+        "Budget of prompt tokens of one call. A longer one gets its API's error for a full context window. 0 is no "
+        "budget.",
+    )
+    accept_rewards: bool = _option(
+        False,
+        "Accept a reward with the request that ends a session: a POST through the proxy to "
+        "`http://session.rolltap/end` with a JSON object of the keys reward, parts, task and group. Only for programs "
+        "that you trust: a harness knows its session's credentials, and can send a reward of its own.",
+    )
+    websocket: bool = _option(
+        False,
+        "Accept WebSocket connections of the Responses API. When false they get 426, and Codex falls back to HTTP "
+        "immediately.",
+        live=True,
+    )
+    ready: str = _option(
+        "",
+        "File, or `/dev/fd/NUMBER`, to write the proxy's address to once it listens: one line of JSON with the keys "
+        "`host`, `port` and `warnings`, a list of texts about the engines' models.",
+        live=True,
+    )
+
+    @classmethod
+    def load(cls, loader: "Loader") -> None:
+        """Declare the options to mitmproxy."""
+        for name, option in OPTIONS.items():
+            kind = Sequence[str] if isinstance(option.default, list) else type(option.default)
+            loader.add_option(name, kind, option.default, option.help, option.choices or None)
+
+    @classmethod
+    def read(cls, options: "OptManager") -> Self:
+        """Return the options that mitmdump has. Raises mitmproxy's `OptionsError` with a line for each wrong one."""
+        from mitmproxy.exceptions import OptionsError
+
+        values, wrong = _checked({name: getattr(options, name) for name in OPTIONS})
+        if wrong:
+            raise OptionsError("\n".join(wrong))
+        return cls(**{name.removeprefix(PREFIX): value for name, value in values.items()})
+
+
+OPTIONS: Mapping[str, Option] = {PREFIX + each.name: each.metadata["option"] for each in fields(RecorderOptions)}
+"""Name of mitmproxy's option -> option."""
+
+
+def require_options(given: Mapping[str, str | Sequence[str]], where: str = "") -> None:
+    """Refuse options of a recorder that is not started yet: unknown names, and values that it would refuse.
+
+    A repeated option has a list of values. `where` is written before a name. mitmproxy's own options are left to
+    mitmdump. Raises `InputError` with a line for each.
+    """
+    values, wrong = typed({name: [value] if isinstance(value, str) else [*value] for name, value in given.items()})
+    wrong += _checked(values)[1]
+    if wrong:
+        raise InputError("\n".join(where + refusal for refusal in wrong))
+
+
+def typed(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return mitmproxy's values of the recorder's options in `given`, and a refusal of each wrong name or type.
+
+    A value is a list of texts, as `--set` collects them, or a value of mitmproxy's configuration file.
+    """
+    values, wrong = {}, []
+    for name, value in given.items():
+        if name.startswith(PREFIX) and name not in OPTIONS:
+            wrong.append(unknown(name, OPTIONS))
+        elif name in OPTIONS:
+            try:
+                values[name] = OPTIONS[name].value(value)
+            except ValueError as error:
+                wrong.append(f"{name} {error}")
+    return values, wrong
+
+
+def _checked(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of fields for those of mitmproxy, and a refusal of each wrong one."""
+    parsed, wrong = {}, []
+    for name, value in values.items():
+        if OPTIONS[name].required and not value:
+            wrong.append(f"{name} is not set: add --set {name}=...")
+            continue
+        try:
+            parsed[name] = OPTIONS[name].checked(value)
+        except ValueError as error:
+            wrong.append(f"{name} {error}")
+    return parsed, wrong
+
+
+def unknown(name: str, known: Collection[str]) -> str:
+    """Return the refusal of a name, with the one of the `known` ones that resembles it, if there is one."""
+    # without the prefix: it makes all of them alike
+    own = {each.removeprefix(PREFIX): each for each in sorted(known)}
+    near = difflib.get_close_matches(name.removeprefix(PREFIX), own, 1, _ALIKE)
+    hint = f"did you mean {own[near[0]]}?" if near else "see addons/README.md, and `mitmdump --options`"
+    return f"{name} is no option of the recorder: {hint}"

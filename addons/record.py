@@ -18,11 +18,11 @@ sessions = Sessions(capture.record)
 egress: Egress = Egress(capture.record, sessions.session_of)
 addons = [
     Log(),
+    Startup(),
     Listen(capture.warnings),
     sessions,
     Limits(capture.record, capture.running_calls),
     Descriptors(capture.record),
     capture,
     egress,
-    Startup(),
 ]

@@ -20,7 +20,6 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from mitmproxy import connection, ctx, http
-from mitmproxy.addonmanager import Loader
 
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import Event
@@ -115,15 +114,6 @@ class Sessions:
         self._secret_file = ""
         self._secret: str | None = ""
         """Empty: any password is accepted. None: the secret could not be read, no password is accepted."""
-
-    def load(self, loader: Loader) -> None:
-        """Declare the option."""
-        text = (
-            "File, or /dev/fd/NUMBER, with the key of the sessions' proxy passwords. A password is the hexadecimal "
-            "HMAC-SHA256 of the session id. The file is read once; other users must not be able to read it. Required "
-            "unless the proxy listens on loopback. If not set, any password is accepted."
-        )
-        loader.add_option("rolltap_secret_file", str, "", text)
 
     def configure(self, updated: set[str]) -> None:
         """Read the secret. A recorder with a secret is hidden from the other processes of its user."""

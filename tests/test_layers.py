@@ -2,12 +2,14 @@
 
 import ast
 import tomllib
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
 LAYERS = [
     ["addons.errors", "addons.offload"],
+    ["addons.options"],
     ["addons.dialects", "trainer.engine.in_vllm", "trainer.rollouts.runtimes.inside"],
     ["addons.store", "trainer", "trainer.models"],
     ["addons.engine", "addons.prompts", "addons.wire", "trainer.tasks", "trainer.traces"],
@@ -25,8 +27,10 @@ LAYERS = [
 """Layers of folders from the lowest to the highest. A folder imports folders of lower layers and no other of its own.
 `addons` and `trainer` are the files directly in these folders, without `LEAVES`. The packages of one API belong to
 `addons.dialects`."""
-LEAVES = {ROOT / "addons" / name: f"addons.{name.removesuffix('.py')}" for name in ("errors.py", "offload.py")}
-"""Files of `addons` that import nothing of rolltap's."""
+LEAVES = {
+    ROOT / "addons" / name: f"addons.{name.removesuffix('.py')}" for name in ("errors.py", "offload.py", "options.py")
+}
+"""Files of `addons` that all others may import."""
 FILES = sorted(path for top in ("addons", "trainer") for path in (ROOT / top).rglob("*.py"))
 
 
@@ -74,6 +78,10 @@ def test_no_folder_imports_a_higher_layer_or_its_own():
         if folder_of(path) != folder_of(other) and layer[folder_of(path)] <= layer[folder_of(other)]
     ]
     assert not wrong
+
+
+def test_no_files_import_each_other_in_a_circle():
+    TopologicalSorter(ARROWS).prepare()
 
 
 def test_the_recorder_imports_nothing_of_the_trainer():

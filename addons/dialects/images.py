@@ -6,12 +6,9 @@ error. The text is the same in each request, so that the conversation is continu
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from rolltap.addons.dialects.model_call import DialectError
-
-Images = Literal["hide", "refuse"]
-"""Treatment of such a part: a text in its place, or an error."""
 
 _MEDIA_TYPE = re.compile(r"(?:data:)?([a-z]{1,16}/[a-z0-9.+-]{1,80})(?=[;,]|\Z)", re.I)
 """A media type, alone or at the start of a `data:` URL."""

@@ -18,7 +18,6 @@ from typing import Any
 from aiohttp import web
 
 from rolltap.addons.dialects.dialect import Dialect
-from rolltap.addons.dialects.images import Images
 from rolltap.addons.dialects.model_call import DialectError, ModelCall, ReplyContext, ServedModel
 from rolltap.addons.dialects.routes import ROUTES, Route
 from rolltap.addons.endpoint.body import BODY_LIMIT, Bodies, Expected, Gate
@@ -45,9 +44,9 @@ from rolltap.addons.engine.client import Engine
 from rolltap.addons.engine.lookup import OwnModel
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.engine.pool import EnginePool
-from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
 from rolltap.addons.errors import EngineError, RunError
 from rolltap.addons.offload import Workers
+from rolltap.addons.options import NEUTRAL_SAMPLING, Images
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.metadata import RUN_FILE, add_engine
 from rolltap.addons.store.records import Event

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from rolltap.addons.dialects.images import Images
 from rolltap.addons.endpoint.budget import UNBOUNDED, Budgets
 from rolltap.addons.endpoint.errors import Refusals
 from rolltap.addons.endpoint.recovery import Recovery
@@ -10,6 +9,7 @@ from rolltap.addons.endpoint.stored import Archive
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.offload import Workers
+from rolltap.addons.options import Images
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.tables import RunWriter
 

@@ -16,11 +16,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rolltap.addons.dialects import google, openai_responses
-from rolltap.addons.dialects.images import Images, refuse_hidden
+from rolltap.addons.dialects.images import refuse_hidden
 from rolltap.addons.dialects.model_call import DialectError, ModelCall, Usage, dump_json
 from rolltap.addons.dialects.stored import Entry, NamesStored, Stored, StoredAnswer, StoredCall, StoredRequest
 from rolltap.addons.endpoint.recovery import undamaged
 from rolltap.addons.endpoint.request import ClientRequest
+from rolltap.addons.options import Images
 from rolltap.addons.store.digest import DIGEST
 from rolltap.addons.store.records import Event
 from rolltap.addons.store.schemas import CALL_SCHEMA, EVENT_SCHEMA

@@ -12,12 +12,13 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rolltap.addons.errors import RunError
+from rolltap.addons.options import Sync
 from rolltap.addons.store.compaction import compact
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call, Event, Session
@@ -30,13 +31,6 @@ logger = logging.getLogger(__name__)
 
 TABLES = {"calls": CALL_SCHEMA, "sessions": SESSION_SCHEMA, "events": EVENT_SCHEMA}
 _TOKEN_COLUMNS = ("prompt_tail_ids", "completion_ids", "logprobs")
-
-Sync = Literal["never", "session", "call"]
-"""Time when commits are synced (`fdatasync`): `call`, before a reply ends; `session`, when a session ends; `never`.
-
-A killed process loses no commit in any case. A machine crash may lose with `call` the events and the failed or aborted
-calls of sessions that have not ended, with `session` all commits of such sessions, with `never` every commit that the
-system has not written back."""
 
 SEGMENT_BYTES = 64 * 1024 * 1024
 """A segment of at least this size is closed and compacted when a session ends."""

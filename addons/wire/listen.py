@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mitmproxy import ctx, exceptions
-from mitmproxy.addonmanager import Loader
 from mitmproxy.proxy.mode_specs import ProxyMode
 
 from rolltap.addons.store.staging import write_atomically
@@ -24,13 +23,8 @@ class Listen:
         self._warnings = warnings
         self._announcing: asyncio.Task[None] | None = None
 
-    def load(self, loader: Loader) -> None:
-        """Declare the option, and set `listen_host` to loopback if it is empty."""
-        text = (
-            "File, or /dev/fd/NUMBER, to write the proxy's address to once it listens: one line of JSON with the keys "
-            "`host`, `port` and `warnings`, a list of texts about the engines' models. Empty for none."
-        )
-        loader.add_option("rolltap_ready", str, "", text)
+    def load(self, _: object) -> None:
+        """Set `listen_host` to loopback if it is empty."""
         if not ctx.options.listen_host:
             ctx.options.update(listen_host="127.0.0.1")
 

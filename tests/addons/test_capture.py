@@ -15,7 +15,8 @@ from rolltap.addons.capture import CAPTURED, Capture
 from rolltap.addons.dialects import openai_chat
 from rolltap.addons.dialects.routes import Route
 from rolltap.addons.egress import Egress
-from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
+from rolltap.addons.options import NEUTRAL_SAMPLING
+from rolltap.addons.recorder import Startup
 from rolltap.addons.sessions import SESSION
 from rolltap.addons.store.metadata import RUN_FILE, read_metadata, write_metadata
 from rolltap.addons.store.records import Event
@@ -40,7 +41,7 @@ def options(tokenizer_folder, tmp_path):
 async def capture(options):
     """Yield the addon of a running recorder."""
     addon = Capture()
-    with taddons.context(Proxyserver(), addon) as context:
+    with taddons.context(Proxyserver(), Startup(), addon) as context:
         context.configure(addon, **options)
         addon.running()
         yield addon
@@ -60,7 +61,7 @@ class TestHostsOfTheUser:
     async def capture(self, options):
         egress = Egress(lambda event: None, lambda client: "s1")
         addon = Capture(egress.is_named)
-        with taddons.context(Proxyserver(), addon, egress) as context:
+        with taddons.context(Proxyserver(), Startup(), addon, egress) as context:
             context.configure(egress, rolltap_allow=["app.example", "*.wild.example"])
             context.configure(addon, **{**options, "rolltap_prefix": ["/v2"]})
             addon.running()
@@ -226,7 +227,7 @@ class TestOptions:
     @pytest.fixture
     async def configure(self, options):
         capture = Capture()
-        with taddons.context(Proxyserver(), capture) as context:
+        with taddons.context(Proxyserver(), Startup(), capture) as context:
             yield lambda **changes: context.configure(capture, **{**options, **changes})
             capture.running()
             await capture.done()
@@ -244,8 +245,8 @@ class TestOptions:
             ("rolltap_sampling", "{", r"rolltap_sampling is not JSON"),
             ("rolltap_sampling", "[1]", r"rolltap_sampling is '\[1\]': give a JSON object"),
             ("rolltap_sampling", '{"temp": 1}', r"unknown key 'temp': use .*temperature"),
-            ("rolltap_sampling", '{"top_p": "1"}', r"rolltap_sampling\['top_p'\] is '1': give a number"),
-            ("rolltap_sampling", '{"top_k": true}', r"rolltap_sampling\['top_k'\] is True: give a number"),
+            ("rolltap_sampling", '{"top_p": "1"}', r"rolltap_sampling has top_p = '1': give a number"),
+            ("rolltap_sampling", '{"top_k": true}', r"rolltap_sampling has top_k = True: give a number"),
             ("rolltap_fsync", "sometimes", r"rolltap_fsync is 'sometimes': choose never, session, call"),
             ("rolltap_out", "{tmp}/file", r"rolltap_out: .*file"),
             ("rolltap_images", "show", r"rolltap_images is 'show': choose hide, refuse"),
@@ -262,7 +263,7 @@ class TestOptions:
 
     def test_budgets_are_checked_and_recorded(self, configure, caplog, options):
         configure(rolltap_max_sampled_tokens=-1)
-        assert "rolltap_max_sampled_tokens is -1: give 0 for no limit" in caplog.text
+        assert "rolltap_max_sampled_tokens is -1: give 0 or more" in caplog.text
         configure(rolltap_max_sampled_tokens=500)
         (recorder,) = read_metadata(Path(options["rolltap_out"]))["recorders"]
         assert (recorder["limits"]["max_sampled_tokens"], recorder["limits"]["max_calls"]) == (500, 0)
@@ -313,7 +314,7 @@ class TestRun:
 
 async def test_sampling_may_differ_from_neutral(options):
     capture = Capture()
-    with taddons.context(Proxyserver(), capture) as context:
+    with taddons.context(Proxyserver(), Startup(), capture) as context:
         context.configure(capture, **options, rolltap_sampling='{"temperature": 0.7, "max_tokens": 64}')
         capture.running()
         await capture.done()
@@ -326,7 +327,7 @@ async def test_sampling_may_differ_from_neutral(options):
 @pytest.mark.parametrize("keep", [True, False])
 async def test_whether_sessions_keep_their_adapter_is_recorded(options, keep):
     capture = Capture()
-    with taddons.context(Proxyserver(), capture) as context:
+    with taddons.context(Proxyserver(), Startup(), capture) as context:
         context.configure(capture, **options, **({} if keep else {"rolltap_keep_adapter": False}))
         capture.running()
         await capture._starting
@@ -338,7 +339,7 @@ async def test_whether_sessions_keep_their_adapter_is_recorded(options, keep):
 
 async def test_nothing_is_captured_before_a_run_is_open():
     capture = Capture()
-    with taddons.context(Proxyserver(), capture):
+    with taddons.context(Proxyserver(), Startup(), capture):
         capture.running()
         flow = request()
         capture.requestheaders(flow)

@@ -9,6 +9,7 @@ from mitmproxy.test import taddons, tflow
 
 from rolltap.addons.capture import CAPTURED
 from rolltap.addons.egress import Egress, other_name
+from rolltap.addons.recorder import Startup
 from rolltap.addons.sessions import SESSION
 
 
@@ -20,7 +21,7 @@ def events():
 @pytest.fixture
 async def egress(events):
     addon = Egress(events.append, lambda client: "s1")
-    with taddons.context(Proxyserver(), addon) as context:
+    with taddons.context(Proxyserver(), Startup(), addon) as context:
         context.configure(addon, rolltap_allow=["pypi.org", "*.PythonHosted.org"])
         yield addon
 

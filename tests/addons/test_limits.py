@@ -4,8 +4,8 @@ import pytest
 from mitmproxy import ctx, http
 from mitmproxy.test import taddons, tflow
 
-from rolltap.addons.capture import Capture
 from rolltap.addons.limits import Limits
+from rolltap.addons.recorder import Startup
 from rolltap.addons.sessions import SESSION
 
 COMPLETIONS = "https://api.openai.com/v1/chat/completions"
@@ -25,7 +25,7 @@ def generations():
 @pytest.fixture
 async def limits(events, generations):
     addon = Limits(events.append, lambda session_id: generations.get(session_id, 0))
-    with taddons.context(Capture(), addon):
+    with taddons.context(Startup(), addon):
         yield addon
 
 

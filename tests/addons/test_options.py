@@ -1,72 +1,123 @@
 import re
+import subprocess
+import sys
 
 import pytest
 from mitmproxy.options import Options
 from mitmproxy.optmanager import _UnconvertedStrings
+from mitmproxy.test import taddons
 from mitmproxy.tools.dump import DumpMaster
 
-from rolltap.addons.capture import Capture
-from rolltap.addons.egress import Egress
-from rolltap.addons.options import declared, unknown_options, wrong_values
+from rolltap.addons.errors import InputError
+from rolltap.addons.options import OPTIONS, RecorderOptions, require_options, typed
+from rolltap.addons.recorder import Startup, unknown_options
+from tests.conftest import ROOT
+
+HEADING = "| option | default | |\n| --- | --- | --- |\n"
 
 
 @pytest.fixture
 async def options(tmp_path):
-    """Return the options of mitmdump, as they are when the script's addons have declared theirs."""
+    """Return the options of mitmdump after it has loaded `Startup`."""
     master = DumpMaster(Options(confdir=str(tmp_path)))
-    master.addons.add(Egress(lambda event: None, lambda client: None), Capture())
+    master.addons.add(Startup())
     return master.options
 
 
-def given(options, **values):
-    """Set options that are not known yet, as `--set` does."""
-    options.deferred.update({name: _UnconvertedStrings(texts) for name, texts in values.items()})
+def row(name, option):
+    default = "required" if option.required else option.default or ("" if option.default in ("", []) else "0")
+    text = str(default).lower() if isinstance(option.default, bool) else default
+    return f"| `{name}` | {f'`{text}`' if text and not option.required else text} | {option.help} |\n"
 
 
-async def test_names_that_nobody_declares_are_refused_with_the_nearest_one(options):
-    given(options, rolltap_alow=["pypi.org"], rolltap_allow=["pypi.org"], listen_prt=["1"], nonsense=["1"])
-    refused = unknown_options(options)
-    assert refused[0] == "rolltap_alow is no option of the recorder: did you mean rolltap_allow?"
-    assert refused[1] == "listen_prt is no option of the recorder: did you mean listen_port?"
-    assert len(refused) == 3
+def test_the_readme_has_the_help_of_every_option():
+    assert HEADING + "".join(row(*each) for each in OPTIONS.items()) in (ROOT / "addons" / "README.md").read_text()
 
 
-async def test_an_option_of_another_script_may_be_declared_later(options, tmp_path):
-    (tmp_path / "record.py").touch()
-    (tmp_path / "mine.py").touch()
-    options.update(scripts=[str(tmp_path / "record.py"), str(tmp_path / "mine.py")])
-    given(options, mine_size=["1"], rolltap_alow=["x"])
-    assert [line.split()[0] for line in unknown_options(options)] == ["rolltap_alow"]
+async def test_mitmproxy_has_them_with_their_types_and_fields_have_the_parsed_values(tmp_path):
+    with taddons.context(Startup()) as context:
+        context.options.update(rolltap_out="run", rolltap_engine="http://a:1, http://b:2", rolltap_model="m")
+        context.options.update(rolltap_sampling='{"top_k": 5}', rolltap_allow=["pypi.org"], rolltap_keep_adapter=False)
+        options = RecorderOptions.read(context.options)
+    assert (options.engine, options.allow) == (("http://a:1", "http://b:2"), ("pypi.org",))
+    assert (options.keep_adapter, options.patience, options.fsync) == (False, 120, "session")
+    assert (options.sampling["top_k"], options.sampling["temperature"]) == (5, 1.0)
 
 
-async def test_options_of_mitmproxys_other_programs_may_be_in_its_configuration_file(options, tmp_path):
-    (tmp_path / "config.yaml").write_text("console_palette: dark\nrolltap_alow: x\n")
-    options.deferred.update({"console_palette": "dark", "rolltap_alow": "x"})
-    assert [line.split()[0] for line in unknown_options(options)] == ["rolltap_alow"]
+def test_the_trainer_checks_them_without_mitmproxy_or_pyarrow():
+    code = "import sys, rolltap.addons.options; sys.exit(bool({'mitmproxy', 'pyarrow'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 @pytest.mark.parametrize(
-    ("name", "values", "words"),
+    ("name", "nearest"),
     [
-        ("rolltap_patience", ["abc"], "rolltap_patience is 'abc': .*integer"),
-        ("rolltap_patience", ["1.5"], "rolltap_patience is '1.5': .*integer"),
-        ("rolltap_patience", [""], "rolltap_patience is '': Option is required"),
-        ("rolltap_keep_adapter", ["maybe"], "rolltap_keep_adapter is 'maybe': .*oolean"),
-        ("rolltap_out", ["a", "b"], "rolltap_out is 'a', 'b': .*multiple values"),
+        ("rolltap_samplin", "rolltap_sampling"),
+        ("rolltap_max_call", "rolltap_max_calls"),
+        ("rolltap_Patience", "rolltap_patience"),
     ],
 )
-async def test_a_value_of_a_wrong_type_is_refused_with_its_name(options, name, values, words):
-    given(options, **{name: values}, rolltap_fsync=["call"], nonsense=["1"])
-    (refused,) = wrong_values(options)
-    assert re.search(words, refused)
+def test_an_unknown_name_is_refused_with_the_nearest(name, nearest):
+    with pytest.raises(InputError, match=f"^recorder.{re.escape(name)} is no option .*: did you mean {nearest}"):
+        require_options({"rolltap_patience": "1", name: "x"}, "recorder.")
 
 
-async def test_a_value_of_a_wrong_type_in_the_configuration_file_is_refused_too(options):
-    options.deferred["rolltap_patience"] = "abc"
-    assert re.search("rolltap_patience is 'abc': ", *wrong_values(options))
+def test_a_name_that_resembles_none_gets_no_other_one():
+    with pytest.raises(InputError, match="rolltap_colour is no option of the recorder: see"):
+        require_options({"rolltap_colour": "x"})
 
 
-async def test_the_options_that_are_known_before_a_start_are_those_of_mitmdump():
-    mitmdumps = DumpMaster(Options()).options
-    known = {name: option.typespec for name, option in declared().items() if not name.startswith("rolltap_")}
-    assert known == {name: option.typespec for name, option in mitmdumps.items()}
+@pytest.mark.parametrize(
+    ("name", "value", "refused"),
+    [
+        ("rolltap_patience", "abc", "rolltap_patience is 'abc': give a whole number"),
+        ("rolltap_patience", "1.5", "rolltap_patience is '1.5': give a whole number"),
+        ("rolltap_patience", "", "rolltap_patience is '': give a whole number"),
+        ("rolltap_max_calls", "-1", "rolltap_max_calls is -1: give 0 or more"),
+        ("rolltap_keep_adapter", "maybe", "rolltap_keep_adapter is 'maybe': give true or false"),
+        ("rolltap_fsync", ["call", "never"], "rolltap_fsync is 'call', 'never': give one text"),
+        ("rolltap_fsync", "often", "rolltap_fsync is 'often': choose never, session, call"),
+        ("rolltap_engine", "", "rolltap_engine is not set"),
+    ],
+)
+def test_a_wrong_value_is_refused_before_a_start_with_its_name(name, value, refused):
+    with pytest.raises(InputError) as error:
+        require_options({name: value, "rolltap_renderer": "qwen3", "rolltap_samplin": "{}"}, "at ")
+    assert f"at {refused}" in str(error.value)
+    assert "at rolltap_samplin is no option" in str(error.value)
+
+
+def test_right_options_are_accepted_and_those_of_mitmproxy_left_to_it():
+    require_options({"rolltap_allow": ["pypi.org", "a.b"], "rolltap_max_calls": "3", "http2": "x", "listen_prt": "1"})
+    texts = {bool: "true", int: "1", str: "http://a:1", list: "/a"}
+    special = {"rolltap_sampling": "{}", "rolltap_fsync": "call", "rolltap_images": "hide"}
+    require_options({name: texts[type(option.default)] for name, option in OPTIONS.items()} | special)
+
+
+def test_a_value_of_the_configuration_file_has_the_option_s_type():
+    given = {"rolltap_patience": "abc", "rolltap_max_calls": 3, "rolltap_allow": ["a"], "rolltap_websocket": True}
+    values, (refused,) = typed(given)
+    assert refused == "rolltap_patience is 'abc': give a whole number"
+    assert values == {"rolltap_max_calls": 3, "rolltap_allow": ["a"], "rolltap_websocket": True}
+
+
+async def test_mitmdump_refuses_names_of_its_own_that_nobody_declares(options):
+    options.deferred.update({"listen_prt": _UnconvertedStrings(["1"]), "nonsense": _UnconvertedStrings(["1"])})
+    first, second = unknown_options(options)
+    assert first == "listen_prt is no option of the recorder: did you mean listen_port?"
+    assert second.startswith("nonsense is no option of the recorder: see")
+
+
+async def test_an_option_of_another_script_may_be_declared_later(options, tmp_path):
+    scripts = [tmp_path / "record.py", tmp_path / "mine.py"]
+    for script in scripts:
+        script.touch()
+    options.update(scripts=[str(script) for script in scripts])
+    options.deferred["mine_size"] = _UnconvertedStrings(["1"])
+    assert unknown_options(options) == []
+
+
+async def test_options_of_mitmproxys_other_programs_may_be_in_its_configuration_file(options, tmp_path):
+    (tmp_path / "config.yaml").write_text("console_palette: dark\n")
+    options.deferred["console_palette"] = "dark"
+    assert unknown_options(options) == []

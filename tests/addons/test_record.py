@@ -177,7 +177,7 @@ def test_bad_options_end_mitmdump_with_a_message_for_each_and_no_traceback(start
     messages = {
         "rolltap_out=": "rolltap_out is not set",
         "rolltap_engine=localhost:8000": "rolltap_engine is 'localhost:8000': give a URL such as",
-        "rolltap_renderer=qwen9": "cannot use the renderer 'qwen9' with",
+        "rolltap_fsync=daily": "rolltap_fsync is 'daily': choose never, session, call",
         'rolltap_sampling={"temprature": 1}': "rolltap_sampling has the unknown key 'temprature'",
         "listen_host=0.0.0.0": "would listen on '0.0.0.0', which other machines can reach: set rolltap_secret_file",
     }

@@ -4,6 +4,7 @@ import pytest
 from mitmproxy import http
 from mitmproxy.test import taddons, tflow
 
+from rolltap.addons.recorder import Startup
 from rolltap.addons.sessions import SESSION, Sessions, password
 
 SECRET = "key"
@@ -34,7 +35,7 @@ def events():
 @pytest.fixture
 async def sessions(events, secret_file):
     addon = Sessions(events.append)
-    with taddons.context(addon) as context:
+    with taddons.context(Startup(), addon) as context:
         context.configure(addon, rolltap_secret_file=str(secret_file))
         yield addon
 
@@ -115,7 +116,7 @@ class TestCredentials:
 class TestOptions:
     @pytest.fixture
     async def context(self):
-        with taddons.context() as context:
+        with taddons.context(Startup()) as context:
             yield context
 
     def test_any_password_is_accepted_without_a_secret(self, context):

@@ -1,14 +1,12 @@
 """The tables of the pages name what the code has, and nothing else."""
 
 import re
-import warnings
 from dataclasses import fields
 from typing import get_args
 
 from trl import GRPOConfig
 
 import rolltap
-from rolltap.addons.record import addons
 from rolltap.addons.store.records import CallRole
 from rolltap.trainer.rollouts.runtimes.choose import RUNTIMES
 from rolltap.trainer.rollouts.runtimes.environment import Proxy
@@ -17,10 +15,6 @@ from rolltap.trainer.traces.ledger import LeftOut
 from rolltap.trainer.training.grpo.config import TraceGRPOConfig
 from rolltap.trainer.training.recipe import Recipe
 from tests.conftest import ROOT
-
-with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-    from mitmproxy.addons import dumper, proxyserver, script  # their dependencies use deprecated names
-    from mitmproxy.test import taddons
 
 PRESETS = {name: rolltap.Harness.load(name) for name in rolltap.Harness.names()}
 
@@ -37,12 +31,6 @@ def table(page, heading):
     rows = re.findall(r"^\| (.*`.*) \|$", section(page, heading), re.MULTILINE)
     cells = [row.split(" | ") for row in rows]
     return {name: rest for first, *rest in cells for name in re.findall(r"`\[?(@?\w[\w/-]*)", first)}
-
-
-async def test_the_options_of_the_recorder():
-    with taddons.context(dumper.Dumper(), proxyserver.Proxyserver(), script.ScriptLoader(), *addons) as context:
-        options = {name for name, _ in context.options.items() if name.startswith("rolltap_")}
-    assert table("addons/README.md", "Options").keys() == options
 
 
 def test_the_keys_of_a_recipe():

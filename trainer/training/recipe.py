@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from rolltap.addons.errors import InputError
-from rolltap.addons.option_names import require_options
+from rolltap.addons.options import require_options
 from rolltap.addons.store.records import CallRole
 from rolltap.trainer.rollouts.facts import Budget
 from rolltap.trainer.toml import load_toml

@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 from rolltap.addons.engine import client as module
 from rolltap.addons.engine import connections
 from rolltap.addons.engine.client import Engine
-from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
 from rolltap.addons.errors import EngineError
+from rolltap.addons.options import NEUTRAL_SAMPLING
 from rolltap.addons.store.records import VersionSpan
 from rolltap.trainer.doctor.scripted_engine import Answer, Say, ScriptedEngine
 from tests.conftest import CONTEXT

@@ -6,13 +6,14 @@ from mitmproxy import ctx, exceptions
 from mitmproxy.test import taddons
 
 from rolltap.addons.capture import Capture
+from rolltap.addons.recorder import Startup
 from rolltap.addons.sessions import Sessions
 from rolltap.addons.wire.listen import Listen
 
 
 @pytest.fixture
 async def context():
-    with taddons.context() as context:
+    with taddons.context(Startup()) as context:
         yield context
 
 

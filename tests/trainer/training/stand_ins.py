@@ -18,8 +18,8 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tokenizers.pre_tokenizers import Whitespace
 
-from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
 from rolltap.addons.errors import EngineError
+from rolltap.addons.options import NEUTRAL_SAMPLING
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call, Session, VersionSpan
 from rolltap.addons.store.tables import RunWriter

@@ -20,8 +20,8 @@ from rich.jupyter import JupyterMixin
 from rich.table import Table
 from rich.text import Text
 
-from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
 from rolltap.addons.errors import InputError
+from rolltap.addons.options import NEUTRAL_SAMPLING
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call, CallKind, find_violation
 from rolltap.trainer.engine.engines import Engines, recorded_models, served_weights

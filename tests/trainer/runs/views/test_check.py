@@ -13,8 +13,8 @@ from rich.console import Console
 from transformers import Qwen3ForCausalLM
 
 from rolltap.addons.engine.policy import POLICY_FILE
-from rolltap.addons.engine.sampling import NEUTRAL_SAMPLING
 from rolltap.addons.errors import EngineError, InputError
+from rolltap.addons.options import NEUTRAL_SAMPLING
 from rolltap.addons.store.metadata import add_engine, write_metadata
 from rolltap.addons.store.records import Call, VersionSpan
 from rolltap.addons.store.tables import RunWriter
