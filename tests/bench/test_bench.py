@@ -7,12 +7,16 @@ import pytest
 
 from tests.bench.processes import ROOT
 
+deep = pytest.mark.deep
+"""Most benches run to their end in the deep suite only. The code that they measure has tests of its own."""
+
 
 def measured(benchmark, *options):
     command = [sys.executable, "-m", f"tests.bench.{benchmark}", "--json", *map(str, options)]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT).stdout)
 
 
+@deep
 def test_every_case_of_every_target_is_measured(tokenizer_folder):
     few = ["--connections", "1", "--connections", "2", "--requests", "2", "--chunks", "3", "--pace", "0.001"]
     rows = measured("recorder", "--model", tokenizer_folder, "--streams", 0, *few)["costs"]
@@ -26,6 +30,7 @@ def test_every_case_of_every_target_is_measured(tokenizer_folder):
         assert all(value > 0 for value in row.values() if not isinstance(value, str | None)), row
 
 
+@deep
 def test_the_lag_of_the_loop_and_the_wait_of_others_are_measured_under_each_load(tokenizer_folder):
     small = ["--streams", 2, "--stream-tokens", 300, "--stream-seconds", 3, "--prompt-mb", 0.05]
     rows = measured("recorder", "--model", tokenizer_folder, "--connections", 0, *small)["stalls"]
@@ -39,6 +44,7 @@ def test_the_lag_of_the_loop_and_the_wait_of_others_are_measured_under_each_load
         assert all(value > 0 for value in row.values() if not isinstance(value, str)), row
 
 
+@deep
 def test_a_soak_compares_every_token_across_the_kill_of_a_recorder(tokenizer_folder):
     options = ["--sessions", 8, "--seconds", 3, "--chaos-seconds", 1]
     result = measured("soak", "--model", tokenizer_folder, *options)
@@ -51,12 +57,14 @@ def test_a_soak_compares_every_token_across_the_kill_of_a_recorder(tokenizer_fol
     assert all("a turn without a reply" not in phase["errors"] for phase in phases)
 
 
+@deep
 def test_prompts_are_measured_at_every_length(tokenizer_folder):
     rows = measured("prompts", "--model", tokenizer_folder, "--tokens", "1000", "--tokens", "2000")
     assert [row["tokens"] // 1000 for row in rows] == [1, 2]
     assert all(value > 0 for row in rows for value in row.values())
 
 
+@deep
 def test_the_lag_of_every_kind_of_growing_reply_is_measured(tokenizer_folder):
     rows = measured("streams", "--model", tokenizer_folder, "--streams", 2, "--tokens", 50, "--seconds", 0.2)
     assert len({row["reply"] for row in rows}) == 5
@@ -80,6 +88,7 @@ def test_awkward_replies_of_a_session_are_continued(tokenizer_folder):
     assert row["with context"] == 0
 
 
+@deep
 def test_every_sync_policy_and_every_file_is_measured(tmp_path):
     rows = measured("store", "--commits", 70, "--folder", tmp_path)
     assert [(row["sync"], row["at_once"]) for row in rows["commits"]] == [
@@ -95,6 +104,7 @@ def test_every_sync_policy_and_every_file_is_measured(tmp_path):
     assert sizes["compacted, zstd"] < sizes["compacted"] < sizes["as recorded"] < sizes["JSON Lines"] / 8
 
 
+@deep
 def test_a_box_and_its_way_out_are_measured_in_every_runtime_of_this_machine():
     few = ["--boxes", 1, "--rounds", 1, "--round-trips", 5, "--connections", 2, "--megabytes", 1]
     first, *others = measured("isolation", *few)

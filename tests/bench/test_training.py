@@ -146,6 +146,7 @@ def test_the_slope_is_that_of_a_line():
     assert slope([1, 2, 4], [15, 25, 45]) == pytest.approx(10)
 
 
+@pytest.mark.deep
 def test_every_part_is_measured(tmp_path, monkeypatch):
     name = "tiny-hybrid"
     monkeypatch.setattr(training, "LENGTHS", [200, 300, 400, 600])
@@ -182,6 +183,7 @@ def test_every_part_is_measured(tmp_path, monkeypatch):
     assert all(0.9 * 350 < row["tokens"] <= 350 and row["ended_by"] == "memory" for row in found["longest"])
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ["tiny", "tiny-hybrid"])
 def test_the_parts_of_a_cuda_device_run_with_its_options(name, monkeypatch):
     bench = Measurements(name, "cpu", scale=400, rounds=1, tokens_per_segment=None)
@@ -199,6 +201,7 @@ def test_the_peak_of_a_cuda_device_is_that_of_its_allocator(monkeypatch):
     assert cuda_peak(network("tiny", **CPU), 64, Variant("segments")) == 50
 
 
+@pytest.mark.deep
 def test_a_step_that_does_not_fit_has_no_time(monkeypatch):
     def full(model, batch, variant, steps):
         if variant.forward == "trl" and len(batch.traces) > 1:
