@@ -10,11 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rolltap.trainer.rollouts.facts import Group
-from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.plan import Plan
-from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.schedule import run_groups
+from rolltap.trainer.rollouts.config import RolloutConfig
+from rolltap.trainer.rollouts.resume import Group
+from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.traces.reader import RecordedCalls
 from rolltap.trainer.traces.sessions import TraceOptions, load_batch
@@ -30,13 +28,13 @@ def recorded(engine, tmp_path_factory):
     if shutil.which("mini") is None:
         pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
     run = tmp_path_factory.mktemp("run")
-    plan = Plan(Harness.load("mini-swe-agent"), 3, 300.0)
+    config = RolloutConfig(concurrency=3, timeout=300)
     groups = [
         Group(task, task.id, [f"{task.id}-{index}" for index in range(3)])
         for task in load_tasks(RECIPES / "quickstart" / "tasks.jsonl")
     ]
-    with Recorder(run, engine=engine.url, model=str(engine.model_dir)) as recorder:
-        sessions = asyncio.run(run_groups(groups, plan, recorder, policy_version="default", advance=lambda *_: None))
+    with Worker(config, harness="mini-swe-agent", engine=engine.url, model=engine.model_dir, out=run) as worker:
+        sessions = asyncio.run(worker.run(groups, policy_version="default"))
     return run, sessions
 
 

@@ -1,15 +1,9 @@
-"""Calling async functions from a script, or from a notebook, whose thread runs an event loop already.
-
-Threads for reading, comparing and copying folders, which can take minutes.
-
-They are no threads of the event loop's own pool: watching boxes and reading facts must not wait for them.
-
-Making a value once, however many ask for it at the same time.
-"""
+"""Async functions from blocking code, blocking functions from async code, pauses between retries, and single flight."""
 
 import asyncio
+import math
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -18,6 +12,8 @@ from rolltap.addons.offload import finished_in
 
 P = ParamSpec("P")
 T = TypeVar("T")
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -91,19 +87,26 @@ def _loop_runs_here() -> bool:
     return True
 
 
-_POOL = ThreadPoolExecutor(8, "rolltap-folders")
+_FOLDER_THREADS = ThreadPoolExecutor(8, "rolltap-folders")
 
 
 async def in_folder_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a function that works on folders in a thread, and return its result.
+    """Call a function that reads, compares or copies folders in a thread, and return its result.
 
-    When the caller is cancelled, CancelledError is raised after the function has returned: see `finished_in`.
+    It may take minutes, so it has no thread of the event loop's own pool: watching boxes and reading facts must not
+    wait for it. When the caller is cancelled, CancelledError is raised after the function has returned.
     """
-    return await finished_in(_POOL, function, *args, **kwargs)
+    return await finished_in(_FOLDER_THREADS, function, *args, **kwargs)
 
 
-K = TypeVar("K")
-V = TypeVar("V")
+def backoff(retries: int, first: float, longest: float = math.inf) -> Iterator[float | None]:
+    """Yield the pause after each attempt of a loop with so many retries, in seconds, and None after the last attempt.
+
+    The first pause is `first`; each one after it is twice as long, and none is over `longest`.
+    """
+    for number in range(retries):
+        yield min(first * 2**number, longest)
+    yield None
 
 
 class Once(Generic[K, V]):

@@ -123,9 +123,9 @@ def write_recipe(folder: Path, model: Path, way: str, cpu: bool, memory_gib: flo
         "tasks": f"{way}.jsonl",
         "harness": "mini-swe-agent",
         "steps": 2,  # the second one is sampled by the weights that the first one made
-        "sessions_per_group": SESSIONS[cpu],
+        "sessions": SESSIONS[cpu],
         "concurrency": SESSIONS[cpu],
-        "session_timeout": 300,
+        "timeout": 300,
         "max_tokens": CONTEXT,
         "publish": way,
         "save_steps": 2,

@@ -25,11 +25,10 @@ from transformers import AutoTokenizer
 
 from rolltap.addons.store.records import Call
 from rolltap.trainer.doctor.scripted_engine import Reply, Say, ScriptedEngine
-from rolltap.trainer.rollouts.facts import Group
+from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.plan import Plan
-from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.schedule import run_groups
+from rolltap.trainer.rollouts.resume import Group
+from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
 from tests.bench.awkward import replies
@@ -69,13 +68,13 @@ def _model(harness: str, tokenizer: Any) -> Callable[[dict[str, Any]], Reply]:
 def play(harness: Harness, sessions: int, run: Path, model: Path) -> None:
     """Record `sessions` sessions into `run`."""
     tokenizer = AutoTokenizer.from_pretrained(model)
-    plan = Plan(harness, CONCURRENCY, TIMEOUT)
     groups = [Group(_task(number), f"g{number}", [f"g{number}-0"]) for number in range(sessions)]
     with ScriptedEngine(tokenizer, max_model_len=200_000) as engine:
         engine.otherwise = _model(harness.name, tokenizer)
         options = {"confdir": str(run.parent / "mitmproxy")}
-        with Recorder(run, engine=engine.url, model=str(model), options=options) as recorder:
-            asyncio.run(run_groups(groups, plan, recorder, policy_version="default", advance=lambda *_: None))
+        config = RolloutConfig(concurrency=CONCURRENCY, timeout=TIMEOUT, recorder=options)
+        with Worker(config, harness=harness, engine=engine.url, model=model, out=run) as worker:
+            asyncio.run(worker.run(groups))
 
 
 def count(harness: str, run: Path) -> dict[str, Any]:

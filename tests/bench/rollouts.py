@@ -20,8 +20,7 @@ from transformers import AutoTokenizer
 
 import rolltap
 from rolltap.addons.store.records import UNREWARDED
-from rolltap.trainer.rollouts.facts import place_of
-from rolltap.trainer.rollouts.resume import NOT_RUN, TRIED_AGAIN
+from rolltap.trainer.rollouts.resume import NOT_RUN, RERUN, place_of
 from tests.trainer.rollouts.soak import endure, processes
 
 
@@ -37,7 +36,7 @@ def faults(folder: Path, sessions: int) -> Iterator[str]:
     run = rolltap.open_run(folder / "run")
     rows = run.sessions()
     places = {place_of(row.session_id) for row in rows if row.status not in NOT_RUN}
-    ended = Counter(place_of(row.session_id) for row in rows if row.status not in TRIED_AGAIN)
+    ended = Counter(place_of(row.session_id) for row in rows if row.status not in RERUN)
     if len(places) != sessions or set(ended.values()) != {1}:
         yield f"{sessions} sessions were to end once: {Counter(ended.values())} of {len(places)} places"
     yield from (f"{row.session_id}: {row.status}, {row.reward}" for row in rows if _is_wrong(row))

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -12,11 +11,10 @@ import pytest
 
 from rolltap.addons.store.records import Call, Session
 from rolltap.addons.store.tables import read_rows
-from rolltap.trainer.rollouts.facts import Group
+from rolltap.trainer.rollouts.config import Budget, RolloutConfig
 from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.plan import Plan
-from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.schedule import run_groups
+from rolltap.trainer.rollouts.resume import Group
+from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.runs.views.report import Summary, summarize
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.reader import RecordedCalls
@@ -69,16 +67,14 @@ def _python_312() -> bool:
 
 
 async def play(
-    harness: Harness, task: Task, engine, model: Path, folder: Path, options: Mapping[str, str] | None = None
+    harness: Harness, task: Task, engine, model: Path, folder: Path, *, budget: Budget | None = None, **options: str
 ) -> Played:
-    """Record one session into its own run under `folder`, with the recorder's `options`."""
+    """Record one session into its own run under `folder`, with a budget and further options of the recorder."""
     run = folder / "run"
-    options = {"confdir": str(folder / "mitmproxy"), **(options or {})}
-    with Recorder(run, engine=engine.url, model=str(model), options=options) as recorder:
-        plan = Plan(harness, 1, 120.0, retries=0)
-        (session,) = await run_groups(
-            [Group(task, task.id, [f"{task.id}-0"])], plan, recorder, policy_version="default", advance=lambda *_: None
-        )
+    recorder = {"confdir": str(folder / "mitmproxy"), **options}
+    config = RolloutConfig(timeout=120, retries=0, budget=budget or Budget(), recorder=recorder)
+    async with Worker(config, harness=harness, engine=engine.url, model=model, out=run) as worker:
+        (session,) = await worker.run([Group(task, task.id, [f"{task.id}-0"])])
     return Played(
         session=session,
         calls=RecordedCalls(run)[session.session_id],

@@ -4,6 +4,7 @@ import pytest
 
 from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.tasks.task import Task
+from rolltap.types import Budget
 from tests.deep import cases
 from tests.harness.play import installed, play, tool_call
 
@@ -29,7 +30,7 @@ def work(scripted_engine, name):
 async def test_a_program_ends_when_its_calls_are_used_up(name, scripted_engine, tokenizer_folder, tmp_path):
     harness = installed(name)
     work(scripted_engine, name)
-    played = await play(harness, TASK, scripted_engine, tokenizer_folder, tmp_path, {"rolltap_max_calls": "2"})
+    played = await play(harness, TASK, scripted_engine, tokenizer_folder, tmp_path, budget=Budget(calls=2))
     assert (played.session.status, played.session.exit_status) != ("timeout", None), played.log
     assert [call.status for call in played.calls] == ["completed"] * 2
     assert 1 <= len(played.of("budget")) <= MOST_REFUSALS, played.log
@@ -42,8 +43,8 @@ async def test_a_program_ends_when_its_sampled_tokens_are_used_up(name, scripted
     harness = installed(name)
     work(scripted_engine, name)
     turn = len(scripted_engine.ids(tool_call(*TOOLS[name]))) + 1
-    limit = {"rolltap_max_sampled_tokens": str(2 * turn)}
-    played = await play(harness, TASK, scripted_engine, tokenizer_folder, tmp_path, limit)
+    budget = Budget(sampled_tokens=2 * turn)
+    played = await play(harness, TASK, scripted_engine, tokenizer_folder, tmp_path, budget=budget)
     assert (played.session.status, played.session.exit_status) != ("timeout", None), played.log
     assert sum(len(call.completion_ids) for call in played.calls) == 2 * turn
     assert 1 <= len(played.of("budget")) <= MOST_REFUSALS, played.log
@@ -67,8 +68,8 @@ async def test_a_program_compacts_its_history_when_a_prompt_is_over_its_budget(
         return Say(tool_call("Bash", {"command": command, "description": "Look"}))
 
     scripted_engine.otherwise = reply
-    limit = {"rolltap_max_prompt_tokens": "45000"}
-    played = await play(harness, TASK, scripted_engine, tokenizer_folder, tmp_path, limit)
+    budget = Budget(prompt_tokens=45000)
+    played = await play(harness, TASK, scripted_engine, tokenizer_folder, tmp_path, budget=budget)
     assert (played.session.status, played.session.exit_status) == ("completed", 0), played.log
     assert "compaction" in [call.role for call in played.calls]
     assert max(len(call.prompt_ids) for call in played.calls) <= 45_000

@@ -50,8 +50,7 @@ async def test_every_turn_goes_over_the_socket_with_only_its_new_items(
     spy, seen = tmp_path / "spy.py", tmp_path / "seen.jsonl"
     spy.write_text(SPY.format(seen=str(seen), recorder=str(Recorder.script())))
     monkeypatch.setattr(mitmdump, "script", lambda: spy)
-    options = {"rolltap_websocket": "true"}
-    played = await play(codex, TASK, scripted_engine, tokenizer_folder, tmp_path, options)
+    played = await play(codex, TASK, scripted_engine, tokenizer_folder, tmp_path, rolltap_websocket="true")
     assert (played.session.status, played.session.reward) == ("completed", 1.0), played.log
     assert [(call.kind, call.role) for call in played.calls] == [("root", "agent")] + [("bridged", "agent")] * 3
     assert {(call.host, call.path, call.dialect) for call in played.calls} == {

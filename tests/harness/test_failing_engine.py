@@ -68,7 +68,7 @@ async def test_without_patience_the_program_gets_an_error_and_retries(
 ):
     harness = installed(name)
     lead(scripted_engine, harness, fault)
-    played = await play(harness, TASK, scripted_engine, tokenizer_folder, tmp_path, {"rolltap_patience": "0"})
+    played = await play(harness, TASK, scripted_engine, tokenizer_folder, tmp_path, rolltap_patience="0")
     assert (played.session.status, played.session.reward) == ("completed", 1.0), played.log
     assert [(call.kind, call.status) for call in played.calls] == [
         ("root", "completed"),

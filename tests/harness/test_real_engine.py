@@ -12,10 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.engine.admin import EngineAdmin
-from rolltap.trainer.rollouts.facts import Group
-from rolltap.trainer.rollouts.plan import Plan
-from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.schedule import run_groups
+from rolltap.trainer.rollouts.config import RolloutConfig
+from rolltap.trainer.rollouts.resume import Group
+from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.runs.views.report import summarize
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.reader import RecordedCalls
@@ -56,12 +55,9 @@ def parrot(engine, tmp_path_factory):
 async def test_a_session_completes_and_its_ledger_adds_up(name, parrot, tmp_path):
     harness = installed(name)
     run = tmp_path / "run"
-    options = {"confdir": str(tmp_path / "mitmproxy")}
-    with Recorder(run, engine=parrot.url, model=str(parrot.model_dir), options=options) as recorder:
-        plan = Plan(harness, 1, 240.0, retries=0)
-        (session,) = await run_groups(
-            [Group(TASK, TASK.id, [f"{TASK.id}-0"])], plan, recorder, policy_version="default", advance=lambda *_: None
-        )
+    config = RolloutConfig(timeout=240, retries=0, recorder={"confdir": str(tmp_path / "mitmproxy")})
+    async with Worker(config, harness=harness, engine=parrot.url, model=parrot.model_dir, out=run) as worker:
+        (session,) = await worker.run([Group(TASK, TASK.id, [f"{TASK.id}-0"])])
     log = next((run / "logs").glob("*[0-9].log")).read_text()
     assert (session.status, session.error) == ("completed", None), log
     calls = RecordedCalls(run)[session.session_id]

@@ -53,7 +53,7 @@ SUBSTITUTIONS = {
     r"sessions=8": "sessions=1",
     r"\bsteps = 100": "steps = 1",
     r"groups_per_step = 4": "groups_per_step = 1",
-    r"sessions_per_group = 8": "sessions_per_group = 2",
+    r"sessions = 8": "sessions = 2",
     r"replace_zero_variance = 2": "replace_zero_variance = 0",
     r"\br = 16": "r = 8",
     # a quarter of the sessions succeed

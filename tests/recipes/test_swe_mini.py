@@ -150,7 +150,7 @@ def play(mini, tokenizer, tokenizer_folder, tmp_path):
                 timeout=1200.0,
                 runtime=runtime_of(runtime),
                 progress=False,
-                options={"confdir": str(tmp_path / "mitmproxy")},
+                recorder={"confdir": str(tmp_path / "mitmproxy")},
             )
         return run, {session.task_id: session for session in run.sessions()}
 

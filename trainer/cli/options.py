@@ -6,12 +6,14 @@ from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, get_args, get_origin
 
 import click
+from pydantic.fields import FieldInfo
 from rich.console import Console
 
 import rolltap
+from rolltap.types import Budget, RolloutConfig
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -95,6 +97,43 @@ def recorder_options(command: Callable[..., None]) -> Callable[..., None]:
     ):
         command = option(command)
     return command
+
+
+def rollout_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add an option for each field of `RolloutConfig` but `recorder`, which is --set.
+
+    Type, default, bounds and help are the field's. Those of the budget are --max-calls and so on.
+    """
+    budgets = {f"max_{name}": field for name, field in Budget.model_fields.items()}
+    for name, field in reversed([*RolloutConfig.model_fields.items(), *budgets.items()]):
+        if name not in ("budget", "recorder"):
+            command = _field_option(name, field)(command)
+    return command
+
+
+def _field_option(name: str, field: FieldInfo) -> Callable[[Command], Command]:
+    kind, *_ = [each for each in (*get_args(field.annotation), field.annotation) if each is not type(None)]
+    bounds = {key: getattr(bound, key) for bound in field.metadata for key in ("ge", "gt") if hasattr(bound, key)}
+    types: dict[Any, click.ParamType[Any]] = {
+        int: click.IntRange(bounds.get("ge")),
+        float: click.FloatRange(bounds.get("gt"), min_open=True),
+        Path: FOLDER,
+        str: click.STRING,
+    }
+    several = field.annotation is not None and get_origin(field.annotation) is tuple
+    return click.option(
+        *_FLAGS.get(name, ("--" + name.replace("_", "-"),)),
+        name,
+        type=types.get(kind) or click.Choice(get_args(field.annotation) if isinstance(kind, str) else get_args(kind)),
+        default=field.default,
+        show_default=True,
+        multiple=several,
+        help=f"{field.description}{' Repeatable.' if several else ''}",
+    )
+
+
+_FLAGS = {"sessions": ("-n", "--sessions"), "container_arguments": ("--container-argument",)}
+"""Flags of fields whose name is not the flag."""
 
 
 def _values(context: click.Context, option: click.Parameter, settings: tuple[str, ...]) -> dict[str, list[str]]:

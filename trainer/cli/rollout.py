@@ -28,7 +28,6 @@ from rich.console import Console
 import rolltap
 from rolltap.rollouts import end_recorded, set_provenance
 from rolltap.trainer.cli.options import (
-    FOLDER,
     RUN,
     engine_option,
     examples,
@@ -36,7 +35,9 @@ from rolltap.trainer.cli.options import (
     json_option,
     print_result,
     recorder_options,
+    rollout_options,
 )
+from rolltap.types import Budget
 
 
 @click.command(
@@ -270,67 +271,10 @@ _CALL_ID = re.compile(r"\b[0-9a-f]{16,}\b")
 @recorder_options
 @click.argument("tasks", type=click.Path(path_type=Path, exists=True))
 @harness_option(required=True)
-@click.option("-n", "--sessions", default=8, show_default=True, type=click.IntRange(1), help="Sessions of each task.")
-@click.option(
-    "--concurrency",
-    default=8,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Maximum number of sessions that run at the same time.",
-)
-@click.option(
-    "--recorders",
-    default=1,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Processes of the recorder. Each uses one core.",
-)
-@click.option("--timeout", default=1800.0, show_default=True, help="Seconds after which a harness is stopped.")
-@click.option(
-    "--runtime",
-    default="process",
-    show_default=True,
-    type=click.Choice(["process", "sandbox", "container", "apptainer"]),
-    help="Where sessions run.",
-)
-@click.option(
-    "--tools",
-    multiple=True,
-    type=click.Path(path_type=Path, exists=True),
-    help="Folder of installed programs that a box shows, read-only, under the same path. Repeatable.",
-)
-@click.option(
-    "--container-engine",
-    type=click.Choice(["podman", "docker"]),
-    help="Program of the runtime container. By default the first that is installed.",
-)
-@click.option(
-    "--container-argument",
-    "container_arguments",
-    multiple=True,
-    help="Argument between the name of that program and its commands. Repeatable.",
-)
-@click.option("--repositories", type=FOLDER, help="Folder with the checkouts of SWE tasks, as OWNER__NAME.")
-@click.option("--max-calls", type=click.IntRange(1), help="Most model calls of a session.")
-@click.option("--max-sampled-tokens", type=click.IntRange(1), help="Most tokens that a session samples.")
-@click.option("--max-prompt-tokens", type=click.IntRange(1), help="Most tokens of the prompt of one call.")
-@click.option(
-    "--retries",
-    default=2,
-    show_default=True,
-    type=click.IntRange(0),
-    help="Retries of a session that failed because of the engine, the recorder or the machine.",
-)
-@click.option(
-    "--give-up-after",
-    default=8,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Stop after so many such sessions in a row.",
-)
+@rollout_options
 @click.option("--new-groups", is_flag=True, help="Begin further groups; the newest ones are completed first.")
 @json_option
-def rollout_command(tasks: Path, settings: dict[str, list[str]], preset: str, as_json: bool, **arguments: Any) -> None:
+def rollout_command(tasks: Path, settings: dict[str, list[str]], preset: str, as_json: bool, **given: Any) -> None:
     """Run every task several times and record it.
 
     TASKS is JSON Lines, one task a line; a Harbor task folder, or a folder of them; or rows of a SWE dataset: JSON
@@ -338,7 +282,8 @@ def rollout_command(tasks: Path, settings: dict[str, list[str]], preset: str, as
     the engine, the recorder or the machine has the status infrastructure and no reward. The same command goes on where
     it was stopped. Exit status 1: no session has a reward, or the rollout gave up.
     """
-    run = rolltap.rollout(tasks, harness=preset, options=settings, **arguments)
+    budget = {name: given.pop(f"max_{name}") for name in Budget.model_fields}
+    run = rolltap.rollout(tasks, harness=preset, recorder=settings, budget=budget, **given)
     print_result(run.summary(), as_json)
     _report_faults(run)
 

@@ -1,9 +1,12 @@
 """Types of the arguments and results of `rolltap`'s functions, for annotations.
 
-Callers construct only those of tasks and runtimes: judges, `Limits`, and what a `Runtime` of their own is made of."""
+Callers construct only those of tasks, rollouts and runtimes: judges, `Limits`, `Budget`, and what a `Runtime` of their
+own is made of.
+"""
 
 from rolltap.addons.store.records import CallKind, CallRole, CallStatus, SessionStatus, VersionSpan
 from rolltap.traces import RunTraces
+from rolltap.trainer.rollouts.config import Budget, RolloutConfig
 from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec, Ended, Mount, Runtime
 from rolltap.trainer.runs.edit import LeftBehind, SplitBy
 from rolltap.trainer.runs.exports.formats import ExportFormat
@@ -31,6 +34,7 @@ __all__ = [
     "TRAINED_ROLES",
     "Box",
     "BoxSpec",
+    "Budget",
     "CallKind",
     "CallNode",
     "CallRole",
@@ -58,6 +62,7 @@ __all__ = [
     "PythonJudge",
     "RecordedCalls",
     "RecordedSession",
+    "RolloutConfig",
     "RunTraces",
     "Runtime",
     "ScoredToken",

@@ -1,17 +1,41 @@
-"""The outcome of a session: a table from what happened to a status, a reward and an error.
+"""The outcome of a session: whose fault it is, what is rerun, and what becomes a reward.
 
-| the first that holds | status | reward |
-| --- | --- | --- |
-| the engine, the recorder or the machine failed (`faults`) | `infrastructure` | none |
-| the judge was asked, and could not judge | `unjudged` | none |
-| a budget was used up, and no later call was completed | `budget` | the judge's |
-| stopped at the session's time limit | `timeout` | the judge's |
-| stopped at a limit of its box; exit status other than 0; ended by a signal | `failed` | the judge's |
-| exit status 0 | `completed` | the judge's |
+The first line that holds is the status of a session's row:
 
-A session without a completed call is not judged, and has no reward: there is nothing of the policy's to judge.
+| status | what happened | judged | reward | rerun |
+| --- | --- | --- | --- | --- |
+| `cancelled` | the rollout was stopped or killed while it ran | no | none | by the next start |
+| `infrastructure` | engine, recorder or machine failed (a fault) | no | none | at once, then by the next start |
+| `unjudged` | the judge was asked, and could not judge | asked | none | by the next start |
+| `budget` | a budget was used up, and no later call was completed | yes | the judge's | no |
+| `timeout` | stopped at the session's time limit | yes | the judge's | no |
+| `failed` | stopped at a limit of its box; exit status other than 0; ended by a signal | yes | the judge's | no |
+| `completed` | exit status 0 | yes | the judge's | no |
 
-Counts of a rollout while it runs, for its progress line.
+**Whose fault.** The rows that the recorder wrote decide, not the program's exit status.
+
+- It is ours (a fault, `find_fault`) if no token was sampled: a reward would say nothing of the policy. Side questions,
+  calls of the role `auxiliary`, count only in a session without other calls.
+- It is ours if a call failed for a reason of ours (an event `fault`; a silence of the engine ends in one), or began and
+  could not be recorded, and the harness did not recover. It recovered if a later call of the same role, or of the agent
+  itself, was completed. A request that was refused before it became a call has no role: any later call but a side
+  question is its recovery. Side questions, model lists and token counts are no part of the task: once there are other
+  calls, their failures do not count.
+- All else is the agent's: wrong requests, limits of the session and the context window, budgets, its time limit while
+  it was being answered, and its exit status. A harness that was killed too: an agent can kill its own harness, and the
+  kernel's kill for want of memory looks the same.
+- A judge that cannot judge is nobody's fault in the session: its reward is open.
+
+**What is rerun.** A session of `infrastructure` is retried in the same rollout up to `retries` times, after a pause, as
+another attempt (`ID~1`) at its place; not when its task cannot be run at all (`Facts.permanent`: a missing path or
+image). The next start of the rollout or training reruns the statuses of `RERUN`. All others are final: the same command
+uses them again. After `give_up_after` consecutive infrastructure failures the rollout stops (`Tally`); sessions without
+a completed call and unjudged ones count as such, because they too say nothing of the policy.
+
+**What becomes a reward.** The judge's number. A session without a completed call is not judged and has none, whatever
+its status: there is nothing of the policy's to judge. `infrastructure` and `cancelled` never enter a group of GRPO. A
+recipe's `[outcomes]` gives judged sessions of `budget`, `timeout` and `failed` another reward or leaves them out. When
+an unjudged session is given a reward later, it gets the status that it would have had (`Outcome.ended`).
 """
 
 from collections import Counter
@@ -20,8 +44,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from rolltap.addons.store.records import UNREWARDED, Session, SessionStatus
-from rolltap.trainer.rollouts.facts import Facts, place_of
+from rolltap.trainer.rollouts.facts import Facts
 from rolltap.trainer.rollouts.judges.verdict import Judged
+from rolltap.trainer.rollouts.resume import place_of
 from rolltap.trainer.rollouts.runtimes.runtime import Ended, StopReason
 
 _STOPPED: Mapping[StopReason, str] = MappingProxyType(
@@ -91,50 +116,50 @@ def _joined(why: str, how: str | None) -> str:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts over the sessions that have ended, of `total` places of `tasks` tasks.
+    """Counts over the sessions that have ended, for the progress line, of `total` places of `tasks` tasks.
 
-    A place is done when its session is not tried again.
+    A place is done when its session is not retried.
     """
 
     total: int
     tasks: int = 1
     done: int = 0
     refusals: int = 0
-    tried_again: int = 0
-    left_out: int = 0
+    retried: int = 0
+    unrewarded: int = 0
     statuses: Counter[str] = field(default_factory=Counter)
-    _useless: dict[str, str] = field(default_factory=dict)
-    """Place -> task of the sessions that ended last without telling anything of the policy."""
+    _failures: dict[str, str] = field(default_factory=dict)
+    """Place -> task of the sessions that ended last and say nothing of the policy."""
 
     @property
-    def in_a_row(self) -> int:
-        """Number of places that ended last without telling anything of the policy, whatever the number of attempts.
+    def failures_in_a_row(self) -> int:
+        """Number of consecutive infrastructure failures, each place counted once.
 
-        These are failures of infrastructure, sessions without a completed call, and those without a judgement. It is 0
-        while all are of one task of several: what is wrong with that task says nothing of the others.
+        Sessions without a completed call or a judgement count too. It is 0 while all are of one task of several: what
+        is wrong with that task says nothing of the others.
         """
-        return len(self._useless) if len(set(self._useless.values())) >= min(self.tasks, 2) else 0
+        return len(self._failures) if len(set(self._failures.values())) >= min(self.tasks, 2) else 0
 
     def add(self, session: Session, facts: Facts, *, again: bool) -> None:
-        """Add a session that has ended. `again` is True when it is tried again."""
+        """Add a session that has ended. `again` is True when it is retried."""
         self.refusals += facts.refusals
         if session.status in ("infrastructure", "unjudged") or not facts.completed_calls:
-            self._useless[place_of(session.session_id)] = session.task_id
+            self._failures[place_of(session.session_id)] = session.task_id
         else:
-            self._useless.clear()
+            self._failures.clear()
         if again:
-            self.tried_again += 1
+            self.retried += 1
             return
         self.done += 1
         self.statuses[session.status] += 1
-        self.left_out += session.reward is None or session.status in UNREWARDED
+        self.unrewarded += session.reward is None or session.status in UNREWARDED
 
     def line(self) -> str:
         """Return the counts as one line."""
         counts = [f"{number} {status}" for status, number in self.statuses.most_common()]
         for number, what in (
-            (self.left_out, "without a reward"),
-            (self.tried_again, "tried again"),
+            (self.unrewarded, "without a reward"),
+            (self.retried, "retried"),
             (self.refusals, "events of refused requests"),
         ):
             counts += [f"{number} {what}"] if number else []

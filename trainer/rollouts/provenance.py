@@ -15,9 +15,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rolltap.addons.errors import RolltapError
-from rolltap.trainer.concurrency import Once
+from rolltap.addons.store.records import Session
+from rolltap.trainer.concurrency import Once, run_blocking
 from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.rollouts.mitmdump import workplace
 from rolltap.trainer.rollouts.runtimes.environment import clean_environment
+from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Runtime
 
 logger = logging.getLogger(__name__)
@@ -122,3 +125,11 @@ def _program_digest(program: str, image: str | None) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError:
         return ""
+
+
+def set_provenance(session: Session, harness: Harness) -> None:
+    """Set the provenance of a program that runs outside of a box in a session's row. Warns as `Provenances.of`."""
+    with workplace() as work:
+        known = run_blocking(Provenances(harness, ProcessRuntime(), work).of(None))
+    session.harness_version, session.program_digest = known.harness_version, known.program_digest
+    session.preset_digest = known.preset_digest

@@ -1,16 +1,10 @@
-"""The recorder as child processes: mitmdump with the addons, once or several times.
-
-The event `session_started`: a session that has one and no row was interrupted.
-"""
+"""The recorder as child processes: mitmdump with the addons, once or several times."""
 
 import hashlib
-import json
 import math
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from datetime import datetime
-from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Self, get_args
@@ -19,62 +13,14 @@ from rolltap.addons.engine.policy import POLICY_FILE, PolicyFile
 from rolltap.addons.errors import InputError, RecorderError, RunError
 from rolltap.addons.options import require_options
 from rolltap.addons.sessions import hide_process
-from rolltap.addons.store.records import UNREWARDED, Event, Session, SessionStatus, utc_now
-from rolltap.addons.store.tables import RunWriter, read_rows
+from rolltap.addons.store.records import UNREWARDED, Session, SessionStatus, utc_now
+from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.rollouts import mitmdump
 from rolltap.trainer.rollouts.facts import Facts, session_facts
 from rolltap.trainer.rollouts.mitmdump import Mitmdump, workplace
+from rolltap.trainer.rollouts.resume import started_event
 from rolltap.trainer.rollouts.runtimes.environment import Proxy
-from rolltap.trainer.traces.reader import SessionRows, load_sessions
-
-_FIELDS = (
-    *("task_id", "group_id", "harness", "policy_version", "harness_version"),
-    *("program_digest", "preset_digest", "task_digest", "runtime", "image_digest"),
-)
-"""Fields of a session's row that are known before it runs."""
-
-
-def started_event(session: Session, key: Mapping[str, str] | None = None) -> Event:
-    """Return the event of a session's start. `key` has the digests of the parts of its group's key."""
-    detail: dict[str, object] = {name: value for name in _FIELDS if (value := getattr(session, name))}
-    if key:
-        detail["key"] = dict(key)
-    return Event(
-        kind="session_started", session_id=session.session_id, at=session.started_at, detail=json.dumps(detail)
-    )
-
-
-def group_keys(run: Path) -> dict[str, Mapping[str, str]]:
-    """Return task id -> the digests of the parts of the key that its newest session was started with.
-
-    Raises `RunError` when the folder cannot be read.
-    """
-    begun = [row for row in read_rows(run, "events") if row["kind"] == "session_started"]
-    details = [json.loads(row["detail"]) for row in sorted(begun, key=itemgetter("at"))]
-    return {detail["task_id"]: detail["key"] for detail in details if "key" in detail}
-
-
-def interrupted_sessions(run: Path) -> list[Session]:
-    """Return a row `cancelled` for each session of a run that was begun and has none, in the order of their starts.
-
-    Call it while nothing else runs sessions in the folder: those that run would be taken for interrupted ones. Raises
-    `RunError` when the folder cannot be read.
-    """
-    ended = load_sessions(run).keys()
-    begun = [row for row in read_rows(run, "events") if row["kind"] == "session_started"]
-    return [
-        _interrupted(row["session_id"], row["at"], row["detail"])
-        for row in sorted(begun, key=itemgetter("at"))
-        if row["session_id"] not in ended
-    ]
-
-
-def _interrupted(session_id: str, at: datetime, detail: str) -> Session:
-    fields = json.loads(detail)
-    known = {name: fields[name] for name in _FIELDS if name in fields}
-    error = "it was running when the rollout was killed"
-    return Session(session_id=session_id, status="cancelled", error=error, started_at=at, **known)
-
+from rolltap.trainer.traces.reader import SessionRows
 
 _CA_FILES = ("mitmproxy-ca.pem", "mitmproxy-dhparam.pem")
 """Files that mitmproxy makes in its folder when it first starts."""
@@ -112,8 +58,8 @@ class Recorder:
         require_options(options or {})
         self.path = Path(out)
         """The run folder."""
-        self.engine = engine
-        known = {"rolltap_out": str(out), "rolltap_engine": engine, "rolltap_model": str(model), **(options or {})}
+        self.engine, self.model = engine, str(model)
+        known = {"rolltap_out": str(out), "rolltap_engine": engine, "rolltap_model": self.model, **(options or {})}
         self._options = {name: [value] if isinstance(value, str) else [*value] for name, value in known.items()}
         self._number = processes
         self._processes: list[Mitmdump] = []

@@ -1,117 +1,141 @@
-"""Going on with a rollout that was stopped or killed. The run folder is all that is known of it.
+"""Resuming a rollout that was stopped or killed. The run folder is all that is known of it.
 
-A session with a row is used again, unless its outcome says nothing about the agent: then it is tried again under the id
-of the next attempt. One that was begun and has no row was interrupted: it gets a row `cancelled`.
+A session with a row is used again, unless its outcome says nothing of the policy: then it is rerun under the id of the
+next attempt (`outcomes` says which). One that was begun and has no row was interrupted: it gets a row `cancelled`.
 
-The values that decide the sessions of a group: with another value a rollout begins a group of its own.
+| id | form |
+| --- | --- |
+| group | `<task>-<key>.<round>`; the key is 8 hexadecimal characters: see `group_key` |
+| session, its place | `<group>-<index>` |
+| another attempt at it | `<group>-<index>~<number>` |
 """
 
-import asyncio
+import json
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from hashlib import sha256
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
-from rolltap.addons.errors import InputError
-from rolltap.addons.store.records import Session, SessionStatus
-from rolltap.trainer.rollouts.facts import Group, attempt_of, group_key, key_parts, next_attempt, place_of
-from rolltap.trainer.rollouts.plan import Plan, Shared
-from rolltap.trainer.rollouts.provenance import Provenance
-from rolltap.trainer.rollouts.recorder import Recorder, group_keys, interrupted_sessions
-from rolltap.trainer.rollouts.session import end_session
+from rolltap.addons.store.records import Event, Session, SessionStatus
+from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.tasks.task import Task
-
-FREE_OPTIONS = frozenset({"rolltap_secret_file", "rolltap_engine_key_file", "rolltap_patience", "rolltap_fsync"})
-"""Options of the recorder that decide no session."""
-
-
-async def keys_of(
-    tasks: Sequence[Task],
-    plan: Plan,
-    common: Shared,
-    *,
-    model: str | Path,
-    weights: str,
-    options: Mapping[str, str | Sequence[str]],
-) -> list[dict[str, str]]:
-    """Return the parts of each task's key, and fill in `common.digests`. Asks as many programs at once as sessions run.
-
-    Raises `InputError` for a path of a task that cannot be read, and `OSError`.
-    """
-    places = asyncio.Semaphore(plan.concurrency)
-
-    async def key(task: Task) -> dict[str, str]:
-        async with places:
-            common.digests[task.id] = await asyncio.to_thread(task.digest)
-            return key_parts(await key_values(task, plan, common, model=model, weights=weights, options=options))
-
-    keys = await asyncio.gather(*map(key, tasks), return_exceptions=True)  # none of them runs on after an error
-    found = []
-    for each in keys:
-        if isinstance(each, BaseException):
-            raise each
-        found.append(each)
-    return found
-
-
-async def key_values(
-    task: Task,
-    plan: Plan,
-    common: Shared,
-    *,
-    model: str | Path,
-    weights: str,
-    options: Mapping[str, str | Sequence[str]],
-) -> dict[str, object]:
-    """Return name -> JSON value of what decides the sessions of a task. `common.digests` has the task's digest.
-
-    Of an image that cannot be had nothing is known: its sessions cannot be run, and say why. Raises `OSError`.
-    """
-    try:
-        known = await common.provenances.of(task.image)
-    except InputError:
-        known = Provenance(harness_version="", program_digest="", preset_digest=plan.harness.digest(), image_digest="")
-    place = Path(model)
-    return {
-        "task": common.digests[task.id],
-        "harness": known.preset_digest,
-        "harness_version": known.harness_version,
-        "program": known.program_digest,
-        "image": known.image_digest,
-        "runtime": plan.runtime.name,
-        "timeout": task.timeout or plan.timeout,
-        "model": str(place.resolve()) if place.exists() else str(model),
-        "weights": weights,
-        **{name: value for name, value in options.items() if name not in FREE_OPTIONS},
-    }
-
-
-def changed_parts(known: Mapping[str, str], key: Mapping[str, str]) -> list[str]:
-    """Return the names of the parts in which two keys differ, sorted."""
-    return sorted(name for name in known.keys() | key.keys() if known.get(name) != key.get(name))
-
-
-def changes_text(changed: Iterable[str], tasks: int) -> str:
-    """Return the line that says why a rollout goes on with no group of so many tasks."""
-    return f"begins new groups of {tasks} {'task' if tasks == 1 else 'tasks'}: {', '.join(sorted(changed))} changed"
-
+from rolltap.trainer.traces.reader import load_sessions
 
 NOT_RUN: frozenset[SessionStatus] = frozenset({"infrastructure", "cancelled"})
-"""Outcomes of sessions that did not get to their end."""
-TRIED_AGAIN: frozenset[SessionStatus] = NOT_RUN | {"unjudged"}
-"""Outcomes that say nothing about the agent. A session without a judgement is run again when its judge is mended."""
+"""Outcomes of sessions that did not run to their end."""
+RERUN: frozenset[SessionStatus] = NOT_RUN | {"unjudged"}
+"""Outcomes that say nothing of the policy. An unjudged session is rerun too: its judge may be fixed by then."""
 _PLACE = re.compile(r"(.+)\.(0|[1-9][0-9]*)-[0-9]+")
 """A session's place: task and key, the round, and the index. Its group may be another one since somebody changed it."""
+_ATTEMPT = re.compile(r"~([1-9][0-9]*)$")
 
 
-def end_interrupted(recorder: Recorder) -> None:
-    """Give a row `cancelled` to each session of the recorder's run that was begun and has none.
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Sessions to run of one task. A group may have others that were run before."""
 
-    Call it with the run's `rollout_lock`. Raises as `Recorder.end`.
+    task: Task
+    group_id: str
+    session_ids: Sequence[str]
+    key: Mapping[str, str] = field(default_factory=dict)
+    """Part of the group's key -> its digest, as `key_parts`; empty in a training."""
+
+
+def place_of(session_id: str) -> str:
+    """Return the id of a session's first attempt."""
+    return _ATTEMPT.sub("", session_id)
+
+
+def attempt_of(session_id: str) -> int:
+    """Return the number of a session's earlier attempts."""
+    found = _ATTEMPT.search(session_id)
+    return int(found[1]) if found else 0
+
+
+def next_attempt(session_id: str) -> str:
+    """Return the id of the next attempt at a session."""
+    return f"{place_of(session_id)}~{attempt_of(session_id) + 1}"
+
+
+_STARTED_FIELDS = (
+    "task_id",
+    "group_id",
+    "harness",
+    "policy_version",
+    "harness_version",
+    "program_digest",
+    "preset_digest",
+    "task_digest",
+    "runtime",
+    "image_digest",
+)
+"""Fields of a session's row that are known before it runs, and are in the event `session_started`."""
+
+
+def started_event(session: Session, key: Mapping[str, str] | None = None) -> Event:
+    """Return the event of a session's start. `key` has the digests of the parts of its group's key."""
+    detail: dict[str, object] = {name: value for name in _STARTED_FIELDS if (value := getattr(session, name))}
+    if key:
+        detail["key"] = dict(key)
+    return Event(
+        kind="session_started", session_id=session.session_id, at=session.started_at, detail=json.dumps(detail)
+    )
+
+
+def group_keys(run: Path) -> dict[str, Mapping[str, str]]:
+    """Return task id -> the digests of the parts of the key that its newest session was started with.
+
+    Raises `RunError` when the folder cannot be read.
     """
-    for session in interrupted_sessions(recorder.path):
-        end_session(recorder, session, None)
+    details = [json.loads(row["detail"]) for row in _started(run)]
+    return {detail["task_id"]: detail["key"] for detail in details if "key" in detail}
+
+
+def interrupted_sessions(run: Path) -> list[Session]:
+    """Return a row `cancelled` for each session of a run that was begun and has none, in the order of their starts.
+
+    Call it while nothing else runs sessions in the folder: those that run would be taken for interrupted ones. Raises
+    `RunError` when the folder cannot be read.
+    """
+    ended = load_sessions(run).keys()
+    return [
+        _interrupted(row["session_id"], row["at"], row["detail"])
+        for row in _started(run)
+        if row["session_id"] not in ended
+    ]
+
+
+def _started(run: Path) -> list[dict[str, Any]]:
+    """Return the events of the starts of sessions, in their order."""
+    started = [row for row in read_rows(run, "events") if row["kind"] == "session_started"]
+    return sorted(started, key=itemgetter("at"))
+
+
+def _interrupted(session_id: str, at: datetime, detail: str) -> Session:
+    fields = json.loads(detail)
+    known = {name: fields[name] for name in _STARTED_FIELDS if name in fields}
+    error = "it was running when the rollout was killed"
+    return Session(session_id=session_id, status="cancelled", error=error, started_at=at, **known)
+
+
+def key_parts(values: Mapping[str, object]) -> dict[str, str]:
+    """Return the digest of each part of a group's key: 8 hexadecimal characters. The values are of JSON."""
+    texts = {name: json.dumps(value, sort_keys=True) for name, value in values.items()}
+    return {name: _short(text) for name, text in texts.items()}
+
+
+def group_key(parts: Mapping[str, str]) -> str:
+    """Return the fingerprint of everything that may change the distribution of a group's sessions, by its parts."""
+    return _short(json.dumps(parts, sort_keys=True))
+
+
+def _short(text: str) -> str:
+    return sha256(text.encode()).hexdigest()[:8]
 
 
 class Recorded:
@@ -127,10 +151,10 @@ class Recorded:
                 self._rounds[found[1]].add(int(found[2]))
 
     def group(self, task: Task, key: Mapping[str, str], sessions: int, *, further: bool) -> Group:
-        """Return the group to go on with: the newest of the task and the key, or with `further` one after it.
+        """Return the group to resume: the newest of the task and the key, or with `further` one after it.
 
-        A newest one with sessions that did not get to their end is gone on with in any case: so the same call with
-        `further`, which was stopped, goes on. `key` is of `key_parts`. The session ids are those of first attempts.
+        A newest one with sessions that did not run to their end is resumed in any case: so the same call with
+        `further`, which was stopped, resumes. `key` is of `key_parts`. The session ids are those of first attempts.
         """
         base = f"{task.id}-{group_key(key)}"
         newest = max(self._rounds[base], default=-1)
@@ -153,7 +177,7 @@ class Recorded:
 
     def missing(self, group: Group) -> Group:
         """Return the group with the ids of the sessions that are still to be run: new places, and further attempts."""
-        return replace(group, session_ids=self._waiting(group, TRIED_AGAIN))
+        return replace(group, session_ids=self._waiting(group, RERUN))
 
     def _waiting(self, group: Group, again: Collection[SessionStatus]) -> list[str]:
         ids = []
@@ -166,20 +190,19 @@ class Recorded:
         return ids
 
 
-def going_on(
+def resume_lines(
     run: Path, recorded: Recorded, groups: Sequence[Group], missing: Sequence[Group], *, further: bool
 ) -> list[str]:
-    """Return what a rollout of these groups says before it begins, as lines.
+    """Return the lines in which a rollout of these groups says before it begins what it resumes.
 
     `missing` are the groups with the ids that are still to be run. Raises `RunError` when the run cannot be read.
     """
     lines = []
     if used := sum(len(group.session_ids) for group in groups) - sum(len(group.session_ids) for group in missing):
-        lines.append(f"goes on with {used} sessions of {run}")
+        lines.append(f"resumes {run}: {used} sessions have ended and are used again")
     if further and (open_groups := sum(map(recorded.has, groups))):
         lines.append(
-            f"goes on with {open_groups} newest groups, of which sessions are missing, before it begins further ones: "
-            "start it again for these"
+            f"completes {open_groups} groups of which sessions are missing, and begins no further ones: rerun for these"
         )
     keys = group_keys(run)
     differ = [
@@ -188,9 +211,15 @@ def going_on(
         if group.task.id in keys and not recorded.has(group)
     ]
     if differ := [parts for parts in differ if parts]:
-        lines.append(changes_text({name for parts in differ for name in parts}, len(differ)))
+        changed = ", ".join(sorted({name for parts in differ for name in parts}))
+        lines.append(f"begins new groups of {len(differ)} {'task' if len(differ) == 1 else 'tasks'}: {changed} changed")
     return lines
 
 
 def _round(task: Task, base: str, number: int, sessions: int, key: Mapping[str, str]) -> Group:
     return Group(task, f"{base}.{number}", [f"{base}.{number}-{index}" for index in range(sessions)], key)
+
+
+def changed_parts(known: Mapping[str, str], key: Mapping[str, str]) -> list[str]:
+    """Return the names of the parts in which two keys differ, sorted."""
+    return sorted(name for name in known.keys() | key.keys() if known.get(name) != key.get(name))

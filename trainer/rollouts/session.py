@@ -17,26 +17,31 @@ A session has a row in any case: `infrastructure` when a step before the judge f
 import asyncio
 import json
 import logging
+import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 from rolltap.addons.errors import InputError, RecorderError, RunError
 from rolltap.addons.store.records import Session, utc_now
+from rolltap.addons.store.rewards import session_rows
 from rolltap.trainer.concurrency import in_folder_thread, run_to_end
+from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.rollouts.facts import Facts
+from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.judges.changes import Made
-from rolltap.trainer.rollouts.judges.command import read_end
+from rolltap.trainer.rollouts.judges.command import judge_here, read_end
 from rolltap.trainer.rollouts.judges.folders import open_to_owner
 from rolltap.trainer.rollouts.judges.judge import judge
 from rolltap.trainer.rollouts.judges.verdict import Judged
 from rolltap.trainer.rollouts.outcomes import is_judged, outcome
-from rolltap.trainer.rollouts.plan import Plan
 from rolltap.trainer.rollouts.provenance import Provenances
 from rolltap.trainer.rollouts.recorder import Recorder
+from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.rollouts.runtimes.environment import CERTIFICATES, clean_environment
-from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec, remove_folder
+from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec, Ended, Runtime, remove_folder
 from rolltap.trainer.rollouts.workspace import Start, Starts
 from rolltap.trainer.runs.suspicions.session import suspicions
 from rolltap.trainer.tasks.task import Task
@@ -46,50 +51,76 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """All that the sessions of a rollout share.
+    """What the sessions of a worker share. It may be used in one event loop after another.
 
     Attributes:
-        work: Folder for what they need while they run.
+        work: Folder for what sessions need while they run.
         digests: Task id -> the task's digest, which takes reading its folders.
-        keys: Group id -> part of the group's key -> its digest, for the event of a session's start.
     """
 
-    plan: Plan
+    config: RolloutConfig
+    harness: Harness
+    runtime: Runtime
     recorder: Recorder
     work: Path
     starts: Starts
     provenances: Provenances
-    digests: Mapping[str, str]
     harness_env: Mapping[str, str]
-    policy_version: str | None
-    keys: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: RolloutConfig, harness: Harness, runtime: Runtime, recorder: Recorder, work: Path) -> Self:
+        """Return a stage whose starts and provenances are made in the folder `work`.
+
+        Raises `EngineError` when the harness needs the engine's context window and the engine does not tell it.
+        """
+        return cls(
+            config,
+            harness,
+            runtime,
+            recorder,
+            work,
+            starts=Starts(work / "starts", runtime),
+            provenances=Provenances(harness, runtime, work),
+            harness_env=harness.environment(recorder.engine),
+        )
+
+    async def digest(self, task: Task) -> str:
+        """Return the digest of a task, which is read once. Raises `InputError` for a path that cannot be read."""
+        if task.id not in self.digests:
+            self.digests[task.id] = await asyncio.to_thread(task.digest)
+        return self.digests[task.id]
 
 
-async def run_session(stage: Stage, task: Task, group_id: str, session_id: str) -> tuple[Session, Facts]:
-    """Run a session and record it. Return its row, and its facts, which are empty when they cannot be known.
+async def run_session(
+    stage: Stage, group: Group, session_id: str, *, policy_version: str | None
+) -> tuple[Session, Facts]:
+    """Run a session of a group and record it. Return its row, and its facts, which are empty when they are not known.
+
+    `policy_version` is that of a session without a sampled token, as in `Recorder.end`.
 
     Raises `RecorderError` when the recorder has died, and `RunError` and `OSError` when the run folder cannot be read
     or written. The session has its row then, if it can be written.
     """
-    plan, recorder = stage.plan, stage.recorder
+    recorder, harness, task = stage.recorder, stage.harness, group.task
     session = Session(
         session_id=session_id,
         task_id=task.id,
-        group_id=group_id,
-        harness=plan.harness.name,
+        group_id=group.group_id,
+        harness=harness.name,
         status="cancelled",
         error="the rollout was stopped while it ran",
-        policy_version=stage.policy_version,
-        preset_digest=plan.harness.digest(),
+        policy_version=policy_version,
+        preset_digest=harness.digest(),
         task_digest=stage.digests[task.id],
-        runtime=plan.runtime.name,
+        runtime=stage.runtime.name,
     )
     facts = Facts()
     try:
         known = await stage.provenances.of(task.image)
         session.harness_version, session.program_digest = known.harness_version, known.program_digest
         session.image_digest = known.image_digest
-        await run_to_end(recorder.begin, session, stage.keys.get(group_id))
+        await run_to_end(recorder.begin, session, group.key)
         facts = await _play(stage, session, task)
     except (OSError, InputError) as error:
         session.status, session.error = "infrastructure", f"the session could not be run: {error}"
@@ -116,10 +147,38 @@ def end_session(recorder: Recorder, session: Session, task: Task | None) -> None
         recorder.end(session)
 
 
+def end_recorded(session: Session, recorder: Recorder, evaluate: str | None) -> Facts:
+    """End a session of a program that the caller started, with the reward of the command `evaluate`, or None.
+
+    Returns its facts. A reward that the program gave at the session's end counts first.
+
+    Raises as `Recorder.end_calls` and `Recorder.end`.
+    """
+    recorder.end_calls(session.session_id)
+    facts = recorder.facts(session.session_id)
+    if evaluate is not None:
+        judged = None
+        if is_judged(facts):
+            judged = judge_here(evaluate, recorder.path / "logs" / f"{session.session_id}.evaluate.log")
+            session.parts, session.evidence = json.dumps(judged.parts), json.dumps(judged.evidence)
+        result = outcome(Ended(session.exit_status), math.inf, facts, judged)
+        session.status, session.reward, session.error = result.status, result.reward, result.error
+    elif facts.budget is not None:
+        session.status, session.error = "budget", facts.budget
+    if rows := session_rows(recorder.path, session.session_id):
+        own = rows[-1]
+        session.revision = own.revision + 1
+        session.status = "completed" if session.exit_status == 0 else "failed"
+        session.reward, session.parts, session.evidence, session.error = own.reward, own.parts, own.evidence, None
+        session.task_id, session.group_id = own.task_id or session.task_id, own.group_id or session.group_id
+    recorder.end(session)
+    return facts
+
+
 async def _play(stage: Stage, session: Session, task: Task) -> Facts:
     """Run the harness and the judge, and set the outcome in `session`."""
-    plan, recorder = stage.plan, stage.recorder
-    timeout = task.timeout or plan.timeout
+    recorder, runtime = stage.recorder, stage.runtime
+    timeout = task.timeout or stage.config.timeout
     logs = recorder.path / "logs"
     logs.mkdir(exist_ok=True)
     folder = stage.work / secrets.token_hex(4)
@@ -134,15 +193,15 @@ async def _play(stage: Stage, session: Session, task: Task) -> Facts:
             workspace=made.workspace,
             workdir=task.workdir,
             home=made.home,
-            mounts=proxy.mounts() if plan.runtime.isolated else (),
+            mounts=proxy.mounts() if runtime.isolated else (),
             image=task.image,
             limits=task.limits,
             proxy=proxy.address,
         )
-        async with plan.runtime.box(spec) as box:
+        async with runtime.box(spec) as box:
             env = _environment(stage, session.session_id, task, box)
             log = logs / f"{session.session_id}.log"
-            command = plan.harness.command_for(task.instruction)
+            command = stage.harness.command_for(task.instruction)
             try:
                 ended = await box.run(command, env=env, timeout=timeout, log=log)
             except OSError as error:
@@ -173,7 +232,7 @@ def _last_line(log: Path) -> str:
 
 def _environment(stage: Stage, session_id: str, task: Task, box: Box) -> dict[str, str]:
     """Return the whole environment of the harness. The recorder's variables win."""
-    isolated = stage.plan.runtime.isolated
+    isolated = stage.runtime.isolated
     certificates = CERTIFICATES if isolated else None
     proxy = stage.recorder.proxy(session_id)
     return {
@@ -197,7 +256,7 @@ async def _judge(stage: Stage, session: Session, task: Task, start: Start, made:
             task,
             made,
             start,
-            stage.plan.runtime,
+            stage.runtime,
             name=session.session_id,
             logs=stage.recorder.path / "logs",
             engine_urls=stage.recorder.engine.split(","),

@@ -14,8 +14,8 @@ from typing import Any
 
 from rolltap.addons.errors import InputError, RunError
 from rolltap.addons.store.staging import locked, write_atomically
+from rolltap.trainer.rollouts.config import FREE_OPTIONS, RENAMED
 from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.resume import FREE_OPTIONS
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.training.arguments import CHECKPOINTS, dtype_of, last_checkpoint
 from rolltap.trainer.training.recipe import Recipe
@@ -24,7 +24,7 @@ from rolltap.trainer.versions import Version
 _CONSTANT = ("constant", "constant_with_warmup")
 """Values of `lr_scheduler_type` whose learning rates do not depend on the number of steps."""
 _KEYS = ("groups_per_step", "strategy", "roles", "max_tokens", "suspicious")
-_ROLLOUT_KEYS = ("sessions_per_group", "replace_zero_variance", "runtime")
+_ROLLOUT_KEYS = ("sessions", "replace_zero_variance", "runtime")
 _DIGEST = "sha256:"
 
 _MAY_CHANGE = frozenset(
@@ -177,7 +177,8 @@ def _next_attempt(path: Path, begun: Mapping[str, Any]) -> Attempt:
         attempt = Attempt(known["run"], known["starts"])
         if Version.parse(str(attempt.version(0))) != attempt.version(0):
             raise ValueError(f"no name of weights begins with {attempt.run!r} and ends with {attempt.number!r}")
-        before = dict(known["begun"])
+        begun_before: dict[str, Any] = known["begun"]
+        before = {RENAMED.get(key, key): value for key, value in dict(begun_before).items()}
     except FileNotFoundError as error:
         if checkpoint := last_checkpoint(path.parent / CHECKPOINTS):
             raise RunError(f"{checkpoint} exists, but not {path}, which says whose it is: train elsewhere") from error

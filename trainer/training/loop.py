@@ -46,16 +46,9 @@ from rolltap.trainer.launcher import processes_started
 from rolltap.trainer.models.loading import load_policy, load_tokenizer
 from rolltap.trainer.models.saving import save_adapter, save_whole
 from rolltap.trainer.progress import progress_bar
-from rolltap.trainer.rollouts.check import check_judges, fit_tasks
-from rolltap.trainer.rollouts.facts import Group
 from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.mitmdump import rollout_lock
-from rolltap.trainer.rollouts.plan import Plan, shared
-from rolltap.trainer.rollouts.recorder import Recorder
-from rolltap.trainer.rollouts.resume import end_interrupted
-from rolltap.trainer.rollouts.runtimes.choose import make_runtime
-from rolltap.trainer.rollouts.runtimes.runtime import Runtime
-from rolltap.trainer.rollouts.schedule import run_groups
+from rolltap.trainer.rollouts.resume import Group
+from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.build import TraceBatch
@@ -179,12 +172,7 @@ def train(
         require_machine(recipe.machine, len(engines.admins))
         check_arguments(recipe)
         tasks, harness = _rollouts(recipe)
-        runtime = _runtime(recipe)
-        runtime.check()
-        tasks = fit_tasks(tasks, runtime)
-        check_judges(tasks, engine)
-        if not all(task.image for task in tasks):
-            harness.require_program()
+        tasks = _worker(recipe, harness, engine, run).fit(tasks)
         if recipe.publish == "nccl":
             require_transfer()
         engines.require_endpoints()
@@ -218,39 +206,25 @@ def _online(
     steal: bool,
 ) -> Iterator[OnlineTraces]:
     """Claim the run folder and the engines, start the recorder, and yield the trace source. On the main process."""
-    plan = Plan(
-        harness,
-        recipe.concurrency,
-        recipe.session_timeout,
-        _runtime(recipe),
-        retries=recipe.retries,
-        give_up_after=recipe.give_up_after,
-    )
-    options = {**recipe.recorder, **recipe.budget.options(), "rolltap_sampling": json.dumps(sampling(recipe))}
-    recorder = Recorder(
-        run,
-        engine=",".join(engine.url for engine in engines.admins),
-        model=recipe.model,
-        options=options,
-        processes=recipe.recorders,
-    )
 
     def run_sessions(groups: Sequence[Group], version: str) -> list[Session]:
         with progress_bar(console) as advance:
-            rolling = run_groups(groups, plan, recorder, policy_version=version, advance=advance, common=common)
-            return run_blocking(rolling)
+            return run_blocking(worker.run(groups, policy_version=version, advance=advance))
 
     with (
         claimed_attempt(run, begun_online(recipe, tasks, harness, seed)) as attempt,
         published_folder(recipe, run, attempt.run) as folder,
         engines.claimed(attempt.run, _about(run), steal=steal),
-        rollout_lock(run),
-        shared(plan) as common,
-        recorder,
+        _worker(recipe, harness, ",".join(engine.url for engine in engines.admins), run) as worker,
     ):
-        end_interrupted(recorder)
         serving = Serving(recipe, engines, folder, run)
         yield OnlineTraces(recipe, tasks, run, attempt, serving, run_sessions, console)
+
+
+def _worker(recipe: Recipe, harness: Harness, engine: str, run: Path) -> Worker:
+    options = {**recipe.recorder, "rolltap_sampling": json.dumps(sampling(recipe))}
+    config = recipe.model_copy(update={"recorder": options})
+    return Worker(config, harness=harness, engine=engine, model=recipe.model, out=run)
 
 
 def _about(run: Path) -> str:
@@ -266,15 +240,6 @@ def _rollouts(recipe: Recipe) -> tuple[list[Task], Harness]:
         missing = "tasks" if recipe.tasks is None else "harness"
         raise InputError(f"the recipe has no key {missing!r}: rollouts need it; add it, or train from recorded runs")
     return load_tasks(recipe.tasks, repositories=recipe.repositories), Harness.load(recipe.harness)
-
-
-def _runtime(recipe: Recipe) -> Runtime:
-    return make_runtime(
-        recipe.runtime,
-        tools=recipe.tools,
-        container_engine=recipe.container_engine,
-        container_arguments=recipe.container_arguments,
-    )
 
 
 def make_trainer(

@@ -28,8 +28,7 @@ from rich.console import Console
 from rolltap.addons.errors import EngineError, RecorderError, RolltapError, RunError
 from rolltap.addons.store.records import Session
 from rolltap.addons.store.rewards import session_rows
-from rolltap.trainer.rollouts.facts import Group, attempt_of, place_of
-from rolltap.trainer.rollouts.resume import TRIED_AGAIN
+from rolltap.trainer.rollouts.resume import RERUN, Group, attempt_of, place_of
 from rolltap.trainer.runs.views.check import check_sessions
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.build import TraceBatch
@@ -103,7 +102,7 @@ class FinishedSessions:
         self._groups: defaultdict[str, dict[int, tuple[tuple[int, int], Session]]] = defaultdict(dict)
         for session in sessions:
             found = _PLACE.fullmatch(place_of(session.session_id))
-            if found and session.status not in TRIED_AGAIN and _sampled_by(session, found[2]):
+            if found and session.status not in RERUN and _sampled_by(session, found[2]):
                 index, attempt = int(found[3]), (int(found[4]), attempt_of(session.session_id))
                 group = self._groups[found[1]]
                 group[index] = min(group.get(index, (attempt, session)), (attempt, session), key=itemgetter(0))
@@ -111,7 +110,7 @@ class FinishedSessions:
     def of(self, group: Group) -> dict[str, Session]:
         """Return the sessions of a group: id in `group` -> session of the first attempt that need not be tried again.
 
-        Those of `TRIED_AGAIN` and sessions of other weights are not among them: they are run again.
+        Those of `RERUN` and sessions of other weights are not among them: they are run again.
         """
         finished = self._groups[group.group_id]
         return {name: finished[index][1] for index, name in enumerate(group.session_ids) if index in finished}
@@ -284,7 +283,7 @@ class OnlineTraces:
 
     def _record(self, tasks: Sequence[Task], position: int, version: Version, counts: _Counts) -> list[list[Session]]:
         """Return the sessions of one group for each task. `position` is the place of the first group in the step."""
-        size = self._recipe.sessions_per_group
+        size = self._recipe.sessions
         groups = [step_group(version, place, task, size) for place, task in enumerate(tasks, position)]
         sessions = {name: session for group in groups for name, session in self._finished.of(group).items()}
         counts.recorded_before += len(sessions)

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rolltap.addons.errors import InputError
 from rolltap.addons.options import require_options
 from rolltap.addons.store.records import CallRole
-from rolltap.trainer.rollouts.facts import Budget
+from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.toml import load_toml
 from rolltap.trainer.traces.build import TRAINED_ROLES, Strategy
 from rolltap.trainer.traces.sessions import Outcomes, RewardRules, Suspicious, TraceOptions
@@ -35,18 +35,14 @@ class Machine(BaseModel):
     """True when an engine and a training process share a GPU."""
 
 
-class Recipe(BaseModel):
-    """Keys of a recipe. Paths are relative to the recipe's folder."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class Recipe(RolloutConfig):
+    """Keys of a recipe: these, and those of `RolloutConfig`. Paths are relative to the recipe's folder."""
 
     model: Path
     """Folder of the model to train; the engine serves the same model."""
     tasks: Path | None = None
     """Tasks: a task file (JSON Lines), a folder of Harbor tasks, or SWE rows. Required to roll out; recorded runs need
     none."""
-    repositories: Path | None = None
-    """Folder with the checkouts that SWE rows name, each as `OWNER__NAME`."""
     harness: str | None = None
     """Name of a harness preset, or path of a preset file that ends in `.toml`. Required to roll out."""
     steps: int = Field(ge=1)
@@ -54,32 +50,11 @@ class Recipe(BaseModel):
     Recorded runs are passed over until there are as many."""
     groups_per_step: int = Field(default=1, ge=1)
     """Groups per step, each of one task."""
-    sessions_per_group: int = Field(default=8, ge=2)
+    sessions: int = Field(default=8, ge=2)
     """Sessions of a group, which GRPO compares with each other."""
     replace_zero_variance: int = Field(default=0, ge=0)
     """Maximum number of further groups of a step, of tasks drawn by seed and step. One is run for each group whose
     rewards are all equal, which trains nothing."""
-    concurrency: int = Field(default=8, ge=1)
-    """Maximum number of sessions that run at the same time."""
-    recorders: int = Field(default=1, ge=1)
-    """Number of the recorder's processes. Each uses one core; a session's id names its process."""
-    session_timeout: float = Field(default=1800.0, gt=0)
-    """Seconds after which a harness is stopped, if its task says nothing else."""
-    runtime: Literal["process", "sandbox", "container", "apptainer"] = "process"
-    """Where sessions run. `process` protects from nothing; see `rolltap rollout --help`."""
-    tools: tuple[Path, ...] = ()
-    """Further folders that are visible in a session's box, read-only, with runtimes other than `process`."""
-    container_engine: Literal["podman", "docker"] | None = None
-    """Program that runs containers, with `runtime = "container"`. By default the first that is installed."""
-    container_arguments: tuple[str, ...] = ()
-    """Arguments between the name of that program and its commands, as in `podman ARGUMENTS create`."""
-    retries: int = Field(default=2, ge=0)
-    """Retries of a session that failed for a reason of the engine, the recorder or the machine."""
-    give_up_after: int = Field(default=8, ge=1)
-    """Failures of this kind in a row, over all sessions, after which the rollout stops."""
-    budget: Budget = Budget()
-    """Budgets of each session: see `Budget`. Its keys are the options `--max-calls` and so on of `rolltap rollout`,
-    without `max`."""
     outcomes: Outcomes = Outcomes()
     """Rewards of sessions that were not completed: see `Outcomes`."""
     suspicious: Suspicious = "keep"
@@ -109,11 +84,9 @@ class Recipe(BaseModel):
     """Steps between the checkpoints from which a stopped training resumes."""
     machine: Machine | None = None
     """Where the recipe runs: see `Machine`. By default one process and the engines that are given."""
-    recorder: dict[str, str | list[str]] = {}
-    """Further options of the recorder, for example `rolltap_sampling` or `rolltap_renderer`."""
-    grpo: dict[str, Any] = {}
+    grpo: dict[str, Any] = Field(default_factory=dict)
     """Arguments of `rolltap.TraceGRPOConfig`: those of TRL's `GRPOConfig`, and its own."""
-    lora: dict[str, Any] = {}
+    lora: dict[str, Any] = Field(default_factory=dict)
     """Arguments of PEFT's `LoraConfig`. If given, an adapter is trained instead of the full model."""
 
     def trace_options(self) -> TraceOptions:
@@ -128,9 +101,6 @@ def load_recipe(path: Path) -> Recipe:
     if recipe.publish == "lora" and not recipe.lora:
         raise InputError(f'{path}: publish = "lora" needs a [lora] table; publish = "checkpoint" trains without one')
     require_options(recipe.recorder, f"{path}: recorder.")
-    if twice := recipe.recorder.keys() & {f"rolltap_max_{name}" for name in Budget.model_fields}:
-        option = min(twice)
-        raise InputError(f"{path}: set budget.{option.removeprefix('rolltap_max_')} instead of recorder.{option}")
     if recipe.runtime != "container" and (recipe.container_engine or recipe.container_arguments):
         raise InputError(
             f'{path}: container_engine and container_arguments are for runtime = "container", not "{recipe.runtime}"'

@@ -153,7 +153,9 @@ def test_a_rollout_gives_up_after_so_many_failures_in_a_row_and_goes_on_when_it_
     )
     harness = rolltap.Harness(name="x", program=sys.executable, headless=["-c", script + ANSWER])
     how = {**arguments, "harness": harness, "sessions": 4, "concurrency": 1}
-    with pytest.raises(RecorderError, match=r"gave up after 3 sessions in a row .* no model call came"):
+    with pytest.raises(
+        RecorderError, match=r"gave up after 3 consecutive infrastructure failures.* no model call came"
+    ):
         rolltap.rollout([TASK], **how, retries=1, give_up_after=3)
     assert calls.read_text() == "xxx"
     mended.touch()
@@ -192,14 +194,19 @@ def test_a_second_rollout_into_the_folder_is_refused_while_one_runs(arguments):
     [
         ({"harness": "clod"}, "no harness is named 'clod': choose"),
         ({"harness": rolltap.Harness(name="x", program="no-such", headless=[])}, "'no-such' is not on the PATH"),
-        ({"sessions": 0}, "sessions=0: give at least 1"),
-        ({"concurrency": 0}, "concurrency=0: give at least 1"),
-        ({"recorders": 0}, "recorders=0: give at least 1"),
-        ({"give_up_after": 0}, "give_up_after=0: give at least 1"),
-        ({"retries": -1}, "retries=-1: give at least 0"),
-        ({"max_calls": 0}, "max_calls=0: give at least 1"),
-        ({"timeout": float("nan")}, "timeout=nan: give a number of seconds above 0"),
-        ({"options": {"rolltap_samplin": "{}"}}, "rolltap_samplin is no option .* did you mean rolltap_sampling"),
+        ({"sessions": 0}, "'sessions' is 0: Input should be greater"),
+        ({"concurrency": 0}, "'concurrency' is 0: Input should be greater"),
+        ({"recorders": 0}, "'recorders' is 0: Input should be greater"),
+        ({"give_up_after": 0}, "'give_up_after' is 0: Input should be greater"),
+        ({"retries": -1}, "'retries' is -1"),
+        ({"budget": {"calls": 0}}, r"'budget\.calls' is 0"),
+        ({"timeout": float("nan")}, "'timeout' is nan"),
+        ({"recorder": {"rolltap_samplin": "{}"}}, "rolltap_samplin is no option .* did you mean rolltap_sampling"),
+        ({"session_timeout": 9}, "'session_timeout' is 'timeout' now"),
+        ({"max_calls": 9}, r"'max_calls' is 'budget\.calls' now"),
+        ({"options": {}}, "'options' is 'recorder' now"),
+        ({"timeouts": 9}, "unknown key 'timeouts'"),
+        ({"recorder": {"rolltap_max_calls": "3"}}, r"set budget\.calls \(--max-calls\) instead of rolltap_max_calls"),
         ({"tasks": []}, "the list of tasks is empty"),
         ({"tasks": TASK}, "tasks is one task: give a list"),
         ({"tasks": [TASK.model_copy(update={"workspace": Path("/none")})]}, "task 't': the workspace /none is not a"),
@@ -214,7 +221,7 @@ def test_a_wrong_argument_is_refused_before_anything_is_started(arguments, chang
 
 def test_a_recorder_that_does_not_start_is_an_error_of_its_own(arguments):
     with pytest.raises(RecorderError, match=r"(?s)did not start:.*rolltap_fsync"):
-        rolltap.rollout([TASK], **arguments, options={"rolltap_fsync": "sometimes"})
+        rolltap.rollout([TASK], **arguments, recorder={"rolltap_fsync": "sometimes"})
 
 
 def test_an_engine_that_does_not_answer_is_an_error_before_anything_is_started(arguments):

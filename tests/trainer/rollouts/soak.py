@@ -83,7 +83,7 @@ def roll_out(engine: str, model: str, out: str, sessions: int, seed: int) -> Non
         runtime=BadDay(seed),
         retries=4,
         give_up_after=16,
-        options={"confdir": f"{out}-mitmproxy"},
+        recorder={"confdir": f"{out}-mitmproxy"},
     )
 
 

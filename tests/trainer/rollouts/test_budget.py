@@ -1,11 +1,12 @@
 import pytest
 
-from rolltap.trainer.rollouts.facts import Budget, Told, find_budget, find_fault
+from rolltap.trainer.rollouts.config import Budget
+from rolltap.trainer.rollouts.facts import EventFact, find_budget, find_fault
 from tests.trainer.rollouts.test_faults import at, call, fault
 
 
 def budget(second):
-    return Told("budget", None, f"limit {second}", at(second), "POST", "/v1/messages")
+    return EventFact("budget", None, f"limit {second}", at(second), "POST", "/v1/messages")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import rolltap
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.doctor.scripted_engine import Answer, Say
-from rolltap.trainer.rollouts.facts import Asked, Told, find_fault
+from rolltap.trainer.rollouts.facts import CallFact, EventFact, find_fault
 from rolltap.trainer.traces.reader import load_sessions
 from rolltap.trainer.traces.sessions import TraceOptions, load_batch
 
@@ -21,11 +21,11 @@ def at(second):
 
 
 def call(second, role="agent", status="completed", sampled=2):
-    return Asked(f"c{second}", role, status, at(second), sampled)
+    return CallFact(f"c{second}", role, status, at(second), sampled)
 
 
 def fault(second, call_id=None):
-    return Told("fault", call_id, f"fault {second}", at(second), "POST", "/v1/messages")
+    return EventFact("fault", call_id, f"fault {second}", at(second), "POST", "/v1/messages")
 
 
 def lookup(second, path):
@@ -33,7 +33,7 @@ def lookup(second, path):
 
 
 def told(kind, second, detail=""):
-    return Told(kind, None, detail or f"{kind} {second}", at(second), "POST", "/v9/chat", "api.host")
+    return EventFact(kind, None, detail or f"{kind} {second}", at(second), "POST", "/v9/chat", "api.host")
 
 
 TLS = (
@@ -42,7 +42,7 @@ TLS = (
 
 
 def begun(second):
-    return Told("call_started", f"c{second}", "", at(second), "POST", "/v1/messages")
+    return EventFact("call_started", f"c{second}", "", at(second), "POST", "/v1/messages")
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def play(tmp_path, scripted_engine, tokenizer_folder):
             sessions=1,
             timeout=timeout,
             retries=0,
-            options={"rolltap_patience": str(patience)},
+            recorder={"rolltap_patience": str(patience)},
         )
         (session,) = load_sessions(run).values()
         batch = load_batch(run, None, TraceOptions())
@@ -141,7 +141,9 @@ def play(tmp_path, scripted_engine, tokenizer_folder):
 
 
 async def test_an_engine_that_is_down_from_the_start_is_a_fault(play, monkeypatch):
-    monkeypatch.setattr("rolltap.rollouts.check_engines", lambda *_: "default")  # as if it had answered before
+    monkeypatch.setattr(
+        "rolltap.trainer.rollouts.worker.check_engines", lambda *_: "default"
+    )  # as if it had answered before
     session, ledger = await play("ask('a')", engine="http://127.0.0.1:9")
     assert (session.status, session.reward) == ("infrastructure", None)
     assert "no token was sampled" in session.error

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltap.trainer.rollouts.facts import attempt_of, group_key, key_parts, next_attempt, place_of
+from rolltap.trainer.rollouts.resume import attempt_of, group_key, key_parts, next_attempt, place_of
 
 IDS = st.from_regex(r"[A-Za-z0-9._-]{1,20}", fullmatch=True)
 

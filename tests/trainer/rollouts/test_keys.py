@@ -1,16 +1,17 @@
 """The key of a group: all that decides its sessions is in it."""
 
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rolltap.errors import InputError
-from rolltap.trainer.rollouts.facts import group_key, key_parts
+from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.plan import Plan, Shared
 from rolltap.trainer.rollouts.provenance import Provenance
-from rolltap.trainer.rollouts.resume import changed_parts, key_values
+from rolltap.trainer.rollouts.resume import changed_parts, group_key, key_parts
 from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
+from rolltap.trainer.rollouts.session import Stage
+from rolltap.trainer.rollouts.worker import key_values
 from rolltap.trainer.tasks.task import Task
 
 HARNESS = Harness(name="h", program="p", headless=[])
@@ -33,12 +34,13 @@ class Elsewhere(ProcessRuntime):
 
 
 async def parts(
-    *, model="m", weights="default", options=None, digest="d", timeout=60, runtime=None, task=None, **known
+    *, model="m", weights="default", options=None, budget=None, digest="d", timeout=60, runtime=None, task=None, **known
 ):
-    plan = Plan(HARNESS, 1, timeout, runtime or ProcessRuntime())
+    config = RolloutConfig.of({"timeout": timeout, "recorder": options or {}, "budget": budget or {}})
     task = task or Task(id="t", instruction="go", evaluate=["true"])
-    common = Shared(Path(), None, Known(**known), {"t": digest})
-    return key_parts(await key_values(task, plan, common, model=model, weights=weights, options=options or {}))
+    recorder = SimpleNamespace(model=str(model))
+    stage = Stage(config, HARNESS, runtime or ProcessRuntime(), recorder, None, None, Known(**known), {}, {"t": digest})
+    return key_parts(await key_values(task, stage, weights))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +55,7 @@ async def parts(
         ({"program_digest": "q"}, "program"),
         ({"image_digest": "j"}, "image"),
         ({"options": {"rolltap_sampling": "{}"}}, "rolltap_sampling"),
-        ({"options": {"rolltap_max_calls": "3"}}, "rolltap_max_calls"),
+        ({"budget": {"calls": 3}}, "rolltap_max_calls"),
         ({"options": {"rolltap_allow": ["a", "b"]}}, "rolltap_allow"),
     ],
 )

@@ -7,9 +7,7 @@ from hypothesis import strategies as st
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Session
 from rolltap.addons.store.tables import RunWriter
-from rolltap.trainer.rollouts.facts import group_key
-from rolltap.trainer.rollouts.recorder import started_event
-from rolltap.trainer.rollouts.resume import TRIED_AGAIN, Recorded, going_on
+from rolltap.trainer.rollouts.resume import RERUN, Recorded, group_key, resume_lines, started_event
 from rolltap.trainer.tasks.task import Task
 
 TASK = Task(id="t", instruction="go", evaluate=["true"])
@@ -87,17 +85,17 @@ def told(tmp_path, rows, parts, *, further=False):
             writer.add_event(started_event(each, PARTS))
     recorded = Recorded(rows)
     groups = [recorded.group(TASK, parts, 2, further=further)]
-    return going_on(tmp_path, recorded, groups, [recorded.missing(group) for group in groups], further=further)
+    return resume_lines(tmp_path, recorded, groups, [recorded.missing(group) for group in groups], further=further)
 
 
 def test_it_says_what_it_goes_on_with_and_why_not(tmp_path):
     rows = [row(f"t-{KEY}.0-0"), row(f"t-{KEY}.0-1", "cancelled")]
     assert told(tmp_path / "0", [], PARTS) == []
-    assert told(tmp_path / "1", rows, PARTS) == [f"goes on with 1 sessions of {tmp_path / '1'}"]
+    assert told(tmp_path / "1", rows, PARTS) == [f"resumes {tmp_path / '1'}: 1 sessions have ended and are used again"]
     changed = {"task": "1", "timeout": "2", "model": "3"}
     assert told(tmp_path / "2", rows, changed) == ["begins new groups of 1 task: model, timeout changed"]
     (_, waits) = told(tmp_path / "3", rows, PARTS, further=True)
-    assert waits.startswith("goes on with 1 newest groups, of which sessions are missing, before it begins further")
+    assert waits.startswith("completes 1 groups of which sessions are missing")
 
 
 STATUSES = st.sampled_from(["completed", "failed", "timeout", "budget", "unjudged", "infrastructure", "cancelled"])
@@ -113,5 +111,5 @@ def test_however_often_it_is_stopped_every_place_ends_once_and_no_id_is_given_tw
         rows.append(row(ids[len(rows) % len(ids)], status))
     ids = [session.session_id for session in rows]
     assert len(set(ids)) == len(ids)
-    ended = [session for session in rows if session.status not in TRIED_AGAIN]
+    ended = [session for session in rows if session.status not in RERUN]
     assert len(ended) + len(missing(rows, sessions=sessions)) == sessions

@@ -1,8 +1,5 @@
 import asyncio
-import shlex
-import sys
 from contextlib import suppress
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,17 +7,14 @@ import pytest
 from rolltap.addons.errors import RecorderError
 from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.rollouts import schedule
-from rolltap.trainer.rollouts.facts import Group
 from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.plan import Plan, shared
 from rolltap.trainer.rollouts.recorder import Recorder
+from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.rollouts.schedule import run_groups
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.reader import load_sessions
-from tests.trainer.cli.program import ASK
+from tests.trainer.rollouts.stages import ONE_CALL, stage_of
 from tests.trainer.rollouts.test_recorder import kill
-
-ONE_CALL = shlex.join([sys.executable, "-c", ASK.replace("sys.exit(3)", "")])
 
 
 @pytest.fixture
@@ -31,21 +25,16 @@ def recorder(tmp_path, scripted_engine, tokenizer_folder):
         yield recorder
 
 
-def plan_for(script, **fields):
-    harness = Harness(name="sh", version="1", program="sh", arguments=[], headless=["-c", script])
-    return Plan(harness, concurrency=2, timeout=60, **{"retries": 0, **fields})
+async def run(groups, stage, advance=lambda *_: None):
+    return await run_groups(groups, stage, policy_version="7", advance=advance)
 
 
-async def play(recorder, script, **fields):
+async def play(recorder, script):
     task = Task(id="count", instruction="go", evaluate=["true"])
     steps: list[tuple[int, int]] = []
-    sessions = await run_groups(
-        [Group(task, "count-g", ["count-g-0", "count-g-1"])],
-        plan_for(script, **fields),
-        recorder,
-        policy_version="7",
-        advance=lambda what, done, total: steps.append((done, total)),
-    )
+    groups = [Group(task, "count-g", ["count-g-0", "count-g-1"])]
+    stage = stage_of(recorder, recorder.path.parent, script)
+    sessions = await run(groups, stage, lambda what, done, total: steps.append((done, total)))
     return sessions, steps
 
 
@@ -68,10 +57,10 @@ async def test_a_session_has_the_version_of_its_calls_and_without_one_the_expect
     assert [recorded[session.session_id].policy_version for session in sessions] == [version] * 2
 
 
-async def test_of_a_group_only_the_given_sessions_are_run(recorder):
+async def test_of_a_group_only_the_given_sessions_are_run(recorder, tmp_path):
     task = Task(id="count", instruction="go", evaluate=["true"])
     groups = [Group(task, "count-g", ["count-g-2", "count-g-0"]), Group(task, "count-h", [])]
-    sessions = await run_groups(groups, plan_for("true"), recorder, policy_version="7", advance=lambda *_: None)
+    sessions = await run(groups, stage_of(recorder, tmp_path, "true"))
     assert {(session.session_id, session.group_id, session.task_id) for session in sessions} == {
         ("count-g-0", "count-g", "count"),
         ("count-g-2", "count-g", "count"),
@@ -83,8 +72,7 @@ async def test_a_task_that_cannot_be_run_does_not_end_the_others_and_is_told_onc
     good = Task(id="good", instruction="go", evaluate=["true"])
     bad = Task(id="bad", instruction="go", evaluate=["true"], workspace=tmp_path / "empty", commit="0123456789abcdef")
     groups = [Group(bad, "bad-g", [f"bad-g-{i}" for i in range(3)]), Group(good, "good-g", ["good-g-0"])]
-    plan = plan_for(ONE_CALL, retries=2, give_up_after=3)
-    await run_groups(groups, plan, recorder, policy_version="7", advance=lambda *_: None)
+    await run(groups, stage_of(recorder, tmp_path, ONE_CALL, retries=2, give_up_after=3))
     found = {name: (each.status, each.reward) for name, each in load_sessions(recorder.path).items()}
     assert found == {"good-g-0": ("completed", 1.0), **dict.fromkeys(groups[0].session_ids, ("infrastructure", None))}
     assert caplog.text.count("no session of task bad can be run") == 1
@@ -103,11 +91,11 @@ async def test_a_session_that_waits_to_be_tried_again_leaves_its_place_to_others
 
     monkeypatch.setattr(schedule, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": wait}))
     script = f"test -e {tmp_path}/tried || {{ touch {tmp_path}/tried; exit 1; }}; {ONE_CALL}"
-    plan = replace(plan_for(script, retries=1), concurrency=1)
+    stage = stage_of(recorder, tmp_path, script, retries=1, concurrency=1)
     task = Task(id="count", instruction="go", evaluate=["true"])
     groups = [Group(task, "count-g", ["count-g-0", "count-g-1"])]
     async with asyncio.timeout(60):
-        sessions = await run_groups(groups, plan, recorder, policy_version="7", advance=advance)
+        sessions = await run(groups, stage, advance)
     assert [session.session_id for session in sessions] == ["count-g-0", "count-g-1", "count-g-0~1"]
 
 
@@ -116,18 +104,14 @@ async def test_what_sessions_share_is_made_once_for_several_calls(recorder, tmp_
     program = tmp_path / "program"
     program.write_text(f'#!/bin/sh\necho "$@" >> {asked}\n')
     program.chmod(0o755)
-    plan = Plan(Harness(name="x", program=str(program), headless=["go"]), concurrency=2, timeout=60, retries=0)
+    stage = stage_of(recorder, tmp_path, Harness(name="x", program=str(program), headless=["go"]))
     digests = []
     monkeypatch.setattr(Task, "digest", lambda task: digests.append(task.id) or "d")
     task = Task(id="count", instruction="go", evaluate=["true"])
-    with shared(plan) as common:
-        for number in range(2):
-            groups = [Group(task, f"count-{number}", [f"count-{number}-{i}" for i in range(2)])]
-            await run_groups(groups, plan, recorder, policy_version="7", advance=lambda *_: None, common=common)
-        place = common.work
+    for number in range(2):
+        await run([Group(task, f"count-{number}", [f"count-{number}-{i}" for i in range(2)])], stage)
     assert asked.read_text().split().count("--version") == 1
     assert digests == ["count"]
-    assert not place.exists()
 
 
 async def test_a_recorder_that_dies_is_an_error_of_its_own(recorder):

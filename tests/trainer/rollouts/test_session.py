@@ -12,22 +12,17 @@ from rolltap.addons.errors import InputError, RecorderError
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.doctor.scripted_engine import Say, ScriptedEngine
 from rolltap.trainer.rollouts import session as session_module
-from rolltap.trainer.rollouts.facts import Group
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.judges.verdict import Judged
-from rolltap.trainer.rollouts.plan import Plan
 from rolltap.trainer.rollouts.recorder import Recorder
+from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.rollouts.runtimes.process import ProcessBox, ProcessRuntime
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec
 from rolltap.trainer.rollouts.schedule import run_groups
 from rolltap.trainer.tasks.task import Limits, Task
 from rolltap.trainer.traces.reader import load_sessions
 from tests.harness.play import tool_call
-from tests.trainer.cli.program import ASK
-
-ONE_CALL_TEXT = ASK.replace("sys.exit(3)", "")
-ONE_CALL = shlex.join([sys.executable, "-c", ONE_CALL_TEXT])
-
+from tests.trainer.rollouts.stages import ONE_CALL, ONE_CALL_TEXT, stage_of
 
 TOOL = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
 ASK_WITH_TOOL = ONE_CALL_TEXT.replace("{'model': 'm',", f"{{'model': 'm', 'tools': [{TOOL!r}],")
@@ -47,14 +42,13 @@ def recorder(engine, tmp_path_factory, tokenizer_folder):
 
 
 @pytest.fixture
-def play(recorder, request):
+def play(recorder, request, tmp_path):
     async def play(script, *, runtime=None, retries=0, **fields):
         """Run one session. Return its row."""
         name = f"{request.node.name.partition('[')[0]}-{len(load_sessions(recorder.path))}"
         task = Task(id="t", instruction="go", **{"evaluate": ["true"], **fields})
-        harness = Harness(name="sh", program="sh", headless=["-c", script])
-        plan = Plan(harness, 1, 60, runtime or ProcessRuntime(), retries=retries)
-        await run_groups([Group(task, name, [f"{name}-0"])], plan, recorder, policy_version=None, advance=lambda *_: 0)
+        stage = stage_of(recorder, tmp_path, script, runtime, retries=retries)
+        await run_groups([Group(task, name, [f"{name}-0"])], stage, policy_version=None, advance=lambda *_: 0)
         return load_sessions(recorder.path)[f"{name}-0"]
 
     return play
@@ -153,27 +147,26 @@ async def test_folders_nested_a_thousand_times_end_no_rollout(play):
     assert (row.status, row.reward) == ("completed", 1.0)
 
 
-async def test_a_harness_that_is_not_there_is_named(recorder):
+async def test_a_harness_that_is_not_there_is_named(recorder, tmp_path):
     harness = Harness(name="gone", program="no-such-program", headless=[])
-    plan = Plan(harness, 1, 60, ProcessRuntime(), retries=0)
     groups = [Group(Task(id="t", instruction="go", evaluate=["true"]), "gone", ["gone-0"])]
-    await run_groups(groups, plan, recorder, policy_version=None, advance=lambda *_: 0)
+    stage = stage_of(recorder, tmp_path, harness)
+    await run_groups(groups, stage, policy_version=None, advance=lambda *_: 0)
     row = load_sessions(recorder.path)["gone-0"]
     assert row.status == "infrastructure"
     assert "no-such-program" in row.error
 
 
-async def test_a_rollout_ends_when_the_judge_cannot_judge_many_sessions_in_a_row(recorder, monkeypatch):
+async def test_a_rollout_ends_when_the_judge_cannot_judge_many_sessions_in_a_row(recorder, tmp_path, monkeypatch):
     async def unjudged(*_, **__):
         return Judged(unjudged="no key")
 
     monkeypatch.setattr(session_module, "judge", unjudged)
-    harness = Harness(name="sh", program="sh", headless=["-c", ONE_CALL])
-    plan = Plan(harness, 1, 60, ProcessRuntime(), retries=0, give_up_after=2)
+    stage = stage_of(recorder, tmp_path, ONE_CALL, concurrency=1, give_up_after=2)
     task = Task(id="t", instruction="go", evaluate=["true"])
     groups = [Group(task, "unjudged", [f"unjudged-{number}" for number in range(3)])]
-    with pytest.raises(RecorderError, match=r"gave up after 2 sessions in a row .*; the last, unjudged-1: no key"):
-        await run_groups(groups, plan, recorder, policy_version=None, advance=lambda *_: 0)
+    with pytest.raises(RecorderError, match=r"gave up after 2 consecutive .*; the last, unjudged-1: no key"):
+        await run_groups(groups, stage, policy_version=None, advance=lambda *_: 0)
 
 
 async def test_an_unjudged_session_keeps_the_status_that_it_would_have_for_a_later_reward(play):

@@ -7,8 +7,7 @@ import pytest
 import rolltap
 from rolltap.addons.store.records import UNREWARDED
 from rolltap.addons.store.tables import read_rows
-from rolltap.trainer.rollouts.facts import place_of
-from rolltap.trainer.rollouts.resume import NOT_RUN, TRIED_AGAIN
+from rolltap.trainer.rollouts.resume import NOT_RUN, RERUN, place_of
 from tests.trainer.rollouts.soak import endure, processes
 
 ACTS = {5: "kill rolltap", 12: "kill the recorder", 18: "restart the engine", 24: "kill rolltap"}
@@ -42,7 +41,7 @@ def test_no_session_is_lost_or_run_twice(soaked, rows):
     begun = [row["session_id"] for row in read_rows(soaked[0] / "run", "events") if row["kind"] == "session_started"]
     assert sorted(begun) == sorted(ids)
     assert len({place_of(row["session_id"]) for row in rows if row["status"] not in NOT_RUN}) == 16
-    ended = Counter(place_of(row["session_id"]) for row in rows if row["status"] not in TRIED_AGAIN)
+    ended = Counter(place_of(row["session_id"]) for row in rows if row["status"] not in RERUN)
     assert set(ended.values()) == {1}
 
 

@@ -3,7 +3,7 @@
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Event, Session
 from rolltap.addons.store.tables import RunWriter
-from rolltap.trainer.rollouts.recorder import interrupted_sessions, started_event
+from rolltap.trainer.rollouts.resume import interrupted_sessions, started_event
 
 
 def test_a_session_that_was_begun_and_has_no_row_is_cancelled_with_all_that_was_known(tmp_path):

@@ -28,6 +28,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, TrainerState
 
 from rolltap.trainer.engine import engines, publish
+from rolltap.trainer.rollouts import worker
 from rolltap.trainer.traces.reader import load_sessions
 from rolltap.trainer.training import attempt, loop, online
 from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
@@ -44,7 +45,7 @@ harness = "../harness.toml"
 steps = {STEPS}
 save_steps = {SAVE_STEPS}
 groups_per_step = 2
-sessions_per_group = 2
+sessions = 2
 replace_zero_variance = 1
 publish = "{{publish}}"
 adapters = 2
@@ -166,7 +167,7 @@ def train(folder: Path, kill_at: str | None = None) -> int:
         FolderEngine.folder, FolderEngine.points = folder / "engine", points
         FolderEngine.model = folder.parents[1] / "model"
         engines.EngineAdmin = FolderEngine
-        loop.Recorder, loop.run_groups = FakeRecorder, sessions_by(points)
+        worker.Recorder, worker.run_groups = FakeRecorder, sessions_by(points)
         call, before_batch = online.OnlineTraces.__call__, online.OnlineTraces.before_batch
 
         def stepped(source: online.OnlineTraces) -> None:

@@ -24,8 +24,8 @@ from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call, Session, VersionSpan
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.engine.admin import Models
-from rolltap.trainer.rollouts.facts import Group
-from rolltap.trainer.rollouts.plan import Plan
+from rolltap.trainer.rollouts.resume import Group
+from rolltap.trainer.rollouts.session import Stage
 from rolltap.trainer.traces.reader import load_sessions
 from tests.trainer.training.grpo.tiny import VOCABULARY, tiny_model, tokenizer
 
@@ -183,7 +183,7 @@ class FakeRecorder:
     """Stands in for the recorder's process: makes the run folder."""
 
     def __init__(self, run: Path, **options: Any) -> None:
-        self.path = run
+        self.path, self.engine = run, options["engine"]
 
     def __enter__(self) -> "FakeRecorder":
         write_metadata(self.path, {"model": "tiny"})
@@ -196,16 +196,9 @@ class FakeRecorder:
 def sessions_by(points: Points) -> Callable[..., Any]:
     """Return a function that stands in for `run_groups`."""
 
-    async def run_groups(
-        groups: Sequence[Group],
-        plan: Plan,
-        recorder: FakeRecorder,
-        *,
-        policy_version: str,
-        advance: Any,
-        common: Any = None,
-    ) -> list[Session]:
+    async def run_groups(groups: Sequence[Group], stage: Stage, *, policy_version: str, advance: Any) -> list[Session]:
         """Record sessions that are a function of the engine's weights, the task and the index, in any order."""
+        recorder = stage.recorder
         places = sorted(path for path in FolderEngine.folder.iterdir() if path.is_dir())
         policies = [policy_of(place, policy_version) for place in places]
         waiting = [(group, session_id) for group in groups for session_id in group.session_ids]

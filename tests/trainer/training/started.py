@@ -17,7 +17,8 @@ import torch
 
 from rolltap.trainer.cli.main import main
 from rolltap.trainer.engine import engines
-from rolltap.trainer.training import loop, report
+from rolltap.trainer.rollouts import worker
+from rolltap.trainer.training import report
 from tests.trainer.training.stand_ins import FakeRecorder, FolderEngine, Points, sessions_by
 
 
@@ -50,7 +51,7 @@ def publish_is_refused(folder: Path) -> None:
 
 
 def _in_second_rollout(act: Callable[[], None]) -> None:
-    run_groups = loop.run_groups
+    run_groups = worker.run_groups
 
     async def acting(*args: Any, policy_version: str, **kwargs: Any) -> Any:
         if policy_version.split(".")[1] == "1":
@@ -58,7 +59,7 @@ def _in_second_rollout(act: Callable[[], None]) -> None:
             await asyncio.sleep(0)  # a signal is handled here
         return await run_groups(*args, policy_version=policy_version, **kwargs)
 
-    loop.run_groups = acting
+    worker.run_groups = acting
 
 
 FAULTS: dict[str, Callable[[Path], None]] = {
@@ -72,8 +73,8 @@ def stand_in(folder: Path, set_in: Callable[[Any, str, Any], None] = setattr) ->
     for name, value in {"folder": folder / "engine", "model": folder / "model", "points": points}.items():
         set_in(FolderEngine, name, value)
     set_in(engines, "EngineAdmin", FolderEngine)
-    set_in(loop, "Recorder", RecorderWithChild)
-    set_in(loop, "run_groups", sessions_by(points))
+    set_in(worker, "Recorder", RecorderWithChild)
+    set_in(worker, "run_groups", sessions_by(points))
     set_in(report, "plot_run", lambda run, title: None)  # which takes longer than such a training
 
 

@@ -28,7 +28,7 @@ class TestArguments:
         return arguments
 
     def test_the_recipes_table_has_trls_names_and_the_rest_is_derived(self, arguments, tmp_path):
-        args = arguments("[grpo]\nlearning_rate = 0.5\nnum_iterations = 2\n", steps=3, sessions_per_group=4)
+        args = arguments("[grpo]\nlearning_rate = 0.5\nnum_iterations = 2\n", steps=3, sessions=4)
         assert (args.learning_rate, args.max_steps, args.seed) == (0.5, 6, 3)
         assert args.output_dir == str(tmp_path / CHECKPOINTS)
 

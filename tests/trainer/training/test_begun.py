@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.rollouts.facts import Budget
+from rolltap.trainer.rollouts.config import Budget
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.sessions import Outcomes
@@ -24,7 +24,7 @@ def online(*, tasks=(TASK,), harness=HARNESS, seed=0, **recipe):
 @pytest.mark.parametrize(
     "changed",
     [
-        {"concurrency": 1, "recorders": 2, "session_timeout": 1.0, "save_steps": 2},
+        {"concurrency": 1, "recorders": 2, "timeout": 1.0, "save_steps": 2},
         {"publish": "lora", "publish_folder": Path("/dev/shm"), "adapters": 9, "max_difference": 1.0},
         {"machine": Machine(processes=2, engines=2)},
         {"grpo": {"report_to": "wandb", "logging_steps": 2, "save_total_limit": 9, "run_name": "x"}},
@@ -45,10 +45,10 @@ def test_how_a_step_is_computed_and_reported_may_change(changed):
         ({"dtype": "bfloat16"}, r'dtype \(it was "float32"\)'),
         ({"tasks": (TASK.model_copy(update={"instruction": "stop"}),)}, "tasks"),
         ({"tasks": (TASK.model_copy(update={"evaluate": ["false"]}),)}, "tasks"),
-        ({"tasks": (TASK.model_copy(update={"workspace": Path(__file__).parent.parent / "views"}),)}, "tasks"),
+        ({"tasks": (TASK.model_copy(update={"workspace": Path(__file__).parent.parent / "cli"}),)}, "tasks"),
         ({"harness": HARNESS.model_copy(update={"env": {"A": "1"}})}, "harness"),
         ({"groups_per_step": 2}, r"groups_per_step \(it was 1\)"),
-        ({"sessions_per_group": 2}, "sessions_per_group"),
+        ({"sessions": 2}, r"sessions \(it was 8\)"),
         ({"replace_zero_variance": 2}, "replace_zero_variance"),
         ({"strategy": "tree"}, "strategy"),
         ({"roles": ("agent",)}, "roles"),

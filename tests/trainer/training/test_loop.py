@@ -28,7 +28,7 @@ def write_recipe(folder: Path, text: str = "", **values) -> Path:
         "tasks": str(QUICKSTART / "tasks.jsonl"),
         "harness": "mini-swe-agent",
         "steps": 2,
-        "sessions_per_group": 2,
+        "sessions": 2,
         **values,
     }
     path = folder / "recipe.toml"
@@ -94,7 +94,7 @@ def test_two_processes_with_two_engines_train_what_one_process_does(engine, seco
         pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
     grpo = "[grpo]\nlearning_rate = 1e-3\ngradient_accumulation_steps = 2\n"
     lora = '[lora]\nr = 4\ntarget_modules = "all-linear"\n'
-    recipe = write_recipe(tmp_path, grpo + lora, sessions_per_group=4, publish="lora", model=str(engine.model_dir))
+    recipe = write_recipe(tmp_path, grpo + lora, sessions=4, publish="lora", model=str(engine.model_dir))
     engines = [engine, second_engine]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "rolltap"]
     both = ["train", str(recipe), "--engine", ",".join(each.url for each in engines), "--out"]

@@ -39,7 +39,7 @@ class Loop:
         write_metadata(folder, {})
         self.at_first = at_first
         self.folder, self.silent = folder, silent
-        self.recipe = Recipe(model="m", tasks="t", harness="h", steps=9, sessions_per_group=2, **settings)
+        self.recipe = Recipe(model="m", tasks="t", harness="h", steps=9, sessions=2, **settings)
         self.run: list[str] = []
         self.published: list[str] = []
         self.faults = False

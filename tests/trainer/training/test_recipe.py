@@ -68,7 +68,7 @@ def test_folders_of_tools_and_repositories_are_relative_to_the_recipe(tmp_path):
         (GOOD + 'container_engine = "docker"\n', 'are for runtime = "container", not "process"'),
         (GOOD + "retries = -1\n", "'retries' is -1"),
         (GOOD + "[budget]\ncalls = 0\n", r"'budget\.calls' is 0"),
-        (GOOD + '[recorder]\nrolltap_max_calls = "3"\n', r"set budget\.calls instead of recorder\.rolltap_max_calls"),
+        (GOOD + '[recorder]\nrolltap_max_calls = "3"\n', r"set budget\.calls .* instead of rolltap_max_calls"),
         (
             GOOD + '[recorder]\nrolltap_samplin = "{}"\n',
             r"recorder\.rolltap_samplin is .* did you mean rolltap_sampling",
@@ -76,6 +76,8 @@ def test_folders_of_tools_and_repositories_are_relative_to_the_recipe(tmp_path):
         (GOOD + '[recorder]\nsslinsecure = "true"\n', r"recorder\.sslinsecure is .* did you mean ssl_insecure"),
         (GOOD + '[recorder]\nrolltap_patience = "abc"\n', r"recorder\.rolltap_patience is 'abc'"),
         ("model = ", "is not TOML"),
+        (GOOD + "session_timeout = 9\n", "'session_timeout' is 'timeout' now"),
+        (GOOD + "sessions_per_group = 4\n", "'sessions_per_group' is 'sessions' now"),
         (GOOD + "stepz = 3\n", "unknown key 'stepz'"),
         (GOOD.replace("steps = 1", "steps = 0"), "'steps' is 0"),
         (GOOD + 'strategy = "merge"\n', "'strategy' is 'merge': Input should be 'per_request', .* or 'tree'"),

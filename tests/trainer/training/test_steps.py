@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.store.records import Session
-from rolltap.trainer.rollouts.facts import Group
+from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.sessions import Outcomes, RewardRules
 from rolltap.trainer.training.online import FinishedSessions, further_tasks, has_signal, step_group

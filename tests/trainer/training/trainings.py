@@ -25,7 +25,7 @@ tasks = "tasks.jsonl"
 harness = "harness.toml"
 steps = 2
 groups_per_step = 2
-sessions_per_group = 2
+sessions = 2
 [grpo]
 learning_rate = 1e-2
 gradient_accumulation_steps = 2

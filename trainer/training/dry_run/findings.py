@@ -206,7 +206,7 @@ def _transfer(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
 
 
 def _processes(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
-    sessions = recipe.groups_per_step * recipe.sessions_per_group
+    sessions = recipe.groups_per_step * recipe.sessions
     parts = machine.processes * int(recipe.grpo.get("gradient_accumulation_steps", 1))
     if machine.processes > sessions:
         yield error(

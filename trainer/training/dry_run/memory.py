@@ -116,7 +116,7 @@ def rows(recipe: Recipe, numbers: ModelNumbers, processes: int) -> Rows:
     Groups that are replaced are not trained. A session has more traces where it has sub-agents, or where a call does
     not continue the one before it.
     """
-    sessions = recipe.groups_per_step * recipe.sessions_per_group
+    sessions = recipe.groups_per_step * recipe.sessions
     parts = processes * int(recipe.grpo.get("gradient_accumulation_steps", 1))
     return Rows(-(-sessions // parts), longest(recipe, numbers))
 

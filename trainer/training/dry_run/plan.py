@@ -391,7 +391,7 @@ def plan(
 
 
 def _work(recipe: Recipe, traces: Rows) -> Work:
-    sessions = recipe.groups_per_step * recipe.sessions_per_group
+    sessions = recipe.groups_per_step * recipe.sessions
     return Work(
         steps=recipe.steps,
         sessions_per_step=sessions,

@@ -125,9 +125,7 @@ def test_models_of_four_billion_have_the_numbers_that_are_computed_by_hand(name,
 
 def test_a_trace_has_at_most_the_models_context(tmp_path):
     FAMILIES["qwen3"][1].save_pretrained(tmp_path)
-    recipe = Recipe(
-        model=tmp_path, steps=1, groups_per_step=3, sessions_per_group=5, grpo={"gradient_accumulation_steps": 2}
-    )
+    recipe = Recipe(model=tmp_path, steps=1, groups_per_step=3, sessions=5, grpo={"gradient_accumulation_steps": 2})
     numbers = model_numbers(recipe, "float32")
     assert rows(recipe, numbers, 2) == Rows(4, 4096)
     assert rows(recipe.model_copy(update={"max_tokens": 100}), numbers, 4) == Rows(2, 100)

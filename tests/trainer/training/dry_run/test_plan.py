@@ -70,7 +70,7 @@ def test_without_mitmproxy_the_values_of_the_recorders_options_are_not_checked_a
         ({"publish": "lora", "lora": {**LORA, "use_dora": True}}, "use_dora"),
         ({"publish": "nccl"}, "needs vLLM"),
         ({"publish": "nccl", "machine": {**GPU, "shared_gpu": True}}, "one GPU"),
-        ({"sessions_per_group": 2, "machine": {**GPU, "processes": 4}}, "only 2 sessions"),
+        ({"sessions": 2, "machine": {**GPU, "processes": 4}}, "only 2 sessions"),
         ({"processes": 2, "machine": {**GPU, "processes": 4}}, "for 4 processes, but 2"),
         ({"engine": "http://a:1,http://b:2", "machine": {**GPU, "engines": 3}}, "for 3 engines, but --engine names 2"),
         ({"max_tokens": 5000}, "more than the model's context"),
@@ -208,12 +208,12 @@ def test_one_checkpoint_more_than_are_kept_is_there_while_it_is_written(model, l
 
 
 def test_replaced_groups_are_not_trained(model):
-    found = planned(model, replace_zero_variance=5, groups_per_step=2, sessions_per_group=4)
+    found = planned(model, replace_zero_variance=5, groups_per_step=2, sessions=4)
     assert found.work.traces_per_pass.count == 8
 
 
 def test_work_is_counted(model):
-    keys = {"groups_per_step": 3, "sessions_per_group": 4, "save_steps": 3, "grpo": {"num_iterations": 2}}
+    keys = {"groups_per_step": 3, "sessions": 4, "save_steps": 3, "grpo": {"num_iterations": 2}}
     work = planned(model, **keys).work
     assert (work.sessions_per_step, work.sessions, work.optimizer_steps, work.checkpoints) == (12, 120, 20, 4)
 

@@ -1,0 +1,139 @@
+"""Settings of a rollout, each once: name, type, default, bounds and help.
+
+`rolltap rollout` makes its options from the fields of `RolloutConfig`, a recipe has them as keys, and `rolltap.rollout`
+takes them as keywords.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self, TypedDict
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.rollouts.runtimes.choose import make_runtime
+from rolltap.trainer.rollouts.runtimes.runtime import Runtime
+from rolltap.trainer.toml import describe
+
+RENAMED = {
+    "session_timeout": "timeout",
+    "sessions_per_group": "sessions",
+    "options": "recorder",
+    "max_calls": "budget.calls",
+    "max_sampled_tokens": "budget.sampled_tokens",
+    "max_prompt_tokens": "budget.prompt_tokens",
+}
+"""Earlier name of a setting -> its name. The earlier one is refused, and the refusal names the other."""
+RUNTIME_SETTINGS = ("tools", "container_engine", "container_arguments")
+"""Settings of a runtime that is chosen by its name."""
+
+FREE_OPTIONS = frozenset({"rolltap_secret_file", "rolltap_engine_key_file", "rolltap_patience", "rolltap_fsync"})
+"""Options of the recorder that decide no session."""
+
+
+class Budget(BaseModel):
+    """Budgets of one session. None is no limit. A session that used one up has the status `budget`.
+
+    `calls` is the option `--max-calls` of `rolltap rollout` and the recorder's option `rolltap_max_calls`; the others
+    likewise.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    calls: int | None = Field(default=None, ge=1)
+    """Maximum number of model calls of a session."""
+    sampled_tokens: int | None = Field(default=None, ge=1)
+    """Maximum number of sampled tokens of a session, of all calls together."""
+    prompt_tokens: int | None = Field(default=None, ge=1)
+    """Maximum length of the prompt of one call in tokens. A longer one is refused as by a model with that window, so
+    that harnesses compact their history."""
+
+    def options(self) -> dict[str, str]:
+        """Return the recorder's options (`rolltap_max_calls` and others) of the budgets that are set."""
+        return {f"rolltap_max_{name}": str(value) for name, value in self.model_dump(exclude_none=True).items()}
+
+
+class RolloutConfig(BaseModel):
+    """Settings of a rollout. The constructor raises pydantic's `ValidationError`, a `ValueError`; `of` `InputError`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    repositories: Path | None = None
+    """Folder with the checkouts that SWE rows name, each as `OWNER__NAME`."""
+    sessions: int = Field(default=8, ge=1)
+    """Sessions of each task. They are one group."""
+    concurrency: int = Field(default=8, ge=1)
+    """Maximum number of sessions that run at the same time."""
+    recorders: int = Field(default=1, ge=1)
+    """Number of the recorder's processes. Each uses one core; a session's id names its process."""
+    timeout: float = Field(default=1800.0, gt=0)
+    """Seconds after which a harness is stopped, unless its task has a time limit of its own."""
+    runtime: Literal["process", "sandbox", "container", "apptainer"] = "process"
+    """Where sessions run. `process` does not protect this machine from the harness."""
+    tools: tuple[Path, ...] = ()
+    """Folders of installed programs that a box shows, read-only, under the same path."""
+    container_engine: Literal["podman", "docker"] | None = None
+    """Program of the runtime `container`. By default the first that is installed."""
+    container_arguments: tuple[str, ...] = ()
+    """Arguments between the name of that program and its commands, as in `podman ARGUMENTS create`."""
+    budget: Budget = Budget()
+    """Budgets of each session: see `Budget`."""
+    retries: int = Field(default=2, ge=0)
+    """Retries of a session that failed because of the engine, the recorder or the machine."""
+    give_up_after: int = Field(default=8, ge=1)
+    """Consecutive infrastructure failures, of two tasks at least if there are two, after which the rollout stops."""
+    recorder: dict[str, str | list[str]] = {}
+    """Further options of the recorder or mitmproxy, for example `rolltap_sampling`. A repeatable one has a list."""
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Self:
+        """Return the configuration with these fields. Raises `InputError`, which names each wrong one."""
+        try:
+            return cls.model_validate(settings)
+        except ValidationError as error:
+            raise InputError(describe(error)) from error
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_earlier_names(cls, settings: Any) -> Any:
+        for old, new in RENAMED.items():
+            if isinstance(settings, Mapping) and old in settings:
+                raise ValueError(f"{old!r} is {new!r} now: rename it")
+        return settings
+
+    @model_validator(mode="after")
+    def _refuse_two_budgets(self) -> Self:
+        for name in Budget.model_fields:
+            if f"rolltap_max_{name}" in self.recorder:
+                raise ValueError(f"set budget.{name} (--max-{name.replace('_', '-')}) instead of rolltap_max_{name}")
+        return self
+
+    def options(self) -> dict[str, str | list[str]]:
+        """Return all options of the recorder, those of the budgets too."""
+        return {**self.budget.options(), **self.recorder}
+
+    def make_runtime(self) -> Runtime:
+        """Return the runtime. Raises `InputError` for a setting that it does not have."""
+        return make_runtime(
+            self.runtime,
+            tools=self.tools,
+            container_engine=self.container_engine,
+            container_arguments=self.container_arguments,
+        )
+
+
+class RolloutArguments(TypedDict, total=False):
+    """Fields of `RolloutConfig` as keywords of `rolltap.rollout`, for type checkers. `runtime` has its own there."""
+
+    repositories: str | Path | None
+    sessions: int
+    concurrency: int
+    recorders: int
+    timeout: float
+    tools: Sequence[str | Path]
+    container_engine: str | None
+    container_arguments: Sequence[str]
+    budget: Budget | Mapping[str, int]
+    retries: int
+    give_up_after: int
+    recorder: Mapping[str, str | Sequence[str]]

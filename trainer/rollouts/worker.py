@@ -1,0 +1,212 @@
+"""The worker: runs groups of sessions into one run folder.
+
+`rolltap rollout` and the training loop run their sessions by it. It holds the folder's lock, the recorder, and what its
+sessions share, such as the folders that they start from.
+"""
+
+import asyncio
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rolltap.addons.engine.policy import PolicyFile
+from rolltap.addons.errors import InputError
+from rolltap.addons.store.records import Session
+from rolltap.trainer.concurrency import run_to_end, wait_for_end
+from rolltap.trainer.progress import Advance, progress_bar
+from rolltap.trainer.rollouts.check import check_engines, check_judges, fit_tasks
+from rolltap.trainer.rollouts.config import FREE_OPTIONS, RUNTIME_SETTINGS, RolloutConfig
+from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.rollouts.mitmdump import rollout_lock, workplace
+from rolltap.trainer.rollouts.provenance import Provenance
+from rolltap.trainer.rollouts.recorder import Recorder
+from rolltap.trainer.rollouts.resume import Group, Recorded, interrupted_sessions, key_parts, resume_lines
+from rolltap.trainer.rollouts.runtimes.runtime import Runtime
+from rolltap.trainer.rollouts.schedule import run_groups
+from rolltap.trainer.rollouts.session import Stage, end_session
+from rolltap.trainer.tasks.sources import load_tasks
+from rolltap.trainer.tasks.task import Task
+from rolltap.trainer.traces.reader import load_sessions
+
+
+class Worker:
+    """Runs groups of sessions into the run folder `out`. A context manager, sync or async, for one use.
+
+    Entering takes the folder's lock, starts the recorder, and gives a row to the sessions that a killed rollout left
+    without one. `harness` is a harness, the name of a preset, or the path of a `.toml` file; `runtime` a runtime of the
+    caller's instead of the configuration's.
+
+    Raises `InputError` for a wrong harness, runtime or option of the recorder. Entering raises `RunError` when another
+    process runs sessions in the folder, what `Recorder` raises, and `OSError`.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        *,
+        harness: Harness | str | Path,
+        engine: str,
+        model: str | Path,
+        out: str | Path,
+        runtime: Runtime | None = None,
+    ) -> None:
+        if runtime is not None and (unused := config.model_fields_set & set(RUNTIME_SETTINGS)):
+            raise InputError(f"{min(unused)} has no meaning with a runtime that you made: give it to that runtime")
+        self.config = config
+        self.runtime = runtime or config.make_runtime()
+        self.harness = harness if isinstance(harness, Harness) else Harness.load(str(harness))
+        self.recorder = Recorder(out, engine=engine, model=model, options=config.options(), processes=config.recorders)
+        self.stage: Stage
+        """What the sessions share. Only inside of the block."""
+
+    def fit(self, tasks: Sequence[Task]) -> list[Task]:
+        """Return the tasks as the runtime runs them. Checks runtime, tasks, program and judges, and starts nothing.
+
+        Raises as `fit_tasks` and `check_judges`, and `InputError` for what this machine lacks.
+        """
+        self.runtime.check()
+        fitting = fit_tasks(tasks, self.runtime)
+        if not all(task.image for task in fitting):
+            self.harness.require_program()
+        check_judges(fitting, self.recorder.engine)
+        return fitting
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            stack.enter_context(rollout_lock(self.recorder.path))
+            work = stack.enter_context(workplace())
+            stack.enter_context(self.recorder)
+            end_interrupted(self.recorder)
+            self.stage = Stage.of(self.config, self.harness, self.runtime, self.recorder, work)
+            self._cleanup = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._cleanup.__exit__(kind, value, traceback)
+
+    async def __aenter__(self) -> Self:
+        """Enter without blocking the event loop. Cancelling it leaves no process behind."""
+        starting = asyncio.create_task(asyncio.to_thread(self.__enter__))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            self.recorder.abort_start()
+            await wait_for_end(starting)
+            if starting.exception() is None:
+                await run_to_end(self.__exit__, *sys.exc_info())
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await run_to_end(self.__exit__, kind, value, traceback)
+
+    async def run(
+        self, groups: Sequence[Group], *, policy_version: str | None = None, advance: Advance = lambda *_: None
+    ) -> list[Session]:
+        """Run the sessions of groups as `run_groups`. May be called again, in another event loop too."""
+        return await run_groups(groups, self.stage, policy_version=policy_version, advance=advance)
+
+
+async def roll_out(
+    worker: Worker, tasks: Sequence[Task], *, new_groups: bool = False, progress: bool = True
+) -> tuple[str, ...]:
+    """Run the missing sessions of each task's newest group, or of a further one with `new_groups`.
+
+    `worker` is not started yet. Returns the ids of the sessions in these groups, all attempts. Says on stderr what is
+    resumed; `progress` shows this and a progress bar. Raises as `rolltap.rollout`.
+    """
+    config, recorder = worker.config, worker.recorder
+    fitting = await asyncio.to_thread(worker.fit, tasks)
+    weights = await asyncio.to_thread(check_engines, recorder.engine, recorder.model)
+    async with worker:
+        weights = f"{weights},{PolicyFile(recorder.path).read().version}"
+        recorded = Recorded(load_sessions(recorder.path).values())
+        keys = await keys_of(fitting, worker.stage, weights)
+        groups = [
+            recorded.group(task, key, config.sessions, further=new_groups)
+            for task, key in zip(fitting, keys, strict=True)
+        ]
+        missing = [recorded.missing(group) for group in groups]
+        if progress:
+            for line in resume_lines(recorder.path, recorded, groups, missing, further=new_groups):
+                print(line, file=sys.stderr)
+        with progress_bar(show=progress) as advance:
+            await worker.run(missing, advance=advance)
+    ended = Recorded(load_sessions(recorder.path).values())
+    return tuple(session.session_id for group in groups for session in ended.attempts(group))
+
+
+def given_tasks(tasks: Sequence[Task] | str | Path, repositories: Path | None) -> list[Task]:
+    """Return the tasks of a list, or of a path as `load_tasks`. Raises `InputError`, also when two have the same id."""
+    if isinstance(tasks, str | Path):
+        return load_tasks(Path(tasks), repositories=repositories)
+    if isinstance(tasks, Task):
+        raise InputError("tasks is one task: give a list")
+    if not tasks:
+        raise InputError("the list of tasks is empty")
+    for name, number in Counter(task.id for task in tasks).items():
+        if number > 1:
+            raise InputError(f"{number} tasks have the id {name!r}: give each task an id of its own")
+    return list(tasks)
+
+
+async def keys_of(tasks: Sequence[Task], stage: Stage, weights: str) -> list[dict[str, str]]:
+    """Return the parts of each task's key. `weights` names those of the engines and the published version.
+
+    Asks as many programs for their version at once as sessions run. Raises `InputError` for a path of a task that
+    cannot be read, and `OSError`.
+    """
+    places = asyncio.Semaphore(stage.config.concurrency)
+
+    async def key(task: Task) -> dict[str, str]:
+        async with places:
+            return key_parts(await key_values(task, stage, weights))
+
+    keys = await asyncio.gather(*map(key, tasks), return_exceptions=True)  # none of them runs on after an error
+    found = []
+    for each in keys:
+        if isinstance(each, BaseException):
+            raise each
+        found.append(each)
+    return found
+
+
+async def key_values(task: Task, stage: Stage, weights: str) -> dict[str, object]:
+    """Return name -> JSON value of what decides the sessions of a task.
+
+    Of an image that cannot be had nothing is known: its sessions cannot be run, and say why. Raises `OSError`.
+    """
+    digest = await stage.digest(task)
+    try:
+        known = await stage.provenances.of(task.image)
+    except InputError:
+        known = Provenance(harness_version="", program_digest="", preset_digest=stage.harness.digest(), image_digest="")
+    model = Path(stage.recorder.model)
+    return {
+        "task": digest,
+        "harness": known.preset_digest,
+        "harness_version": known.harness_version,
+        "program": known.program_digest,
+        "image": known.image_digest,
+        "runtime": stage.runtime.name,
+        "timeout": task.timeout or stage.config.timeout,
+        "model": str(model.resolve() if model.exists() else model),
+        "weights": weights,
+        **{name: value for name, value in stage.config.options().items() if name not in FREE_OPTIONS},
+    }
+
+
+def end_interrupted(recorder: Recorder) -> None:
+    """Give a row `cancelled` to each session of the recorder's run that was begun and has none.
+
+    Call it with the run's `rollout_lock`. Raises as `Recorder.end`.
+    """
+    for session in interrupted_sessions(recorder.path):
+        end_session(recorder, session, None)
