@@ -73,7 +73,6 @@ def test_folders_of_tools_and_repositories_are_relative_to_the_recipe(tmp_path):
             GOOD + '[recorder]\nrolltap_samplin = "{}"\n',
             r"recorder\.rolltap_samplin is .* did you mean rolltap_sampling",
         ),
-        (GOOD + '[recorder]\nsslinsecure = "true"\n', r"recorder\.sslinsecure is .* did you mean ssl_insecure"),
         (GOOD + '[recorder]\nrolltap_patience = "abc"\n', r"recorder\.rolltap_patience is 'abc'"),
         ("model = ", "is not TOML"),
         (GOOD + "session_timeout = 9\n", "'session_timeout' is 'timeout' now"),
