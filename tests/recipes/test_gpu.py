@@ -57,6 +57,7 @@ def half(monkeypatch):
     return engine_half
 
 
+@pytest.mark.deep  # its parts are tested with a real engine in test_loop and test_publish
 @pytest.mark.engine
 @pytest.mark.harness
 def test_the_engine_half_records_trains_and_publishes_in_two_ways_and_each_line_passes(half, engine, tmp_path):
