@@ -229,7 +229,7 @@ class RecoveredSession:
         past: list[PastCall] = []
         calls = list(readable_calls(rows))
         damaged |= sum(call.reply is not None for call in calls) < sum(row["status"] == "completed" for row in rows)
-        self.conversations.incomplete |= damaged
+        self.conversations.history.incomplete |= damaged
         for recorded in calls:
             theirs = recorded.row["dialect"]
             rule = model_call.echo_rule if theirs == dialect else None
@@ -269,7 +269,7 @@ class RecoveredSession:
         try:
             turn = self.conversations.restore(*who, *ids, request, reply, row["kind"])
         except _NOT_A_RECORDERS as error:
-            self.conversations.incomplete = True
+            self.conversations.history.incomplete = True
             leave_out(row, f"its messages are not those of a recorder ({error!r})")
         else:
             yield recorded, turn

@@ -1,17 +1,20 @@
 """Conversation to prompt token ids: continue a recorded call token for token, or render in full and record why.
 
-A recorded call is found by comparing canonical messages (`canonical.py`). Its text is not tokenised again. Reasoning is
-not compared, because some harnesses drop it. Reasoning, and the opaque field issued with it (`call_id`), only decide
-between calls that are otherwise equal.
+`History.match` compares the messages of a request with the recorded conversations of its session. It returns
 
-The replies of a session by themselves: which call an assistant message is from, in whatever conversation.
+    Continued   they begin with a call's conversation and reply: the prompt is that call's prompt, its sampled tokens,
+                and the tokens of the new messages
+    Changed     one of them is a reply, changed or at another place: all messages are rendered
+    New         none of them is a reply: all messages are rendered, and the call is a root
 
-A recorded call as later calls continue it.
+Messages are compared in their canonical form (`canonical.py`); no text is tokenised again. Reasoning is not compared,
+because some harnesses drop it. Reasoning, and the opaque field issued with it (`call_id`), only decide between calls
+that are otherwise equal.
 """
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -33,37 +36,13 @@ from rolltap.addons.prompts.canonical import (
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.records import CallKind
 
-
-class Issued:
-    """Finds the call that sampled an assistant message. Not thread-safe."""
-
-    def __init__(self) -> None:
-        self._calls: dict[bytes | str, str] = {}
-        """Digest of a reply by itself, the id of each of its tool calls, and its call's id -> the call."""
-
-    def add(self, call_id: str, reply: Message, model_call: ModelCall) -> None:
-        """Note the reply of a call. An empty one is found by the call's id only."""
-        self._calls[call_id] = call_id
-        if reply["content"].strip() or reply.get("tool_calls"):
-            self._calls[message_digest(reply, model_call)] = call_id
-        self._calls |= {tool_call["id"]: call_id for tool_call in reply.get("tool_calls", ())}
-
-    def call(self, message: Message, model_call: ModelCall) -> str | None:
-        """Return the call whose reply an assistant message is, or of which it has an id; None for a message of others.
-
-        The text may have a change of `echoes.py`. Its reasoning is not compared. Of equal replies the newest counts.
-        """
-        ids = [message.get("call_id"), *(tool_call["id"] for tool_call in message.get("tool_calls", ()))]
-        if (named := next((i for i in ids if i in self._calls), None)) is not None:
-            return self._calls[named]
-        forms = [message, *(form for form, _ in issued_forms(message))]
-        digests = (message_digest(form, model_call) for form in forms)
-        return next((self._calls[digest] for digest in digests if digest in self._calls), None)
+_EXCERPT = 400
+"""Characters of each recorded message that are kept to show a difference."""
 
 
 @dataclass(slots=True)
 class Turn:
-    """A recorded call of a conversation.
+    """A recorded call as later calls continue it.
 
     Its prompt begins with the first `shared` tokens of the prompt and completion of `base`. Only the tokens after them
     are stored, so that memory grows linearly with a conversation, also when its calls are rendered.
@@ -71,12 +50,12 @@ class Turn:
 
     call_id: str
     base: "Turn | None"
-    """The parent of a bridged call; for a rendered one, the call whose conversation has the most messages in common."""
+    """The parent of a continued call; of a rendered one, the call with the most messages in common."""
     shared: int
     tail_ids: "array[int]"
     completion_ids: "array[int]"
-    reasoning: str
-    digest: bytes
+    reasoning: str = ""
+    digest: bytes = b""
     """Digest of the call's conversation and reply."""
 
     @property
@@ -87,6 +66,15 @@ class Turn:
     def prompt_ids(self) -> list[int]:
         """Return the full prompt of the call, in O(length of the prompt + number of turns below it)."""
         return self._ids(self.length - len(self.completion_ids)).tolist()
+
+    def store_after(self, base: "Turn") -> None:
+        """Keep of a full prompt only the tokens after those that it has in common with another call."""
+        length = min(base.length, len(self.tail_ids))
+        ours, theirs = (np.frombuffer(ids, np.int32)[:length] for ids in (self.tail_ids, base._ids(length)))
+        different = np.flatnonzero(ours != theirs)
+        self.base = base
+        self.shared = int(different[0]) if len(different) else length
+        self.tail_ids = self.tail_ids[self.shared :]
 
     def _ids(self, needed: int) -> "array[int]":
         """Return the first `needed` tokens of the prompt and the completion."""
@@ -100,58 +88,64 @@ class Turn:
             joined += piece
         return joined
 
-    def common_length(self, prompt_ids: "array[int]") -> int:
-        """Return how many leading tokens the prompt and completion have in common with another prompt."""
-        length = min(self.length, len(prompt_ids))
-        ours, theirs = (np.frombuffer(ids, np.int32)[:length] for ids in (self._ids(length), prompt_ids))
-        return int(different[0]) if len(different := np.flatnonzero(ours != theirs)) else length
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The messages of a request, or those after a recorded call, and the digests of their prefixes."""
+
+    model_call: ModelCall
+    digests: list[bytes]
+    """N + 1 digests of N messages: `digests[n]` covers `messages[:n]` and all that is before them."""
 
 
-def pick_turn(turns: list[Turn], echoed: Message) -> Turn | None:
-    """Return the turn that issued the echoed reply, or None when that is ambiguous.
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """The messages begin with the conversation and reply of recorded calls, and none after these is a reply."""
 
-    `turns` have the same canonical conversation and reply. Turns with equal token ids count as the same turn.
-    """
-    if len(turns) > 1 and (issued := [turn for turn in turns if turn.call_id == echoed.get("call_id")]):
-        return issued[0]
-    if len(turns) > 1:
-        turns = [turn for turn in turns if turn.reasoning == echoed_reasoning(echoed)]
-    if not turns:
-        return None
-    first = turns[0]
-    if any(t.completion_ids != first.completion_ids or t.prompt_ids() != first.prompt_ids() for t in turns[1:]):
-        return None
-    return first
+    turns: list[Turn]
+    """All calls with this conversation and reply."""
+    end: int
+    """The number of messages of the conversation and reply. Those after them are new."""
+
+    @property
+    def sampled_by(self) -> str:
+        """A call that sampled the reply."""
+        return self.turns[0].call_id
+
+    def turn(self, echo: Message) -> Turn | None:
+        """Return the call that issued the echoed reply, None when that is ambiguous. Calls of equal tokens are one."""
+        turns = self.turns
+        if len(turns) > 1 and (issued := [turn for turn in turns if turn.call_id == echo.get("call_id")]):
+            return issued[0]
+        if len(turns) > 1:
+            turns = [turn for turn in turns if turn.reasoning == echoed_reasoning(echo)]
+        if not turns:
+            return None
+        first = turns[0]
+        if any(t.completion_ids != first.completion_ids or t.prompt_ids() != first.prompt_ids() for t in turns[1:]):
+            return None
+        return first
 
 
-_EXCERPT = 400
-"""Characters of each recorded message that are kept to show a difference."""
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A message is a recorded reply, changed or at another place."""
+
+    place: int
+    """The first such message."""
+    call_id: str | None
+    """The call of the reply; None when that may be one that cannot be read."""
+    sampled_by: str | None
+    """The call with the longest conversation and reply that the messages begin with, else that of the reply."""
+    reason: str
 
 
-@dataclass(slots=True)
-class Prompt:
-    """The prompt of a call, and how it was made."""
+@dataclass(frozen=True, slots=True)
+class New:
+    """No message is a recorded reply."""
 
-    model_call: ModelCall = field(repr=False)
-    ids: list[int]
-    kind: CallKind
-    reason: str | None
-    """Why the call is not `bridged`; None when it is."""
-    parent: Turn | None
-    prefix_length: int
-    """The number of leading `ids` that are the parent's prompt and completion."""
-    new_messages: list[Message]
-    """The messages after the parent's conversation and reply. Without a parent, all messages."""
-    sampled_by: str | None = None
-    """The parent, else a call whose reply is among the messages; None when there is no such call."""
-    digests: list[bytes] = field(repr=False, default_factory=list)
-    """The digest of each prefix of the conversation: `digests[n]` covers `messages[:n]`."""
-
-    opening: bytes = field(init=False, repr=False)
-    """The `opening_digest` of the conversation."""
-
-    def __post_init__(self) -> None:
-        self.opening = opening_digest(self.model_call)
+    reason: str
+    sampled_by: None = None
 
 
 class _Followed(NamedTuple):
@@ -164,81 +158,241 @@ class _Followed(NamedTuple):
     """The first `_EXCERPT` characters of the canonical message."""
 
 
-class _Changed(NamedTuple):
-    """An assistant message, at an index, that is a recorded reply, changed or at another place."""
+class History:
+    """The conversations and replies of one session's recorded calls, by their digests. Not thread-safe.
 
-    place: int
-    call_id: str | None
-    """The call of the reply; None when that may be one that cannot be read."""
-
-
-class Conversations:
-    """The recorded calls of one session, indexed by the digest of each call's conversation and reply.
-
-    Holds token ids, digests and excerpts of messages: 4 bytes a token and about 1 KB a message. Not thread-safe.
+    Holds token ids, digests and excerpts of messages: 4 bytes a token and about 1 KB a message.
     """
 
-    def __init__(self, rendering: Rendering) -> None:
+    def __init__(self) -> None:
         self.incomplete = False
         """True when calls of the session could not be read back: an assistant message may be the reply of one."""
-        self._rendering = rendering
-        self._turns: dict[bytes, list[Turn]] = {}
-        self._by_call: dict[str, Turn] = {}
+        self.turns: dict[str, Turn] = {}
+        """Call -> its turn."""
+        self._ends: dict[bytes, list[Turn]] = {}
+        """Digest of a call's conversation and reply -> the calls that have it."""
         self._next: dict[bytes, _Followed] = {}
         """Digest of a prefix -> the newest message that followed it, with the first call that had it."""
         self._replies: dict[bytes, _Followed] = {}
         """Digest of a call's conversation -> its reply."""
-        self._issued = Issued()
+        self._issued: dict[bytes | str, str] = {}
+        """Digest of a reply by itself, the id of each of its tool calls, and its call's id -> the newest such call."""
         self._changed: dict[bytes, str] = {}
-        """Digest of a prefix that ends with a `_Changed` message of a rendered call -> the call of the reply."""
+        """Digest of a prefix that ends with a changed reply, in a call that was rendered -> the call of the reply."""
         self._newest: tuple[list[bytes], list[bytes]] = ([], [])
         """Cache: a fingerprint of each message of the newest request, and the digests of their prefixes."""
 
-    def prompt(self, model_call: ModelCall) -> Prompt:
-        """Return the prompt of a new call.
-
-        It bridges the call with the longest conversation and reply that the messages begin with. The other messages
-        are new. They may include assistant messages that no call sampled: a program's examples, or notifications that
-        it writes as if the model had asked for them. These are context.
-
-        Where a recorded conversation has a reply and the request another assistant message, the program has changed
-        its history: all messages are rendered then, as are those with a reply at another place (`_changed_reply`). So
-        they are without a call to continue, unless none of them is a reply, which makes the call a root.
-        """
-        messages, tools, digests = model_call.messages, model_call.tools, self._prefix_digests(model_call)
-        end, changed = self._place(model_call, digests)
-        turns = self._turns[digests[end]] if end else []
-        sampled_by = turns[0].call_id if turns else changed and changed.call_id
-        if turns and changed is None:
-            turn = pick_turn(turns, messages[end - 1])
-            if turn is not None:
-                completion_ids, new_messages = turn.completion_ids.tolist(), messages[end:]
-                written = [self._with_reasoning(message) for message in new_messages]
-                ids = self._rendering.bridge(turn.prompt_ids(), completion_ids, written, tools)
-                if ids is not None:
-                    how = turn, turn.length, new_messages, turn.call_id, digests
-                    return Prompt(model_call, ids, "bridged", None, *how)
-                reason = self._rendering.refusal or f"the renderer cannot continue call {turn.call_id}"
+    def read(self, model_call: ModelCall) -> Conversation:
+        """Return the conversation of a request. Digests of messages that the newest request has too are copied."""
+        fingerprints = [fingerprint(message) for message in model_call.messages]
+        known, known_digests = self._newest
+        digests = [first_digest(model_call)]
+        for i, message in enumerate(model_call.messages):
+            if i < len(known) and digests[i] == known_digests[i] and fingerprints[i] == known[i]:
+                digests.append(known_digests[i + 1])
             else:
-                reason = f"{len(turns)} earlier calls fit equally well up to message {end}"
-        else:
-            reason = self._difference(model_call, digests, changed)
-        ids = self._rendering.render([self._with_reasoning(message) for message in messages], tools)
-        kind: CallKind = "root" if sampled_by is None and changed is None else "rendered"
-        return Prompt(model_call, ids, kind, reason, None, 0, messages, sampled_by, digests)
+                digests.append(self._extend(digests[i], message, model_call))
+        self._newest = fingerprints, digests
+        return Conversation(model_call, digests)
+
+    def read_after(self, parent: Turn | None, model_call: ModelCall) -> Conversation:
+        """Return the conversation of a recorded request, of which `model_call` has the messages after the parent's."""
+        digest = first_digest(model_call) if parent is None else parent.digest
+        extend = partial(self._extend, model_call=model_call)
+        return Conversation(model_call, list(accumulate(model_call.messages, extend, initial=digest)))
+
+    def match(self, conversation: Conversation) -> Continued | Changed | New:
+        """Find the call with the longest conversation and reply that the messages begin with.
+
+        The other messages are new. They may include assistant messages that no call sampled: a program's examples, or
+        notifications that it writes as if the model had asked for them. These are context.
+
+        Where a recorded conversation has a reply and the request another assistant message, the program has changed its
+        history. So it has with a reply at another place.
+        """
+        digests = conversation.digests
+        end = next((n for n in range(len(digests) - 1, 0, -1) if digests[n] in self._ends), 0)
+        turns = self._ends[digests[end]] if end else []
+        known = (n for n in reversed(range(len(digests))) if digests[n] in self._next or digests[n] in self._ends)
+        shared = next(known, -1)
+        changed = self._changed_reply(conversation, end, shared)
+        if changed is not None:
+            place, call_id = changed
+            sampled_by = turns[0].call_id if turns else call_id
+            return Changed(place, call_id, sampled_by, self._why_changed(conversation, shared, place, call_id))
+        return Continued(turns, end) if turns else New(self._why_new(conversation, shared))
+
+    def add(self, turn: Turn, conversation: Conversation, reply: Message, kind: CallKind) -> None:
+        """Record a completed call. `conversation` has the messages after its parent's conversation and reply."""
+        digests, model_call = conversation.digests, conversation.model_call
+        found = self.match(conversation) if kind == "rendered" else None
+        if isinstance(found, Changed) and found.call_id is not None:
+            self._changed.setdefault(digests[found.place + 1], found.call_id)
+        if turn.base is None and (base := self._nearest(digests)) is not None:
+            turn.store_after(base)
+        turn.reasoning = reply.get("reasoning_content") or ""
+        turn.digest = extend_digest(digests[-1], reply, model_call)
+        self._ends.setdefault(turn.digest, []).append(turn)
+        self.turns[turn.call_id] = turn
+        for i, message in enumerate([*model_call.messages, reply]):
+            digest = [*digests, turn.digest][i + 1]
+            if digests[i] not in self._next or self._next[digests[i]].digest != digest:
+                excerpt = canonical(message, model_call)[:_EXCERPT]
+                self._next[digests[i]] = _Followed(digest, turn.call_id, excerpt)
+        self._replies[digests[-1]] = self._next[digests[-1]]
+        self._issued[turn.call_id] = turn.call_id
+        if reply["content"].strip() or reply.get("tool_calls"):
+            self._issued[message_digest(reply, model_call)] = turn.call_id
+        self._issued |= {tool_call["id"]: turn.call_id for tool_call in reply.get("tool_calls", ())}
+
+    def _extend(self, digest: bytes, message: Message, model_call: ModelCall) -> bytes:
+        """Return the digest of a prefix and the message after it; of a changed echo, that with the recorded reply."""
+        exact = extend_digest(digest, message, model_call)
+        if message["role"] != "assistant" or exact in self._ends or digest not in self._replies:
+            return exact
+        for form, reasoning in issued_forms(message):
+            issued = extend_digest(digest, form, model_call)
+            if any(reasoning in (None, turn.reasoning) for turn in self._ends.get(issued, ())):
+                return issued
+        return exact
+
+    def _nearest(self, digests: list[bytes]) -> Turn | None:
+        """Return a call whose conversation has the longest recorded prefix of a conversation, or None."""
+        for digest in reversed(digests):
+            if turns := self._ends.get(digest):
+                return turns[-1]
+            if followed := self._next.get(digest):
+                return self.turns[followed.call_id]
+        return None
+
+    def _changed_reply(self, conversation: Conversation, start: int, shared: int) -> tuple[int, str | None] | None:
+        """Return the first message from `start` on that is a reply, changed or at another place, with the reply's call.
+
+        That is an assistant message which a call issued, which was found to be changed before, or which has a reply's
+        place. After the `shared` messages of recorded conversations, the newest of these is followed. After a call to
+        continue, each place has a reply as long as one is ahead: whoever inserts, drops or moves a message shifts them.
+        """
+        messages, digests = conversation.model_call.messages, conversation.digests
+        places = [i for i in range(start, len(messages)) if messages[i]["role"] == "assistant"]
+        if not places:
+            return None
+        left = max(start, shared)
+        ahead = self._replies_ahead(digests[left])
+        for i in places:
+            at = self._replies.get(digests[i])
+            here = [at and at.call_id] if i < left else ahead if start else ahead[i - left :][:1]
+            found = self._issuer(messages[i], conversation.model_call) or self._changed.get(digests[i + 1])
+            if (call_id := found or next(filter(None, here), None)) is not None:
+                return i, call_id
+        return (places[0], None) if self.incomplete else None
+
+    def _replies_ahead(self, digest: bytes) -> list[str | None]:
+        """Return the calls whose replies the messages are that followed a prefix, None for the other messages."""
+        ahead: list[str | None] = []
+        while (followed := self._next.get(digest)) is not None:
+            ahead.append(self._replies[digest].call_id if digest in self._replies else None)
+            digest = followed.digest
+        return ahead
+
+    def _issuer(self, message: Message, model_call: ModelCall) -> str | None:
+        """Return the newest call whose reply an assistant message is, or of which it has an id; None if it has none.
+
+        The reply may be in any conversation, and the text may have a change that `issued_forms` undoes.
+        """
+        ids = [message.get("call_id"), *(tool_call["id"] for tool_call in message.get("tool_calls", ()))]
+        if (named := next((i for i in ids if i in self._issued), None)) is not None:
+            return self._issued[named]
+        forms = [message, *(form for form, _ in issued_forms(message))]
+        digests = (message_digest(form, model_call) for form in forms)
+        return next((self._issued[digest] for digest in digests if digest in self._issued), None)
+
+    def _why_changed(self, conversation: Conversation, shared: int, place: int, call_id: str | None) -> str:
+        digests = conversation.digests
+        if call_id is None:
+            return f"message {place} may be the reply of a call that cannot be read"
+        if shared >= 0 and digests[place] in self._replies:
+            return self._difference(conversation, place, self._replies[digests[place]])
+        if shared >= 0 and (place < shared or digests[shared] not in self._next):
+            return f"message {place} is the reply of call {call_id}, changed or at another place"
+        return self._why_new(conversation, shared)
+
+    def _why_new(self, conversation: Conversation, shared: int) -> str:
+        """Say where a conversation leaves the recorded ones, with which it has `shared` messages in common.
+
+        It is -1 when not even the tools are recorded.
+        """
+        if shared < 0:
+            return "its tools are not those of any earlier call" if self._ends else "no earlier call"
+        followed = self._next[conversation.digests[shared]]
+        if shared == len(conversation.model_call.messages):
+            return f"it ends within the conversation of call {followed.call_id}"
+        return self._difference(conversation, shared, followed)
+
+    def _difference(self, conversation: Conversation, place: int, theirs: _Followed) -> str:
+        ours = canonical(conversation.model_call.messages[place], conversation.model_call)
+        difference = describe_difference(ours, theirs.excerpt)
+        return f"message {place} is not that of call {theirs.call_id}: {difference}"
+
+
+@dataclass(slots=True)
+class Prompt:
+    """The prompt of a call, and how it was made."""
+
+    model_call: ModelCall = field(repr=False)
+    ids: list[int]
+    kind: CallKind
+    reason: str | None
+    """Why the call continues none (it is not `bridged`); None when it does."""
+    parent: Turn | None
+    prefix_length: int
+    """The number of leading `ids` that are the parent's prompt and completion."""
+    new_messages: list[Message]
+    """The messages after the parent's conversation and reply. Without a parent, all messages."""
+    sampled_by: str | None = None
+    """The parent, else a call whose reply is among the messages; None when there is no such call."""
+    digests: list[bytes] = field(repr=False, default_factory=list)
+    """The `Conversation.digests` of all messages."""
+
+    opening: bytes = field(init=False, repr=False)
+    """The `opening_digest` of the conversation."""
+
+    def __post_init__(self) -> None:
+        self.opening = opening_digest(self.model_call)
+
+
+class Conversations:
+    """The history of one session, and the prompts of its calls. Not thread-safe."""
+
+    def __init__(self, rendering: Rendering) -> None:
+        self.history = History()
+        self._rendering = rendering
+
+    def prompt(self, model_call: ModelCall) -> Prompt:
+        """Return the prompt of a new call: see `History.match`.
+
+        A call that could be continued is rendered too when its echo fits several calls, and when the renderer refuses.
+        """
+        conversation = self.history.read(model_call)
+        found = self.history.match(conversation)
+        continued = self._continue(conversation, found) if isinstance(found, Continued) else found.reason
+        if isinstance(continued, Prompt):
+            return continued
+        messages, digests = model_call.messages, conversation.digests
+        ids = self._rendering.render(self._with_reasoning(messages), model_call.tools)
+        kind: CallKind = "root" if isinstance(found, New) else "rendered"
+        return Prompt(model_call, ids, kind, continued, None, 0, messages, found.sampled_by, digests)
 
     def sampled_by(self, model_call: ModelCall) -> str | None:
         """Return the `Prompt.sampled_by` of a request, without its prompt."""
-        digests = self._extend_all(first_digest(model_call), model_call)
-        end, changed = self._place(model_call, digests)
-        return self._turns[digests[end]][0].call_id if end else changed and changed.call_id
+        return self.history.match(self.history.read_after(None, model_call)).sampled_by
 
     def add(self, call_id: str, prompt: Prompt, completion_ids: Sequence[int], reply: Message) -> None:
         """Record a completed call for later calls to continue. `reply` is the message that the harness receives."""
-        digests = prompt.digests[len(prompt.digests) - 1 - len(prompt.new_messages) :]
         tail_ids = array("i", prompt.ids[prompt.prefix_length :])
-        how = digests, prompt.new_messages, reply, prompt.model_call, prompt.kind
-        self._add(call_id, prompt.parent, tail_ids, completion_ids, *how)
+        turn = Turn(call_id, prompt.parent, prompt.prefix_length, tail_ids, array("i", completion_ids))
+        new = replace(prompt.model_call, messages=prompt.new_messages)
+        conversation = Conversation(new, prompt.digests[-1 - len(prompt.new_messages) :])
+        self.history.add(turn, conversation, reply, prompt.kind)
 
     def restore(
         self,
@@ -256,147 +410,34 @@ class Conversations:
         under another echo rule, a call can be found by the requests of either.
 
         Echoes are compared with the replies of the calls that are restored before it. Live, they were compared with
-        those that were complete when its request came: where parallel calls have replies that differ by a change of
-        `echoes.py` only, later calls may find another one of these, or none.
+        those that were complete when its request came: where parallel calls have replies that differ only by a change
+        that `issued_forms` undoes, later calls may find another one of these, or none.
         """
-        parent = None if parent_id is None else self._by_call[parent_id]
-        digests = self._extend_all(first_digest(model_call) if parent is None else parent.digest, model_call)
-        how = digests, model_call.messages, reply, model_call, kind
-        return self._add(call_id, parent, array("i", tail_ids), completion_ids, *how)
-
-    def _add(
-        self,
-        call_id: str,
-        parent: Turn | None,
-        tail_ids: "array[int]",
-        completion_ids: Sequence[int],
-        digests: list[bytes],
-        new_messages: list[Message],
-        reply: Message,
-        model_call: ModelCall,
-        kind: CallKind,
-    ) -> Turn:
-        """Record a call. `digests` are those of the prefixes that the new messages and the reply follow."""
-        changed = self._place(model_call, digests)[1] if kind == "rendered" else None
-        if changed is not None and changed.call_id is not None:
-            self._changed.setdefault(digests[changed.place + 1], changed.call_id)
-        base, shared = parent, parent.length if parent is not None else 0
-        if base is None and (base := self._nearest(digests)) is not None:
-            shared = base.common_length(tail_ids)
-            tail_ids = tail_ids[shared:]
-        conversation = digests[-1]
-        digests = [*digests, extend_digest(conversation, reply, model_call)]
-        reasoning = reply.get("reasoning_content") or ""
-        turn = Turn(call_id, base, shared, tail_ids, array("i", completion_ids), reasoning, digests[-1])
-        self._turns.setdefault(turn.digest, []).append(turn)
-        self._by_call[call_id] = turn
-        for i, message in enumerate([*new_messages, reply]):
-            followed = self._next.get(digests[i])
-            if followed is None or followed.digest != digests[i + 1]:
-                excerpt = canonical(message, model_call)[:_EXCERPT]
-                self._next[digests[i]] = _Followed(digests[i + 1], call_id, excerpt)
-        self._replies[conversation] = self._next[conversation]
-        self._issued.add(call_id, reply, model_call)
+        parent = None if parent_id is None else self.history.turns[parent_id]
+        shared = 0 if parent is None else parent.length
+        turn = Turn(call_id, parent, shared, array("i", tail_ids), array("i", completion_ids))
+        self.history.add(turn, self.history.read_after(parent, model_call), reply, kind)
         return turn
 
-    def _nearest(self, digests: list[bytes]) -> Turn | None:
-        """Return a call whose conversation has the longest recorded prefix of a conversation, or None."""
-        for digest in reversed(digests):
-            if turns := self._turns.get(digest):
-                return turns[-1]
-            if followed := self._next.get(digest):
-                return self._by_call[followed.call_id]
-        return None
+    def _continue(self, conversation: Conversation, found: Continued) -> Prompt | str:
+        """Return the prompt that continues a call, or why none can be continued."""
+        model_call, turn = conversation.model_call, found.turn(conversation.model_call.messages[found.end - 1])
+        if turn is None:
+            return f"{len(found.turns)} earlier calls fit equally well up to message {found.end}"
+        new_messages = model_call.messages[found.end :]
+        written, completion_ids = self._with_reasoning(new_messages), turn.completion_ids.tolist()
+        ids = self._rendering.continued(turn.prompt_ids(), completion_ids, written, model_call.tools)
+        if ids is None:
+            return self._rendering.refusal or f"the renderer cannot continue call {turn.call_id}"
+        digests = conversation.digests
+        return Prompt(model_call, ids, "bridged", None, turn, turn.length, new_messages, turn.call_id, digests)
 
-    def _with_reasoning(self, message: Message) -> Message:
-        """Return the message with its recorded reasoning when the harness sent only the opaque field issued with it."""
-        turn = self._by_call.get(message.get("call_id", ""))
-        if turn is None or not turn.reasoning or message.get("reasoning_content"):
-            return message
-        return {**message, "reasoning_content": turn.reasoning}
-
-    def _prefix_digests(self, model_call: ModelCall) -> list[bytes]:
-        """Return the N + 1 digests of the prefixes of N messages. Those that the newest request has too are copied."""
-        fingerprints = [fingerprint(message) for message in model_call.messages]
-        known, known_digests = self._newest
-        digests = [first_digest(model_call)]
-        for i, message in enumerate(model_call.messages):
-            if i < len(known) and digests[i] == known_digests[i] and fingerprints[i] == known[i]:
-                digests.append(known_digests[i + 1])
-            else:
-                digests.append(self._extend(digests[i], message, model_call))
-        self._newest = fingerprints, digests
-        return digests
-
-    def _extend_all(self, digest: bytes, model_call: ModelCall) -> list[bytes]:
-        """Return the N + 1 digests of a prefix and of those that N messages make of it."""
-        extend = partial(self._extend, model_call=model_call)
-        return list(accumulate(model_call.messages, extend, initial=digest))
-
-    def _extend(self, digest: bytes, message: Message, model_call: ModelCall) -> bytes:
-        """Return the digest of a prefix and the message after it; of a changed echo, that with the recorded reply."""
-        exact = extend_digest(digest, message, model_call)
-        if message["role"] != "assistant" or exact in self._turns or digest not in self._replies:
-            return exact
-        for form, reasoning in issued_forms(message):
-            issued = extend_digest(digest, form, model_call)
-            if any(reasoning in (None, turn.reasoning) for turn in self._turns.get(issued, ())):
-                return issued
-        return exact
-
-    def _place(self, model_call: ModelCall, digests: list[bytes]) -> tuple[int, _Changed | None]:
-        """Return how many messages the longest recorded conversation and reply has, and the changed one after it."""
-        end = next((n for n in range(len(digests) - 1, 0, -1) if digests[n] in self._turns), 0)
-        return end, self._changed_reply(model_call, digests, end)
-
-    def _changed_reply(self, model_call: ModelCall, digests: list[bytes], start: int) -> _Changed | None:
-        """Return the first message from `start` on that is a reply, changed or at another place; None without one.
-
-        That is an assistant message which a call issued, which was found to be changed before, or which has a reply's
-        place. Where the messages leave the recorded conversations, the newest of these is followed. After a call to
-        continue, each place has a reply as long as one is ahead: whoever inserts, drops or moves a message shifts them.
-        """
-        messages = model_call.messages
-        places = [i for i in range(start, len(messages)) if messages[i]["role"] == "assistant"]
-        if not places:
-            return None
-        left = max(start, self._shared(digests))
-        ahead = self._replies_ahead(digests[left])
-        for i in places:
-            at = self._replies.get(digests[i])
-            here = [at and at.call_id] if i < left else ahead if start else ahead[i - left :][:1]
-            found = self._issued.call(messages[i], model_call) or self._changed.get(digests[i + 1])
-            if (call_id := found or next(filter(None, here), None)) is not None:
-                return _Changed(i, call_id)
-        return _Changed(places[0], None) if self.incomplete else None
-
-    def _replies_ahead(self, digest: bytes) -> list[str | None]:
-        """Return the calls whose replies the messages are that followed a prefix, None for the other messages."""
-        ahead: list[str | None] = []
-        while (followed := self._next.get(digest)) is not None:
-            ahead.append(self._replies[digest].call_id if digest in self._replies else None)
-            digest = followed.digest
-        return ahead
-
-    def _shared(self, digests: list[bytes]) -> int:
-        """Return the number of messages of the longest recorded prefix, -1 when not even the tools are recorded."""
-        recorded = (n for n in reversed(range(len(digests))) if digests[n] in self._next or digests[n] in self._turns)
-        return next(recorded, -1)
-
-    def _difference(self, model_call: ModelCall, digests: list[bytes], changed: _Changed | None) -> str:
-        """Describe where the conversation first differs from the recorded ones, at the latest in a changed reply."""
-        messages, shared = model_call.messages, self._shared(digests)
-        if changed is not None and changed.call_id is None:
-            return f"message {changed.place} may be the reply of a call that cannot be read"
-        if shared < 0:
-            return "its tools are not those of any earlier call" if self._turns else "no earlier call"
-        if changed is not None and digests[changed.place] in self._replies:
-            shared, theirs = changed.place, self._replies[digests[changed.place]]
-        elif changed is not None and (changed.place < shared or digests[shared] not in self._next):
-            return f"message {changed.place} is the reply of call {changed.call_id}, changed or at another place"
-        elif shared == len(messages):
-            return f"it ends within the conversation of call {self._next[digests[shared]].call_id}"
-        else:
-            theirs = self._next[digests[shared]]
-        difference = describe_difference(canonical(messages[shared], model_call), theirs.excerpt)
-        return f"message {shared} is not that of call {theirs.call_id}: {difference}"
+    def _with_reasoning(self, messages: list[Message]) -> list[Message]:
+        """Return the messages with recorded reasoning where the harness sent only the opaque field issued with it."""
+        written: list[Message] = []
+        for message in messages:
+            turn = self.history.turns.get(message.get("call_id", ""))
+            if turn is not None and turn.reasoning and not message.get("reasoning_content"):
+                message = {**message, "reasoning_content": turn.reasoning}
+            written.append(message)
+        return written

@@ -1,7 +1,4 @@
-"""Conversation to token ids and back with the `renderers` library, and the choice of a model's renderer.
-
-A budget of time for parsing completions as a whole in the event loop.
-"""
+"""Conversation to token ids and back with the `renderers` library, and the choice of a model's renderer."""
 
 import json
 import time
@@ -24,39 +21,17 @@ from renderers.configs import config_from_name
 
 from rolltap.addons.dialects.model_call import Message, Reply, Tool, ToolCall, well_formed
 from rolltap.addons.errors import InputError
-from rolltap.addons.prompts.template_bridge import (
+from rolltap.addons.prompts.template import (
     PARALLEL_PROBE,
     PLACEHOLDER,
     PROBE,
     PROBE_TOOLS,
     USER,
-    TemplateBridge,
+    TemplateContinuation,
     tokens_of_turns,
 )
 from rolltap.addons.prompts.tokenizer import CachingTokenizer, Markup
 from rolltap.addons.store.metadata import tokenizer_digests
-
-
-class ParseBudget:
-    """The share of time in which completions are parsed as a whole. Streams of one event loop have it in common."""
-
-    LONGEST_PAUSE = 2.0
-    """Maximum seconds without a parse, after a long one."""
-
-    def __init__(self, share: float = 0.1, clock: Callable[[], float] = time.monotonic) -> None:
-        self._share = share
-        self._clock = clock
-        self._next = 0.0
-
-    def allows(self) -> bool:
-        """Return whether a completion may be parsed now."""
-        return self._clock() >= self._next
-
-    def spend(self, seconds: float) -> None:
-        """Count the time that a parse took."""
-        pause = min(seconds * (1 / self._share - 1), self.LONGEST_PAUSE)
-        self._next = max(self._next, self._clock() + pause)
-
 
 _PROBES: list[tuple[list[Message], list[Tool] | None]] = [
     ([{"role": "user", "content": "Hello"}], None),
@@ -111,19 +86,19 @@ class Rendering:
         self.parse_budget = ParseBudget()
         """Of all streams of the recorder."""
         self._system_anywhere = self._renders(_SYSTEM_LATER)
-        self._template_bridge = (
-            TemplateBridge(self._tokenizer, self.stop_token_ids()) if self.name == "default" else None
+        self._template = (
+            TemplateContinuation(self._tokenizer, self.stop_token_ids()) if self.name == "default" else None
         )
         self.digests = tokenizer_digests(self._tokenizer.get_vocab(), self._tokenizer.chat_template)
         """The entries of `run.json` that name the tokenizer and the chat template."""
 
     @property
     def refusal(self) -> str | None:
-        """The reason for which this model's conversations are never bridged, or None.
+        """The reason for which this model's conversations are never continued, or None.
 
-        A single `bridge` may still return None.
+        A single `continued` may still be None.
         """
-        return self._template_bridge.refusal if self._template_bridge is not None else None
+        return self._template.refusal if self._template is not None else None
 
     def _choose_renderer(self, model: str) -> str:
         if model in MODEL_RENDERER_MAP:
@@ -190,17 +165,17 @@ class Rendering:
         ids: list[int] = self._renderer.render_ids(adapted, tools=tools or None, add_generation_prompt=True)
         return ids
 
-    def bridge(
+    def continued(
         self, prompt_ids: list[int], completion_ids: list[int], messages: list[Message], tools: list[Tool]
     ) -> list[int] | None:
         """Return `prompt_ids + completion_ids` and the token ids of the new `messages` and the generation prompt.
 
-        The messages may include assistant messages that no call sampled (`context_turns.py`). Returns None when the
+        The messages may include assistant messages that no call sampled (`tokens_of_turns`). Returns None when the
         renderer cannot continue the conversation, or would change its tokens.
         """
         new_messages, turn = self._adapt(messages, later=True), (prompt_ids, completion_ids)
-        if self._template_bridge is not None:
-            extension = None if self.refusal else self._template_bridge.extension(completion_ids, new_messages)
+        if self._template is not None:
+            extension = self._template.extension(completion_ids, new_messages)
         elif any(message["role"] == "assistant" for message in new_messages):
             extension = self._context_turns(*turn, new_messages, tools)
         else:
@@ -227,10 +202,10 @@ class Rendering:
         """Return the ids with which the renderer follows a completion, or None."""
         start = self._last_stop(prompt_ids) if self.name in _READS_ONE_TURN else 0
         suffix = prompt_ids[start:]
-        bridged = self._renderer.bridge_to_next_turn(suffix, completion_ids, messages, tools=tools or None)
-        if bridged is None:
+        continued = self._renderer.bridge_to_next_turn(suffix, completion_ids, messages, tools=tools or None)
+        if continued is None:
             return None
-        ids: list[int] = bridged.token_ids
+        ids: list[int] = continued.token_ids
         sampled_end = len(suffix) + len(completion_ids)
         return ids[sampled_end:] if ids[:sampled_end] == suffix + completion_ids else None
 
@@ -287,6 +262,27 @@ class Rendering:
         """Return the ids of the tokens that end the model's turn."""
         ids: list[int] = self._renderer.get_stop_token_ids()
         return ids
+
+
+class ParseBudget:
+    """The share of time in which completions are parsed as a whole. Streams of one event loop have it in common."""
+
+    LONGEST_PAUSE = 2.0
+    """Maximum seconds without a parse, after a long one."""
+
+    def __init__(self, share: float = 0.1, clock: Callable[[], float] = time.monotonic) -> None:
+        self._share = share
+        self._clock = clock
+        self._next = 0.0
+
+    def allows(self) -> bool:
+        """Return whether a completion may be parsed now."""
+        return self._clock() >= self._next
+
+    def spend(self, seconds: float) -> None:
+        """Count the time that a parse took."""
+        pause = min(seconds * (1 / self._share - 1), self.LONGEST_PAUSE)
+        self._next = max(self._next, self._clock() + pause)
 
 
 def _texts(messages: list[Message], tools: list[Tool], *, reasoning: bool) -> Iterator[str]:

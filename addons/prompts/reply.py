@@ -1,6 +1,4 @@
-"""Text deltas of a growing reply, for streaming.
-
-The reply of a completion that grows, parsed in increments.
+"""The reply of a completion that grows, parsed in increments (`GrowingReply`), and its text as a stream (`TextDeltas`).
 
 Parsing a completion is O(its length). While plain text grows, its new text is therefore the text of the new tokens. The
 completion is parsed as a whole when markup arrives, within a budget that all streams share, and otherwise when it has

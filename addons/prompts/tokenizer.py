@@ -1,10 +1,8 @@
-"""A tokenizer with a cache of encoded texts, for use by several threads.
+"""A tokenizer with a cache of encoded texts, for use by several threads; and the markup in what it decodes.
 
-Markup in sampled tokens: all that a renderer may read as more than plain text.
-
-Renderers find reasoning and tool calls by added tokens (`<|channel|>`, `<tool_call>`), or by text where a tokenizer has
-no such token: `</think>`, and DeepSeek's tags, which hold a U+FF5C. The plain text of a chat template's reply loses the
-texts of added tokens too.
+Markup is all that a renderer may read as more than plain text. Renderers find reasoning and tool calls by added tokens
+(`<|channel|>`, `<tool_call>`), or by text where a tokenizer has no such token: `</think>`, and DeepSeek's tags, which
+hold a U+FF5C. The plain text of a chat template's reply loses the texts of added tokens too.
 """
 
 import re
@@ -28,7 +26,7 @@ _LONG_DECODE = 256
 
 
 class CachingTokenizer:
-    """The part of a `transformers` tokenizer that `renderers` uses to render, parse and bridge.
+    """The part of a `transformers` tokenizer that `renderers` uses to render, parse and continue.
 
     It hides the tokenizer's `__call__`. `renderers` then skips computing character offsets, which are not used here.
     Long texts are encoded and decoded without the GIL, so that a thread can do it while the event loop runs.

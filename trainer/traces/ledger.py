@@ -1,6 +1,32 @@
-"""The ledger: how many sampled tokens are trained, and how many are left out for which reason."""
+"""The account of a token: every sampled token is trained once, or left out for a named reason.
 
-from collections import Counter
+                        tokens that calls sampled
+    build_traces          - of calls that nothing is learned from          aborted failed missing_logprobs violation
+                                                                           grammar other_weights ROLE superseded
+                          - beyond `max_tokens` of a trace                 over_length
+                        = in traces: each token has mask 1 in exactly one
+    label_session         - of sessions without a reward                   infrastructure cancelled unjudged excluded
+                                                                           suspicious no_reward
+                        = in a batch
+    with_signal           - of groups whose rewards are equal              no_signal
+                        = in the loss
+
+`LeftOut` says what each reason means. A call, and a token of it, has one reason: the first that holds, in the order of
+`LeftOut`. Every step takes tokens out of a `Ledger` with `leave_out`, so that `sampled` never changes. The sums are
+checked, and a difference is a `LedgerError` or stops the training, where
+
+- `build_traces` has counted the calls of a session: sampled = trained + left out, and the masks of its traces hold the
+  trained tokens;
+- `trace_session` has built a session: its calls hold the sampled tokens;
+- `make_batch` has added sessions: sampled = trained + left out;
+- the trainer (`training/grpo/trainer.py`) takes a batch, from wherever: the same, and the masks of the batch again.
+
+A run's ledger (`Run.ledger`, `rolltap traces`) is the sum over its sessions, after `label_session`. Prompt tokens are
+counted beside it: `CachedPrompts`.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -8,7 +34,7 @@ from rich.jupyter import JupyterMixin
 from rich.table import Table
 
 from rolltap.addons.errors import LedgerError
-from rolltap.addons.store.records import CallRole
+from rolltap.addons.store.records import Call, CallKind, CallRole
 
 LeftOut = Literal[
     "aborted",
@@ -28,11 +54,27 @@ LeftOut = Literal[
     "no_reward",
     "no_signal",
 ]
-"""Why sampled tokens are not trained. `grammar`: the call's `under_grammar`. `other_weights`: in an online training, a
-token of the call was sampled by other weights than those of its step. A role: the call's role was not selected.
-`infrastructure`, `unjudged`, `cancelled`: the session's outcome. `excluded`: the recipe leaves out its outcome.
-`suspicious`: the recipe leaves out sessions with evidence of cheating. `no_reward`: it has no reward for another
-reason. When several reasons hold, the first in this order counts."""
+"""Why sampled tokens are not trained. When several reasons hold, the first in this order counts.
+
+- `aborted`, `failed`: the call's status.
+- `missing_logprobs`: the call has none.
+- `violation`: the call breaks an invariant of its tokens (`find_violation`), or its prompt cannot be rebuilt.
+- `grammar`: the call's `under_grammar`.
+- `other_weights`: in an online training, a token of the call was sampled by other weights than those of its step.
+- A role: the call's role was not selected.
+- `superseded`: the harness asked again, and continued with the other answer.
+- `over_length`: the token is beyond `max_tokens`.
+- `infrastructure`, `unjudged`, `cancelled`: the session's outcome.
+- `excluded`: the recipe leaves out its outcome.
+- `suspicious`: the recipe leaves out sessions with evidence of cheating.
+- `no_reward`: the session has no reward for another reason.
+- `no_signal`: all rewards of its group are equal.
+"""
+
+LEAST_CACHEABLE = 1_000
+"""Tokens that could have been cached, below which nothing is said about the cache."""
+LEAST_CACHED_SHARE = 0.05
+"""Share of them that is near to none. Provisional: no run has calibrated it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,6 +95,11 @@ class Ledger(JupyterMixin):
             sampled=self.sampled + other.sampled, trained=self.trained + other.trained, left_out=dict(left_out)
         )
 
+    def leave_out(self, reason: LeftOut, tokens: int | None = None) -> "Ledger":
+        """Return the ledger with some trained tokens left out; all of them by default."""
+        tokens = self.trained if tokens is None else tokens
+        return self + Ledger(trained=-tokens, left_out={reason: tokens})
+
     def __str__(self) -> str:
         left_out = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.left_out.items()))
         return f"{self.sampled:,}: {self.trained:,} to train, left out: {left_out or 'none'}"
@@ -72,3 +119,62 @@ class Ledger(JupyterMixin):
         """Raise `LedgerError` unless sampled = trained + left out."""
         if self.sampled != self.trained + sum(self.left_out.values()):
             raise LedgerError(f"the ledger of sampled tokens does not add up: {self}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedPrompts:
+    """Prompt tokens of calls whose engine said how many it took from its prefix cache.
+
+    Attributes:
+        prompt_tokens: All tokens of the prompts.
+        known_tokens: Those that the engine had processed in the parent call: its prompt and completion.
+        cached_tokens: Those that the engine took from its cache.
+    """
+
+    calls: int = 0
+    prompt_tokens: int = 0
+    known_tokens: int = 0
+    cached_tokens: int = 0
+
+    def __add__(self, other: "CachedPrompts") -> "CachedPrompts":
+        return CachedPrompts(
+            calls=self.calls + other.calls,
+            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
+            known_tokens=self.known_tokens + other.known_tokens,
+            cached_tokens=self.cached_tokens + other.cached_tokens,
+        )
+
+    @property
+    def share(self) -> float | None:
+        """Cached tokens of a prompt token; None without tokens."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None
+
+    @property
+    def unused(self) -> bool:
+        """True when next to nothing of what the engine had processed came from its cache."""
+        return self.known_tokens >= LEAST_CACHEABLE and self.cached_tokens < LEAST_CACHED_SHARE * self.known_tokens
+
+
+def cached_prompts(calls: Iterable[Call]) -> dict[CallKind, CachedPrompts]:
+    """Return the prompts of calls by kind. Calls whose engine did not say how many tokens were cached are left out."""
+    kinds: defaultdict[CallKind, CachedPrompts] = defaultdict(CachedPrompts)
+    for call in calls:
+        if call.cached_tokens is not None:
+            kinds[call.kind] += CachedPrompts(
+                calls=1,
+                prompt_tokens=len(call.prompt_ids),
+                known_tokens=call.prefix_length,
+                cached_tokens=call.cached_tokens,
+            )
+    return dict(kinds)
+
+
+def cached_shares(continued: Mapping[str, CachedPrompts]) -> dict[str, float]:
+    """Return the share of all harnesses' prompts as `""`, and with several harnesses that of each by its name.
+
+    `continued` has the prompts of continued calls by harness. Without tokens there is no share.
+    """
+    shares = {"": sum(continued.values(), CachedPrompts()).share}
+    if len(continued) > 1:
+        shares |= {harness: prompts.share for harness, prompts in continued.items() if harness}
+    return {name: share for name, share in shares.items() if share is not None}

@@ -26,8 +26,7 @@ from rolltap.trainer.traces.build import (
     check_arguments,
     require_collection,
 )
-from rolltap.trainer.traces.cached import CachedPrompts, cached_prompts
-from rolltap.trainer.traces.ledger import Ledger, LeftOut
+from rolltap.trainer.traces.ledger import CachedPrompts, Ledger, LeftOut, cached_prompts
 from rolltap.trainer.traces.reader import RecordedSession, iter_sessions
 from rolltap.trainer.versions import Version
 
@@ -173,8 +172,7 @@ class TracedSession:
         the reason in `label`."""
         if self.label.reason is None:
             return self
-        moved = Ledger(trained=-self.ledger.trained, left_out={self.label.reason: self.ledger.trained})
-        return replace(self, traces=[], ledger=self.ledger + moved)
+        return replace(self, traces=[], ledger=self.ledger.leave_out(self.label.reason))
 
 
 @dataclass(slots=True)

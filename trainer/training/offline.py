@@ -78,8 +78,7 @@ class Skipped:
         key = run, traced.group_id
         sessions, rewarded = self.groups.get(key, (0, False))
         self.groups[key] = sessions + 1, rewarded or traced.reward is not None
-        ledger = traced.rewarded().ledger
-        self.ledger += ledger + Ledger(trained=-ledger.trained, left_out={"no_signal": ledger.trained})
+        self.ledger += traced.rewarded().ledger.leave_out("no_signal")
 
     def __str__(self) -> str:
         kinds = {True: "whose rewards are equal", False: "without a reward"}

@@ -5,7 +5,14 @@ from hypothesis import example, given
 
 from rolltap.addons.dialects.anthropic.claude_code import normal_arguments
 from rolltap.addons.dialects.model_call import ModelCall
-from rolltap.addons.prompts.canonical import canonical
+from rolltap.addons.prompts.canonical import (
+    canonical,
+    echoed_reasoning,
+    fingerprint,
+    first_digest,
+    issued_forms,
+    opening_digest,
+)
 from tests.addons.dialects.anthropic.test_claude_code import EDIT, REWRITTEN, anything
 
 EXACT = ModelCall("m", [], [EDIT])
@@ -93,3 +100,52 @@ def test_any_json_has_a_form_that_parsing_does_not_change(arguments):
 
 def test_arguments_that_are_nested_too_deeply_are_compared_as_text():
     assert "[[[[" in form("[" * 50_000)
+
+
+def test_a_message_that_is_nested_too_deeply_equals_no_other():
+    deep = {"role": "user", "content": ""}
+    assert fingerprint(deep) == fingerprint(dict(deep)) != fingerprint({**deep, "content": 0})
+    for _ in range(3000):
+        deep = {"deep": deep}
+    assert fingerprint(deep) != fingerprint(deep)
+
+
+def test_an_opening_does_not_depend_on_the_echo_rule():
+    messages = [{"role": "system", "content": "You help."}, {"role": "user", "content": "Go"}]
+    claude, other = (ModelCall("m", messages, [], echo_rule=rule) for rule in (normal_arguments, None))
+    assert first_digest(claude) != first_digest(other)
+    assert opening_digest(claude) == opening_digest(other) != opening_digest(ModelCall("m", messages[1:], []))
+
+
+LITELLM = "[System: Empty message content sanitised to satisfy protocol]"
+
+
+def forms(content, **more):
+    echo = {"role": "assistant", "content": content, **more}
+    return [(form["content"], reasoning) for form, reasoning in issued_forms(echo)]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("", []),
+        ("Hi.", [("Hi.\n", None)]),
+        ("Hi.\n", [("Hi.", None)]),
+        ("<think>\nHm.\n</think>\n\nHi.", [("Hi.", "Hm."), ("Hi.\n", "Hm.")]),
+        ("<think>Hm.</think>", [("", "Hm.")]),
+        ("<think>Hm.", [("<think>Hm.\n", None)]),
+        (LITELLM, [(LITELLM + "\n", None)]),
+    ],
+)
+def test_the_forms_of_an_echo(content, expected):
+    assert forms(content) == expected
+
+
+def test_a_text_for_no_text_counts_only_beside_tool_calls():
+    assert ("", None) in forms(LITELLM, tool_calls=[{"id": "c1"}])
+
+
+def test_the_reasoning_of_an_echo_is_its_field_or_its_text_in_front():
+    assert echoed_reasoning({"content": "<think>a</think>Hi.", "reasoning_content": "b"}) == "b"
+    assert echoed_reasoning({"content": "<think>\na\n</think>Hi."}) == "a"
+    assert echoed_reasoning({"content": "Hi."}) == ""

@@ -362,7 +362,7 @@ def test_a_prompt_begins_with_the_sampled_tokens_or_has_a_reason(rendering, enco
 
 @given(st.lists(st.tuples(said, st.booleans()), min_size=1, max_size=8))
 @examples(100)
-def test_a_conversation_of_whole_turns_is_bridged_to_its_end(rendering, encode, turns):
+def test_a_conversation_of_whole_turns_is_continued_to_its_end(rendering, encode, turns):
     session = Session(rendering, encode)
     messages = [user("Hi")]
     for number, (text, cut) in enumerate(turns):
@@ -395,13 +395,13 @@ def test_a_long_chain_of_turns_returns_its_full_prompt():
 
 
 class TestMemory:
-    @pytest.mark.parametrize("end", ["<|im_end|>", "<|im_end|>And more"], ids=["bridged", "never bridged"])
+    @pytest.mark.parametrize("end", ["<|im_end|>", "<|im_end|>And more"], ids=["continued", "never continued"])
     def test_a_session_keeps_each_token_once(self, session, end):
         messages = [user("Hi")]
         for number in range(30):
             messages += [session.ask(messages, f"I say {number}.{end}"), user(f"Go on, {number}. " * 20)]
         assert session.prompt(messages).kind == ("bridged" if end == "<|im_end|>" else "rendered")
-        turns = session.conversations._by_call.values()
+        turns = session.conversations.history.turns.values()
         kept = sum(len(turn.tail_ids) + len(turn.completion_ids) for turn in turns)
         assert kept <= 1.1 * len(session.token_ids(29))
         assert {turn.tail_ids.itemsize for turn in turns} == {4}
@@ -412,7 +412,7 @@ class TestMemory:
         session.ask([user("a" * 10_000)], "Hello.<|im_end|>")
         prompt = session.prompt([user("a" * 9_999 + "b")])
         assert prompt.reason == "message 0 is not that of call 0: it differs after 400 characters"
-        assert len(pickle.dumps(session.conversations._next)) < 2_000
+        assert len(pickle.dumps(session.conversations.history._next)) < 2_000
 
 
 CONTEXT = {"role": "assistant", "content": "Job 1 has ended."}
@@ -603,7 +603,7 @@ class TestExamples:
         assert (prompt.kind, prompt.sampled_by) == ("rendered", "0")
 
     def test_where_nothing_can_be_read_an_assistant_message_may_be_a_reply(self, session):
-        session.conversations.incomplete = True
+        session.conversations.history.incomplete = True
         prompt = session.prompt([*EXAMPLES, user("What is 2 + 2?")])
         assert (prompt.kind, prompt.reason) == ("rendered", "message 1 may be the reply of a call that cannot be read")
         assert session.prompt([user("Hi")]).kind == "root"

@@ -5,9 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from rolltap.addons.dialects import openai_chat
 from rolltap.addons.dialects.model_call import Reply
 from rolltap.addons.prompts import rendering as module
-from rolltap.addons.prompts.rendering import InputError, Rendering, resolve_model
+from rolltap.addons.prompts.rendering import InputError, ParseBudget, Rendering, resolve_model
 from rolltap.addons.prompts.tokenizer import CachingTokenizer
 from tests.addons.conftest import MARKUP, SPECIAL, TEMPLATE
 from tests.deep import examples
@@ -28,7 +29,7 @@ class TestChoice:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
         ids = rendering.render([USER], [])
         assert tokenizer.decode(ids) == "user: Hello\nassistant:"
-        assert rendering.bridge(ids, tokenizer.encode(" Hi"), [USER], []) is None
+        assert rendering.continued(ids, tokenizer.encode(" Hi"), [USER], []) is None
 
     def test_a_renderer_can_be_named(self, tokenizer_folder):
         assert Rendering(str(tokenizer_folder), "qwen3").name == "qwen3"
@@ -153,7 +154,7 @@ class TestBridge:
     @pytest.mark.parametrize("completion", ["Hi.<|im_end|>", "Hi", "", "<think>\nI", "<think>\nI\n</think>\n\nHi<|im_"])
     def test_it_keeps_every_token_sampled_so_far(self, rendering, encode, completion):
         prompt_ids, completion_ids = rendering.render([USER], []), encode(completion)
-        ids = rendering.bridge(prompt_ids, completion_ids, [USER], [])
+        ids = rendering.continued(prompt_ids, completion_ids, [USER], [])
         assert ids[: len(prompt_ids) + len(completion_ids)] == prompt_ids + completion_ids
         assert ids[-len(encode("Hello<|im_end|>\n<|im_start|>assistant\n")) :] == encode(
             "Hello<|im_end|>\n<|im_start|>assistant\n"
@@ -161,11 +162,11 @@ class TestBridge:
 
     @pytest.mark.parametrize("completion", ["Hi.<|im_end|>Hi", "<think>\nI<|im_end|>"], ids=["after the end", "open"])
     def test_it_returns_none_when_it_would_change_tokens(self, rendering, encode, completion):
-        assert rendering.bridge(rendering.render([USER], []), encode(completion), [USER], []) is None
+        assert rendering.continued(rendering.render([USER], []), encode(completion), [USER], []) is None
 
     def test_earlier_reasoning_stays_when_the_user_speaks_again(self, rendering, encode):
         completion_ids = encode("<think>\nI think.\n</think>\n\nHi.<|im_end|>")
-        assert rendering.bridge(rendering.render([USER], []), completion_ids, [USER], []) is not None
+        assert rendering.continued(rendering.render([USER], []), completion_ids, [USER], []) is not None
 
 
 VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
@@ -194,8 +195,8 @@ class TestBridgeOfOneTurn:
         arguments = encode(prompt), encode(completion), messages, []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "_READS_ONE_TURN", frozenset())
-            whole = any_rendering.bridge(*arguments)
-        assert any_rendering.bridge(*arguments) == whole
+            whole = any_rendering.continued(*arguments)
+        assert any_rendering.continued(*arguments) == whole
 
 
 def call(text):
@@ -240,3 +241,69 @@ class TestParse:
 
     def test_a_turn_ends_with_its_stop_token(self, rendering, encode):
         assert set(rendering.stop_token_ids()) == {*encode("<|im_end|>"), *encode("<|endoftext|>")}
+
+
+def test_parses_take_their_share_of_the_time():
+    now = 0.0
+    budget = ParseBudget(0.1, clock=lambda: now)
+    spent = 0.0
+    while now < 100:
+        if budget.allows():
+            spent += 0.01
+            now += 0.01
+            budget.spend(0.01)
+        now += 0.001
+    assert 8 < spent < 10.1
+
+
+def test_a_long_parse_does_not_keep_the_others_waiting_for_long():
+    now = 0.0
+    budget = ParseBudget(0.1, clock=lambda: now)
+    budget.spend(60)
+    assert not budget.allows()
+    now = 2.0
+    assert budget.allows()
+
+
+FAMILY_TOKENS = {
+    "gemma4": [
+        *("<bos>", "<eos>", "<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|think|>", "<|tool>", "<tool|>"),
+        *("<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", "<|image>", "<|image|>", "<image|>"),
+    ],
+    "inkling": [
+        *("<|message_user|>", "<|message_model|>", "<|message_system|>", "<|message_tool|>", "<|content_text|>"),
+        *("<|content_thinking|>", "<|content_image|>", "<|content_audio_input|>", "<|content_xml|>"),
+        *("<|content_invoke_tool_json|>", "<|content_invoke_tool_text|>", "<|content_model_end_sampling|>"),
+        *("<|end_message|>", "<|audio_end|>", "<|unused_200054|>", "<|unused_200053|>"),
+    ],
+    "kimi-k2": [
+        *("<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<|tool_calls_section_begin|>"),
+        *("<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    ],
+}
+"""Renderer -> its special tokens that the test's tokenizer lacks."""
+CALLS = {"c1": "look", "c2": "listen"}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in CALLS.values()]
+
+
+def conversation():
+    """Return a decoded conversation whose last messages are the results, in another order than the calls."""
+    made = [{"id": i, "function": {"name": name, "arguments": "{}"}} for i, name in CALLS.items()]
+    results = [{"role": "tool", "tool_call_id": i, "content": f"{CALLS[i]}ed"} for i in ("c2", "c1")]
+    asked = [{"role": "user", "content": "Look."}, {"role": "assistant", "content": None, "tool_calls": made}]
+    body = {"messages": [*asked, *results], "tools": TOOLS}
+    return openai_chat.decode(json.dumps(body).encode(), "/v1/chat/completions")
+
+
+@pytest.mark.parametrize("renderer", FAMILY_TOKENS)
+def test_a_continued_prompt_gives_each_result_the_name_of_its_tool(renderer, tmp_path, save_tokenizer):
+    save_tokenizer(tmp_path, "", FAMILY_TOKENS[renderer])
+    rendering = Rendering(str(tmp_path), renderer)
+    call = conversation()
+    prompt = rendering.render(call.messages[:1], call.tools)
+    whole = rendering.render(call.messages, call.tools)
+    stops = set(rendering.stop_token_ids())
+    end = next(i for i in range(len(prompt), len(whole)) if whole[i] in stops)
+    completion = whole[len(prompt) : end + 1]
+    assert whole[: len(prompt)] == prompt
+    assert rendering.continued(prompt, completion, call.messages[2:], call.tools) == whole

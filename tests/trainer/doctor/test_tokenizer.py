@@ -47,5 +47,5 @@ def test_the_recorder_renders_prompts_with_it_and_reads_the_tool_calls_of_the_sc
         reply = rendering.parse(ids, sampled, [TOOL])
         assert (reply.reasoning, reply.content.strip()) == ("I call bash.", "I try it.")
         (call,) = reply.tool_calls
-        ids = rendering.bridge(ids, sampled, [{"role": "tool", "tool_call_id": call.id, "content": "ok"}], [TOOL])
+        ids = rendering.continued(ids, sampled, [{"role": "tool", "tool_call_id": call.id, "content": "ok"}], [TOOL])
     assert rendering.parse(ids, rendering.encode(next_reply(tokenizer.decode(ids))), [TOOL]).content == FINAL

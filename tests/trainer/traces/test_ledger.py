@@ -1,7 +1,8 @@
 import pytest
 
 from rolltap.addons.errors import LedgerError
-from rolltap.trainer.traces.ledger import Ledger
+from rolltap.addons.store.records import Call
+from rolltap.trainer.traces.ledger import CachedPrompts, Ledger, cached_prompts, cached_shares
 
 
 def test_ledgers_can_be_added():
@@ -21,3 +22,62 @@ def test_ledgers_can_be_added():
 def test_a_ledger_that_does_not_add_up_is_an_error(ledger):
     with pytest.raises(LedgerError, match=f"does not add up: {ledger.sampled}: {ledger.trained} to train"):
         ledger.check()
+
+
+def call(kind, prompt, prefix, cached):
+    return Call(
+        session_id="s", call_id="c", kind=kind, prompt_ids=[0] * prompt, prefix_length=prefix, cached_tokens=cached
+    )
+
+
+def prompts(*counts):
+    return CachedPrompts(**dict(zip(("calls", "prompt_tokens", "known_tokens", "cached_tokens"), counts, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("calls", "expected"),
+    [
+        ([], {}),
+        ([call("bridged", 100, 90, None)], {}),  # the engine did not say
+        ([call("bridged", 100, 90, 0)], {"bridged": (1, 100, 90, 0)}),
+        (
+            [call("bridged", 100, 90, 80), call("root", 50, 0, 16), call("bridged", 200, 150, 144)],
+            {"bridged": (2, 300, 240, 224), "root": (1, 50, 0, 16)},
+        ),
+        ([call("rendered", 100, 0, 96)], {"rendered": (1, 100, 0, 96)}),
+    ],
+)
+def test_prompts_are_counted_by_kind(calls, expected):
+    assert cached_prompts(calls) == {kind: prompts(*counts) for kind, counts in expected.items()}
+
+
+@pytest.mark.parametrize(
+    ("counted", "share", "unused"),
+    [
+        ((0, 0, 0, 0), None, False),
+        ((1, 100, 90, 45), 0.45, False),
+        ((1, 1100, 1000, 0), 0.0, True),
+        ((1, 1100, 999, 0), 0.0, False),  # too little to say
+        ((2, 2000, 1000, 49), 0.0245, True),
+        ((2, 2000, 1000, 50), 0.025, False),  # long new messages are no fault of the cache
+    ],
+)
+def test_a_cache_is_unused_when_next_to_nothing_of_what_it_could_have_came_from_it(counted, share, unused):
+    assert (prompts(*counted).share, prompts(*counted).unused) == (share, unused)
+
+
+@pytest.mark.parametrize(
+    ("continued", "shares"),
+    [
+        ({}, {}),
+        ({"codex": prompts(1, 0, 0, 0)}, {}),
+        ({"codex": prompts(1, 100, 90, 50)}, {"": 0.5}),
+        (
+            {"codex": prompts(1, 100, 90, 50), "pi": prompts(2, 300, 290, 300)},
+            {"": 0.875, "codex": 0.5, "pi": 1.0},
+        ),
+        ({"codex": prompts(1, 100, 90, 50), "": prompts(1, 100, 90, 0)}, {"": 0.25, "codex": 0.5}),
+    ],
+)
+def test_several_harnesses_have_a_share_each(continued, shares):
+    assert cached_shares(continued) == shares

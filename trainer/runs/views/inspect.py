@@ -33,8 +33,8 @@ from rolltap.trainer.traces.build import judge_calls
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import RecordedSession, iter_sessions
 from rolltap.trainer.traces.sessions import TraceOptions, suspected, trace_session
-from rolltap.trainer.traces.tokens import pack
-from rolltap.trainer.traces.tree import common_length, start_order
+from rolltap.trainer.traces.tokens import common_length, pack
+from rolltap.trainer.traces.tree import start_order
 
 _MOST = 10
 """Most entries of a list in the evidence that are printed."""

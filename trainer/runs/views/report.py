@@ -41,8 +41,7 @@ from rolltap.trainer.runs.views.outcomes import (
     provenance_rows,
     suspicion_rows,
 )
-from rolltap.trainer.traces.cached import CachedPrompts, cached_prompts
-from rolltap.trainer.traces.ledger import Ledger
+from rolltap.trainer.traces.ledger import CachedPrompts, Ledger, cached_prompts
 from rolltap.trainer.traces.reader import load_sessions
 from rolltap.trainer.traces.sessions import TracedSession, TraceOptions, iter_traces, session_reward
 from rolltap.trainer.versions import Version

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.traces.build import Trace
-from rolltap.trainer.traces.tree import common_length
+from rolltap.trainer.traces.tokens import common_length
 
 
 @dataclass(frozen=True, slots=True)

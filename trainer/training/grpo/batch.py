@@ -13,7 +13,6 @@ from torch import Tensor
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.traces.build import GroupReward, Trace, TraceBatch
-from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.training.forward.forest import Row, own_tokens
 from rolltap.trainer.training.grpo.advantages import rewards_differ
 from rolltap.trainer.training.grpo.metrics import KINDS
@@ -47,9 +46,7 @@ def with_signal(batch: TraceBatch) -> TraceBatch:
             dropped += trace.completion_mask.count(1)
         else:
             kept.append(trace)
-    ledger = batch.ledger
-    if ledger.sampled and dropped:
-        ledger = ledger + Ledger(trained=-dropped, left_out={"no_signal": dropped})
+    ledger = batch.ledger.leave_out("no_signal", dropped) if batch.ledger.sampled else batch.ledger
     return replace(batch, traces=kept, ledger=ledger)
 
 

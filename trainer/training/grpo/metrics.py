@@ -22,8 +22,7 @@ from torch import Tensor
 from rolltap.addons.store.records import CallKind, SessionStatus
 from rolltap.trainer.file_names import file_name
 from rolltap.trainer.traces.build import GroupReward, TraceBatch, Unrewarded
-from rolltap.trainer.traces.cached import cached_shares
-from rolltap.trainer.traces.ledger import LeftOut
+from rolltap.trainer.traces.ledger import LeftOut, cached_shares
 from rolltap.trainer.training.grpo.advantages import mean_group_std, rewards_differ
 
 KINDS: tuple[CallKind, ...] = get_args(CallKind)

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from trl import GRPOTrainer
 
 from rolltap.trainer.traces.build import GroupReward, Trace, TraceBatch, Unrewarded
-from rolltap.trainer.traces.cached import CachedPrompts
-from rolltap.trainer.traces.ledger import Ledger
+from rolltap.trainer.traces.ledger import CachedPrompts, Ledger
 from rolltap.trainer.training.grpo import metrics as module
 from rolltap.trainer.training.grpo.metrics import (
     MOST_TASKS,

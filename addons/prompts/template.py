@@ -1,15 +1,14 @@
-"""Bridging of a conversation by a chat template that no renderer knows.
+"""The tokens of new messages where a renderer does not give them: they follow a placeholder of the sampled turn.
 
-The template renders a placeholder conversation of one user message, one assistant message and the new messages. The
-text from the end of the assistant's turn on is encoded and appended. The real conversation is not rendered again. This
-is correct for templates that render each message independently of the others, which is checked on a few probe
-conversations before anything is recorded.
+`TemplateContinuation` is for chat templates that no renderer knows. The template renders a placeholder conversation of
+one user message, one assistant message and the new messages. The text from the end of the assistant's turn on is
+encoded and appended. The real conversation is not rendered again. This is correct for templates that render each
+message independently of the others, which is checked on a few probe conversations before anything is recorded.
 
-The tokens of new messages among which are turns of the assistant that no call sampled.
-
-Renderers continue a sampled turn only with messages of others. The tokens are therefore taken from a full prompt of a
-placeholder turn and the new messages: those after the placeholder. They are used only when the renderer ends the
-placeholder as it ends the sampled turn, which is seen from what it writes after both for the same message.
+`tokens_of_turns` is for new messages among which are turns of the assistant that no call sampled. Renderers continue a
+sampled turn only with messages of others. The tokens are therefore taken from a full prompt of a placeholder turn and
+the new messages: those after the placeholder. They are used only when the renderer ends the placeholder as it ends the
+sampled turn, which is seen from what it writes after both for the same message.
 """
 
 from collections.abc import Callable, Collection
@@ -98,7 +97,7 @@ _LATER_TURN = [*PROBE, *PROBE[:2]], PROBE[2:]
 """New messages with an assistant message, later in the conversation than the placeholder is."""
 
 
-class TemplateBridge:
+class TemplateContinuation:
     """Token ids of new messages from a tokenizer's own chat template.
 
     `refusal` is the reason for which this template cannot be used, or None.
@@ -118,7 +117,7 @@ class TemplateBridge:
         These are the stop token, unless the completion ends with one, the new messages and the generation prompt.
         Returns None when the template cannot render these messages after an assistant message.
         """
-        if not self._takes_turns and any(message["role"] == "assistant" for message in messages):
+        if self.refusal or (not self._takes_turns and any(message["role"] == "assistant" for message in messages)):
             return None
         extension = self._extension_text(messages)
         if extension is None:

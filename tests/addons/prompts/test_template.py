@@ -1,0 +1,268 @@
+"""Templates that no renderer knows are continued when they render each message independently, else refused."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from rolltap.addons.dialects.dialect import name_results
+from rolltap.addons.dialects.model_call import assistant_message, message_tool_call
+from rolltap.addons.prompts import rendering as module
+from rolltap.addons.prompts.rendering import Rendering
+from rolltap.addons.prompts.template import PLACEHOLDER, placeholder_turn, tokens_of_turns
+from tests.addons.conftest import MARKUP, SPECIAL, TEMPLATE
+from tests.addons.prompts.test_rendering import VISION
+from tests.deep import examples
+
+TURN = "{{ '<|im_start|>' + message.role + '\\n' + message.content + '\\n' }}"
+CALLS = "{% for call in message.tool_calls or [] %}{{ '@' + call.function.name }}{% endfor %}"
+END = "{{ '<|im_end|>\\n\\n' }}"
+GENERATION = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+PLAIN = "{% for message in messages %}" + TURN + CALLS + END + "{% endfor %}" + GENERATION
+
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hello"},
+]
+NEW = [{"role": "user", "content": "Go on"}]
+
+
+@pytest.fixture
+def rendering_of(tmp_path, save_tokenizer):
+    def load(template):
+        save_tokenizer(tmp_path, template)
+        return Rendering(str(tmp_path), "default")
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory, save_tokenizer):
+    folder = tmp_path_factory.mktemp("plain")
+    save_tokenizer(folder, PLAIN)
+    return Rendering(str(folder), "default")
+
+
+def assistant(text):
+    return assistant_message(text, "", [])
+
+
+@pytest.mark.parametrize(
+    "new", [NEW, [{"role": "tool", "content": "Nothing.", "tool_call_id": "c9", "name": "look"}], NEW * 2]
+)
+def test_a_continuation_is_what_the_template_writes_after_a_turn(plain, encode, new):
+    assert plain.refusal is None
+    prompt = plain.render(CONVERSATION, [])
+    completion = encode("Hi.\n<|im_end|>")
+    continued = plain.continued(prompt, completion, new, [])
+    assert continued == plain.render([*CONVERSATION, assistant("Hi."), *new], [])
+    assert continued[: len(prompt) + len(completion)] == prompt + completion
+
+
+def test_a_truncated_turn_gets_its_stop_token(plain, encode):
+    prompt = plain.render(CONVERSATION, [])
+    continued = plain.continued(prompt, encode("Hi.\n"), NEW, [])
+    assert continued == plain.render([*CONVERSATION, assistant("Hi."), *NEW], [])
+
+
+def test_a_message_that_the_template_refuses_is_not_continued(rendering_of, encode):
+    picky = "{% for message in messages %}{% if message.content == 'No' %}{{ raise_exception('no') }}{% endif %}"
+    rendering = rendering_of(PLAIN.replace("{% for message in messages %}", picky))
+    assert rendering.refusal is None
+    prompt, refused = rendering.render(CONVERSATION, []), {"role": "user", "content": "No"}
+    assert rendering.continued(prompt, encode("Hi."), [refused], []) is None
+
+
+LOOKS_UP = (
+    "{% if message.role == 'tool' %}{% for earlier in messages %}{% for call in earlier.tool_calls or [] %}"
+    "{% if call.id == message.tool_call_id %}{{ call.function.name }}{% endif %}{% endfor %}{% endfor %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("name", ["{{ message.name or '' }}", LOOKS_UP], ids=["its name", "the name of its call"])
+def test_results_are_continued_with_the_names_of_their_own_tools(rendering_of, encode, name):
+    rendering = rendering_of(PLAIN.replace(TURN, name + TURN))
+    assert rendering.refusal is None
+    calls = [message_tool_call("c1", "look", {}), message_tool_call("c2", "go", {})]
+    asked = {"role": "assistant", "content": "Hi.", "tool_calls": calls}
+    results = [{"role": "tool", "content": "x", "tool_call_id": i} for i in ("c2", "c9", "c1")]
+    whole = name_results([*CONVERSATION, asked, *results])
+    continued = rendering.continued(
+        rendering.render(CONVERSATION, []), encode("Hi.\n@look@go<|im_end|>"), whole[3:], []
+    )
+    assert continued == rendering.render(whole, [])
+
+
+def test_a_template_that_takes_one_call_a_turn_is_continued(rendering_of):
+    single = "{% if message.tool_calls and message.tool_calls | length > 1 %}{{ raise_exception('one') }}{% endif %}"
+    assert rendering_of(PLAIN.replace(TURN, single + TURN)).refusal is None
+
+
+def test_a_template_that_marks_the_last_turn_takes_no_turns_of_the_assistant(rendering_of, encode):
+    marked = "{% if message.role == 'assistant' and loop.index == 4 %}{{ 'x' }}{% endif %}"
+    rendering = rendering_of(PLAIN.replace(CALLS, CALLS + marked))
+    prompt, completion = rendering.render(CONVERSATION, []), encode("Hi.<|im_end|>")
+    assert rendering.continued(prompt, completion, NEW, []) is not None
+    assert rendering.continued(prompt, completion, [*NEW, assistant("Well."), *NEW], []) is None
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (
+            PLAIN.replace(
+                TURN, "{% if tools and message.role == 'tool' %}{{ tools[0].function.name }}{% endif %}" + TURN
+            ),
+            "writes earlier messages differently",
+        ),
+        (PLAIN.replace(END, ""), "does not end an assistant's turn with a stop token"),
+        ("{{ messages | length }}" + PLAIN, "writes earlier messages differently"),
+        (
+            PLAIN.replace(CALLS, "{% if message.role == 'assistant' and not loop.last %}{{ 'x' }}{% endif %}"),
+            "writes earlier messages differently",
+        ),
+        ("{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + PLAIN, "refuses a conversation with tools"),
+    ],
+    ids=["the first tool's name", "no stop token", "counts the messages", "marks past turns", "no tools"],
+)
+def test_a_template_that_changes_earlier_messages_is_refused(rendering_of, encode, template, reason):
+    rendering = rendering_of(template)
+    assert reason in rendering.refusal
+    assert rendering.continued(rendering.render(NEW, []), encode("Hi.<|im_end|>"), NEW, []) is None
+
+
+def test_a_tokenizer_without_a_stop_token_is_refused(tmp_path, save_tokenizer):
+    save_tokenizer(tmp_path, PLAIN)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    rendering = Rendering(str(tmp_path), "default")
+    assert rendering.stop_token_ids() == []
+    assert "does not end an assistant's turn with a stop token" in rendering.refusal
+
+
+def test_a_renderer_that_knows_its_model_has_no_refusal(tokenizer_folder):
+    assert Rendering(str(tokenizer_folder)).refusal is None
+
+
+USER = {"role": "user", "content": "Hello"}
+TOOLS = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}]
+LOOK = message_tool_call("c1", "look", {"at": "é"})
+RESULT = {"role": "tool", "content": "Nothing.", "tool_call_id": "c1", "name": "look"}
+INVENTED = [assistant_message("", "", [LOOK]), RESULT]
+TAILS = {
+    "an answer": [USER, assistant_message("Hi.", "", []), USER],
+    "a call and its result": [USER, *INVENTED],
+    "a call after a result": [RESULT, *INVENTED],
+    "a call immediately": [*INVENTED, USER],
+    "reasoning": [USER, assistant_message("Hi.", "I greet.", []), USER],
+    "several": [USER, *INVENTED, assistant_message("So.", "", [LOOK]), RESULT, assistant_message("Hi.", "", []), USER],
+    "a system message": [{"role": "system", "content": "It is late."}, assistant_message("Yes.", "", []), USER],
+    "the end": [USER, assistant_message("Hi.", "", [])],
+}
+
+
+@pytest.fixture(scope="module", params=[*sorted(module._READS_ONE_TURN), "template"])
+def any_rendering(request, tmp_path_factory, save_tokenizer):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    if request.param == "template":
+        save_tokenizer(folder, PLAIN)
+        return Rendering(str(folder), "default")
+    save_tokenizer(folder, TEMPLATE.read_text(), VISION)
+    return Rendering(str(folder), request.param)
+
+
+@pytest.mark.parametrize("tools", [[], TOOLS], ids=["no tools", "tools"])
+@pytest.mark.parametrize("tail", TAILS.values(), ids=TAILS)
+def test_the_tokens_after_a_turn_are_those_of_a_full_prompt(any_rendering, encode, tail, tools):
+    prompt = any_rendering.render([USER], tools)
+    opened = prompt[-2:] == encode("<think>\n")
+    turn = placeholder_turn("Hi.", tail)
+    completion = encode(("I greet.\n</think>\n\n" if opened else "") + "Hi.<|im_end|>")
+    whole = any_rendering.render(name_results([USER, turn, *tail]), tools)
+    continued = any_rendering.continued(prompt, completion, tail, tools)
+    assert continued[: len(prompt) + len(completion)] == prompt + completion
+    assert whole[-(len(continued) - len(prompt) - len(completion)) :] == continued[len(prompt) + len(completion) :]
+
+
+@pytest.mark.parametrize("tail", TAILS.values(), ids=TAILS)
+@pytest.mark.parametrize("completion", ["Hi.", "<think>\nI"], ids=["cut", "cut in its reasoning"])
+def test_a_cut_turn_is_ended_as_for_other_messages(any_rendering, encode, completion, tail):
+    prompt, sampled = any_rendering.render([USER], []), encode(completion)
+    other = any_rendering.continued(prompt, sampled, [USER], [])
+    continued = any_rendering.continued(prompt, sampled, tail, [])
+    end = len(prompt) + len(sampled) + 1
+    assert continued[:end] == other[:end]
+    assert continued[-3:] == any_rendering.render([USER, *tail], [])[-3:]
+
+
+@pytest.mark.parametrize("completion", ["Hi.<|im_end|>Hi", "<think>\nI<|im_end|>"], ids=["after the end", "open"])
+def test_a_turn_that_cannot_be_continued_is_not(rendering, encode, completion):
+    tail = TAILS["an answer"]
+    assert rendering.continued(rendering.render([USER], []), encode(completion), tail, []) is None
+
+
+pieces = st.sampled_from([*SPECIAL, *MARKUP, "<|im_start|>assistant\n", "<|im_end|>\n", "\n", "user\n", "Hi", " ", "é"])
+texts = st.lists(pieces, max_size=6).map("".join)
+messages = st.one_of(
+    st.builds(lambda text: {"role": "user", "content": text}, texts),
+    st.builds(lambda text: {**RESULT, "content": text}, texts),
+    st.builds(assistant_message, texts, texts, st.sampled_from([[], [LOOK]])),
+)
+
+
+@given(prompt=texts, completion=texts, tail=st.lists(messages, min_size=1, max_size=5))
+@examples(200)
+def test_whatever_the_tail_no_sampled_token_changes(any_rendering, encode, prompt, completion, tail):
+    prompt_ids, completion_ids = encode(prompt), encode(completion)
+    ids = any_rendering.continued(prompt_ids, completion_ids, tail, [])
+    if ids is not None:
+        sampled = len(prompt_ids) + len(completion_ids)
+        assert ids[:sampled] == prompt_ids + completion_ids
+        whole = any_rendering.render([USER, placeholder_turn("Hi.", tail), *tail], [])
+        stop_ids = any_rendering.stop_token_ids()
+        extension = ids[sampled:]
+        if completion_ids[-1:] not in [[i] for i in stop_ids]:
+            extension = extension[next(i for i, token in enumerate(extension) if token in stop_ids) + 1 :]
+        assert whole[-len(extension) :] == extension
+
+
+class TestTokensOfTurns:
+    """With a renderer of letters: a turn of the assistant is `A...E`, where E ends it."""
+
+    AFTER, HOW = [*b"uG"], ([*PLACEHOLDER.encode()], [ord("E")])
+
+    def render(self, changed=lambda text: text):
+        def ids(messages):
+            turns = {"user": lambda m: "u", "assistant": lambda m: f"A{m['content']}E", "tool": lambda m: "t"}
+            return [*changed("".join(turns[m["role"]](m) for m in messages) + "G").encode()]
+
+        return ids
+
+    def test_they_are_what_a_full_prompt_has_after_the_placeholder(self):
+        tail = [USER, assistant_message("x", "", []), RESULT]
+        assert tokens_of_turns(self.AFTER, True, tail, self.render(), *self.HOW) == [*b"uAxEtG"]
+        assert tokens_of_turns([*b"E", *self.AFTER], False, tail, self.render(), *self.HOW) == [*b"EuAxEtG"]
+
+    @pytest.mark.parametrize(
+        "changed",
+        [lambda text: text.replace("uG", "vG"), lambda text: text.replace("7E", "7") if "x" in text else text],
+        ids=["other tokens after a turn", "a turn whose end depends on later ones"],
+    )
+    def test_there_are_none_when_the_placeholder_is_treated_otherwise(self, changed):
+        tail = [assistant_message("x", "", []), USER]
+        assert tokens_of_turns(self.AFTER, True, tail, self.render(changed), *self.HOW) is None
+
+    def test_there_are_none_when_the_placeholder_is_not_found(self):
+        assert tokens_of_turns(self.AFTER, True, [USER], lambda messages: [], *self.HOW) is None
+
+    def test_what_is_written_before_the_placeholder_may_differ(self):
+        render = self.render(lambda text: text.replace("Aa8", "A?a8") if "x" in text else text)
+        tail = [assistant_message("x", "", []), USER]
+        assert tokens_of_turns(self.AFTER, True, tail, render, *self.HOW) == [*b"AxEuG"]
+
+    def test_there_are_none_for_messages_that_the_template_refuses(self):
+        def refuse(messages):
+            raise ValueError("no")
+
+        assert tokens_of_turns(self.AFTER, True, [USER], refuse, *self.HOW) is None
