@@ -1,21 +1,19 @@
-"""The canonical form of a message, for comparing an issued reply with the harness's echo of it.
+"""The canonical form of a message, by which an issued reply and its echo are compared, and digests of it.
 
-Both are brought to this form, so that changes which harnesses make in an echo do not matter. Tool call ids are part of
-the form: calls with different ids compare as different. The form ignores:
+Changes that harnesses make in an echo do not matter in this form. Tool call ids are part of it: calls with different
+ids compare as different. The form ignores:
 
 - the order of keys, and how a number is written (1.0, 1e0, more digits than JavaScript keeps);
 - how many times arguments were encoded as JSON text;
 - empty fields, and blank text of the assistant, which APIs refuse and harnesses drop;
 - what the request's `echo_rule` says that its harness does to arguments.
 
-Digests of conversations: messages are compared by them, and only the digests are kept.
+Only digests of messages are kept. The digest of a prefix of a conversation covers the tools, the echo rule and the
+canonical form of each message.
 
-The digest of a prefix covers the tools, the echo rule and the canonical form of each message.
-
-Rules for texts that programs change when they send a reply back, whatever program it is.
-
-A rule returns the texts that a reply may have had before the change. They are compared with the recorded replies when
-the text itself is not one of them: a rule can find a reply, but never makes two recorded replies equal.
+What any program may do to the text of a reply is undone by rules (`issued_forms`). A rule returns the texts that a
+reply may have had before the change. They are compared with the recorded replies when the text itself is not one of
+them: a rule can find a reply, but never makes two recorded replies equal.
 """
 
 import hashlib

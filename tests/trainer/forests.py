@@ -1,25 +1,17 @@
 """Calls for tests: hand-made ones, and random forests with the expected traces computed from the definitions."""
 
 from collections import Counter
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import get_args
 
 from hypothesis import strategies as st
 
-from rolltap.addons.store.records import Call, CallKind, VersionSpan
+from rolltap.addons.store.records import CallKind, VersionSpan
 from rolltap.trainer.traces import sessions
+from tests.factories import START, make_call
 
-START = datetime(2026, 1, 1, tzinfo=UTC)
 STRATEGIES = ["per_request", "prefix_merging", "tree"]
 ROLES = ["agent", "subagent", "compaction", "auxiliary"]
-
-
-def make_call(number, prompt_ids, completion_ids, **fields):
-    """Return the `number`-th call to start. Its log-probabilities identify its tokens within the session."""
-    fields.setdefault("logprobs", [-(number + 1) - i / 64 for i in range(len(completion_ids))])
-    fields.setdefault("weight_versions", [VersionSpan(version="1", start=0, end=len(completion_ids))])
-    fields.setdefault("started_at", START + timedelta(seconds=number))
-    return Call(session_id="s", call_id=str(number), prompt_ids=prompt_ids, completion_ids=completion_ids, **fields)
 
 
 def follow(number, parent, new_ids, completion_ids, **fields):

@@ -187,7 +187,7 @@ def merge_command(runs: tuple[Path, ...], out: Path) -> None:
     for loss in left_behind:
         click.echo(
             f"not copied from {loss.file}: {loss.rows} rows whose digest does not match, "
-            f"{loss.places} unreadable byte ranges"
+            f"{loss.unreadable_ranges} unreadable byte ranges"
         )
     click.echo(f"{len(run.sessions())} sessions in {out}")
 

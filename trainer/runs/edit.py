@@ -10,7 +10,7 @@ Memory: the tokens of one session, and the rows of all sessions. Output folders 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -239,7 +239,7 @@ class LeftBehind:
     """`RUN/FILE`."""
     rows: int
     """Rows whose digest does not match."""
-    places: int
+    unreadable_ranges: int
     """Byte ranges that cannot be read, each of one or more adjacent commits."""
 
 
@@ -355,7 +355,8 @@ def _merged_metadata(first: _Source, sources: Sequence[_Source], left_behind: Se
     merged = dict(first.metadata)
     if engines := {url: engine for source in sources for url, engine in source.metadata.get("engines", {}).items()}:
         merged["engines"] = engines
-    for key, more in (("recorders", []), ("left_behind", [asdict(loss) for loss in left_behind])):
+    losses = [{"file": loss.file, "rows": loss.rows, "places": loss.unreadable_ranges} for loss in left_behind]
+    for key, more in (("recorders", []), ("left_behind", losses)):
         entries = [entry for source in sources for entry in source.metadata.get(key, [])] + more
         if entries:
             merged[key] = [entry for number, entry in enumerate(entries) if entry not in entries[:number]]

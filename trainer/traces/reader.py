@@ -3,7 +3,7 @@
 A row whose digest does not match was changed after it was written. It is read and marked, so that nothing is trained on
 it: its call and those that continue it get a violation, its session loses the reward.
 
-The rows of the sessions of a run that is being recorded.
+`SessionRows` reads single columns, also while the run is being recorded.
 """
 
 import logging
@@ -25,35 +25,6 @@ from rolltap.addons.store.sessions import SessionIndex
 from rolltap.addons.store.tables import batch_rows, read_batches, read_rows
 from rolltap.trainer.traces.tokens import Tokens
 from rolltap.trainer.traces.tree import parents_first, start_order
-
-
-class SessionRows:
-    """The rows of each session of a run. Reads each commit once. Thread-safe."""
-
-    def __init__(self, run: Path) -> None:
-        self._run = run
-        self._lock = threading.Lock()
-        self._indexes: dict[str, SessionIndex] = {}
-
-    def of(self, table: str, session_id: str, columns: Sequence[str]) -> list[tuple[Any, ...]]:
-        """Return the values of some columns of the session's rows.
-
-        Raises `RunError` and `OSError` when the folder cannot be read.
-        """
-        with self._lock:
-            if table in self._indexes:
-                self._indexes[table].refresh()
-            else:
-                self._indexes[table] = SessionIndex(self._run, table)
-            index = self._indexes[table]
-            batches = [batch.to_pydict() for batch in index.batches(session_id, columns)]
-            index.close()
-        return [row for batch in batches for row in zip(*batch.values(), strict=True)]
-
-    def first_version(self, session_id: str) -> str | None:
-        """Return the weights that sampled the first token of a session's calls, or None without one. Raises as `of`."""
-        return first_version(self.of("calls", session_id, FIRST_VERSION_COLUMNS))
-
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +122,34 @@ class RecordedCalls(Mapping[str, list[Call]]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+class SessionRows:
+    """The rows of each session of a run. Reads each commit once. Thread-safe."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._lock = threading.Lock()
+        self._indexes: dict[str, SessionIndex] = {}
+
+    def of(self, table: str, session_id: str, columns: Sequence[str]) -> list[tuple[Any, ...]]:
+        """Return the values of some columns of the session's rows.
+
+        Raises `RunError` and `OSError` when the folder cannot be read.
+        """
+        with self._lock:
+            if table in self._indexes:
+                self._indexes[table].refresh()
+            else:
+                self._indexes[table] = SessionIndex(self._run, table)
+            index = self._indexes[table]
+            batches = [batch.to_pydict() for batch in index.batches(session_id, columns)]
+            index.close()
+        return [row for batch in batches for row in zip(*batch.values(), strict=True)]
+
+    def first_version(self, session_id: str) -> str | None:
+        """Return the weights that sampled the first token of a session's calls, or None without one. Raises as `of`."""
+        return first_version(self.of("calls", session_id, FIRST_VERSION_COLUMNS))
 
 
 def rebuild_calls(

@@ -1,6 +1,7 @@
-"""Recorded sessions -> labelled traces and their ledger.
+"""Recorded sessions as labelled traces and their ledgers.
 
-From a session's outcome and its suspicions to the reward that trains it, or the reason why it has none.
+A session's label is the reward that trains it, or the reason why it has none. Both follow from its outcome and its
+suspicions, by the rules of a recipe.
 """
 
 import json

@@ -231,7 +231,7 @@ class TestEchoRule:
 
 
 class TestChangedEchoes:
-    """Rules that hold for every program (`echoes.py`)."""
+    """Rules that hold for every program (`issued_forms`)."""
 
     LITELLM = "[System: Empty message content sanitised to satisfy protocol]"
 

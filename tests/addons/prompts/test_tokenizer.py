@@ -97,8 +97,8 @@ async def test_other_work_goes_on_while_a_long_text_is_encoded_and_decoded(token
 
     ids, while_encoding = await turns_during(lambda: caching.encode(LONG * 1200))
     _, while_decoding = await turns_during(lambda: caching.decode(ids))
-    assert while_encoding > 20_000
-    assert while_decoding > 4_000
+    assert while_encoding > 2_000
+    assert while_decoding > 400
 
 
 class EveryCharacter:

@@ -1,4 +1,4 @@
-"""Recorded sessions as labelled traces, and their ledgers."""
+"""Recorded sessions as labelled traces: their ledgers, and the rewards that a recipe's rules give them."""
 
 import json
 from collections import Counter
@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from rolltap.addons.errors import LedgerError
-from rolltap.addons.store.metadata import write_metadata
-from rolltap.addons.store.records import Call, Session, SessionStatus, VersionSpan
-from rolltap.addons.store.tables import RunWriter
+from rolltap.addons.store.records import SessionStatus
 from rolltap.trainer.traces.build import GroupReward, Unrewarded
 from rolltap.trainer.traces.ledger import CachedPrompts, Ledger, LeftOut
 from rolltap.trainer.traces.reader import RecordedSession
@@ -28,105 +26,77 @@ from rolltap.trainer.traces.sessions import (
     trace_session,
 )
 from rolltap.trainer.training.grpo.advantages import session_advantages
+from tests.factories import make_call, make_session, write_run
 from tests.trainer.forests import forget_a_call
 
-
-def make_call(session_id, name, prompt_ids, **fields):
-    spans = [VersionSpan(version="0", start=0, end=2)]
-    return Call(
-        session_id=session_id,
-        call_id=f"{session_id}{name}",
-        prompt_ids=prompt_ids,
-        completion_ids=[7, 8],
-        logprobs=[-0.5, -0.25],
-        weight_versions=spans,
-        **fields,
-    )
+CALL, FAILED = make_call(1, [1], [7, 8]), make_call(2, [2], [7, 8], status="failed")
 
 
-def recorded(reward, *calls):
-    return RecordedSession(
-        session_id="s",
-        session=Session(
-            session_id="s", task_id="task", group_id="group", harness="harness", status="completed", reward=reward
-        ),
-        calls=list(calls),
-    )
+def recorded(session, *calls):
+    return RecordedSession(session_id=session.session_id, session=session, calls=list(calls))
+
+
+def traced(session, *calls, **options):
+    return trace_session(recorded(session, *calls), TraceOptions(**options))
 
 
 def test_traces_have_the_labels_of_their_session():
-    [trace] = trace_session(recorded(0.5, make_call("s", 1, [1])), TraceOptions()).traces
-    assert (trace.task_id, trace.group_id, trace.harness, trace.reward) == ("task", "group", "harness", 0.5)
+    [trace] = traced(make_session(reward=0.5), CALL).traces
+    assert (trace.task_id, trace.group_id, trace.harness, trace.reward) == ("t", "g", "h", 0.5)
 
 
 def test_a_session_without_a_row_has_traces_without_labels():
-    traced = trace_session(
-        RecordedSession(session_id="s", session=None, calls=[make_call("s", 1, [1])]), TraceOptions()
-    )
-    assert [(trace.task_id, trace.reward) for trace in traced.traces] == [("", None)]
-    assert traced.rewarded().ledger == Ledger(sampled=2, trained=0, left_out={"no_reward": 2})
+    unknown = trace_session(RecordedSession(session_id="s", session=None, calls=[CALL]), TraceOptions())
+    assert [(trace.task_id, trace.reward) for trace in unknown.traces] == [("", None)]
+    assert unknown.rewarded().ledger == Ledger(sampled=2, trained=0, left_out={"no_reward": 2})
 
 
 def test_a_batch_has_the_continued_prompts_of_each_harness_whether_rewarded_or_not():
-    def continued(number):
-        return make_call("s", number, [1] * 9, kind="bridged", prefix_length=5, cached_tokens=4)
-
-    sessions = [recorded(0.5, make_call("s", 1, [1], cached_tokens=1), continued(2)), recorded(None, continued(3))]
-    batch = make_batch(trace_session(session, TraceOptions()) for session in sessions)
-    assert batch.continued == {
-        "harness": CachedPrompts(calls=2, prompt_tokens=18, known_tokens=10, cached_tokens=8),
-    }
+    continued = [make_call(n, [1] * 9, [7, 8], kind="bridged", prefix_length=5, cached_tokens=4) for n in (2, 3)]
+    root = make_call(1, [1], [7, 8], cached_tokens=1)
+    batch = make_batch([traced(make_session(), root, continued[0]), traced(make_session(reward=None), continued[1])])
+    assert batch.continued == {"h": CachedPrompts(calls=2, prompt_tokens=18, known_tokens=10, cached_tokens=8)}
 
 
-def test_without_a_reward_no_token_is_trained_and_those_left_out_before_keep_their_reason():
-    unrewarded = recorded(None, make_call("s", 1, [1]), make_call("s", 2, [2], status="failed"))
-    traced = trace_session(unrewarded, TraceOptions())
-    assert (len(traced.traces), traced.ledger) == (1, Ledger(sampled=4, trained=2, left_out={"failed": 2}))
-    rewarded = traced.rewarded()
-    assert (rewarded.traces, rewarded.ledger) == (
-        [],
-        Ledger(sampled=4, trained=0, left_out={"failed": 2, "no_reward": 2}),
-    )
-
-
-@pytest.mark.parametrize("reward", [None, 1.0])
-def test_tokens_of_a_session_with_a_fault_are_left_out_as_such_whatever_its_row_says(reward):
-    fault = recorded(reward, make_call("s", 1, [1]), make_call("s", 2, [2], status="failed"))
-    fault.session.status = "infrastructure"
-    traced = trace_session(fault, TraceOptions())
-    assert [trace.reward for trace in traced.traces] == [None]
-    rewarded = traced.rewarded()
+@pytest.mark.parametrize(
+    ("session", "reason"),
+    [
+        (make_session(reward=None), "no_reward"),
+        (make_session(status="infrastructure"), "infrastructure"),
+        (make_session(status="infrastructure", reward=1.0), "infrastructure"),
+    ],
+    ids=["unrewarded", "a fault", "a fault, whatever its row says"],
+)
+def test_without_a_reward_no_token_is_trained_and_those_left_out_before_keep_their_reason(session, reason):
+    whole = traced(session, CALL, FAILED)
+    assert [trace.reward for trace in whole.traces] == [None]
+    assert whole.ledger == Ledger(sampled=4, trained=2, left_out={"failed": 2})
+    rewarded = whole.rewarded()
     assert (rewarded.reward, rewarded.traces) == (None, [])
-    assert rewarded.ledger == Ledger(sampled=4, trained=0, left_out={"failed": 2, "infrastructure": 2})
+    assert rewarded.ledger == Ledger(sampled=4, trained=0, left_out={"failed": 2, reason: 2})
 
 
 def test_a_reward_of_zero_is_a_reward():
-    traced = trace_session(recorded(0.0, make_call("s", 1, [1])), TraceOptions())
-    assert traced.rewarded() == traced
+    whole = traced(make_session(reward=0.0), CALL)
+    assert whole.rewarded() == whole
 
 
 def test_tokens_that_the_ledger_misses_are_an_error_that_names_the_session(monkeypatch):
     forget_a_call(monkeypatch)
     with pytest.raises(LedgerError, match="session s: the calls hold 4 sampled tokens, the ledger says 2"):
-        trace_session(recorded(1.0, make_call("s", 1, [1]), make_call("s", 2, [9])), TraceOptions())
+        traced(make_session(), CALL, make_call(2, [9], [7, 8]))
 
 
 def test_a_fault_does_not_count_in_the_mean_of_its_group_and_a_session_without_calls_does(tmp_path):
-    write_metadata(tmp_path, {})
-    with RunWriter(tmp_path) as writer:
-        writer.add_session(Session(session_id="fault", group_id="g", status="infrastructure", reward=1.0))
-        writer.add_session(Session(session_id="failed", group_id="g", status="failed", reward=0.0))
-    batch = load_batch(tmp_path, None, TraceOptions())
-    assert batch.rewards == {"failed": GroupReward(group_id="g", reward=0.0, status="failed")}
+    fault, failed = make_session("fault", "infrastructure", reward=1.0), make_session("failed", "failed", reward=0.0)
+    batch = load_batch(write_run(tmp_path, fault, failed), None, TraceOptions())
+    assert batch.rewards == {"failed": GroupReward(group_id="g", reward=0.0, task_id="t", harness="h", status="failed")}
 
 
 def test_a_batch_names_every_session_without_a_reward_and_why_even_if_it_sampled_nothing():
-    dead = RecordedSession(
-        session_id="dead", session=Session(session_id="dead", group_id="g", status="infrastructure"), calls=[]
-    )
-    late = RecordedSession(session_id="late", session=Session(session_id="late", status="timeout"), calls=[])
-    unknown = RecordedSession(session_id="u", session=None, calls=[make_call("u", 1, [1])])
-    batch = make_batch(trace_session(session, TraceOptions()) for session in (dead, late, unknown))
+    dead, late = make_session("dead", "infrastructure"), make_session("late", "timeout", group_id="", reward=None)
+    unknown = RecordedSession(session_id="u", session=None, calls=[CALL])
+    batch = make_batch([traced(dead), traced(late), trace_session(unknown, TraceOptions())])
     assert (batch.rewards, batch.traces) == ({}, [])
     assert batch.unrewarded == {
         "dead": Unrewarded(group_id="g", reason="infrastructure", status="infrastructure"),
@@ -136,56 +106,41 @@ def test_a_batch_names_every_session_without_a_reward_and_why_even_if_it_sampled
 
 
 def test_totals_account_for_tokens_as_a_batch_does():
-    fault, late = (recorded(None, make_call("s", 1, [1])) for _ in range(2))
-    fault.session.status = "infrastructure"
-    traced = [
-        trace_session(session, TraceOptions()) for session in (fault, late, recorded(1.0, make_call("s", 1, [1])))
-    ]
+    rows = [make_session(status="infrastructure"), make_session(reward=None), make_session()]
+    sessions = [traced(row, CALL) for row in rows]
     totals = Totals()
-    for session in traced:
+    for session in sessions:
         totals.add(session)
-    assert totals.ledger == make_batch(traced).ledger
+    assert totals.ledger == make_batch(sessions).ledger
     assert totals.ledger == Ledger(sampled=6, trained=2, left_out={"infrastructure": 2, "no_reward": 2})
     assert totals.traces == 3
 
 
 def test_a_batch_has_the_selected_traces_and_the_rewards_of_all_its_sessions(tmp_path):
-    write_metadata(tmp_path, {})
-    with RunWriter(tmp_path) as writer:
-        for name in "abx":
-            writer.add_call(make_call(name, 1, [1]))
-            writer.add_call(make_call(name, 2, [1, 5], role="subagent"))
-        writer.add_session(
-            Session(session_id="a", task_id="task", group_id="group", harness="harness", status="completed", reward=0.5)
-        )
-        writer.add_session(
-            Session(session_id="b", task_id="task", group_id="group", harness="harness", status="completed")
-        )
-        writer.add_session(
-            Session(
-                session_id="idle", task_id="task", group_id="group", harness="harness", status="completed", reward=0.0
-            )
-        )
-        writer.add_session(
-            Session(session_id="x", task_id="task", group_id="group", harness="harness", status="completed", reward=1.0)
-        )
+    prompts = [(1, [1], "agent"), (2, [1, 5], "subagent")]
+    calls = [
+        make_call(f"{session_id}{n}", prompt, [7, 8], session_id=session_id, role=role)
+        for session_id in "abx"
+        for n, prompt, role in prompts
+    ]
+    rewards = {"a": 0.5, "b": None, "idle": 0.0, "x": 1.0}
+    run = write_run(tmp_path, *calls, *(make_session(name, reward=reward) for name, reward in rewards.items()))
 
     def batch_of(*options):
-        return load_batch(tmp_path, ["a", "b", "idle"], TraceOptions(*options))
+        return load_batch(run, ["a", "b", "idle"], TraceOptions(*options))
 
     batch = batch_of("tree", ["agent"], 2)
     assert [(trace.trace_id, trace.completion_ids) for trace in batch.traces] == [("a/a1", [7])]
     assert batch.rewards == {
-        "a": GroupReward(group_id="group", reward=0.5, task_id="task", harness="harness"),
-        "idle": GroupReward(group_id="group", reward=0.0, task_id="task", harness="harness"),
+        name: GroupReward(group_id="g", reward=rewards[name], task_id="t", harness="h") for name in ("a", "idle")
     }
     assert batch.ledger == Ledger(sampled=8, trained=1, left_out={"subagent": 4, "over_length": 2, "no_reward": 1})
     assert [trace.shared_tokens for trace in batch_of("tree").traces] == [0, 1]
     assert [trace.shared_tokens for trace in batch_of().traces] == [0, 0]
 
 
-def session(status, reward=1.0, suspicions=None, name="s"):
-    return Session(session_id=name, group_id="g", status=status, reward=reward, suspicions=json.dumps(suspicions or {}))
+def row(status, reward=1.0, suspicions=None, name="s"):
+    return make_session(name, status, reward=reward, suspicions=json.dumps(suspicions or {}))
 
 
 @pytest.mark.parametrize(
@@ -210,11 +165,11 @@ def session(status, reward=1.0, suspicions=None, name="s"):
     ],
 )
 def test_a_status_gets_its_reward_by_the_recipe(status, reward, outcomes, label):
-    assert label_session(session(status, reward), RewardRules(Outcomes(**outcomes))) == label
+    assert label_session(row(status, reward), RewardRules(Outcomes(**outcomes))) == label
 
 
 def test_suspicious_sessions_are_kept_excluded_or_lose_a_number():
-    cheated, honest = session("completed", 1.0, {"git_history": 2}), session("completed", 1.0, {"git_history": 0})
+    cheated, honest = row("completed", 1.0, {"git_history": 2}), row("completed", 1.0, {"git_history": 0})
     for suspicious, label in [
         ("keep", Label(1.0, None)),
         ("exclude", Label(None, "suspicious")),
@@ -226,7 +181,7 @@ def test_suspicious_sessions_are_kept_excluded_or_lose_a_number():
 
 def test_a_penalty_is_subtracted_from_the_reward_of_an_outcome_too():
     rules = RewardRules(Outcomes(timeout=0), 0.5)
-    assert label_session(session("timeout", 1.0, {"web_search": 1}), rules) == Label(-0.5, None)
+    assert label_session(row("timeout", 1.0, {"web_search": 1}), rules) == Label(-0.5, None)
 
 
 @pytest.mark.parametrize(
@@ -264,18 +219,10 @@ SESSIONS = st.lists(
 
 @given(SESSIONS, RULES)
 def test_the_ledger_adds_up_and_groups_have_no_session_that_is_left_out(drawn, rules):
-    def recorded(name, row):
-        call = Call(
-            session_id=name,
-            call_id="c",
-            prompt_ids=[1],
-            completion_ids=[7, 8],
-            logprobs=[-0.5, -0.25],
-            weight_versions=[VersionSpan(version="0", start=0, end=2)],
-        )
-        return RecordedSession(session_id=name, session=session(*row, name=name), calls=[call])
-
-    sessions = [recorded(str(i), row) for i, row in enumerate(drawn)]
+    sessions = [
+        recorded(row(*values, name=str(i)), make_call("c", [1], [7, 8], session_id=str(i)))
+        for i, values in enumerate(drawn)
+    ]
     batch = make_batch(trace_session(each, TraceOptions(rewards=rules)) for each in sessions)
     assert batch.ledger.sampled == 2 * len(sessions)
     assert batch.ledger.trained == 2 * len(batch.rewards) == 2 * len(batch.traces)
@@ -295,10 +242,5 @@ def test_advantages_are_relative_to_the_sessions_that_are_left_in_the_group():
     rows = [("a", "completed", 1.0, {}), ("b", "completed", 0.0, {}), ("c", "completed", 5.0, {"git_history": 1})]
     rows += [("d", "timeout", 9.0, {}), ("e", "infrastructure", 9.0, {}), ("f", "cancelled", 9.0, {})]
     rules = RewardRules(Outcomes(timeout="exclude"), "exclude")
-    batch = make_batch(
-        trace_session(
-            RecordedSession(session_id=name, session=session(*row, name=name), calls=[]), TraceOptions(rewards=rules)
-        )
-        for name, *row in rows
-    )
+    batch = make_batch(traced(row(*values, name=name), rewards=rules) for name, *values in rows)
     assert session_advantages(batch.rewards, "none") == {"a": 0.5, "b": -0.5}
