@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rolltap.addons.errors import LedgerError
 from rolltap.addons.store.records import VersionSpan
-from rolltap.trainer.traces.build import KindSpan, build_traces
+from rolltap.trainer.traces.build import build_traces
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.versions import Version
 from tests.deep import examples
@@ -73,7 +73,6 @@ class TestMergeCases:
 
 
 class TestLeftOut:
-    @pytest.mark.parametrize("strategy", STRATEGIES)
     @pytest.mark.parametrize(
         ("reason", "fields"),
         [
@@ -90,8 +89,8 @@ class TestLeftOut:
             ("failed", {"status": "failed"}),
         ],
     )
-    def test_a_call_is_left_out_whole_with_one_reason(self, reason, fields, strategy):
-        traces, ledger = build_traces([make_call(0, [1], [7, 8], **fields)], strategy)
+    def test_a_call_is_left_out_whole_with_one_reason(self, reason, fields):
+        traces, ledger = build_traces([make_call(0, [1], [7, 8], **fields)])
         assert traces == []
         assert ledger == Ledger(sampled=2, left_out={reason: 2})
 
@@ -117,17 +116,6 @@ class TestLeftOut:
         assert trace.weight_versions == [VersionSpan(version="1", start=3, end=4)]
         assert ledger == Ledger(sampled=3, trained=1, left_out={"aborted": 2})
 
-    def test_a_left_out_leaf_is_in_no_trace(self):
-        root = make_call(0, [1], [7])
-        leaf = follow(1, root, [2], [8], status="failed")
-        [trace], _ = build_traces([root, leaf], "prefix_merging")
-        assert trace.call_ids == ["0"]
-        assert trace.completion_ids == [7]
-
-    @pytest.mark.parametrize("strategy", STRATEGIES)
-    def test_a_call_that_sampled_nothing_gives_no_trace_and_no_reason(self, strategy):
-        assert build_traces([make_call(0, [1], [], status="failed")], strategy) == ([], Ledger())
-
     def test_nan_never_reaches_a_trace(self):
         root = make_call(0, [1], [7], logprobs=[math.nan])
         [trace], _ = build_traces([root, follow(1, root, [], [8])], "prefix_merging")
@@ -142,20 +130,6 @@ class TestLeftOut:
 
 
 class TestRoles:
-    @pytest.mark.parametrize("strategy", STRATEGIES)
-    @pytest.mark.parametrize("role", ROLES)
-    def test_a_role_that_is_not_selected_is_left_out_under_its_name(self, role, strategy):
-        others = [other for other in ROLES if other != role]
-        traces, ledger = build_traces([make_call(0, [1], [7, 8], role=role)], strategy, roles=others)
-        assert (traces, ledger) == ([], Ledger(sampled=2, left_out={role: 2}))
-
-    @pytest.mark.parametrize("strategy", STRATEGIES)
-    def test_any_role_may_be_selected(self, strategy):
-        calls = [make_call(number, [number], [7], role=role) for number, role in enumerate(ROLES)]
-        traces, ledger = build_traces(calls, strategy, roles=ROLES)
-        assert [trace.role for trace in traces] == ROLES
-        assert ledger == Ledger(sampled=4, trained=4)
-
     def test_its_tokens_are_context_where_a_selected_call_continues_it(self):
         agent = make_call(0, [1], [7])
         helper = follow(1, agent, [2], [8], role="subagent")
@@ -199,9 +173,6 @@ class TestMaxTokens:
         )
         return [root, turn, follow(2, turn, [3], [11])]
 
-    def test_a_trace_of_exactly_max_tokens_is_whole(self, calls):
-        assert build_traces(calls, "prefix_merging", max_tokens=10) == build_traces(calls, "prefix_merging")
-
     def test_a_longer_one_is_cut_at_its_end_with_all_that_belongs_to_it(self, calls):
         [trace], ledger = build_traces(calls, "prefix_merging", max_tokens=6)
         assert (trace.call_ids, trace.trace_id) == (["0", "1"], "s/1")
@@ -214,33 +185,6 @@ class TestMaxTokens:
             VersionSpan(version="2", start=4, end=5),
         ]
         assert ledger == Ledger(sampled=6, trained=3, left_out={"over_length": 3})
-
-    @pytest.mark.parametrize(("max_tokens", "tokens"), [(9, 8), (5, 3), (4, 3), (3, 3), (2, 2)])
-    def test_tokens_after_the_last_trained_one_of_a_cut_trace_are_dropped(self, calls, max_tokens, tokens):
-        [trace], _ = build_traces(calls, "prefix_merging", max_tokens=max_tokens)
-        assert len(trace.prompt_ids + trace.completion_ids) == tokens
-
-    @pytest.mark.parametrize("strategy", STRATEGIES)
-    def test_a_trace_with_nothing_left_to_train_is_dropped(self, calls, strategy):
-        assert build_traces(calls, strategy, max_tokens=1) == (
-            [],
-            Ledger(sampled=6, trained=0, left_out={"over_length": 6}),
-        )
-
-    def test_requests_are_cut_at_the_same_tokens(self, calls):
-        traces, ledger = build_traces(calls, "per_request", max_tokens=6)
-        assert [(trace.call_ids, trace.completion_ids) for trace in traces] == [(["0"], [7, 8]), (["1"], [9])]
-        assert ledger == Ledger(sampled=6, trained=3, left_out={"over_length": 3})
-
-    def test_branches_beyond_the_cut_leave_the_one_trace_that_they_share(self, calls):
-        branch = follow(3, calls[1], [4], [13])
-        traces, ledger = build_traces([*calls, branch], "prefix_merging", max_tokens=7)
-        assert [trace.call_ids for trace in traces] == [["0", "1"]]
-        assert ledger == Ledger(sampled=7, trained=4, left_out={"over_length": 3})
-
-    def test_a_call_that_is_left_out_for_another_reason_keeps_it(self, calls):
-        calls[2].status = "aborted"
-        assert build_traces(calls, "tree", max_tokens=6)[1].left_out == {"over_length": 2, "aborted": 1}
 
 
 class TestTree:
@@ -256,49 +200,8 @@ class TestTree:
             ("s/4", None, 0),
         ]
 
-    def test_only_what_is_left_of_a_trace_is_shared(self):
-        one, two = make_call(0, [1, 2], [7, 8, 9]), make_call(1, [1, 2], [7, 8, 6])
-        traces, _ = build_traces([one, two], "tree", max_tokens=3)
-        assert [trace.shared_tokens for trace in traces] == [0, 3]
-
-    @pytest.mark.parametrize("strategy", ["per_request", "prefix_merging"])
-    def test_other_strategies_name_none(self, strategy):
-        traces, _ = build_traces([make_call(0, [1], [7]), make_call(1, [1], [8])], strategy)
-        assert [(trace.shared_trace_id, trace.shared_tokens) for trace in traces] == [(None, 0), (None, 0)]
-
 
 class TestTrace:
-    def test_weight_versions_are_positions_in_the_completion(self):
-        root = make_call(
-            0,
-            [1, 1],
-            [7, 8, 9],
-            weight_versions=[VersionSpan(version="1", start=0, end=2), VersionSpan(version="2", start=2, end=3)],
-        )
-        child = follow(1, root, [5, 5], [6], weight_versions=[VersionSpan(version="2", start=0, end=1)])
-        [trace], _ = build_traces([root, child], "prefix_merging")
-        assert trace.weight_versions == [
-            VersionSpan(version="1", start=0, end=2),
-            VersionSpan(version="2", start=2, end=3),
-            VersionSpan(version="2", start=5, end=6),
-        ]
-
-    def test_the_kind_of_the_call_that_sampled_a_token_is_known_where_it_is_trained(self):
-        root = make_call(0, [1, 1], [7, 8, 9])
-        first = follow(1, root, [5, 5], [6, 6], kind="bridged")
-        second = follow(2, root, [4], [6, 3], kind="rendered")
-        merged, branch = build_traces([root, first, second], "prefix_merging", max_tokens=8)[0]
-        assert merged.continuity == [
-            KindSpan(kind="root", start=0, end=3),
-            KindSpan(kind="bridged", start=5, end=6),
-        ]
-        assert branch.continuity == [KindSpan(kind="rendered", start=4, end=6)]
-
-    def test_the_role_is_that_of_the_last_call(self):
-        root = make_call(0, [1], [7])
-        [trace], _ = build_traces([root, follow(1, root, [2], [8], role="compaction")], "prefix_merging")
-        assert trace.role == "compaction"
-
     @pytest.mark.parametrize("strategy", STRATEGIES)
     def test_without_calls_there_are_no_traces(self, strategy):
         assert build_traces([], strategy) == ([], Ledger())
