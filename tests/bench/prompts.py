@@ -36,7 +36,7 @@ _COLUMNS = {
     "tokens": "tokens",
     "rendered_cold_ms": "rendered",
     "rendered_warm_ms": "texts kept",
-    "bridged_ms": "continued",
+    "continued_ms": "continued",
     "ratio": "ratio",
     "decode_ms": "decoding",
 }
@@ -49,7 +49,7 @@ class Turn:
     call: ModelCall
     tokens: int
     decode: float
-    bridge: float
+    prompt: float
 
 
 def session(rendering: Rendering, encode: Callable[[str], list[int]]) -> Iterator[Turn]:
@@ -64,9 +64,9 @@ def session(rendering: Rendering, encode: Callable[[str], list[int]]) -> Iterato
         call = openai_chat.decode(body, "/v1/chat/completions")
         decoded = time.process_time()
         prompt = conversations.prompt(call)
-        bridged = time.process_time()
+        made = time.process_time()
         assert prompt.kind == ("bridged" if number else "root")
-        yield Turn(call, len(prompt.ids), decoded - started, bridged - decoded)
+        yield Turn(call, len(prompt.ids), decoded - started, made - decoded)
         completion_ids = encode(_sampled(rng, number))
         reply = rendering.parse(prompt.ids, completion_ids, call.tools).to_message()
         conversations.add(str(number), prompt, completion_ids, reply)
@@ -111,10 +111,10 @@ def measure(lengths: list[int], model: Path) -> list[dict[str, Any]]:
             continue
         fresh = [rendering() for _ in range(RENDERINGS)]
         cold, warm = (statistics.median(_render(one, turn.call) for one in fresh) for _ in range(2))
-        bridged = 1e3 * statistics.median(turn.bridge for turn in turns)
+        continued = 1e3 * statistics.median(turn.prompt for turn in turns)
         decode = 1e3 * statistics.median(turn.decode for turn in turns)
         row = {"tokens": turn.tokens, "messages": len(turn.call.messages), "rendered_cold_ms": cold}
-        row |= {"rendered_warm_ms": warm, "bridged_ms": bridged, "ratio": warm / bridged}
+        row |= {"rendered_warm_ms": warm, "continued_ms": continued, "ratio": warm / continued}
         rows.append({**row, "decode_ms": decode})
         if len(rows) == len(lengths):
             break

@@ -9,6 +9,7 @@ files are not counted, since the system can reclaim them.
 """
 
 import json
+import os
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -29,6 +30,7 @@ from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.traces.build import build_traces
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import iter_sessions
+from tests.bench.processes import resident_mb
 
 FACTOR = 4
 """Number of sessions of the second run per session of the first."""
@@ -106,7 +108,7 @@ def measure(run: Path) -> dict[str, Any]:
         sessions += 1
         traces += len(built)
         tokens += sum(len(trace.prompt_ids) + len(trace.completion_ids) for trace in built)
-        peak_mb = max(peak_mb, _own_mb())
+        peak_mb = max(peak_mb, resident_mb(os.getpid()))
     seconds = time.perf_counter() - started
     assert ledger.trained == ledger.sampled > 0
     return {
@@ -119,11 +121,6 @@ def measure(run: Path) -> dict[str, Any]:
         "us_per_token": 1e6 * seconds / tokens,
         "peak_mb": peak_mb,
     }
-
-
-def _own_mb() -> float:
-    status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("RssAnon"))
 
 
 def _in_a_fresh_process(function: Any, *arguments: Any) -> Any:
