@@ -15,9 +15,8 @@ from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 
 from rolltap.addons.dialects.model_call import DialectError
 from rolltap.addons.dialects.routes import ANY_PREFIX, UNSPECIFIC_PREFIXES, Route, find_route
-from rolltap.addons.endpoint.body import Expected
 from rolltap.addons.endpoint.errors import event_kind
-from rolltap.addons.endpoint.server import Endpoint
+from rolltap.addons.endpoint.server import Endpoint, Expected
 from rolltap.addons.options import OPTIONS
 from rolltap.addons.recorder import open_run
 from rolltap.addons.sessions import SESSION

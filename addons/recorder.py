@@ -15,7 +15,6 @@ from mitmproxy.addonmanager import Loader
 from mitmproxy.exceptions import OptionsError
 from mitmproxy.optmanager import OptManager, load_paths
 
-from rolltap.addons.endpoint.budget import Budgets
 from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.engine.key import read_key
 from rolltap.addons.engine.lookup import OwnModel, WrongModel
@@ -67,19 +66,7 @@ def open_run(settings: OptManager) -> Endpoint:
         add_recorder(options.out, recorder)
     except (RunError, OSError) as error:
         raise OptionsError(f"rolltap_out: {error}") from error
-    return Endpoint(
-        rendering,
-        options.engine,
-        RunWriter(options.out, options.fsync),
-        options.sampling,
-        patience=options.patience,
-        engine_key=key,
-        keep_adapter=options.keep_adapter,
-        accept_rewards=options.accept_rewards,
-        images=options.images,
-        budgets=Budgets(options.max_calls, options.max_sampled_tokens, options.max_prompt_tokens),
-        warnings=warnings,
-    )
+    return Endpoint(rendering, RunWriter(options.out, options.fsync), options, engine_key=key, warnings=warnings)
 
 
 def _key(options: RecorderOptions) -> str | None:

@@ -1,18 +1,11 @@
-"""Reads the bodies of requests: bounded on the wire, in memory, in time, and decompressed with a bound.
+"""Reads the bodies of requests: bounded on the wire, in time, in memory and after decompression.
 
-Decompresses bodies, with a bound of what they become and of the work that they make.
-
-The memory that bodies may take: of one session, and of all.
-
-The gate of the endpoint's port: it lets in only connections that the proxy has opened.
-
-Every process of this machine can connect to a port on loopback. The proxy chooses its own port for each connection
-before it connects, so the endpoint knows whom to expect, and closes all others before they can send a byte.
+A body counts against a memory quota of its session, and of all sessions, from its first byte until it has been worked
+on. Decompression has a bound of what a body becomes and of the work that it makes.
 """
 
 import asyncio
 import io
-import socket
 import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
@@ -27,12 +20,181 @@ from aiohttp import web
 from rolltap.addons.dialects.model_call import DialectError
 from rolltap.addons.offload import finished_in
 
+BODY_LIMIT = 32 * 1024 * 1024
+"""Maximum bytes of a body, as it is sent and after decompression. The limit of Anthropic's Messages API."""
+SESSION_QUOTA, TOTAL_QUOTA = 2 * BODY_LIMIT, 16 * BODY_LIMIT
+"""Bytes of the bodies that are read or worked on at the same time: of one session, and of all."""
+BODY_SECONDS = 120.0
+"""Maximum time in which a body arrives."""
+_PATIENCE = 30.0
+"""Seconds that a request waits for its quota."""
+_RETRY_SECONDS = 5
 _PIECE = 64 * 1024
 _BROTLI_INPUT = 8
 """Bytes that the Brotli decompressor gets at a time. Brotli 1.1 has no bound of what it returns. A meta-block of 16 MiB
 has at least 77 bits before its first command, so 8 bytes do not become more than one of them."""
 _MOST_MEMBERS = 16
 """Maximum number of members of a gzip file. Each costs a copy of what follows."""
+
+
+class Bodies:
+    """The bodies of all sessions. Create it inside the event loop that uses it.
+
+    A session decompresses one body at a time, in threads that do nothing else.
+    """
+
+    def __init__(
+        self,
+        limit: int = BODY_LIMIT,
+        session_quota: int = SESSION_QUOTA,
+        total_quota: int = TOTAL_QUOTA,
+        *,
+        seconds: float = BODY_SECONDS,
+        patience: float = _PATIENCE,
+    ) -> None:
+        self.quota = MemoryQuota(session_quota, total_quota, patience)
+        self._limit = limit
+        self._seconds = seconds
+        self._threads = ThreadPoolExecutor(2, "rolltap-decompress")
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    @asynccontextmanager
+    async def read(self, request: web.Request, session_id: str) -> AsyncIterator[bytes]:
+        """Yield the body of `request`, decompressed as its Content-Encoding says: zstd, gzip, deflate or br.
+
+        The body counts against the quota until the end of the context. A request over the quota waits, and does not
+        read on.
+
+        Raises `DialectError` with status 413 when the body is longer than the limit, before or after decompression,
+        400 when it cannot be decompressed, 408 when it takes too long to arrive, and as `Reservation.take` over the
+        quota.
+        """
+        with self.quota.reserve(session_id) as held:
+            body = await self._received(request, held)
+            encoding = request.headers.get("content-encoding", "").strip().lower()
+            if body and encoding not in ("", "identity"):
+                # the lock lives as long as somebody uses it
+                turn = self._turns.setdefault(session_id, asyncio.Lock())
+                async with turn:
+                    # its decompressed size is not known yet
+                    await held.take(self._limit)
+                    body = await finished_in(self._threads, decompress, body, encoding, self._limit)
+                    held.free(held.num_bytes - len(body))
+            yield body
+
+    def close(self) -> None:
+        """Forget the bodies that wait for decompression."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _received(self, request: web.Request, held: "Reservation") -> bytes:
+        if (request.content_length or 0) > self._limit:
+            raise too_large(self._limit)
+        body = io.BytesIO()  # its value is not a copy
+        try:
+            async with asyncio.timeout(self._seconds):
+                async for piece in request.content.iter_any():
+                    if body.tell() + len(piece) > self._limit:
+                        raise too_large(self._limit)
+                    await held.take(len(piece))
+                    body.write(piece)
+        except TimeoutError:
+            why = f"The request body did not arrive within {self._seconds:g} seconds."
+            raise DialectError(why, status=408, code="request_timeout") from None
+        return body.getvalue()
+
+
+class MemoryQuota:
+    """Counts the bytes that sessions hold, at most `of_session` each and `of_all` together.
+
+    A request over the quota waits `patience` seconds. Not thread-safe: use it in the event loop.
+    """
+
+    def __init__(self, of_session: int, of_all: int, patience: float) -> None:
+        self.of_session = of_session
+        self.of_all = of_all
+        self.patience = patience
+        self.held: Counter[str] = Counter()
+        """Session id -> bytes, of the sessions that hold any."""
+        self._waiting: list[asyncio.Future[None]] = []
+
+    @contextmanager
+    def reserve(self, session_id: str) -> "Iterator[Reservation]":
+        """Yield a reservation for one request, empty at first. It is freed at the end."""
+        reservation = Reservation(self, session_id)
+        try:
+            yield reservation
+        finally:
+            reservation.free(reservation.num_bytes)
+
+    def is_full(self, session_id: str, num_bytes: int) -> bool:
+        """Return True when a session itself holds too much for so many more bytes."""
+        return self.held[session_id] + num_bytes > self.of_session
+
+    def fits(self, session_id: str, num_bytes: int) -> bool:
+        """Return True when a session may hold so many more bytes."""
+        return not self.is_full(session_id, num_bytes) and self.held.total() + num_bytes <= self.of_all
+
+    def add(self, session_id: str, num_bytes: int) -> None:
+        """Count so many more bytes of a session, or fewer if negative."""
+        self.held[session_id] += num_bytes
+        if not self.held[session_id]:
+            del self.held[session_id]
+        if num_bytes < 0:
+            waiting, self._waiting = self._waiting, []
+            for freed in waiting:
+                if not freed.done():
+                    freed.set_result(None)
+
+    async def freed(self) -> None:
+        """Return when something was freed."""
+        freed = asyncio.get_running_loop().create_future()
+        self._waiting.append(freed)
+        await freed
+
+
+class Reservation:
+    """The bytes of a `MemoryQuota` that one request, or one connection, holds."""
+
+    def __init__(self, quota: MemoryQuota, session_id: str) -> None:
+        self._quota = quota
+        self._session_id = session_id
+        self.num_bytes = 0
+
+    async def take(self, num_bytes: int) -> None:
+        """Hold so many more bytes, as soon as the quota has them.
+
+        Raises `DialectError` when it does not for a while: with status 429 when the session itself holds too much,
+        which is no fault of ours, and 503 otherwise.
+        """
+        if self.try_take(num_bytes):
+            return
+        try:
+            async with asyncio.timeout(self._quota.patience):
+                while not self.try_take(num_bytes):
+                    await self._quota.freed()
+        except TimeoutError:
+            raise DialectError(
+                "Too many long requests are in progress. Try again later.",
+                status=429 if self._quota.is_full(self._session_id, num_bytes) else 503,
+                code="overloaded",
+                retry_after=_RETRY_SECONDS,
+            ) from None
+
+    def try_take(self, num_bytes: int) -> bool:
+        """Hold so many more bytes, or return False when the quota does not have them."""
+        if not self.fits(num_bytes):
+            return False
+        self.free(-num_bytes)
+        return True
+
+    def fits(self, num_bytes: int) -> bool:
+        """Return True when the quota has so many more bytes."""
+        return self._quota.fits(self._session_id, num_bytes)
+
+    def free(self, num_bytes: int) -> None:
+        """Hold so many bytes less."""
+        self.num_bytes -= num_bytes
+        self._quota.add(self._session_id, -num_bytes)
 
 
 def decompress(body: bytes, encoding: str, limit: int) -> bytes:
@@ -115,219 +277,3 @@ _DECODERS: dict[str, Callable[[bytes], Iterator[bytes]]] = {
     "deflate": _deflate,
     "br": _brotli,
 }
-
-
-_RETRY_SECONDS = 5
-
-
-class Room:
-    """Counts the bytes that sessions hold, at most `of_session` each and `of_all` together.
-
-    A request waits `patience` seconds for room. Not thread-safe: use it in the event loop.
-    """
-
-    def __init__(self, of_session: int, of_all: int, patience: float) -> None:
-        self.patience = patience
-        self._of_session, self._of_all = of_session, of_all
-        self._held: Counter[str] = Counter()
-        """Session id -> bytes."""
-        self._all = 0
-        self._waiting: list[asyncio.Future[None]] = []
-
-    @contextmanager
-    def share(self, session_id: str) -> "Iterator[Share]":
-        """Yield a share of the room for one request. What it holds is freed at the end."""
-        share = Share(self, session_id)
-        try:
-            yield share
-        finally:
-            share.free(share.held)
-
-    def fits(self, session_id: str, num_bytes: int) -> bool:
-        """Return True when there is room for so many more bytes of a session."""
-        return self._held[session_id] + num_bytes <= self._of_session and self._all + num_bytes <= self._of_all
-
-    def is_full(self, session_id: str, num_bytes: int) -> bool:
-        """Return True when a session itself holds too much for so many more bytes."""
-        return self._held[session_id] + num_bytes > self._of_session
-
-    def add(self, session_id: str, num_bytes: int) -> None:
-        """Count so many more bytes of a session, or fewer if negative."""
-        self._all += num_bytes
-        self._held[session_id] += num_bytes
-        if not self._held[session_id]:
-            del self._held[session_id]
-        if num_bytes < 0:
-            waiting, self._waiting = self._waiting, []
-            for freed in waiting:
-                if not freed.done():
-                    freed.set_result(None)
-
-    async def freed(self) -> None:
-        """Return when something was freed."""
-        freed = asyncio.get_running_loop().create_future()
-        self._waiting.append(freed)
-        await freed
-
-
-class Share:
-    """The bytes that one request, or one connection, holds of a `Room`."""
-
-    def __init__(self, room: Room, session_id: str) -> None:
-        self._room, self._session_id = room, session_id
-        self.held = 0
-
-    async def take(self, num_bytes: int) -> None:
-        """Hold so many more bytes, when there is room for them.
-
-        Raises `DialectError` when there is none for a while: with status 429 when the session itself holds too much,
-        which is no fault of ours, and 503 otherwise.
-        """
-        if self.try_take(num_bytes):
-            return
-        try:
-            async with asyncio.timeout(self._room.patience):
-                while not self.try_take(num_bytes):
-                    await self._room.freed()
-        except TimeoutError:
-            raise DialectError(
-                "Too many long requests are in progress. Try again later.",
-                status=429 if self._room.is_full(self._session_id, num_bytes) else 503,
-                code="overloaded",
-                retry_after=_RETRY_SECONDS,
-            ) from None
-
-    def try_take(self, num_bytes: int) -> bool:
-        """Hold so many more bytes, or return False when there is no room for them."""
-        if not self.fits(num_bytes):
-            return False
-        self._add(num_bytes)
-        return True
-
-    def fits(self, num_bytes: int) -> bool:
-        """Return True when there is room for so many more bytes."""
-        return self._room.fits(self._session_id, num_bytes)
-
-    def free(self, num_bytes: int) -> None:
-        """Hold so many bytes less."""
-        self._add(-num_bytes)
-
-    def _add(self, num_bytes: int) -> None:
-        self.held += num_bytes
-        self._room.add(self._session_id, num_bytes)
-
-
-BODY_LIMIT = 32 * 1024 * 1024
-"""Maximum bytes of a body, as it is sent and after decompression. The limit of Anthropic's Messages API."""
-SESSION_ROOM, ROOM = 2 * BODY_LIMIT, 16 * BODY_LIMIT
-"""Bytes of the bodies that are read or worked on at the same time: of one session, and of all."""
-BODY_SECONDS = 120.0
-"""Maximum time in which a body arrives."""
-_PATIENCE = 30.0
-"""Seconds that a request waits for room."""
-
-
-class Bodies:
-    """The bodies of all sessions. Create it inside the event loop that uses it.
-
-    A session decompresses one body at a time, in threads that do nothing else.
-    """
-
-    def __init__(
-        self,
-        limit: int = BODY_LIMIT,
-        session_room: int = SESSION_ROOM,
-        room: int = ROOM,
-        *,
-        seconds: float = BODY_SECONDS,
-        patience: float = _PATIENCE,
-    ) -> None:
-        self.room = Room(session_room, room, patience)
-        self._limit, self._seconds = limit, seconds
-        self._threads = ThreadPoolExecutor(2, "rolltap-decompress")
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-
-    @asynccontextmanager
-    async def read(self, request: web.Request, session_id: str) -> AsyncIterator[bytes]:
-        """Yield the body of `request`, decompressed as its Content-Encoding says: zstd, gzip, deflate or br.
-
-        Until the end of the context the body takes room. A request that finds none waits, and does not read on.
-
-        Raises `DialectError` with status 413 when the body is longer than the limit, before or after decompression,
-        400 when it cannot be decompressed, 408 when it takes too long to arrive, and as `Share.take` for no room.
-        """
-        with self.room.share(session_id) as share:
-            body = await self._received(request, share)
-            encoding = request.headers.get("content-encoding", "").strip().lower()
-            if body and encoding not in ("", "identity"):
-                # the lock lives as long as somebody uses it
-                turn = self._turns.setdefault(session_id, asyncio.Lock())
-                async with turn:
-                    # what it becomes is not known yet
-                    await share.take(self._limit)
-                    body = await finished_in(self._threads, decompress, body, encoding, self._limit)
-                    share.free(share.held - len(body))
-            yield body
-
-    def close(self) -> None:
-        """Forget the bodies that wait for decompression."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    async def _received(self, request: web.Request, share: Share) -> bytes:
-        if (request.content_length or 0) > self._limit:
-            raise too_large(self._limit)
-        body = io.BytesIO()  # its value is not a copy
-        try:
-            async with asyncio.timeout(self._seconds):
-                async for piece in request.content.iter_any():
-                    if body.tell() + len(piece) > self._limit:
-                        raise too_large(self._limit)
-                    await share.take(len(piece))
-                    body.write(piece)
-        except TimeoutError:
-            why = f"The request body did not arrive within {self._seconds:g} seconds."
-            raise DialectError(why, status=408, code="request_timeout") from None
-        return body.getvalue()
-
-
-class Expected:
-    """The local ports of the proxy's connections to the endpoint."""
-
-    def __init__(self) -> None:
-        self._ports: set[int] = set()
-
-    def choose(self) -> tuple[str, int]:
-        """Return a free local address for a connection that is about to be opened, and expect it.
-
-        Raises `OSError` when none is free. If another process takes the port first, connecting fails.
-        """
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address: tuple[str, int] = free.getsockname()
-        self._ports.add(address[1])
-        return address
-
-    def forget(self, port: int) -> None:
-        """Expect a connection no longer: it has been closed, or could not be opened."""
-        self._ports.discard(port)
-
-    def __contains__(self, port: object) -> bool:
-        return port in self._ports
-
-
-class Gate(asyncio.Protocol):
-    """Hands an expected connection to the protocol that `make` returns, and closes any other."""
-
-    def __init__(self, expected: Expected, make: Callable[[], asyncio.Protocol]) -> None:
-        self._expected, self._make = expected, make
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Look at the other end of a new connection."""
-        assert isinstance(transport, asyncio.Transport)
-        peer = transport.get_extra_info("peername")
-        if peer is None or peer[1] not in self._expected:
-            transport.abort()
-            return
-        protocol = self._make()
-        transport.set_protocol(protocol)
-        protocol.connection_made(transport)

@@ -116,15 +116,8 @@ class Grant:
         self.budget.used.add(call.status, len(call.completion_ids), call.error, fault=fault)
         if not self.cut or call.finish_reason != "length":
             return None
-        return Event(
-            kind="budget",
-            session_id=call.session_id,
-            host=call.host,
-            method="POST",
-            path=call.path,
-            detail=f"the reply was cut after the last {self.tokens} of the tokens that may be sampled",
-            call_id=call.call_id,
-        )
+        cut = f"the reply was cut after the last {self.tokens} of the tokens that may be sampled"
+        return call.event("budget", cut)
 
 
 @dataclass(slots=True)
@@ -133,7 +126,8 @@ class SessionBudget:
 
     budgets: Budgets
     used: Used
-    _running: list[Grant] = field(default_factory=list)
+    running: list[Grant] = field(default_factory=list)
+    """The grants of its running calls."""
     _settled: asyncio.Event = field(default_factory=asyncio.Event)
 
     def take(self, dialect: Dialect, max_tokens: int) -> Grant | None:
@@ -142,22 +136,22 @@ class SessionBudget:
         Returns None when running calls may give back what is missing: try again after `settled`. Raises `BudgetUsedUp`.
         """
         most = self.budgets
-        if most.max_calls and self.used.calls + len(self._running) >= most.max_calls:
+        if most.max_calls and self.used.calls + len(self.running) >= most.max_calls:
             raise BudgetUsedUp(f"it may make {most.max_calls:,} model calls", dialect)
         left = max_tokens
         if most.max_sampled_tokens:
-            left = most.max_sampled_tokens - self.used.tokens - sum(grant.tokens for grant in self._running)
-            if left < max_tokens and self._running:
+            left = most.max_sampled_tokens - self.used.tokens - sum(grant.tokens for grant in self.running)
+            if left < max_tokens and self.running:
                 return None
             if left <= 0:
                 raise BudgetUsedUp(f"{most.max_sampled_tokens:,} tokens may be sampled for it", dialect)
         grant = Grant(self, min(left, max_tokens), left < max_tokens)
-        self._running.append(grant)
+        self.running.append(grant)
         return grant
 
     def free(self, grant: Grant) -> None:
         """End a grant."""
-        self._running.remove(grant)
+        self.running.remove(grant)
         self._settled.set()
 
     async def settled(self) -> None:

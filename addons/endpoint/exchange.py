@@ -10,10 +10,7 @@ from aiohttp import web
 
 from rolltap.addons.dialects.dialect import Dialect, StreamEncoder
 from rolltap.addons.dialects.model_call import DialectError, ReplyContext
-from rolltap.addons.endpoint.body import Bodies
-from rolltap.addons.endpoint.request import ClientRequest
-from rolltap.addons.endpoint.session import AnyCall, SessionState
-from rolltap.addons.endpoint.stored import STORED_BYTES
+from rolltap.addons.endpoint.retries import AnyCall
 
 Write = Callable[[bytes], Awaitable[None]]
 
@@ -23,7 +20,7 @@ COALESCE_SECONDS = 0.1
 """Minimum seconds between two chunks of deltas. A chunk costs the proxy 30 to 90 microseconds."""
 
 SENDING_SECONDS = 120.0
-"""Maximum time in which a client takes an answer that takes room."""
+"""Maximum time in which a client takes an answer that counts against a quota."""
 _PIECE_BYTES = 64 * 1024
 
 
@@ -91,23 +88,8 @@ async def send_events(generation: AnyCall, encoder: StreamEncoder, write: Write)
             await write(encoder.keep_alive())
 
 
-async def respond_stored(
-    session: SessionState, dialect: Dialect, asked: ClientRequest, request: web.Request, bodies: Bodies
-) -> web.StreamResponse:
-    """Answer a request about what a session stored. The answer takes room until it is sent.
-
-    Raises as `Bodies.read` and `SessionState.store`.
-    """
-    with bodies.room.share(asked.session_id) as share:
-        async with bodies.read(request, asked.session_id) as body:
-            await share.take(STORED_BYTES)
-            answer = await session.store(dialect, body, asked)
-        share.free(share.held - len(answer))
-        return await send_slowly(request, answer)
-
-
 async def send_slowly(request: web.Request, body: bytes) -> web.StreamResponse:
-    """Answer with JSON that was made in room which the caller holds: in pieces, without a second copy of it.
+    """Answer with JSON that the caller's quota holds: in pieces, without a second copy of it.
 
     A client that takes longer than `SENDING_SECONDS` loses its connection.
     """
@@ -126,13 +108,8 @@ async def send_slowly(request: web.Request, body: bytes) -> web.StreamResponse:
 
 def _headers(generation: AnyCall, content_type: str) -> dict[str, str]:
     """Return the reply's headers. The call id is the request id, under the names of OpenAI's and Anthropic's SDKs."""
-    call_id = generation.call_id
-    return {
-        "content-type": content_type,
-        "cache-control": "no-cache",
-        "x-request-id": call_id,
-        "request-id": call_id,
-    }
+    ids = {"x-request-id": generation.call_id, "request-id": generation.call_id}
+    return {"content-type": content_type, "cache-control": "no-cache", **ids}
 
 
 def error_response(dialect: Dialect, error: DialectError, headers: Mapping[str, str] | None = None) -> web.Response:

@@ -1,40 +1,85 @@
-"""Generation: one model call from its prompt to its record, independent of the requests that listen to it.
+"""Generation: one model call from its prompt to its record. This page is the life of a call, in full.
 
-It runs in its own task. A retry can therefore join it, a request that lost its connection can be repeated, and after an
-engine failure sampling continues from the last sampled token.
+A call begins when its event `call_started` is on disk. A task of its own samples it, independent of the requests that
+listen to it, so that a lost connection costs no tokens.
 
-States of a generation, their transitions, and the status that each records.
+    SAMPLING ----> SAMPLED ----> COMMITTED ----> COMPLETED
+        |             |              |
+        +-- FAILED, ABORTED          +-- FAILED
+
+`SAMPLING`: the engine is asked, and tokens are appended to the call. A retryable failure of an engine does not end the
+call: another engine, or the same one after a pause, samples the rest (`engine/completion.py`).
+
+`SAMPLED`: the completion has a finish reason. The call waits until a request listens, so that a reply which nobody
+takes is not continued.
+
+`COMMITTED`: the call is in the run as `completed`, and later calls of the session can continue it. With
+`rolltap_fsync=call` the fsync is outstanding.
+
+`COMPLETED`: the reply may be delivered. What a harness has seen complete is on disk.
+
+`FAILED`, `ABORTED`: after `SAMPLING` or `SAMPLED` the call is in the run with that status, with the tokens sampled so
+far and the error. After `COMMITTED` its row stays `completed`; only the harness gets the error.
+
+**Who ends it.** The engine, with a finish reason. An error, which fails it: of an engine when no retry is left, of the
+disk, of a renderer. An abort, before it is recorded and never after: because no request listened for `LINGER_SECONDS`,
+because the session ended, or because the recorder stops. Nothing else ends it, and it ends once.
+
+**When it is committed.** Exactly once, when it leaves `SAMPLING` or `SAMPLED` for one of the other states. If that
+write fails, a reply is not delivered: the call fails, and the failure is recorded if it can be. If the record of a
+failed or aborted call cannot be written, the error is logged and its listeners end all the same.
+
+**What a retry joins.** A request that repeats a call of its session (`request_digest`: same API, model, prompt and
+parameters) joins that call when it is abandoned, that is without a listener and never fully delivered; or, whoever
+listens, when the client marks the request as a retry and no abandoned call is equal. A running call is joined (event
+`joined`), a finished one is given again (event `replayed`), from its first event on and in the form that the retry
+asks for. Calls that failed or were aborted are not repeated, and every other equal request is a sample of its own: two
+sub-agents can send the same prompt. `retries.py` finds the call; finished ones are remembered there and, after a
+restart, in the rows of the session (`recovery.py`).
+
+**What a listener sees.** The headers of a stream immediately; text once later tokens should not change it; keep-alives
+while there is none; the last event after `COMPLETED`, or one error after `FAILED` or `ABORTED`. All listeners of a call
+see the same text and the same end (`exchange.py` writes it in the API's form).
 """
 
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
-from typing import Any
+from typing import Protocol
 
-from rolltap.addons.dialects.model_call import DialectError, ModelCall, Reply, Usage
-from rolltap.addons.endpoint.budget import WAITED
-from rolltap.addons.endpoint.errors import as_dialect_error, event_kind
-from rolltap.addons.endpoint.services import Services
+from rolltap.addons.dialects.model_call import DialectError, Reply, Usage
+from rolltap.addons.endpoint.budget import WAITED, Grant
+from rolltap.addons.endpoint.errors import Refusals, as_dialect_error, event_kind
+from rolltap.addons.endpoint.request import PreparedCall
 from rolltap.addons.engine.completion import sample
 from rolltap.addons.engine.connections import SILENCE_SECONDS
 from rolltap.addons.engine.policy import SessionPolicy
+from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.errors import EngineError
-from rolltap.addons.prompts.continuity import Prompt
+from rolltap.addons.offload import Workers
+from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.prompts.reply import GrowingReply
-from rolltap.addons.store.records import Call, CallStatus, Event, find_violation, utc_now
+from rolltap.addons.store.records import CallStatus, find_violation, utc_now
+from rolltap.addons.store.tables import RunWriter
+
+logger = logging.getLogger(__name__)
+
+LINGER_SECONDS = 10.0
+"""Seconds without a listener after which a call is aborted. Harnesses retry a lost call after 0.2 to 5 s."""
+UNANSWERED_SECONDS = 6 * SILENCE_SECONDS
+"""Seconds without a new token after which an aborted call counts as one that the engine did not answer. It is twice the
+time in which a silent engine is found out, so that a long prefill or a queue is still an answer."""
 
 
 class State(Enum):
-    """State of a generation. `NEXT` lists the transitions."""
+    """State of a call. The docstring of this file says what each means, `NEXT` lists the transitions."""
 
     SAMPLING = auto()
     SAMPLED = auto()
-    """The completion has a finish reason. It is committed once a request listens."""
     COMMITTED = auto()
-    """Recorded as completed: later calls can continue it. With `rolltap_fsync=call` the sync is outstanding."""
     COMPLETED = auto()
     FAILED = auto()
     ABORTED = auto()
@@ -48,60 +93,45 @@ NEXT = {
 """Transitions. The other states are final."""
 UNRECORDED = {State.SAMPLING, State.SAMPLED}
 STATUS: dict[State, CallStatus] = {State.COMMITTED: "completed", State.FAILED: "failed", State.ABORTED: "aborted"}
-"""Recorded status of a call, by the state that follows the unrecorded ones. A call whose sync fails stays `completed`:
-its harness gets an error."""
+"""Recorded status of a call, by the state that follows the unrecorded ones."""
 
 
-logger = logging.getLogger(__name__)
+class Owner(Protocol):
+    """The session of a call, as far as its generation uses it."""
 
-LINGER_SECONDS = 10.0
-"""Seconds until a generation without listeners is aborted. Harnesses retry a lost call after 0.2 to 5 s."""
-UNANSWERED_SECONDS = 6 * SILENCE_SECONDS
-"""Seconds without a new token after which an aborted call counts as one that the engine did not answer. It is twice the
-time in which an engine that says nothing is found out, so that a long prefill or a queue is still an answer."""
+    engines: EnginePool
+    rendering: Rendering
+    workers: Workers
+    writer: RunWriter
+    refusals: Refusals
 
-Settle = Callable[[Call, bool], None]
-"""Counts a call that has ended against the budgets of its session. True: it ended for a reason of ours."""
-AddCall = Callable[[Call, Prompt, Reply], Awaitable[None]]
-"""Lets later calls of the session continue a committed call."""
+    def add(self, prepared: PreparedCall, reply: Reply) -> Awaitable[None]:
+        """Let later calls of the session continue a committed call."""
 
 
 class Generation:
     """A running or finished call. Create it inside the event loop: its task starts immediately.
 
     When it is `done`, either `reply` or `error` is set. `pieces` is the text of the reply so far, as a list of (new
-    reasoning, new content). Text is appended once later tokens should not change it, and then stays.
+    reasoning, new content).
     """
 
-    def __init__(
-        self,
-        services: Services,
-        policy: SessionPolicy,
-        add_call: AddCall,
-        settle: Settle,
-        call: Call,
-        prompt: Prompt,
-        model_call: ModelCall,
-        sampling: dict[str, Any],
-        request: bytes,
-    ) -> None:
-        self._services = services
-        self._policy = policy
-        self._add_call = add_call
-        self._settle = settle
-        self._prompt = prompt
-        self._sampling = sampling
-        self.call = call
-        self.model_call = model_call
-        self.request = request
-        """The `request_digest` of the call."""
+    def __init__(self, session: Owner, prepared: PreparedCall, policy: SessionPolicy, grant: Grant) -> None:
+        self.call = prepared.call
+        self.digest = prepared.digest
         self.pieces: list[tuple[str, str]] = []
         self.reply: Reply | None = None
         self.error: DialectError | None = None
+        self.listeners = 0
+        """Number of requests that listen."""
         self.delivered = False
         """True when the whole reply or error was written to a listener's connection."""
+        self._session = session
+        self._prepared = prepared
+        self._policy = policy
+        self._grant = grant
         self._state = State.SAMPLING
-        self._growing = GrowingReply(services.rendering, prompt.ids, model_call)
+        self._growing = GrowingReply(session.rendering, prepared.prompt.ids, prepared.model_call)
         self._parsed_tokens = 0
         self._stop: str | None = None
         self._token_at = asyncio.get_running_loop().time()
@@ -109,7 +139,6 @@ class Generation:
         self._changed = asyncio.Event()
         self._done = asyncio.Event()
         self._heard = asyncio.Event()
-        self._listeners = 0
         self._linger = self._abort_later()
         self._task = asyncio.create_task(self._run())
 
@@ -124,14 +153,9 @@ class Generation:
         return self.call.call_id
 
     @property
-    def listeners(self) -> int:
-        """The number of requests that listen."""
-        return self._listeners
-
-    @property
-    def unheard(self) -> bool:
-        """True without listeners, if the whole reply has not been delivered either."""
-        return not self._listeners and not self.delivered
+    def abandoned(self) -> bool:
+        """True when no request listens and the reply was never fully delivered."""
+        return not self.listeners and not self.delivered
 
     @property
     def usage(self) -> Usage:
@@ -140,39 +164,39 @@ class Generation:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Listen for the duration of the block. Without listeners the generation is aborted after `LINGER_SECONDS`.
+        """Listen for the duration of the block.
 
         The reply counts as delivered when the block ends without an exception after the call is done.
         """
         self._linger.cancel()
-        self._listeners += 1
+        self.listeners += 1
         self._heard.set()
         try:
             yield
             self.delivered |= self.done
         finally:
-            self._listeners -= 1
-            if not self._listeners and not self.done:
+            self.listeners -= 1
+            if not self.listeners and not self.done:
                 self._heard.clear()
                 self._linger = self._abort_later()
 
     async def changed(self, timeout: float) -> bool:
-        """Wait for new tokens since the last `advance`, or for the end. Returns False after `timeout` seconds."""
+        """Wait for new tokens since the last `advance`, or for the end. Return False after `timeout` seconds."""
         return await _happens(self._changed, timeout)
 
     async def finished(self, timeout: float) -> bool:
-        """Wait until the call is done. Returns False after `timeout` seconds."""
+        """Wait until the call is done. Return False after `timeout` seconds."""
         return await _happens(self._done, timeout)
 
     def advance(self) -> bool:
-        """Append the new text of the completion so far to `pieces`. Returns False without new tokens.
+        """Append the new text of the completion so far to `pieces`. Return False without new tokens.
 
         Amortised O(new tokens).
         """
         if self.done:
             return False
         self._changed.clear()
-        # a committed call has all its pieces: at most its sync is outstanding
+        # a committed call has all its pieces
         if self._state not in UNRECORDED or self._parsed_tokens == len(self.call.completion_ids):
             return False
         self._parsed_tokens = len(self.call.completion_ids)
@@ -194,26 +218,24 @@ class Generation:
         return loop.call_later(LINGER_SECONDS, self.abort, "the harness closed the connection")
 
     async def _run(self) -> None:
-        call, services = self.call, self._services
+        call, session = self.call, self._session
         try:
-            async for chunk in sample(
-                call, self._sampling, services.engines, self._policy, services.writer, services.patience
-            ):
+            async for chunk in sample(call, self._prepared.sampling, session.engines, self._policy, session.writer):
                 self._stop = chunk.stop or self._stop
                 self._token_at = asyncio.get_running_loop().time()
                 self._changed.set()
             self._enter(State.SAMPLED)
-            while self.unheard:
+            while self.abandoned:
                 await self._heard.wait()
             # about four bytes a token: a long completion is parsed in a thread
             num_bytes = 4 * len(call.completion_ids)
-            reply, piece = await services.workers.run(num_bytes, self._growing.finish, call.completion_ids)
+            reply, piece = await session.workers.run(num_bytes, self._growing.finish, call.completion_ids)
             self._complete(reply)
             self._add_piece(piece)
             self._enter(State.COMMITTED, reply)
-            await self._add_call(call, self._prompt, reply)
-            if services.writer.sync_policy == "call":
-                await asyncio.to_thread(services.writer.sync)
+            await session.add(self._prepared, reply)
+            if session.writer.sync_policy == "call":
+                await asyncio.to_thread(session.writer.sync)
             self._enter(State.COMPLETED, reply)
         except Exception as error:  # any error is recorded with the call and sent to the harness
             if not self.done:
@@ -222,12 +244,11 @@ class Generation:
     def _enter(self, state: State, outcome: Reply | Exception | None = None) -> None:
         """Change the state, with the reply or the error. The call is recorded here, when it leaves `UNRECORDED`.
 
-        Raises `RuntimeError` for a transition that `NEXT` does not list. When the commit of a completed call fails,
-        its error is raised and the state stays, so that an unrecorded reply is not delivered. When the commit of a
-        failed or aborted call fails, the error is logged and the state changes, so that its listeners end.
+        Raises `RuntimeError` for a transition that `NEXT` does not list, and the error of a failed commit of a
+        completed call: the state stays then.
         """
         if state not in NEXT.get(self._state, ()):
-            raise RuntimeError(f"call {self.call.call_id} is {self._state.name} and cannot become {state.name}")
+            raise RuntimeError(f"call {self.call_id} is {self._state.name} and cannot become {state.name}")
         if isinstance(outcome, Exception):
             self.error = as_dialect_error(outcome)
             if state is State.ABORTED:
@@ -239,9 +260,10 @@ class Generation:
             except Exception as failure:
                 if state is State.COMMITTED:
                     raise
-                logger.error("cannot write call %s to %s: %s", self.call.call_id, self._services.writer.run, failure)
+                logger.error("cannot write call %s to %s: %s", self.call_id, self._session.writer.run, failure)
             fault = state is State.FAILED and isinstance(outcome, Exception) and event_kind(outcome) == "fault"
-            self._settle(self.call, fault)
+            if (cut := self._grant.settle(self.call, fault=fault)) is not None:
+                self._session.refusals.record(cut)
         self._state = state
         if self.done:
             if not isinstance(outcome, Exception):
@@ -269,24 +291,14 @@ class Generation:
         known = error if isinstance(error, EngineError) else self.error
         detail = self.call.error if state is State.ABORTED else str(known)
         if detail is not None and event_kind(error) == "fault":
-            call = self.call
-            event = Event(
-                kind="fault",
-                session_id=call.session_id,
-                host=call.host,
-                method="POST",
-                path=call.path,
-                detail=detail,
-                call_id=call.call_id,
-            )
-            self._services.writer.note(event)
+            self._session.writer.note(self.call.event("fault", detail))
 
     def _record(self, status: CallStatus, outcome: Reply | Exception | None) -> None:
         """Commit the call to the run. Raises `OSError`."""
-        call = self.call
+        call, prepared = self.call, self._prepared
         outage, call.error = call.error, None
         call.status, call.finished_at = status, utc_now()
-        call.sampling = json.dumps({**self._sampling, "asked": self.model_call.unapplied()})
+        call.sampling = json.dumps({**prepared.sampling, "asked": prepared.model_call.unapplied()})
         call.reply = call.violation = None
         if isinstance(outcome, Reply):
             call.reply = json.dumps(outcome.to_message(), ensure_ascii=False)
@@ -297,11 +309,11 @@ class Generation:
                 call.error += f"{WAITED}{outage}"
         if call.violation:
             logger.warning("call %s is excluded from training: %s", call.call_id, call.violation)
-        self._services.writer.add_call(call)
+        self._session.writer.add_call(call)
 
     def _complete(self, reply: Reply) -> None:
         """Set why the reply ends, and the ids of its tool calls."""
-        reply.issue(self.call.call_id)
+        reply.issue(self.call_id)
         reply.stop = reply.stop or self._stop
         if self.call.finish_reason == "length":
             reply.finish_reason = "length"

@@ -21,7 +21,8 @@ import pyarrow as pa
 
 from rolltap.addons.dialects.model_call import EchoRule, Message, ModelCall, Reply, Tool, ToolCall, Usage
 from rolltap.addons.endpoint.budget import Used, uncut
-from rolltap.addons.endpoint.retries import FinishedCall, newest, request_digest
+from rolltap.addons.endpoint.request import request_digest
+from rolltap.addons.endpoint.retries import FinishedCall, newest
 from rolltap.addons.endpoint.roles import PastCall, SessionRoles
 from rolltap.addons.errors import RunError
 from rolltap.addons.prompts.continuity import Conversations, Turn
@@ -294,7 +295,7 @@ class RecoveredSession:
                 return None
         return FinishedCall(
             call_id=row["call_id"],
-            request=request_digest(row["dialect"], row["model"], prompt_ids, uncut(sampling)),
+            digest=request_digest(row["dialect"], row["model"], prompt_ids, uncut(sampling)),
             reply=reply,
             usage=Usage(len(prompt_ids), len(turn.completion_ids), row["cached_tokens"] or 0),
             delivered=delivered,

@@ -1,15 +1,17 @@
-"""The part of a harness's request that its session records and judges.
+"""A request of a session: what the proxy says about it, and the call that is prepared from it."""
 
-vLLM's sampling parameters of one call.
-"""
-
+import hashlib
+import json
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from aiohttp import web
 
 from rolltap.addons.dialects.model_call import ModelCall
+from rolltap.addons.prompts.continuity import Prompt
+from rolltap.addons.store.records import Call, Event, EventKind
 from rolltap.addons.store.rows import printable
 
 SECRET_HEADER = "x-rolltap-secret"
@@ -30,49 +32,77 @@ class ClientRequest:
 
     session_id: str
     host: str
-    """The host that the harness asked."""
+    """The host that the harness addressed."""
     method: str
     path: str
-    """The path that the harness asked."""
+    """The path that the harness requested, with the prefix of the route."""
     target: str
     """Path and query without the prefix of the route."""
     headers: Mapping[str, str]
     """Looked up without case."""
 
+    @classmethod
+    def of(cls, request: web.Request) -> Self:
+        """Return an HTTP request without its body."""
+        headers = request.headers
+        return cls(
+            session_id=headers[SESSION_HEADER],
+            host=printable(headers[HOST_HEADER]),
+            method=printable(request.method),
+            path=printable(headers.get(PREFIX_HEADER, "") + request.path),
+            target=request.raw_path,
+            headers=headers,
+        )
 
-def asked_path(request: web.Request) -> str:
-    """Return the path that the harness asked, prefix and all."""
-    return printable(request.headers.get(PREFIX_HEADER, "") + request.path)
+    def event(self, kind: EventKind, detail: str = "", call_id: str | None = None) -> Event:
+        """Return an event about the request."""
+        return Event(
+            kind=kind,
+            session_id=self.session_id,
+            host=self.host,
+            method=self.method,
+            path=self.path,
+            detail=detail,
+            call_id=call_id,
+        )
 
 
-def client_request(request: web.Request) -> ClientRequest:
-    """Return a request without its body."""
-    headers = request.headers
-    return ClientRequest(
-        session_id=headers[SESSION_HEADER],
-        host=printable(headers[HOST_HEADER]),
-        method=printable(request.method),
-        path=asked_path(request),
-        target=request.raw_path,
-        headers=headers,
-    )
+@dataclass(frozen=True, slots=True)
+class PreparedCall:
+    """A decoded request with its prompt: all that a generation begins with."""
+
+    call: Call
+    """The row as it begins: prompt, parent and request, nothing sampled."""
+    prompt: Prompt
+    model_call: ModelCall
+    sampling: dict[str, Any]
+    """vLLM's sampling parameters."""
+    digest: bytes
+    """The `request_digest`."""
 
 
-def parameters(
-    sampling: Mapping[str, Any], stop_token_ids: Sequence[int], model_call: ModelCall, max_new_tokens: int
+def sampling_parameters(
+    own: Mapping[str, Any], stop_token_ids: Sequence[int], model_call: ModelCall, max_new_tokens: int
 ) -> dict[str, Any]:
-    """Return vLLM's sampling parameters: the run's, and the harness's token limit, stop texts and grammar.
+    """Return vLLM's sampling parameters: the recorder's `own`, and the harness's token limit, stop texts and grammar.
 
     `max_new_tokens` is the room that the prompt leaves in the context window.
     """
-    own_limit = sampling.get("max_tokens", max_new_tokens)
-    found = {
-        **sampling,
-        "max_tokens": min(model_call.max_tokens or max_new_tokens, max_new_tokens, own_limit),
-        "stop_token_ids": stop_token_ids,
-    }
+    limits = max_new_tokens, own.get("max_tokens", max_new_tokens), model_call.max_tokens or max_new_tokens
+    sampling = {**own, "max_tokens": min(limits), "stop_token_ids": stop_token_ids}
     if model_call.stop:
-        found["stop"] = model_call.stop
+        sampling["stop"] = model_call.stop
     if model_call.grammar is not None:
-        found["structured_outputs"] = {"json": model_call.grammar} if model_call.grammar else {"json_object": True}
-    return found
+        sampling["structured_outputs"] = {"json": model_call.grammar} if model_call.grammar else {"json_object": True}
+    return sampling
+
+
+def request_digest(dialect: str, model: str, prompt_ids: Sequence[int], sampling: Mapping[str, Any]) -> bytes:
+    """Return the digest of a request. Requests with the same digest repeat each other.
+
+    It covers the API, the model's name, the prompt and `sampling`, the parsed column `sampling` of the call's row:
+    the parameters sent to the engine (token limit, stop texts, schema) and `asked`.
+    """
+    digest = hashlib.blake2b(json.dumps([dialect, model, sampling], sort_keys=True).encode(), digest_size=16)
+    digest.update(array("i", prompt_ids))
+    return digest.digest()

@@ -1,56 +1,21 @@
-"""Retries: finds the call that a request repeats, so that it is not sampled twice."""
+"""Retries: finds the call that a request repeats, so that it is not sampled twice. See "What a retry joins" in
+`generation.py`.
+"""
 
-import hashlib
-import json
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Self, TypeVar
 
-from rolltap.addons.dialects.model_call import DialectError, Reply, Usage
+from rolltap.addons.dialects.model_call import Reply, Usage
+from rolltap.addons.endpoint.generation import Generation
 
 _RETRY_COUNT = "x-stainless-retry-count"
 """Header of the OpenAI and Anthropic SDKs: the number of times that the client has already sent this request."""
-
 _REMEMBERED = 8
 """Number of finished calls of a session that a retry can still get."""
 
-
-class Repeatable(Protocol):
-    """A running or finished call, as `find_retried` sees it."""
-
-    @property
-    def request(self) -> bytes:
-        """The `request_digest` of the call."""
-
-    @property
-    def error(self) -> DialectError | None:
-        """The error that ended the call, or None."""
-
-    @property
-    def unheard(self) -> bool:
-        """True without listeners, if the whole reply has not been delivered either."""
-
-
-class Completed(Protocol):
-    """A completed generation, as `FinishedCall.of` sees it."""
-
-    reply: Reply | None
-    request: bytes
-    delivered: bool
-
-    @property
-    def call_id(self) -> str:
-        """The id of the call."""
-
-    @property
-    def usage(self) -> Usage:
-        """Token counts."""
-
-
 T = TypeVar("T")
-AnyCall = TypeVar("AnyCall", bound=Repeatable)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,8 +26,8 @@ class FinishedCall:
     """
 
     call_id: str
-    request: bytes
-    """The `request_digest` of the call."""
+    digest: bytes
+    """The `request_digest`."""
     reply: Reply
     usage: Usage
     delivered: bool
@@ -74,20 +39,20 @@ class FinishedCall:
     error = None
 
     @classmethod
-    def of(cls, generation: "Completed") -> "FinishedCall":
+    def of(cls, generation: Generation) -> Self:
         """Return the record of a completed generation without listeners."""
         assert generation.reply is not None
         return cls(
             call_id=generation.call_id,
-            request=generation.request,
+            digest=generation.digest,
             reply=generation.reply,
             usage=generation.usage,
             delivered=generation.delivered,
         )
 
     @property
-    def unheard(self) -> bool:
-        """True without listeners, if the whole reply has not been delivered either."""
+    def abandoned(self) -> bool:
+        """True when no request listens and the reply was never fully delivered."""
         return not self.listeners and not self.delivered
 
     @property
@@ -119,29 +84,18 @@ class FinishedCall:
         return False
 
 
-def request_digest(dialect: str, model: str, prompt_ids: Sequence[int], sampling: Mapping[str, Any]) -> bytes:
-    """Return the digest of a request: two requests with the same digest repeat each other.
+AnyCall = Generation | FinishedCall
 
-    It covers the API, the model's name, the prompt and `sampling`, the parsed column `sampling` of the call's row:
-    the parameters sent to the engine (token limit, stop texts, schema) and `asked`.
+
+def find_retried(calls: Sequence[AnyCall], digest: bytes, headers: Mapping[str, str]) -> AnyCall | None:
+    """Return the newest of `calls` that a request repeats, or None for a sample of its own.
+
+    `digest` is its `request_digest`. `headers` need lookups that ignore case, or lower-case keys.
     """
-    digest = hashlib.blake2b(json.dumps([dialect, model, sampling], sort_keys=True).encode(), digest_size=16)
-    digest.update(array("i", prompt_ids))
-    return digest.digest()
-
-
-def find_retried(calls: Sequence[AnyCall], request: bytes, headers: Mapping[str, str]) -> AnyCall | None:
-    """Return the newest of `calls` that the request repeats, or None for a request of its own.
-
-    A repeated request has the same `request_digest`. It is a retry when the call has no listener and its reply was not
-    delivered, or when the client marks it as a retry (`_RETRY_COUNT`) and there is no such call. Other equal requests
-    are new samples: two sub-agents can send the same prompt. Failed and aborted calls are not reused. `headers` need
-    lookups that ignore case, or lower-case keys.
-    """
-    equal = [call for call in reversed(calls) if call.error is None and call.request == request]
-    unheard = [call for call in equal if call.unheard]
+    equal = [call for call in reversed(calls) if call.error is None and call.digest == digest]
+    abandoned = [call for call in equal if call.abandoned]
     marked = headers.get(_RETRY_COUNT, "0") != "0"
-    return next(iter(unheard or (equal if marked else [])), None)
+    return next(iter(abandoned or (equal if marked else [])), None)
 
 
 def newest(finished: Sequence[T]) -> list[T]:

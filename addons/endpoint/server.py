@@ -1,8 +1,8 @@
 """HTTP server of the model APIs, on loopback, in the event loop of mitmdump.
 
 mitmproxy can stream only what an upstream sends, so `Capture` redirects model calls here. It passes the session id, the
-host and the route in headers, together with a per-process secret that authenticates them. The server decodes the body,
-starts or joins a generation through `SessionState`, and sends the reply.
+host and the route in headers, together with a per-process secret that authenticates them. The server reads the body,
+starts or joins a generation through `Session`, and sends the reply.
 """
 
 import asyncio
@@ -11,19 +11,18 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from aiohttp import web
 
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.model_call import DialectError, ModelCall, ReplyContext, ServedModel
 from rolltap.addons.dialects.routes import ROUTES, Route
-from rolltap.addons.endpoint.body import BODY_LIMIT, Bodies, Expected, Gate
-from rolltap.addons.endpoint.budget import UNBOUNDED, Budgets
+from rolltap.addons.endpoint.body import BODY_LIMIT, Bodies
+from rolltap.addons.endpoint.budget import Budgets
 from rolltap.addons.endpoint.errors import Refusals, as_dialect_error, event_kind
-from rolltap.addons.endpoint.exchange import error_response, respond, respond_stored, stream
+from rolltap.addons.endpoint.exchange import error_response, respond, send_slowly, stream
 from rolltap.addons.endpoint.generation import UNANSWERED_SECONDS
 from rolltap.addons.endpoint.recovery import Recovery
 from rolltap.addons.endpoint.request import (
@@ -33,23 +32,22 @@ from rolltap.addons.endpoint.request import (
     ROUTE_HEADER,
     SECRET_HEADER,
     SESSION_HEADER,
-    asked_path,
-    client_request,
+    ClientRequest,
 )
-from rolltap.addons.endpoint.services import Services
-from rolltap.addons.endpoint.session import AnyCall, SessionState, end_session
-from rolltap.addons.endpoint.stored import Archive
-from rolltap.addons.endpoint.websocket import serve_socket
+from rolltap.addons.endpoint.retries import AnyCall
+from rolltap.addons.endpoint.session import Session
+from rolltap.addons.endpoint.stored import STORED_BYTES, Archive
+from rolltap.addons.endpoint.websocket import SocketConnection
 from rolltap.addons.engine.client import Engine
 from rolltap.addons.engine.lookup import OwnModel
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.engine.pool import EnginePool
-from rolltap.addons.errors import EngineError, RunError
+from rolltap.addons.errors import EngineError, InputError, RunError
 from rolltap.addons.offload import Workers
-from rolltap.addons.options import NEUTRAL_SAMPLING, Images
+from rolltap.addons.options import RecorderOptions
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.metadata import RUN_FILE, add_engine
-from rolltap.addons.store.records import Event
+from rolltap.addons.store.rewards import GivenReward, give_reward
 from rolltap.addons.store.rows import printable
 from rolltap.addons.store.tables import RunWriter
 
@@ -63,63 +61,110 @@ ACCEPTED = 20
 """Number of connections that are accepted before the first one is looked at."""
 IDLE_SECONDS = 300.0
 """Seconds after which the state of a session that asks nothing is dropped. To read it again takes milliseconds."""
+REWARD_SOURCE = "/end"
+"""Value of `GivenReward.source` for a reward from a session's end."""
+
+
+class Expected:
+    """The local ports of the proxy's connections to the endpoint.
+
+    Every process of this machine can connect to a port on loopback. The proxy chooses its own port for each connection
+    before it connects, so the endpoint knows whom to expect, and closes all others before they can send a byte.
+    """
+
+    def __init__(self) -> None:
+        self._ports: set[int] = set()
+
+    def choose(self) -> tuple[str, int]:
+        """Return a free local address for a connection that is about to be opened, and expect it.
+
+        Raises `OSError` when none is free. If another process takes the port first, connecting fails.
+        """
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address: tuple[str, int] = free.getsockname()
+        self._ports.add(address[1])
+        return address
+
+    def forget(self, port: int) -> None:
+        """Expect a connection no longer: it has been closed, or could not be opened."""
+        self._ports.discard(port)
+
+    def __contains__(self, port: object) -> bool:
+        return port in self._ports
+
+
+class Gate(asyncio.Protocol):
+    """Hands an expected connection to the protocol that `make` returns, and closes any other."""
+
+    def __init__(self, expected: Expected, make: Callable[[], asyncio.Protocol]) -> None:
+        self._expected = expected
+        self._make = make
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Check the peer's port of a new connection."""
+        assert isinstance(transport, asyncio.Transport)
+        peer = transport.get_extra_info("peername")
+        if peer is None or peer[1] not in self._expected:
+            transport.abort()
+            return
+        protocol = self._make()
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
 
 
 class Endpoint:
     """An aiohttp application that answers model calls. `start` begins to serve, `close` stops and aborts running calls.
 
-    `sampling` overrides entries of `NEUTRAL_SAMPLING`. `patience` is in seconds, see `Services`. `engine_key` is sent
-    to the engines. With `keep_adapter` a session keeps its adapter, see `SessionPolicy`. `budgets` are those of each
-    session. With `accept_rewards` the request that ends a session may have its reward. `images` are hidden or
-    refused.
+    `engine_key` is sent to the engines. `warnings` are sentences for the user about the engines' models.
     """
 
     def __init__(
         self,
         rendering: Rendering,
-        engine_urls: Sequence[str],
         writer: RunWriter,
-        sampling: Mapping[str, Any],
+        options: RecorderOptions,
         *,
-        patience: float,
         engine_key: str | None = None,
-        keep_adapter: bool = True,
-        budgets: Budgets = UNBOUNDED,
-        accept_rewards: bool = False,
-        images: Images = "hide",
         warnings: Sequence[str] = (),
     ) -> None:
         self.rendering = rendering
         self.writer = writer
+        self.options = options
         self.warnings = warnings
-        """Sentences for the user about the engines' models."""
+        self.budgets = Budgets(options.max_calls, options.max_sampled_tokens, options.max_prompt_tokens)
         self.refusals = Refusals(writer.note)
-        self.sampling = {**NEUTRAL_SAMPLING, **sampling}
-        self.sessions: dict[str, SessionState] = {}
+        self.sessions: dict[str, Session] = {}
         """Session id -> state, of the sessions that asked lately. The others are in the run."""
+        self.expected: Expected | None = None
+        """The connections that are let in. None lets in all."""
+        self.engines: EnginePool
+        self._engine_key = engine_key
         self._secret = secrets.token_urlsafe(32)
-        self._engine_urls, self._engine_key = engine_urls, engine_key
-        self._patience, self._keep_adapter, self._budgets, self._images = patience, keep_adapter, budgets, images
-        self._accept_rewards = accept_rewards
         self._described: dict[str, asyncio.Task[None]] = {}
         # bound and listening from here on, so that requests queue before `start`
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
         self.port: int = self._socket.getsockname()[1]
-        self.engines: EnginePool
-        self.expected: Expected | None = None
-        """The connections that are let in. None lets in all."""
 
     async def start(self) -> None:
         """Start to serve; returns when requests are accepted."""
-        self.engines = EnginePool(
-            self._engine_urls, self._engine_key, OwnModel.of(self.rendering.model, self.rendering.encode)
-        )
+        own = OwnModel.of(self.rendering.model, self.rendering.encode)
+        self.engines = EnginePool(self.options.engine, self._engine_key, own, patience=self.options.patience)
         self._bodies = Bodies()
-        workers, recovery = Workers(), Recovery(self.writer, self.rendering)
-        self._services = Services(
-            *(self.engines, PolicyFile(self.writer.run), self.rendering, self.writer, recovery),
-            *(Archive(self.writer.run), workers, self._patience, self.refusals),
-            *(self._keep_adapter, self._budgets, self._images),
+        self._workers = Workers()
+        recovery = Recovery(self.writer, self.rendering)
+        self._new_session = partial(
+            Session,
+            options=self.options,
+            budgets=self.budgets,
+            engines=self.engines,
+            published=PolicyFile(self.writer.run),
+            rendering=self.rendering,
+            writer=self.writer,
+            recovery=recovery,
+            archive=Archive(self.writer.run),
+            workers=self._workers,
+            refusals=self.refusals,
         )
         app = web.Application(client_max_size=BODY_LIMIT)
         app.router.add_route("*", "/{target:.*}", self._serve)
@@ -163,7 +208,7 @@ class Endpoint:
             task.cancel()
         await asyncio.gather(*self._described.values(), return_exceptions=True)
         await self.engines.close()
-        self._services.workers.close()
+        self._workers.close()
         self._bodies.close()
 
     def running(self, session_id: str) -> int:
@@ -186,56 +231,108 @@ class Endpoint:
 
     def headers(self, session_id: str, host: str, route: Route | None) -> dict[str, str]:
         """Return the headers of a redirected request: secret, session, host and route. None ends the session."""
-        service, prefix = (END, "") if route is None else (str(route), printable(route.prefix))
-        asked = {HOST_HEADER: host, ROUTE_HEADER: service, PREFIX_HEADER: prefix}
-        return {SECRET_HEADER: self._secret, SESSION_HEADER: session_id, **asked}
+        return {
+            SECRET_HEADER: self._secret,
+            SESSION_HEADER: session_id,
+            HOST_HEADER: host,
+            ROUTE_HEADER: END if route is None else str(route),
+            PREFIX_HEADER: "" if route is None else printable(route.prefix),
+        }
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         if not hmac.compare_digest(request.headers.get(SECRET_HEADER, ""), self._secret):
             return web.Response(status=403, text="this port takes requests only from the rolltap recorder's proxy")
+        asked = ClientRequest.of(request)
         if request.headers[ROUTE_HEADER] == END:
-            how = self._bodies, self._session(request), self.writer, self.refusals
-            return await end_session(request, *how, accept_rewards=self._accept_rewards)
+            return await self._end(request, asked)
         route = ROUTES[request.headers[ROUTE_HEADER]]
-        dialect = route.dialect
         if route.service == "websocket":
-            share = partial(self._bodies.room.share, request.headers[SESSION_HEADER])
-            return await serve_socket(request, self._begin, self._reject, self._services.workers, share)
+            connection = SocketConnection(
+                client=asked,
+                begin=partial(self._begin, route.dialect, request=asked),
+                reject=partial(self._reject, asked),
+                workers=self._workers,
+                quota=self._bodies.quota,
+            )
+            return await connection.serve(request)
         try:
-            asked = client_request(request)
             match route.service:
                 case "models":
-                    engine, window = await self._engine(request)
-                    models = [ServedModel(engine.model, self._budgets.window(window))]
-                    return _json(dialect.encode_models(request.raw_path, models, int(time.time())))
+                    engine, window = await self._engine(asked)
+                    models = [ServedModel(engine.model, self.budgets.window(window))]
+                    return _json(route.dialect.encode_models(request.raw_path, models, int(time.time())))
                 case "count_tokens":
                     async with self._bodies.read(request, asked.session_id) as body:
-                        num_tokens = await self._session(request).count_tokens(dialect, body, asked)
-                    return _json(dialect.encode_token_count(num_tokens))
+                        num_tokens = await self._session(asked).count_tokens(route.dialect, body, asked)
+                    return _json(route.dialect.encode_token_count(num_tokens))
                 case "stored":
-                    return await respond_stored(self._session(request), dialect, asked, request, self._bodies)
+                    return await self._serve_stored(request, asked, route.dialect)
                 case "generate":
-                    async with self._bodies.read(request, request.headers[SESSION_HEADER]) as body:
-                        generation, model_call = await self._begin(dialect, body, request)
+                    async with self._bodies.read(request, asked.session_id) as body:
+                        generation, model_call = await self._begin(route.dialect, body, asked)
         except Exception as error:
-            return error_response(dialect, self._reject(request, error))
-        prompt_tokens = generation.usage.prompt
-        context = ReplyContext(generation.call_id, int(time.time()), request.raw_path, model_call, prompt_tokens)
+            return error_response(route.dialect, self._reject(asked, error))
+        context = ReplyContext(
+            generation.call_id, int(time.time()), request.raw_path, model_call, generation.usage.prompt
+        )
         answer = stream if model_call.stream else respond
         try:
-            return await answer(generation, dialect, context, request)
+            return await answer(generation, route.dialect, context, request)
         finally:
-            if (session := self.sessions.get(request.headers[SESSION_HEADER])) is not None:
+            if (session := self.sessions.get(asked.session_id)) is not None:
                 session.settle()
 
-    def _session(self, request: web.Request) -> SessionState:
-        session_id = request.headers[SESSION_HEADER]
-        if session_id not in self.sessions:
-            self.sessions[session_id] = SessionState(session_id, self._services, self.sampling)
-        return self.sessions[session_id]
+    async def _serve_stored(self, request: web.Request, asked: ClientRequest, dialect: Dialect) -> web.StreamResponse:
+        """Answer a request about what a session stored. The answer counts against the quota until it is sent.
 
-    async def _begin(self, dialect: Dialect, body: bytes, request: web.Request) -> tuple[AnyCall, ModelCall]:
-        """Start or join the generation of a request. Raises `EngineError`, and the errors of `SessionState.begin`.
+        Raises as `Bodies.read` and `Session.store`.
+        """
+        with self._bodies.quota.reserve(asked.session_id) as held:
+            async with self._bodies.read(request, asked.session_id) as body:
+                await held.take(STORED_BYTES)
+                answer = await self._session(asked).store(dialect, body, asked)
+            held.free(held.num_bytes - len(answer))
+            return await send_slowly(request, answer)
+
+    async def _end(self, request: web.Request, asked: ClientRequest) -> web.Response:
+        """End a session: abort its calls, refuse later ones, sync as `rolltap_fsync` says. A body has its reward.
+
+        A request whose body is refused changes nothing, and is recorded. The first reward counts: one that the session
+        cannot have is refused with status 409 after the session has ended.
+        """
+        try:
+            async with self._bodies.read(request, asked.session_id) as body:
+                if body and not self.options.accept_rewards:
+                    raise DialectError(
+                        "this recorder accepts no rewards: start it with rolltap_accept_rewards, or use "
+                        "`rolltap reward`",
+                        status=403,
+                    )
+                given = GivenReward.parse(body, REWARD_SOURCE) if body else None
+        except (DialectError, InputError) as error:
+            self.refusals.record(asked.event("refused", f"a body with a reward: {error}"))
+            return web.Response(status=error.status if isinstance(error, DialectError) else 400, text=str(error))
+        self.refusals.end(asked.session_id)
+        try:
+            await self._session(asked).end()
+            if given is not None:
+                await asyncio.to_thread(give_reward, self.writer, asked.session_id, given)
+            await asyncio.to_thread(self.writer.end_session)
+        except InputError as error:
+            return web.Response(status=409, text=str(error))
+        except (RunError, OSError) as error:
+            logger.error("cannot write to %s: %s", self.writer.run, error)
+            why = f"the session has ended, but its calls may not be on disk: {error}"
+            return web.Response(status=500, text=why)
+        return web.Response()
+
+    def _session(self, request: ClientRequest) -> Session:
+        if request.session_id not in self.sessions:
+            self.sessions[request.session_id] = self._new_session(session_id=request.session_id)
+        return self.sessions[request.session_id]
+
+    async def _begin(self, dialect: Dialect, body: bytes, request: ClientRequest) -> tuple[AnyCall, ModelCall]:
+        """Start or join the generation of a request. Raises `EngineError`, and the errors of `Session.begin`.
 
         A harness that gives up after it waited more than `UNANSWERED_SECONDS` for an engine has an event `fault`. Time
         in which the request waited for others of its session does not count.
@@ -253,15 +350,14 @@ class Endpoint:
                 raise
             return window
 
-        return await self._session(request).begin(dialect, body, client_request(request), context_window)
+        return await self._session(request).begin(dialect, body, request, context_window)
 
-    async def _engine(self, request: web.Request) -> tuple[Engine, int]:
-        """Return the engine of the session and its context window in tokens.
+    async def _engine(self, request: ClientRequest) -> tuple[Engine, int]:
+        """Return the engine of the session and its context window in tokens. Raises `EngineError`.
 
-        Raises `EngineError`, see `EnginePool.ready`. The first use of an engine starts a task that writes its
-        description to `run.json`.
+        The first use of an engine starts a task that writes its description to `run.json`.
         """
-        engine, window = await self.engines.ready(request.headers[SESSION_HEADER], self._patience)
+        engine, window = await self.engines.ready(request.session_id)
         if engine.url not in self._described:
             self._described[engine.url] = asyncio.create_task(self._describe(engine))
         return engine, window
@@ -272,19 +368,10 @@ class Endpoint:
         except (EngineError, RunError, OSError) as error:
             logger.warning("the description of the engine at %s is not in %s: %s", engine.url, RUN_FILE, error)
 
-    def _reject(self, request: web.Request, error: Exception) -> DialectError:
+    def _reject(self, request: ClientRequest, error: Exception) -> DialectError:
         """Record a request that no generation answers. Return the error as the harness receives it."""
         answer = as_dialect_error(error, begun=False)
-        self.refusals.record(
-            Event(
-                kind=event_kind(error),
-                session_id=request.headers[SESSION_HEADER],
-                host=request.headers[HOST_HEADER],
-                method=request.method,
-                path=asked_path(request),
-                detail=str(error) or repr(error),
-            )
-        )
+        self.refusals.record(request.event(event_kind(error), str(error) or repr(error)))
         return answer
 
 

@@ -9,6 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from rolltap.addons.endpoint.recovery import undamaged
 from rolltap.addons.endpoint.request import ClientRequest
 from rolltap.addons.options import Images
 from rolltap.addons.store.digest import DIGEST
-from rolltap.addons.store.records import Event
 from rolltap.addons.store.schemas import CALL_SCHEMA, EVENT_SCHEMA
 from rolltap.addons.store.sessions import SessionIndex
 from rolltap.addons.store.tables import RunWriter
@@ -138,17 +138,7 @@ class SessionStore:
                 "items in the requests themselves."
             )
         self._writer.require_room()
-        self._writer.add_event(
-            Event(
-                kind="stored",
-                session_id=self._session_id,
-                host=request.host,
-                method=request.method,
-                path=path,
-                detail=detail,
-                call_id=call_id,
-            )
-        )
+        self._writer.add_event(replace(request.event("stored", detail, call_id), path=path))
 
     def _calls(self, batch: pa.RecordBatch) -> dict[str, StoredCall]:
         found: dict[str, StoredCall] = {}

@@ -2,8 +2,8 @@
 
 A message of type `response.create` asks for a response, in the fields of a request over HTTP. The answer is the events
 of a stream, one message each. `generate: false` prepares a response without asking the model: later requests that name
-it as `previous_response_id` have its fields and its items in front of their own. No row tells of it, so a connection
-keeps the last ones, as JSON, as far as there is room for them.
+it as `previous_response_id` have its fields and its items in front of their own. No row records it, so a connection
+keeps the last ones, as JSON, within its session's memory quota.
 """
 
 import json
@@ -11,24 +11,21 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import WSMsgType, web
 
 from rolltap.addons.dialects import openai_responses
-from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.fields import Fields, parse_object
 from rolltap.addons.dialects.model_call import DialectError, ModelCall, ReplyContext, dump_json
 from rolltap.addons.dialects.openai import WORDING
 from rolltap.addons.dialects.openai_responses.reply import response
-from rolltap.addons.endpoint.body import BODY_LIMIT, Share, too_large
+from rolltap.addons.endpoint.body import BODY_LIMIT, MemoryQuota, Reservation, too_large
 from rolltap.addons.endpoint.exchange import send_events
-from rolltap.addons.endpoint.session import AnyCall
+from rolltap.addons.endpoint.request import ClientRequest
+from rolltap.addons.endpoint.retries import AnyCall
 from rolltap.addons.offload import Workers
-
-NewShare = Callable[[], AbstractContextManager[Share]]
-Begin = Callable[[Dialect, bytes, web.Request], Awaitable[tuple[AnyCall, ModelCall]]]
 
 _MESSAGE_BYTES = 16 * 1024 * 1024
 """Maximum bytes of a message. The proxy has the same limit, `wire.MESSAGE_LIMIT`."""
@@ -36,86 +33,62 @@ _REMEMBERED = 8
 """Number of prepared responses of a connection that can be named. Clients prepare one."""
 _KEPT_BYTES = BODY_LIMIT // 2
 """Maximum bytes of these responses. With a message and the request that is made of it they fit into the session's
-room."""
+quota."""
 
 
-async def serve_socket(
-    request: web.Request,
-    begin: Begin,
-    reject: Callable[[web.Request, Exception], DialectError],
-    workers: Workers,
-    share: NewShare,
-) -> web.WebSocketResponse:
-    """Answer the messages of one connection, one after another, until it is closed.
+@dataclass(kw_only=True, eq=False)
+class SocketConnection:
+    """One connection, whose messages are answered one after another."""
 
-    `begin` starts or joins the generation of a request. `reject` records the reason why a message was refused.
-    Long messages are parsed by `workers`. `share` makes a share of the memory that the session may
-    take.
-    """
-    socket = web.WebSocketResponse(max_msg_size=_MESSAGE_BYTES)
-    await socket.prepare(request)
-    with share() as kept:
-        await _answer_all(socket, request, _Connection(socket, request, begin, workers, share, kept), reject)
-    return socket
+    client: ClientRequest
+    begin: Callable[[bytes], Awaitable[tuple[AnyCall, ModelCall]]]
+    """Starts or joins the generation of a request."""
+    reject: Callable[[Exception], DialectError]
+    """Records why a message was refused. Returns the error as the client receives it."""
+    workers: Workers
+    """Parse long messages."""
+    quota: MemoryQuota
+    _socket: web.WebSocketResponse = field(init=False)
+    _prepared: OrderedDict[str, bytes] = field(default_factory=OrderedDict, init=False)
+    """Response id -> the request that prepared it, as JSON."""
 
+    async def serve(self, request: web.Request) -> web.WebSocketResponse:
+        """Answer messages until the connection is closed."""
+        self._socket = web.WebSocketResponse(max_msg_size=_MESSAGE_BYTES)
+        await self._socket.prepare(request)
+        with self.quota.reserve(self.client.session_id) as kept:
+            async for message in self._socket:
+                if message.type in (WSMsgType.TEXT, WSMsgType.BINARY):
+                    data = message.data.encode() if isinstance(message.data, str) else message.data
+                    try:
+                        await self._answer(data, kept)
+                    except ConnectionError:
+                        break
+                    except Exception as error:
+                        await self._refuse(self.reject(error))
+        return self._socket
 
-async def _answer_all(
-    socket: web.WebSocketResponse,
-    request: web.Request,
-    connection: "_Connection",
-    reject: Callable[[web.Request, Exception], DialectError],
-) -> None:
-    async for message in socket:
-        if message.type in (WSMsgType.TEXT, WSMsgType.BINARY):
-            data = message.data.encode() if isinstance(message.data, str) else message.data
-            try:
-                await connection.answer(data)
-            except ConnectionError:
-                break
-            except Exception as error:
-                await connection.refuse(reject(request, error))
-
-
-class _Connection:
-    def __init__(
-        self,
-        socket: web.WebSocketResponse,
-        request: web.Request,
-        begin: Begin,
-        workers: Workers,
-        share: NewShare,
-        kept: Share,
-    ) -> None:
-        self._socket = socket
-        self._request = request
-        self._begin = begin
-        self._workers, self._share, self._kept = workers, share, kept
-        self._prepared: OrderedDict[str, bytes] = OrderedDict()
-        """Response id -> the request that prepared it, as JSON."""
-
-    async def answer(self, data: bytes) -> None:
+    async def _answer(self, data: bytes, kept: Reservation) -> None:
         """Answer one message. Raises `DialectError` and whatever `begin` raises."""
-        with self._share() as share:
-            await share.take(len(data))
+        with self.quota.reserve(self.client.session_id) as held:
+            await held.take(len(data))
             num_bytes = len(data) + max(map(len, self._prepared.values()), default=0)
-            asked, model, generate = await self._workers.run(num_bytes, self._request_of, data)
-            await share.take(len(asked))
-            begun = await self._begin(openai_responses, asked, self._request) if generate else None
+            body, model, generate = await self.workers.run(num_bytes, self._request_of, data)
+            await held.take(len(body))
+            begun = await self.begin(body) if generate else None
         if begun is None:
             response_id = f"resp_{uuid.uuid4().hex}"
-            model_call = ModelCall(model, [], [])
-            context = self._reply_context(response_id.removeprefix("resp_"), model_call)
+            context = self._reply_context(response_id.removeprefix("resp_"), ModelCall(model, [], []))
             empty = response(context, status="completed", output=[])
             for event in ("response.created", "response.completed"):
                 await self._send(dump_json({"type": event, "response": empty}))
-            return self._remember(response_id, asked)
+            return self._remember(response_id, body, kept)
         generation, model_call = begun
         encoder = openai_responses.stream_encoder(self._reply_context(generation.call_id, model_call))
         with generation.listening():
             await send_events(generation, encoder, self._send_events)
 
-    async def refuse(self, error: DialectError) -> None:
-        """Send an error message."""
+    async def _refuse(self, error: DialectError) -> None:
         fields = json.loads(openai_responses.encode_error(error))
         await self._send(dump_json({"type": "error", "status": error.status, **fields}))
 
@@ -130,25 +103,23 @@ class _Connection:
             del message["previous_response_id"]
             message = {**before, **message, "input": _items(before.get("input")) + _items(message.get("input"))}
         generate = message.pop("generate", True) is not False
-        asked = dump_json({**message, "stream": True})
-        if len(asked) > BODY_LIMIT:
+        body = dump_json({**message, "stream": True})
+        if len(body) > BODY_LIMIT:
             raise too_large(BODY_LIMIT)
-        return asked, Fields(message, WORDING).optional("model", Fields.label) or "", generate
+        return body, Fields(message, WORDING).optional("model", Fields.label) or "", generate
 
-    def _remember(self, response_id: str, asked: bytes) -> None:
-        """Keep a prepared response, and forget the oldest ones where there is no room for all."""
+    def _remember(self, response_id: str, body: bytes, kept: Reservation) -> None:
+        """Keep a prepared response. Forget the oldest ones where the quota has not enough for all."""
         while self._prepared and (
-            len(self._prepared) >= _REMEMBERED
-            or self._kept.held + len(asked) > _KEPT_BYTES
-            or not self._kept.fits(len(asked))
+            len(self._prepared) >= _REMEMBERED or kept.num_bytes + len(body) > _KEPT_BYTES or not kept.fits(len(body))
         ):
             _, forgotten = self._prepared.popitem(last=False)
-            self._kept.free(len(forgotten))
-        if len(asked) <= _KEPT_BYTES and self._kept.try_take(len(asked)):
-            self._prepared[response_id] = asked
+            kept.free(len(forgotten))
+        if len(body) <= _KEPT_BYTES and kept.try_take(len(body)):
+            self._prepared[response_id] = body
 
     def _reply_context(self, call_id: str, model_call: ModelCall) -> ReplyContext:
-        return ReplyContext(call_id, int(time.time()), self._request.raw_path, model_call)
+        return ReplyContext(call_id, int(time.time()), self.client.target, model_call)
 
     async def _send_events(self, events: bytes) -> None:
         """Send each of the server-sent events as a message."""

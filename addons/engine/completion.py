@@ -11,23 +11,18 @@ from rolltap.addons.engine.connections import Patience
 from rolltap.addons.engine.policy import LostVersions, Policy, SessionPolicy, covered_tokens
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.errors import EngineError
-from rolltap.addons.store.records import Call, Event, EventKind, VersionSpan, utc_now
+from rolltap.addons.store.records import Call, VersionSpan, utc_now
 from rolltap.addons.store.tables import RunWriter
 
 
 async def sample(
-    call: Call,
-    sampling: dict[str, Any],
-    engines: EnginePool,
-    policies: SessionPolicy,
-    writer: RunWriter,
-    patience: float,
+    call: Call, sampling: dict[str, Any], engines: EnginePool, policies: SessionPolicy, writer: RunWriter
 ) -> AsyncIterator[Chunk]:
     """Sample into `call` until it has a finish reason. Yields each chunk after its tokens were appended to `call`.
 
     After a retryable failure the rest is sampled at once by another engine of the pool or, if all have failed, after a
-    pause. `patience` bounds these retries: the last one starts at most so many seconds after the first failure since
-    the last sampled token. `writer` records each retry as an event `continued`.
+    pause. The patience of the pool bounds these retries: the last one starts at most so many seconds after the first
+    failure since the last sampled token. `writer` records each retry as an event `continued`.
 
     `call.error` is the last failure while no token has been sampled after it, and None otherwise.
 
@@ -36,9 +31,9 @@ async def sample(
     retryable failure: the trainer loads it again when it publishes next.
 
     If the engine answers 400 before the first token, `structured_outputs` is removed from `sampling` and the request is
-    repeated. Raises `EngineError` when it is not retryable or `patience` is used up.
+    repeated. Raises `EngineError` when it is not retryable or the patience is used up.
     """
-    pauses, num_sampled = Patience(patience), 0
+    pauses, num_sampled = Patience(engines.patience), 0
     failed: set[Engine] = set()
     without: set[Engine] = set()
     lost = LostVersions()
@@ -72,25 +67,13 @@ async def sample(
                 failed = {*without}
                 if nobody_has_it and (successor := policies.lost(policy)) is not None:
                     gone = f"no engine has the adapter {policy.model} any more"
-                    _note(writer, "switched", call, f"{gone}: the session goes on with the weights {successor.version}")
+                    writer.note(
+                        call.event("switched", f"{gone}: the session goes on with the weights {successor.version}")
+                    )
                     continue
                 if not await pauses.wait():
                     raise
-            _note(writer, "continued", call, str(error))
-
-
-def _note(writer: RunWriter, kind: EventKind, call: Call, detail: str) -> None:
-    writer.note(
-        Event(
-            kind=kind,
-            session_id=call.session_id,
-            host=call.host,
-            method="POST",
-            path=call.path,
-            call_id=call.call_id,
-            detail=detail,
-        )
-    )
+            writer.note(call.event("continued", str(error)))
 
 
 async def _sample_rest(

@@ -1,7 +1,7 @@
-"""The published policy: `policy.json` in the run folder, written by the trainer and read for each engine request; and
-the policy of a session, which keeps its adapter.
+"""The policy of a run and of a session, and the weights that sampled each token.
 
-The weights of tokens whose stream broke: vLLM names base weights only on the last event of a request.
+The trainer publishes weights in `policy.json` of the run folder, which is read for each engine request. A session keeps
+its adapter. The trainer imports this file: it needs no aiohttp.
 """
 
 import json

@@ -34,10 +34,14 @@ class EnginePool:
 
     The calls of a session go to one engine, which has their prefix cached. After `failed`, the sessions of that engine
     move to others. They return when it is healthy again, `DOWN_SECONDS` later at the earliest. `key` is sent to every
-    engine, and every engine must serve the model `own`, if it is given. Create it inside the event loop that uses it.
+    engine, and every engine must serve the model `own`, if it is given. `patience` is the time in seconds for which a
+    call retries after all engines have failed. Create it inside the event loop that uses it.
     """
 
-    def __init__(self, urls: Sequence[str], key: str | None = None, own: OwnModel | None = None) -> None:
+    def __init__(
+        self, urls: Sequence[str], key: str | None = None, own: OwnModel | None = None, *, patience: float = 0.0
+    ) -> None:
+        self.patience = patience
         self._engines = [Engine(url, key, own) for url in urls]
         self._down: dict[Engine, _Outage] = {}
 
@@ -46,13 +50,13 @@ class EnginePool:
         engines = self._up(avoid) or self._up() or self._engines
         return max(engines, key=lambda engine: _weight(engine.url, session_id))
 
-    async def ready(self, session_id: str, patience: float) -> tuple[Engine, int]:
-        """Return the engine of a session and its context window in tokens, once an engine has told its window.
+    async def ready(self, session_id: str) -> tuple[Engine, int]:
+        """Return the engine of a session and its context window in tokens, once an engine has said its window.
 
         An engine that fails is replaced by another one. If all have failed, they are asked again for up to `patience`
         seconds. Raises `EngineError`.
         """
-        pauses = Patience(patience)
+        pauses = Patience(self.patience)
         while True:
             engine = self.of(session_id)
             try:

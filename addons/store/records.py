@@ -168,6 +168,18 @@ class Call:
         # most calls need no parsing
         return "structured_outputs" in self.sampling and "structured_outputs" in self.parsed_sampling
 
+    def event(self, kind: EventKind, detail: str = "") -> "Event":
+        """Return an event about the call."""
+        return Event(
+            kind=kind,
+            session_id=self.session_id,
+            host=self.host,
+            method="POST",
+            path=self.path,
+            detail=detail,
+            call_id=self.call_id,
+        )
+
     def to_row(self) -> dict[str, Any]:
         """Return the call as a row of `CALL_SCHEMA` without its digest."""
         row = {name: getattr(self, name) for name in CALL_SCHEMA.names if hasattr(self, name)}

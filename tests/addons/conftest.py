@@ -7,11 +7,8 @@ import pytest
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.prompts.rendering import Rendering
-from rolltap.addons.store.metadata import write_metadata
-from rolltap.addons.store.tables import RunWriter
-from tests.addons.harness import Harness
+from tests.addons.harness import recording
 
 with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
     import mitmproxy.addons  # noqa: F401 - its dependencies use deprecated names, and tests turn warnings into errors
@@ -48,14 +45,8 @@ def encode(tokenizer):
 @pytest.fixture
 async def harness(rendering, scripted_engine, tmp_path):
     """Yield a client of an endpoint behind the scripted engine. The endpoint does not wait for an engine that fails."""
-    write_metadata(tmp_path, {})
-    writer = RunWriter(tmp_path)
-    endpoint = Endpoint(rendering, [scripted_engine.url], writer, {}, patience=0)
-    await endpoint.start()
-    async with Harness.connect(endpoint) as client:
+    async with recording(rendering, tmp_path, scripted_engine.url) as client:
         yield client
-    await endpoint.close()
-    writer.close()
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,9 @@ import aiohttp
 
 from rolltap.addons.dialects.routes import find_route
 from rolltap.addons.endpoint.server import Endpoint
-from rolltap.addons.store.tables import read_rows
+from rolltap.addons.options import RecorderOptions
+from rolltap.addons.store.metadata import write_metadata
+from rolltap.addons.store.tables import RunWriter, read_rows
 
 PATH = "/v1/chat/completions"
 
@@ -21,6 +23,25 @@ def content(events):
     data = [event.removeprefix("data: ") for event in events.split("\n\n")[:-1]]
     chunks = [json.loads(text) for text in data if text != "[DONE]"]
     return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks if chunk.get("choices"))
+
+
+@asynccontextmanager
+async def recording(rendering, run, *urls, killed=False, patience=0, **options):
+    """Yield a client of an endpoint that records the calls of these engines. By default it waits for none that fails.
+
+    A killed recorder leaves its files as they are.
+    """
+    write_metadata(run, {})
+    writer = RunWriter(run)
+    endpoint = Endpoint(rendering, writer, RecorderOptions(out=run, engine=urls, patience=patience, **options))
+    await endpoint.start()
+    try:
+        async with Harness.connect(endpoint) as client:
+            yield client
+    finally:
+        await endpoint.close()
+    if not killed:
+        writer.close()
 
 
 class Harness:

@@ -319,7 +319,7 @@ async def test_sampling_may_differ_from_neutral(options):
         capture.running()
         await capture.done()
     sampling = {**NEUTRAL_SAMPLING, "temperature": 0.7, "max_tokens": 64}
-    assert capture.endpoint.sampling == sampling
+    assert capture.endpoint.options.sampling == sampling
     (recorder,) = read_metadata(capture.endpoint.writer.run)["recorders"]
     assert recorder["sampling"] == sampling
 
@@ -331,7 +331,7 @@ async def test_whether_sessions_keep_their_adapter_is_recorded(options, keep):
         context.configure(capture, **options, **({} if keep else {"rolltap_keep_adapter": False}))
         capture.running()
         await capture._starting
-        assert capture.endpoint._services.keep_adapter == keep
+        assert capture.endpoint.options.keep_adapter == keep
         await capture.done()
     (recorder,) = read_metadata(capture.endpoint.writer.run)["recorders"]
     assert recorder["keep_adapter"] == keep

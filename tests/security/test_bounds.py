@@ -11,7 +11,7 @@ from pathlib import Path
 import brotli
 import pytest
 
-from rolltap.addons.endpoint.body import SESSION_ROOM
+from rolltap.addons.endpoint.body import SESSION_QUOTA
 from tests.recorder_process import CHAT, HELLO
 from tests.security.raw import News, call, credentials, plain, read_head, recording
 from tests.security.test_bodies import MEGABYTE, resident
@@ -79,7 +79,7 @@ def test_unfinished_bodies_of_a_session_share_a_bounded_memory(recorder, peak):
             send_all_that_is_taken(connection, bytes(30 * MEGABYTE))
         with recorder.client("s2") as other:
             assert other.post(CHAT, json=HELLO).status_code == 200
-        assert peak() < SESSION_ROOM + 60 * MEGABYTE
+        assert peak() < SESSION_QUOTA + 60 * MEGABYTE
 
 
 def test_stored_answers_that_nobody_reads_share_a_bounded_memory(recorder, peak):
@@ -98,7 +98,7 @@ def test_stored_answers_that_nobody_reads_share_a_bounded_memory(recorder, peak)
         for connection in asked:
             connection.settimeout(60)
             read_head(connection)
-        assert peak() < SESSION_ROOM + 100 * MEGABYTE
+        assert peak() < SESSION_QUOTA + 100 * MEGABYTE
 
 
 def send_all_that_is_taken(connection, data):

@@ -127,7 +127,7 @@ async def reading():
 
 async def held(bodies, num_bytes):
     """Return when the bodies of all sessions take so many bytes."""
-    while bodies.room._all != num_bytes:  # noqa: ASYNC110
+    while bodies.quota.held.total() != num_bytes:  # noqa: ASYNC110
         await asyncio.sleep(0)
 
 
@@ -148,7 +148,7 @@ async def test_a_body_that_finds_no_room_is_refused_for_a_while(reading):
     bodies, leave, post = reading
     first = [post("s1", bytes(LIMIT)) for _ in range(2)]
     await held(bodies, 2 * LIMIT)
-    bodies.room.patience = 0
+    bodies.quota.patience = 0
     refused = await post("s1", b"x")
     assert (refused.status, refused.headers["retry-after"]) == (429, "5")  # no fault: the session itself fills its room
     leave.set()

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -12,12 +11,9 @@ from hypothesis import strategies as st
 from rolltap.addons.dialects import openai_chat
 from rolltap.addons.dialects.routes import find_route
 from rolltap.addons.endpoint.budget import Budgets, BudgetUsedUp, SessionBudget, Used
-from rolltap.addons.endpoint.server import Endpoint
-from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call
-from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.doctor.scripted_engine import Answer, Say
-from tests.addons.harness import Harness, content, user
+from tests.addons.harness import content, recording, user
 
 LONG = "One two three four five six seven eight nine ten."
 REQUESTS = {
@@ -31,18 +27,10 @@ REQUESTS = {
 @pytest.fixture
 def restart(rendering, scripted_engine, tmp_path):
     """Return a function that starts a recorder of the same run with these budgets. It is killed at the end."""
-    write_metadata(tmp_path, {})
     scripted_engine.otherwise = lambda request: Say("Hello.")
 
-    @asynccontextmanager
-    async def recorder(**budgets):
-        endpoint = Endpoint(
-            rendering, [scripted_engine.url], RunWriter(tmp_path), {}, patience=0, budgets=Budgets(**budgets)
-        )
-        await endpoint.start()
-        async with Harness.connect(endpoint) as harness:
-            yield harness
-        await endpoint.close()
+    def recorder(**budgets):
+        return recording(rendering, tmp_path, scripted_engine.url, killed=True, **budgets)
 
     return recorder
 

@@ -4,22 +4,17 @@ import json
 
 import pytest
 
-from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.store.rewards import session_rows
-from rolltap.addons.store.tables import RunWriter, read_rows
+from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.doctor.scripted_engine import Say
-from tests.addons.harness import Harness, user
+from tests.addons.harness import recording, user
 
 
 @pytest.fixture
 async def trusting(harness, rendering, scripted_engine):
     """Yield a client of a second recorder of the run, which accepts rewards."""
-    with RunWriter(harness.run) as writer:
-        endpoint = Endpoint(rendering, [scripted_engine.url], writer, {}, patience=0, accept_rewards=True)
-        await endpoint.start()
-        async with Harness.connect(endpoint) as client:
-            yield client
-        await endpoint.close()
+    async with recording(rendering, harness.run, scripted_engine.url, accept_rewards=True) as client:
+        yield client
 
 
 @pytest.fixture(autouse=True)

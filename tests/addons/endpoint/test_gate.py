@@ -2,7 +2,7 @@ import asyncio
 import socket
 from functools import partial
 
-from rolltap.addons.endpoint.body import Expected, Gate
+from rolltap.addons.endpoint.server import Expected, Gate
 
 
 class Hello(asyncio.Protocol):

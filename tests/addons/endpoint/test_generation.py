@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -17,7 +16,7 @@ from tests.addons.harness import content, user
 def patient(harness, monkeypatch):
     """Return a harness whose calls retry a failed engine without a pause."""
     monkeypatch.setattr(connections, "FIRST_PAUSE_SECONDS", 0)
-    monkeypatch.setattr(harness.endpoint, "_services", replace(harness.endpoint._services, patience=60.0))
+    harness.endpoint.engines.patience = 60.0
     return harness
 
 

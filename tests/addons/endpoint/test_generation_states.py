@@ -5,15 +5,18 @@ gets one end.
 import asyncio
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rolltap.addons.dialects import openai_chat
 from rolltap.addons.dialects.model_call import ModelCall, Reply
+from rolltap.addons.endpoint.budget import UNBOUNDED, SessionBudget, Used
 from rolltap.addons.endpoint.exchange import KEEP_ALIVE_SECONDS, send_events
 from rolltap.addons.endpoint.generation import LINGER_SECONDS, Generation, State
-from rolltap.addons.endpoint.services import Services
+from rolltap.addons.endpoint.request import PreparedCall
 from rolltap.addons.engine.client import Chunk
 from rolltap.addons.engine.policy import Policy, PolicyFile, SessionPolicy
 from rolltap.addons.engine.pool import EnginePool
@@ -115,7 +118,7 @@ class Disk(ThreadPoolExecutor):
         if self.refusals:
             self.refusals, self.told_no = self.refusals - 1, self.told_no + 1
             raise OSError("No space left on device")
-        self.heard = not self.generation.unheard
+        self.heard = not self.generation.abandoned
         self.calls.append(call.to_row() | {"completion_ids": list(call.completion_ids)})
 
     def add_event(self, event):
@@ -172,7 +175,7 @@ class Memory:
     def __init__(self):
         self.added, self.broken, self.failed = [], False, False
 
-    async def add(self, call, prompt, reply):
+    async def add(self, prepared, reply):
         if self.broken:
             self.failed = True
             raise RuntimeError("a bug")
@@ -240,26 +243,22 @@ class Scenario:
         self.pool = EnginePool([])
         self.engines = [ScriptedClient(f"http://engine-{n}", self.script, self.sent, rude) for n in range(engines)]
         self.pool._engines = self.engines
-        policy = Published()
-        services = Services(self.pool, policy, self.renderer, self.disk, None, None, Workers(), patience, None)
+        self.pool.patience = patience
+        session = SimpleNamespace(
+            engines=self.pool, rendering=self.renderer, workers=Workers(), writer=self.disk, add=self.memory.add
+        )
         model_call = ModelCall("m", [], [])
         prompt = Prompt(model_call, PROMPT_IDS, "root", "no earlier call", None, 0, [])
         call = Call(session_id="s1", call_id="c1", prompt_ids=PROMPT_IDS)
-        self.settled = []
-        """The call, once it no longer counts as running."""
         sampling = {"max_tokens": MAX_TOKENS, "stop_token_ids": [STOP], "structured_outputs": {"json_object": True}}
-        kept = SessionPolicy(policy, keep=True)
+        budget = SessionBudget(UNBOUNDED, Used())
         self.generation = Generation(
-            services,
-            kept,
-            self.memory.add,
-            lambda settled, fault: self.settled.append(settled),
-            call,
-            prompt,
-            model_call,
-            sampling,
-            b"digest",
+            session,
+            PreparedCall(call, prompt, model_call, sampling, b"digest"),
+            SessionPolicy(Published(), keep=True),
+            budget.take(openai_chat, MAX_TOKENS),
         )
+        self.budget = budget
         self.disk.generation = self.generation
         self.listeners = []
         self.faulty = False
@@ -345,6 +344,7 @@ class Scenario:
     def check(self):
         generation, disk = self.generation, self.disk
         assert generation.done
+        assert self.budget.running == []
         assert (generation.reply is None) != (generation.error is None)
         assert len(disk.calls) == 1 or (disk.told_no and generation.error is not None)
         for engine in self.engines:

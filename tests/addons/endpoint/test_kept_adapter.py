@@ -3,18 +3,14 @@
 import asyncio
 import itertools
 import json
-from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import pytest
 
-from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.engine import connections
 from rolltap.addons.engine.policy import POLICY_FILE
 from rolltap.addons.store.staging import write_atomically
-from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.doctor.scripted_engine import Answer, Say, ScriptedEngine
-from tests.addons.harness import Harness, content, user
+from tests.addons.harness import content, recording, user
 
 ONE, TWO, THREE = ("1a2b3c4d.1.0", "1a2b3c4d.2.0", "1a2b3c4d.3.0")
 NUMBERS = itertools.count()
@@ -45,19 +41,6 @@ def models(engine):
     return [request.get("model") for request in engine.requests]
 
 
-@asynccontextmanager
-async def restarted(harness, rendering, engine, **how):
-    """Yield a client of another recorder of the same run."""
-    with RunWriter(harness.run) as writer:
-        endpoint = Endpoint(rendering, [engine.url], writer, {}, patience=0, **how)
-        await endpoint.start()
-        try:
-            async with Harness.connect(endpoint) as client:
-                yield client
-        finally:
-            await endpoint.close()
-
-
 @pytest.fixture(autouse=True)
 def talkative(scripted_engine):
     scripted_engine.otherwise = lambda request: Say("one two three")
@@ -75,7 +58,7 @@ class TestPublication:
 
     async def test_it_does_not_without_the_option(self, harness, rendering, scripted_engine):
         publish(harness.run, ONE)
-        async with restarted(harness, rendering, scripted_engine, keep_adapter=False) as other:
+        async with recording(rendering, harness.run, scripted_engine.url, keep_adapter=False) as other:
             await ask(other)
             publish(harness.run, TWO)
             assert await ask(other) == [TWO]
@@ -93,7 +76,7 @@ class TestPublication:
         self, harness, scripted_engine, monkeypatch
     ):
         monkeypatch.setattr(connections, "FIRST_PAUSE_SECONDS", 0)
-        monkeypatch.setattr(harness.endpoint, "_services", replace(harness.endpoint._services, patience=60.0))
+        harness.endpoint.engines.patience = 60.0
         publish(harness.run, ONE)
 
         def break_once(request):
@@ -140,7 +123,7 @@ class TestGone:
         self, harness, scripted_engine, monkeypatch
     ):
         monkeypatch.setattr(connections, "FIRST_PAUSE_SECONDS", 0)
-        monkeypatch.setattr(harness.endpoint, "_services", replace(harness.endpoint._services, patience=60.0))
+        harness.endpoint.engines.patience = 60.0
         publish(harness.run, ONE)
 
         def unload(request):
@@ -198,7 +181,7 @@ class TestMemory:
         publish(harness.run, ONE)
         await ask(harness)
         publish(harness.run, TWO)
-        async with restarted(harness, rendering, scripted_engine) as other:
+        async with recording(rendering, harness.run, scripted_engine.url) as other:
             assert await ask(other) == [ONE]
             assert await ask(other, session="s2") == [TWO]
 
@@ -225,7 +208,7 @@ class TestMemory:
         scripted_engine.otherwise = lambda request: Say("one two three", weight_version=recorded)
         await ask(harness)
         write_atomically(harness.run / POLICY_FILE, json.dumps(published))
-        async with restarted(harness, rendering, scripted_engine) as other:
+        async with recording(rendering, harness.run, scripted_engine.url) as other:
             await ask(other)
         assert models(scripted_engine) == [None, published["model"]]
         assert harness.events("switched") == []
@@ -247,12 +230,8 @@ class TestPool:
     async def pooled(self, harness, rendering, scripted_engine, second, monkeypatch):
         """Yield a harness of another endpoint of the same run, with both engines."""
         monkeypatch.setattr(connections, "FIRST_PAUSE_SECONDS", 0)
-        with RunWriter(harness.run) as writer:
-            endpoint = Endpoint(rendering, [scripted_engine.url, second.url], writer, {}, patience=60)
-            await endpoint.start()
-            async with Harness.connect(endpoint) as client:
-                yield client
-            await endpoint.close()
+        async with recording(rendering, harness.run, scripted_engine.url, second.url, patience=60.0) as client:
+            yield client
 
     async def test_a_published_adapter_that_one_engine_lost_is_asked_of_the_other(
         self, pooled, scripted_engine, second

@@ -6,7 +6,6 @@ import logging
 import random
 import struct
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 
 import pytest
@@ -18,13 +17,12 @@ from rolltap.addons.dialects.anthropic.claude_code import normal_arguments
 from rolltap.addons.dialects.model_call import ModelCall
 from rolltap.addons.dialects.routes import find_route
 from rolltap.addons.endpoint.recovery import Recovery, _last_version
-from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call, Event, Session, VersionSpan, utc_now
 from rolltap.addons.store.tables import RunWriter, run_files
 from rolltap.trainer.doctor.scripted_engine import Answer, Say
 from tests.addons.dialects.openai_chat.test_request import TOOL
-from tests.addons.harness import Harness, content, user
+from tests.addons.harness import content, recording, user
 from tests.addons.prompts import test_continuity
 from tests.addons.prompts.test_continuity import THINKING, arguments, result
 from tests.deep import examples
@@ -328,20 +326,9 @@ def test_every_prompt_and_its_reason_are_what_they_would_have_been(rendering, en
         assert seen(after) == seen(before)
 
 
-@asynccontextmanager
-async def recorder(rendering, engine, run):
-    """Yield a client of an endpoint that is killed at the end: its files stay as they are."""
-    endpoint = Endpoint(rendering, [engine.url], RunWriter(run), {}, patience=0)
-    await endpoint.start()
-    async with Harness.connect(endpoint) as harness:
-        yield harness
-    await endpoint.close()
-
-
 @pytest.fixture
 def restart(rendering, scripted_engine, tmp_path):
-    write_metadata(tmp_path, {})
-    return lambda: recorder(rendering, scripted_engine, tmp_path)
+    return lambda: recording(rendering, tmp_path, scripted_engine.url, killed=True)
 
 
 def without_time(reply):

@@ -13,7 +13,7 @@ RETRY = {"x-stainless-retry-count": "1"}
 STREAM = {"messages": [user()], "stream": True}
 
 
-async def unheard(harness):
+async def abandoned(harness):
     """Wait until the endpoint has noticed that the harness is gone."""
     session = harness.endpoint.sessions["s1"]
     while any(call.listeners for call in session.generations):  # noqa: ASYNC110 - there is no event to wait for
@@ -25,7 +25,7 @@ async def hang_up_while_it_runs(harness, engine, body):
         await response.content.readany()
         await asyncio.to_thread(engine.holding.wait, 30)
         response.close()
-    await unheard(harness)
+    await abandoned(harness)
 
 
 async def text(response):
@@ -127,7 +127,7 @@ class TestReplay:
         await committed.wait()
         lost.cancel()
         await asyncio.wait({lost})
-        await unheard(harness)
+        await abandoned(harness)
         gone.set()
         status, reply = await harness.ask(user())
         assert (status, reply["choices"][0]["message"]["content"]) == (200, "Hi.")

@@ -12,15 +12,14 @@ from rolltap.addons import offload
 from rolltap.addons.dialects import openai_chat
 from rolltap.addons.dialects.routes import Route, find_route
 from rolltap.addons.endpoint import exchange, generation, server
-from rolltap.addons.endpoint.server import SECRET_HEADER, Endpoint
-from rolltap.addons.endpoint.session import SessionState
+from rolltap.addons.endpoint.request import SECRET_HEADER
+from rolltap.addons.endpoint.session import Session
 from rolltap.addons.engine.client import Engine
 from rolltap.addons.prompts.continuity import Conversations
 from rolltap.addons.store import tables
-from rolltap.addons.store.metadata import read_metadata, write_metadata
-from rolltap.addons.store.tables import RunWriter
+from rolltap.addons.store.metadata import read_metadata
 from rolltap.trainer.doctor.scripted_engine import Answer, Say
-from tests.addons.harness import PATH, Harness, content, user
+from tests.addons.harness import PATH, content, recording, user
 
 TOOLS = [{"type": "function", "function": {"name": "bash", "description": "Run", "parameters": {"type": "object"}}}]
 LATE = {"model": "m", "messages": [user()], "input": "Hello"}
@@ -520,14 +519,11 @@ async def test_the_engines_are_in_the_runs_metadata(harness, scripted_engine):
 
 
 async def test_calls_that_run_when_the_recorder_stops_are_recorded_as_aborted(rendering, scripted_engine, tmp_path):
-    write_metadata(tmp_path, {})
-    endpoint = Endpoint(rendering, [scripted_engine.url], RunWriter(tmp_path), {}, patience=0)
-    await endpoint.start()
     scripted_engine.replies.append(Say("one two three", hold_after=1))
-    async with Harness.connect(endpoint) as harness:
+    async with recording(rendering, tmp_path, scripted_engine.url) as harness:
         asked = asyncio.create_task(harness.ask(user()))
         await asyncio.to_thread(scripted_engine.holding.wait)
-        await endpoint.close()
+        await harness.endpoint.close()
         status, reply = await asked
     assert (status, reply["error"]["message"]) == (503, "the recorder was stopped")
     assert [call["status"] for call in harness.calls()] == ["aborted"]
@@ -569,12 +565,8 @@ class TestEngineIsDown:
 
     @pytest.fixture
     async def waiting(self, rendering, tmp_path):
-        write_metadata(tmp_path, {})
-        endpoint = Endpoint(rendering, ["http://127.0.0.1:1"], RunWriter(tmp_path), {}, patience=3600)
-        await endpoint.start()
-        async with Harness.connect(endpoint) as client:
+        async with recording(rendering, tmp_path, "http://127.0.0.1:1", patience=3600.0) as client:
             yield client
-        await endpoint.close()
 
     async def test_an_invalid_request_is_refused(self, waiting):
         async with waiting.post(b"{") as response:
@@ -617,9 +609,6 @@ async def test_a_streamed_reply_that_was_not_held_to_its_schema_is_the_same_as_a
 async def test_a_call_whose_prompt_is_made_while_the_recorder_stops_is_recorded(
     rendering, scripted_engine, tmp_path, monkeypatch
 ):
-    write_metadata(tmp_path, {})
-    endpoint = Endpoint(rendering, [scripted_engine.url], RunWriter(tmp_path), {}, patience=0)
-    await endpoint.start()
     scripted_engine.replies.append(Say("one two three", hold_after=1))
     begun, stopping = threading.Event(), threading.Event()
     prompt = Conversations.prompt
@@ -631,17 +620,17 @@ async def test_a_call_whose_prompt_is_made_while_the_recorder_stops_is_recorded(
 
     monkeypatch.setattr(Conversations, "prompt", slow)
     monkeypatch.setattr(offload, "INLINE_BYTES", 1)  # in a thread
-    abort = SessionState.abort
+    abort = Session.abort
 
     def aborted(*arguments):
         abort(*arguments)
         stopping.set()
 
-    monkeypatch.setattr(SessionState, "abort", aborted)
-    async with Harness.connect(endpoint) as harness:
+    monkeypatch.setattr(Session, "abort", aborted)
+    async with recording(rendering, tmp_path, scripted_engine.url) as harness:
         asked = asyncio.create_task(harness.ask(user()))
         await asyncio.to_thread(begun.wait)
-        await endpoint.close()
+        await harness.endpoint.close()
         await asyncio.wait([asked])
         assert not asked.exception() or isinstance(asked.exception(), aiohttp.ClientError)
     started = {event["call_id"] for event in harness.events("call_started")}
@@ -679,11 +668,7 @@ async def test_a_conversation_with_an_image_is_answered_continued_and_marked(har
 
 
 async def test_images_can_be_refused(rendering, scripted_engine, tmp_path):
-    write_metadata(tmp_path, {})
-    writer = RunWriter(tmp_path)
-    endpoint = Endpoint(rendering, [scripted_engine.url], writer, {}, patience=0, images="refuse")
-    await endpoint.start()
-    async with Harness.connect(endpoint) as client:
+    async with recording(rendering, tmp_path, scripted_engine.url, images="refuse") as client:
         status, refusal = await client.ask({"role": "user", "content": SEEN})
         assert status == 400
         assert (
@@ -692,5 +677,3 @@ async def test_images_can_be_refused(rendering, scripted_engine, tmp_path):
         )
         assert len(client.events("rejected")) == 1
         assert client.calls() == client.events("hidden") == []
-    await endpoint.close()
-    writer.close()

@@ -8,10 +8,8 @@ import pytest
 
 from rolltap.addons.dialects.routes import find_route
 from rolltap.addons.endpoint import stored
-from rolltap.addons.endpoint.server import Endpoint
-from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.doctor.scripted_engine import Answer, Say
-from tests.addons.harness import Harness
+from tests.addons.harness import recording
 
 RESPONSES, CONVERSATIONS, CACHED = "/v1/responses", "/v1/conversations", "/v1beta/cachedContents"
 GENERATE = "/v1beta/models/gemini-x:generateContent"
@@ -56,13 +54,8 @@ def client(harness):
 @asynccontextmanager
 async def restarted(harness, scripted_engine):
     """Yield a client of another recorder of the same run."""
-    writer = RunWriter(harness.run)
-    endpoint = Endpoint(harness.endpoint.rendering, [scripted_engine.url], writer, {}, patience=0)
-    await endpoint.start()
-    async with Harness.connect(endpoint) as another:
+    async with recording(harness.endpoint.rendering, harness.run, scripted_engine.url) as another:
         yield Client(another)
-    await endpoint.close()
-    writer.close()
 
 
 def user(text="Hello"):

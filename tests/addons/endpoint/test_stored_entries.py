@@ -5,13 +5,11 @@ import json
 import pytest
 
 from rolltap.addons.dialects.routes import find_route
-from rolltap.addons.endpoint import exchange, stored
+from rolltap.addons.endpoint import server, stored
 from rolltap.addons.endpoint.exchange import send_slowly
-from rolltap.addons.endpoint.server import Endpoint
-from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.doctor.scripted_engine import Say
 from tests.addons.endpoint.test_stored import CACHED, CONVERSATIONS, GENERATE, RESPONSES, Client, restarted, user
-from tests.addons.harness import Harness
+from tests.addons.harness import recording
 
 PIXELS = "iVBORw0KGgoSECRETPIXELS" * 20
 IMAGE = {"type": "input_image", "image_url": f"data:image/png;base64,{PIXELS}"}
@@ -87,13 +85,9 @@ async def test_a_cached_content_holds_no_image_and_no_key(client, harness, scrip
 
 
 async def test_images_are_refused_at_creation_too(harness, scripted_engine):
-    writer = RunWriter(harness.run)
-    endpoint = Endpoint(harness.endpoint.rendering, [scripted_engine.url], writer, {}, patience=0, images="refuse")
-    await endpoint.start()
-    async with Harness.connect(endpoint) as refusing:
+    run = harness.run
+    async with recording(harness.endpoint.rendering, run, scripted_engine.url, images="refuse") as refusing:
         await refuses_images(Client(refusing))
-    await endpoint.close()
-    writer.close()
     assert not harness.events("stored")
 
 
@@ -228,14 +222,14 @@ async def test_a_strange_limit_is_no_error(client, limit):
 
 async def test_an_answer_takes_room_until_it_is_sent(client, harness, monkeypatch):
     conversation = await create(client, user("x" * 250_000))
-    held, room = [], harness.endpoint._bodies.room
+    held, quota = [], harness.endpoint._bodies.quota
 
     async def sent(request, body):
-        held.append((room._held["s1"], len(body)))
+        held.append((quota.held["s1"], len(body)))
         return await send_slowly(request, body)
 
-    monkeypatch.setattr(exchange, "send_slowly", sent)
+    monkeypatch.setattr(server, "send_slowly", sent)
     assert await items_of(client, conversation)
     [(taken, length)] = held
     assert taken == length > 250_000
-    assert room.fits("s1", room._of_session)
+    assert quota.fits("s1", quota.of_session)

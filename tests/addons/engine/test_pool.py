@@ -1,18 +1,15 @@
 import asyncio
 import logging
-from contextlib import asynccontextmanager
 
 import pytest
 
-from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.engine import connections
 from rolltap.addons.engine import pool as module
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.errors import EngineError
-from rolltap.addons.store.metadata import write_metadata
-from rolltap.addons.store.tables import RunWriter, read_rows
+from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.doctor.scripted_engine import Answer, Say, ScriptedEngine
-from tests.addons.harness import Harness, user
+from tests.addons.harness import recording, user
 
 DOWN = EngineError("it is down", retryable=True)
 NOBODY = "http://127.0.0.1:9"
@@ -46,18 +43,6 @@ def quick(monkeypatch):
         (connections, "HEALTH_SECONDS", 0.2),
     ):
         monkeypatch.setattr(where, name, seconds)
-
-
-@asynccontextmanager
-async def recorded(rendering, run, *urls, patience=0.0):
-    """Yield a harness of an endpoint that records the calls of these engines."""
-    write_metadata(run, {})
-    with RunWriter(run) as writer:
-        endpoint = Endpoint(rendering, urls, writer, {}, patience=patience)
-        await endpoint.start()
-        async with Harness.connect(endpoint) as harness:
-            yield harness
-        await endpoint.close()
 
 
 async def statuses(harness, sessions=8):
@@ -120,7 +105,7 @@ async def test_an_engine_that_fails_says_whether_another_one_is_left(engines):
 
 async def test_when_no_engine_is_left_the_call_fails(tokenizer, rendering, tmp_path):
     with ScriptedEngine(tokenizer) as one, ScriptedEngine(tokenizer) as two:
-        async with recorded(rendering, tmp_path, one.url, two.url) as harness:
+        async with recording(rendering, tmp_path, one.url, two.url) as harness:
             status, _ = await harness.ask(user())
     assert status == 502
     assert (len(one.requests), len(two.requests)) == (1, 1)
@@ -130,14 +115,14 @@ class TestFirstContact:
     async def test_an_engine_that_has_never_answered_is_replaced(self, tokenizer, rendering, tmp_path):
         with ScriptedEngine(tokenizer) as engine:
             engine.otherwise = lambda request: Say("Hi.")
-            async with recorded(rendering, tmp_path, NOBODY, engine.url) as harness:
+            async with recording(rendering, tmp_path, NOBODY, engine.url) as harness:
                 assert await statuses(harness) == {200}
 
     async def test_an_engine_that_accepts_and_says_nothing_is_replaced(self, tokenizer, rendering, tmp_path, quick):
         with ScriptedEngine(tokenizer) as deaf, ScriptedEngine(tokenizer) as engine:
             deaf.deaf = True
             engine.otherwise = lambda request: Say("Hi.")
-            async with recorded(rendering, tmp_path, deaf.url, engine.url) as harness:
+            async with recording(rendering, tmp_path, deaf.url, engine.url) as harness:
                 assert await statuses(harness) == {200}
             assert deaf.requests == []
 
@@ -145,7 +130,7 @@ class TestFirstContact:
         with ScriptedEngine(tokenizer) as engine:
             engine.deaf = True
             engine.otherwise = lambda request: Say("Hi.")
-            async with recorded(rendering, tmp_path, engine.url, patience=60) as harness:
+            async with recording(rendering, tmp_path, engine.url, patience=60) as harness:
                 asked = asyncio.create_task(statuses(harness))
                 await until(lambda: engine.asked.count("/v1/models") > 1)
                 engine.deaf = False
@@ -153,19 +138,19 @@ class TestFirstContact:
         assert states(caplog) == ["engine down"]
 
     async def test_without_patience_the_call_fails(self, rendering, tmp_path):
-        async with recorded(rendering, tmp_path, NOBODY) as harness:
+        async with recording(rendering, tmp_path, NOBODY) as harness:
             assert await statuses(harness) == {503}
 
     async def test_many_sessions_ask_once(self, tokenizer, rendering, tmp_path):
         with ScriptedEngine(tokenizer) as engine:
             engine.otherwise = lambda request: Say("Hi.")
-            async with recorded(rendering, tmp_path, engine.url) as harness:
+            async with recording(rendering, tmp_path, engine.url) as harness:
                 assert await statuses(harness) == {200}
             assert engine.asked.count("/v1/models") == 1
 
 
 async def test_an_engine_that_is_down_is_one_line_however_many_calls_fail(rendering, tmp_path, caplog):
-    async with recorded(rendering, tmp_path, NOBODY) as harness:
+    async with recording(rendering, tmp_path, NOBODY) as harness:
         await statuses(harness, sessions=30)
     assert states(caplog) == ["engine down"]
 
@@ -174,7 +159,7 @@ async def test_a_call_whose_engine_dies_goes_on_at_another_one(tokenizer, render
     """The call does not wait for the engine that died."""
     monkeypatch.setattr(connections, "FIRST_PAUSE_SECONDS", 1000.0)
     with ScriptedEngine(tokenizer) as one, ScriptedEngine(tokenizer) as two:
-        async with recorded(rendering, tmp_path, one.url, two.url) as harness:
+        async with recording(rendering, tmp_path, one.url, two.url) as harness:
             first, second = (one, two) if harness.endpoint.engines.of("s1").url == one.url else (two, one)
             first.replies += [Say("one two three", break_after=2), Answer(500, "down")]
             second.replies += [Say(" three"), Say("Hi.")]
@@ -189,7 +174,7 @@ async def test_a_call_whose_engine_dies_goes_on_at_another_one(tokenizer, render
 
 async def test_a_call_whose_engine_falls_silent_goes_on_at_another_one(tokenizer, rendering, tmp_path, quick):
     with ScriptedEngine(tokenizer) as one, ScriptedEngine(tokenizer) as two:
-        async with recorded(rendering, tmp_path, one.url, two.url) as harness:
+        async with recording(rendering, tmp_path, one.url, two.url) as harness:
             first, second = (one, two) if harness.endpoint.engines.of("s1").url == one.url else (two, one)
             first.replies.append(Say("one two three", hold_after=2))
             second.replies.append(Say(" three"))
@@ -209,7 +194,7 @@ async def test_a_silent_generation_of_an_engine_that_is_healthy_is_waited_for(to
     """vLLM is paused during a weight update."""
     with ScriptedEngine(tokenizer) as engine:
         engine.replies.append(Say("one two three", hold_after=0))
-        async with recorded(rendering, tmp_path, engine.url) as harness:
+        async with recording(rendering, tmp_path, engine.url) as harness:
             asked = asyncio.create_task(harness.ask(user()))
             await until(lambda: engine.asked.count("/health") > 2)
             engine.release()
@@ -222,7 +207,7 @@ async def test_a_request_that_engines_answer_with_an_error_takes_none_from_the_o
     tokenizer, rendering, tmp_path, quick, caplog
 ):
     with ScriptedEngine(tokenizer) as one, ScriptedEngine(tokenizer) as two:
-        async with recorded(rendering, tmp_path, one.url, two.url) as harness:
+        async with recording(rendering, tmp_path, one.url, two.url) as harness:
             for engine in (one, two):
                 engine.replies.append(Answer(500, "a grammar that breaks"))
                 engine.otherwise = lambda body: Say("Hi.")

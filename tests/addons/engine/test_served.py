@@ -14,8 +14,8 @@ from rolltap.addons.engine.lookup import TEXT, OwnModel, WrongModel
 from rolltap.addons.errors import EngineError
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.trainer.doctor.scripted_engine import Say, ScriptedEngine
-from tests.addons.engine.test_pool import NOBODY, recorded, statuses
-from tests.addons.harness import user
+from tests.addons.engine.test_pool import NOBODY, statuses
+from tests.addons.harness import recording, user
 from tests.recorder_process import CHAT, HELLO
 
 
@@ -101,12 +101,12 @@ def changed(engine, **fields):
 class TestFirstContact:
     async def test_sessions_move_from_a_wrong_engine_to_the_others(self, wrong, scripted_engine, rendering, tmp_path):
         scripted_engine.otherwise = lambda request: Say("Hi.")
-        async with recorded(rendering, tmp_path, wrong.url, scripted_engine.url) as harness:
+        async with recording(rendering, tmp_path, wrong.url, scripted_engine.url) as harness:
             assert await statuses(harness) == {200}
         assert wrong.requests == []
 
     async def test_a_call_does_not_go_on_at_a_wrong_engine(self, wrong, scripted_engine, rendering, tmp_path):
-        async with recorded(rendering, tmp_path, wrong.url, scripted_engine.url) as harness:
+        async with recording(rendering, tmp_path, wrong.url, scripted_engine.url) as harness:
             engines = harness.endpoint.engines
             good = next(engine for engine in engines._engines if engine.url == scripted_engine.url)
             session = next(f"s{n}" for n in range(100) if engines.of(f"s{n}") is good)
@@ -119,7 +119,7 @@ class TestFirstContact:
         self, scripted_engine, rendering, tmp_path, other_tokenizer
     ):
         scripted_engine.otherwise = lambda request: Say("Hi.")
-        async with recorded(rendering, tmp_path, scripted_engine.url) as harness:
+        async with recording(rendering, tmp_path, scripted_engine.url) as harness:
             assert (await harness.ask(user()))[0] == 200
             (engine,) = harness.endpoint.engines._engines
             harness.endpoint.engines.failed(engine, EngineError("it is down", retryable=True))
@@ -131,7 +131,7 @@ class TestFirstContact:
         self, scripted_engine, rendering, tmp_path, other_tokenizer, monkeypatch
     ):
         scripted_engine.otherwise = lambda request: Say("Hi.")
-        async with recorded(rendering, tmp_path, scripted_engine.url) as harness:
+        async with recording(rendering, tmp_path, scripted_engine.url) as harness:
             assert (await harness.ask(user()))[0] == 200
             with changed(scripted_engine, tokenizer=other_tokenizer):
                 monkeypatch.setattr(lookup, "AGAIN_SECONDS", 0.0)
