@@ -8,9 +8,9 @@ import asyncio
 import json
 import uuid
 from array import array
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.images import refuse_hidden
