@@ -21,7 +21,7 @@ from rolltap.trainer.rollouts.resume import Recorded
 from rolltap.trainer.traces.reader import load_sessions
 from rolltap.trainer.training.attempt import begun_online, require_same
 from rolltap.trainer.training.recipe import load_recipe
-from tests.trainer.cli.program import rolltap as run_rolltap
+from tests.trainer.cli.program import run_rolltap as run_rolltap
 
 STORED = Path(__file__).with_name("stored_run")
 EXPORTS = STORED / "exports"

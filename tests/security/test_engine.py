@@ -11,7 +11,7 @@ import pytest
 from rolltap.trainer.doctor.scripted_engine import Answer, Say, ScriptedEngine
 from rolltap.trainer.engine.serve import EngineServer
 from tests.recorder_process import CHAT, HELLO
-from tests.trainer.cli.program import rolltap
+from tests.trainer.cli.program import run_rolltap
 from tests.trainer.engine import answering
 from tests.trainer.engine.test_serve import free_port
 
@@ -149,5 +149,5 @@ def test_the_recorded_program_does_not_learn_where_the_key_is(scripted_engine, t
     show = "import os; print([name for name, value in os.environ.items() if 'engine.key' in value])"
     options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder)
     env = {**os.environ, "ROLLTAP_ENGINE_KEY_FILE": str(key_file)}
-    ended = rolltap("record", *options, "--", sys.executable, "-c", show, env=env)
+    ended = run_rolltap("record", *options, "--", sys.executable, "-c", show, env=env)
     assert ended.stdout == "[]\n"

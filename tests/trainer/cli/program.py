@@ -14,6 +14,6 @@ sys.exit(3)
 """
 
 
-def rolltap(*arguments, **kwargs):
+def run_rolltap(*arguments, **kwargs):
     command = [ROLLTAP, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, **kwargs)

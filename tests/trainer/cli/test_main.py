@@ -1,13 +1,19 @@
-"""The `rolltap` command as a program: its exit status and its imports."""
+"""The command line as a whole: help, examples and exit status."""
 
+import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 
+import click
 import pytest
+from click.testing import CliRunner
 
 from rolltap.addons.store.metadata import write_metadata
-from tests.trainer.cli.program import rolltap
+from rolltap.trainer.cli.main import rolltap
+from tests.trainer.cli.program import run_rolltap
 
 
 @pytest.mark.parametrize(
@@ -29,22 +35,31 @@ from tests.trainer.cli.program import rolltap
     ],
 )
 def test_a_users_mistake_is_a_message_and_status_1(arguments, message, tmp_path):
-    ended = rolltap(*arguments, cwd=tmp_path)
+    ended = run_rolltap(*arguments, cwd=tmp_path)
     assert ended.returncode == 1
     assert message in " ".join(ended.stderr.split())
     assert "Traceback" not in ended.stderr
 
 
-def test_a_wrong_option_is_a_message_and_status_2():
-    ended = rolltap("record", "--out", "x", "--model", "m", "--set", "a", "--", "true")
-    assert ended.returncode == 2
-    assert "Invalid value for '--set': 'a' is not written as NAME=VALUE" in ended.stderr
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["record", "--out", "x", "--model", "m", "--set", "a", "--", "true"], "'a' is not written as NAME=VALUE"),
+        (["record", "--out", "x", "--model", "m"], "give a COMMAND after --, or --harness"),
+        (["rollout", "--max-calls", "0"], "Invalid value for '--max-calls': 0 is not in the range x>=1"),
+        (["inspct"], "Did you mean 'inspect'?"),
+    ],
+)
+def test_a_wrong_command_line_is_a_message_and_status_2(arguments, message):
+    result = CliRunner().invoke(rolltap, arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
 
 
 def test_a_file_that_cannot_be_read_is_a_message_and_status_1(tmp_path):
     write_metadata(tmp_path, {})
     (tmp_path / "calls-0.arrow").mkdir()
-    ended = rolltap("inspect", tmp_path)
+    ended = run_rolltap("inspect", tmp_path)
     assert (ended.returncode, ended.stdout) == (1, "")
     assert "calls-0.arrow" in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -54,22 +69,13 @@ def test_a_file_that_cannot_be_read_is_a_message_and_status_1(tmp_path):
     ("command", "completed"), [("rolltap ins", "plain,inspect"), ("rolltap record --eng", "plain,--engine")]
 )
 def test_a_shell_completes_commands_and_options(command, completed):
-    words = {"COMP_WORDS": command, "COMP_CWORD": str(command.count(" "))}
-    assert completed in rolltap(env={**os.environ, **words, "_ROLLTAP_COMPLETE": "bash_complete"}).stdout.splitlines()
-
-
-def test_a_misspelt_command_is_answered_with_the_nearest():
-    ended = rolltap("inspct")
-    assert (ended.returncode, "Did you mean 'inspect'?" in ended.stderr) == (2, True)
+    words = {"COMP_WORDS": command, "COMP_CWORD": str(command.count(" ")), "_ROLLTAP_COMPLETE": "bash_complete"}
+    assert completed in run_rolltap(env={**os.environ, **words}).stdout.splitlines()
 
 
 def test_the_package_is_the_command_too():
     shown = subprocess.run([sys.executable, "-m", "rolltap", "-h"], capture_output=True, text=True, check=True)
     assert "Usage: python -m rolltap" in shown.stdout
-
-
-def test_an_unknown_option_is_status_2():
-    assert rolltap("inspect", "--nonsense").returncode == 2
 
 
 def test_without_the_extras_the_commands_for_run_folders_work():
@@ -79,12 +85,7 @@ def test_without_the_extras_the_commands_for_run_folders_work():
 import sys
 sys.modules.update(dict.fromkeys({extras}))  # importing one of them fails
 from rolltap.trainer.cli.main import rolltap
-from rolltap.trainer.runs.exports import atif
-from rolltap.trainer.runs.exports import hub
-from rolltap.trainer.runs.exports import messages
-from rolltap.trainer.runs.exports import openenv
-from rolltap.trainer.runs.exports import parquet
-from rolltap.trainer.runs.exports import trace_dataset
+from rolltap.trainer.runs.exports import atif, hub, messages, openenv, parquet, traces
 rolltap(["--help"])
 """
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -92,10 +93,80 @@ rolltap(["--help"])
     assert "verify" in shown.stdout
 
 
-@pytest.mark.parametrize("module", ["cli", "training.recipe", "engine.admin", "grpo"])
+@pytest.mark.parametrize("module", ["cli.main", "training.recipe", "engine.admin", "training.grpo"])
 def test_modules_that_take_seconds_to_import_are_imported_on_use(module):
     code = f"import sys, rolltap.trainer.{module}; print(*sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert f"rolltap.trainer.{module}" in shown.stdout.split()
     heavy = {"torch", "trl", "peft", "transformers", "datasets", "mitmproxy", "matplotlib"}
     assert heavy.isdisjoint(shown.stdout.split())
+
+
+COMMANDS = sorted(rolltap.commands)
+
+
+@pytest.fixture
+def there(tmp_path, monkeypatch):
+    """Go to a folder that has what the examples name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ROLLTAP_ENGINE_KEY_FILE", raising=False)
+    for folder in ("first", "second", "damaged"):
+        (tmp_path / "runs" / folder).mkdir(parents=True)
+    for file in ("tasks.jsonl", "calls.jsonl", "recipe.toml"):
+        (tmp_path / file).touch()
+
+
+HELPS = """
+import json, sys
+from click.testing import CliRunner
+from rolltap.trainer.cli.main import rolltap
+runner = CliRunner(env={"COLUMNS": "80"})
+paths = [[*filter(None, [name]), option] for name in ("", *rolltap.commands) for option in ("-h", "--help")]
+json.dump([runner.invoke(rolltap, path).output for path in paths], sys.stdout)
+"""
+"""In a process of its own: a command that was once called by itself keeps that call's name of the help option."""
+
+
+@pytest.fixture(scope="module")
+def helps():
+    """Return the help of each command, by its name and the option that asks for it."""
+    told = subprocess.run([sys.executable, "-c", HELPS], capture_output=True, text=True, check=True).stdout
+    asked = [(name, option) for name in ("", *rolltap.commands) for option in ("-h", "--help")]
+    return dict(zip(asked, json.loads(told), strict=True))
+
+
+def examples(command):
+    """Return the arguments of each call of `command` in the examples of its help."""
+    lines = (rolltap.commands[command].epilog or "").replace("\\\n", " ")
+    calls = re.findall(rf"\brolltap ({command}\b[^|>)\n]*)", lines)
+    return [shlex.split(call)[1:] for call in calls]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_examples_that_it_accepts(name, there):
+    assert examples(name)
+    for arguments in examples(name):
+        rolltap.commands[name].make_context(name, arguments).close()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_examples_are_shown_as_they_are_written_on_a_terminal_of_80_columns(name, helps):
+    epilog = rolltap.commands[name].epilog.removeprefix("\b\n")
+    assert epilog in re.sub(r"^  ", "", helps[name, "-h"], flags=re.MULTILINE)
+    assert [line for line in epilog.splitlines() if len(line) > 78] == []
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_h_is_help(name, helps):
+    assert helps[name, "-h"].startswith("Usage: rolltap")
+    assert helps[name, "-h"] == helps[name, "--help"]
+
+
+def test_h_behind_a_commands_separator_is_the_commands_own(there):
+    command = rolltap.commands["record"]
+    with command.make_context("record", ["--model", "m", "--out", "runs/new", "--", "pi", "-h"]) as context:
+        assert context.params["command"] == ("pi", "-h")
+
+
+def test_the_help_begins_with_what_a_user_begins_with():
+    assert rolltap.list_commands(click.Context(rolltap))[:2] == ["serve", "record"]

@@ -1,16 +1,30 @@
+"""`rolltap rollout`, `record`, `env`, `reward` and `addon`."""
+
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from rolltap.addons.store.tables import read_rows
+import rolltap
+from rolltap.addons.store.metadata import write_metadata
+from rolltap.addons.store.records import Session
+from rolltap.addons.store.tables import RunWriter, read_rows
+from rolltap.errors import InputError
+from rolltap.trainer.cli.main import rolltap as command
 from rolltap.trainer.doctor.scripted_engine import Say
+from rolltap.trainer.rollouts.facts import DISTRUST
+from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.runs.verify import verify_run
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
-from tests.trainer.cli.program import ASK, ROLLTAP, rolltap
+from tests.recorder_process import Recorder
+from tests.trainer.cli.program import ASK, ROLLTAP, run_rolltap
+from tests.trainer.outgoing import METADATA, make_call
 
 
 def running(marker):
@@ -50,7 +64,7 @@ def test_rollout_records_every_session_and_prints_the_summary_as_json(
     scripted_engine.otherwise = lambda request: Say("0.5")
     harness = preset([sys.executable, "-c", ASK.replace("print(", "open('answer.txt', 'w').write(")])
     options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder, "--json")
-    ended = rolltap("rollout", tasks, "--harness", harness, "-n", 3, "--recorders", 2, *options)
+    ended = run_rolltap("rollout", tasks, "--harness", harness, "-n", 3, "--recorders", 2, *options)
     assert ended.returncode == 0
     summary = json.loads(ended.stdout)
     assert summary["sessions"] == {"failed": 3}
@@ -67,7 +81,7 @@ def test_a_harness_that_takes_too_long_is_data(scripted_engine, tokenizer_folder
     scripted_engine.otherwise = lambda request: Say("0.5")
     options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder)
     harness = preset([sys.executable, "-c", ASK.replace("sys.exit(3)", "import time; time.sleep(600)")])
-    assert rolltap("rollout", tasks, "--harness", harness, "-n", 1, "--timeout", 8, *options).returncode == 0
+    assert run_rolltap("rollout", tasks, "--harness", harness, "-n", 1, "--timeout", 8, *options).returncode == 0
     (session,) = load_sessions(tmp_path / "run").values()
     assert (session.status, session.exit_status, session.error) == ("timeout", None, "stopped after 8 s")
     assert session.reward == 0.0
@@ -80,7 +94,7 @@ def test_sessions_without_a_reward_are_counted_and_when_it_is_all_of_them_the_st
     scripted_engine.replies.extend([Say("0.5")] * answered)
     out = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder)
     options = (*out, "--set", "rolltap_patience=0", "-n", 2, "--concurrency", 1)
-    ended = rolltap("rollout", tasks, "--harness", preset([sys.executable, "-c", ASK]), *options)
+    ended = run_rolltap("rollout", tasks, "--harness", preset([sys.executable, "-c", ASK]), *options)
     assert ended.returncode == (0 if answered else 1)
     assert f"{2 - answered} of 2 sessions have no reward" in ended.stderr
     assert f"  {2 - answered} of them: " in ended.stderr
@@ -91,7 +105,7 @@ def test_sessions_without_a_model_call_are_told_with_what_to_try(
     scripted_engine, tokenizer_folder, tmp_path, tasks, preset
 ):
     out = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder)
-    ended = rolltap("rollout", tasks, "--harness", preset(["true"]), *out, "-n", 2, "--retries", 0)
+    ended = run_rolltap("rollout", tasks, "--harness", preset(["true"]), *out, "-n", 2, "--retries", 0)
     assert ended.returncode == 1
     assert "2 of 2 sessions have no reward (2 infrastructure)" in ended.stderr
     assert "  2 of them: no model call came: did the program use the proxy?" in ended.stderr
@@ -121,3 +135,290 @@ def test_stopping_it_leaves_no_process_and_a_readable_run(
     assert "Traceback" not in stderr
     assert running(marker) == []
     assert list(read_rows(tmp_path / "run", "calls")) == []
+
+
+def test_record_runs_a_command_and_ends_with_its_status(scripted_engine, tokenizer_folder, tmp_path):
+    scripted_engine.replies.append(Say("Hi."))
+    options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder)
+    ended = run_rolltap("record", *options, "--", sys.executable, "-c", ASK)
+    assert (ended.returncode, ended.stdout) == (3, "Hi.\n")
+    (session,) = load_sessions(tmp_path / "run").values()
+    assert (session.status, session.exit_status, session.harness) == ("failed", 3, sys.executable)
+    (line,) = ended.stderr.splitlines()
+    inspect = f"rolltap inspect {tmp_path / 'run'} {session.session_id}"
+    assert line == f"session {session.session_id}: failed, no reward, 1 model call. See: {inspect}"
+    assert run_rolltap(*inspect.split()[1:]).returncode == 0
+    assert list(RecordedCalls(tmp_path / "run")) == [session.session_id]
+
+
+def test_record_starts_a_harness_by_its_preset_and_the_users_variables_win(scripted_engine, tokenizer_folder, tmp_path):
+    show = "import os, sys; print(sys.argv[1:], os.environ['WINDOW'], os.environ['KEY'], 'HTTPS_PROXY' in os.environ)"
+    (tmp_path / "x.toml").write_text(
+        f'name = "x"\nversion = "1"\nprogram = "{sys.executable}"\narguments = ["-c", "{show}", "--always"]\n'
+        'headless = ["{instruction}"]\n[env]\nWINDOW = "{max_model_len}"\nKEY = "placeholder"\n'
+    )
+    options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder)
+    ended = run_rolltap(
+        "record", *options, "--harness", tmp_path / "x.toml", "--", "-p", "go", env={**os.environ, "KEY": "mine"}
+    )
+    assert (ended.returncode, ended.stdout) == (0, "['--always', '-p', 'go'] 8192 mine True\n")
+    (session,) = load_sessions(tmp_path / "run").values()
+    assert (session.status, session.harness) == ("completed", "x")
+    assert session.preset_digest == Harness.load(str(tmp_path / "x.toml")).digest()
+
+
+@pytest.mark.parametrize("preset", [True, False])
+def test_a_session_has_the_version_of_a_harness_and_not_of_a_plain_command(
+    preset, scripted_engine, tokenizer_folder, tmp_path
+):
+    program = tmp_path / "program"
+    program.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo x 1.2.3 || exec {sys.executable} -c "$@"\n')
+    program.chmod(0o755)
+    (tmp_path / "x.toml").write_text(f'name = "x"\nversion = "1.2"\nprogram = "{program}"\nheadless = []\n')
+    scripted_engine.replies.append(Say("Hi."))
+    options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder)
+    ended = run_rolltap(
+        "record", *options, *(("--harness", tmp_path / "x.toml", "--") if preset else ("--", program)), ASK
+    )
+    assert (ended.returncode, ended.stdout) == (3, "Hi.\n")
+    assert ("its preset was tested with 1.2" in " ".join(ended.stderr.split())) == preset
+    (session,) = load_sessions(tmp_path / "run").values()
+    assert session.harness_version == ("1.2.3" if preset else "")
+    assert bool(session.program_digest) == preset
+    assert run_rolltap("export", tmp_path / "run", "--to", "atif", "--out", tmp_path / "atif").returncode == 0
+    document = json.loads((tmp_path / "atif" / f"{session.session_id}.json").read_text())
+    assert document["agent"]["version"] == ("1.2.3" if preset else "unknown")
+
+
+def test_record_says_that_no_model_call_came(scripted_engine, tokenizer_folder, tmp_path):
+    options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder)
+    ended = run_rolltap("record", *options, "--", "true")
+    line, why = ended.stderr.splitlines()
+    assert ": completed, no reward, 0 model calls. See: rolltap inspect " in line
+    assert why.startswith("no model call came: did the program use the proxy?")
+    assert "rolltap doctor -- COMMAND" in why
+
+
+def test_record_says_that_the_program_does_not_trust_the_certificate(scripted_engine, tokenizer_folder, tmp_path):
+    program = "import httpx, ssl; httpx.get('https://api.openai.com/v1/models', verify=ssl.create_default_context())"
+    options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder)
+    distrusting = ("env", "-u", "SSL_CERT_FILE", sys.executable, "-c", program)
+    ended = run_rolltap("record", *options, "--", *distrusting)
+    why = ended.stderr.splitlines()[-1]
+    assert "no model call came: api.openai.com: TLS failed" in why
+    assert "did the program use the proxy" not in why
+    assert why.endswith(DISTRUST)
+
+
+def test_record_says_that_calls_were_not_answered(scripted_engine, tokenizer_folder, tmp_path):
+    program = "import httpx; httpx.post('https://api.example.com/v9/messages', json={'model': 'm'})"
+    options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder)
+    ended = run_rolltap("record", *options, "--", sys.executable, "-c", program)
+    line, why = ended.stderr.splitlines()
+    assert "0 model calls, requests that look like one and were not answered: 1. See" in line
+    assert why.endswith("POST api.example.com/v9/messages")
+
+
+def test_a_recorder_that_does_not_start_says_why(tmp_path):
+    ended = run_rolltap("record", "--out", tmp_path / "run", "--model", tmp_path / "none", "--", "true")
+    assert ended.returncode == 1
+    assert "the recorder did not start" in ended.stderr
+    assert "cannot load a tokenizer" in " ".join(ended.stderr.split())
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_model_of_another_name_at_the_engine_is_a_warning_on_stderr(scripted_engine, tokenizer_folder, tmp_path):
+    scripted_engine.root = "org/base-model"
+    options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder)
+    ended = run_rolltap("record", *options, "--", "true")
+    assert ended.returncode == 0
+    assert f"the recorder: the engine at {scripted_engine.url} serves org/base-model (as scripted), not" in ended.stderr
+
+
+def record(scripted_engine, model, folder, *arguments, program=ASK):
+    """Record a program in the folder `folder / "here"`, and return the end of `rolltap` and the session."""
+    scripted_engine.otherwise = lambda request: Say("Hi.")
+    (folder / "here").mkdir()
+    run = folder / "run"
+    options = ("--out", run, "--engine", scripted_engine.url, "--model", model, *arguments)
+    command = [sys.executable, "-m", "rolltap", "record", *map(str, options), "--", sys.executable, "-c", program]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=folder / "here")
+    (session,) = load_sessions(run).values()
+    return ended, session
+
+
+def test_an_evaluator_gives_the_session_its_reward(scripted_engine, tokenizer_folder, tmp_path):
+    program = ASK.replace("sys.exit(3)", "open('made', 'w').close()\nsys.exit(3)")
+    how = "--evaluate", "test -e made", "--task", "sort"
+    ended, session = record(scripted_engine, tokenizer_folder, tmp_path, *how, program=program)
+    assert (ended.returncode, ended.stdout) == (3, "Hi.\n")
+    assert f"session {session.session_id}: failed, reward 1" in ended.stderr
+    assert (session.status, session.reward, session.task_id, session.group_id) == ("failed", 1.0, "sort", "sort")
+    assert verify_run(tmp_path / "run", lambda *_: None).verdict == "ok"
+
+
+def test_an_evaluator_without_a_verdict_leaves_the_session_unjudged(scripted_engine, tokenizer_folder, tmp_path):
+    ended, session = record(scripted_engine, tokenizer_folder, tmp_path, "--evaluate", "echo score: 0.3")
+    assert (session.status, session.reward) == ("unjudged", None)
+    assert "score: 0.3" in session.error
+    assert session.error in ended.stderr
+
+
+def test_a_session_that_the_engine_failed_is_not_judged(scripted_engine, tokenizer_folder, tmp_path):
+    _, session = record(*(scripted_engine, tokenizer_folder, tmp_path, "--evaluate", "touch judged"), program="pass")
+    assert (session.status, session.reward) == ("infrastructure", None)
+    assert "no model call came" in session.error
+    assert not (tmp_path / "here" / "judged").exists()
+
+
+def test_a_budget_that_ended_the_session_is_its_status(scripted_engine, tokenizer_folder, tmp_path):
+    how = ("--set", "rolltap_max_calls=1", "--evaluate", "true")
+    twice = f"exec({ASK.rpartition('sys.exit')[0]!r})\n{ASK}"
+    _, session = record(scripted_engine, tokenizer_folder, tmp_path, *how, program=twice)
+    assert (session.status, session.reward) == ("budget", 1.0)
+    assert "budget" in session.error
+
+
+END = """
+import os
+answer = httpx.post("http://session.rolltap/end", json={"reward": 0.75, "task": "own"}, proxy=os.environ["HTTPS_PROXY"])
+print(answer.status_code)
+"""
+
+
+def test_a_program_rewards_itself_only_where_that_is_accepted(scripted_engine, tokenizer_folder, tmp_path):
+    program = ASK.replace("sys.exit(3)", END)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    ended, session = record(scripted_engine, tokenizer_folder, tmp_path / "a", program=program)
+    assert (ended.stdout, session.reward, session.status) == ("Hi.\n403\n", None, "completed")
+    accept = ("--set", "rolltap_accept_rewards=true")
+    ended, session = record(scripted_engine, tokenizer_folder, tmp_path / "b", *accept, program=program)
+    assert (ended.stdout, session.reward, session.revision) == ("Hi.\n200\n", 0.75, 1)
+    assert (session.task_id, session.status, session.exit_status) == ("own", "completed", 0)
+    assert verify_run(tmp_path / "b" / "run", lambda *_: None).verdict == "ok"
+
+
+@pytest.fixture
+def secret_file(tmp_path):
+    path = tmp_path / "secret"
+    path.write_text("hidden\n")
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture
+def mitmdump(scripted_engine, tokenizer_folder, tmp_path, secret_file):
+    """Start a recorder with a secret, as another user would."""
+    recorder = Recorder(tmp_path, scripted_engine.url, tokenizer_folder, f"rolltap_secret_file={secret_file}")
+    yield recorder
+    recorder.stop()
+
+
+@pytest.mark.parametrize("form", ["shell", "docker", "json"])
+def test_env_prints_what_a_program_needs_to_be_recorded(scripted_engine, mitmdump, secret_file, tmp_path, form):
+    scripted_engine.replies.append(Say("Hi."))
+    ca = tmp_path / "conf" / "mitmproxy-ca-cert.pem"
+    options = ("--session", "s 1", "--engine", scripted_engine.url, "--ca", ca, "--format", form)
+    proxy = ("--proxy", f"http://{mitmdump.address}", "--secret-file", secret_file)
+    printed = run_rolltap("env", *proxy, "--harness", "claude-code", *options)
+    assert printed.returncode == 0
+    assert "start it as: claude\n" in printed.stderr
+    assert str(ca.with_name("rolltap-ca-bundle.pem")) in printed.stderr
+    show = "import os; print(os.environ['CLAUDE_CODE_MAX_CONTEXT_TOKENS'])"
+    command, env = [sys.executable, "-c", show + ASK], {}
+    if form == "shell":
+        command = ["sh", "-c", 'eval "$0"; exec "$@"', printed.stdout, *command]
+    elif form == "docker":
+        env = dict(line.split("=", 1) for line in printed.stdout.splitlines())
+    else:
+        env = json.loads(printed.stdout)
+    ended = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert (ended.stdout, ended.returncode) == ("8192\nHi.\n", 3), ended.stderr
+    assert [call["session_id"] for call in mitmdump.rows("calls")] == ["s 1"]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return a run of two sessions as `rolltap env` and mitmdump leave them: with calls, without rows."""
+    write_metadata(tmp_path / "run", METADATA)
+    with RunWriter(tmp_path / "run", "never") as writer:
+        for session_id in ("a", "b"):
+            writer.add_call(make_call(session_id, 1, [1, 2], [3, 4]))
+    return rolltap.open_run(tmp_path / "run")
+
+
+def reward(run, *arguments):
+    return CliRunner().invoke(command, ["reward", str(run.path), *arguments])
+
+
+def test_sessions_that_rollout_did_not_start_can_be_trained_on(run):
+    assert run.traces().batch().traces == []
+    assert reward(run, "a", "1", "--task", "sort", "--part", "speed=0.5").exit_code == 0
+    ended = reward(run, "b", "-0.5", "--task", "sort")
+    assert ended.output == "b: -0.5 (task sort, group sort, revision 0)\n"
+    batch = run.traces().batch()
+    assert {(trace.session_id, trace.group_id, trace.reward) for trace in batch.traces} == {
+        ("a", "sort", 1.0),
+        ("b", "sort", -0.5),
+    }
+    assert batch.ledger.trained == 4
+    assert run.verify(progress=False).verdict == "ok"
+
+
+def test_the_newest_reward_counts_wherever_the_run_is_read(run, tmp_path):
+    run.reward("a", 0.0, task="sort")
+    refused = reward(run, "a", "1")
+    assert refused.exit_code != 0
+    assert "has the reward 0 already: replace it on purpose, with --change" in str(refused.exception)
+    assert reward(run, "a", "1", "--change").exit_code == 0
+    run.reward("b", 0.25, parts={"speed": 0.5})
+    filtered = run.filter(tmp_path / "filtered", min_reward=1.0, progress=False)
+    merged, _ = rolltap.merge_runs([run.path], tmp_path / "merged", progress=False)
+    parts = run.split(tmp_path / "parts", parts=2, progress=False).values()
+    for copy in (run, filtered, merged, *parts):
+        assert {session.session_id: session.reward for session in copy.sessions()}.get("a", 1.0) == 1.0
+        assert copy.verify(progress=False).verdict == "ok"
+    assert [session.session_id for session in filtered.sessions()] == ["a"]
+
+
+def test_the_order_of_the_files_does_not_decide(run):
+    run.reward("a", 0.0)
+    run.reward("a", 1.0, change=True)
+    with RunWriter(run.path, "never") as writer:  # committed later
+        writer.add_session(Session(session_id="b", status="failed", revision=1, reward=0.75))
+        writer.add_session(Session(session_id="b", status="failed", revision=0))
+    assert {session.session_id: session.reward for session in run.sessions()} == {"a": 1.0, "b": 0.75}
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999"])
+def test_a_reward_that_is_not_finite_is_refused(run, value):
+    assert reward(run, "a", value).exit_code != 0
+    assert run.sessions()[0].status == "unknown"
+
+
+@pytest.mark.parametrize("part", ["speed", "=1", "speed=fast", "speed=nan"])
+def test_a_part_that_is_no_finite_number_is_refused(run, part):
+    assert reward(run, "a", "1", "--part", part).exit_code != 0
+    assert run.sessions()[0].status == "unknown"
+
+
+def test_a_unique_prefix_of_an_id_is_accepted_and_the_row_is_json_when_asked(run):
+    with RunWriter(run.path, "never") as writer:
+        for session_id in ("long-1", "long-2"):
+            writer.add_call(make_call(session_id, 1, [1, 2], [3, 4]))
+    refused = reward(run, "long", "1")
+    assert re.search(r"2 sessions of .* begin with 'long'", str(refused.exception))
+    with RunWriter(run.path, "never") as writer:
+        writer.add_call(make_call("other", 1, [1, 2], [3, 4]))
+    given = json.loads(reward(run, "oth", "0.5", "--part", "speed=1", "--json").output)
+    assert (given["session_id"], given["reward"], given["parts"]) == ("other", 0.5, {"speed": 1.0})
+
+
+def test_an_unknown_session_is_refused(run):
+    with pytest.raises(InputError, match="has no session 'c'"):
+        run.reward("c", 1.0)
+
+
+def test_the_addons_path_is_a_script_that_mitmdump_can_load():
+    assert "addons = " in Path(run_rolltap("addon").stdout.strip()).read_text()

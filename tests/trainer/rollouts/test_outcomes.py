@@ -1,13 +1,13 @@
-"""The table of outcomes, row by row."""
+"""The table of outcomes row by row, and the counts of a rollout."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltap.addons.store.records import UNREWARDED
+from rolltap.addons.store.records import UNREWARDED, Session
 from rolltap.trainer.rollouts.facts import Facts
 from rolltap.trainer.rollouts.judges.verdict import Judged
-from rolltap.trainer.rollouts.outcomes import Outcome, is_judged, outcome
+from rolltap.trainer.rollouts.outcomes import Outcome, Tally, is_judged, outcome
 from rolltap.trainer.rollouts.runtimes.runtime import Ended
 
 GOOD = Facts(completed_calls=2)
@@ -105,3 +105,46 @@ def test_a_reward_is_the_judges_and_none_comes_without_it_or_with_an_outcome_tha
 def test_a_judgement_where_none_belongs_or_none_where_one_does_is_a_mistake_of_the_caller(ended, facts, judged):
     with pytest.raises(ValueError, match="judged if and only if"):
         outcome(ended, 60, facts, None if is_judged(facts) else judged)
+
+
+def add(tally, status, reward=None, facts=GOOD, again=False, name="s", task="t"):
+    tally.add(Session(session_id=name, task_id=task, status=status, reward=reward), facts, again=again)
+
+
+def test_the_progress_line_has_every_count():
+    tally = Tally(5)
+    add(tally, "completed", 1.0)
+    add(tally, "completed", 0.0, Facts(completed_calls=1, refusals=3))
+    add(tally, "infrastructure", again=True)
+    add(tally, "failed", 0.0)
+    add(tally, "unjudged")
+    assert tally.line() == (
+        "4 of 5 sessions: 2 completed, 1 failed, 1 unjudged, 1 without a reward, 1 retried, "
+        "3 events of refused requests"
+    )
+
+
+def test_places_in_a_row_that_say_nothing_of_the_policy_are_counted():
+    tally = Tally(9)
+    add(tally, "infrastructure", facts=GOOD, name="a")
+    add(tally, "timeout", facts=Facts(), name="b")
+    add(tally, "unjudged", name="c")
+    assert tally.failures_in_a_row == 3
+    add(tally, "failed", 0.0, name="d")
+    assert tally.failures_in_a_row == 0
+
+
+def test_attempts_at_one_session_are_one_place():
+    tally = Tally(9)
+    for name in ("a", "a~1", "a~2", "b"):
+        add(tally, "infrastructure", again=True, name=name)
+    assert tally.failures_in_a_row == 2
+
+
+def test_one_task_of_several_says_nothing_of_the_others():
+    tally = Tally(9, tasks=2)
+    for name in "abcdef":
+        add(tally, "infrastructure", name=name, task="bad")
+    assert tally.failures_in_a_row == 0
+    add(tally, "infrastructure", name="g", task="other")
+    assert tally.failures_in_a_row == 7

@@ -1,14 +1,43 @@
-"""Which sessions of a run are used again, and under which ids the others are run."""
+"""Which sessions of a run are used again, which were interrupted, and the ids of the others."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.store.metadata import write_metadata
-from rolltap.addons.store.records import Session
+from rolltap.addons.store.records import Event, Session
 from rolltap.addons.store.tables import RunWriter
-from rolltap.trainer.rollouts.resume import RERUN, Recorded, group_key, resume_lines, started_event
+from rolltap.trainer.rollouts.resume import (
+    RERUN,
+    Recorded,
+    attempt_of,
+    group_key,
+    interrupted_sessions,
+    key_parts,
+    next_attempt,
+    place_of,
+    resume_lines,
+    started_event,
+)
 from rolltap.trainer.tasks.task import Task
+
+IDS = st.from_regex(r"[A-Za-z0-9._-]{1,20}", fullmatch=True)
+
+
+@given(IDS, st.integers(0, 20))
+def test_an_attempt_has_the_place_of_the_first_and_a_number(session_id, number):
+    name = session_id
+    for _ in range(number):
+        name = next_attempt(name)
+    assert (place_of(name), attempt_of(name)) == (session_id, number)
+
+
+def test_the_key_of_a_group_tells_its_parts_apart():
+    values = [{"a": "b"}, {"ab": ""}, {"a": "c"}, {"b": "a"}, {"a": "b", "c": None}, {"a": ["b"]}]
+    keys = [group_key(key_parts(each)) for each in values]
+    assert len(set(keys)) == len(values)
+    assert all(len(key) == 8 and int(key, 16) >= 0 for key in keys)
+
 
 TASK = Task(id="t", instruction="go", evaluate=["true"])
 PARTS = {"task": "1"}
@@ -113,3 +142,41 @@ def test_however_often_it_is_stopped_every_place_ends_once_and_no_id_is_given_tw
     assert len(set(ids)) == len(ids)
     ended = [session for session in rows if session.status not in RERUN]
     assert len(ended) + len(missing(rows, sessions=sessions)) == sessions
+
+
+def test_a_session_that_was_begun_and_has_no_row_is_cancelled_with_all_that_was_known(tmp_path):
+    write_metadata(tmp_path, {"model": "m"})
+    known = {
+        "task_id": "t",
+        "group_id": "g",
+        "harness": "codex",
+        "harness_version": "1.2",
+        "program_digest": "p",
+        "preset_digest": "d",
+        "task_digest": "x",
+        "runtime": "sandbox",
+        "image_digest": "i",
+        "policy_version": "3",
+    }
+    first, second, ended = (
+        Session(session_id=name, status="completed", reward=1.0, **known) for name in ("first", "second", "ended")
+    )
+    with RunWriter(tmp_path) as writer:
+        for session in (second, ended, first):
+            writer.add_event(started_event(session))
+        writer.add_event(Event(kind="ended", session_id="third"))
+        writer.add_session(ended)
+    found = interrupted_sessions(tmp_path)
+    assert [session.session_id for session in found] == ["first", "second"]
+    for session, begun in zip(found, (first, second), strict=True):
+        assert (session.status, session.reward, session.started_at) == ("cancelled", None, begun.started_at)
+        assert {name: getattr(session, name) for name in known} == known
+
+
+def test_the_event_of_a_later_version_is_read_as_far_as_it_is_known(tmp_path):
+    write_metadata(tmp_path, {"model": "m"})
+    with RunWriter(tmp_path) as writer:
+        detail = '{"task_id": "t", "status": "completed"}'
+        writer.add_event(Event(kind="session_started", session_id="s", detail=detail))
+    (found,) = interrupted_sessions(tmp_path)
+    assert (found.task_id, found.status) == ("t", "cancelled")

@@ -1,4 +1,4 @@
-"""Which sessions have a fault: by their rows, and on real recorders with an engine that fails."""
+"""Faults and budgets of sessions: by tables of rows, and by real sessions."""
 
 import re
 import sys
@@ -9,7 +9,7 @@ import pytest
 import rolltap
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.doctor.scripted_engine import Answer, Say
-from rolltap.trainer.rollouts.facts import CallFact, EventFact, find_fault
+from rolltap.trainer.rollouts.facts import CallFact, EventFact, find_budget, find_fault
 from rolltap.trainer.traces.reader import load_sessions
 from rolltap.trainer.traces.sessions import TraceOptions, load_batch
 
@@ -261,3 +261,30 @@ async def test_events_name_what_was_ours_and_what_was_the_harnesss(play, tmp_pat
     assert [event["kind"] for event in events] == ["rejected", "fault"]
     failed = [call["call_id"] for call in read_rows(tmp_path / "run", "calls") if call["status"] == "failed"]
     assert [event["call_id"] for event in events] == [None, *failed]
+
+
+def budget(second):
+    return EventFact("budget", None, f"limit {second}", at(second), "POST", "/v1/messages")
+
+
+@pytest.mark.parametrize(
+    ("calls", "events", "expected"),
+    [
+        ([call(1)], [], None),
+        ([call(1)], [budget(2)], "budget: limit 2"),
+        ([call(1)], [budget(2), budget(4), budget(3)], "budget: limit 4"),
+        # a harness that compacts its history goes on
+        ([call(1), call(3, "compaction")], [budget(2)], None),
+        ([call(1), call(3, status="failed")], [budget(2)], "budget: limit 2"),
+        # a reply that was cut began before the event
+        ([call(1), call(2)], [budget(3)], "budget: limit 3"),
+        ([call(1)], [fault(2)], None),
+    ],
+)
+def test_a_budget_ended_a_session_when_no_later_call_was_completed(calls, events, expected):
+    assert find_budget(calls, events) == expected
+
+
+def test_a_session_whose_first_prompt_is_over_the_budget_is_no_fault_and_not_tried_again():
+    assert find_fault([], [budget(1)]) is None
+    assert "fault 2" in find_fault([], [budget(1), fault(2)])

@@ -1,3 +1,5 @@
+"""`rolltap filter`. The other commands that write runs are tested with what they do."""
+
 import pytest
 from click.testing import CliRunner
 

@@ -1,24 +1,26 @@
+"""`rolltap traces`, `export` and `inspect`."""
+
 import json
 import os
 import resource
 import signal
 import subprocess
-import sys
 from dataclasses import asdict
-from pathlib import Path
+from functools import partial
 
+import pyarrow as pa
 import pytest
 from click.testing import CliRunner
-from datasets import load_from_disk
+from datasets import load_dataset, load_from_disk
 
 from rolltap.addons.errors import RunError
 from rolltap.addons.store.metadata import write_metadata
-from rolltap.addons.store.tables import RunWriter
-from rolltap.trainer.cli.runs import traces_command
+from rolltap.addons.store.tables import TABLES, RunWriter, run_files
+from rolltap.trainer.cli.runs import export_command, traces_command
 from rolltap.trainer.runs.views.report import summarize
+from tests import factories
+from tests.trainer.cli.program import ROLLTAP, run_rolltap
 from tests.trainer.outgoing import follow, json_lines, make_call, write_run
-
-ROLLTAP = Path(sys.executable).with_name("rolltap")
 
 
 @pytest.fixture
@@ -143,20 +145,6 @@ def test_an_unknown_role_is_named_with_the_valid_ones(run, roles):
     assert f"'{roles.removeprefix('agent,')}': choose among agent, subagent, compaction, auxiliary" in ended.stderr
 
 
-def test_a_folder_that_is_not_empty_is_refused(run, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").write_text("")
-    with pytest.raises(RunError, match="exists and is not an empty folder: choose a new one"):
-        traces(run, "--out", tmp_path / "out")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
-
-
-def test_a_folder_that_is_no_run_leaves_no_output(tmp_path):
-    with pytest.raises(RunError, match="is not a run folder"):
-        traces(tmp_path, "--out", tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_ledger_that_cannot_be_written_is_an_error_of_the_user(run, tmp_path):
     ended = traces(run, "--ledger", tmp_path / "missing" / "ledger.json")
     assert ended.exit_code == 1
@@ -218,3 +206,101 @@ def test_a_closed_pipe_ends_it_quietly(run, tmp_path):
         assert "Traceback" not in stderr.read()
     process.wait(timeout=60)
     assert not (tmp_path / "out").exists()
+
+
+def export(*arguments):
+    return CliRunner().invoke(export_command, [*map(str, arguments)], catch_exceptions=False)
+
+
+def test_parquet_is_written_and_counted(run, tmp_path):
+    ended = export(run, "--to", "parquet", "--out", tmp_path / "out")
+    assert ended.exit_code == 0
+    assert f"14 records in {tmp_path / 'out'}" in ended.stderr
+    assert ended.stdout == ""
+    calls = load_dataset(str(tmp_path / "out"), "calls", split="train", cache_dir=str(tmp_path / "cache"))
+    assert calls.num_rows == 7
+
+
+@pytest.mark.parametrize("write", [traces, partial(export, "--to", "parquet")])
+def test_a_folder_that_is_not_empty_is_refused_and_one_that_is_no_run_leaves_no_output(run, tmp_path, write):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("")
+    with pytest.raises(RunError, match="exists and is not an empty folder: choose a new one"):
+        write(run, "--out", tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+    with pytest.raises(RunError, match="is not a run folder"):
+        write(tmp_path, "--out", tmp_path / "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--to", "parquet"], "--to parquet takes --out DIR"),
+        (["--to", "parquet", "--out", "x", "--repo", "a/b"], "and neither --repo nor --public"),
+        (["--to", "parquet", "--out", "x", "--public"], "and neither --repo nor --public"),
+        (["--to", "hub"], "--to hub takes --repo ORG/NAME, and no --out"),
+        (["--to", "hub", "--repo", "a/b", "--out", "x"], "--to hub takes --repo ORG/NAME, and no --out"),
+        (["--out", "x"], "Missing option '--to'"),
+    ],
+)
+def test_a_wrong_combination_of_options_is_a_message_that_names_the_right_ones(run, options, message):
+    ended = export(run, *options)
+    assert ended.exit_code == 2
+    assert message in ended.stderr
+
+
+def test_inspect_shows_rewards_and_the_ledger(tmp_path):
+    rewards = [0.0, 1.0, None]
+    calls = [factories.make_call(0, [1], [2, 3], session_id=f"s{i}", version="4") for i in range(3)]
+    rows = [factories.make_session(f"s{i}", reward=reward, policy_version="4") for i, reward in enumerate(rewards)]
+    factories.write_run(tmp_path, *calls, *rows)
+    summary = json.loads(run_rolltap("inspect", tmp_path, "--json").stdout)
+    assert summary["ledger"] == {"sampled": 6, "trained": 4, "left_out": {"no_reward": 2}}
+    assert summary["steps"] == [{"policy_version": "4", "sessions": 3, "mean_reward": 0.5, "best_reward": 1.0}]
+    table = run_rolltap("inspect", tmp_path).stdout
+    assert "left out: no_reward" in table
+    assert "0.500" in table
+
+
+CHANGED = "changed after "
+
+
+@pytest.fixture
+def changed_run(tmp_path):
+    """Write a run, and change its first call and leave its digest as it is."""
+    write_run(tmp_path / "run")
+    first, *_ = run_files(tmp_path / "run", "calls")
+    rows = pa.ipc.open_stream(first.read_bytes()).read_all().to_pylist()
+    rows[0]["logprobs"] = [0.0] * len(rows[0]["logprobs"])
+    with pa.OSFile(str(first), "wb") as file, pa.ipc.new_stream(file, TABLES["calls"]) as writer:
+        writer.write_table(pa.Table.from_pylist(rows, TABLES["calls"]))
+    return tmp_path / "run", rows[0]["session_id"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("inspect", "{run}"),
+        ("inspect", "{run}", "{session}"),
+        ("traces", "{run}", "--out", "{run}-traces"),
+        ("traces", "{run}", "--json"),
+    ],
+)
+def test_a_changed_row_is_told_with_what_to_do(changed_run, arguments):
+    run, session = changed_run
+    ended = run_rolltap(*(argument.format(run=run, session=session) for argument in arguments))
+    assert ended.returncode == 0
+    assert CHANGED in ended.stderr
+    assert "rolltap verify" in ended.stderr
+
+
+def test_a_sound_run_is_not_warned_of(tmp_path):
+    write_run(tmp_path / "run")
+    assert run_rolltap("inspect", tmp_path / "run").stderr == ""
+
+
+def test_the_summary_and_the_session_mark_it(changed_run):
+    run, session = changed_run
+    assert CHANGED in run_rolltap("inspect", run).stdout
+    assert CHANGED in " ".join(run_rolltap("inspect", run, session).stdout.split())
