@@ -2,7 +2,7 @@ import base64
 
 import pytest
 
-from rolltap.addons.sessions import parse_basic, password, valid
+from rolltap.addons.secret import parse_basic, password, valid
 
 
 def basic(text):

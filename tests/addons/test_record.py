@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rolltap.addons.sessions import password
+from rolltap.addons.secret import password
 from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.rollouts.runtimes.environment import SESSION_END
 from tests.recorder_process import CHAT, HELLO

@@ -4,7 +4,7 @@ import socket
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.addons.sessions import read_secret
+from rolltap.addons.secret import read_secret
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ from mitmproxy import http
 from mitmproxy.test import taddons, tflow
 
 from rolltap.addons.recorder import Startup
-from rolltap.addons.sessions import SESSION, Sessions, password
+from rolltap.addons.secret import password
+from rolltap.addons.sessions import SESSION, Sessions
 
 SECRET = "key"
 

@@ -12,7 +12,7 @@ from typing import Self, get_args
 from rolltap.addons.engine.policy import POLICY_FILE, PolicyFile
 from rolltap.addons.errors import InputError, RecorderError, RunError
 from rolltap.addons.options import require_options
-from rolltap.addons.sessions import hide_process
+from rolltap.addons.secret import hide_process
 from rolltap.addons.store.records import UNREWARDED, Session, SessionStatus, utc_now
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.rollouts import mitmdump

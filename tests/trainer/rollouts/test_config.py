@@ -10,7 +10,7 @@ from rolltap.trainer.cli.main import rolltap as command
 from rolltap.trainer.rollouts.config import RENAMED, Budget, RolloutArguments, RolloutConfig
 from rolltap.trainer.training.recipe import Recipe
 
-OF_THE_CALL = {"tasks", "harness", "engine", "model", "out", "new_groups", "as_json"}
+OF_THE_CALL = {"tasks", "harness", "engine", "model", "out", "new_groups", "as_json", "engine_key_file"}
 """Options of `rolltap rollout` that are no settings."""
 
 

@@ -8,7 +8,7 @@ import certifi
 import httpx
 
 from rolltap.addons.errors import InputError, RecorderError
-from rolltap.addons.sessions import password
+from rolltap.addons.secret import password
 from rolltap.trainer.rollouts.runtimes.runtime import Mount
 
 SESSION_END = "http://session.rolltap/end"

@@ -16,7 +16,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from matplotlib.figure import Figure
 from pyarrow import RecordBatch
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -374,6 +373,8 @@ def _counts(counts: dict[str, int]) -> str:
 
 def plot_rewards(run: Path, path: Path, title: str) -> None:
     """Write a PNG of the mean reward of each step's weights, every session's reward as a dot behind it."""
+    from matplotlib.figure import Figure  # of the extra `train`
+
     sessions = load_sessions(run).values()
     means = {step.policy_version: step.mean_reward for step in reward_steps(sessions) if step.mean_reward is not None}
     position = {name: i for i, name in enumerate(means)}

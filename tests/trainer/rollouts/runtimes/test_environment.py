@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.addons.sessions import password
+from rolltap.addons.secret import password
 from rolltap.trainer.rollouts.runtimes.environment import Proxy, clean_environment
 
 
