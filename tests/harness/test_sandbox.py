@@ -8,10 +8,10 @@ from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.runtimes.environment import clean_environment
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Ended, Mount
 from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
+from tests.boxes import sandboxed
 from tests.deep import DEEP
 from tests.harness.play import installed
 from tests.harness.test_harnesses import INSTRUCTION, SCRIPTS, lead
-from tests.security.test_sandbox import sandboxed
 
 pytestmark = [pytest.mark.harness, sandboxed]
 

@@ -251,3 +251,18 @@ time.sleep(60)
     ),
 }
 """Bounded: the machine that runs this survives when nothing holds them."""
+
+SCRIPTS = {
+    **{name: (script, Limits()) for name, script in {**ATTACKS, **WORKS}.items()},
+    **{f"fill {name}": (filling.script, filling.limits) for name, filling in FILLINGS.items()},
+}
+"""Name, script and limits of all that runs in a box."""
+ONE_OF_EACH = [
+    *(
+        f"{what} {next(iter(scripts))}"
+        for what, scripts in (("read", READ), ("disturb", DISTURB), ("survive", SURVIVE))
+    ),
+    *("reach the machine by its address", "reach any host", "git"),
+    *("fill memory", "fill disk by deleted files", "fill the log", "fill threads"),
+]
+"""Names of one of each kind, for a runtime whose boxes take long."""

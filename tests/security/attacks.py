@@ -1,7 +1,7 @@
 """A machine with secrets, and boxes in which the attacks on them run.
 
-`tests/security/attack_scripts.py` has the attacks. As a program it runs all of them in boxes of one runtime, as a user
-of this machine: see `run_as`.
+`tests/security/attack_scripts.py` has the attacks. As a program it runs them in boxes of one runtime, as a user of this
+machine: see `run_as`.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Runtime, remove_folder
 from rolltap.trainer.tasks.task import Limits
-from tests.security.attack_scripts import ATTACKS, FILLINGS, WORKS
+from tests.security.attack_scripts import SCRIPTS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -142,14 +142,7 @@ def _address() -> str:
             return "127.0.0.2"
 
 
-async def play(
-    runtime: Runtime,
-    script: str,
-    folder: Path,
-    env: dict[str, str],
-    limits: Limits | None = None,
-    proxy: str | None = None,
-) -> dict[str, object]:
+async def play(runtime: Runtime, script: str, folder: Path, env: dict[str, str], limits: Limits) -> dict[str, object]:
     """Run a script in a box of its own. Return how it ended and what it said."""
     for name in ("workspace", "home"):
         (folder / name).mkdir(parents=True)
@@ -159,8 +152,7 @@ async def play(
         workspace=folder / "workspace",
         workdir="/workspace",
         home=folder / "home",
-        limits=limits or Limits(),
-        proxy=proxy,
+        limits=limits,
     )
     try:
         async with runtime.box(spec) as box:
@@ -173,28 +165,28 @@ async def play(
 
 
 async def play_all(
-    runtime: Runtime, folder: Path, env: dict[str, str], proxy: str | None
+    runtime: Runtime, folder: Path, env: dict[str, str], names: list[str]
 ) -> dict[str, dict[str, object]]:
-    """Run all attacks, what must work, and all fillings, several at a time. Return how each ended, by its name."""
-    room = asyncio.Semaphore(3)
+    """Run scripts by their names, several at a time. Return how each ended."""
+    slots = asyncio.Semaphore(3)
 
-    async def one(name: str, script: str, limits: Limits | None = None) -> tuple[str, dict[str, object]]:
-        async with room:
-            return name, await play(runtime, script, folder / secrets.token_hex(4), env, limits, proxy)
+    async def one(name: str) -> dict[str, object]:
+        script, limits = SCRIPTS[name]
+        async with slots:
+            return await play(runtime, script, folder / secrets.token_hex(4), env, limits)
 
-    plays = [one(name, script) for name, script in {**ATTACKS, **WORKS}.items()]
-    plays += [one(f"fill {name}", filling.script, filling.limits) for name, filling in FILLINGS.items()]
-    return dict(await asyncio.gather(*plays))
+    return dict(zip(names, await asyncio.gather(*map(one, names)), strict=True))
 
 
-def run_as(
-    user: str, folder: Path, make: str, env: dict[str, str], proxy: str | None = None
-) -> dict[str, dict[str, object]]:
-    """Run all of them in a process of its own as a user of this machine, and return how each ended."""
+def run_as(user: str, folder: Path, make: str, env: dict[str, str], names: list[str]) -> dict[str, dict[str, object]]:
+    """Run scripts in a process of its own as a user of this machine, and return how each ended.
+
+    `make` is the `module:function` that makes the runtime.
+    """
     uid = pwd.getpwnam(user).pw_uid
     folder.mkdir()
     os.chown(folder, uid, -1)
-    request = json.dumps({"user": user, "folder": str(folder), "make": make, "env": env, "proxy": proxy})
+    request = json.dumps({"user": user, "folder": str(folder), "make": make, "env": env, "names": names})
     command = [sys.executable, "-m", "tests.security.attacks"]
     done = subprocess.run(command, input=request, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -216,7 +208,7 @@ def main() -> None:
         os.setuid(user.pw_uid)
         os.environ["HOME"] = request["folder"]
         tempfile.tempdir = request["folder"]
-    print(json.dumps(asyncio.run(play_all(runtime, Path(request["folder"]), request["env"], request["proxy"]))))
+    print(json.dumps(asyncio.run(play_all(runtime, Path(request["folder"]), request["env"], request["names"]))))
 
 
 if __name__ == "__main__":

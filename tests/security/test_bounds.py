@@ -1,8 +1,10 @@
-"""An agent sends little that becomes much: compressed bytes, JSON, unfinished bodies, long names."""
+"""An agent sends much, or little that becomes much: bodies, prompts, compressed bytes, JSON, unfinished requests."""
 
 import json
 import os
 import socket
+import threading
+import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -10,34 +12,191 @@ from pathlib import Path
 
 import brotli
 import pytest
+import zstandard
 
 from rolltap.addons.endpoint.body import SESSION_QUOTA
+from tests.deep import cases
 from tests.recorder_process import CHAT, HELLO
-from tests.security.raw import News, call, credentials, plain, read_head, recording
-from tests.security.test_bodies import MEGABYTE, resident
+from tests.security.raw import News, call, credentials, plain, read, read_head, recording
 
-BOMB = b'{"model":"m","messages":[' + b",".join([b"[]"] * (32 * MEGABYTE // 3 - 10)) + b"]}"
-NUMBERS = b'{"model":"m","messages":[],"tools":[{"parameters":{"enum":[' + b"1," * 8_000_000 + b"1]}}]}"
+MEGABYTE = 1 << 20
+MOST_GROWTH = 100 * MEGABYTE
+"""Maximum growth of the recorder's memory. A body of the limit, 32 MiB, is held about twice."""
 
 
 @pytest.fixture(scope="module")
 def recorder(tmp_path_factory, tokenizer, tokenizer_folder):
-    folder = tmp_path_factory.mktemp("bounds")
-    with recording(folder, tokenizer, tokenizer_folder, "rolltap_websocket=true") as recorder:
+    options = ("rolltap_allow=127.0.0.3:*", "rolltap_websocket=true")
+    with recording(tmp_path_factory.mktemp("bounds"), tokenizer, tokenizer_folder, *options) as recorder:
         with recorder.client() as client:
             client.post(CHAT, json=HELLO)
         yield recorder
         assert recorder.stop() == 0
         assert "Traceback" not in recorder.log()
+        assert "bug of rolltap" not in recorder.log()
 
 
 @pytest.fixture
 def peak(recorder):
     """Return a function that tells how much more memory the recorder has had than at the start of the test."""
     process = Path("/proc", str(recorder.process.pid))
-    (process / "clear_refs").write_text("5")
+    (process / "clear_refs").write_text("5")  # the peak begins again at what is used now
     before = resident(process, "VmRSS")
     return lambda: resident(process, "VmHWM") - before
+
+
+@pytest.fixture
+def bounded(peak):
+    yield
+    assert peak() < MOST_GROWTH
+
+
+def resident(process, name):
+    (line,) = [line for line in (process / "status").read_text().splitlines() if line.startswith(name)]
+    return int(line.split()[1]) * 1024
+
+
+bounded_memory = pytest.mark.usefixtures("bounded")
+
+
+@pytest.fixture
+def rejections(recorder):
+    return News(recorder)
+
+
+HEADS = {
+    "no credentials": (b"POST http://api.openai.com/v1/chat/completions HTTP/1.1\r\nHost: api.openai.com\r\n", 407),
+    "not served": (b"POST http://evil.example/x HTTP/1.1\r\nHost: evil.example\r\n" + credentials(), 404),
+    "too long": (call().partition(b"Content-Length")[0], 413),
+}
+
+
+@bounded_memory
+@pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "length"])
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_body_that_is_not_wanted_is_not_kept(recorder, rejections, kind, chunked):
+    head, status = HEADS[kind]
+    size, piece = 300, b"x" * MEGABYTE
+    length = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % (size * MEGABYTE)
+    with plain(recorder) as connection:
+        connection.settimeout(30)
+        connection.sendall(head + length + b"\r\n\r\n")
+        try:
+            for _ in range(size):
+                connection.sendall(b"%x\r\n%b\r\n" % (len(piece), piece) if chunked else piece)
+            connection.sendall(b"0\r\n\r\n" if chunked else b"")
+        except ConnectionError:
+            assert kind == "too long"  # the endpoint has answered, and does not read the rest
+        reply = read_head(connection)
+    assert reply.startswith(b"HTTP/1.1 %d" % status)
+    if kind == "too long":
+        assert rejections("rejected") == [("s1", "The request body is larger than 33,554,432 bytes.")]
+
+
+@bounded_memory
+def test_a_small_body_that_becomes_large_is_refused_while_others_go_on(recorder, rejections):
+    bomb = zstandard.ZstdCompressor(level=3)
+    body = bomb.compress(bytes(1 << 30))
+    assert len(body) < 100_000
+    lag = []
+    done = threading.Event()
+
+    def ask():
+        with recorder.client("s2") as client:
+            while not done.is_set():
+                begin = time.monotonic()
+                assert client.get("http://evil.example/").status_code == 404
+                lag.append(time.monotonic() - begin)
+
+    other = threading.Thread(target=ask)
+    other.start()
+    try:
+        with recorder.client() as client:
+            for _ in range(5):
+                refused = client.post(CHAT, content=body, headers={"content-encoding": "zstd"})
+                assert refused.status_code == 413
+                assert "larger than" in refused.json()["error"]["message"]
+    finally:
+        done.set()
+        other.join()
+    assert len(lag) > 5
+    assert len(rejections("rejected")) == 5
+
+
+@bounded_memory
+def test_a_body_that_cannot_be_decompressed_is_refused_in_the_words_of_the_api(recorder, rejections):
+    with recorder.client() as client:
+        url = "https://api.anthropic.com/v1/messages"
+        refused = client.post(url, content=b"not zstd", headers={"content-encoding": "zstd"})
+    assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert len(rejections("rejected")) == 1
+
+
+@bounded_memory
+def test_what_waits_behind_a_request_is_bounded(recorder, rejections):
+    with plain(recorder) as connection:
+        connection.sendall(b"GET http://a.example/" + b"x" * 70_000)
+        assert read(connection).startswith(b"HTTP/1.1 431")
+    with plain(recorder) as connection:
+        connection.sendall(b"POST http://a.example/ HTTP/1.1\r\nHost: a.example\r\nTransfer-Encoding: chunked\r\n\r\n")
+        connection.sendall(b"5;" + b"x" * 70_000)
+        assert read(connection).startswith(b"HTTP/1.1 431")
+    assert len(rejections("refused")) == 2
+
+
+@bounded_memory
+def test_a_large_reply_of_an_allowed_host_passes_by(recorder):
+    size = 300
+    with socket.create_server(("127.0.0.3", 0)) as server, plain(recorder) as connection:
+        connection.settimeout(30)
+        port = server.getsockname()[1]
+        target = b"http://127.0.0.3:%d/ HTTP/1.1\r\nHost: 127.0.0.3\r\nConnection: close\r\n" % port
+        connection.sendall(b"GET " + target + credentials() + b"\r\n")
+        upstream, _ = server.accept()
+        with upstream:
+            read_head(upstream)
+
+            def send():
+                upstream.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (size * MEGABYTE))
+                for _ in range(size):
+                    upstream.sendall(bytes(MEGABYTE))
+
+            sender = threading.Thread(target=send)
+            sender.start()
+            read_head(connection)
+            received = 0
+            while received < size * MEGABYTE:
+                received += len(connection.recv(MEGABYTE))
+            sender.join()
+
+
+@bounded_memory
+def test_events_and_uploads_pass_as_they_arrive(recorder):
+    with socket.create_server(("127.0.0.3", 0)) as server, plain(recorder) as connection:
+        port = server.getsockname()[1]
+        target = b"http://127.0.0.3:%d/ HTTP/1.1\r\nHost: 127.0.0.3\r\n" % port
+        connection.sendall(b"POST " + target + credentials() + b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n")
+        upstream, _ = server.accept()
+        with upstream:
+            upstream.settimeout(10)
+            read_head(upstream)
+            assert upstream.recv(100) == b"5\r\nhello\r\n"  # the request is not complete
+            head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+            upstream.sendall(head + b"9\r\ndata: 1\n\n\r\n")
+            assert read_head(connection).startswith(b"HTTP/1.1 200")
+            assert connection.recv(100) == b"9\r\ndata: 1\n\n\r\n"  # the reply is not complete
+
+
+@bounded_memory
+def test_a_model_call_in_chunks_is_answered(recorder):
+    body = json.dumps(HELLO).encode()
+    with recorder.client() as client:
+        answered = client.post(CHAT, content=iter([body[:7], body[7:]]), headers={"content-type": "application/json"})
+    assert answered.json()["choices"][0]["message"]["content"] == "Hi."
+
+
+BOMB = b'{"model":"m","messages":[' + b",".join([b"[]"] * (32 * MEGABYTE // 3 - 10)) + b"]}"
+NUMBERS = b'{"model":"m","messages":[],"tools":[{"parameters":{"enum":[' + b"1," * 8_000_000 + b"1]}}]}"
 
 
 @pytest.mark.parametrize("body", [BOMB, NUMBERS], ids=["lists", "numbers"])
@@ -50,6 +209,7 @@ def test_json_of_millions_of_values_is_not_parsed(recorder, peak, body):
     assert peak() < 200 * MEGABYTE
 
 
+@pytest.mark.deep  # a small body that becomes large keeps no other session waiting either
 def test_slow_decompression_keeps_no_other_session_waiting(recorder):
     body = brotli.compress(os.urandom(6 * MEGABYTE), quality=0)
     head = call().partition(b"Content-Length")[0] + b"Content-Encoding: br\r\n"
@@ -71,12 +231,12 @@ def test_slow_decompression_keeps_no_other_session_waiting(recorder):
 
 def test_unfinished_bodies_of_a_session_share_a_bounded_memory(recorder, peak):
     head = call().partition(b"Content-Length")[0] + b"Content-Length: %d\r\n\r\n" % (31 * MEGABYTE)
-    with ExitStack() as stack:
-        for _ in range(12):
-            connection = stack.enter_context(plain(recorder))
-            connection.setblocking(False)
+    with ExitStack() as stack, ThreadPoolExecutor(12) as threads:
+        connections = [stack.enter_context(plain(recorder)) for _ in range(12)]
+        for connection in connections:
             connection.sendall(head)
-            send_all_that_is_taken(connection, bytes(30 * MEGABYTE))
+        body = bytes(30 * MEGABYTE)
+        list(threads.map(lambda connection: send_all_that_is_taken(connection, body), connections))
         with recorder.client("s2") as other:
             assert other.post(CHAT, json=HELLO).status_code == 200
         assert peak() < SESSION_QUOTA + 60 * MEGABYTE
@@ -168,3 +328,33 @@ def receive(connection, size):
         assert received
         data += received
     return data
+
+
+LONG = {
+    "words": "The quick brown fox jumps over the lazy dog. " * 180_000,
+    "one word": "abcdefghij" * 800_000,
+    "characters of several code points": "a" + "\u0301\u0323" * 1_000_000,
+    "special tokens": "<|im_end|>" * 800_000,
+}
+
+
+@pytest.mark.parametrize("kind", cases(LONG, 0, 3))
+def test_a_prompt_of_8_mb_is_refused_while_other_sessions_are_answered(recorder, kind):
+    long = {"model": "m", "messages": [{"role": "user", "content": LONG[kind]}]}
+    with recorder.client("long") as attacker, recorder.client("s2") as other, ThreadPoolExecutor() as threads:
+        other.timeout = 10
+        attacks = [threads.submit(attacker.post, CHAT, json=long) for _ in range(3)]
+        while not all(attack.done() for attack in attacks):
+            assert other.post(CHAT, json=HELLO).status_code == 200
+        assert other.post(CHAT, json=HELLO).status_code == 200
+    assert {attack.result().status_code for attack in attacks} <= {400, 413}
+    assert all(call["session_id"] != "long" for call in recorder.rows("calls"))
+
+
+def test_a_prompt_of_many_messages_is_refused_while_other_sessions_are_answered(recorder):
+    many = {"model": "m", "messages": [{"role": "system", "content": ""}] * 200_000}
+    with recorder.client("long") as attacker, recorder.client("s2") as other, ThreadPoolExecutor() as threads:
+        other.timeout = 10
+        attack = threads.submit(attacker.post, CHAT, json=many)
+        assert other.post(CHAT, json=HELLO).status_code == 200
+    assert attack.result().status_code in (400, 413)

@@ -11,6 +11,7 @@ from mitmproxy.certs import CertStore
 from tests.security.raw import News, call, credentials, listening, over_tls, plain, read, read_head, recording, tunnel
 
 SECRET = b"the weights of tomorrow"
+SWITCHED = b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n\x81\x03abc"
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
 
@@ -164,3 +165,29 @@ def test_a_tunnel_carries_http_1_and_no_other_tunnel(recorder, refusals, preface
 def test_http_2_is_not_agreed_on(recorder):
     with over_tls(tunnel(recorder, "a.example:443"), recorder, "a.example", ["h2", "http/1.1"]) as connection:
         assert connection.selected_alpn_protocol() == "http/1.1"
+
+
+def test_a_message_of_an_accepted_websocket_is_bounded(recorder, refusals):
+    with listening("127.0.0.3", answer=SWITCHED) as outside, plain(recorder) as connection:
+        own = b"127.0.0.3:%d" % outside.port
+        connection.sendall(
+            b"GET http://" + own + b"/ HTTP/1.1\r\nHost: " + own + b"\r\nConnection: upgrade\r\nUpgrade: websocket\r\n"
+            b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+            b"Sec-WebSocket-Extensions: permessage-deflate\r\n" + credentials() + b"\r\n"
+        )
+        assert read_head(connection).startswith(b"HTTP/1.1 101")
+        assert connection.recv(100) == b"\x81\x03abc"
+        connection.sendall(b"\x81\x85\x00\x00\x00\x00hello")  # a whole message passes
+        message = b"\x01\xff" + (1 << 40).to_bytes(8) + bytes(4)  # the head of a message of a terabyte
+        try:
+            connection.sendall(message)
+            for _ in range(100):
+                connection.sendall(bytes(1 << 20))
+            sent = True
+        except ConnectionError:
+            sent = False
+        assert not sent
+        (received,) = outside.connections
+        assert b"permessage-deflate" not in received
+        assert len(received) < 10_000
+        assert [detail for _, detail in refusals()] == ["a WebSocket message over 16777216 bytes"]

@@ -10,6 +10,7 @@ import pytest
 
 from rolltap.trainer.doctor.scripted_engine import Answer, Say, ScriptedEngine
 from rolltap.trainer.engine.serve import EngineServer
+from tests.deep import cases
 from tests.recorder_process import CHAT, HELLO
 from tests.trainer.cli.program import run_rolltap
 from tests.trainer.engine import answering
@@ -101,7 +102,7 @@ def test_the_engine_server_shows_the_key_to_no_process(tmp_path, key, key_file, 
 
 
 class TestRecorder:
-    @pytest.fixture(params=["environment", "option", "descriptor"])
+    @pytest.fixture(params=cases(["environment", "option", "descriptor"]))
     def recorder(self, request, start, key_file):
         """Yield a recorder that got the key in one of the documented ways, and logs all that it can."""
         verbose = "termlog_verbosity=debug"

@@ -11,6 +11,8 @@ import pytest
 
 from rolltap.trainer.rollouts.judges import folders
 from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
+from tests.boxes import sandboxed
+from tests.deep import DEEP, cases
 from tests.trainer.rollouts.judges.sessions import Left, write
 
 ROOT = os.getcwd()
@@ -40,7 +42,7 @@ REWRITERS = {
         "open('tests/test_zz.py', 'w').write('def test_add(): pass')\n"
     ),
 }
-JUDGES = pytest.mark.parametrize("spec", [JUDGE, NO_LISTS, SHORT], ids=["lists", "no lists", "short form"])
+JUDGES = pytest.mark.parametrize("spec", cases([JUDGE, NO_LISTS, SHORT], 0, 2))
 
 PASS_ALL = """
 import pytest
@@ -139,17 +141,40 @@ ATTACKS = {
 }
 BY_FILES = {name: files for name, files in ATTACKS.items() if "calc.py" not in files}
 IN_PROCESS = [name for name in ATTACKS if name not in BY_FILES]
+FORGED = {
+    "a patched runtest": "a test passed that must fail",
+    "patched reports": "a test passed that must fail",
+    "a forged report, then an exit": "tests are not in it that pytest ran on the untouched start",
+}
+"""Attack -> what the evidence says of its report."""
+ONE_OF_EACH = [
+    *("a plugin of a planted distribution", "a fake pytest package", "deleted tests, and others"),
+    *("an exit at import", "pytest.skip", *FORGED),
+]
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("attack", ATTACKS if DEEP else ONE_OF_EACH)
 async def test_an_attack_on_the_tests_that_must_pass_earns_nothing(tmp_path, attack):
     left = Left(tmp_path, START)
     left.do(ATTACKS[attack])
     judged = await left.judge(JUDGE)
     assert (judged.reward, judged.unjudged) == (0.0, None), left.log
+    assert judged.evidence.get("forged_report", "").startswith(FORGED.get(attack, ""))
 
 
-@pytest.mark.parametrize("attack", ["deleted tests, and others", "addopts in pyproject.toml", *IN_PROCESS])
+async def test_all_that_can_be_planted_earns_nothing(tmp_path):
+    left = Left(tmp_path, START)
+    for files in BY_FILES.values():
+        if None not in files.values():
+            left.do(files)
+    judged = await left.judge(JUDGE)
+    assert (judged.reward, judged.unjudged) == (0.0, None), left.log
+
+
+IN_SHORT_FORM = ["deleted tests, and others", "addopts in pyproject.toml", *IN_PROCESS]
+
+
+@pytest.mark.parametrize("attack", cases(IN_SHORT_FORM, 0, 4))
 async def test_an_attack_on_the_short_form_earns_nothing(tmp_path, attack):
     left = Left(tmp_path, START)
     left.do(ATTACKS[attack])
@@ -172,7 +197,7 @@ BY_COMMAND = {
 }
 
 
-@pytest.mark.parametrize("command", BY_COMMAND)
+@pytest.mark.parametrize("command", cases(BY_COMMAND, 0, 4, 6))
 async def test_what_a_command_names_and_the_starts_tests_are_not_the_agents(tmp_path, command):
     left = Left(tmp_path, {**START, "check.py": CHECK, "tests/test_units.py": UNITS})
     passing = "def test_add(): pass\ndef test_double(): pass\n"
@@ -186,7 +211,7 @@ async def test_what_a_command_names_and_the_starts_tests_are_not_the_agents(tmp_
     assert (await left.judge(spec)).reward == 1.0, left.log
 
 
-@pytest.mark.parametrize("command", [[sys.executable, "run/check.py"], BY_COMMAND["unittest"]])
+@pytest.mark.parametrize("command", cases([[sys.executable, "run/check.py"], BY_COMMAND["unittest"]]))
 async def test_a_link_in_place_of_the_folder_of_a_judges_file_is_not_applied(tmp_path, command):
     left = Left(tmp_path, {**START, "run/check.py": "raise SystemExit(1)", "tests/test_units.py": UNITS})
     for folder in ("run", "tests"):
@@ -242,21 +267,6 @@ async def test_the_right_change_is_judged_as_such_beside_all_that_can_be_planted
     assert judged.evidence["changed_tests"] == ["tests/test_calc.py"]
     refused = judged.evidence["refused"]
     assert {"conftest.py: planted", "tests/test_calc.py: protected", "pyproject.toml: settings"} <= {*refused}
-
-
-@pytest.mark.parametrize("attack", ["a patched runtest", "patched reports"])
-async def test_tests_that_pass_although_they_must_fail_are_told(tmp_path, attack):
-    left = Left(tmp_path, START)
-    left.do(ATTACKS[attack])
-    judged = await left.judge(JUDGE)
-    assert judged.evidence["forged_report"] == "a test passed that must fail"
-
-
-async def test_a_report_that_pytest_did_not_write_is_told(tmp_path):
-    left = Left(tmp_path, START)
-    left.do({"calc.py": FORGER})
-    judged = await left.judge(JUDGE)
-    assert judged.evidence["forged_report"].startswith("tests are not in it that pytest ran on the untouched start")
 
 
 async def test_compiled_code_with_the_time_and_size_of_the_tasks_own_is_not_run(tmp_path):
@@ -412,7 +422,7 @@ async def test_a_workspace_with_too_many_files_earns_nothing(tmp_path, monkeypat
     )
 
 
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+@sandboxed
 class TestSandbox:
     async def test_the_sandbox_judges_as_processes_do(self, tmp_path):
         left = Left(tmp_path, START, SandboxRuntime())

@@ -11,6 +11,7 @@ from rolltap.addons.dialects.model_call import sign
 from rolltap.addons.store.tables import run_files
 from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.rollouts.runtimes.environment import SESSION_END
+from tests.deep import cases
 from tests.recorder_process import CHAT
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
@@ -150,6 +151,7 @@ class TestLostReply:
         (event,) = [event for event in recorder.rows("events") if event["kind"] == "replayed"]
         assert event["call_id"] in {call["call_id"] for call in recorder.rows("calls")}
 
+    @pytest.mark.deep  # one kill is above, and several are in `TestContinuity`
     def test_it_is_given_again_after_several_kills_and_continued(self, killed, scripted_engine):
         scripted_engine.otherwise = lambda _: Say(LOOK)
         replies = []
@@ -215,7 +217,7 @@ class TestDamage:
         assert [kinds(recorder, session)[-1] for session in ("s1", "s2")] == ["rendered", "bridged"]
         assert "is damaged" in recorder.log()
 
-    @pytest.mark.parametrize("seed", range(2))
+    @pytest.mark.parametrize("seed", cases(range(2)))
     def test_flipped_bytes_anywhere_never_keep_a_session_from_being_served(self, killed, scripted_engine, seed):
         scripted_engine.otherwise = lambda _: Say(LOOK)
         recorder, some = killed(), random.Random(seed)

@@ -16,15 +16,14 @@ from rolltap.trainer.engine.weights import same_folder
 from rolltap.trainer.rollouts.judges.check import check_judge
 from rolltap.trainer.rollouts.judges.protected import OneJudge
 from rolltap.trainer.rollouts.runtimes.runtime import ImageRuntime, Runtime
+from rolltap.trainer.tasks.sources import RefusedError, describe_refused
 from rolltap.trainer.tasks.task import (
     CommandJudge,
     Judge,
     LLMJudge,
     PytestJudge,
-    RefusedError,
     SeveralJudges,
     Task,
-    describe_refused,
 )
 
 logger = logging.getLogger(__name__)

@@ -31,7 +31,8 @@ from rolltap.trainer.concurrency import in_folder_thread, run_to_end
 from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.rollouts.facts import Facts
 from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.judges.changes import Made
+from rolltap.trainer.rollouts.judges.changes import AgentResult
+from rolltap.trainer.rollouts.judges.checkout import JudgeJob
 from rolltap.trainer.rollouts.judges.command import judge_here, read_end
 from rolltap.trainer.rollouts.judges.folders import open_to_owner
 from rolltap.trainer.rollouts.judges.judge import judge
@@ -42,8 +43,9 @@ from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.rollouts.runtimes.environment import CERTIFICATES, clean_environment
 from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec, Ended, Runtime, remove_folder
-from rolltap.trainer.rollouts.workspace import Start, Starts
+from rolltap.trainer.rollouts.workspace import Starts
 from rolltap.trainer.runs.suspicions.session import suspicions
+from rolltap.trainer.tasks.content import Start
 from rolltap.trainer.tasks.task import Task
 
 logger = logging.getLogger(__name__)
@@ -182,7 +184,7 @@ async def _play(stage: Stage, session: Session, task: Task) -> Facts:
     logs = recorder.path / "logs"
     logs.mkdir(exist_ok=True)
     folder = stage.work / secrets.token_hex(4)
-    made = Made(folder / "workspace", folder / "home")
+    made = AgentResult(folder / "workspace", folder / "home")
     try:
         made.home.mkdir(parents=True)
         start = await stage.starts.of(task)
@@ -243,7 +245,7 @@ def _environment(stage: Stage, session_id: str, task: Task, box: Box) -> dict[st
     }
 
 
-async def _judge(stage: Stage, session: Session, task: Task, start: Start, made: Made, box: Box) -> Judged:
+async def _judge(stage: Stage, session: Session, task: Task, start: Start, made: AgentResult, box: Box) -> Judged:
     """Return the judgement, and set its parts and evidence in `session`.
 
     A judge that fails in a way that nobody thought of leaves the session unjudged: the cause may be what an agent made,
@@ -252,16 +254,17 @@ async def _judge(stage: Stage, session: Session, task: Task, start: Start, made:
     """
     try:
         await in_folder_thread(open_to_owner, made.home)  # the agent may have closed it to this user
-        judged = await judge(
-            task,
-            made,
-            start,
-            stage.runtime,
+        job = JudgeJob(
+            task=task,
+            start=start,
+            runtime=stage.runtime,
+            result=made,
             name=session.session_id,
             logs=stage.recorder.path / "logs",
             engine_urls=stage.recorder.engine.split(","),
             session_box=box,
         )
+        judged = await judge(job)
     except (OSError, InputError):
         raise
     except Exception as error:

@@ -2,32 +2,14 @@
 
 import asyncio
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.concurrency import Once, in_folder_thread
 from rolltap.trainer.rollouts.runtimes.runtime import ImageRuntime, Runtime, remove_folder
-from rolltap.trainer.tasks.content import content_digest, copy_content, is_bare
+from rolltap.trainer.tasks.content import Start, content_digest, copy_content, is_bare
 from rolltap.trainer.tasks.git import give_history
 from rolltap.trainer.tasks.task import Task
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Folder that the sessions of a task start from.
-
-    Attributes:
-        folder: Pristine folder: nothing but this class writes it.
-        digest: SHA-256 of its content, in hexadecimal; see `content_digest`.
-    """
-
-    folder: Path
-    digest: str
-
-    def copy_to(self, target: Path) -> None:
-        """Make or fill the folder `target`. Symlinks stay symlinks; no file shares its content with the start."""
-        shutil.copytree(self.folder, target, symlinks=True, dirs_exist_ok=True)
 
 
 class Starts:

@@ -1,7 +1,4 @@
-"""Folders that tasks name: the kinds of files they may have, their copies, and their digests.
-
-Glob patterns of paths relative to a workspace, with `/` between the parts.
-"""
+"""Folders that tasks name: the kinds of files they may have, their copies and digests, and patterns of their paths."""
 
 import hashlib
 import os
@@ -10,11 +7,29 @@ import shutil
 import stat
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.tasks.git import head_commit
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The pristine workspace that the sessions of a task start from.
+
+    Attributes:
+        folder: Nothing but what makes the start writes it.
+        digest: SHA-256 of its content, in hexadecimal; see `content_digest`.
+    """
+
+    folder: Path
+    digest: str
+
+    def copy_to(self, target: Path) -> None:
+        """Make or fill the folder `target`. Symlinks stay symlinks; no file shares its content with the start."""
+        shutil.copytree(self.folder, target, symlinks=True, dirs_exist_ok=True)
 
 
 @lru_cache(maxsize=1024)
@@ -25,7 +40,7 @@ def _expression(pattern: str) -> re.Pattern[str]:
 
 
 def matches(path: str, patterns: Iterable[str]) -> bool:
-    """Return True if a pattern names the path or a folder above it.
+    """Return True if a glob pattern names the path, relative and with `/`, or a folder above it.
 
     `*` and `?` match within a part, `**` matches any number of parts. Upper and lower case differ.
     """

@@ -1,6 +1,6 @@
-"""Git commands that read nothing but the repository that they are given.
+"""Git checkouts that end at a commit: no later objects, refs, reflogs, remotes, hooks or settings.
 
-Git checkouts that end at a commit: no later objects, refs, reflogs, remotes, hooks or settings.
+The git commands read nothing but the repository that they are given.
 """
 
 import os

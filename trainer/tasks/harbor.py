@@ -3,9 +3,7 @@
 The format is that of Harbor 0.25 (https://harborframework.com/docs/task-format): task.toml, instruction.md,
 environment/, tests/test.sh, and solution/, which no session sees.
 
-Dockerfiles that only copy files: their effect, without building an image.
-
-The keys of a Harbor task's task.toml, and which of them rolltap cannot have.
+A Dockerfile that only copies files has its effect without an image being built: see `read_dockerfile`.
 """
 
 import json
@@ -223,9 +221,7 @@ class HarborConfig(_Table):
             found.append(("environment.os", self.environment.os))
         found.append(("agent.user", self.agent.user))
         found += [(f"verifier.{name}", getattr(self.verifier, name)) for name in ("user", "environment", "collect")]
-        if (
-            self.verifier.environment_mode == "shared"
-        ):  # Harbor's default; in words it asks for what is judged afresh here
+        if self.verifier.environment_mode == "shared":  # Harbor's default; in words it asks for the agent's box
             found.append(("verifier.environment_mode", "shared"))
         return [f"{key!r} = {str(value)[:100]}" for key, value in found if value not in (None, 0, [], {})]
 

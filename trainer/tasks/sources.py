@@ -1,11 +1,10 @@
-"""Tasks from files and folders: JSON Lines of tasks, Harbor tasks, SWE rows.
-
-Rows of a dataset on disk: JSON Lines, Parquet, or a folder that Hugging Face datasets wrote.
-"""
+"""Tasks from files and folders: JSON Lines of tasks, Harbor tasks, and SWE rows of a dataset on disk."""
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,21 +19,100 @@ from rolltap.trainer.tasks.task import (
     CommandJudge,
     Judge,
     LLMJudge,
-    RefusedError,
     SeveralJudges,
     Task,
-    describe_refused,
 )
 from rolltap.trainer.toml import describe
 
+logger = logging.getLogger(__name__)
 
-def is_dataset(folder: Path) -> bool:
+_REASONS = 3
+_OWN = re.compile(r"'[^']*'|\S*[/\d]\S*")  # of one task: names, numbers and paths in a message
+
+
+class RefusedError(InputError):
+    """A task of somebody else's making that cannot be had: a row of a dataset, or a Harbor folder."""
+
+
+def load_tasks(
+    path: str | Path, *, repositories: str | Path | None = None, refused: list[str] | None = None
+) -> list[Task]:
+    """Return the tasks of a file or folder.
+
+    The source is a JSON Lines file of tasks (`Task` has the keys), a Harbor task folder or a folder of them, or rows of
+    SWE-bench and its relatives: a JSON Lines or Parquet file, or a Hugging Face dataset on disk.
+
+    Args:
+        path: File or folder.
+        repositories: Folder with the checkouts or bare mirrors of SWE rows: `<owner>__<name>` or `<owner>/<name>`, with
+            or without `.git`. None: the rows' images have them.
+        refused: List that gets one line for each task that is refused; the others are returned. None: a warning
+            counts the SWE rows and Harbor tasks that are refused, and a line of ours with a mistake raises.
+
+    Raises `InputError` for a source that cannot be read, for one without tasks or with refused ones only, and for what
+    a single task asks for and cannot have: it names the line, row or folder, the key, and what to do.
+    """
+    path = Path(path)
+    folder = None if repositories is None else Path(repositories)
+    if folder is not None and not folder.is_dir():
+        raise InputError(f"the folder of repositories {folder} is not a folder")
+    tasks: dict[str, Task] = {}
+    faults: list[InputError] = []
+    for make in _readers(path, folder):
+        try:
+            task = make()
+            if task.id in tasks:
+                raise InputError(f"{task.source}: the id {task.id!r} is used twice")
+            tasks[task.id] = task
+        except InputError as error:
+            if refused is None and not isinstance(error, RefusedError):
+                raise
+            faults.append(error)
+    if refused is not None:
+        refused += map(str, faults)
+    if not tasks:
+        if refused is None and len(faults) == 1:
+            raise faults[0]
+        raise InputError(f"{path} has no tasks: {describe_refused(faults, len(faults)) if faults else 'it is empty'}")
+    if faults and refused is None:
+        logger.warning("%s: %s; the others are used", path, describe_refused(faults, len(faults) + len(tasks)))
+    return list(tasks.values())
+
+
+def describe_refused(errors: Sequence[Exception], total: int) -> str:
+    """Return how many of `total` tasks are refused, and the most frequent reasons: the count and first one of each."""
+    alike: defaultdict[str, list[str]] = defaultdict(list)
+    for message in map(str, errors):
+        alike[_OWN.sub("", message)].append(message)
+    counted = sorted(alike.values(), key=len, reverse=True)
+    reasons = [f"{len(messages)} x {messages[0]}" for messages in counted[:_REASONS]]
+    if len(counted) > _REASONS:
+        reasons.append(f"{sum(map(len, counted[_REASONS:]))} x other reasons")
+    return f"{len(errors)} of {total} tasks are refused: {'; '.join(reasons)}"
+
+
+def _readers(path: Path, repositories: Path | None) -> Iterator[Callable[[], Task]]:
+    """Yield a function for each task of the source: it returns the task or raises `InputError`."""
+    if path.is_dir() and not _is_dataset(path):
+        folders = [path] if is_harbor(path) else sorted(folder for folder in path.iterdir() if is_harbor(folder))
+        if not folders:
+            raise InputError(
+                f"{path} has no tasks: give a Harbor task folder (with task.toml), a folder of them, a Hugging Face "
+                "dataset on disk, or a .jsonl or .parquet file"
+            )
+        yield from (partial(_refusing, load_harbor, folder) for folder in folders)
+        return
+    for where, row in _read_rows(path):
+        yield partial(_task_of_row, where, row, path, repositories)
+
+
+def _is_dataset(folder: Path) -> bool:
     """Return whether a folder holds a dataset: as `save_to_disk` writes it, or Parquet files as on the Hub."""
     marks = ("dataset_info.json", "dataset_dict.json")
     return any((folder / mark).is_file() for mark in marks) or bool(_parquet_files(folder))
 
 
-def read_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | str]]:
+def _read_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | str]]:
     """Yield for each row its name, for messages, and its values; of a JSON Lines file the text of the line.
 
     Raises `InputError` for what cannot be read, and for a folder with several splits.
@@ -83,69 +161,6 @@ def _rows_of_parquet(files: list[Path]) -> Iterator[Mapping[str, Any]]:
 
 def _parquet_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.parquet")) or sorted((folder / "data").glob("*.parquet"))
-
-
-logger = logging.getLogger(__name__)
-
-
-def load_tasks(
-    path: str | Path, *, repositories: str | Path | None = None, refused: list[str] | None = None
-) -> list[Task]:
-    """Return the tasks of a file or folder.
-
-    The source is a JSON Lines file of tasks (`Task` has the keys), a Harbor task folder or a folder of them, or rows of
-    SWE-bench and its relatives: a JSON Lines or Parquet file, or a Hugging Face dataset on disk.
-
-    Args:
-        path: File or folder.
-        repositories: Folder with the checkouts or bare mirrors of SWE rows: `<owner>__<name>` or `<owner>/<name>`, with
-            or without `.git`. None: the rows' images have them.
-        refused: List that gets one line for each task that is refused; the others are returned. None: a warning
-            counts the SWE rows and Harbor tasks that are refused, and a line of ours with a mistake raises.
-
-    Raises `InputError` for a source that cannot be read, for one without tasks or with refused ones only, and for what
-    a single task asks for and cannot have: it names the line, row or folder, the key, and what to do.
-    """
-    path = Path(path)
-    folder = None if repositories is None else Path(repositories)
-    if folder is not None and not folder.is_dir():
-        raise InputError(f"the folder of repositories {folder} is not a folder")
-    tasks: dict[str, Task] = {}
-    faults: list[InputError] = []
-    for make in _readers(path, folder):
-        try:
-            task = make()
-            if task.id in tasks:
-                raise InputError(f"{task.source}: the id {task.id!r} is used twice")
-            tasks[task.id] = task
-        except InputError as error:
-            if refused is None and not isinstance(error, RefusedError):
-                raise
-            faults.append(error)
-    if refused is not None:
-        refused += map(str, faults)
-    if not tasks:
-        if refused is None and len(faults) == 1:
-            raise faults[0]
-        raise InputError(f"{path} has no tasks: {describe_refused(faults, len(faults)) if faults else 'it is empty'}")
-    if faults and refused is None:
-        logger.warning("%s: %s; the others are used", path, describe_refused(faults, len(faults) + len(tasks)))
-    return list(tasks.values())
-
-
-def _readers(path: Path, repositories: Path | None) -> Iterator[Callable[[], Task]]:
-    """Yield a function for each task of the source: it returns the task or raises `InputError`."""
-    if path.is_dir() and not is_dataset(path):
-        folders = [path] if is_harbor(path) else sorted(folder for folder in path.iterdir() if is_harbor(folder))
-        if not folders:
-            raise InputError(
-                f"{path} has no tasks: give a Harbor task folder (with task.toml), a folder of them, a Hugging Face "
-                "dataset on disk, or a .jsonl or .parquet file"
-            )
-        yield from (partial(_refusing, load_harbor, folder) for folder in folders)
-        return
-    for where, row in read_rows(path):
-        yield partial(_task_of_row, where, row, path, repositories)
 
 
 def _task_of_row(where: str, row: Mapping[str, Any] | str, path: Path, repositories: Path | None) -> Task:

@@ -3,9 +3,8 @@
 Row keys: https://www.swebench.com/SWE-bench/guides/datasets/ (SWE-Gym has the same, without an image; SWE-rebench adds
 `docker_image` and `install_config`; NeMo Gym has the row as JSON text under `instance_dict`, and usually beside it).
 
-Test programs of SWE repositories whose tests are not pytest's, with the `swebench` parsers of what they print.
-
-The commands are those of swebench's own harness: https://github.com/SWE-bench/SWE-bench (`TEST_DJANGO`, `TEST_SYMPY`).
+Repositories whose tests are not pytest's have the commands of swebench's own harness, and its parsers of the output:
+https://github.com/SWE-bench/SWE-bench (`TEST_DJANGO`, `TEST_SYMPY`).
 """
 
 import json

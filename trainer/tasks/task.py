@@ -1,23 +1,12 @@
-"""A task: an instruction, the workspace to start from, and the judge of the result.
-
-Descriptions of judges: pydantic models that stand in a task.
-
-Limits of a session's box.
-
-Tasks of a source of many that cannot be had: the others are used, and these are counted.
-"""
+"""A task as data: an instruction, the workspace to start from, the limits of its box, and the judge of the result."""
 
 import hashlib
 import json
-import re
-from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from rolltap.addons.errors import InputError
 from rolltap.trainer.tasks.content import content_digest
 
 
@@ -187,26 +176,6 @@ class Limits(BaseModel):
     def of_isolated(self) -> Self:
         """Return these limits as a runtime that isolates holds them: its own in place of those that are None."""
         return self.model_copy(update={name: value for name, value in _ISOLATED.items() if getattr(self, name) is None})
-
-
-_REASONS = 3
-_OWN = re.compile(r"'[^']*'|\S*[/\d]\S*")  # of one task: names, numbers and paths in a message
-
-
-class RefusedError(InputError):
-    """A task of somebody else's making that cannot be had: a row of a dataset, or a Harbor folder."""
-
-
-def describe_refused(errors: Sequence[Exception], total: int) -> str:
-    """Return how many of `total` tasks are refused, and the most frequent reasons: the count and first one of each."""
-    alike: defaultdict[str, list[str]] = defaultdict(list)
-    for message in map(str, errors):
-        alike[_OWN.sub("", message)].append(message)
-    counted = sorted(alike.values(), key=len, reverse=True)
-    reasons = [f"{len(messages)} x {messages[0]}" for messages in counted[:_REASONS]]
-    if len(counted) > _REASONS:
-        reasons.append(f"{sum(map(len, counted[_REASONS:]))} x other reasons")
-    return f"{len(errors)} of {total} tasks are refused: {'; '.join(reasons)}"
 
 
 def _inside(name: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 from rolltap.addons.errors import RecorderError, RunError
 from rolltap.trainer.rollouts import mitmdump
 from rolltap.trainer.rollouts.mitmdump import Mitmdump, reasons, rollout_lock, workplace
-from tests.trainer.rollouts.runtimes.test_supervised import wait_until_dead
+from tests.boxes import wait_until_dead
 
 ROLLTAP = """
 import os, sys

@@ -1,5 +1,6 @@
 import json
 import re
+import shutil
 
 import pytest
 from datasets import Dataset, DatasetDict
@@ -11,9 +12,17 @@ from tests.trainer.tasks.checkouts import git, make_repository
 PATCH = "diff --git a/tests/test_code.py b/tests/test_code.py\n"
 
 
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory):
+    """A repository and its base commit. Tests have copies."""
+    folder = tmp_path_factory.mktemp("repository") / "owner__name"
+    return folder, make_repository(folder)
+
+
 @pytest.fixture
-def row(tmp_path):
-    base = make_repository(tmp_path / "repositories" / "owner__name")
+def row(tmp_path, repository):
+    folder, base = repository
+    shutil.copytree(folder, tmp_path / "repositories" / "owner__name", symlinks=True)
     return {
         "instance_id": "owner__name-1",
         "repo": "owner/name",
@@ -193,9 +202,9 @@ def test_a_row_of_django_or_sympy_is_judged_by_its_own_program_in_the_image(tmp_
 
 
 def test_without_an_image_or_a_test_file_it_is_refused(tmp_path, row):
-    base = make_repository(tmp_path / "repositories" / "django__django")
+    (tmp_path / "repositories" / "django__django").symlink_to("owner__name")
     with pytest.raises(InputError, match=r"the test program of django/django runs in the row's image only"):
-        load(tmp_path, {**row, **DJANGO, "base_commit": base})
+        load(tmp_path, {**row, **DJANGO})
     with pytest.raises(InputError, match=r"'test_patch' has no Python file"):
         load(tmp_path, {**row, **DJANGO, "image": "x", "test_patch": ""}, local=False)
 

@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.tasks.task import CommandJudge, PytestJudge, Task
+from rolltap.trainer.tasks.task import CommandJudge, Limits, PytestJudge, Task
 from tests.trainer.tasks.checkouts import make_repository
 
 
@@ -78,3 +78,12 @@ def test_a_checkout_counts_by_its_commit(tmp_path):
     assert len({task.digest() for task in tasks}) == 1
     changed = [make_task(workspace=tmp_path / name).digest() for name in ("repository", "other")]
     assert changed[0] != changed[1]
+
+
+def test_a_box_that_isolates_has_limits_where_a_task_sets_none():
+    assert Limits().of_isolated() == Limits(memory_gib=8, processes=1024, disk_gib=20)
+
+
+def test_a_task_sets_its_own_limits_lower_and_higher():
+    own = Limits(cpus=2, memory_gib=64, processes=3)
+    assert own.of_isolated() == own.model_copy(update={"disk_gib": 20})

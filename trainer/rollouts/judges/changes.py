@@ -1,4 +1,4 @@
-"""The changes that an agent made to its workspace, and applying them to a fresh copy of the start."""
+"""The agent's changes against the pristine workspace, and applying them to a fresh copy of it."""
 
 import contextlib
 import dataclasses
@@ -47,8 +47,8 @@ _OF_THE_MACHINE = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EMFILE
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """The folders that an agent left, on this machine."""
+class AgentResult:
+    """The folders of this machine that an agent left."""
 
     workspace: Path
     home: Path
@@ -56,7 +56,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Differences between a start and the workspace that an agent left. Paths are relative, with `/`.
+    """The agent's changes against the pristine workspace. Paths are relative, with `/`.
 
     Attributes:
         changed: Path -> what is there now: new and changed files, links and folders.
@@ -94,10 +94,10 @@ class Changes:
             deleted=tuple(path for path in self.deleted if path not in refused),
             refused={**self.refused, **refused},
             _evidence=None,
-        ).told()
+        ).with_evidence()
 
-    def told(self) -> "Changes":
-        """Return the changes with their evidence made: it takes a second for very many files."""
+    def with_evidence(self) -> "Changes":
+        """Return the changes with their evidence ready: it takes a second for very many files."""
         return dataclasses.replace(self, _evidence=self.evidence())
 
     def evidence(self) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def find_changes(start: Path, workspace: Path, *, seconds: float = MAX_SECONDS) 
     end = time.monotonic() + seconds
     try:
         after = scan(workspace, stat.S_IRWXU)
-        _require_little(before, after)
+        _require_bounded(before, after)
         _hash_changed(start, workspace, before, after, end)
     except OSError as error:
         if is_of_the_machine(error):
@@ -167,10 +167,10 @@ def find_changes(start: Path, workspace: Path, *, seconds: float = MAX_SECONDS) 
     deleted = tuple(sorted(gone, reverse=True))
     added = frozenset(path for path in changed if path not in before.entries)
     diff = _diff(start, workspace, before.entries, changed, deleted, min(end, time.monotonic() + _MAX_DIFF_SECONDS))
-    return Changes(changed, deleted, refused, diff, added).told()
+    return Changes(changed, deleted, refused, diff, added).with_evidence()
 
 
-def _require_little(before: Tree, after: Tree) -> None:
+def _require_bounded(before: Tree, after: Tree) -> None:
     """Raise `TooMuchError` for too many bytes in new files and files of another size. Files may have holes."""
     sizes = (
         entry.size
@@ -228,18 +228,18 @@ def _diff(
 def _file_diff(start: Path, workspace: Path, path: str, old: Entry | None, new: Entry | None) -> str:
     name = printable(path).replace("\n", "\\n")
     if {entry.kind for entry in (old, new) if entry is not None} != {"file"}:
-        return f"{name}: {_words(old)} -> {_words(new)}\n"
+        return f"{name}: {_describe(old)} -> {_describe(new)}\n"
     texts = [_lines(start, path, old), _lines(workspace, path, new)]
-    mode = f"{name}: {_words(old)} -> {_words(new)}\n" if old and new and old.executable != new.executable else ""
+    mode = f"{name}: {_describe(old)} -> {_describe(new)}\n" if old and new and old.executable != new.executable else ""
     if texts[0] is None or texts[1] is None:
-        return mode or f"{name}: {_words(old)} -> {_words(new)}\n"
+        return mode or f"{name}: {_describe(old)} -> {_describe(new)}\n"
     names = (f"a/{name}" if old else "/dev/null", f"b/{name}" if new else "/dev/null")
     lines = difflib.unified_diff(texts[0], texts[1], *names)
     ends = "\n\\ No newline at end of file\n"
     return mode + "".join(line if line.endswith("\n") else line + ends for line in lines)
 
 
-def _words(entry: Entry | None) -> str:
+def _describe(entry: Entry | None) -> str:
     if entry is None:
         return "nothing"
     if entry.kind == "file":

@@ -8,12 +8,13 @@ from functools import lru_cache
 from pathlib import Path
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.rollouts.judges.checkout import Start, apply_patch
-from rolltap.trainer.rollouts.judges.function import CALL, modules
+from rolltap.trainer.rollouts.judges.checkout import apply_patch
+from rolltap.trainer.rollouts.judges.command import CALL, modules
 from rolltap.trainer.rollouts.judges.log import require_parser
 from rolltap.trainer.rollouts.judges.model import find_key, require_other_model
 from rolltap.trainer.rollouts.judges.verdict import UnjudgedError
 from rolltap.trainer.rollouts.runtimes.environment import clean_environment
+from rolltap.trainer.tasks.content import Start
 from rolltap.trainer.tasks.task import CommandJudge, Judge, LLMJudge, PytestJudge, PythonJudge, SeveralJudges, Task
 
 _IMPORT_SECONDS = 120.0

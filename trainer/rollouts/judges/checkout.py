@@ -1,4 +1,4 @@
-"""The place of one judge: a workspace, a box without network, and a folder for what it writes."""
+"""The checkout that one judge works in: a workspace, a box without network, and a folder for what it writes."""
 
 import errno
 import os
@@ -10,11 +10,10 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.concurrency import in_folder_thread, run_to_end
-from rolltap.trainer.rollouts.judges.changes import Changes, Made, apply_changes, find_changes, is_of_the_machine
+from rolltap.trainer.rollouts.judges.changes import AgentResult, Changes, apply_changes, find_changes, is_of_the_machine
 from rolltap.trainer.rollouts.judges.folders import (
     opened,
     read_chunks,
@@ -27,44 +26,32 @@ from rolltap.trainer.rollouts.judges.protected import OneJudge, Stamp, judges_fi
 from rolltap.trainer.rollouts.judges.verdict import UnjudgedError
 from rolltap.trainer.rollouts.runtimes.environment import clean_environment
 from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec, Mount, Runtime, remove_folder
+from rolltap.trainer.tasks.content import Start
 from rolltap.trainer.tasks.task import CommandJudge, PytestJudge, Task
 
 _OUT, _TOOLS = "/rolltap/out", "/rolltap/tools"
 
 
-class Start(Protocol):
-    """The part of a task's start that judging needs."""
-
-    @property
-    def folder(self) -> Path:
-        """Pristine folder."""
-
-    @property
-    def digest(self) -> str:
-        """Digest of its content."""
-
-    def copy_to(self, target: Path) -> None:
-        """Make the folder `target` a copy."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class JudgeJob:
     """All that judging a session needs.
 
     Attributes:
-        made: What the agent left; None for the untouched start.
-        changes: What differs between the start and that.
+        result: What the agent left; None for the baseline, the untouched start.
         name: Of the session, or one derived from it.
         logs: Folder for the judge's output.
+        changes: The agent's changes against the start: `judge` finds them.
+        engine_urls: The policy's engines.
+        session_box: The session's own box, for judges that ask for it.
     """
 
     task: Task
     start: Start
     runtime: Runtime
-    made: Made | None
-    changes: Changes
+    result: AgentResult | None
     name: str
     logs: Path
+    changes: Changes = field(default_factory=Changes)
     engine_urls: Sequence[str] = ()
     session_box: Box | None = None
 
@@ -75,8 +62,8 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """A prepared place.
+class Checkout:
+    """A prepared checkout.
 
     Attributes:
         workspace: Folder of this machine with the changes and the tests.
@@ -87,7 +74,7 @@ class Place:
         guarded: Path in the workspace -> stamp: the judge's own files, which no program may change. See `guard`.
     """
 
-    case: Case
+    job: JudgeJob
     box: Box
     workspace: Path
     changes: Changes
@@ -99,7 +86,7 @@ class Place:
     guarded: Mapping[str, Stamp | None] = field(default_factory=dict)
 
     def rewritten(self) -> list[str]:
-        """Return the judge's files in the workspace that were changed since the place was made."""
+        """Return the judge's files in the workspace that were changed since it was made."""
         return sorted(path for path, before in self.guarded.items() if stamp(self.workspace, path) != before)
 
     async def run(self, command: Sequence[str], env: Mapping[str, str], timeout: float) -> int:
@@ -107,22 +94,22 @@ class Place:
 
         Raises `UnjudgedError` when it has none, `OSError` when the box cannot be made.
         """
-        clean = clean_environment(Path(self.box.home), isolated=self.case.runtime.isolated)
-        whole = {**clean, **self.case.task.env, "PYTHONDONTWRITEBYTECODE": "1", **env}
+        clean = clean_environment(Path(self.box.home), isolated=self.job.runtime.isolated)
+        whole = {**clean, **self.job.task.env, "PYTHONDONTWRITEBYTECODE": "1", **env}
         try:
-            ended = await self.box.run(command, env=whole, timeout=timeout, log=self.case.log)
+            ended = await self.box.run(command, env=whole, timeout=timeout, log=self.job.log)
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.EACCES) or error.filename != command[0]:
                 raise  # a fault of this machine, or of its box
             reason = f"the judge {command[0]!r} could not be started: {error.strerror or error}"
-            raise UnjudgedError(reason, broke=True) from error
-        output = f"its output is in {self.case.log.name}"
+            raise UnjudgedError(reason) from error
+        output = f"its output is in {self.job.log.name}"
         if ended.stopped == "timeout":
-            raise UnjudgedError(f"the judge took more than {timeout:g} s; {output}", broke=True)
+            raise UnjudgedError(f"the judge took more than {timeout:g} s; {output}")
         if ended.status is None:
-            raise UnjudgedError(f"the judge was stopped at its limit of {ended.stopped}; {output}", broke=True)
+            raise UnjudgedError(f"the judge was stopped at its limit of {ended.stopped}; {output}")
         if ended.status < 0:
-            raise UnjudgedError(f"the judge was ended by signal {-ended.status}; {output}", broke=True)
+            raise UnjudgedError(f"the judge was ended by signal {-ended.status}; {output}")
         return ended.status
 
     def read(self, inside: str, limit: int) -> bytes | None:
@@ -134,40 +121,39 @@ class Place:
 
 
 @asynccontextmanager
-async def place(case: Case, spec: OneJudge) -> AsyncIterator[Place]:
-    """Yield the place for a judge: fresh, or the session's own.
+async def open_checkout(job: JudgeJob, spec: OneJudge) -> AsyncIterator[Checkout]:
+    """Yield the checkout for a judge: fresh, or the session's own.
 
     Raises `UnjudgedError` when there is none to be had, `InputError` and `OSError` when it cannot be made.
     """
-    if spec.where == "session" and case.made is not None:
-        async with _session_place(case, case.made, spec) as made:
-            yield made
+    if spec.where == "session" and job.result is not None:
+        yield await _session_checkout(job, job.result, spec)
         return
-    beside = case.made.workspace.parent if case.made is not None else None
+    beside = job.result.workspace.parent if job.result is not None else None
     folder = Path(tempfile.mkdtemp(prefix="judge-", dir=beside))
     try:
-        async with _fresh_place(case, spec, folder) as made:
-            yield made
+        async with _fresh_checkout(job, spec, folder) as checkout:
+            yield checkout
     finally:
         await run_to_end(remove_folder, folder)
 
 
 @asynccontextmanager
-async def _fresh_place(case: Case, spec: OneJudge, folder: Path) -> AsyncIterator[Place]:
+async def _fresh_checkout(job: JudgeJob, spec: OneJudge, folder: Path) -> AsyncIterator[Checkout]:
     workspace, home, out, tools = (folder / part for part in ("workspace", "home", "out", "tools"))
-    for made_folder in (home, out, tools):
-        made_folder.mkdir()
-    changes, laid = await in_folder_thread(_prepare, case, spec, workspace)
-    own = await in_folder_thread(judges_files, case.start.folder, workspace, spec, laid, case.task.workdir)
-    isolated = case.runtime.isolated
+    for part in (home, out, tools):
+        part.mkdir()
+    changes, laid = await in_folder_thread(_prepare, job, spec, workspace)
+    own = await in_folder_thread(judges_files, job.start.folder, workspace, spec, laid, job.task.workdir)
+    isolated = job.runtime.isolated
     out_inside, tools_inside = (_OUT, _TOOLS) if isolated else (str(out), str(tools))
     mounts = [Mount(out, out_inside, writable=True), Mount(tools, tools_inside)]
     outside = {out_inside: out}
     if isolated:
-        mounts += read_only(workspace, case.task.workdir, own)
+        mounts += read_only(workspace, job.task.workdir, own)
     if isinstance(spec, CommandJudge):
         if not isolated and (spec.mounts or spec.writable):
-            raise UnjudgedError(f"the judge needs mounts, and the runtime {case.runtime.name} has none", broke=False)
+            raise UnjudgedError(f"the judge needs mounts, and the runtime {job.runtime.name} has none", broke=False)
         mounts += [Mount(source.absolute(), target) for target, source in spec.mounts.items()]
         for number, target in enumerate(spec.writable):
             outside[target] = folder / f"writable-{number}"
@@ -176,15 +162,15 @@ async def _fresh_place(case: Case, spec: OneJudge, folder: Path) -> AsyncIterato
     box_spec = BoxSpec(
         name=folder.name,
         workspace=workspace,
-        workdir=case.task.workdir,
+        workdir=job.task.workdir,
         home=home,
         mounts=mounts,
-        image=case.task.image,
-        limits=case.task.limits,
+        image=job.task.image,
+        limits=job.task.limits,
     )
-    async with case.runtime.box(box_spec) as box:
-        yield Place(
-            case=case,
+    async with job.runtime.box(box_spec) as box:
+        yield Checkout(
+            job=job,
             box=box,
             workspace=workspace,
             changes=changes,
@@ -197,27 +183,26 @@ async def _fresh_place(case: Case, spec: OneJudge, folder: Path) -> AsyncIterato
         )
 
 
-@asynccontextmanager
-async def _session_place(case: Case, made: Made, spec: OneJudge) -> AsyncIterator[Place]:
-    if case.session_box is None:
+async def _session_checkout(job: JudgeJob, result: AgentResult, spec: OneJudge) -> Checkout:
+    if job.session_box is None:
         raise UnjudgedError("the session's box is gone, and its judge asks for it", broke=False)
     if isinstance(spec, CommandJudge) and (spec.mounts or spec.writable):
         why = "the judge asks for mounts and for the session's box, which has none of the judge's"
         raise UnjudgedError(why, broke=False)
-    await case.session_box.settle()
+    await job.session_box.settle()
     names = [f".rolltap-{part}-{secrets.token_hex(8)}" for part in ("out", "tools")]
-    with _by_the_agent():
-        with opened(made.home) as home:
+    with _blame_agent():
+        with opened(result.home) as home:
             for name in names:
                 os.mkdir(name, 0o755, dir_fd=home)
-        await in_folder_thread(_lay_over_session, case, made, spec)
-    out, tools = (made.home / name for name in names)
-    out_inside, tools_inside = (f"{case.session_box.home}/{name}" for name in names)
-    yield Place(
-        case=case,
-        box=case.session_box,
-        workspace=made.workspace,
-        changes=case.changes,
+        await in_folder_thread(_lay_over_session, job, result, spec)
+    out, tools = (result.home / name for name in names)
+    out_inside, tools_inside = (f"{job.session_box.home}/{name}" for name in names)
+    return Checkout(
+        job=job,
+        box=job.session_box,
+        workspace=result.workspace,
+        changes=job.changes,
         out=out,
         out_inside=out_inside,
         tools=tools,
@@ -226,40 +211,40 @@ async def _session_place(case: Case, made: Made, spec: OneJudge) -> AsyncIterato
     )
 
 
-def _prepare(case: Case, spec: OneJudge, workspace: Path) -> tuple[Changes, set[str]]:
+def _prepare(job: JudgeJob, spec: OneJudge, workspace: Path) -> tuple[Changes, set[str]]:
     """Make the fresh workspace: the start, the task's tests over it, and the agent's changes to all else.
 
     Return the changes that were applied, and the paths of the tests.
 
     The tests come first, so that nothing of the agent's is there yet when they are written.
     """
-    case.start.copy_to(workspace)
-    tests = _lay_tests(case, spec, workspace)
-    if case.made is None:
-        return case.changes, tests
-    with _by_the_agent():
-        changes = select(case.changes, spec, tests, case.task.workdir, case.start.folder, case.made.workspace)
-        apply_changes(changes, case.made.workspace, workspace)
+    job.start.copy_to(workspace)
+    tests = _lay_tests(job, spec, workspace)
+    if job.result is None:
+        return job.changes, tests
+    with _blame_agent():
+        changes = select(job.changes, spec, tests, job.task.workdir, job.start.folder, job.result.workspace)
+        apply_changes(changes, job.result.workspace, workspace)
     return changes, tests
 
 
 @contextmanager
-def _by_the_agent() -> Iterator[None]:
-    """Take an error of a folder that an agent made for a judge that it broke. Raises `UnjudgedError`."""
+def _blame_agent() -> Iterator[None]:
+    """Raise `UnjudgedError` for an error of a folder that an agent made: it broke the judge."""
     try:
         yield
     except OSError as error:
         if is_of_the_machine(error):
             raise
-        raise UnjudgedError(f"what the agent left cannot be laid out: {error}", broke=True) from error
+        raise UnjudgedError(f"what the agent left cannot be laid out: {error}") from error
 
 
-def _lay_tests(case: Case, spec: OneJudge, workspace: Path) -> set[str]:
+def _lay_tests(job: JudgeJob, spec: OneJudge, workspace: Path) -> set[str]:
     """Lay the task's tests over a copy of the start, and return their paths."""
     laid: set[str] = set()
     if isinstance(spec, PytestJudge) and spec.test_patch:
         apply_patch(spec.test_patch, workspace)
-        patched = find_changes(case.start.folder, workspace)
+        patched = find_changes(job.start.folder, workspace)
         laid |= {*(path for path, entry in patched.changed.items() if entry.kind != "folder"), *patched.deleted}
     if spec.tests is not None:
         laid |= _lay(spec.tests, workspace)
@@ -285,16 +270,16 @@ def _lay(tests: Path, workspace: Path) -> set[str]:
     return set(files)
 
 
-def _lay_over_session(case: Case, made: Made, spec: OneJudge) -> None:
+def _lay_over_session(job: JudgeJob, result: AgentResult, spec: OneJudge) -> None:
     """Lay the task's tests over the agent's own workspace."""
     if isinstance(spec, PytestJudge) and spec.test_patch:
         with tempfile.TemporaryDirectory(prefix="judge-") as folder:
             patched = Path(folder, "workspace")
-            case.start.copy_to(patched)
+            job.start.copy_to(patched)
             apply_patch(spec.test_patch, patched)
-            apply_changes(find_changes(case.start.folder, patched), patched, made.workspace)
+            apply_changes(find_changes(job.start.folder, patched), patched, result.workspace)
     if spec.tests is not None:
-        _lay(spec.tests, made.workspace)
+        _lay(spec.tests, result.workspace)
 
 
 def apply_patch(patch: str, folder: Path, *, only_check: bool = False) -> None:

@@ -1,46 +1,52 @@
-"""A command as the judge: its exit status, a number or JSON.
+"""Programs as the judge: a command, by its exit status, a number or JSON, and a Python function of the user's.
 
 A command that runs the agent's code in its own process can be told anything by it: it can print the reward, write the
 reward's file and end with status 0. Such a command has to run the agent's code as a child, and decide outside of it. In
 the runtime `process` that is no protection: the child has all rights of its parent's user there.
 
-A command as the judge, where the user is: for a session that rolltap did not give a workspace.
+`judge_here` judges by a command in the current directory: for a session that rolltap did not give a workspace.
 """
 
 import asyncio
 import os
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
-from rolltap.trainer.rollouts.judges.checkout import Place
+from rolltap.trainer.rollouts.judges.checkout import Checkout
+from rolltap.trainer.rollouts.judges.folders import read_file
 from rolltap.trainer.rollouts.judges.verdict import Judged, Reward, UnjudgedError, parse_output, parse_text
+from rolltap.trainer.rollouts.runtimes.environment import clean_environment
 from rolltap.trainer.rollouts.runtimes.supervised import run_supervised
-from rolltap.trainer.tasks.task import CommandJudge
+from rolltap.trainer.tasks.task import CommandJudge, PythonJudge
 
+CALL = Path(__file__).with_name("call.py")
+"""The program that calls a function."""
 _MAX_REWARD_BYTES = 64 << 10
+_MAX_RESULT_BYTES = 1 << 20
 _NOT_RUN = {126: "cannot be run", 127: "is not there"}
 _PYTHON_ERROR = re.compile(r"(?:^|\n)Traceback \(most recent call last\):\n(?:[ \t].*\n)+([\w.]+)(?:: .*)?$")
 _NO_IMPORT = re.compile(r"(?:No module named|ModuleNotFoundError\b|ImportError\b)[^\n]*$")
 _NAMED = re.compile(r"(?:No module named|cannot import name) ['\"]?([\w.]+)")
 
 
-async def judge_by_command(spec: CommandJudge, place: Place) -> tuple[Reward, dict[str, Any]]:
+async def judge_by_command(spec: CommandJudge, checkout: Checkout) -> tuple[Reward, dict[str, Any]]:
     """Return the reward and the evidence. Raises `UnjudgedError`."""
-    file = spec.reward_file or f"{place.out_inside}/reward"
+    file = spec.reward_file or f"{checkout.out_inside}/reward"
     is_read = spec.reward_file is not None or spec.result in ("number", "json")
     env = {**spec.env, "ROLLTAP_REWARD": file} if is_read else spec.env
-    status = await place.run(spec.command, env, spec.timeout)
+    status = await checkout.run(spec.command, env, spec.timeout)
     evidence = {"exit_status": status}
-    written = place.read(file, _MAX_REWARD_BYTES) if is_read else None
+    written = checkout.read(file, _MAX_REWARD_BYTES) if is_read else None
     if written is not None and (spec.reward_file is not None or status in (0, 1)):
         if len(written) > _MAX_REWARD_BYTES:
             raise UnjudgedError(f"the judge wrote more than {_MAX_REWARD_BYTES >> 10} KiB to {file}")
         return parse_text(written.decode(errors="replace")), evidence
     if spec.reward_file is not None:
-        raise UnjudgedError(f"the judge ended with status {status} and did not write {file}", broke=True)
-    return read_verdict(spec, status, place.case.log, asked=place.case.task.instruction), evidence
+        raise UnjudgedError(f"the judge ended with status {status} and did not write {file}")
+    return read_verdict(spec, status, checkout.job.log, asked=checkout.job.task.instruction), evidence
 
 
 def read_verdict(spec: CommandJudge, status: int, log: Path, *, asked: str = "") -> Reward:
@@ -82,6 +88,32 @@ def read_end(log: Path, limit: int = _MAX_REWARD_BYTES) -> str:
     with log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - limit))
         return file.read().decode(errors="replace")
+
+
+async def judge_by_function(spec: PythonJudge, checkout: Checkout) -> tuple[Reward, dict[str, Any]]:
+    """Return the reward and the evidence. Raises `UnjudgedError`.
+
+    The function runs in a supervised process outside of the box, with the user's rights and modules: it must not run
+    the agent's code. It is found as this process finds modules. Its environment has no keys of the user's.
+    """
+    result = "result.json"
+    command = [sys.executable, "-P", str(CALL), spec.function, str(checkout.workspace), str(checkout.out / result)]
+    env = {**clean_environment(checkout.out), **checkout.job.task.env, "PYTHONPATH": modules()}
+    log = checkout.job.log
+    ended = await run_supervised(command, cwd=checkout.out, env=env, timeout=spec.timeout, log=log)
+    if ended.status is None:
+        raise UnjudgedError(f"the function {spec.function} took more than {spec.timeout:g} s")
+    content = read_file(checkout.out, result, _MAX_RESULT_BYTES)
+    if ended.status != 0 or content is None:
+        last = (read_end(log).strip().splitlines() or ["no output"])[-1][:300]
+        how = f"ended by signal {-ended.status}" if ended.status < 0 else f"status {ended.status}"
+        raise UnjudgedError(f"the function {spec.function} gave no result ({how}): {last}")
+    return parse_text(content.decode(errors="replace")), {}
+
+
+def modules() -> str:
+    """Return the folders in which this process finds modules, as PYTHONPATH."""
+    return os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
 
 
 def judge_here(command: str, log: Path) -> Judged:

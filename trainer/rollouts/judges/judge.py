@@ -15,21 +15,18 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rolltap.trainer.concurrency import in_folder_thread
-from rolltap.trainer.rollouts.judges.changes import Changes, Made, find_changes, printable
-from rolltap.trainer.rollouts.judges.checkout import Case, Start, place
-from rolltap.trainer.rollouts.judges.command import judge_by_command
+from rolltap.trainer.rollouts.judges.changes import Changes, find_changes, printable
+from rolltap.trainer.rollouts.judges.checkout import JudgeJob, open_checkout
+from rolltap.trainer.rollouts.judges.command import judge_by_command, judge_by_function
 from rolltap.trainer.rollouts.judges.folders import TooMuchError
-from rolltap.trainer.rollouts.judges.function import judge_by_function
 from rolltap.trainer.rollouts.judges.log import judge_by_log
 from rolltap.trainer.rollouts.judges.model import judge_by_model
 from rolltap.trainer.rollouts.judges.protected import OneJudge, pytest_command
 from rolltap.trainer.rollouts.judges.tests import Skips, judge_by_report
 from rolltap.trainer.rollouts.judges.verdict import Judged, Reward, UnjudgedError
-from rolltap.trainer.rollouts.runtimes.runtime import Box, Runtime
 from rolltap.trainer.tasks.task import (
     CommandJudge,
     Judge,
@@ -37,7 +34,6 @@ from rolltap.trainer.tasks.task import (
     PytestJudge,
     PythonJudge,
     SeveralJudges,
-    Task,
     WeightedJudge,
 )
 
@@ -65,105 +61,77 @@ def combine(judges: Sequence[WeightedJudge], judged: Sequence[Judged]) -> Judged
 
 
 @dataclasses.dataclass(slots=True)
-class _Untouched:
+class _Baseline:
     """The judgement of an untouched start, and the tests that it skipped or that failed in it as expected."""
 
     judged: Judged
     skips: Skips = frozenset()
 
 
-_untouched: dict[str, _Untouched] = {}
+_baselines: dict[str, _Baseline] = {}
 """Judgements of untouched starts, by a digest of all that they depend on."""
-_MAX_UNTOUCHED = 10_000
+_MAX_BASELINES = 10_000
 
 
-async def judge(
-    task: Task,
-    made: Made,
-    start: Start,
-    runtime: Runtime,
-    *,
-    name: str,
-    logs: Path,
-    engine_urls: Sequence[str] = (),
-    session_box: Box | None = None,
-) -> Judged:
-    """Judge what a session made. No process of it may run any more.
+async def judge(job: JudgeJob) -> Judged:
+    """Judge what a session left. No process of it may run any more.
 
-    Writes the agent's changes to `logs/NAME.diff`, and the judge's output to `logs/NAME.judge.log`. `engine_urls` are
-    the policy's engines. `session_box` is the session's own box, for judges that ask for it.
+    Writes the agent's changes to `NAME.diff` in the folder of the job's logs, and the judge's output beside it.
 
     Raises `InputError` for a task that cannot be judged here, `MissingPackageError` for a package that its judge needs,
     and `OSError` for a fault of this machine, for instance a full disk.
     """
-    spec = task.judge if task.judge is not None else CommandJudge(command=task.evaluate)
+    assert job.result is not None
+    spec = job.task.effective_judge
     try:
-        changes = await in_folder_thread(find_changes, start.folder, made.workspace)
+        changes = await in_folder_thread(find_changes, job.start.folder, job.result.workspace)
     except TooMuchError as error:
         return Judged(reward=0.0, evidence={"judge": spec.kind, "too_much": str(error)})
-    (logs / f"{name}.diff").write_text(changes.diff, encoding="utf-8")
-    case = Case(
-        task=task,
-        start=start,
-        runtime=runtime,
-        made=made,
-        changes=changes,
-        name=name,
-        logs=logs,
-        engine_urls=engine_urls,
-        session_box=session_box,
-    )
-    judged = await _judge(spec, case)
+    (job.logs / f"{job.name}.diff").write_text(changes.diff, encoding="utf-8")
+    judged = await _judge(spec, dataclasses.replace(job, changes=changes))
     return dataclasses.replace(judged, evidence={**changes.evidence(), **judged.evidence})
 
 
-async def _judge(spec: Judge, case: Case) -> Judged:
+async def _judge(spec: Judge, job: JudgeJob) -> Judged:
     if isinstance(spec, SeveralJudges):
         results = [
-            await _judge(one.judge, dataclasses.replace(case, name=f"{case.name}.{number}"))
+            await _judge(one.judge, dataclasses.replace(job, name=f"{job.name}.{number}"))
             for number, one in enumerate(spec.judges)
         ]
         return combine(spec.judges, results)
     if isinstance(spec, CommandJudge):
         spec = _by_its_report(spec)
     try:
-        judged = await _ask(spec, case)
+        judged = await _run_judge(spec, job)
     except UnjudgedError as error:
-        judged = await _who_broke_it(error, spec, case)
-    if judged.reward is None or "broke_judge" in judged.evidence:
+        judged = await _rejudge_on_baseline(error, spec, job)
+    if judged.reward is None or "broke_judge" in judged.evidence or isinstance(spec, LLMJudge):
         return judged
-    if isinstance(spec, LLMJudge):
-        return judged
-    judged = await _check_files(judged, spec, case)
-    return await _check(judged, spec, case) if isinstance(spec, PytestJudge) else judged
+    judged = await _check_files(judged, spec, job)
+    return await _check(judged, spec, job) if isinstance(spec, PytestJudge) else judged
 
 
-async def _check_files(judged: Judged, spec: OneJudge, case: Case) -> Judged:
+async def _check_files(judged: Judged, spec: OneJudge, job: JudgeJob) -> Judged:
     """Return no reward when the judge's own files were changed while it ran, unless that is so on the start too."""
-    if not judged.reward or "rewritten" not in judged.evidence or not case.changes:
+    if not judged.reward or "rewritten" not in judged.evidence or not job.changes:
         return judged
-    untouched = (await _judge_untouched(spec, case)).judged
-    if {*judged.evidence["rewritten"]} <= {*untouched.evidence.get("rewritten", [])}:
+    baseline = (await _judge_baseline(spec, job)).judged
+    if {*judged.evidence["rewritten"]} <= {*baseline.evidence.get("rewritten", [])}:
         return judged
-    why = "the judge's own files were changed while it ran"
-    return dataclasses.replace(judged, reward=0.0, evidence={**judged.evidence, "forged_report": why})
-
-
-def _again(judged: Judged, before: str) -> Judged:
-    return dataclasses.replace(judged, evidence={**judged.evidence, "first_judged": before})
+    return judged.forged("the judge's own files were changed while it ran")
 
 
 def _by_its_report(spec: CommandJudge) -> CommandJudge | PytestJudge:
     """Return the judge of a command that is pytest itself: by its report, because a test can end it with status 0."""
-    if spec.result == "number" or spec.result == "json" or spec.reward_file or spec.mounts or spec.writable:
-        return spec
-    if (command := pytest_command(spec.command)) is None:
+    other = spec.result in ("number", "json") or spec.reward_file or spec.mounts or spec.writable
+    command = None if other else pytest_command(spec.command)
+    if command is None:
         return spec
     fields = spec.model_dump(include={"where", "timeout", "paths", "protect", "tests", "env"})
     return PytestJudge(command=[*command, "--junit-xml", "{report}"], **fields)
 
 
-async def _ask(spec: OneJudge | LLMJudge, case: Case, keep: _Untouched | None = None) -> Judged:
+async def _run_judge(spec: OneJudge | LLMJudge, job: JudgeJob, keep: _Baseline | None = None) -> Judged:
     """Ask one judge. Raises `UnjudgedError` when it has no verdict. `keep` is set on the untouched start."""
 
     async def allow(skips: Skips) -> Skips:
@@ -171,28 +139,28 @@ async def _ask(spec: OneJudge | LLMJudge, case: Case, keep: _Untouched | None = 
         if keep is not None:
             keep.skips = skips
             return skips
-        return skips & (await _judge_untouched(spec, case)).skips
+        return skips & (await _judge_baseline(spec, job)).skips
 
     evidence: dict[str, Any] = {"judge": spec.kind}
     if isinstance(spec, LLMJudge):
-        reward, more = await judge_by_model(spec, case)
+        reward, more = await judge_by_model(spec, job)
         return _judged(reward, {**evidence, **more})
-    async with place(case, spec) as made:
-        refused = made.changes.evidence()
-        evidence |= {"log": case.log.name, **{key: refused[key] for key in ("refused", "refused_files")}}
+    async with open_checkout(job, spec) as checkout:
+        refused = checkout.changes.evidence()
+        evidence |= {"log": job.log.name, **{key: refused[key] for key in ("refused", "refused_files")}}
         try:
             if isinstance(spec, PytestJudge) and spec.log_parser is not None:
-                reward, more = await judge_by_log(spec, spec.log_parser, made)
+                reward, more = await judge_by_log(spec, spec.log_parser, checkout)
             elif isinstance(spec, PytestJudge):
-                reward, more = await judge_by_report(spec, made, allow)
+                reward, more = await judge_by_report(spec, checkout, allow)
             elif isinstance(spec, PythonJudge):
-                reward, more = await judge_by_function(spec, made)
+                reward, more = await judge_by_function(spec, checkout)
             else:
-                reward, more = await judge_by_command(spec, made)
+                reward, more = await judge_by_command(spec, checkout)
         except UnjudgedError as error:
             error.evidence = {**evidence, **error.evidence}
             raise
-        if rewritten := await in_folder_thread(made.rewritten):
+        if rewritten := await in_folder_thread(checkout.rewritten):
             evidence["rewritten"] = [printable(path)[:300] for path in rewritten[:50]]
     return _judged(reward, {**evidence, **more})
 
@@ -203,25 +171,25 @@ def _judged(reward: Reward, evidence: dict[str, Any]) -> Judged:
     return Judged(reward=reward.reward, parts=reward.parts, evidence=evidence)
 
 
-async def _who_broke_it(error: UnjudgedError, spec: OneJudge | LLMJudge, case: Case) -> Judged:
+async def _rejudge_on_baseline(error: UnjudgedError, spec: OneJudge | LLMJudge, job: JudgeJob) -> Judged:
     """Return the judgement of a session whose judge has no verdict."""
     evidence = {"judge": spec.kind, **error.evidence}
-    if isinstance(spec, LLMJudge) or not error.broke or (spec.where == "fresh" and not case.changes):
+    if isinstance(spec, LLMJudge) or not error.broke or (spec.where == "fresh" and not job.changes):
         return Judged(unjudged=str(error), evidence=evidence)
-    untouched = (await _judge_untouched(spec, case)).judged
-    if untouched.reward is None:
-        return Judged(unjudged=f"{error}; on the untouched start: {untouched.unjudged}", evidence=evidence)
+    baseline = (await _judge_baseline(spec, job)).judged
+    if baseline.reward is None:
+        return Judged(unjudged=f"{error}; on the untouched start: {baseline.unjudged}", evidence=evidence)
     try:  # a load of this machine passes
-        return _again(await _ask(spec, case), str(error))
+        return (await _run_judge(spec, job)).and_evidence(first_judged=str(error))
     except UnjudgedError as second:
         evidence |= second.evidence
         if not second.broke:
             return Judged(unjudged=f"{error}; judged again: {second}", evidence=evidence)
-    evidence |= {"broke_judge": str(error), "untouched_start": untouched.reward}
+    evidence |= {"broke_judge": str(error), "untouched_start": baseline.reward}
     return Judged(reward=0.0, evidence=evidence)
 
 
-async def _check(judged: Judged, spec: PytestJudge, case: Case) -> Judged:
+async def _check(judged: Judged, spec: PytestJudge, job: JudgeJob) -> Judged:
     """Compare a report with that of the untouched start when only this tells what it means.
 
     A report without the tests that must fail is not pytest's, unless the untouched start's lacks them too. Tests that
@@ -229,52 +197,51 @@ async def _check(judged: Judged, spec: PytestJudge, case: Case) -> Judged:
     the workspace knows, tell of a broken installation.
     """
     if judged.reward and judged.evidence["canary"] == "absent":
-        untouched = (await _judge_untouched(spec, case)).judged
-        if untouched.reward is None:
-            why = f"the report lacks the tests that must fail, and there is none of the start: {untouched.unjudged}"
+        baseline = (await _judge_baseline(spec, job)).judged
+        if baseline.reward is None:
+            why = f"the report lacks the tests that must fail, and there is none of the start: {baseline.unjudged}"
             return Judged(unjudged=why, evidence=judged.evidence)
-        if untouched.evidence["canary"] == "absent":
+        if baseline.evidence["canary"] == "absent":
             return judged
-        why = "tests are not in it that pytest ran on the untouched start"
-        return dataclasses.replace(judged, reward=0.0, evidence={**judged.evidence, "forged_report": why})
-    missing = [module for module in judged.evidence["missing_modules"] if not _is_known(module, case)]
+        return judged.forged("tests are not in it that pytest ran on the untouched start")
+    missing = [module for module in judged.evidence["missing_modules"] if not _is_known(module, job)]
     none_passes = judged.parts.get("pass_to_pass") == 0.0
     if judged.reward or not (none_passes or missing):
         return judged
-    untouched = (await _judge_untouched(spec, case)).judged
-    both = sorted({*missing} & {*untouched.evidence.get("missing_modules", [])})
-    if none_passes and untouched.parts.get("pass_to_pass", 0.0) == 0.0:
+    baseline = (await _judge_baseline(spec, job)).judged
+    both = sorted({*missing} & {*baseline.evidence.get("missing_modules", [])})
+    if none_passes and baseline.parts.get("pass_to_pass", 0.0) == 0.0:
         why = f"no test of 'pass_to_pass' passes on the untouched start{f': no module {both[0]}' if both else ''}"
     elif both and not spec.pass_to_pass:
         why = f"the tests need the module {both[0]!r}, which is not there on the untouched start either"
     else:
         return judged
-    return Judged(unjudged=f"{why}; the output is in {case.log.name}", evidence=judged.evidence)
+    return Judged(unjudged=f"{why}; the output is in {job.log.name}", evidence=judged.evidence)
 
 
-def _is_known(module: str, case: Case) -> bool:
+def _is_known(module: str, job: JudgeJob) -> bool:
     """Return True for a module that the task names or that a workspace has: the agent may have been asked for it."""
-    folders = [case.start.folder] if case.made is None else [case.start.folder, case.made.workspace]
+    folders = [job.start.folder, *([] if job.result is None else [job.result.workspace])]
     for folder in [*folders, *(folder / "src" for folder in folders)]:
         if (folder / module).exists() or (folder / f"{module}.py").exists():
             return True
-    return re.search(rf"\b{re.escape(module)}\b", case.task.instruction) is not None
+    return re.search(rf"\b{re.escape(module)}\b", job.task.instruction) is not None
 
 
-async def _judge_untouched(spec: OneJudge, case: Case) -> _Untouched:
+async def _judge_baseline(spec: OneJudge, job: JudgeJob) -> _Baseline:
     """Return the judgement of the untouched start. A verdict is made once; a judge that had none is asked again."""
     fresh = spec.model_copy(update={"where": "fresh"})
-    task = case.task
-    facts = (fresh.model_dump_json(), case.start.digest, case.runtime.name, task.image, task.workdir, task.instruction)
+    task = job.task
+    facts = (fresh.model_dump_json(), job.start.digest, job.runtime.name, task.image, task.workdir, task.instruction)
     key = hashlib.sha256(repr((*facts, sorted(task.env.items()), task.limits)).encode()).hexdigest()
-    if key in _untouched:
-        return _untouched[key]
-    start = dataclasses.replace(case, made=None, changes=Changes(), name=f"{case.name}.start", session_box=None)
-    untouched = _Untouched(Judged())
+    if key in _baselines:
+        return _baselines[key]
+    start = dataclasses.replace(job, result=None, changes=Changes(), name=f"{job.name}.start", session_box=None)
+    baseline = _Baseline(Judged())
     try:
-        untouched.judged = await _ask(fresh, start, untouched)
+        baseline.judged = await _run_judge(fresh, start, baseline)
     except UnjudgedError as error:
-        untouched.judged = Judged(unjudged=str(error), evidence=error.evidence)
-    if untouched.judged.reward is not None and len(_untouched) < _MAX_UNTOUCHED:
-        _untouched[key] = untouched
-    return untouched
+        baseline.judged = Judged(unjudged=str(error), evidence=error.evidence)
+    if baseline.judged.reward is not None and len(_baselines) < _MAX_BASELINES:
+        _baselines[key] = baseline
+    return baseline

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from rolltap.addons.errors import MissingPackageError
-from rolltap.trainer.rollouts.judges.checkout import Place
+from rolltap.trainer.rollouts.judges.checkout import Checkout
 from rolltap.trainer.rollouts.judges.command import read_end
 from rolltap.trainer.rollouts.judges.verdict import Reward, UnjudgedError
 from rolltap.trainer.tasks.task import PytestJudge
@@ -19,16 +19,16 @@ _MAX_TESTS = 500
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '(\w+)")
 
 
-async def judge_by_log(spec: PytestJudge, parser: str, place: Place) -> tuple[Reward, dict[str, Any]]:
+async def judge_by_log(spec: PytestJudge, parser: str, checkout: Checkout) -> tuple[Reward, dict[str, Any]]:
     """Return the reward and the evidence, as `judge_by_report`. Raises `UnjudgedError` and `MissingPackageError`."""
-    status = await place.run(spec.command, spec.env, spec.timeout)
-    log = read_end(place.case.log, _MAX_LOG_BYTES)
+    status = await checkout.run(spec.command, spec.env, spec.timeout)
+    log = read_end(checkout.job.log, _MAX_LOG_BYTES)
     outcomes = parse_log(parser, log)
     ended = f"the judge ended with status {status}"
     if not outcomes:
-        raise UnjudgedError(f"{ended}, and {parser} found no test in {place.case.log.name}", broke=True)
+        raise UnjudgedError(f"{ended}, and {parser} found no test in {checkout.job.log.name}")
     if status != 0 and not {*outcomes.values()} & {"FAILED", "ERROR"}:
-        raise UnjudgedError(f"{ended}, and {parser} found no failure in {place.case.log.name}", broke=True)
+        raise UnjudgedError(f"{ended}, and {parser} found no failure in {checkout.job.log.name}")
     reward, parts = _grade(outcomes, spec)
     expected = [*spec.fail_to_pass, *spec.pass_to_pass] or list(outcomes)
     tests = {name: outcomes.get(name, "missing").lower() for name in expected}
@@ -49,7 +49,7 @@ def parse_log(parser: str, log: str) -> dict[str, str]:
     try:
         return dict(parsers[parser](log, empty))
     except Exception as error:  # the agent's code wrote the log
-        raise UnjudgedError(f"{parser} failed: {error!r}", broke=True) from error
+        raise UnjudgedError(f"{parser} failed: {error!r}") from error
 
 
 def require_parser(parser: str) -> None:

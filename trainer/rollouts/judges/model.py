@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from rolltap.trainer.rollouts.judges.checkout import Case
+from rolltap.trainer.rollouts.judges.checkout import JudgeJob
 from rolltap.trainer.rollouts.judges.verdict import Reward, UnjudgedError, parse_json
 from rolltap.trainer.tasks.task import LLMJudge
 
@@ -52,24 +52,24 @@ class _AgainError(Exception):
         self.pause, self.is_models = pause, is_models
 
 
-async def judge_by_model(spec: LLMJudge, case: Case) -> tuple[Reward, dict[str, Any]]:
+async def judge_by_model(spec: LLMJudge, job: JudgeJob) -> tuple[Reward, dict[str, Any]]:
     """Return the reward, from 0 to 1, and the evidence. Raises `UnjudgedError`.
 
     Asks again after a connection error, the statuses 429 and 5xx, and an answer that is not as asked for: two of these
     may be the work of the agent's changes, all else is not.
     """
-    await asyncio.to_thread(require_other_model, spec, case.engine_urls)
+    await asyncio.to_thread(require_other_model, spec, job.engine_urls)
     key = find_key(spec)
     try:
         async with asyncio.timeout(spec.timeout), httpx.AsyncClient(timeout=spec.timeout) as client:
-            return await _ask(spec, case, client, key)
+            return await _ask(spec, job, client, key)
     except TimeoutError:
         why = f"the judge's model {spec.model} took more than {spec.timeout:g} s"
         raise UnjudgedError(why, broke=False) from None
 
 
-async def _ask(spec: LLMJudge, case: Case, client: httpx.AsyncClient, key: str) -> tuple[Reward, dict[str, Any]]:
-    body = {"model": spec.model, "messages": messages(spec.rubric, case.task.instruction, case.changes.diff)}
+async def _ask(spec: LLMJudge, job: JudgeJob, client: httpx.AsyncClient, key: str) -> tuple[Reward, dict[str, Any]]:
+    body = {"model": spec.model, "messages": messages(spec.rubric, job.task.instruction, job.changes.diff)}
     odd = 0
     for asked in range(1, _ASKED + 1):
         try:

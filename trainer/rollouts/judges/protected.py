@@ -1,8 +1,7 @@
-"""The judge's own files in a workspace, while the agent's code runs there: its tests, and the script that it starts.
+"""What of a workspace is the judge's own: its tests, the scripts that its command starts, and its settings.
 
-The words of a judge's command: the scripts that it starts, and whether it runs pytest.
-
-The part of an agent's changes that a judge sees.
+Files and programs that a judge's command line names are found by its words. The agent's changes to the judge's files
+are not applied, and while the agent's code runs, the files are read-only or watched.
 """
 
 import configparser

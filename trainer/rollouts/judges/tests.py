@@ -1,8 +1,6 @@
-"""pytest as the judge: its report against the tests that must pass.
+"""pytest as the judge: its JUnit XML report, compared with the tests that must pass.
 
-JUnit XML reports, and comparing them with the tests that must pass.
-
-Tests that must fail, among the task's own: a report in which they pass is not pytest's.
+Among the task's tests are two that must fail, the canary: a report in which they pass is not pytest's.
 """
 
 import ast
@@ -16,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from xml.parsers import expat
 
-from rolltap.trainer.rollouts.judges.checkout import Place
+from rolltap.trainer.rollouts.judges.checkout import Checkout
 from rolltap.trainer.rollouts.judges.folders import opened, read_file, remove, scan, write_file
 from rolltap.trainer.rollouts.judges.verdict import Reward, UnjudgedError
 from rolltap.trainer.tasks.content import TEST_FILES, matches
@@ -79,7 +77,7 @@ class _Reader:
         self._text: list[str] | None = None
 
     def doctype(self, *_: object) -> None:
-        raise UnjudgedError("the report has a document type", broke=True)
+        raise UnjudgedError("the report has a document type")
 
     def start(self, tag: str, attributes: Mapping[str, str]) -> None:
         match tag:
@@ -101,7 +99,7 @@ class _Reader:
             self._text = None
         if tag == "testcase" and self._test is not None:
             if len(self.outcomes) >= _MAX_REPORTED:
-                raise UnjudgedError(f"the report has more than {_MAX_REPORTED} tests", broke=True)
+                raise UnjudgedError(f"the report has more than {_MAX_REPORTED} tests")
             before = self.outcomes.get(self._test, "passed")
             self.outcomes[self._test] = max(before, self._outcome, key=_RANK.index)
             self._test = None
@@ -120,7 +118,7 @@ def read_report(content: bytes) -> Report:
     Raises `UnjudgedError` for what cannot be read.
     """
     if len(content) > MAX_REPORT_BYTES:
-        raise UnjudgedError(f"the report has more than {MAX_REPORT_BYTES >> 20} MiB", broke=True)
+        raise UnjudgedError(f"the report has more than {MAX_REPORT_BYTES >> 20} MiB")
     reader = _Reader()
     parser = expat.ParserCreate()
     parser.StartDoctypeDeclHandler = reader.doctype
@@ -130,7 +128,7 @@ def read_report(content: bytes) -> Report:
     try:
         parser.Parse(content, True)
     except expat.ExpatError as error:
-        raise UnjudgedError(f"the report cannot be read: {error}", broke=True) from error
+        raise UnjudgedError(f"the report cannot be read: {error}") from error
     return Report(reader.outcomes, reader.errors)
 
 
@@ -243,8 +241,8 @@ def pytest_collection_finish(session):
             file.write("".join(repr(name)[:2000] + chr(10) for name in marked))
 """
 _WORDS = (
-    *("basic", "empty", "single", "nested", "default", "simple", "multiple", "large", "small", "mixed", "repeated"),
-    *("values", "inputs", "options", "names", "types", "order", "errors", "limits", "defaults", "results", "paths"),
+    "basic empty single nested default simple multiple large small mixed repeated "
+    "values inputs options names types order errors limits defaults results paths"
 )
 
 
@@ -273,7 +271,7 @@ class Canary:
         """
         folder = beside.rpartition("/")[0]
         while True:
-            token = "_".join([*secrets.SystemRandom().sample(_WORDS, 3)])
+            token = "_".join([*secrets.SystemRandom().sample(_WORDS.split(), 3)])
             file = f"{folder}/test_{token}.py".lstrip("/")
             if read_file(workspace, file, 1) is None:
                 break
@@ -336,7 +334,7 @@ Skips = frozenset[tuple[Name, Outcome]]
 
 
 async def judge_by_report(
-    spec: PytestJudge, place: Place, allow: Callable[[Skips], Awaitable[Skips]]
+    spec: PytestJudge, checkout: Checkout, allow: Callable[[Skips], Awaitable[Skips]]
 ) -> tuple[Reward, dict[str, Any]]:
     """Return the reward and the evidence. Raises `UnjudgedError`.
 
@@ -346,29 +344,29 @@ async def judge_by_report(
     The evidence has `tests`, the outcome of the expected tests, the worst first; `canary`, what the tests that must
     fail did; `missing_modules`, the modules for want of which no test of a file ran.
     """
-    file = f"{place.out_inside}/report.xml"
-    marks = f"{place.out_inside}/marks"
-    canary = Canary.write(place.tools, place.workspace, _beside(spec, place), marks)
+    file = f"{checkout.out_inside}/report.xml"
+    marks = f"{checkout.out_inside}/marks"
+    canary = Canary.write(checkout.tools, checkout.workspace, _beside(spec, checkout), marks)
     env = {
         **spec.env,
         "ROLLTAP_REPORT": file,
         "PYTEST_PLUGINS": ",".join(filter(None, [spec.env.get("PYTEST_PLUGINS"), canary.plugin])),
-        "PYTHONPATH": os.pathsep.join(filter(None, [place.tools_inside, spec.env.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [checkout.tools_inside, spec.env.get("PYTHONPATH")])),
     }
     command = [argument.replace("{report}", file) for argument in spec.command]
     try:
-        status = await place.run(command, env, spec.timeout)
+        status = await checkout.run(command, env, spec.timeout)
     finally:
-        canary.remove(place.workspace)
-    content = place.read(file, MAX_REPORT_BYTES)
+        canary.remove(checkout.workspace)
+    content = checkout.read(file, MAX_REPORT_BYTES)
     ended = f"the judge ended with status {status}{_STATUS.get(status, '')}"
     if content is None:
-        raise UnjudgedError(f"{ended} and wrote no report; its output is in {place.case.log.name}", broke=True)
+        raise UnjudgedError(f"{ended} and wrote no report; its output is in {checkout.job.log.name}")
     report = read_report(content)
     outcomes, saw = canary.take(report.outcomes)
     if not outcomes:
-        raise UnjudgedError(f"{ended}, and no test ran; its output is in {place.case.log.name}", broke=True)
-    marked = read_marks(place.read(marks, _MAX_MARKS_BYTES) or b"")
+        raise UnjudgedError(f"{ended}, and no test ran; its output is in {checkout.job.log.name}")
+    marked = read_marks(checkout.read(marks, _MAX_MARKS_BYTES) or b"")
     skips = frozenset(test for test in outcomes.items() if test[1] in ("skipped", "xfailed"))
     allowed = frozenset(test for test in skips if test[0] in marked)
     lists = (spec.fail_to_pass, spec.pass_to_pass)
@@ -392,12 +390,12 @@ async def judge_by_report(
     return Reward(verdict.reward, verdict.parts), evidence
 
 
-def _beside(spec: PytestJudge, place: Place) -> str:
+def _beside(spec: PytestJudge, checkout: Checkout) -> str:
     """Return the path of a test file: one that is expected, or the first of the workspace."""
     for name in (*spec.fail_to_pass, *spec.pass_to_pass):
-        if read_file(place.workspace, path := name.partition("::")[0], 1) is not None:
+        if read_file(checkout.workspace, path := name.partition("::")[0], 1) is not None:
             return path
-    tests = (path for path in scan(place.workspace).entries if matches(path, TEST_FILES) and path.endswith(".py"))
+    tests = (path for path in scan(checkout.workspace).entries if matches(path, TEST_FILES) and path.endswith(".py"))
     return min(tests, key=lambda path: (not path.rpartition("/")[2].startswith("test_"), path), default="")
 
 

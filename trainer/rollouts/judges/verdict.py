@@ -1,12 +1,12 @@
-"""The result of judging.
+"""The judgement of a session, and strict reading of a reward.
 
-Strict reading of a reward: one number within `MAX_REWARD` that was meant as one, or a JSON object with one.
+A reward is one number within `MAX_REWARD` that was meant as one, or a JSON object with one.
 """
 
 import json
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 
@@ -25,6 +25,14 @@ class Judged:
     unjudged: str | None = None
     parts: dict[str, float] = field(default_factory=dict)
     evidence: dict[str, Any] = field(default_factory=dict)
+
+    def and_evidence(self, **evidence: Any) -> "Judged":
+        """Return the judgement with further evidence."""
+        return replace(self, evidence={**self.evidence, **evidence})
+
+    def forged(self, why: str) -> "Judged":
+        """Return the judgement with the reward 0, for a report that is not the judge's own."""
+        return replace(self.and_evidence(forged_report=why), reward=0.0)
 
 
 class UnjudgedError(Exception):

@@ -1,22 +1,22 @@
-"""The runtime of Apptainer, by its command line."""
+"""The runtime `apptainer`, by Apptainer's command line."""
 
 import json
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes import container
-from rolltap.trainer.rollouts.runtimes.engine_box import EngineBox, call, mount_option
+from rolltap.trainer.rollouts.runtimes.engine_box import EngineBox, call, mount_options
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Mount
-from rolltap.trainer.rollouts.runtimes.sandbox import covered
+from rolltap.trainer.rollouts.runtimes.sandbox import HidingRuntime
 from rolltap.trainer.tasks.task import Limits
 
 _CONTROL_GROUPS = Path("/sys/fs/cgroup/cgroup.controllers")
 """Is there with control groups of version 2, with which Apptainer has limits for every user."""
+_CLOSED = "--containall --no-home --no-mount hostfs,bind-paths --writable-tmpfs --net --network none --no-privs"
 _COPIED = "/rolltap-copy"
 
 
@@ -30,10 +30,9 @@ class ApptainerEngine:
     def restart(self, name: str, spec: BoxSpec, mounts: Sequence[Mount]) -> list[str]:
         """See `Engine.restart`. What programs wrote outside of the mounts is gone: it was in memory."""
         options = [
-            *("--containall", "--no-home", "--no-mount", "hostfs,bind-paths", "--writable-tmpfs"),
-            *("--net", "--network", "none", "--no-privs"),
+            *_CLOSED.split(),
             *(_limits(spec.limits) if _CONTROL_GROUPS.exists() else ()),
-            *(part for mount in mounts for part in ("--mount", mount_option(mount, "ro"))),
+            *mount_options(mounts, "ro"),
         ]
         return ["apptainer", "instance", "start", *options, source(str(spec.image)), name]
 
@@ -73,7 +72,7 @@ def source(image: str) -> str:
     return image if image.startswith("/") or "://" in image else f"docker://{image}"
 
 
-class ApptainerRuntime:
+class ApptainerRuntime(HidingRuntime):
     """Boxes that are instances of an image: a SIF file, a root folder, or one that Apptainer fetches."""
 
     name = "apptainer"
@@ -84,14 +83,9 @@ class ApptainerRuntime:
     )
 
     def __init__(self, *, tools: Sequence[Path] = ()) -> None:
-        self._tools = [Mount(folder, str(folder)) for folder in tools]
+        super().__init__(tools)
         self.id = secrets.token_hex(4)
         """Part of the names of the runtime's instances."""
-        self._hidden: tuple[Path, ...] = ()
-
-    def hide(self, paths: Iterable[Path]) -> None:
-        """See `HidingRuntime.hide`."""
-        self._hidden = tuple(dict.fromkeys([*self._hidden, *paths]))
 
     def check(self) -> None:
         """Raise `InputError` when Apptainer is missing."""
@@ -112,10 +106,7 @@ class ApptainerRuntime:
             )
         if spec.image.startswith("/") and not Path(spec.image).exists():
             raise InputError(f"there is no image {spec.image} on this machine")
-        spec = replace(spec, limits=spec.limits.of_isolated(), mounts=[*self._tools, *spec.mounts])
-        hidden = covered(self._hidden, [tool.source for tool in self._tools])
-        box = EngineBox(ApptainerEngine(), spec, f"rolltap-{self.id}-{spec.name}", hidden)
-        async with box.alive():
+        async with EngineBox(self, ApptainerEngine(), spec, f"rolltap-{self.id}-{spec.name}").alive() as box:
             yield box
 
     def image_digest(self, image: str) -> str:
@@ -131,9 +122,9 @@ class ApptainerRuntime:
             container.copy_from_root_folder(Path(image), workdir, dest)
             return
         dest.mkdir(parents=True, exist_ok=True)
-        mount = mount_option(Mount(dest, _COPIED, writable=True), "ro")
+        mount = mount_options([Mount(dest, _COPIED, writable=True)], "ro")
         inside = ["cp", "-a", f"{workdir.rstrip('/')}/.", _COPIED]
         try:
-            call(["apptainer", "exec", "--containall", "--no-home", "--mount", mount, source(image), *inside])
+            call(["apptainer", "exec", "--containall", "--no-home", *mount, source(image), *inside])
         except OSError as error:
             raise InputError(f"the folder {workdir} of the image {image} cannot be copied: {error}") from error

@@ -1,8 +1,7 @@
-"""The runtime of containers: Podman or Docker, by their command lines.
+"""The runtime `container`: Podman or Docker, by their command lines.
 
-Images and root folders of containers: their digests, and copies of their folders.
-
-The command lines of Podman and of Docker, and which of their options work on this machine.
+First images and root folders: their digests, and copies of their folders. Then the engine: its command lines, and which
+of their options work on this machine. Then the runtime.
 """
 
 import asyncio
@@ -14,7 +13,7 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -22,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.rollouts.runtimes.engine_box import KEEPER, EngineBox, call, mount_option
+from rolltap.trainer.rollouts.runtimes.engine_box import KEEPER, EngineBox, call, mount_options
+from rolltap.trainer.rollouts.runtimes.inside.seccomp_filter import DENIED
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Mount, require_narrow
-from rolltap.trainer.rollouts.runtimes.sandbox import covered, without_namespaces
+from rolltap.trainer.rollouts.runtimes.sandbox import HidingRuntime
 from rolltap.trainer.tasks.task import Limits
 
 _PULL_SECONDS = 3600.0
@@ -118,6 +118,7 @@ _MAX_PROCESSES = 32768
 _FURTHER_PROCESSES = 64
 _USER = "0:0"
 """Root of a box is this user on this machine: without user namespaces only root has containers."""
+_CLOSED = "--network none --cap-drop all --security-opt no-new-privileges --cgroupns private --log-driver none"
 _MASKED = ("/proc/pressure", "/proc/1/mem", "/proc/1/task")
 """Files that root of a container may open for writing: each writer of the first is a thread of the kernel, and the
 others are the memory of the first process, whose end is the end of the container."""
@@ -143,12 +144,10 @@ class ContainerEngine:
         """See `Engine.create`."""
         image = str(spec.image)
         options = [
-            *("--name", name, "--label", f"{LABEL}={self.label}", "--hostname", "localhost", "--user", _USER),
-            *("--network", "none", "--cap-drop", "all", "--security-opt", "no-new-privileges", "--cgroupns", "private"),
-            *("--log-driver", "none", "--pull", "never", "--stop-timeout", "0", "--no-healthcheck"),
-            *("--entrypoint", KEEPER[0]),
+            *f"--name {name} --label {LABEL}={self.label} --hostname localhost --user {_USER}".split(),
+            *f"{_CLOSED} --pull never --stop-timeout 0 --no-healthcheck --entrypoint {KEEPER[0]}".split(),
             *self._limits(spec.limits),
-            *(part for mount in mounts for part in ("--mount", mount_option(mount, "readonly"))),
+            *mount_options(mounts, "readonly"),
         ]
         if self.command[0] == "podman":
             options.append("--http-proxy=false")  # containers get this process's proxy variables otherwise
@@ -297,11 +296,35 @@ def _docker(command: tuple[str, ...]) -> ContainerEngine:
     return ContainerEngine(command=command, controllers=frozenset(name for name, key in known.items() if info.get(key)))
 
 
-class ContainerRuntime:
+_NAMESPACES = frozenset({"clone", "clone3", "unshare", "setns", "mount", "umount", "umount2", "pivot_root"})
+"""Calls with which a program without rights makes namespaces, and in them has rights over parts of the kernel."""
+_CLONE_FLAGS = 0x7E020000
+"""Flags of clone(2) that make namespaces."""
+_ENOSYS = 38
+
+
+def without_namespaces(profile: dict[str, Any]) -> dict[str, Any]:
+    """Return a profile of system calls that allows no program to make namespaces, and none of the calls in `DENIED`.
+
+    Podman's own profile allows it, Docker's does not. Processes and threads can be made as ever: clone3(2) hides its
+    flags from a filter, so it is called unknown, and the C library takes clone(2).
+    """
+    rules = [
+        {**rule, "names": [name for name in rule["names"] if name not in _NAMESPACES and name not in DENIED]}
+        for rule in profile.get("syscalls", [])
+    ]
+    no_flags = {"index": 0, "value": _CLONE_FLAGS, "valueTwo": 0, "op": "SCMP_CMP_MASKED_EQ"}
+    rules += [
+        {"names": ["clone"], "action": "SCMP_ACT_ALLOW", "args": [no_flags]},
+        {"names": ["clone3"], "action": "SCMP_ACT_ERRNO", "errnoRet": _ENOSYS},
+    ]
+    return {**profile, "syscalls": [rule for rule in rules if rule["names"]]}
+
+
+class ContainerRuntime(HidingRuntime):
     """Boxes that are containers: of an image, or of a root folder, of which each gets a copy on write.
 
-    `engine` is `podman` or `docker`; `arguments` stand before its commands. `tools` are folders of this machine that
-    each container has read-only, under the same path.
+    `engine` is `podman` or `docker`; `arguments` stand before its commands.
     """
 
     name = "container"
@@ -309,15 +332,10 @@ class ContainerRuntime:
     warning: str | None = None
 
     def __init__(self, engine: str = "podman", arguments: Sequence[str] = (), *, tools: Sequence[Path] = ()) -> None:
+        super().__init__(tools)
         self._program, self._arguments = engine, tuple(arguments)
-        self._tools = [Mount(folder, str(folder)) for folder in tools]
         self.id = secrets.token_hex(4)
         """Value of the label `rolltap` of the runtime's containers."""
-        self._hidden: tuple[Path, ...] = ()
-
-    def hide(self, paths: Iterable[Path]) -> None:
-        """See `HidingRuntime.hide`."""
-        self._hidden = tuple(dict.fromkeys([*self._hidden, *paths]))
 
     def check(self) -> None:
         """Start a container as a trial. Raises `InputError` when the engine is missing, or does not work."""
@@ -334,13 +352,10 @@ class ContainerRuntime:
                 f"{spec.name} has no image, and the runtime container needs one: set `image` of its task to an image's "
                 "name or a root folder, or choose the runtime sandbox"
             )
-        for tool in self._tools:
-            require_narrow(tool.source, spec.workspace)
+        for tool in self.tools:
+            require_narrow(tool, spec.workspace)
         engine = await asyncio.to_thread(self._ready, spec.image, spec.workspace)
-        spec = replace(spec, limits=spec.limits.of_isolated(), mounts=[*self._tools, *spec.mounts])
-        hidden = covered(self._hidden, [tool.source for tool in self._tools])
-        box = EngineBox(engine, spec, f"rolltap-{self.id}-{spec.name}", hidden)
-        async with box.alive():
+        async with EngineBox(self, engine, spec, f"rolltap-{self.id}-{spec.name}").alive() as box:
             yield box
 
     def _ready(self, image: str, workspace: Path) -> ContainerEngine:

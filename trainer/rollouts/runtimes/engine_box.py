@@ -1,7 +1,4 @@
-"""The life of a box that a container engine makes by its command line.
-
-The command lines that boxes need of a container engine, and how a command of an engine is called.
-"""
+"""The life of a box that a container engine makes by its command line, and the command lines that it needs for it."""
 
 import asyncio
 import csv
@@ -13,14 +10,17 @@ import shlex
 import signal
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 from rolltap.trainer.concurrency import run_to_end, wait_for_end
-from rolltap.trainer.rollouts.runtimes.relay import Relay
+from rolltap.trainer.rollouts.runtimes.relay import PORT, Relay
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Ended, Mount, StopReason, remove_folder
+from rolltap.trainer.rollouts.runtimes.sandbox import HOME, HidingRuntime
 from rolltap.trainer.rollouts.runtimes.supervised import Output, Supervised, start, written_to
 from rolltap.trainer.rollouts.runtimes.watch import exceeded, out_of_memory_kills, processes_in, written_folders
 
@@ -74,19 +74,15 @@ def call(command: Sequence[str], *, timeout: float = _SECONDS) -> str:
     return done.stdout
 
 
-def mount_option(mount: Mount, readonly: str) -> str:
-    """Return the value of an engine's option `--mount`, a row of CSV: paths may have commas and colons."""
-    row = ["type=bind", f"source={mount.source}", f"destination={mount.target}"]
-    text = io.StringIO()
-    csv.writer(text, lineterminator="").writerow(row if mount.writable else [*row, readonly])
-    return text.getvalue()
+def mount_options(mounts: Iterable[Mount], readonly: str) -> Iterator[str]:
+    """Yield an engine's options `--mount`. The value is a row of CSV: paths may have commas and colons."""
+    for mount in mounts:
+        row = ["type=bind", f"source={mount.source}", f"destination={mount.target}"]
+        text = io.StringIO()
+        csv.writer(text, lineterminator="").writerow(row if mount.writable else [*row, readonly])
+        yield from ("--mount", text.getvalue())
 
 
-HOME = "/home/agent"
-"""The home folder in a box."""
-
-_PORT = 3128
-"""Port of a box's loopback that leads to the recorder."""
 _SCRIPTS = "/.rolltap"
 """Folder in a box, read-only, with the scripts that start its programs."""
 _STARTS, _ABSENT = "rolltap starts", "rolltap finds nothing"
@@ -99,24 +95,26 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 class EngineBox:
     """A box of a container engine. Its first process lives until the box ends, and its programs beside it.
 
-    The files and folders `hidden` of the box, which are in its mounts, are empty. Its programs have one user, and /proc
-    is writable as images expect it: a program can write to the memory of the others, but not of the first process.
+    It has the tools of its runtime, and what that hides in them is empty. Its programs have one user, and /proc is
+    writable as images expect it: a program can write to the memory of the others, but not of the first process.
     """
 
-    def __init__(self, engine: Engine, spec: BoxSpec, name: str, hidden: Sequence[Path] = ()) -> None:
+    def __init__(self, runtime: HidingRuntime, engine: Engine, spec: BoxSpec, name: str) -> None:
+        tools = [Mount(tool, str(tool)) for tool in runtime.tools]
+        spec = replace(spec, limits=spec.limits.of_isolated(), mounts=[*tools, *spec.mounts])
         self.workdir = spec.workdir
         self.home = HOME
-        self.proxy = None if spec.proxy is None else f"127.0.0.1:{_PORT}"
+        self.proxy = None if spec.proxy is None else f"127.0.0.1:{PORT}"
         self._engine, self._spec, self._name = engine, spec, name
-        self._hidden = hidden
+        self._hidden = runtime.hidden_in(runtime.tools)
         self._folder = Path()
         self._mounts: list[Mount] = []
         self._running = AsyncExitStack()
         self._pid = 0
 
     @asynccontextmanager
-    async def alive(self) -> AsyncIterator[None]:
-        """Make and start the box. It is removed when the block is left, and when this process dies.
+    async def alive(self) -> AsyncIterator[Self]:
+        """Make and start the box, and yield it. It is removed when the block is left, and when this process dies.
 
         Raises `OSError` when the engine cannot make it.
         """
@@ -137,7 +135,7 @@ class EngineBox:
             ]
             async with self._made(), self._running:
                 await self._join()
-                yield
+                yield self
         finally:
             await run_to_end(remove_folder, self._folder)
 
@@ -170,7 +168,7 @@ class EngineBox:
         if not self._pid:
             raise OSError(f"the container of {self._spec.name} has ended by itself: has its image /bin/sh and sleep?")
         if self._spec.proxy is not None:
-            await self._running.enter_async_context(Relay(self._pid, self._spec.proxy, _PORT))
+            await self._running.enter_async_context(Relay(self._pid, self._spec.proxy))
 
     async def run(self, command: Sequence[str], *, env: Mapping[str, str], timeout: float, log: Path) -> Ended:
         """Run a program: see `Box.run`. The image's own variables stay, and the folders of its PATH come first.
@@ -224,10 +222,8 @@ class EngineBox:
 
     async def _exceeded(self, log: Path) -> StopReason:
         """Return the first limit that the box exceeds."""
-        written = [mount.source for mount in self._spec.mounts if mount.writable]
-        folders = [self._spec.workspace, self._spec.home, log, *written, *written_folders(self._pid)]
-        memory = [Path(f"/proc/{self._pid}/root/dev{folder}") for folder in ("", "/shm")]
-        return await exceeded(self._spec.limits, self._pid, folders, memory, find=processes_in)
+        folders = [*self._spec.written(), log, *written_folders(self._pid)]
+        return await exceeded(self._spec.limits, partial(processes_in, self._pid), folders)
 
     async def settle(self) -> None:
         """Kill all processes of the box. The next program starts it again, with its files."""

@@ -24,10 +24,7 @@ _PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy")
 _LOOPBACK = "localhost,127.0.0.1,::1"
 """Hosts that programs reach directly: servers that they start themselves. httpx raises at `[::1]`."""
 _DIRECT = ("NO_PROXY", "no_proxy")
-_BUNDLES = (
-    *("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "AWS_CA_BUNDLE"),
-    *("GIT_SSL_CAINFO", "CODEX_CA_CERTIFICATE"),
-)
+_BUNDLES = "SSL_CERT_FILE REQUESTS_CA_BUNDLE CURL_CA_BUNDLE AWS_CA_BUNDLE GIT_SSL_CAINFO CODEX_CA_CERTIFICATE"
 _END_SECONDS = 300.0
 """Timeout of ending a session: the disk may be slow, and a large file may be compacted."""
 
@@ -102,7 +99,7 @@ class Proxy:
             **dict.fromkeys(_DIRECT, _LOOPBACK),
             "NODE_USE_ENV_PROXY": "1",
             "NODE_EXTRA_CA_CERTS": ca,
-            **dict.fromkeys(_BUNDLES, bundle),
+            **dict.fromkeys(_BUNDLES.split(), bundle),
         }
 
     def end_session(self, session_id: str) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+PORT = 3128
+"""Port of a box's loopback that leads to the recorder."""
 _SCRIPT = Path(__file__).with_name("inside") / "listener.py"
 _READ_BYTES = 1 << 16
 _CONNECTIONS = 128
@@ -26,12 +28,12 @@ class Relay:
     Entering raises `OSError` when the namespace cannot be joined or the port is taken.
     """
 
-    def __init__(self, pid: int, proxy: str, port: int = 3128) -> None:
+    def __init__(self, pid: int, proxy: str, port: int = PORT) -> None:
         self._pid, self._port = pid, port
         host, _, number = proxy.rpartition(":")
         self._proxy = (host.strip("[]"), int(number))
         self._connections: set[asyncio.Task[None]] = set()
-        self._room = asyncio.Semaphore(_CONNECTIONS)
+        self._slots = asyncio.Semaphore(_CONNECTIONS)
 
     @property
     def address(self) -> str:
@@ -55,11 +57,11 @@ class Relay:
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            await self._room.acquire()
+            await self._slots.acquire()
             try:
                 client, _ = await loop.sock_accept(self._listener)
             except OSError:  # the client has gone, or this process has no descriptor left for a moment
-                self._room.release()
+                self._slots.release()
                 await asyncio.sleep(0.05)
                 continue
             connection = asyncio.create_task(self._connect(client))
@@ -69,7 +71,7 @@ class Relay:
     def _connection_ended(self, client: socket.socket, connection: asyncio.Task[None]) -> None:
         client.close()
         self._connections.discard(connection)
-        self._room.release()
+        self._slots.release()
 
     async def _connect(self, client: socket.socket) -> None:
         with socket.socket(socket.AF_INET6 if ":" in self._proxy[0] else socket.AF_INET) as server:

@@ -1,8 +1,7 @@
 """The interface of a runtime: boxes in which the programs of a session run.
 
-Temporary folders that can be removed whatever a session left in them.
-
-The files of this machine that a program needs in order to run where the rest is hidden.
+Below it is what several runtimes need: temporary folders that can be removed whatever a session left in them, and the
+files of this machine that a program needs in order to run where the rest is hidden.
 """
 
 import contextlib
@@ -20,6 +19,8 @@ from typing import Literal, Protocol, runtime_checkable
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.tasks.task import Limits
+
+logger = logging.getLogger(__name__)
 
 StopReason = Literal["timeout", "memory", "processes", "disk"]
 """Why rolltap stopped a program: its time, or a limit of its box."""
@@ -59,6 +60,10 @@ class BoxSpec:
     image: str | None = None
     limits: Limits = field(default_factory=Limits)
     proxy: str | None = None
+
+    def written(self) -> list[Path]:
+        """Return the files and folders of this machine that programs in the box can write to."""
+        return [self.workspace, self.home, *(mount.source for mount in self.mounts if mount.writable)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +131,6 @@ class ImageRuntime(Runtime, Protocol):
 
     def copy_out(self, image: str, workdir: str, dest: Path) -> None:
         """Copy what the folder `workdir` of an image holds into the folder `dest`. Raises `InputError` without it."""
-
-
-logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager

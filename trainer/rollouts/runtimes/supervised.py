@@ -1,6 +1,6 @@
 """Programs under a supervisor: all that they start ends with them, and with this process, by kill -9 too.
 
-The output of a program: a pipe, which a thread of this process reads into a file.
+Their output goes through a pipe, which a thread of this process reads into a file.
 """
 
 import asyncio
@@ -15,12 +15,13 @@ import threading
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from rolltap.trainer.concurrency import run_to_end, wait_for_end
 from rolltap.trainer.rollouts.runtimes.runtime import Ended, StopReason
-from rolltap.trainer.rollouts.runtimes.watch import choose_cores, exceeded, rlimits
+from rolltap.trainer.rollouts.runtimes.watch import choose_cores, descendants, exceeded, rlimits
 from rolltap.trainer.tasks.task import Limits
 
 LOG_BYTES = 64 << 20
@@ -262,7 +263,7 @@ async def run_supervised(
         written_to(log) as output,
         start(command, cwd=cwd, env=env, output=output.descriptor, **how) as program,
     ):
-        return await end(program, timeout, exceeded(limits, program.process.pid, [*folders, log]))
+        return await end(program, timeout, exceeded(limits, partial(descendants, program.process.pid), [*folders, log]))
 
 
 async def end(program: Supervised, timeout: float, limit: Coroutine[Any, Any, StopReason]) -> Ended:

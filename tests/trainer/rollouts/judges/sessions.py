@@ -1,24 +1,11 @@
 """Sessions that an agent has left, and judging them with a real runtime."""
 
-import shutil
-from dataclasses import dataclass
-from pathlib import Path
-
-from rolltap.trainer.rollouts.judges.changes import Made
+from rolltap.trainer.rollouts.judges.changes import AgentResult
+from rolltap.trainer.rollouts.judges.checkout import JudgeJob
 from rolltap.trainer.rollouts.judges.judge import judge
 from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
+from rolltap.trainer.tasks.content import Start
 from rolltap.trainer.tasks.task import Task
-
-
-@dataclass(frozen=True)
-class Start:
-    """A start with a digest of its own: judgements of untouched starts are kept by it."""
-
-    folder: Path
-    digest: str
-
-    def copy_to(self, target):
-        shutil.copytree(self.folder, target, symlinks=True, dirs_exist_ok=True)
 
 
 class Left:
@@ -26,7 +13,7 @@ class Left:
 
     def __init__(self, folder, files, runtime=None):
         self.folder = folder
-        self.start = Start(folder / "start", str(folder))
+        self.start = Start(folder / "start", str(folder))  # judgements of baselines are kept by this digest
         self.workspace, self.home, self.logs = folder / "session/workspace", folder / "session/home", folder / "logs"
         self.start.folder.mkdir(parents=True)
         write(self.start.folder, files)
@@ -41,8 +28,16 @@ class Left:
 
     async def judge(self, spec, instruction="Mend it.", **given):
         self.task = Task.model_validate({"id": "t", "instruction": instruction, "judge": spec})
-        made = Made(self.workspace, self.home)
-        return await judge(self.task, made, self.start, self.runtime, name="t-0", logs=self.logs, **given)
+        job = JudgeJob(
+            task=self.task,
+            start=self.start,
+            runtime=self.runtime,
+            result=AgentResult(self.workspace, self.home),
+            name="t-0",
+            logs=self.logs,
+            **given,
+        )
+        return await judge(job)
 
     @property
     def log(self):

@@ -5,6 +5,7 @@ import pytest
 
 from rolltap.trainer.rollouts.judges import judge as module
 from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
+from tests.deep import cases
 from tests.trainer.rollouts.judges.sessions import Left, write
 
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--junit-xml", "{report}"]
@@ -20,12 +21,16 @@ SPEC = {"kind": "pytest", "command": PYTEST, "timeout": 60, **LISTS}
 
 @pytest.mark.parametrize(
     ("code", "reward", "parts"),
-    [
-        ("def add(a, b): return a + b\n", 1.0, (1.0, 1.0)),
-        ("def add(a, b): return a - b + 0\n", 0.0, (0.0, 1.0)),
-        ("def add(a, b): return 4\n", 0.0, (1.0, 0.0)),
-        ("def add(a, b): raise OSError\n", 0.0, (0.0, 0.0)),
-    ],
+    cases(
+        [
+            ("def add(a, b): return a + b\n", 1.0, (1.0, 1.0)),
+            ("def add(a, b): return 4\n", 0.0, (1.0, 0.0)),
+            ("def add(a, b): return a - b + 0\n", 0.0, (0.0, 1.0)),
+            ("def add(a, b): raise OSError\n", 0.0, (0.0, 0.0)),
+        ],
+        0,
+        1,
+    ),
 )
 async def test_the_reward_is_1_when_both_lists_pass(tmp_path, code, reward, parts):
     left = Left(tmp_path, START)
@@ -70,9 +75,9 @@ async def test_a_module_that_the_agent_was_asked_for_is_the_agents(tmp_path):
 @pytest.mark.parametrize(
     ("code", "why"),
     [
-        ("while True: pass\n", "took more than 6 s"),
         ("import os; os._exit(0)\n", "ended with status 0 and wrote no report"),
         ("import os; os.abort()\n", "ended by signal 6"),
+        pytest.param("while True: pass\n", "took more than 6 s", marks=pytest.mark.deep),
     ],
 )
 async def test_a_judge_that_works_on_the_start_and_breaks_with_the_changes_was_broken_by_them(tmp_path, code, why):
@@ -99,7 +104,7 @@ async def test_an_untouched_workspace_is_not_judged_twice(tmp_path):
     assert (tmp_path / "count").read_text() == "x\n"
 
 
-@pytest.mark.parametrize(("parallel", "code"), [("-x", "a + b"), ("-k zero", "a - b"), ("-q -q", "a + b")])
+@pytest.mark.parametrize(("parallel", "code"), cases([("-x", "a + b"), ("-k zero", "a - b"), ("-q -q", "a + b")], 1))
 async def test_arguments_of_the_task_do_not_silence_the_tests_that_must_fail(tmp_path, parallel, code):
     left = Left(tmp_path, START)
     left.do({"calc.py": f"def add(a, b): return {code}\n"})
@@ -144,13 +149,13 @@ async def test_several_judges_of_which_one_cannot_judge_are_unjudged(tmp_path):
     assert judged.parts == {"a": 1.0}
 
 
-async def test_judgements_of_starts_are_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_MAX_UNTOUCHED", 0)
-    monkeypatch.setattr(module, "_untouched", {})
+async def test_judgements_of_baselines_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_MAX_BASELINES", 0)
+    monkeypatch.setattr(module, "_baselines", {})
     left = Left(tmp_path, {"run.sh": "exit 0"})
     left.do({"run.sh": "exit 7"})
     assert (await left.judge({"kind": "command", "command": ["sh", "run.sh"], "paths": ["**"]})).reward == 0.0
-    assert module._untouched == {}
+    assert module._baselines == {}
 
 
 FUNCTIONS = """

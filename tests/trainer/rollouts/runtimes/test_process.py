@@ -4,15 +4,10 @@ import pytest
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
-from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Ended, Runtime
+from rolltap.trainer.rollouts.runtimes.runtime import Ended, Runtime
 from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
 from rolltap.trainer.tasks.task import Limits
-
-
-def spec_in(folder, **fields):
-    for name in ("workspace", "home"):
-        (folder / name).mkdir()
-    return BoxSpec(name="box", workspace=folder / "workspace", workdir="/testbed", home=folder / "home", **fields)
+from tests.boxes import spec_in
 
 
 async def test_a_program_runs_in_the_workspace_and_reaches_the_recorder_itself(tmp_path):

@@ -8,9 +8,8 @@ import subprocess
 import pytest
 
 from rolltap.trainer.rollouts.runtimes.relay import Relay
-from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec
 from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
-from tests.security.test_sandbox import sandboxed
+from tests.boxes import sandboxed, spec_in
 
 pytestmark = sandboxed
 
@@ -36,12 +35,7 @@ async def echo(reader, writer):
 
 
 async def in_box(tmp_path, proxy, command):
-    for name in ("workspace", "home"):
-        (tmp_path / name).mkdir(exist_ok=True)
-    spec = BoxSpec(
-        name="box", workspace=tmp_path / "workspace", workdir="/workspace", home=tmp_path / "home", proxy=proxy
-    )
-    async with SandboxRuntime().box(spec) as box:
+    async with SandboxRuntime().box(spec_in(tmp_path, proxy=proxy)) as box:
         ended = await box.run(["sh", "-c", command], env={"PATH": os.environ["PATH"]}, timeout=60, log=tmp_path / "log")
         return box.proxy, ended, (tmp_path / "log").read_text()
 

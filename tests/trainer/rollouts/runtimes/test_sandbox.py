@@ -1,3 +1,5 @@
+"""The sandbox: its view as data, its boxes, and what no box shows. `tests/security/test_sandbox.py` attacks it."""
+
 import os
 import subprocess
 import sys
@@ -6,17 +8,67 @@ from pathlib import Path
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Ended, Mount
-from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime, View, write_etc
-from rolltap.trainer.tasks.task import Limits
-from tests.security.test_sandbox import sandboxed
-from tests.trainer.rollouts.runtimes.test_supervised import wait_until_dead
+from rolltap.trainer.rollouts.runtimes.choose import make_runtime
+from rolltap.trainer.rollouts.runtimes.runtime import Ended, Mount
+from rolltap.trainer.rollouts.runtimes.sandbox import (
+    HidingRuntime,
+    SandboxRuntime,
+    View,
+    covered,
+    private_paths,
+    write_etc,
+)
+from rolltap.trainer.tasks.task import CommandJudge, Limits, Task
+from tests.boxes import sandboxed, spec_in, wait_until_dead
 
 
-def spec_in(folder, **fields):
-    for name in ("workspace", "home"):
-        (folder / name).mkdir(exist_ok=True)
-    return BoxSpec(name="box", workspace=folder / "workspace", workdir="/testbed", home=folder / "home", **fields)
+@pytest.fixture
+def project(tmp_path):
+    """A folder with a tool, a run folder in it, and a link to it."""
+    for name in ("tool/run", "tool/inner/bin", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "link").symlink_to("tool")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("hidden", "tool", "found"),
+    [
+        ("tool/run", "tool", ["tool/run"]),
+        ("tool/run", "link", ["link/run"]),
+        ("link/run", "tool", ["tool/run"]),
+        ("tool", "tool", ["tool"]),
+        ("tool/none", "tool", []),
+        ("elsewhere", "tool", []),
+        ("tool", "tool/inner/bin", []),
+    ],
+)
+def test_what_is_hidden_is_covered_where_a_tool_folder_shows_it(project, hidden, tool, found):
+    assert covered([project / hidden], [project / tool]) == [project / path for path in found]
+
+
+def test_all_paths_of_tasks_are_private(tmp_path):
+    for name in ("run", "work", "start", "tests", "data", "rows"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "rows" / "tasks.jsonl").touch()
+    judge = CommandJudge(command=["true"], tests=tmp_path / "tests", mounts={"/data": tmp_path / "data"})
+    source = f"{tmp_path}/rows/tasks.jsonl, line 3"
+    task = Task(id="t", instruction="i", workspace=tmp_path / "start", judge=judge, image="/usr", source=source)
+    found = private_paths(tmp_path / "run", tmp_path / "work", [task])
+    names = {"run", "work", "start", "tests", "data", "rows/tasks.jsonl"}
+    assert set(found) == {tmp_path / name for name in names}
+
+
+def test_a_source_that_names_no_file_hides_nothing(tmp_path):
+    task = Task(id="t", instruction="i", evaluate=["true"], source="a book, page 3")
+    assert private_paths(tmp_path, tmp_path, [task]) == [tmp_path]
+
+
+@pytest.mark.parametrize("name", ["sandbox", "container", "apptainer"])
+def test_runtimes_that_isolate_hide_and_process_does_not(name):
+    assert isinstance(make_runtime(name), HidingRuntime)
+    assert not isinstance(make_runtime("process"), HidingRuntime)
+    assert Path("/") not in private_paths(Path("/nowhere"), Path("/nowhere"), [])
 
 
 async def run(folder, script, *, tools=(), hidden=(), timeout=60.0, env=(), command=None, **fields):
@@ -29,22 +81,8 @@ async def run(folder, script, *, tools=(), hidden=(), timeout=60.0, env=(), comm
 class TestArguments:
     """The options of bubblewrap, as data."""
 
-    def view(self, tmp_path, **fields):
-        folders = {"workspace": tmp_path / "w", "home": tmp_path / "h", "etc": tmp_path / "etc"}
-        return View(**folders, workdir="/testbed", home_in_box="/home/agent", **fields)
-
-    def test_every_namespace_is_new_and_no_right_is_kept(self, tmp_path):
-        arguments = self.view(tmp_path).arguments({})
-        for option in ("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"):
-            assert option in arguments
-        assert arguments[arguments.index("--cap-drop") + 1] == "ALL"
-        assert "--share-net" not in arguments
-
-    def test_only_the_workspace_and_the_home_can_be_written(self, tmp_path):
-        mounts = (Mount(Path("/a"), "/b"), Mount(Path("/c"), "/d", writable=True))
-        arguments = self.view(tmp_path, mounts=mounts).arguments({})
-        targets = [arguments[number + 2] for number, option in enumerate(arguments) if option == "--bind"]
-        assert targets == ["/home/agent", "/testbed", "/d"]
+    def view(self, tmp_path, tools=(), **fields):
+        return View(spec_in(tmp_path, **fields), tmp_path / "etc", tools)
 
     def test_of_the_machine_only_system_folders_are_seen(self, tmp_path):
         arguments = self.view(tmp_path).arguments({})
@@ -55,14 +93,9 @@ class TestArguments:
         }
         assert not sources & {"/etc", "/etc/ssl", "/etc/shadow", "/"}
 
-    def test_the_environment_is_the_given_one(self, tmp_path):
-        arguments = self.view(tmp_path).arguments({"A": "b c"})
-        assert "--clearenv" in arguments
-        assert arguments[-3:] == ["--setenv", "A", "b c"]
-
     def test_a_tool_in_another_ones_folder_is_mounted_once(self, tmp_path):
         (tmp_path / "t" / "bin").mkdir(parents=True)
-        view = self.view(tmp_path).with_tools([tmp_path / "t" / "bin", tmp_path / "t", tmp_path / "t"])
+        view = self.view(tmp_path, (tmp_path / "t" / "bin", tmp_path / "t"))
         assert view.arguments({}).count(str(tmp_path / "t" / "bin")) == 0
         assert view.arguments({}).count(str(tmp_path / "t")) == 2
 
@@ -143,8 +176,8 @@ class TestBox:
         assert ended == Ended(None, "disk")
 
     async def test_a_box_has_limits_without_being_asked(self, tmp_path):
-        async with SandboxRuntime().box(spec_in(tmp_path)) as box:
-            assert box.spec.limits == Limits().of_isolated()
+        _, said = await run(tmp_path, "ulimit -f; df --output=size -B1 /tmp | tail -1")
+        assert said.split() == [str(20 << 21), str(4 << 30)]  # blocks of 512 bytes; half of the memory
 
     async def test_a_box_with_cores_sees_so_many(self, tmp_path):
         _, said = await run(tmp_path, "nproc", limits=Limits(cpus=1))

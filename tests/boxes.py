@@ -1,7 +1,8 @@
-"""Real containers for tests: Podman with a root folder made of this machine's programs."""
+"""Real boxes for tests: sandboxes of bubblewrap, and containers of Podman with a root folder of this machine."""
 
 import functools
 import os
+import select
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,25 +10,48 @@ from pathlib import Path
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.rollouts.runtimes.container import LABEL, ContainerRuntime, find_engine, system_root
+from rolltap.trainer.rollouts.runtimes.container import LABEL, ContainerRuntime, system_root
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec
+from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
 
 
 @functools.cache
-def why_not() -> str:
-    """Return why there are no containers here; nothing when there are."""
+def fault_of(runtime) -> str:
+    """Return why a runtime does not work here; nothing when it does."""
     try:
-        find_engine("podman", ())
+        runtime().check()
     except InputError as error:
         return str(error)
     return ""
 
 
-@pytest.fixture
-def podman() -> None:
+NO_SANDBOX = fault_of(SandboxRuntime)
+sandboxed = pytest.mark.skipif(bool(NO_SANDBOX), reason=NO_SANDBOX)
+
+
+def require_podman() -> None:
     """Skip a test where Podman cannot start containers."""
-    if reason := why_not():
+    if reason := fault_of(ContainerRuntime):
         pytest.skip(reason)
+
+
+def wait_until_dead(pid: int) -> bool:
+    """Return True when a process has ended or ends soon. A killed process takes a moment to end."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    ended, _, _ = select.select([descriptor], [], [], 60)
+    os.close(descriptor)
+    return bool(ended)
+
+
+def spec_in(folder: Path, **fields) -> BoxSpec:
+    """Return a box without an image, with a workspace and a home below `folder`."""
+    for name in ("workspace", "home"):
+        (folder / name).mkdir(exist_ok=True)
+    values = {"name": "box", "workdir": "/testbed", **fields}
+    return BoxSpec(workspace=folder / "workspace", home=folder / "home", **values)
 
 
 def make_spec(folder: Path, **settings) -> BoxSpec:

@@ -1,6 +1,7 @@
 import pytest
 
-from rolltap.trainer.rollouts.judges.protected import is_script, pytest_command, runs_pytest
+from rolltap.trainer.rollouts.judges.protected import is_script, judges_files, pytest_command, runs_pytest
+from rolltap.trainer.tasks.task import CommandJudge
 
 
 @pytest.mark.parametrize(
@@ -56,3 +57,26 @@ def test_a_command_that_is_pytest_itself_is_found(command, words):
 def test_pytest_is_found_within_a_shells_text():
     assert runs_pytest(["sh", "-c", "cd src && exec python -m pytest"])
     assert not runs_pytest(["sh", "-c", "python test_it.py"])
+
+
+JUDGES = {
+    "without tests of its own": (CommandJudge(command=["./run.sh"]), ["run.sh", "tests/laid.py", "tests/test_old.py"]),
+    "with tests from outside": (
+        CommandJudge(command=["./run.sh"], mounts={"/tests": "elsewhere"}),
+        ["run.sh", "tests/laid.py"],
+    ),
+    "of named changes": (CommandJudge(command=["true"], paths=["tests"]), ["tests/laid.py"]),
+}
+
+
+@pytest.mark.parametrize(("judge", "own"), JUDGES.values(), ids=JUDGES)
+def test_the_tests_of_the_start_are_the_judges_unless_it_brings_tests(tmp_path, judge, own):
+    start, workspace = tmp_path / "start", tmp_path / "workspace"
+    for folder, names in (
+        (start, ["run.sh", "code.py", "tests/test_old.py"]),
+        (workspace, ["run.sh", "code.py", "tests/test_old.py", "tests/laid.py", "tests/test_of_the_agent.py"]),
+    ):
+        for name in names:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).touch()
+    assert sorted(judges_files(start, workspace, judge, ["tests/laid.py"], "/app")) == own

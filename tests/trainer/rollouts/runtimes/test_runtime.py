@@ -1,9 +1,12 @@
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.rollouts.runtimes.runtime import require_narrow, tool_folders
+from rolltap.trainer.rollouts.runtimes import runtime
+from rolltap.trainer.rollouts.runtimes.runtime import require_narrow, scratch_folder, tool_folders
 
 
 @pytest.fixture
@@ -96,3 +99,33 @@ def test_a_tool_folder_that_contains_the_home_or_the_workspace_is_refused(place,
 
 def test_a_tool_folder_beside_them_is_not(place):
     require_narrow(place / "venv", place / "work/session/workspace")
+
+
+LEFT = {
+    "a file": "touch file",
+    "folders that are nested deeper than Python recurses": "python3 -c '\nimport os\n"
+    'for _ in range(1500): os.mkdir("d" * 20); os.chdir("d" * 20)\n\'',
+    "a folder that is closed": "mkdir -p closed/inside; touch closed/inside/file; chmod 0 closed/inside closed",
+    "a link to what must stay": "ln -s ../kept kept",
+    "a FIFO and a name with a newline": "mkfifo fifo; touch 'a\nb' -- '-rf'",
+}
+
+
+@pytest.mark.parametrize("script", LEFT.values(), ids=list(LEFT))
+def test_what_a_session_leaves_is_removed(tmp_path, monkeypatch, script):
+    monkeypatch.setattr(runtime.tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "file").touch()
+    with scratch_folder() as folder:
+        subprocess.run(["sh", "-c", script], cwd=folder, check=True)
+    assert os.listdir(tmp_path) == ["kept"]
+    assert (tmp_path / "kept" / "file").exists()
+
+
+def test_a_folder_that_cannot_be_removed_is_logged(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("rm", "chmod"):
+        (tmp_path / name).write_text("#!/bin/sh\necho busy >&2\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    runtime.remove_folder(tmp_path / "x")
+    assert "x could not be removed: busy" in caplog.text

@@ -1,0 +1,107 @@
+"""Attacks by programs that run in boxes: sandboxes, and containers of a root folder with this machine's /usr."""
+
+import os
+import pwd
+import signal
+import tempfile
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rolltap.trainer.rollouts.runtimes.container import ContainerRuntime, system_root
+from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
+from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec, scratch_folder
+from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
+from tests.boxes import fault_of
+from tests.deep import DEEP, cases
+from tests.security.attack_scripts import ATTACKS, FILLINGS, HARMFUL, ONE_OF_EACH, SCRIPTS, WORKS
+from tests.security.attacks import play, run_as, world
+
+ME = pwd.getpwuid(os.getuid()).pw_name
+
+
+def sandbox():
+    return SandboxRuntime()
+
+
+class OfRootFolder(ContainerRuntime):
+    """Containers of a root folder."""
+
+    def box(self, spec: BoxSpec) -> AbstractAsyncContextManager[Box]:
+        root = Path(tempfile.mkdtemp(prefix="root-", dir=spec.workspace.parent))
+        mounts = system_root(root)
+        for folder in ("etc", "tmp"):
+            (root / folder).mkdir()
+        (root / "etc" / "passwd").write_text("agent:x:0:0::/home/agent:/bin/sh\n")
+        return super().box(replace(spec, image=str(root), mounts=mounts))
+
+
+def container():
+    return OfRootFolder()
+
+
+BOXES = {
+    f"sandbox of {ME}": (sandbox, ME, list(SCRIPTS)),
+    "container": (container, ME, list(SCRIPTS) if DEEP else ONE_OF_EACH),
+    "sandbox of nobody": (sandbox, "nobody", list(SCRIPTS)),
+}
+"""Function that makes the runtime, user, and the scripts that it runs."""
+
+
+@pytest.fixture(scope="module", params=cases(BOXES, 0, 1))
+def played(request):
+    """The machine that is attacked, and how each script ended."""
+    make, user, names = BOXES[request.param]
+    if reason := fault_of(make):
+        pytest.skip(reason)
+    if user != ME and os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    # not below pytest's folder, which it closes to others again and again
+    with scratch_folder() as folder:
+        folder.chmod(0o755)
+        with world(folder) as machine:
+            # the rest of a container's system is its own copy
+            env = machine.env if make is sandbox else {**machine.env, "SYSTEM": "/usr /usr/bin"}
+            yield machine, run_as(user, folder / "boxes", f"{__name__}:{make.__name__}", env, names)
+
+
+def end_of(results, name):
+    if name not in results:
+        pytest.skip("in the deep suite")
+    return results[name]
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_is_held(played, name):
+    machine, results = played
+    assert machine.escaped(end_of(results, name)["output"]) == []
+
+
+def test_no_server_of_the_machine_is_reached(played):
+    machine, _ = played
+    assert machine.visits == []
+
+
+@pytest.mark.parametrize("name", cases(sorted(HARMFUL), 0, 9))
+async def test_the_attack_works_where_nothing_isolates(tmp_path, name):
+    script, limits = SCRIPTS[name]
+    with world(tmp_path) as machine:
+        result = await play(ProcessRuntime(), script, tmp_path / "box", machine.env, limits)
+        assert machine.escaped(result["output"]) + machine.visits != []
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_what_agents_do_works(played, name):
+    _, results = played
+    result = end_of(results, name)
+    assert result["status"] == 0, result["output"]
+
+
+@pytest.mark.parametrize("name", FILLINGS)
+def test_a_box_that_exceeds_its_limit_is_stopped(played, name):
+    _, results = played
+    result = end_of(results, f"fill {name}")
+    too_large = name == "the log" and result["status"] == -signal.SIGXFSZ
+    assert too_large or result["stopped"] == FILLINGS[name].stopped, result["output"][-500:]

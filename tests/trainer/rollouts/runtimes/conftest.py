@@ -1,0 +1,8 @@
+import pytest
+
+from tests.boxes import require_podman
+
+
+@pytest.fixture
+def podman():
+    require_podman()
