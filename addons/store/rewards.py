@@ -42,13 +42,13 @@ class GivenReward:
     source: str
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "value", _finite(self.value, "the reward"))
+        object.__setattr__(self, "value", finite(self.value, "the reward"))
         if not isinstance(self.parts, Mapping):
             raise InputError(f"parts={self.parts!r}: give an object of names and numbers")
         for name in (*self.parts, self.task, self.group):
             if not isinstance(name, str) or len(name) > _NAME or not name.isprintable():
                 raise InputError(f"{str(name)[:_NAME]!r} is no name: give printable text of at most {_NAME} characters")
-        parts = {name: _finite(value, f"the part {name!r}") for name, value in self.parts.items()}
+        parts = {name: finite(value, f"the part {name!r}") for name, value in self.parts.items()}
         object.__setattr__(self, "parts", parts)
 
     @classmethod
@@ -155,7 +155,8 @@ def _judged_status(session: Session) -> SessionStatus:
     return "timeout" if session.exit_status is None else "completed" if session.exit_status == 0 else "failed"
 
 
-def _finite(value: object, what: str) -> float:
+def finite(value: object, what: str) -> float:
+    """Return a number as a float. Raises `InputError`, which names `what`, for all but a finite one."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         try:
             number = float(value)

@@ -198,14 +198,14 @@ class Filling:
 
 _MEMORY, _DISK, _PROCESSES = Limits(memory_gib=0.125), Limits(disk_gib=0.0625), Limits(processes=40)
 _STAY = "sleep 60"
-FILLINGS = {
-    "memory": Filling(python("import time; x = bytearray(1 << 28); time.sleep(60)"), _MEMORY, "memory"),
-    "memory of many": Filling(
+FILLS = {
+    "fill memory": Filling(python("import time; x = bytearray(1 << 28); time.sleep(60)"), _MEMORY, "memory"),
+    "fill memory of many": Filling(
         python("import os, time\nfor _ in range(3): os.fork()\nx = bytearray(30 << 20); time.sleep(60)"),
         _MEMORY,
         "memory",
     ),
-    "files in memory without a name": Filling(
+    "fill files in memory without a name": Filling(
         python("""
 import os, time
 f = os.memfd_create("x")
@@ -215,9 +215,9 @@ time.sleep(60)
         _MEMORY,
         "memory",
     ),
-    "disk": Filling(f"head -c 100M /dev/zero | split -b 1M - part; {_STAY}", _DISK, "disk"),
-    "disk in the home folder": Filling(f"cd; head -c 100M /dev/zero | split -b 1M - part; {_STAY}", _DISK, "disk"),
-    "disk by deleted files": Filling(
+    "fill disk": Filling(f"head -c 100M /dev/zero | split -b 1M - part; {_STAY}", _DISK, "disk"),
+    "fill disk in the home folder": Filling(f"cd; head -c 100M /dev/zero | split -b 1M - part; {_STAY}", _DISK, "disk"),
+    "fill disk by deleted files": Filling(
         python("""
 import os, time
 files = []
@@ -228,7 +228,7 @@ time.sleep(60)
         _DISK,
         "disk",
     ),
-    "disk by deep folders": Filling(
+    "fill disk by deep folders": Filling(
         python("""
 import os, time
 for _ in range(1500): os.mkdir("d" * 20); os.chdir("d" * 20)
@@ -238,9 +238,9 @@ time.sleep(60)
         _DISK,
         "disk",
     ),
-    "the log": Filling(f"yes | head -c 60M; yes | head -c 60M; {_STAY}", _DISK, "disk"),
-    "processes": Filling(f"for i in $(seq 100); do sleep 60 & done; {_STAY}", _PROCESSES, "processes"),
-    "threads": Filling(
+    "fill the log": Filling(f"yes | head -c 60M; yes | head -c 60M; {_STAY}", _DISK, "disk"),
+    "fill processes": Filling(f"for i in $(seq 100); do sleep 60 & done; {_STAY}", _PROCESSES, "processes"),
+    "fill threads": Filling(
         python("""
 import threading, time
 for _ in range(100): threading.Thread(target=time.sleep, args=[60], daemon=True).start()
@@ -254,7 +254,7 @@ time.sleep(60)
 
 SCRIPTS = {
     **{name: (script, Limits()) for name, script in {**ATTACKS, **WORKS}.items()},
-    **{f"fill {name}": (filling.script, filling.limits) for name, filling in FILLINGS.items()},
+    **{name: (filling.script, filling.limits) for name, filling in FILLS.items()},
 }
 """Name, script and limits of all that runs in a box."""
 ONE_OF_EACH = [

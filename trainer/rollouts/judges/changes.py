@@ -10,6 +10,7 @@ import stat
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from rolltap.trainer.rollouts.judges.folders import (
     Refusal,
     TooMuchError,
     Tree,
+    allow_owner,
     file_digest,
-    make_writable,
     opened,
+    parents,
     read_chunks,
     read_file,
     remove,
@@ -82,8 +84,7 @@ class Changes:
         """Paths of changed and deleted files and links, and of new empty folders, in order."""
         folders: set[str] = set()
         for path in self.changed:
-            while (path := path.rpartition("/")[0]) and path not in folders:
-                folders.add(path)
+            folders.update(takewhile(lambda parent: parent not in folders, parents(path)))
         return sorted(({*self.changed} - folders) | {*self.deleted})
 
     def without(self, refused: Mapping[str, Refusal]) -> "Changes":
@@ -272,7 +273,7 @@ def apply_changes(changes: Changes, workspace: Path, fresh: Path) -> None:
     for path in changes.deleted:
         parent, _, name = path.rpartition("/")
         with contextlib.suppress(FileNotFoundError), opened(fresh, parent) as folder:
-            make_writable(folder)
+            allow_owner(folder, stat.S_IRWXU)
             try:
                 os.unlink(name, dir_fd=folder)
             except IsADirectoryError:

@@ -31,21 +31,8 @@ _CLOSED_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CHUNK = 1 << 20
 
-Refusal = Literal[
-    "symlink",
-    "fifo",
-    "socket",
-    "device",
-    "setuid",
-    "git",
-    "cache",
-    "size",
-    "unreadable",
-    "depth",
-    "protected",
-    "planted",
-    "settings",
-]
+_Kind = Literal["symlink", "fifo", "socket", "device", "setuid", "git", "cache", "size", "unreadable", "depth"]
+Refusal = _Kind | Literal["protected", "planted", "settings"]
 """Why something is not applied: a symbolic link out of the workspace; what is no file; a setuid or setgid bit (the file
 is applied without it); a repository's own files; compiled Python; larger than `MAX_FILE_BYTES`; no right to
 read it; deeper than `MAX_DEPTH`, or with a path longer than `MAX_PATH`; under a path of the tests, or not under the
@@ -77,6 +64,13 @@ class Tree:
     rights: int = field(default=0, compare=False)
 
 
+def parents(path: str) -> Iterator[str]:
+    """Yield the folders above a relative path, the nearest first."""
+    while "/" in path:
+        path = path.rpartition("/")[0]
+        yield path
+
+
 def scan(root: Path, rights: int = 0) -> Tree:
     """Return what is in a folder, without the digests of its files: no file is opened.
 
@@ -90,11 +84,7 @@ def scan(root: Path, rights: int = 0) -> Tree:
     if root.is_symlink() or not root.is_dir():
         return tree
     try:
-        top = os.open(root, _CLOSED_FOLDER)
-        try:
-            folder = _open_folder(top, rights)
-        finally:
-            os.close(top)
+        folder = _open_folder(root, rights)
     except PermissionError as error:
         raise TooMuchError("the workspace is closed to the user who judges it") from error
     _scan_folder(folder, "", 0, tree)
@@ -104,25 +94,25 @@ def scan(root: Path, rights: int = 0) -> Tree:
 def open_to_owner(folder: Path) -> None:
     """Give this user all rights on a folder of its own, if it is there. Follows no link, and raises nothing."""
     with contextlib.suppress(OSError):
-        here = os.open(folder, _CLOSED_FOLDER)
-        try:
-            os.close(_open_folder(here, stat.S_IRWXU))
-        finally:
-            os.close(here)
+        os.close(_open_folder(folder, stat.S_IRWXU))
 
 
-def _open_folder(place: int, rights: int) -> int:
-    """Open the folder that the descriptor `place` names (`_CLOSED_FOLDER`) for reading. Raises `OSError`."""
-    _allow(place, rights)
-    return os.open(".", _FOLDER, dir_fd=place)
+def _open_folder(folder: Path | str, rights: int, parent: int | None = None) -> int:
+    """Open a folder for reading. It gets the owner's rights first. Raises `OSError`."""
+    here = os.open(folder, _CLOSED_FOLDER, dir_fd=parent)
+    try:
+        allow_owner(here, rights)
+        return os.open(".", _FOLDER, dir_fd=here)
+    finally:
+        os.close(here)
 
 
-def _allow(place: int, rights: int) -> None:
+def allow_owner(descriptor: int, rights: int) -> None:
     """Give the owner rights on what a descriptor names, if this user is the owner."""
-    mode = os.fstat(place).st_mode
+    mode = os.fstat(descriptor).st_mode
     if mode & rights != rights:
         with contextlib.suppress(OSError):  # another user's
-            os.chmod(f"/proc/self/fd/{place}", stat.S_IMODE(mode) | rights)
+            os.chmod(f"/proc/self/fd/{descriptor}", stat.S_IMODE(mode) | rights)
 
 
 def _scan_folder(folder: int, prefix: str, depth: int, tree: Tree) -> None:
@@ -135,7 +125,7 @@ def _scan_folder(folder: int, prefix: str, depth: int, tree: Tree) -> None:
                 if (reason := _refusal(path, name, status, depth)) is not None:
                     tree.refused[path] = reason
                 elif stat.S_ISDIR(status.st_mode):
-                    below = _below(folder, name, tree.rights)
+                    below = _open_folder(name, tree.rights, folder)
                     tree.entries[path] = Entry("folder")
                     _scan_folder(below, path + "/", depth + 1, tree)
                 elif stat.S_ISLNK(status.st_mode):
@@ -166,14 +156,6 @@ def _names(folder: int, prefix: str, tree: Tree) -> list[str]:
     return sorted(names)
 
 
-def _below(folder: int, name: str, rights: int) -> int:
-    place = os.open(name, _CLOSED_FOLDER, dir_fd=folder)
-    try:
-        return _open_folder(place, rights)
-    finally:
-        os.close(place)
-
-
 def _add_file(path: str, status: os.stat_result, tree: Tree) -> None:
     if status.st_mode & (stat.S_ISUID | stat.S_ISGID):
         tree.refused[path] = "setuid"
@@ -187,12 +169,12 @@ def file_digest(root: Path, path: str, rights: int = 0) -> str:
     parent, _, name = path.rpartition("/")
     digest = hashlib.sha256()
     with opened(root, parent) as folder:
-        place = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        file = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
         try:
-            if stat.S_ISREG(os.fstat(place).st_mode):
-                _allow(place, rights & stat.S_IRUSR)
+            if stat.S_ISREG(os.fstat(file).st_mode):
+                allow_owner(file, rights & stat.S_IRUSR)
         finally:
-            os.close(place)
+            os.close(file)
         for chunk in read_chunks(folder, name):
             digest.update(chunk)
     return digest.hexdigest()
@@ -247,24 +229,16 @@ def opened(root: Path, path: str = "", *, create: bool = False) -> Iterator[int]
     try:
         for part in filter(None, path.split("/")):
             if create:
-                make_writable(folder)
+                allow_owner(folder, stat.S_IRWXU)  # a start may have folders that are read-only
                 _make_folder(folder, part)
             below = os.open(part, _FOLDER, dir_fd=folder)
             os.close(folder)
             folder = below
         if create:
-            make_writable(folder)
+            allow_owner(folder, stat.S_IRWXU)
         yield folder
     finally:
         os.close(folder)
-
-
-def make_writable(folder: int) -> None:
-    """Let the owner write to the folder `folder`, a descriptor: a start may have folders that are read-only."""
-    mode = os.fstat(folder).st_mode
-    if not mode & stat.S_IWUSR:
-        with contextlib.suppress(OSError):  # another user's
-            os.fchmod(folder, stat.S_IMODE(mode) | stat.S_IRWXU)
 
 
 def _make_folder(folder: int, name: str) -> None:

@@ -11,13 +11,13 @@ import re
 import shlex
 import stat
 import tomllib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 
 from rolltap.trainer.rollouts.judges.changes import Changes
-from rolltap.trainer.rollouts.judges.folders import Refusal, opened, read_file, scan
+from rolltap.trainer.rollouts.judges.folders import Refusal, opened, parents, read_file, scan
 from rolltap.trainer.rollouts.runtimes.runtime import Mount
 from rolltap.trainer.tasks.content import PLANTED, SETTINGS, SHADOWS, STARTUP, TEST_FILES, is_shadow, matches
 from rolltap.trainer.tasks.task import CommandJudge, PytestJudge, PythonJudge
@@ -115,14 +115,14 @@ def select(
     being a part of the solution: see `patterns`. Files of the start that its command names, and the start's test files,
     are applied only if `paths` names them; new test files are not applied for pytest.
     """
-    tests_folders = {parent for path in tests for parent in _parents(path)}
+    tests_folders = {parent for path in tests for parent in parents(path)}
     refused: dict[str, Refusal] = {}
     for path in [*changes.changed, *changes.deleted]:
         entry = changes.changed.get(path)
         is_folder = entry is not None and entry.kind == "folder"
         if (
             path in tests
-            or any(parent in tests for parent in _parents(path))
+            or any(parent in tests for parent in parents(path))
             or (not is_folder and path in tests_folders and entry is not None)
             or (spec.paths is not None and not is_folder and not matches(path, spec.paths))
             or matches(path, spec.protect)
@@ -131,16 +131,10 @@ def select(
         elif isinstance(spec, PytestJudge | CommandJudge):
             refused |= _refuse_for_program(path, changes, spec, workdir, start, workspace)
     stays = (path for path, why in refused.items() if why == "protected" and path not in changes.added)
-    kept = {parent for path in stays for parent in _parents(path)}
+    kept = {parent for path in stays for parent in parents(path)}
     replaced = (path for path in kept if path in changes.changed and changes.changed[path].kind != "folder")
     refused.update(dict.fromkeys(replaced, "protected"))
     return changes.without(refused)
-
-
-def _parents(path: str) -> Iterator[str]:
-    while "/" in path:
-        path = path.rpartition("/")[0]
-        yield path
 
 
 def _refuse_for_program(
@@ -222,7 +216,7 @@ def read_only(workspace: Path, workdir: str, paths: Iterable[str]) -> list[Mount
     Their folders are mounts too: the folder of a mount can be renamed, a mount cannot.
     """
     chosen = list(paths)[:_MAX_MOUNTS]
-    folders = {parent for path in chosen for parent in _parents(path)}
+    folders = {parent for path in chosen for parent in parents(path)}
     mounts = [Mount(workspace / folder, f"{workdir}/{folder}", writable=True) for folder in sorted(folders)]
     return mounts + [Mount(workspace / path, f"{workdir}/{path}") for path in chosen]
 

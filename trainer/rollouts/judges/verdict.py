@@ -4,10 +4,12 @@ A reward is one number within `MAX_REWARD` that was meant as one, or a JSON obje
 """
 
 import json
-import math
 import re
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
+
+from rolltap.addons.errors import InputError
+from rolltap.addons.store.rewards import finite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +77,7 @@ def parse_number(text: str) -> float:
     """Return the finite number that a text is, in ASCII digits, with blanks around it. Raises `UnjudgedError`."""
     if not _NUMBER.fullmatch(text.strip(" \t\r\n")):
         raise UnjudgedError(f"{_short(text)} is not one number")
-    return _finite(float(text), "the number")
+    return _bounded(float(text), "the number")
 
 
 def parse_json(text: str) -> Reward:
@@ -105,8 +107,8 @@ def read_object(value: Any) -> Reward:
         raise UnjudgedError("the reward's 'reason' is not a text")
     if "reward" not in value:
         raise UnjudgedError("the object has no key 'reward'")
-    numbers = {name: _finite(part, f"the part {name!r}") for name, part in parts.items()}
-    return Reward(_finite(value["reward"], "the reward"), numbers, reason)
+    numbers = {name: _bounded(part, f"the part {name!r}") for name, part in parts.items()}
+    return Reward(_bounded(value["reward"], "the reward"), numbers, reason)
 
 
 def parse_output(output: str, how: Literal["number", "json"] | None) -> Reward | None:
@@ -133,15 +135,11 @@ def parse_text(text: str) -> Reward:
     return parse_json(text) if text.lstrip().startswith("{") else Reward(parse_number(text), {})
 
 
-def _finite(value: Any, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UnjudgedError(f"{what} is {_short(repr(value))}, which is not a number")
+def _bounded(value: Any, what: str) -> float:
     try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise UnjudgedError(f"{what} is not finite")
+        number = finite(value, what)
+    except InputError as error:
+        raise UnjudgedError(str(error)) from None
     if abs(number) > MAX_REWARD:
         raise UnjudgedError(f"{what} is {number:g}, and rewards are between -{MAX_REWARD:,.0f} and {MAX_REWARD:,.0f}")
     return number

@@ -43,8 +43,7 @@ def test_a_judge_that_cannot_judge_is_an_error_before_the_first_session(tmp_path
 
 
 @pytest.mark.parametrize(
-    "spec",
-    [MODEL, {"kind": "python", "function": "my_checks:right"}, COMMAND, {"kind": "pytest", "test_patch": PATCH}],
+    "spec", [MODEL, {"kind": "python", "function": "my_checks:right"}, COMMAND, {"kind": "pytest", "test_patch": PATCH}]
 )
 def test_a_judge_that_can_judge_is_none(tmp_path, monkeypatch, spec):
     write(tmp_path / "modules", {"my_checks.py": "def right(folder): raise OSError\n"})

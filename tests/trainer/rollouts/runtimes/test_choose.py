@@ -30,11 +30,7 @@ def test_a_runtime_that_is_not_known_is_named_with_those_that_are():
         ("process", {"tools": ["/opt"]}, "tools = .* has no meaning .*: remove it"),
         ("sandbox", {"container_engine": "podman"}, "container_engine = 'podman' has no meaning .*: remove it"),
         ("apptainer", {"container_arguments": ["-x"]}, "container_arguments = .* has no meaning .*: remove it"),
-        (
-            "container",
-            {"container_engine": "crio"},
-            'container_engine = "crio" is not known: write one of podman',
-        ),
+        ("container", {"container_engine": "crio"}, 'container_engine = "crio" is not known: write one of podman'),
     ],
 )
 def test_a_setting_that_a_runtime_does_not_have_is_named_with_the_fix(name, settings, message):

@@ -10,10 +10,7 @@ import pytest
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes import container
-from rolltap.trainer.rollouts.runtimes.container import (
-    ContainerRuntime,
-    find_engine,
-)
+from rolltap.trainer.rollouts.runtimes.container import ContainerRuntime, find_engine
 from rolltap.trainer.rollouts.runtimes.runtime import Ended, Mount
 from rolltap.trainer.tasks.task import Limits
 from tests.boxes import ENV, containers, in_box, make_spec
@@ -31,21 +28,18 @@ async def test_a_box_that_cannot_be_made_says_why_and_leaves_nothing(tmp_path):
     assert containers(runtime) == []
 
 
-async def test_a_task_without_an_image_is_refused_with_the_fix(tmp_path):
-    with pytest.raises(InputError, match="set `image` of its task"):
-        async with ContainerRuntime().box(make_spec(tmp_path, image=None)):
-            pass
-
-
-async def test_a_root_folder_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(InputError, match="/no/such/folder is no folder"):
-        async with ContainerRuntime().box(make_spec(tmp_path, image="/no/such/folder")):
-            pass
-
-
-async def test_a_root_folder_that_holds_the_sessions_is_refused(tmp_path):
-    with pytest.raises(InputError, match="the root folder / contains the workspace"):
-        async with ContainerRuntime().box(make_spec(tmp_path, image="/")):
+@pytest.mark.parametrize(
+    ("engine", "image", "message"),
+    [
+        ("podman", {"image": None}, "set `image` of its task"),
+        ("podman", {"image": "/no/such/folder"}, "/no/such/folder is no folder"),
+        ("podman", {"image": "/"}, "the root folder / contains the workspace"),
+        ("docker", {}, "Docker has no containers of a root folder"),
+    ],
+)
+async def test_an_image_that_cannot_be_used_is_refused_with_the_fix(tmp_path, engine, image, message):
+    with pytest.raises(InputError, match=message):
+        async with ContainerRuntime(engine).box(make_spec(tmp_path, **image)):
             pass
 
 
@@ -65,12 +59,6 @@ async def test_tool_folders_are_read_only_under_their_own_path(tmp_path):
         ended = await box.run(["agent"], env=env, timeout=60, log=tmp_path / "log")
     assert ended == Ended(1)
     assert (tmp_path / "log").read_text().startswith("hello\ntouch: cannot touch")
-
-
-async def test_docker_has_no_root_folders(tmp_path):
-    with pytest.raises(InputError, match="Docker has no containers of a root folder"):
-        async with ContainerRuntime("docker").box(make_spec(tmp_path)):
-            pass
 
 
 def test_an_oci_runtime_that_fails_is_named_with_the_fix(tmp_path):

@@ -125,19 +125,13 @@ async def test_a_box_without_a_recorder_has_a_loopback_and_nothing_else(tmp_path
     assert "ConnectionRefusedError" in output
 
 
-async def test_a_program_that_is_not_there_is_named(tmp_path):
+async def test_a_program_that_is_not_there_is_named_and_no_program_can_say_so(tmp_path):
     async with ContainerRuntime().box(make_spec(tmp_path)) as box:
         with pytest.raises(FileNotFoundError, match="no program no-such-program"):
             await box.run(["no-such-program"], env=ENV, timeout=60, log=tmp_path / "log")
-
-
-async def test_a_program_that_exits_like_one_that_is_not_there_is_there(tmp_path):
-    ended, _ = await in_box(tmp_path, 'cat /.rolltap/*; tr "\\0" "\\n" </proc/self/cmdline; echo "$1"; exit 127')
-    assert ended == Ended(127)
-
-
-async def test_a_signal_that_ends_a_program_is_its_status(tmp_path):
-    assert (await in_box(tmp_path, "kill -SEGV $$"))[0] == Ended(-signal.SIGSEGV)
+        script = 'cat /.rolltap/*; tr "\\0" "\\n" </proc/self/cmdline; echo "$1"; exit 127'
+        assert (await sh(box, script, tmp_path / "log"))[0] == Ended(127)
+        assert (await sh(box, "kill -SEGV $$", tmp_path / "log"))[0] == Ended(-signal.SIGSEGV)
 
 
 async def test_what_a_program_leaves_is_killed_by_settle_and_its_files_stay(tmp_path):

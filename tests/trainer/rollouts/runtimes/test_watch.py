@@ -10,14 +10,7 @@ import pytest
 
 from rolltap.trainer.rollouts.runtimes import watch
 from rolltap.trainer.rollouts.runtimes.runtime import scratch_folder
-from rolltap.trainer.rollouts.runtimes.watch import (
-    Nameless,
-    choose_cores,
-    disk_bytes,
-    exceeded,
-    pause_after,
-    rlimits,
-)
+from rolltap.trainer.rollouts.runtimes.watch import Nameless, choose_cores, disk_bytes, exceeded, pause_after, rlimits
 from rolltap.trainer.tasks.task import Limits
 
 
