@@ -221,12 +221,12 @@ class HarborConfig(_Table):
             found.append(("environment.os", self.environment.os))
         found.append(("agent.user", self.agent.user))
         found += [(f"verifier.{name}", getattr(self.verifier, name)) for name in ("user", "environment", "collect")]
-        if self.verifier.environment_mode == "shared":  # Harbor's default; in words it asks for the agent's box
+        if self.verifier.environment_mode == "shared":  # Harbor's default; set, it asks for the agent's box
             found.append(("verifier.environment_mode", "shared"))
         return [f"{key!r} = {str(value)[:100]}" for key, value in found if value not in (None, 0, [], {})]
 
     def network(self) -> str | None:
-        """Return the key that asks for a network in words; None when none does. Harbor's default does not ask."""
+        """Return the key that asks for a network; None when none does. Harbor's default does not ask."""
         for name, table in (("agent", self.agent), ("verifier", self.verifier), ("environment", self.environment)):
             if table.network_mode not in (None, "no-network"):
                 hosts = f" with {', '.join(table.allowed_hosts)}" if table.allowed_hosts else ""

@@ -47,7 +47,7 @@ class TestProgram:
 
 
 def _django(version: str) -> Sequence[str]:
-    # one process, so that the output of tests does not mix; the program of 1.9 cannot be told so
+    # one process, so that the output of tests does not mix; the program of 1.9 has no such option
     alone = () if version == "1.9" else ("--settings=test_sqlite", "--parallel", "1")
     return ("env", "LC_ALL=C.UTF-8", "PYTHONIOENCODING=utf8", "./tests/runtests.py", "--verbosity", "2", *alone)
 

@@ -206,11 +206,11 @@ class Task(BaseModel):
         timeout: Seconds after which the harness is stopped; None: the rollout's.
         limits: Limits of the session's box.
         env: Further environment variables of the harness and of the judge.
-        needs_network: Place where the task, or its judge, asks for a network beyond the recorder, in words; None:
+        needs_network: Where the task, or its judge, asks for a network beyond the recorder, as a phrase; None:
             nowhere. Only the runtime `process` runs such a task, and none one whose judge has `mounts` or `writable`.
         judge: Description of the judge.
         evaluate: Short form of a `CommandJudge` with this command. A task has either `judge` or `evaluate`.
-        source: Where the task is from, for people: a folder, or a file and its row.
+        source: Where the task is from, for messages: a folder, or a file and its row.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -193,8 +193,8 @@ async def _check(judged: Judged, spec: PytestJudge, job: JudgeJob) -> Judged:
     """Compare a report with that of the untouched start when only this tells what it means.
 
     A report without the tests that must fail is not pytest's, unless the untouched start's lacks them too. Tests that
-    passed before and none of which passes on the untouched start, or that want a module of which neither the task nor
-    the workspace knows, tell of a broken installation.
+    passed before and none of which passes on the untouched start, or that need a module of which neither the task nor
+    the workspace knows, are the sign of a broken installation.
     """
     if judged.reward and judged.evidence["canary"] == "absent":
         baseline = (await _judge_baseline(spec, job)).judged

@@ -15,12 +15,12 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from rolltap.trainer.concurrency import backoff
 from rolltap.trainer.rollouts.judges.checkout import JudgeJob
 from rolltap.trainer.rollouts.judges.verdict import Reward, UnjudgedError, parse_json
 from rolltap.trainer.tasks.task import LLMJudge
 
-_ASKED = 4
-"""Requests for one judgement, at most."""
+_RETRIES = 3
 _PAUSE_SECONDS = 1.0
 _MAX_PAUSE_SECONDS = 30.0
 _MAX_ANSWER_BYTES = 1 << 20
@@ -71,17 +71,17 @@ async def judge_by_model(spec: LLMJudge, job: JudgeJob) -> tuple[Reward, dict[st
 async def _ask(spec: LLMJudge, job: JudgeJob, client: httpx.AsyncClient, key: str) -> tuple[Reward, dict[str, Any]]:
     body = {"model": spec.model, "messages": messages(spec.rubric, job.task.instruction, job.changes.diff)}
     odd = 0
-    for asked in range(1, _ASKED + 1):
+    for asked, pause in enumerate(backoff(_RETRIES, _PAUSE_SECONDS, _MAX_PAUSE_SECONDS), start=1):
         try:
             reward = await _answer(spec, body, client, key)
             return reward, {"model": spec.model, "asked": asked, "reason": reward.reason[:2000]}
         except _AgainError as error:
             odd += error.is_models
-            if asked == _ASKED:
+            if pause is None:
                 reason = f"the judge's model {spec.model} gave no judgement, asked {asked} times: {error}"
                 raise UnjudgedError(_hide(reason, key), broke=odd > 1) from None
-            await asyncio.sleep(error.pause or min(_PAUSE_SECONDS * 2 ** (asked - 1), _MAX_PAUSE_SECONDS))
-    raise AssertionError("the last request returns or raises")
+            await asyncio.sleep(error.pause or pause)
+    raise AssertionError("the last attempt returns or raises")
 
 
 async def _answer(spec: LLMJudge, body: dict[str, Any], client: httpx.AsyncClient, key: str) -> Reward:

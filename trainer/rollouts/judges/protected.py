@@ -1,4 +1,4 @@
-"""What of a workspace is the judge's own: its tests, the scripts that its command starts, and its settings.
+"""The judge's own part of a workspace: its tests, the scripts that its command starts, and its settings.
 
 Files and programs that a judge's command line names are found by its words. The agent's changes to the judge's files
 are not applied, and while the agent's code runs, the files are read-only or watched.

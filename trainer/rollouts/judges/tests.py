@@ -371,11 +371,11 @@ async def judge_by_report(
     allowed = frozenset(test for test in skips if test[0] in marked)
     lists = (spec.fail_to_pass, spec.pass_to_pass)
     verdict = compare(evaded(outcomes, allowed), *lists)
-    told = compare(outcomes, *lists)
-    if verdict.parts != told.parts:
+    reported = compare(outcomes, *lists)
+    if verdict.parts != reported.parts:
         allowed |= await allow(skips - allowed)
         verdict = compare(evaded(outcomes, allowed), *lists)
-    worst_first = sorted(told.tests.items(), key=lambda test: test[1] in ("passed", "xfailed"))
+    worst_first = sorted(reported.tests.items(), key=lambda test: test[1] in ("passed", "xfailed"))
     evidence: dict[str, Any] = {
         "exit_status": status,
         "canary": saw,
