@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltap.trainer.file_names import file_name
-from rolltap.trainer.versions import Version, public_model
+from rolltap.trainer.names import Version, file_name, public_model
 
 
 @pytest.mark.parametrize(

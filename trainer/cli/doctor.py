@@ -4,7 +4,7 @@ import sys
 
 import click
 
-from rolltap.doctor import examine
+from rolltap.rollouts import examine
 from rolltap.trainer.cli.options import examples, harness_option, json_option, print_result, set_option
 
 

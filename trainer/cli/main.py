@@ -9,7 +9,7 @@ from rich.console import Console
 
 from rolltap.addons.errors import RolltapError
 from rolltap.trainer.cli import doctor, edit, rollout, runs, train
-from rolltap.trainer.launcher import runs_first
+from rolltap.trainer.console import runs_first
 
 
 class InOrder(click.Group):

@@ -23,7 +23,7 @@ from rolltap.trainer.cli.options import (
     json_option,
     print_result,
 )
-from rolltap.trainer.launcher import runs_first
+from rolltap.trainer.console import runs_first
 
 
 @click.command(

@@ -27,7 +27,7 @@ from rolltap.trainer.engine.weights import (
     same_folder,
     verify_base,
 )
-from rolltap.trainer.versions import Version
+from rolltap.trainer.names import Version
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from rolltap.addons.engine.policy import POLICY_FILE
 from rolltap.addons.errors import EngineError, RunError
 from rolltap.addons.store.staging import write_atomically
 from rolltap.trainer.engine.admin import EngineAdmin
-from rolltap.trainer.versions import Version
+from rolltap.trainer.names import Version
 
 FIXED_TEXT = """\
 The lighthouse keeper wrote down the weather every morning at six: the direction of the wind, the height of the waves,

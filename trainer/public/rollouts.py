@@ -1,9 +1,10 @@
-"""Rolling out tasks: one function for scripts and notebooks, and its async twin."""
+"""Rollouts of tasks, and the doctor: functions for scripts, notebooks and the command line."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
+from rolltap.addons.errors import MissingPackageError
 from rolltap.runs import Run, open_run
 from rolltap.trainer.concurrency import run_blocking
 from rolltap.trainer.rollouts.config import RolloutArguments, RolloutConfig
@@ -14,7 +15,10 @@ from rolltap.trainer.rollouts.session import end_recorded
 from rolltap.trainer.rollouts.worker import Worker, given_tasks, roll_out
 from rolltap.trainer.tasks.task import Task
 
-__all__ = ["RolloutConfig", "end_recorded", "rollout", "rollout_async", "set_provenance"]
+if TYPE_CHECKING:
+    from rolltap.trainer.doctor.diagnosis import Diagnosis
+
+__all__ = ["RolloutConfig", "end_recorded", "examine", "rollout", "rollout_async", "set_provenance"]
 
 
 def rollout(
@@ -96,3 +100,22 @@ async def rollout_async(
     run = open_run(out)
     run.new_session_ids = session_ids
     return run
+
+
+def examine(
+    command: Sequence[str] = (),
+    *,
+    harness: str | None = None,
+    timeout: float = 120.0,
+    options: Mapping[str, Sequence[str]] | None = None,
+) -> "Diagnosis":
+    """Run a program once, led by scripted replies, as `rolltap doctor` does: see `trainer/doctor/examine.py`.
+
+    Raises `MissingPackageError` without the packages of the extra `record`, and what `examine` there raises.
+    """
+    try:
+        from rolltap.trainer.doctor import examine as module
+    except ImportError as error:
+        message = f"rolltap doctor needs packages that are not installed ({error}): pip install 'rolltap[record]'"
+        raise MissingPackageError(message) from error
+    return module.examine(command, harness=harness, timeout=timeout, options=options)

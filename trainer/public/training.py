@@ -9,7 +9,7 @@ from rich.console import Console
 
 from rolltap.addons.errors import InputError, MissingPackageError
 from rolltap.runs import Run
-from rolltap.trainer.launcher import runs_first
+from rolltap.trainer.console import runs_first
 from rolltap.trainer.traces.build import require_collection
 from rolltap.trainer.training.recipe import FINISHED, Recipe, load_recipe
 

@@ -5,7 +5,7 @@ own is made of.
 """
 
 from rolltap.addons.store.records import CallKind, CallRole, CallStatus, SessionStatus, VersionSpan
-from rolltap.traces import RunTraces
+from rolltap.runs import RunTraces
 from rolltap.trainer.rollouts.config import Budget, RolloutConfig
 from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec, Ended, Mount, Runtime
 from rolltap.trainer.runs.edit import LeftBehind, SplitBy

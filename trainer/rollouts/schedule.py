@@ -8,7 +8,7 @@ from functools import cache
 from rolltap.addons.errors import RecorderError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.concurrency import backoff
-from rolltap.trainer.progress import Advance
+from rolltap.trainer.console import Advance
 from rolltap.trainer.rollouts.outcomes import Tally
 from rolltap.trainer.rollouts.resume import Group, next_attempt
 from rolltap.trainer.rollouts.runtimes.sandbox import HidingRuntime, private_paths

@@ -17,7 +17,7 @@ from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.concurrency import run_to_end, wait_for_end
-from rolltap.trainer.progress import Advance, progress_bar
+from rolltap.trainer.console import Advance, progress_bar
 from rolltap.trainer.rollouts.check import check_engines, check_judges, fit_tasks
 from rolltap.trainer.rollouts.config import FREE_OPTIONS, RUNTIME_SETTINGS, RolloutConfig
 from rolltap.trainer.rollouts.harness import Harness

@@ -25,8 +25,8 @@ from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.sessions import SessionIndex
 from rolltap.addons.store.staging import new_folder
 from rolltap.addons.store.tables import TABLES, RunWriter, read_batches, run_files
-from rolltap.trainer.file_names import file_name
-from rolltap.trainer.progress import Advance
+from rolltap.trainer.console import Advance
+from rolltap.trainer.names import file_name
 from rolltap.trainer.runs.verify import check_rows
 from rolltap.trainer.traces.reader import load_sessions
 from rolltap.trainer.traces.sessions import suspected

@@ -26,7 +26,7 @@ from rolltap.addons.store.metadata import RUN_FILE, tokenizer_digests, write_met
 from rolltap.addons.store.records import Call, CallRole, CallStatus, Session, VersionSpan, find_violation, utc_now
 from rolltap.addons.store.staging import new_folder
 from rolltap.addons.store.tables import RunWriter
-from rolltap.trainer.progress import Advance
+from rolltap.trainer.console import Advance
 from rolltap.trainer.toml import describe
 from rolltap.trainer.traces.tree import link_calls, start_order
 

@@ -45,7 +45,7 @@ from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.sessions import SessionIndex
 from rolltap.addons.store.staging import locked, new_file
 from rolltap.addons.store.tables import TABLES, batch_rows, run_files
-from rolltap.trainer.progress import Advance
+from rolltap.trainer.console import Advance
 from rolltap.trainer.traces.reader import RecordedSession, Row, rebuild_calls
 from rolltap.trainer.traces.sessions import TraceOptions, trace_session
 from rolltap.trainer.traces.tree import parents_first

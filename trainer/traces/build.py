@@ -29,10 +29,10 @@ import numpy as np
 
 from rolltap.addons.errors import InputError, LedgerError
 from rolltap.addons.store.records import Call, CallKind, CallRole, SessionStatus, VersionSpan, find_violation
+from rolltap.trainer.names import Version
 from rolltap.trainer.traces.ledger import CachedPrompts, Ledger, LeftOut
 from rolltap.trainer.traces.tokens import shared_prefixes
 from rolltap.trainer.traces.tree import find_ends, link_calls, path_to, start_order
-from rolltap.trainer.versions import Version
 
 Strategy = Literal["per_request", "prefix_merging", "tree"]
 """Ways from calls to traces. All strategies train the same sampled tokens, each token in exactly one trace.

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rolltap.addons.errors import InputError, LedgerError
 from rolltap.addons.store.records import UNREWARDED, CallRole, Session, SessionStatus
+from rolltap.trainer.names import Version
 from rolltap.trainer.traces.build import (
     TRAINED_ROLES,
     GroupReward,
@@ -29,7 +30,6 @@ from rolltap.trainer.traces.build import (
 )
 from rolltap.trainer.traces.ledger import CachedPrompts, Ledger, LeftOut, cached_prompts
 from rolltap.trainer.traces.reader import RecordedSession, iter_sessions
-from rolltap.trainer.versions import Version
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Choice = Literal["judge", "exclude"] | Number

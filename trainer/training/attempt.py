@@ -14,12 +14,12 @@ from typing import Any
 
 from rolltap.addons.errors import InputError, RunError
 from rolltap.addons.store.staging import locked, write_atomically
+from rolltap.trainer.names import Version
 from rolltap.trainer.rollouts.config import FREE_OPTIONS, RENAMED
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.training.arguments import CHECKPOINTS, dtype_of, last_checkpoint
 from rolltap.trainer.training.recipe import Recipe
-from rolltap.trainer.versions import Version
 
 _CONSTANT = ("constant", "constant_with_warmup")
 """Values of `lr_scheduler_type` whose learning rates do not depend on the number of steps."""

@@ -40,12 +40,11 @@ from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import Session, utc_now
 from rolltap.addons.store.staging import new_folder
 from rolltap.trainer.concurrency import run_blocking
+from rolltap.trainer.console import processes_started, progress_bar
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.publish_transfer import require_transfer
-from rolltap.trainer.launcher import processes_started
 from rolltap.trainer.models.loading import load_policy, load_tokenizer
 from rolltap.trainer.models.saving import save_adapter, save_whole
-from rolltap.trainer.progress import progress_bar
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.rollouts.worker import Worker

@@ -28,6 +28,7 @@ from rich.console import Console
 from rolltap.addons.errors import EngineError, RecorderError, RolltapError, RunError
 from rolltap.addons.store.records import Session
 from rolltap.addons.store.rewards import session_rows
+from rolltap.trainer.names import Version
 from rolltap.trainer.rollouts.resume import RERUN, Group, attempt_of, place_of
 from rolltap.trainer.runs.views.check import check_sessions
 from rolltap.trainer.tasks.task import Task
@@ -39,7 +40,6 @@ from rolltap.trainer.training.grpo.advantages import rewards_differ
 from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.training.recipe import FINISHED, Recipe
 from rolltap.trainer.training.serving import Serving
-from rolltap.trainer.versions import Version
 
 BATCHES = "batches.jsonl"
 """Name of the file in the run folder."""

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from rolltap.addons.errors import LedgerError
 from rolltap.addons.store.records import VersionSpan
+from rolltap.trainer.names import Version
 from rolltap.trainer.traces.build import build_traces
 from rolltap.trainer.traces.ledger import Ledger
-from rolltap.trainer.versions import Version
 from tests.deep import examples
 from tests.trainer.forests import (
     ROLES,

@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.store.records import Session
+from rolltap.trainer.names import Version
 from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.sessions import Outcomes, RewardRules
 from rolltap.trainer.training.online import FinishedSessions, further_tasks, has_signal, step_group
-from rolltap.trainer.versions import Version
 
 TASKS = [Task(id=name, instruction="go", evaluate=["true"]) for name in ("a", "a-1", "b-0.0", "c")]
 

@@ -34,8 +34,8 @@ from typing import Any
 
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call
-from rolltap.trainer.file_names import file_name
-from rolltap.trainer.progress import Advance
+from rolltap.trainer.console import Advance
+from rolltap.trainer.names import file_name, public_model
 from rolltap.trainer.runs.exports.hub import parsed_public_session
 from rolltap.trainer.runs.exports.messages import dump_json, each_session
 from rolltap.trainer.traces.build import judge_calls
@@ -43,7 +43,6 @@ from rolltap.trainer.traces.conversations import CallConversation, Message, for_
 from rolltap.trainer.traces.ledger import LeftOut
 from rolltap.trainer.traces.reader import RecordedSession
 from rolltap.trainer.traces.tree import Parents, find_ends, split_lines
-from rolltap.trainer.versions import public_model
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from huggingface_hub import DatasetCardData
 
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.schemas import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA
+from rolltap.trainer.names import public_model
 from rolltap.trainer.traces.build import Trace
 from rolltap.trainer.traces.sessions import Totals, TraceOptions
-from rolltap.trainer.versions import public_model
 
 _INTERNAL = ("digest", "engine")
 """Columns that have no meaning outside of the run: the row's digest, the engine's address in the recorder's network."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.progress import Advance
+from rolltap.trainer.console import Advance
 
 ExportFormat = Literal["parquet", "openenv", "atif", "messages"]
 

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rolltap.trainer.progress import Advance
+from rolltap.trainer.console import Advance
 from rolltap.trainer.traces.build import judge_calls
 from rolltap.trainer.traces.conversations import CallConversation, for_template, rebuild_conversations
 from rolltap.trainer.traces.reader import RecordedSession, count_sessions, iter_sessions

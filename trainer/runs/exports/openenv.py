@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from rolltap.addons.store.records import Call
-from rolltap.trainer.file_names import file_name
-from rolltap.trainer.progress import Advance
+from rolltap.trainer.console import Advance
+from rolltap.trainer.names import file_name
 from rolltap.trainer.runs.exports.hub import parsed_public_session
 from rolltap.trainer.runs.exports.messages import dump_json, each_session
 from rolltap.trainer.traces.build import judge_calls

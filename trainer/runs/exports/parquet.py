@@ -17,7 +17,7 @@ from datasets import Dataset, Features, disable_progress_bars
 
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.tables import read_rows
-from rolltap.trainer.progress import Advance
+from rolltap.trainer.console import Advance
 from rolltap.trainer.runs.exports.card import (
     CALL_FEATURES,
     EVENT_FEATURES,

@@ -24,8 +24,8 @@ from rolltap.addons.errors import InputError
 from rolltap.addons.options import NEUTRAL_SAMPLING
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call, CallKind, find_violation
+from rolltap.trainer.console import Advance
 from rolltap.trainer.engine.engines import Engines, recorded_models, served_weights
-from rolltap.trainer.progress import Advance
 from rolltap.trainer.traces.reader import iter_sessions
 
 KINDS: tuple[CallKind, ...] = ("root", "bridged", "rendered")

@@ -25,6 +25,7 @@ from rich.text import Text
 
 from rolltap.addons.store.records import Call, Session
 from rolltap.addons.store.sessions import SessionIndex
+from rolltap.trainer.names import Version
 from rolltap.trainer.runs.suspicions.session import EVENT_COLUMNS
 from rolltap.trainer.runs.views.inspect import find_suspicions
 from rolltap.trainer.runs.views.outcomes import (
@@ -43,7 +44,6 @@ from rolltap.trainer.runs.views.outcomes import (
 from rolltap.trainer.traces.ledger import CachedPrompts, Ledger, cached_prompts
 from rolltap.trainer.traces.reader import load_sessions
 from rolltap.trainer.traces.sessions import TracedSession, TraceOptions, iter_traces, session_reward
-from rolltap.trainer.versions import Version
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from rolltap.addons.store.records import CallKind, SessionStatus
-from rolltap.trainer.file_names import file_name
+from rolltap.trainer.names import file_name
 from rolltap.trainer.traces.build import GroupReward, TraceBatch, Unrewarded
 from rolltap.trainer.traces.ledger import LeftOut, cached_shares
 from rolltap.trainer.training.grpo.advantages import mean_group_std, rewards_differ

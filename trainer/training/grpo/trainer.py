@@ -54,6 +54,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head, get_config_model_id, use_adapter
 
 from rolltap.addons.errors import InputError, LedgerError
+from rolltap.trainer.names import public_model
 from rolltap.trainer.traces.build import Trace, TraceBatch
 from rolltap.trainer.training.forward.forest import Row, trace_row
 from rolltap.trainer.training.forward.scoring import Scores
@@ -86,7 +87,6 @@ from rolltap.trainer.training.grpo.ranks import (
     send_weights,
     together,
 )
-from rolltap.trainer.versions import public_model
 
 _NO_BASE = "[None](https://huggingface.co/None)"
 _NO_HUB = 'model="None"'

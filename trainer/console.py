@@ -1,5 +1,6 @@
-"""Progress of long work on a terminal."""
+"""Output of commands: progress of long work, and which process of a launcher prints. Needs no torch."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -23,3 +24,13 @@ def progress_bar(console: Console | None = None, *, show: bool = True) -> Iterat
     with Progress(*columns, console=console, transient=True, disable=not (show and visible)) as progress:
         bar = progress.add_task("", total=None)
         yield lambda what, done, total: progress.update(bar, description=what, completed=done, total=total)
+
+
+def processes_started() -> int:
+    """Return the number of training processes that the launcher started; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def runs_first() -> bool:
+    """Return True in the process that prints: the first one of the launcher, or the only one."""
+    return processes_started() == 1 or int(os.environ.get("RANK", 0)) == 0

@@ -1,12 +1,29 @@
-"""Names of the weights that a training publishes: `<run>.<step>.<attempt>`.
-
-Names of models as others may read them: without the paths of the machine that has them.
-"""
+"""Names as they are written to files and for others: file names of ids, models, and published weights."""
 
 import re
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path, PurePath
 from typing import Self
+from urllib.parse import quote
+
+MOST_CHARACTERS = 200
+"""Maximum length of a name. File systems allow 255 bytes, and callers append a suffix."""
+
+
+def file_name(text: str) -> str:
+    """Return the file name, without a suffix, of an id: percent-encoded, and different for different `text`.
+
+    A name over `MOST_CHARACTERS` is truncated, and a 128-bit hash of `text` appended.
+    """
+    name = quote(text, safe="")
+    if name.startswith("."):
+        name = "%2E" + name[1:]
+    if len(name) > MOST_CHARACTERS:
+        digest = blake2b(text.encode(), digest_size=16).hexdigest()
+        name = f"{name[: MOST_CHARACTERS - len(digest) - 1]}-{digest}"
+    return name
+
 
 _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[0-9a-f]+/?")
 """The end of a model's folder in the cache of huggingface_hub: owner and name."""
