@@ -1,35 +1,36 @@
 """The result of `rolltap doctor`. `rich` prints it; `to_json` returns it as JSON values."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from functools import cached_property
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.jupyter import JupyterMixin
 from rich.table import Table
 from rich.text import Text
 
-from rolltap.addons.store.records import Call, Event
-from rolltap.trainer.doctor.findings import Finding, findings
-from rolltap.trainer.doctor.observed import Observed
+from rolltap.addons.store.records import Call
+from rolltap.trainer.doctor.findings import Finding, Observed, findings, offered
 
 LAST_LINES = 12
 """Lines of the program's output that are printed."""
+_CALL = "call_id kind kind_reason role role_evidence status dialect host path model stream"
+_SEEN = "program exit_status stopped version tested_version output"
+_EVENT = "kind method host path detail"
+"""Fields of a call, of `Observed` and of an event that the diagnosis has as JSON."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Diagnosis(JupyterMixin):
     """Facts of one run of a program, and what they mean."""
 
     seen: Observed
-    findings: list[Finding]
-    """Problems first."""
 
-    @classmethod
-    def of(cls, seen: Observed) -> Self:
-        """Return the diagnosis of what was seen."""
-        return cls(seen, findings(seen))
+    @cached_property
+    def findings(self) -> list[Finding]:
+        """What is to be known of the run, problems first."""
+        return findings(self.seen)
 
     @property
     def problems(self) -> int:
@@ -56,18 +57,13 @@ class Diagnosis(JupyterMixin):
         """Return the diagnosis as JSON values. `calls` are in the order in which they started."""
         seen = self.seen
         return {
-            "program": seen.program,
+            **{name: getattr(seen, name) for name in _SEEN.split()},
+            "quirks": list(seen.quirks),
             "verdict": self.verdict,
             "ok": self.ready,
-            "exit_status": seen.exit_status,
-            "stopped": seen.stopped,
-            "version": seen.version,
-            "tested_version": seen.tested_version,
-            "quirks": list(seen.quirks),
             "findings": [asdict(finding) for finding in self.findings],
             "calls": [_call(call) for call in seen.calls],
-            "events": [_event(event) for event in seen.events],
-            "output": seen.output,
+            "events": [{name: getattr(event, name) for name in _EVENT.split()} for event in seen.events],
         }
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -78,14 +74,16 @@ class Diagnosis(JupyterMixin):
             yield Text.assemble((f"{finding.level}: ", colour), finding.text)
             if finding.advice:
                 yield Text(f"    {finding.advice}")
-        for text in _apis(self.seen.calls):
-            yield Text(text)
-        if self.seen.calls:
-            yield _call_table(self.seen.calls)
-        if self.seen.events:
-            yield _event_table(self.seen)
-        for quirk in self.seen.quirks:
-            yield Text(f"quirk: {quirk}")
+        calls = self.seen.calls
+        apis = Counter(f"{call.dialect} at {call.host}{call.path}, model {call.model or 'not named'}" for call in calls)
+        yield from (Text(f"API: {api}: {_calls(count)}") for api, count in apis.items())
+        if calls:
+            table = Table("call", "prompt", "role", "evidence of the role", "it calls")
+            for number, call in enumerate(calls, 1):
+                cells = (call.kind, call.role, call.role_evidence, ", ".join(_made(call)))
+                table.add_row(str(number), *map(Text, cells))
+            yield table
+        yield from (Text(f"quirk: {quirk}") for quirk in self.seen.quirks)
         lines = [line for line in self.seen.output.splitlines() if line.strip()]
         if lines and (self.problems or self.seen.exit_status):
             yield Text("last lines of its output:")
@@ -93,37 +91,13 @@ class Diagnosis(JupyterMixin):
 
 
 def _call(call: Call) -> dict[str, Any]:
-    names = ("call_id", "kind", "kind_reason", "role", "role_evidence", "status", "dialect", "host", "path", "model")
-    tools = [str((tool.get("function") or tool).get("name")) for tool in call.parsed_tools or []]
-    made = [made["function"]["name"] for made in (call.parsed_reply or {}).get("tool_calls") or []]
-    return {**{name: getattr(call, name) for name in names}, "stream": call.stream, "tools": tools, "tool_calls": made}
+    return {**{name: getattr(call, name) for name in _CALL.split()}, "tools": offered(call), "tool_calls": _made(call)}
 
 
-def _event(event: Event) -> dict[str, Any]:
-    return {name: getattr(event, name) for name in ("kind", "method", "host", "path", "detail")}
-
-
-def _apis(calls: Sequence[Call]) -> list[str]:
-    """Return a line for each API, address and model."""
-    used = Counter(f"{call.dialect} at {call.host}{call.path}, model {call.model or 'not named'}" for call in calls)
-    return [f"API: {text}: {_calls(count)}" for text, count in used.items()]
+def _made(call: Call) -> list[str]:
+    """Return the names of the tools that a call's reply calls."""
+    return [made["function"]["name"] for made in (call.parsed_reply or {}).get("tool_calls") or []]
 
 
 def _calls(count: int) -> str:
     return "1 call" if count == 1 else f"{count} calls"
-
-
-def _call_table(calls: Sequence[Call]) -> Table:
-    table = Table("call", "prompt", "role", "evidence of the role", "it calls")
-    for number, call in enumerate(calls, 1):
-        cells = (call.kind, call.role, call.role_evidence, ", ".join(_call(call)["tool_calls"]))
-        table.add_row(str(number), *map(Text, cells))
-    return table
-
-
-def _event_table(seen: Observed) -> Table:
-    table = Table("times", "other request", "event", "detail")
-    told = Counter((f"{e.method} {e.host}{e.path}".strip(), e.kind, e.detail) for e in seen.events)
-    for cells, count in told.items():
-        table.add_row(str(count), *(Text(cell, overflow="fold") for cell in cells))
-    return table

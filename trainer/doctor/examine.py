@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,10 @@ from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import Event, Session
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.concurrency import run_blocking
-from rolltap.trainer.doctor.conversation import FINAL, INSTRUCTION, next_reply
 from rolltap.trainer.doctor.diagnosis import Diagnosis
-from rolltap.trainer.doctor.node import node_version
-from rolltap.trainer.doctor.observed import Observed, loopback_urls
+from rolltap.trainer.doctor.findings import Observed
 from rolltap.trainer.doctor.scripted_engine import Say, ScriptedEngine
-from rolltap.trainer.doctor.tokenizer import RENDERER, MadeTokenizer
+from rolltap.trainer.doctor.scripted_model import FINAL, INSTRUCTION, RENDERER, make_tokenizer, next_reply
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.judges.command import read_end
 from rolltap.trainer.rollouts.mitmdump import workplace
@@ -27,24 +25,17 @@ from rolltap.trainer.rollouts.runtimes.supervised import run_supervised
 from rolltap.trainer.traces.reader import RecordedCalls
 
 CONTEXT = 1_000_000
-"""Context window of the engine in tokens. The first prompts of some programs have 30,000."""
-MOST_CALLS = 40
-"""Model calls that a program may make. One that goes on after the final answer ends there."""
-_PATIENCE = 5
-"""Seconds during which a call is tried again after a failure of the engine, which is in this process."""
+"""Context window of the engine in tokens, which are bytes. The first prompts of some programs have 150,000."""
+OPTIONS = {
+    "rolltap_renderer": RENDERER,
+    "rolltap_engine_key_file": "",
+    "rolltap_max_calls": "40",  # a program that goes on after the final answer ends there
+    "rolltap_patience": "5",  # seconds: the engine is in this process, and does not come back
+}
+"""Options of the recorder."""
 _SESSION = "doctor"
 _OUTPUT = 8192
 """Bytes of the end of the program's output that are kept."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Program:
-    """How a program is started: its command, whole environment and folder, without the recorder's variables."""
-
-    name: str
-    command: Sequence[str]
-    environment: Mapping[str, str]
-    folder: Path
 
 
 def examine(
@@ -69,60 +60,41 @@ def examine(
     preset = Harness.load(harness) if harness is not None else None
     (preset or Harness(name=command[0], program=command[0], headless=[])).require_program()
     with workplace() as work:
-        tokenizer = MadeTokenizer(work / "model")
+        tokenizer = make_tokenizer(work / "model")
         with ScriptedEngine(tokenizer, max_model_len=CONTEXT) as engine:
             engine.otherwise = lambda request: Say(_reply(tokenizer.decode(request["token_ids"]), _schema(request)))
-            program = _given(command) if preset is None else _of_preset(preset, engine.url, work)
-            settings = {
-                "rolltap_renderer": RENDERER,
-                "rolltap_engine_key_file": "",
-                "rolltap_max_calls": str(MOST_CALLS),
-                "rolltap_patience": str(_PATIENCE),
-                **(options or {}),
-            }
+            environment = {name: value for name, value in os.environ.items() if name != "ROLLTAP_ENGINE_KEY_FILE"}
+            folder = Path.cwd()
+            about: dict[str, Any] = {}
+            if preset is not None:
+                folder, home = work / "workspace", work / "home"
+                folder.mkdir()
+                home.mkdir()
+                command = preset.command_for(INSTRUCTION)
+                environment = {**clean_environment(home), **preset.environment(engine.url)}
+                about = {
+                    "version": run_blocking(reported_version(preset, ProcessRuntime(), work)),
+                    "tested_version": preset.version,
+                    "install": preset.install,
+                    "quirks": preset.quirks,
+                }
+            settings = {**OPTIONS, **(options or {})}
             with Recorder(work / "run", engine=engine.url, model=work / "model", options=settings) as recorder:
+                proxied = {**environment, **recorder.environment(_SESSION)}
                 log = work / "output.log"
-                environment = {**program.environment, **recorder.environment(_SESSION)}
-                ended = run_blocking(
-                    run_supervised(program.command, cwd=program.folder, env=environment, timeout=timeout, log=log)
-                )
+                ended = run_blocking(run_supervised(command, cwd=folder, env=proxied, timeout=timeout, log=log))
                 recorder.end(Session(session_id=_SESSION, status="completed"))
         seen = Observed(
-            program=program.name,
+            program=preset.name if preset is not None else command[0],
             exit_status=ended.status,
             stopped=ended.stopped,
             timeout=timeout,
             output=read_end(log, _OUTPUT),
             calls=RecordedCalls(work / "run").get(_SESSION, []),
             events=_events(work / "run"),
-            node=node_version(program.command[0], environment),
-            loopback=loopback_urls(program.environment, program.command),
-            **({} if preset is None else _about(preset, work)),
+            **about,
         )
-    return Diagnosis.of(seen)
-
-
-def _given(command: Sequence[str]) -> _Program:
-    environment = {name: value for name, value in os.environ.items() if name != "ROLLTAP_ENGINE_KEY_FILE"}
-    return _Program(command[0], command, environment, Path.cwd())
-
-
-def _of_preset(preset: Harness, engine: str, work: Path) -> _Program:
-    home, workspace = work / "home", work / "workspace"
-    home.mkdir()
-    workspace.mkdir()
-    environment = {**clean_environment(home), **preset.environment(engine)}
-    return _Program(preset.name, preset.command_for(INSTRUCTION), environment, workspace)
-
-
-def _about(preset: Harness, work: Path) -> dict[str, Any]:
-    """Return the fields of `Observed` that a preset has."""
-    return {
-        "version": run_blocking(reported_version(preset, ProcessRuntime(), work)),
-        "tested_version": preset.version,
-        "install": preset.install,
-        "quirks": preset.quirks,
-    }
+    return Diagnosis(seen)
 
 
 def _reply(prompt: str, schema: Any) -> str:

@@ -159,13 +159,13 @@ class ScriptedEngine:
             await response.write(f"data: {reply.body}\n\ndata: [DONE]\n\n".encode())
             return response
         try:
-            await self._say(request, response, reply, len(body["token_ids"]))
+            await self._say(request, response, reply)
         except asyncio.CancelledError:
             self.disconnected.set()
             raise
         return response
 
-    async def _say(self, request: web.Request, response: web.StreamResponse, reply: Say, prompt_tokens: int) -> None:
+    async def _say(self, request: web.Request, response: web.StreamResponse, reply: Say) -> None:
         ids = self.ids(reply.text)
         if reply.finish_reason == "stop":
             ids.append(self.tokenizer.eos_token_id)
@@ -176,8 +176,7 @@ class ScriptedEngine:
                 return
             if i == reply.hold_after:
                 await self._hold()
-            last = i == len(ids) - 1
-            await response.write(self._event(token_id, i, reply, len(ids), prompt_tokens if last else None))
+            await response.write(_event(token_id, i, reply, len(ids)))
         await response.write(b"data: [DONE]\n\n")
         if reply.hold_end:
             await self._hold()
@@ -187,19 +186,17 @@ class ScriptedEngine:
         await self._released.wait()
         self.holding.clear()
 
-    def _event(self, token_id: int, index: int, reply: Say, length: int, prompt_tokens: int | None) -> bytes:
-        last = prompt_tokens is not None
-        logprob = -0.125 * (1 + index % 5)  # exact in float32
-        entry = {"token_id": token_id, "logprob": logprob, "rank": 1, "top_logprobs": []}
-        choice = {
-            "index": 0,
-            "finish_reason": reply.finish_reason if last else None,
-            "stop_reason": None,
-            "token_ids": [token_id],
-            "routed_experts": None,
-            "sampling_mask": None,
-            "weight_versions": [{"version": reply.weight_version, "start": 0, "end": length}] if last else None,
-            "logprobs": {"content": [entry]},
-        }
-        event = {"request_id": "scripted", "usage": None, "output_mode": "tokens", "choices": [choice]}
-        return b"data: " + json.dumps(event).encode() + b"\n\n"
+
+def _event(token_id: int, index: int, reply: Say, length: int) -> bytes:
+    last = index == length - 1
+    logprob = -0.125 * (1 + index % 5)  # exact in float32
+    choice = {
+        "index": 0,
+        "finish_reason": reply.finish_reason if last else None,
+        "token_ids": [token_id],
+        "weight_versions": [{"version": reply.weight_version, "start": 0, "end": length}] if last else None,
+        "logprobs": {"content": [{"token_id": token_id, "logprob": logprob, "rank": 1, "top_logprobs": []}]},
+        **dict.fromkeys(("stop_reason", "routed_experts", "sampling_mask")),
+    }
+    event = {"request_id": "scripted", "usage": None, "output_mode": "tokens", "choices": [choice]}
+    return b"data: " + json.dumps(event).encode() + b"\n\n"

@@ -4,8 +4,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rolltap.trainer.doctor.example import example
-
 GREETING = "héllo from rolltap"
 """Text that the shell tool prints. Not ASCII: programs that write JSON again escape it otherwise."""
 _COMMANDS = ("command", "cmd", "commands", "script", "shell_command")
@@ -44,15 +42,14 @@ def shell_call(tools: Sequence[Tool], command: str) -> tuple[str, dict[str, Any]
     A shell tool has words for it and none for an act in its name, and a parameter for the command that is free text.
     """
     for tool in filter(_is_shell, tools):
-        parameters = _parameters(tool)
-        for name in _COMMANDS:
-            schema = parameters["properties"].get(name)
-            if not isinstance(schema, Mapping) or "enum" in schema:
-                continue
-            value: Any = command
-            if str(schema.get("type")).lower() == "array":
-                value = [command] if name == "commands" else ["sh", "-c", command]
-            return tool["name"], {**_arguments(tool), name: value}
+        match tool.get("parameters"):
+            case {"properties": dict(properties)}:
+                free = {key: schema for key, schema in properties.items() if isinstance(schema, dict)}
+                for name in _COMMANDS:
+                    if name in free and "enum" not in free[name]:
+                        argv = [command] if name == "commands" else ["sh", "-c", command]
+                        value = argv if free[name].get("type") == "array" else command
+                        return tool["name"], {**_arguments(tool), name: value}
     return None
 
 
@@ -82,16 +79,11 @@ def ends_session(name: str) -> bool:
 
 
 def _arguments(tool: Tool) -> dict[str, Any]:
-    arguments = example(_parameters(tool))
+    try:
+        arguments = example(tool["parameters"])
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
+        return {}  # the parameters are no schema
     return arguments if isinstance(arguments, dict) else {}
-
-
-def _parameters(tool: Tool) -> dict[str, Any]:
-    """Return the schema of a tool's arguments, which is one of an object with `properties`."""
-    schema = tool.get("parameters")
-    schema = schema if isinstance(schema, Mapping) else {}
-    properties = schema.get("properties")
-    return {**schema, "type": "object", "properties": properties if isinstance(properties, Mapping) else {}}
 
 
 def _is_shell(tool: Tool) -> bool:
@@ -111,3 +103,93 @@ def _words(tool: Tool) -> list[str]:
     """Return the words of a tool's name in lower case, without the MCP server's: `mcp__fs__readFile` has two."""
     name = re.sub(r"^mcp__.+?__", "", tool["name"])
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
+
+
+_WORD = "hello"
+"""A text of which a schema says nothing."""
+_PLACES = ("path", "file", "dir", "folder", "cwd")
+"""Parts of the name of a property that is a place in the workspace."""
+_FORMATS = {
+    "date": "2026-01-01",
+    "date-time": "2026-01-01T00:00:00Z",
+    "time": "00:00:00Z",
+    "uri": "https://example.org/",
+    "email": "nobody@example.org",
+    "uuid": "00000000-0000-0000-0000-000000000000",
+}
+_MOST_CHARACTERS, _MOST_ITEMS = 4096, 256
+"""Limits of a text and a list for which a schema wants more. A list within another value has fewer."""
+_DEEPEST = 16
+"""Nested values and references that are followed. Only a schema that has no finite value has more."""
+
+
+def example(schema: Any, name: str = "", root: Any = None, depth: int = 0) -> Any:
+    """Return a small value of a JSON schema: only what is required, the first of several choices.
+
+    `name` is the property that the value is for. References (`#/...`) are resolved in `root`, by default the schema.
+    Patterns are not followed: a text that needs one may not match. Raises an error of any kind for what is no schema.
+    """
+    root = schema if root is None else root
+    if schema is True or depth > _DEEPEST:
+        return _WORD
+
+    def within(part: Any, of: str = name) -> Any:
+        return example(part, of, root, depth + 1)
+
+    for part in schema.get("allOf", ()):
+        both = _resolved(part, root)
+        properties = {**schema.get("properties", {}), **both.get("properties", {})}
+        required = [*schema.get("required", ()), *both.get("required", ())]
+        schema = {**schema, **both, **({"properties": properties, "required": required} if required else {})}
+    for key in ("const", "default"):
+        if schema.get(key) is not None:
+            return schema[key]
+    if schema.get("enum"):
+        return schema["enum"][0]
+    if "$ref" in schema:
+        return within(_resolved(schema, root))
+    for key in ("anyOf", "oneOf"):
+        if choices := schema.get(key):
+            chosen = next((choice for choice in choices if choice.get("type") != "null"), choices[0])
+            return within({**schema, key: None, **chosen})
+    match next((kind for kind in _types(schema) if kind != "null"), "null"):
+        case "object":
+            return {key: within(schema.get("properties", {}).get(key, True), key) for key in schema.get("required", ())}
+        case "array":
+            size = min(schema.get("minItems", 0), max(1, _MOST_ITEMS >> 2 * depth))
+            return [within(schema.get("items", True))] * size
+        case "integer":
+            return int(_number(schema))
+        case "number":
+            return _number(schema)
+        case "boolean":
+            return False
+        case "null":
+            return None
+    text = "." if any(place in name.lower() for place in _PLACES) else _WORD
+    text = _FORMATS.get(schema.get("format"), text).ljust(min(schema.get("minLength", 0), _MOST_CHARACTERS), "o")
+    return text[: schema.get("maxLength")]
+
+
+def _types(schema: Mapping[str, Any]) -> list[str]:
+    """Return the types that a schema allows. Guessed when it has none."""
+    guessed = "object" if "properties" in schema or "required" in schema else "array" if "items" in schema else "string"
+    kinds = schema.get("type", guessed)
+    return [kinds] if isinstance(kinds, str) else list(kinds)
+
+
+def _resolved(schema: Any, root: Any) -> Any:
+    """Return the part of `root` to which a local reference points, or a schema without a reference."""
+    found = schema
+    if reference := schema.get("$ref"):
+        found = root
+        for step in reference.removeprefix("#").strip("/").split("/"):
+            found = found[step.replace("~1", "/").replace("~0", "~")] if step else found
+    return found
+
+
+def _number(schema: Mapping[str, Any]) -> int | float:
+    """Return the number next to 1 within the bounds of a schema."""
+    least: int | float = max(1, schema.get("minimum", 1), schema.get("exclusiveMinimum", 0) + 1)
+    most: int | float = min(schema.get("maximum", least), schema.get("exclusiveMaximum", least + 1) - 1)
+    return min(least, most)

@@ -1,6 +1,11 @@
-import pytest
+import json
 
-from rolltap.trainer.doctor.tool_choice import GREETING, ending_call, harmless_call, shell_call
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolltap.trainer.doctor.tool_choice import GREETING, ending_call, example, harmless_call, shell_call
 
 ECHO = f"echo '{GREETING}'"
 TEXT = {"type": "string"}
@@ -49,7 +54,6 @@ PROGRAMS = {
         tool("read_files", ["paths"], paths={"type": "array", "items": TEXT}),
         tool("run_commands", ["commands"], commands={"type": "array", "items": TEXT}),
     ],
-    "kilo": [tool("bash", ["command", "description"], command=TEXT, description=TEXT)],
     "copilot": [
         tool("bash", ["command", "description"], command=TEXT, description=TEXT, mode={"enum": ["sync"]}),
         tool("write_bash", ["shellId", "input"], shellId=TEXT, input=TEXT),
@@ -75,7 +79,6 @@ CALLS = {
     "qwen-code": ("run_shell_command", {"command": ECHO, "is_background": False}),
     "openhands": ("terminal", {"command": ECHO, "security_risk": "LOW"}),
     "cline": ("run_commands", {"commands": [ECHO]}),
-    "kilo": ("bash", {"command": ECHO, "description": "hello"}),
     "copilot": ("bash", {"command": ECHO, "description": "hello"}),
     "goose": ("developer__shell", {"command": ECHO}),
     "one with a terminal": ("run_in_terminal", {"command": ECHO}),
@@ -103,9 +106,9 @@ check_out timeTravel frobnicate mcp__view__reset mcp__read count_down
 """
 
 
-@pytest.mark.parametrize("name", ACTS.split())
-def test_a_tool_is_not_called_unless_its_name_says_that_it_only_looks(name):
-    assert harmless_call([tool(name, ["x", "path"], x=TEXT, path=TEXT)]) is None
+def test_a_tool_is_not_called_unless_its_name_says_that_it_only_looks():
+    tools = [tool(name, ["x", "path"], x=TEXT, path=TEXT) for name in ACTS.split()]
+    assert [harmless_call([each]) for each in tools] == [None] * len(tools)
 
 
 @pytest.mark.parametrize(
@@ -122,14 +125,6 @@ def test_a_tool_that_ends_something_else_than_the_session_is_not_called(name):
     assert ending_call([tool(name, ["task_id"], task_id=TEXT)]) is None
 
 
-@pytest.mark.parametrize("parameters", [{"properties": [1]}, {"properties": 3}, {"required": True}, [], "x"])
-def test_a_tool_with_parameters_that_are_no_schema_is_called_all_the_same(parameters):
-    assert harmless_call([{"name": "bash", "parameters": parameters}, {"name": "read", "parameters": parameters}]) == (
-        "read",
-        {},
-    )
-
-
 @pytest.mark.parametrize("name", ["finish", "submit", "attempt_completion", "complete_task", "final_answer"])
 def test_a_program_is_ended_with_the_tool_that_it_has_for_that(name):
     assert ending_call([tool("bash", ["command"], command=TEXT), tool(name, ["text"], text=TEXT)]) == (
@@ -141,3 +136,100 @@ def test_a_program_is_ended_with_the_tool_that_it_has_for_that(name):
 def test_a_program_without_such_tools_gets_no_call():
     assert ending_call(PROGRAMS["pi"]) is shell_call([tool("read", ["path"], path=TEXT)], "true") is None
     assert harmless_call([]) is None
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"type": "object", "properties": {"a": TEXT, "b": TEXT}, "required": ["b"]}, {"b": "hello"}),
+        ({"required": ["a"], "properties": {"a": TEXT}}, {"a": "hello"}),
+        ({"type": "object", "required": ["a"]}, {"a": "hello"}),
+        ({"enum": ["LOW", "HIGH"]}, "LOW"),
+        ({"const": 3}, 3),
+        ({"type": "integer", "default": 5}, 5),
+        ({"type": "string", "default": None}, "hello"),
+        ({"type": "integer", "minimum": 10, "maximum": 20}, 10),
+        ({"type": "integer", "exclusiveMinimum": 1}, 2),
+        ({"type": "number", "maximum": 0.5}, 0.5),
+        ({"type": "boolean"}, False),
+        ({"type": "null"}, None),
+        ({"type": ["null", "boolean"]}, False),
+        ({"type": "string", "format": "date"}, "2026-01-01"),
+        ({"type": "string", "minLength": 7}, "hellooo"),
+        ({"type": "string", "maxLength": 2}, "he"),
+        ({"type": "string", "maxLength": 0}, ""),
+        ({"type": "array", "items": TEXT}, []),
+        ({"items": TEXT, "minItems": 2}, ["hello", "hello"]),
+        ({"anyOf": [{"type": "null"}, {"type": "integer"}]}, 1),
+        ({"anyOf": [{"type": "null"}]}, None),
+        ({"oneOf": [{"type": "boolean"}, TEXT]}, False),
+        (
+            {"allOf": [{"required": ["a"], "properties": {"a": TEXT}}, {"required": ["b"]}], "type": "object"},
+            {"a": "hello", "b": "hello"},
+        ),
+        ({"$ref": "#/$defs/x", "$defs": {"x": {"type": "array", "items": {}, "minItems": 1}}}, ["hello"]),
+        ({}, "hello"),
+        (True, "hello"),
+    ],
+)
+def test_a_value_has_what_its_schema_requires(schema, value):
+    assert example(schema) == value
+
+
+def test_a_property_that_is_a_place_is_the_workspace():
+    schema = {"required": ["file_path", "query"], "properties": {"file_path": TEXT, "query": TEXT}}
+    assert example(schema) == {"file_path": ".", "query": "hello"}
+
+
+def test_a_schema_without_a_finite_value_ends():
+    schema = {"$defs": {"x": {"required": ["x"], "properties": {"x": {"$ref": "#/$defs/x"}}}}, "$ref": "#/$defs/x"}
+    assert "x" in example(schema)
+
+
+_LEAVES = st.one_of(
+    st.builds(lambda low: {"type": "integer", "minimum": low}, st.integers(-9, 9)),
+    st.builds(lambda high: {"type": "number", "maximum": high}, st.integers(-9, 9)),
+    st.builds(lambda length: {"type": "string", "minLength": length}, st.integers(0, 9)),
+    st.builds(lambda choices: {"enum": choices}, st.lists(st.integers(), min_size=1)),
+    st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"type": ["null", "string"]}]),
+)
+SCHEMAS = st.recursive(
+    _LEAVES,
+    lambda inner: st.one_of(
+        st.builds(lambda item, least: {"type": "array", "items": item, "minItems": least}, inner, st.integers(0, 2)),
+        st.builds(lambda choices: {"anyOf": choices}, st.lists(inner, min_size=1, max_size=3)),
+        st.builds(
+            lambda properties, some: {"type": "object", "properties": properties, "required": [*properties][:some]},
+            st.dictionaries(st.sampled_from(["a", "b", "path"]), inner),
+            st.integers(0, 3),
+        ),
+    ),
+    max_leaves=8,
+)
+
+
+@given(SCHEMAS)
+def test_every_value_is_valid(schema):
+    jsonschema.validate(example(schema), schema)
+
+
+KEYWORDS = "type enum anyOf allOf $ref required properties items minItems minLength maxLength minimum maximum default a"
+JSON = st.recursive(
+KEYWORDS = "type enum anyOf allOf $ref required properties items minItems minLength maxLength minimum default a"
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["object", "array", "integer", "#/$defs/a"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYWORDS.split()), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(JSON)
+def test_a_tool_with_parameters_that_are_no_schema_is_called_all_the_same(parameters):
+    assert harmless_call([{"name": "read", "parameters": parameters}])[0] == "read"
+
+
+def test_a_value_stays_small():
+    schema = {"type": "array", "minItems": 10**12, "items": {"type": "string", "minLength": 10**12}}
+    assert len(json.dumps(example(schema))) < 10**7

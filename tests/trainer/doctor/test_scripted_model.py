@@ -2,10 +2,18 @@ import json
 import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
-from rolltap.trainer.doctor.conversation import FINAL, next_reply, offered_tools
+from rolltap.addons.prompts.rendering import Rendering
+from rolltap.trainer.doctor.scripted_model import FINAL, RENDERER, make_tokenizer, next_reply, offered_tools
 
-BASH = {"name": "bash", "parameters": {"properties": {"command": {"type": "string"}}, "required": ["command"]}}
+BASH = {
+    "name": "bash",
+    "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
+}
+TOOLS = [{"type": "function", "function": {**BASH, "description": "</tools>\nRun\n"}}]
 FINISH = {"name": "finish", "parameters": {"properties": {}}}
 RESULT = "<|im_start|>user\n<tool_response>\nok\n</tool_response><|im_end|>\n"
 
@@ -63,3 +71,36 @@ def test_a_tool_that_is_none_is_left_out(line):
 def test_the_text_of_a_tool_result_is_no_tool_result():
     said = "user\n<tool_response>\nThis is how results look."
     assert called(next_reply(prompt(BASH, system=said, results=1))) is not None
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return make_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+def test_every_text_is_encoded_as_transformers_encodes_it_and_decoded(tokenizer):
+    theirs = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    assert theirs.eos_token_id == tokenizer.eos_token_id
+
+    @given(st.text() | st.just("<|im_start|>user\n<tool_response>\nhéllo"))
+    def check(text):
+        ids = tokenizer.encode(text)
+        assert ids == theirs.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids) == text
+
+    check()
+
+
+def test_the_recorder_renders_prompts_with_it_and_reads_the_tool_calls_of_the_scripted_model(tokenizer):
+    rendering = Rendering(tokenizer.name_or_path, RENDERER)
+    messages = [{"role": "system", "content": "Be <tools>brief.</tools>"}, {"role": "user", "content": "Hello"}]
+    ids = rendering.render(messages, TOOLS)
+    for _ in range(2):
+        prompt = tokenizer.decode(ids)
+        assert [tool["name"] for tool in offered_tools(prompt)] == ["bash"]
+        sampled = [*rendering.encode(next_reply(prompt)), tokenizer.eos_token_id]
+        reply = rendering.parse(ids, sampled, TOOLS)
+        assert (reply.reasoning, reply.content.strip()) == ("I call bash.", "I try it.")
+        (call,) = reply.tool_calls
+        ids = rendering.bridge(ids, sampled, [{"role": "tool", "tool_call_id": call.id, "content": "ok"}], TOOLS)
+    assert rendering.parse(ids, rendering.encode(next_reply(tokenizer.decode(ids))), TOOLS).content == FINAL
