@@ -117,6 +117,7 @@ def _tool_call(call: Fields) -> dict[str, Any]:
         custom = call.inner("custom")
         text = custom.optional("input", Fields.text) or ""
         return message_tool_call(tool_call_id, custom.name("name"), {FREEFORM_ARGUMENT: text})
-    name, json_text = function.name("name"), function.maybe("arguments", str)
-    arguments = function["arguments"] if json_text is None else parse_arguments(json_text)
-    return message_tool_call(tool_call_id, name, {} if arguments is None else arguments)
+    name, arguments = function.name("name"), {} if function["arguments"] is None else function["arguments"]
+    return message_tool_call(
+        tool_call_id, name, parse_arguments(arguments) if isinstance(arguments, str) else arguments
+    )

@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from rolltap.addons.dialects import anthropic, google, openai_chat, openai_responses
+from rolltap.addons.dialects import anthropic, google, openai_responses
 from rolltap.addons.dialects.anthropic.claude_code import normal_arguments
-from rolltap.addons.dialects.model_call import DialectError
 
 USER = {"role": "user", "content": "Hi"}
 
@@ -95,22 +94,3 @@ def test_a_tool_of_many_defaults_costs_a_call_the_arguments_that_it_has():
     tool = {"type": "function", "function": {"name": "look", "parameters": {"properties": properties}}}
     for i in range(20_000):
         assert normal_arguments({f"p{i}": "x" * 100, "q": "y"}, tool) == {"q": "y"}
-
-
-@pytest.mark.parametrize(
-    ("dialect", "target", "body", "key"),
-    [
-        (openai_chat, "/v1/chat/completions", {"messages": [USER]}, "stop"),
-        (anthropic, "/v1/messages", {"messages": [USER], "max_tokens": 1}, "stop_sequences"),
-        (google, "/v1beta/models/m:generateContent", {"contents": [{"parts": [{"text": "Hi"}]}]}, "stopSequences"),
-    ],
-    ids=["openai", "anthropic", "google"],
-)
-def test_stop_texts_are_few_and_short(dialect, target, body, key):
-    def asking(stop):
-        return {**body, **({"generationConfig": {key: stop}} if dialect is google else {key: stop})}
-
-    assert decode(dialect, target, asking(["x" * 64] * 64)).stop == ["x" * 64] * 64
-    for stop in (["x"] * 65, ["x" * 200_000]):
-        with pytest.raises(DialectError, match="at most 64 texts of 4096 characters in total"):
-            decode(dialect, target, asking(stop))

@@ -1,9 +1,10 @@
+import base64
 import json
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltap.addons.dialects.model_call import parse_json, well_formed
+from rolltap.addons.dialects.model_call import parse_json, sign, signed_call, well_formed
 
 any_text = st.text(st.characters(categories=None) | st.sampled_from(["\ud83d", "\udc00"]))
 
@@ -25,3 +26,8 @@ def test_parsed_json_is_well_formed_all_the_way_down(text, ascii_only):
 
 def test_a_pair_of_surrogates_is_a_character():
     assert parse_json(r'"\ud83d\ude00 \ud83d"') == "😀 \ufffd"
+
+
+def test_a_signature_that_is_long_was_not_issued_here():
+    assert signed_call(sign("c7")) == "c7"
+    assert signed_call(base64.b64encode(b"rolltap:" + b"A" * 1_000_000).decode()) is None

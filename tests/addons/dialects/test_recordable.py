@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects.json_values import described, recordable, recordable_tools
+from tests.addons.dialects.apis import RESPONSES
 from tests.deep import examples
 
 SECRET = "sk-proj-0123456789abcdefghijklmnopqrstuvwxyz"
@@ -109,3 +110,8 @@ def test_any_depth_is_recorded():
     for _ in range(900):
         value = [value]
     assert "(deeper)" in str(recordable({"x": value}))
+
+
+def test_many_hosted_tools_are_recorded_as_their_number():
+    hosted = RESPONSES.decode({**RESPONSES.talk, "tools": [{"type": "web_search"}] * 1000}).hosted_tools
+    assert (len(hosted), hosted[-1]) == (65, "(936 more)")

@@ -2,8 +2,6 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rolltap.addons.dialects import google
 from rolltap.addons.dialects.model_call import (
@@ -14,58 +12,13 @@ from rolltap.addons.dialects.model_call import (
     ServedModel,
     ToolCall,
     Usage,
-    parse_arguments,
     sign,
 )
-from tests.addons.dialects.google.test_request import CALL, GENERATE, JSON, decode_contents
-from tests.deep import examples
+from tests.addons.dialects.google.test_request import CALL, GENERATE
 
 ASKED = replace(CALL, reasoning="shown")
 HEAD = ReplyContext("call-9", 1_700_000_000, GENERATE, ASKED)
 USAGE = Usage(prompt=7, completion=3, cached=2)
-ARGUMENTS = st.one_of(
-    st.dictionaries(st.text(), JSON, max_size=4).map(json.dumps),
-    JSON.map(lambda value: json.dumps(value, ensure_ascii=False, indent=1)),
-    st.text(),
-    st.sampled_from(
-        [
-            '{"a": NaN}',
-            '{"a": 1e999}',
-            '{"INVALID_JSON": "{}"}',
-            '{"INVALID_JSON": {}}',
-            '{"INVALID_JSON": "x", "b": 1}',
-            '{"a": "\\ud83d"}',
-            '{"a":' * 60 + "{}" + "}" * 60,
-            '{"a":' * 500 + "{}" + "}" * 500,
-            "[" * 100_000,
-        ]
-    ),
-)
-REPLIES = st.builds(
-    Reply,
-    content=st.text(),
-    reasoning=st.text(),
-    tool_calls=st.lists(st.builds(ToolCall, id=st.uuids().map(str), name=st.text(min_size=1), arguments=ARGUMENTS)),
-    finish_reason=st.sampled_from(["stop", "length", "tool_calls"]),
-)
-
-
-def echo(*responses):
-    """Return the message that a harness's echo of a reply's candidates decodes to."""
-    contents = [response["candidates"][0]["content"] for response in responses]
-    (message,) = decode_contents(*contents)
-    return message
-
-
-def issued(reply):
-    message = reply.to_message() | {"call_id": "call-9"}
-    for call in message.get("tool_calls", []):
-        call["function"]["arguments"] = parse_arguments(call["function"]["arguments"])
-    return message
-
-
-def same(one, other):
-    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)  # NaN equals NaN here
 
 
 def test_a_reply_is_one_candidate():
@@ -121,12 +74,6 @@ def test_without_a_call_the_text_carries_the_signature(reply, parts):
 def test_the_finish_reason_is_translated(reason, said):
     encoded = json.loads(google.encode_reply(HEAD, Reply("Hi.", finish_reason=reason), USAGE))
     assert encoded["candidates"][0]["finishReason"] == said
-
-
-@examples(500)
-@given(REPLIES)
-def test_an_echoed_reply_is_the_message_that_was_issued(reply):
-    assert same(echo(json.loads(google.encode_reply(HEAD, reply, USAGE))), issued(reply))
 
 
 @pytest.mark.parametrize(

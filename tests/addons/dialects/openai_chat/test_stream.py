@@ -43,11 +43,6 @@ class TestStreamEncoder:
         calls = [ToolCall(c.id, c.function.name, c.function.arguments) for c in choice.message.tool_calls or []]
         assert calls == reply.tool_calls
 
-    def test_reasoning_goes_before_content(self):
-        first, second = map(json.loads, data_of(openai_chat.StreamEncoder(reply_context()).delta("Hm.", "Hi")))
-        assert first["choices"][0]["delta"] == {"reasoning_content": "Hm."}
-        assert second["choices"][0]["delta"] == {"content": "Hi"}
-
     def test_no_new_text_is_no_event(self):
         assert openai_chat.StreamEncoder(reply_context()).delta("", "") == b""
 

@@ -5,9 +5,9 @@ from hypothesis import given
 
 from rolltap.addons.dialects import openai_responses
 from rolltap.addons.dialects.model_call import DialectError, sign
-from tests.addons.dialects.openai_responses.test_reply import USAGE, context_of, replies
+from tests.addons.dialects.apis import RESPONSES, USAGE, assembled, streamed
 from tests.addons.dialects.openai_responses.test_request import REQUEST, decode, decode_items
-from tests.addons.dialects.openai_responses.test_stream import streamed
+from tests.addons.dialects.test_contract import REPLIES
 from tests.deep import examples
 
 TRIGGER = {"type": "compaction_trigger"}
@@ -23,23 +23,21 @@ def test_a_trigger_asks_for_a_summary():
     assert call.tools == decode().tools
 
 
-@given(replies)
+@given(REPLIES)
 @examples(100)
 def test_the_reply_is_one_item_that_holds_the_summary(reply):
-    context = context_of(decode(input=[*REQUEST["input"], TRIGGER]))
+    context = RESPONSES.context(input=[*REQUEST["input"], TRIGGER])
     whole = json.loads(openai_responses.encode_reply(context, reply, USAGE))
     (item,) = whole["output"]
     assert item["type"] == "compaction"
-    events = streamed(context, reply)
-    assert [e["item"] for e in events if e["type"] == "response.output_item.done"] == [item]
-    assert events[-1]["response"] == whole
+    assert assembled(RESPONSES, streamed(RESPONSES, context, reply)) == whole
     (message,) = decode_items(item)
     assert message["role"] == "user"
     assert message["content"].endswith(reply.content)
 
 
 def test_a_summary_that_grows_keeps_the_connection_open():
-    encoder = openai_responses.stream_encoder(context_of(decode(input=[*REQUEST["input"], TRIGGER])))
+    encoder = openai_responses.stream_encoder(RESPONSES.context(input=[*REQUEST["input"], TRIGGER]))
     assert b"response.in_progress" in encoder.delta("", "So far")
 
 

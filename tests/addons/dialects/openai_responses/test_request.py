@@ -1,13 +1,10 @@
 import json
-from dataclasses import asdict
 
 import pytest
-from hypothesis import given
 
 from rolltap.addons.dialects import openai_responses
 from rolltap.addons.dialects.model_call import DialectError, ModelCall, WireTool, sign
 from tests.addons.dialects import hostile
-from tests.deep import examples
 
 LOOK = {"type": "function", "name": "look", "description": "Looks.", "parameters": {"type": "object"}, "strict": False}
 PATCH = {
@@ -211,11 +208,6 @@ class TestDecode:
         assert "agents__spawn" not in call.wire_tools
         assert call.wire_tools["agents__spawn_"] == WireTool("spawn", namespace="agents")
 
-    def test_tools_are_shown_when_none_may_be_called(self):
-        call = decode(tool_choice="none")
-        assert (call.tools, call.messages, call.may_call) == (decode().tools, decode().messages, False)
-        assert decode().may_call
-
     def test_log_probabilities_are_refused(self):
         with pytest.raises(DialectError, match=r"^Unsupported parameter: 'top_logprobs'"):
             decode(top_logprobs=1)
@@ -233,10 +225,6 @@ class TestDecode:
     )
     def test_a_json_format_is_decoded_to_a_schema(self, form, schema):
         assert decode(text={"format": form, "verbosity": "low"}).schema == schema
-
-    @pytest.mark.parametrize("stream", [None, False, "yes"])
-    def test_only_true_asks_for_a_stream(self, stream):
-        assert not decode(stream=stream).stream
 
     @pytest.mark.parametrize(
         ("changes", "field"),
@@ -299,15 +287,3 @@ MUTABLE = {
     ],
 }
 bodies = hostile.bodies([MUTABLE], hostile.values([*KINDS, "user", "assistant", sign("c1")], NAMES))
-
-
-@given(bodies)
-@examples(1500)
-def test_any_body_is_a_model_call_or_a_refusal(body):
-    try:
-        call = openai_responses.decode(body, "/v1/responses")
-    except DialectError as refusal:
-        json.loads(openai_responses.encode_error(refusal))
-    else:
-        json.dumps(asdict(call), ensure_ascii=False).encode()
-        assert call.messages

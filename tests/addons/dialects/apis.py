@@ -1,0 +1,281 @@
+"""The four APIs as the contract of the dialects sees them: how each writes requests, and what its replies add up to."""
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from rolltap.addons.dialects import anthropic, google, openai_chat, openai_responses
+from rolltap.addons.dialects.model_call import ReplyContext, Usage
+from tests.addons.dialects.anthropic import test_request as of_messages
+from tests.addons.dialects.google import test_request as of_gemini
+from tests.addons.dialects.openai_chat import test_request as of_chat
+from tests.addons.dialects.openai_responses import test_request as of_responses
+
+USAGE = Usage(prompt=7, completion=3, cached=4)
+CALLS = [("c1", "look"), ("c2", "go"), ("c3", "look")]
+ANSWERED = ["c3", "c1", "c2"]
+"""The ids of the results, in another order than the calls."""
+USER = {"role": "user", "content": "Hi"}
+LONG = "x" * 2000
+
+
+@dataclass(frozen=True)
+class Api:
+    """One API: its dialect, and the bodies and fields of its requests that the contract needs."""
+
+    dialect: Any
+    target: str
+    request: dict[str, Any]
+    """A request with everything in it: a text with é, tools, tool calls, results."""
+    bodies: Any
+    """A strategy for hostile bodies."""
+    talk: dict[str, Any]
+    """A conversation in which `CALLS` are answered as `ANSWERED`."""
+    forbidding: dict[str, Any]
+    """The fields that forbid tool calls."""
+    tools: list[list[dict[str, Any]]]
+    """Lists of one tool whose name is `LONG`."""
+    count_target: str = ""
+    stream_target: str = ""
+
+    def decode(self, body, target=""):
+        return self.dialect.decode(json.dumps(body).encode(), target or self.target)
+
+    def context(self, **changes):
+        """Return the context of a reply to `request`, which asks for all that a reply may have."""
+        call = self.decode({**self.request, **changes})
+        call.include_usage, call.reasoning = True, "shown"
+        return ReplyContext("c9", 5, self.stream_target or self.target, call, prompt_tokens=USAGE.prompt)
+
+    def schema(self, schema):
+        """Return the fields that ask for a reply of this JSON schema."""
+        form = {"type": "json_schema", "schema": schema}
+        match self.dialect.NAME:
+            case "openai-chat":
+                return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+            case "openai-responses":
+                return {"text": {"format": form}}
+            case "anthropic-messages":
+                return {"output_config": {"format": form}}
+        return {"generationConfig": {"responseMimeType": "application/json", "responseJsonSchema": schema}}
+
+    def stop(self, texts):
+        """Return the fields that ask to stop at these texts."""
+        key = {"openai-chat": "stop", "anthropic-messages": "stop_sequences"}.get(self.dialect.NAME)
+        return {key: texts} if key else {"generationConfig": {"stopSequences": texts}}
+
+    def echo(self, whole):
+        """Return the message that a reply decodes to when a program sends it back."""
+        match self.dialect.NAME:
+            case "openai-chat":
+                body = {"messages": [USER, whole["choices"][0]["message"]]}
+            case "openai-responses":
+                body = {"input": [USER, *whole["output"]], "tools": self.request["tools"]}
+            case "anthropic-messages":
+                body = {"max_tokens": 1, "messages": [USER, {"role": "assistant", "content": whole["content"]}, USER]}
+            case _:
+                body = {"contents": [{"parts": [{"text": "Hi"}]}, whole["candidates"][0]["content"]]}
+        return self.decode(body).messages[1]
+
+    def issues(self, reply):
+        """Return True when a reply has an opaque field that names its call."""
+        return self.dialect is google or (self.dialect is not openai_chat and bool(reply.reasoning))
+
+
+def streamed(api, context, reply, piece=3, keep_alive=False):
+    """Return the bytes of a reply whose text is sent in pieces."""
+    encoder = api.dialect.stream_encoder(context)
+    sent = encoder.start()
+    for name in ("reasoning", "content"):
+        text = getattr(reply, name)
+        for begin in range(0, len(text), piece):
+            sent += encoder.delta(**{"reasoning": "", "content": "", name: text[begin : begin + piece]})
+            sent += encoder.keep_alive() if keep_alive else b""
+    return sent + encoder.finish(reply, USAGE)
+
+
+def parse(text):
+    """Return the value of JSON, in which NaN and Infinity are errors."""
+    return json.loads(text, parse_constant=pytest.fail)
+
+
+def events_of(stream):
+    """Return the data of server-sent events. An event's type is that of its data."""
+    *events, rest = stream.decode().split("\n\n")
+    assert rest == ""
+    values = []
+    for event in events:
+        kind, _, data = event.rpartition("\n")
+        values.append(data if data == "data: [DONE]" else parse(data.removeprefix("data: ")))
+        assert kind in ("", f"event: {kind and values[-1]['type']}")
+    return values
+
+
+def assembled(api, stream):
+    """Return the whole reply to which the events of a stream add up."""
+    return _ASSEMBLERS[api.dialect.NAME](stream)
+
+
+def _chat(stream):
+    *chunks, last, done = events_of(stream)
+    assert (done, last["choices"]) == ("data: [DONE]", [])
+    message = {}
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        for key, new in choice["delta"].items():
+            message[key] = message[key] + new if key in message else new
+    for index, call in enumerate(message.get("tool_calls", ())):
+        assert call.pop("index") == index
+    if "tool_calls" in message:
+        message["content"] = message["content"] or None
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": choice["finish_reason"]}
+    return {**last, "object": "chat.completion", "choices": [choice]}
+
+
+def _responses(stream):
+    events = events_of(stream)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    whole = events[-1]["response"]
+    assert [event["item"] for event in events if event["type"] == "response.output_item.done"] == whole["output"]
+    return whole
+
+
+def _messages(stream):
+    events = events_of(stream)
+    assert events[-1]["type"] == "message_stop"
+    message = None
+    for event in events:
+        match event["type"]:
+            case "message_start":
+                message = event["message"]
+            case "content_block_start":
+                assert event["index"] == len(message["content"])
+                message["content"].append(block := event["content_block"])
+                written = ""
+            case "content_block_delta" if event["delta"]["type"] == "input_json_delta":
+                written += event["delta"]["partial_json"]
+            case "content_block_delta":
+                key = event["delta"]["type"].removesuffix("_delta")
+                block[key] += event["delta"][key]
+            case "content_block_stop":
+                assert event["index"] == len(message["content"]) - 1
+                if block["type"] == "tool_use":
+                    block["input"] = json.loads(written)
+            case "message_delta":
+                message.update(event["delta"], usage=event["usage"])
+    return message
+
+
+def chunks_of(stream):
+    """Return the chunks of Gemini's server-sent events, or of its JSON array."""
+    if stream.startswith(b"["):
+        return parse(stream)
+    lines = [line for line in stream.decode("ascii").splitlines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    return [parse(line.removeprefix("data: ")) for line in lines]
+
+
+def _gemini(stream):
+    chunks = chunks_of(stream)
+    parts = []
+    for part in (part for chunk in chunks for part in chunk["candidates"][0]["content"]["parts"]):
+        last = parts[-1] if parts else {}
+        if "text" in part and "text" in last and part.get("thought") == last.get("thought"):
+            last.update({**part, "text": last["text"] + part["text"]})
+        else:
+            parts.append(part)
+    candidate = {**chunks[-1]["candidates"][0], "content": {"role": "model", "parts": parts}}
+    return {**chunks[-1], "candidates": [candidate]}
+
+
+_ASSEMBLERS = {
+    "openai-chat": _chat,
+    "openai-responses": _responses,
+    "anthropic-messages": _messages,
+    "google-generate-content": _gemini,
+}
+_TOOL = {"name": LONG, "parameters": {}}
+_FUNCTION = {"type": "function", "name": LONG}
+CHAT = Api(
+    openai_chat,
+    "/v1/chat/completions",
+    of_chat.REQUEST,
+    of_chat.bodies,
+    talk={
+        "messages": [
+            USER,
+            {
+                "role": "assistant",
+                "tool_calls": [
+                    {"id": i, "type": "function", "function": {"name": name, "arguments": "{}"}} for i, name in CALLS
+                ],
+            },
+            *({"role": "tool", "tool_call_id": i, "content": "x"} for i in ANSWERED),
+        ]
+    },
+    forbidding={"tool_choice": "none"},
+    tools=[[{"type": "function", "function": _TOOL}], [{"type": "custom", "custom": _TOOL}]],
+)
+RESPONSES = Api(
+    openai_responses,
+    "/v1/responses",
+    of_responses.REQUEST,
+    of_responses.bodies,
+    talk={
+        "input": [
+            USER,
+            *({"type": "function_call", "call_id": i, "name": name, "arguments": "{}"} for i, name in CALLS),
+            *({"type": "function_call_output", "call_id": i, "output": "x"} for i in ANSWERED),
+        ]
+    },
+    forbidding={"tool_choice": "none"},
+    tools=[[_FUNCTION], [{**_FUNCTION, "type": "namespace"}]],
+    count_target="/v1/responses/input_tokens",
+)
+MESSAGES = Api(
+    anthropic,
+    "/v1/messages",
+    of_messages.REQUEST,
+    of_messages.bodies,
+    talk={
+        "max_tokens": 1,
+        "messages": [
+            USER,
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": i, "name": name, "input": {}} for i, name in CALLS],
+            },
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": i, "content": "x"} for i in ANSWERED],
+            },
+        ],
+    },
+    forbidding={"tool_choice": {"type": "none"}},
+    tools=[[_TOOL]],
+    count_target="/v1/messages/count_tokens",
+)
+_ANSWERS = [{"id": i, "name": dict(CALLS)[i], "response": {"output": "x"}} for i in ANSWERED]
+GEMINI = Api(
+    google,
+    "/v1beta/models/gemini-x:generateContent",
+    of_gemini.REQUEST,
+    of_gemini.bodies,
+    talk={
+        "contents": [
+            {"role": "user", "parts": [{"text": "Hi"}]},
+            {"role": "model", "parts": [{"functionCall": {"id": i, "name": name}} for i, name in CALLS]},
+            {"role": "user", "parts": [{"functionResponse": answer} for answer in _ANSWERS]},
+        ]
+    },
+    forbidding={"toolConfig": {"functionCallingConfig": {"mode": "NONE"}}},
+    tools=[[{"functionDeclarations": [_TOOL]}]],
+    count_target="/v1beta/models/gemini-x:countTokens",
+    stream_target="/v1beta/models/gemini-x:streamGenerateContent?alt=sse",
+)
+ARRAY = replace(GEMINI, stream_target="/v1beta/models/gemini-x:streamGenerateContent")
+"""Gemini's other form of a stream."""
+APIS = [CHAT, RESPONSES, MESSAGES, GEMINI]
+every_api = pytest.mark.parametrize("api", APIS, ids=lambda api: api.dialect.NAME)

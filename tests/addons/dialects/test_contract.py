@@ -1,0 +1,172 @@
+"""What every dialect does with requests and replies. What is peculiar to one is tested in its folder."""
+
+import contextlib
+import json
+from dataclasses import asdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolltap.addons.dialects.model_call import DialectError, Reply, ToolCall, parse_arguments
+from tests.addons.dialects.apis import (
+    ANSWERED,
+    APIS,
+    ARRAY,
+    CALLS,
+    CHAT,
+    GEMINI,
+    LONG,
+    MESSAGES,
+    USAGE,
+    assembled,
+    every_api,
+    parse,
+    streamed,
+)
+from tests.deep import examples
+
+
+@every_api
+@examples(2500)
+@given(data=st.data())
+def test_any_body_is_a_model_call_or_a_refusal(api, data):
+    target = data.draw(st.sampled_from([api.target, api.count_target or api.target]))
+    try:
+        call = api.dialect.decode(data.draw(api.bodies), target)
+    except DialectError as refusal:
+        json.loads(api.dialect.encode_error(refusal))
+    else:
+        json.dumps(asdict(call), ensure_ascii=False).encode()
+        assert call.messages
+
+
+@every_api
+@pytest.mark.parametrize("depth", [90, 120, 300, 980, 100_000])
+def test_any_depth_is_a_model_call_or_a_refusal(api, depth):
+    deep = '{"items":' * depth + "1" + "}" * depth
+    for key in api.request:
+        body = json.dumps({**api.request, key: "DEEP"}).replace('"DEEP"', deep)
+        with contextlib.suppress(DialectError):
+            assert api.dialect.decode(body.encode(), api.target).messages
+
+
+@every_api
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"\xff", b"[" * 100_000, b'{"n": ' + b"1" * 5000 + b"}", b'{"model": "\xed\xa0\x80"}', b"[]", b"NaN"],
+    ids=["empty", "cut", "not UTF-8", "too deep", "too many digits", "a surrogate's bytes", "a list", "a number"],
+)
+def test_a_body_that_is_no_json_object_is_refused(api, body):
+    with pytest.raises(DialectError) as refused:
+        api.dialect.decode(body, api.target)
+    assert refused.value.status == 400
+
+
+@every_api
+@pytest.mark.parametrize("cut", ["ud83d", "udc00"])
+def test_a_lone_surrogate_becomes_a_replacement_character(api, cut):
+    text = json.dumps(api.request).replace("u00e9", cut)
+    messages = api.dialect.decode(text.encode(), api.target).messages
+    assert messages == json.loads(json.dumps(api.decode(api.request).messages).replace("u00e9", "ufffd"))
+
+
+@every_api
+def test_a_result_has_the_name_of_its_tool(api):
+    decoded = api.decode(api.talk).messages[-3:]
+    names = dict(CALLS)
+    assert decoded == [{"role": "tool", "content": "x", "tool_call_id": i, "name": names[i]} for i in ANSWERED]
+
+
+@every_api
+def test_tools_are_shown_when_none_may_be_called(api):
+    free, bound = api.decode(api.request), api.decode({**api.request, **api.forbidding})
+    assert (free.may_call, bound.may_call) == (True, False)
+    assert (bound.tools, bound.messages) == (free.tools, free.messages)
+
+
+@every_api
+@pytest.mark.parametrize("stream", [None, False, "yes"])
+def test_only_true_asks_for_a_stream(api, stream):
+    assert not api.decode({**api.talk, "stream": stream}).stream
+
+
+@every_api
+def test_a_name_an_id_or_a_schema_that_is_too_long_is_refused(api):
+    bodies = [{**api.talk, "tools": tools} for tools in api.tools]
+    bodies.append(json.loads(json.dumps(api.talk).replace('"c1"', json.dumps(LONG))))
+    model = {**api.talk, "model": LONG}, api.target.replace("gemini-x", LONG)
+    for body, target in (model, *((body, api.target) for body in bodies)):
+        with pytest.raises(DialectError, match=r"a string of at most (256|1,024) characters") as refused:
+            api.decode(body, target)
+        assert len(str(refused.value)) < 300
+    schema = {"type": "object", "description": "d" * (256 * 1024)}
+    with pytest.raises(DialectError, match="schema of the reply is longer than 262,144 characters"):
+        api.decode({**api.talk, **api.schema(schema)})
+
+
+@pytest.mark.parametrize("api", [CHAT, MESSAGES, GEMINI], ids=lambda api: api.dialect.NAME)
+def test_stop_texts_are_few_and_short(api):
+    assert api.decode({**api.talk, **api.stop(["x" * 64] * 64)}).stop == ["x" * 64] * 64
+    for texts in (["x"] * 65, ["x" * 200_000]):
+        with pytest.raises(DialectError, match="at most 64 texts of 4096 characters in total"):
+            api.decode({**api.talk, **api.stop(texts)})
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+ODD = (
+    ["", "{", '{"INVALID_JSON": "x"}', '{"INVALID_JSON": {}}', '{"INVALID_JSON": "x", "b": 1}', '{"n": 1e400}']
+    + ['{"n": NaN}', '{"n": 1e22}', '{"a": "\\ud83d"}', "9" * 5000, "[" * 100_000]
+    + ['{"a":' * depth + "{}" + "}" * depth for depth in (60, 500)]
+)
+ARGUMENTS = (
+    st.dictionaries(st.text(max_size=5) | st.just("INVALID_JSON"), JSON, max_size=3).map(json.dumps)
+    | JSON.map(lambda value: json.dumps(value, ensure_ascii=False, indent=1))
+    | st.text()
+    | st.sampled_from(ODD)
+)
+SAMPLED = st.tuples(st.text(min_size=1), ARGUMENTS) | st.tuples(
+    st.sampled_from(["patch", "agents__exec"]), st.text().map(lambda text: json.dumps({"input": text}))
+)
+REPLIES = st.builds(
+    Reply,
+    content=st.text(max_size=12),
+    reasoning=st.text(max_size=12),
+    tool_calls=st.lists(SAMPLED, max_size=3).map(
+        lambda calls: [ToolCall(f"call_{i}", *call) for i, call in enumerate(calls)]
+    ),
+    finish_reason=st.sampled_from(["stop", "length", "tool_calls"]),
+)
+
+
+def same(one, other):
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)  # NaN equals NaN here
+
+
+@pytest.mark.parametrize("api", [*APIS, ARRAY], ids=lambda api: f"{api.dialect.NAME} {api.stream_target}")
+@examples(1000)
+@given(reply=REPLIES, piece=st.integers(1, 12), keep_alive=st.booleans())
+def test_a_stream_adds_up_to_the_whole_reply_whose_echo_is_the_reply(api, reply, piece, keep_alive):
+    context = api.context()
+    whole = parse(api.dialect.encode_reply(context, reply, USAGE))
+    assert same(assembled(api, streamed(api, context, reply, piece, keep_alive)), whole)
+    issued = reply.to_message() | ({"call_id": "c9"} if api.issues(reply) else {})
+    for call in issued.get("tool_calls", ()):
+        call["function"]["arguments"] = parse_arguments(call["function"]["arguments"])
+    assert same(api.echo(whole), issued)
+
+
+@every_api
+def test_a_failed_stream_ends_with_the_error(api):
+    encoder = api.dialect.stream_encoder(api.context())
+    encoder.start()
+    assert b"Down." in encoder.error(DialectError("Down.", status=503))
+
+
+@every_api
+def test_a_lone_surrogate_does_not_break_a_reply(api):
+    assert b"half ?" in api.dialect.encode_reply(api.context(), Reply("half \ud83d"), USAGE)

@@ -1,0 +1,37 @@
+import pytest
+
+from rolltap.addons.dialects.dialect import name_results
+from tests.addons.dialects.apis import CHAT
+
+
+def called(tool_call_id, name):
+    call = {"id": tool_call_id, "type": "function", "function": {"name": name, "arguments": {}}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def result(tool_call_id, **fields):
+    return {"role": "tool", "content": "x", "tool_call_id": tool_call_id, **fields}
+
+
+def test_an_id_that_is_used_again_names_the_last_tool_before_the_result():
+    conversation = [result("c"), called("c", "look"), result("c"), called("c", "go"), result("c")]
+    assert [message.get("name") for message in name_results(conversation)] == [None, None, "look", None, "go"]
+
+
+def test_the_call_decides_and_not_the_name_that_the_result_came_with():
+    assert name_results([called("c", "look"), result("c", name="other")])[1]["name"] == "look"
+
+
+@pytest.mark.parametrize("tool_call_id", ["c9", ""])
+def test_a_result_of_an_unknown_call_has_no_name_but_its_own(tool_call_id):
+    conversation = [called("c", "look"), called("", "go"), result(tool_call_id), result(tool_call_id, name="wire")]
+    assert [message.get("name") for message in name_results(conversation)[2:]] == [None, "wire"]
+
+
+def test_a_sampled_name_of_any_length_is_read_but_not_repeated_in_each_result():
+    name = "x" * 100_000
+    call = {"id": "c", "type": "function", "function": {"name": name, "arguments": "{}"}}
+    results = [{"role": "tool", "tool_call_id": "c", "content": ""}] * 1000
+    decoded = CHAT.decode({"messages": [{"role": "assistant", "tool_calls": [call]}, *results]})
+    assert decoded.messages[0]["tool_calls"][0]["function"]["name"] == name
+    assert all("name" not in message for message in decoded.messages[1:])
