@@ -13,7 +13,7 @@ from rolltap.trainer.concurrency import run_blocking
 from rolltap.trainer.doctor.diagnosis import Diagnosis
 from rolltap.trainer.doctor.findings import Observed
 from rolltap.trainer.doctor.scripted_engine import Say, ScriptedEngine
-from rolltap.trainer.doctor.scripted_model import FINAL, INSTRUCTION, RENDERER, make_tokenizer, next_reply
+from rolltap.trainer.doctor.scripted_model import FINAL, INSTRUCTION, RENDERER, ByteTokenizer, next_reply
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.judges.command import read_end
 from rolltap.trainer.rollouts.mitmdump import workplace
@@ -60,7 +60,7 @@ def examine(
     preset = Harness.load(harness) if harness is not None else None
     (preset or Harness(name=command[0], program=command[0], headless=[])).require_program()
     with workplace() as work:
-        tokenizer = make_tokenizer(work / "model")
+        tokenizer = ByteTokenizer(work / "model")
         with ScriptedEngine(tokenizer, max_model_len=CONTEXT) as engine:
             engine.otherwise = lambda request: Say(_reply(tokenizer.decode(request["token_ids"]), _schema(request)))
             environment = {name: value for name, value in os.environ.items() if name != "ROLLTAP_ENGINE_KEY_FILE"}

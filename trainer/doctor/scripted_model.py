@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from rolltap.trainer.doctor.tool_choice import Tool, ending_call, ends_session, example, harmless_call, shell_call
 
@@ -26,21 +25,44 @@ _TOOLS = re.compile(r"<tools></tools> XML tags:\n<tools>\n(.*?)\n</tools>", re.D
 _RESULT = "user\n<tool_response>\n"
 _SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """The command with which mini-swe-agent ends. Its prompt asks for it."""
-_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_END = "<|im_end|>"
+_SPECIAL = ("<|endoftext|>", "<|im_start|>", _END)
 _MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
 
-def make_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Write a tokenizer of bytes with the special tokens of Qwen3 to `folder`, and return it. It encodes every text."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL])
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in _MARKUP])
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    made.save_pretrained(folder)
-    return PreTrainedTokenizerFast.from_pretrained(folder)
+class ByteTokenizer:
+    """A tokenizer of bytes with the special tokens of Qwen3, which encodes every text.
+
+    It has as much of a Transformers tokenizer as `ScriptedEngine` uses, without that package, which takes long to
+    import and has words about torch. Transformers loads it from `folder`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.name_or_path = str(folder)
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        self._tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
+        self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._tokenizer.decoder = decoders.ByteLevel()
+        self._tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL])
+        self._tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in _MARKUP])
+        self.eos_token_id = self._tokenizer.token_to_id(_END)
+        folder.mkdir(parents=True)
+        self._tokenizer.save(str(folder / "tokenizer.json"))
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": _END,
+            "clean_up_tokenization_spaces": False,
+        }
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Return the token ids of a text. Special tokens in it are found; none are ever added."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of token ids, special tokens included."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
 
 def next_reply(prompt: str, schema: Any = None) -> str:

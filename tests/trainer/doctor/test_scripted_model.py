@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from rolltap.addons.prompts.rendering import Rendering
-from rolltap.trainer.doctor.scripted_model import FINAL, RENDERER, make_tokenizer, next_reply, offered_tools
+from rolltap.trainer.doctor.scripted_model import FINAL, RENDERER, ByteTokenizer, next_reply, offered_tools
 
 BASH = {
     "name": "bash",
@@ -75,7 +75,7 @@ def test_the_text_of_a_tool_result_is_no_tool_result():
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    return make_tokenizer(tmp_path_factory.mktemp("model"))
+    return ByteTokenizer(tmp_path_factory.mktemp("made") / "model")
 
 
 def test_every_text_is_encoded_as_transformers_encodes_it_and_decoded(tokenizer):
@@ -102,5 +102,5 @@ def test_the_recorder_renders_prompts_with_it_and_reads_the_tool_calls_of_the_sc
         reply = rendering.parse(ids, sampled, TOOLS)
         assert (reply.reasoning, reply.content.strip()) == ("I call bash.", "I try it.")
         (call,) = reply.tool_calls
-        ids = rendering.bridge(ids, sampled, [{"role": "tool", "tool_call_id": call.id, "content": "ok"}], TOOLS)
+        ids = rendering.continued(ids, sampled, [{"role": "tool", "tool_call_id": call.id, "content": "ok"}], TOOLS)
     assert rendering.parse(ids, rendering.encode(next_reply(tokenizer.decode(ids))), TOOLS).content == FINAL
