@@ -29,7 +29,7 @@ class Diagnosis(JupyterMixin):
 
     @cached_property
     def findings(self) -> list[Finding]:
-        """What is to be known of the run, problems first."""
+        """The findings of the run, problems first."""
         return findings(self.seen)
 
     @property

@@ -1,4 +1,4 @@
-"""What every dialect does with requests and replies. What is peculiar to one is tested in its folder."""
+"""The contract of every dialect for requests and replies. The peculiarities of one are tested in its folder."""
 
 import contextlib
 import json
