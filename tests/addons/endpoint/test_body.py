@@ -1,8 +1,13 @@
+"""Bodies are bounded on the wire, in time, in memory and after decompression."""
+
 import asyncio
 import gzip
 import os
+import struct
 import threading
+import tracemalloc
 import zlib
+from contextlib import asynccontextmanager, suppress
 from unittest import mock
 
 import brotli
@@ -10,10 +15,13 @@ import pytest
 import zstandard
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rolltap.addons.dialects.model_call import DialectError
 from rolltap.addons.endpoint import body as body_module
-from rolltap.addons.endpoint.body import Bodies
+from rolltap.addons.endpoint.body import _DECODERS, Bodies, decompress
+from tests.deep import examples
 
 LIMIT = 100_000
 
@@ -27,24 +35,33 @@ ENCODERS = {"zstd": zstandard.compress, "gzip": gzip.compress, "deflate": zlib.c
 ALL = [*ENCODERS.items(), ("deflate", bare_deflate)]
 
 
-@pytest.fixture
-async def post():
-    """Return a function that posts a body and returns what was read, or the status of the error."""
-
-    bodies = Bodies(LIMIT, 2 * LIMIT, 4 * LIMIT)
+@asynccontextmanager
+async def serving(bodies, leave):
+    """Yield a client of a server that answers with what it has read, when `leave` is set."""
 
     async def answer(request):
         try:
-            async with bodies.read(request, "s1") as body:
+            async with bodies.read(request, request.headers.get("session", "s1")) as body:
+                await leave.wait()
                 return web.Response(body=body)
         except DialectError as error:
-            return web.Response(status=error.status, text=str(error))
+            retry = {"retry-after": str(error.retry_after)} if error.retry_after else {}
+            return web.Response(status=error.status, text=str(error), headers=retry)
 
     app = web.Application(client_max_size=1 << 40)
     app.router.add_post("/", answer)
     server = TestServer(app)
     await server.start_server(auto_decompress=False)
     async with TestClient(server) as client:
+        yield client
+
+
+@pytest.fixture
+async def post():
+    """Return a function that posts a body and returns the status and what was read, or the error."""
+    leave = asyncio.Event()
+    leave.set()
+    async with serving(Bodies(LIMIT, 2 * LIMIT, 4 * LIMIT), leave) as client:
 
         async def post(body, encoding=None):
             headers = {"content-encoding": encoding} if encoding else {}
@@ -97,27 +114,10 @@ async def test_other_encodings_are_refused(post, encoding):
 
 @pytest.fixture
 async def reading():
-    """Return a function that begins to send a body of a session, and the function that ends it.
-
-    The request that it returns resolves to a status and what was read, when `leave` is set.
-    """
+    """Return bodies, the event that ends their requests, and a function that begins to send a body of a session."""
     bodies = Bodies(LIMIT, 2 * LIMIT, 3 * LIMIT, seconds=60, patience=60)
     leave = asyncio.Event()
-
-    async def answer(request):
-        try:
-            async with bodies.read(request, request.headers["session"]) as body:
-                await leave.wait()
-                return web.Response(body=body)
-        except DialectError as error:
-            retry = {"retry-after": str(error.retry_after)} if error.retry_after else {}
-            return web.Response(status=error.status, text=str(error), headers=retry)
-
-    app = web.Application(client_max_size=1 << 40)
-    app.router.add_post("/", answer)
-    server = TestServer(app)
-    await server.start_server(auto_decompress=False)
-    async with TestClient(server) as client:
+    async with serving(bodies, leave) as client:
 
         def post(session, body):
             return asyncio.create_task(client.post("/", data=body, headers={"session": session}))
@@ -208,3 +208,48 @@ async def test_a_session_decompresses_one_body_at_a_time(monkeypatch):
     assert await asyncio.gather(*reads) == [b"s1", b"s1", b"s1", b"s2"]
     assert set(most) == {1}
     bodies.close()
+
+
+MEGABYTE = 1 << 20
+EMPTY_BLOCK = struct.pack("<BHH", 0, 0, 0xFFFF)
+NOTHING = {
+    "gzip members": ("gzip", gzip.compress(b"") * 400_000),
+    "gzip padding": ("gzip", gzip.compress(b"") + bytes(8 * MEGABYTE)),
+    "zstd frames": ("zstd", zstandard.compress(b"") * 800_000),
+    "deflate blocks": ("deflate", b"\x78\x9c" + EMPTY_BLOCK * 1_600_000),
+}
+"""Bodies of 8 MB that become nothing. A quadratic way takes minutes for each."""
+
+
+@given(body=st.binary(max_size=2000), encoding=st.sampled_from(sorted(_DECODERS)))
+@examples(300)
+def test_no_bytes_crash_a_decompressor(body, encoding):
+    for made in (body, ENCODERS[encoding](body)[: len(body)]):
+        with suppress(DialectError):
+            assert len(decompress(made, encoding, 1000)) <= 1000
+
+
+@pytest.mark.parametrize(("encoding", "body"), NOTHING.values(), ids=NOTHING)
+def test_input_that_becomes_nothing_ends(encoding, body):
+    with suppress(DialectError):
+        assert decompress(body, encoding, 1000) == b""
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_a_long_body_that_was_not_compressed_is_read_in_linear_time(encoding):
+    body = os.urandom(31 * MEGABYTE)
+    encoded = gzip.compress(body, 0) if encoding == "gzip" else zlib.compress(body, 0)
+    assert decompress(encoded, encoding, 32 * MEGABYTE) == body
+
+
+def test_brotli_that_becomes_a_quarter_of_a_gigabyte_takes_bounded_memory():
+    bomb = brotli.compress(bytes(1 << 28), quality=5)
+    assert len(bomb) < 2000
+    tracemalloc.start()
+    try:
+        with pytest.raises(DialectError) as refused:
+            decompress(bomb, "br", MEGABYTE)
+        assert tracemalloc.get_traced_memory()[1] < 100 * MEGABYTE
+    finally:
+        tracemalloc.stop()
+    assert refused.value.status == 413

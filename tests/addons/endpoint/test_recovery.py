@@ -321,8 +321,11 @@ def test_every_prompt_and_its_reason_are_what_they_would_have_been(rendering, en
         branches.append([*messages, {**reply, "content": "Other."}, *answers])
         if data.draw(st.booleans()):
             session.writer = RunWriter(folder)
+    recovered = session.recovered()
     for session.tools, messages in itertools.product(([TOOL], []), branches):
-        before, after = session.prompts(messages)
+        request = session.decode(messages)
+        recovered.index(session.dialect, request)
+        before, after = session.conversations.prompt(request), recovered.conversations.prompt(request)
         assert seen(after) == seen(before)
 
 

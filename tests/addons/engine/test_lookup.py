@@ -8,15 +8,15 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
-from rolltap.addons.engine import lookup
+from rolltap.addons.engine import lookup, pool
 from rolltap.addons.engine.client import Engine
 from rolltap.addons.engine.lookup import TEXT, OwnModel, WrongModel
+from rolltap.addons.engine.pool import require_model
 from rolltap.addons.errors import EngineError
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.trainer.doctor.scripted_engine import Say, ScriptedEngine
 from tests.addons.engine.test_pool import NOBODY, statuses
 from tests.addons.harness import recording, user
-from tests.recorder_process import CHAT, HELLO
 
 
 @pytest.fixture
@@ -57,34 +57,20 @@ class TestStart:
         assert "Traceback" not in recorder.log()
         assert not recorder.run.exists()
 
-    @pytest.mark.parametrize("deaf", [True, False])
-    def test_an_engine_that_does_not_answer_refuses_nothing(self, start, scripted_engine, deaf):
+    async def test_an_engine_that_does_not_answer_refuses_nothing(
+        self, scripted_engine, rendering, monkeypatch, caplog
+    ):
+        monkeypatch.setattr(pool, "START_SECONDS", 0.1)
         scripted_engine.deaf = True
-        recorder = start() if deaf else start(f"rolltap_engine={NOBODY}")
-        assert recorder.address is not None
-        assert "does not answer yet" in recorder.log()
+        assert await require_model([scripted_engine.url, NOBODY], None, own_model(rendering)) == []
+        assert [message.count("does not answer yet") for message in caplog.messages] == [1, 1]
 
-    def test_an_engine_that_comes_later_is_compared_at_first_contact(self, start, wrong, tokenizer_folder):
-        wrong.deaf = True
-        recorder = start(f"rolltap_engine={wrong.url}")
-        wrong.deaf = False
-        with recorder.client() as client:
-            answer = client.post(CHAT, json=HELLO)
-        recorder.stop()
-        assert answer.status_code == 502
-        message = answer.json()["error"]["message"]
-        assert message == f"the engine at {wrong.url} serves another model than the recorder's"
-        (event,) = [event for event in recorder.rows("events") if event["kind"] == "fault"]
-        assert names_both(event["detail"], wrong, tokenizer_folder)
-        assert wrong.requests == []
-
-    def test_the_same_tokenizer_under_another_name_is_a_warning(self, start, scripted_engine, tokenizer_folder):
+    async def test_the_same_tokenizer_under_another_name_is_a_warning(self, scripted_engine, rendering):
+        own = own_model(rendering)
+        assert await require_model([scripted_engine.url], None, own) == []
         scripted_engine.root = "org/base-model"
-        log = start().log()
-        assert f"the engine at {scripted_engine.url} serves org/base-model (as scripted), not {tokenizer_folder}" in log
-
-    def test_the_same_model_is_no_warning(self, start, scripted_engine):
-        assert "serves" not in start().log()
+        (warning,) = await require_model([scripted_engine.url], None, own)
+        assert f"the engine at {scripted_engine.url} serves org/base-model (as scripted), not {own.name}" in warning
 
 
 @contextmanager
@@ -99,6 +85,15 @@ def changed(engine, **fields):
 
 
 class TestFirstContact:
+    async def test_a_wrong_engine_is_an_error_and_a_fault(self, wrong, rendering, tmp_path, tokenizer_folder):
+        async with recording(rendering, tmp_path, wrong.url) as harness:
+            status, answer = await harness.ask(user())
+            (event,) = harness.events("fault")
+        message = f"the engine at {wrong.url} serves another model than the recorder's"
+        assert (status, answer["error"]["message"]) == (502, message)
+        assert names_both(event["detail"], wrong, tokenizer_folder)
+        assert wrong.requests == []
+
     async def test_sessions_move_from_a_wrong_engine_to_the_others(self, wrong, scripted_engine, rendering, tmp_path):
         scripted_engine.otherwise = lambda request: Say("Hi.")
         async with recording(rendering, tmp_path, wrong.url, scripted_engine.url) as harness:
@@ -163,9 +158,8 @@ class TestFirstContact:
     ):
         engine = Engine(scripted_engine.url, own=own_model(rendering))
         await engine.max_model_len()
-        monkeypatch.setattr(lookup, "AGAIN_SECONDS", 0.05)
+        monkeypatch.setattr(lookup, "AGAIN_SECONDS", 0.0)
         scripted_engine.tokenize_status = 503
-        await asyncio.sleep(0.06)
         assert await engine.max_model_len() == 8192
         await engine.close()
 

@@ -1,0 +1,187 @@
+"""A session: its conversations, what it takes from requests, and what it forgets."""
+
+import asyncio
+import json
+
+import pytest
+
+from rolltap.addons.dialects.routes import find_route
+from rolltap.addons.prompts.continuity import Conversations
+from rolltap.addons.store import tables
+from rolltap.trainer.doctor.scripted_engine import Say
+from rolltap.trainer.traces.build import build_traces
+from rolltap.trainer.traces.conversations import rebuild_conversations
+from rolltap.trainer.traces.reader import RecordedCalls
+from tests.addons.harness import recording, user
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+LOOK = '<tool_call>\n{"name": "look", "arguments": {"at": "here"}}\n</tool_call>'
+
+
+async def worked(harness, scripted_engine):
+    """Let the model call its tool, and return the conversation with the result."""
+    scripted_engine.replies.append(Say(LOOK))
+    _, body = await harness.ask(user(), tools=[TOOL])
+    message = body["choices"][0]["message"]
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "Nothing."}
+    return [user(), message, result]
+
+
+async def test_the_last_answer_without_tools_continues_the_conversation_and_is_the_agents(harness, scripted_engine):
+    conversation = await worked(harness, scripted_engine)
+    scripted_engine.replies.append(Say("There is nothing."))
+    status, body = await harness.ask(*conversation, tools=[TOOL], tool_choice="none")
+    assert (status, body["choices"][0]["message"]["content"]) == (200, "There is nothing.")
+    last = harness.calls()[-1]
+    assert (last["kind"], last["role"]) == ("bridged", "agent")
+    assert json.loads(last["sampling"])["asked"]["tool_choice"] == "none"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_forbidden_call_is_text_and_its_echo_is_continued(harness, scripted_engine, streamed):
+    conversation = await worked(harness, scripted_engine)
+    scripted_engine.replies.append(Say(f"Once more.\n{LOOK}"))
+    asked = {"tools": [TOOL], "tool_choice": "none"}
+    if streamed:
+        _, events = await harness.stream(*conversation, **asked)
+        chunks = [json.loads(event)["choices"][0] for event in events[:-1]]
+        text = "".join(chunk["delta"].get("content") or "" for chunk in chunks)
+        assert not any("tool_calls" in chunk["delta"] for chunk in chunks)
+        reason = chunks[-1]["finish_reason"]
+    else:
+        _, body = await harness.ask(*conversation, **asked)
+        (choice,) = body["choices"]
+        assert "tool_calls" not in choice["message"]
+        text, reason = choice["message"]["content"], choice["finish_reason"]
+    assert reason == "stop"
+    first, second = text.split("\n")
+    assert first == "Once more."
+    assert json.loads(second)["name"] == "look"
+    scripted_engine.replies.append(Say("Well."))
+    await harness.ask(*conversation, {"role": "assistant", "content": text}, user("And?"), **asked)
+    assert harness.calls()[-1]["kind"] == "bridged"
+
+
+async def test_a_final_answer_without_tools_is_the_agents_also_when_it_gives_results_as_text(harness, scripted_engine):
+    conversation = await worked(harness, scripted_engine)
+    scripted_engine.replies.append(Say("There is nothing."))
+    await harness.ask(*conversation[:2], user("The tool says: Nothing. Sum up."))
+    last = harness.calls()[-1]
+    assert (last["kind"], last["role"]) == ("rendered", "agent")
+
+
+NOTIFICATION = {"role": "assistant", "content": "Job 1 has ended."}
+
+
+async def test_a_notification_is_part_of_the_prompt_and_not_trained(harness, scripted_engine):
+    scripted_engine.replies += [Say("Hello."), Say("Well.")]
+    _, body = await harness.ask(user())
+    conversation = [user(), body["choices"][0]["message"], user("Go on"), NOTIFICATION, user("And?")]
+    await harness.ask(*conversation)
+    (calls,) = RecordedCalls(harness.run).values()
+    first, second = sorted(calls, key=lambda call: len(call.prompt_ids))
+    assert (second.kind, second.parent_id, second.role) == ("bridged", first.call_id, "agent")
+    (trace,), ledger = build_traces(calls)
+    sampled = [token for token, kept in zip(trace.completion_ids, trace.completion_mask, strict=True) if kept]
+    assert sampled == [*first.completion_ids, *second.completion_ids]
+    assert ledger.trained == ledger.sampled
+    rebuilt = rebuild_conversations([first, second])[1]
+    assert [message["content"] for message in rebuilt.messages()] == [m["content"] for m in conversation]
+
+
+async def test_a_session_that_begins_with_examples_has_a_root(harness, scripted_engine):
+    scripted_engine.replies += [Say("4"), Say("6")]
+    messages = [user("1 + 1?"), {"role": "assistant", "content": "2"}, user("2 + 2?")]
+    _, body = await harness.ask(*messages)
+    await harness.ask(*messages, body["choices"][0]["message"], user("3 + 3?"))
+    assert [(call["kind"], call["role"]) for call in harness.calls()] == [("root", "agent"), ("bridged", "agent")]
+
+
+async def count(harness, text):
+    path = "/v1/messages/count_tokens"
+    headers = harness.endpoint.headers("s1", "api", find_route("POST", path, {}))
+    async with harness.client.post(harness.url(path), json={"messages": [user(text)]}, headers=headers) as response:
+        assert response.status == 200
+        return (await response.json())["input_tokens"]
+
+
+SEEN = [{"type": "text", "text": "See"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBO"}}]
+
+
+class TestIdleSessions:
+    async def test_an_idle_session_is_forgotten_and_its_next_call_is_still_bridged(self, harness, scripted_engine):
+        scripted_engine.replies += [Say("Hi."), Say("Ho.")]
+        _, reply = await harness.ask(user())
+        harness.endpoint.forget_idle(0)
+        assert harness.endpoint.sessions == {}
+        await harness.ask(user(), reply["choices"][0]["message"], user("Again"))
+        assert [call["kind"] for call in harness.calls()] == ["root", "bridged"]
+
+    async def test_a_session_with_a_running_call_is_kept(self, harness, scripted_engine):
+        scripted_engine.replies.append(Say("one two", hold_after=1))
+        asked = asyncio.create_task(harness.ask(user()))
+        await asyncio.to_thread(scripted_engine.holding.wait)
+        harness.endpoint.forget_idle(0)
+        assert list(harness.endpoint.sessions) == ["s1"]
+        scripted_engine.release()
+        assert (await asked)[0] == 200
+
+    async def test_a_finished_call_keeps_no_tokens_in_memory(self, harness, scripted_engine):
+        scripted_engine.replies.append(Say("Hi."))
+        await harness.ask(user())
+        session = harness.endpoint.sessions["s1"]
+        assert (session.generations, len(session._recovered.finished)) == ([], 1)
+
+
+async def test_a_call_is_not_begun_when_the_disk_is_almost_full(harness, scripted_engine, monkeypatch):
+    monkeypatch.setattr(tables, "ROOM_BYTES", 1 << 60)
+    async with harness.post({"messages": [user()]}) as response:
+        reply = await response.json()
+        assert (response.status, reply["error"]["code"]) == (503, "not_recorded")
+        assert int(response.headers["retry-after"]) > 0
+    assert "MiB are free" in reply["error"]["message"]
+    assert (scripted_engine.requests, harness.calls()) == ([], [])
+
+
+async def test_a_call_that_fails_after_its_commit_is_recorded_once(harness, scripted_engine, monkeypatch):
+    def fail(*arguments):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Conversations, "add", fail)
+    scripted_engine.replies.append(Say("Hi."))
+    status, _ = await harness.ask(user())
+    assert status == 500
+    assert [call["status"] for call in harness.calls()] == ["completed"]
+
+
+async def test_a_conversation_with_an_image_is_answered_continued_and_marked(harness, scripted_engine):
+    scripted_engine.replies += [Say("Nice."), Say("Bye.")]
+    asked = [{"role": "user", "content": SEEN}]
+    assert (await harness.ask(*asked))[0] == 200
+    await harness.ask(*asked, {"role": "assistant", "content": "Nice."}, user("And now?"))
+    first, second = harness.calls()
+    assert (first["kind"], second["kind"]) == ("root", "bridged")
+    assert "[image/png, not shown: this model reads text]" in first["messages"]
+    assert [(event["call_id"], event["detail"]) for event in harness.events("hidden")] == [
+        (first["call_id"], "1"),
+        (second["call_id"], "1"),
+    ]
+    assert b"iVBO" not in b"".join(path.read_bytes() for path in harness.run.rglob("*") if path.is_file())
+
+
+async def test_images_can_be_refused(rendering, scripted_engine, tmp_path):
+    async with recording(rendering, tmp_path, scripted_engine.url, images="refuse") as client:
+        status, refusal = await client.ask({"role": "user", "content": SEEN})
+        assert status == 400
+        assert (
+            "takes text only. The conversation has other parts (images, audio, files): 1."
+            in refusal["error"]["message"]
+        )
+        assert len(client.events("rejected")) == 1
+        assert client.calls() == client.events("hidden") == []
+
+
+async def test_tokens_are_counted_without_an_engine_and_beyond_the_window(rendering, tmp_path):
+    """Harnesses count in order to compact their history."""
+    async with recording(rendering, tmp_path, "http://127.0.0.1:1", patience=3600) as waiting:
+        assert await count(waiting, "word " * 40_000) > 40_000
