@@ -3,12 +3,12 @@
 Field names follow Anthropic's API reference.
 """
 
+from rolltap.addons.dialects.anthropic.reply import StreamEncoder
 from rolltap.addons.dialects.anthropic.reply import encode_error as encode_error
 from rolltap.addons.dialects.anthropic.reply import encode_models as encode_models
 from rolltap.addons.dialects.anthropic.reply import encode_reply as encode_reply
 from rolltap.addons.dialects.anthropic.reply import encode_token_count as encode_token_count
 from rolltap.addons.dialects.anthropic.request import decode as decode
-from rolltap.addons.dialects.anthropic.stream import StreamEncoder
 from rolltap.addons.dialects.dialect import Operation
 
 NAME = "anthropic-messages"

@@ -14,9 +14,9 @@ from rolltap.addons.dialects.google.reply import encode_error as encode_error
 from rolltap.addons.dialects.google.reply import encode_models as encode_models
 from rolltap.addons.dialects.google.reply import encode_reply as encode_reply
 from rolltap.addons.dialects.google.reply import encode_token_count as encode_token_count
+from rolltap.addons.dialects.google.reply import stream_encoder as stream_encoder
 from rolltap.addons.dialects.google.request import METHOD
 from rolltap.addons.dialects.google.request import decode as decode
-from rolltap.addons.dialects.google.stream import stream_encoder as stream_encoder
 
 NAME = "google-generate-content"
 

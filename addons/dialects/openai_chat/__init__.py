@@ -6,11 +6,11 @@ their clients share.
 
 from rolltap.addons.dialects.dialect import Operation
 from rolltap.addons.dialects.openai import encode_error as encode_error
+from rolltap.addons.dialects.openai_chat.reply import StreamEncoder
 from rolltap.addons.dialects.openai_chat.reply import encode_models as encode_models
 from rolltap.addons.dialects.openai_chat.reply import encode_reply as encode_reply
 from rolltap.addons.dialects.openai_chat.reply import encode_token_count as encode_token_count
 from rolltap.addons.dialects.openai_chat.request import decode as decode
-from rolltap.addons.dialects.openai_chat.stream import StreamEncoder
 
 NAME = "openai-chat"
 stream_encoder = StreamEncoder

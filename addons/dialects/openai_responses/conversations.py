@@ -39,11 +39,11 @@ from rolltap.addons.dialects.openai_responses.items import (
     find_call,
     hide_items,
     is_reference,
+    kept_items,
     reply_items,
     serve_response,
     with_items,
 )
-from rolltap.addons.dialects.openai_responses.kept_items import kept_items
 from rolltap.addons.dialects.openai_responses.tools import ToolNames
 from rolltap.addons.dialects.stored import DELETED, Entry, Stored, StoredAnswer, StoredRequest, labels, shown_id
 

@@ -1,12 +1,11 @@
-"""Earlier responses and their items, found by their ids: `resp_CALL`, and a prefix, `_CALL_` and an index.
-
-A reply is rebuilt from the row of its call. The row has tools as the model sees them: a call of a freeform tool or of
-one in a namespace becomes a `function_call` of that function. It is decoded to the same message.
-
-Decoding of the input items of the Responses API to messages.
+"""Items of the Responses API: decoded to messages, found by their ids, and stored with a conversation.
 
 One reply is several items: reasoning, message, tool calls. Harnesses send them back as consecutive items, which are
 decoded to one assistant message.
+
+Earlier responses and their items have the ids `resp_CALL`, and a prefix, `_CALL_` and an index. A reply is rebuilt from
+the row of its call. The row has tools as the model sees them: a call of a freeform tool or of one in a namespace
+becomes a `function_call` of that function. It is decoded to the same message.
 """
 
 import re
@@ -28,10 +27,26 @@ from rolltap.addons.dialects.model_call import (
     signed_call,
 )
 from rolltap.addons.dialects.openai import WORDING, content_text, hide_media, part_texts
-from rolltap.addons.dialects.openai_responses.compaction import ask_for_summary, unseal
-from rolltap.addons.dialects.openai_responses.reply import ending, output_items, response
+from rolltap.addons.dialects.openai_responses.reply import ask_for_summary, ending, output_items, response, unseal
 from rolltap.addons.dialects.openai_responses.tools import ToolNames, read_tools
-from rolltap.addons.dialects.stored import DELETED, Stored, StoredAnswer, StoredCall, StoredRequest, shown_id
+from rolltap.addons.dialects.stored import (
+    DELETED,
+    Shape,
+    Stored,
+    StoredAnswer,
+    StoredCall,
+    StoredRequest,
+    fields_of_a_tool,
+    flag,
+    hosted_tool,
+    identifier,
+    kept,
+    label,
+    own_signature,
+    shown_id,
+    text,
+    word,
+)
 
 _PREFIX = "resp_"
 
@@ -206,3 +221,43 @@ def _other_message(kind: str, item: Fields) -> Message:
         case _:
             why = f"has type {described(kind)}, which this model neither issues nor reads"
     raise DialectError(f"'{item.place()}' {why}.")
+
+
+_COMMON: Shape = {"type": word, "id": identifier, "status": word}
+_PARTS: Shape = {"type": word, "text": text, "refusal": text}
+_CALL: Shape = {**_COMMON, "call_id": identifier, "name": text, "namespace": label}
+_RESULT: Shape = {**_COMMON, "call_id": identifier, "output": _PARTS}
+_FORMAT: Shape = {"type": word, "syntax": word, "definition": text}
+_TOOL: Shape = {
+    **{"type": word, "name": label, "description": text},
+    **{"parameters": fields_of_a_tool, "strict": flag, "format": _FORMAT},
+}
+_NAMESPACE: Shape = {**_TOOL, "tools": _TOOL}
+
+
+def _tools(tools: Any) -> list[Any]:
+    """Store tools: functions as the model sees them, hosted ones in their recordable form."""
+    kept_tools = [
+        kept(tool, _NAMESPACE) if tool.get("type") in ("function", "custom", "namespace") else hosted_tool(tool)
+        for tool in (tools if isinstance(tools, list) else [])
+    ]
+    return [tool for tool in kept_tools if tool is not None]
+
+
+_ITEMS: dict[str, Shape] = {
+    "message": {**_COMMON, "role": word, "content": _PARTS},
+    "reasoning": {**_COMMON, "summary": _PARTS, "encrypted_content": own_signature},
+    "function_call": {**_CALL, "arguments": text},
+    "custom_tool_call": {**_CALL, "input": text},
+    "function_call_output": _RESULT,
+    "custom_tool_call_output": _RESULT,
+    "compaction": {**_COMMON, "encrypted_content": text},
+    "additional_tools": {**_COMMON, "role": word, "tools": _tools},
+}
+"""Type of an item -> what is stored of it. A `compaction_trigger` belongs to one request, and is not."""
+
+
+def kept_items(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what is stored of items that can be decoded and have no images, audio and files."""
+    kinds = [item.get("type") or "message" for item in items]
+    return [kept(item, _ITEMS[kind]) for item, kind in zip(items, kinds, strict=True) if kind in _ITEMS]

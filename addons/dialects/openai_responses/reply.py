@@ -1,8 +1,20 @@
-"""Replies of the Responses API: the response object and its output items."""
+"""Replies of the Responses API: the response object, its output items, compactions, and Codex's catalogue of models.
 
+Codex's compaction replaces the history of a conversation by a summary of the model:
+
+1. Codex appends a `compaction_trigger` item to the input.
+2. The reply is exactly one `compaction` item. Its `encrypted_content`, opaque to Codex, contains the summary.
+3. In later requests Codex sends that item in place of the history. It is decoded to a user message.
+
+`encrypted_content` is neither encrypted nor authenticated. A forged one has the effect of a user message.
+"""
+
+import base64
+import binascii
 from typing import Any
 
 from rolltap.addons.dialects.model_call import (
+    ModelCall,
     Reply,
     ReplyContext,
     ServedModel,
@@ -11,9 +23,8 @@ from rolltap.addons.dialects.model_call import (
     WireTool,
     dump_json,
     sign,
+    well_formed,
 )
-from rolltap.addons.dialects.openai_responses.codex_catalogue import catalogue
-from rolltap.addons.dialects.openai_responses.compaction import is_compaction, seal
 from rolltap.addons.dialects.tools import freeform_input
 
 
@@ -142,4 +153,84 @@ def _call_item(context: ReplyContext, index: int, call: ToolCall) -> dict[str, A
         **common,
         "arguments": call.arguments,
         "status": "completed",
+    }
+
+
+_HINT, _TRIGGER = "compaction", "trigger"
+_COMPACTION = "compaction"
+"""Key of the recorded options: True when the reply is a compaction item."""
+_MARK = "rolltap-summary:"
+_REQUEST = (
+    "The conversation is about to be replaced by a summary of it. Write that summary now, and nothing else: the task, "
+    "the user's wishes, what was done and found, what is left to do, and every name, path and value that is needed to "
+    "go on with the work."
+)
+_HEADING = "Summary of the conversation so far:\n\n"
+
+
+def ask_for_summary(model_call: ModelCall) -> None:
+    """Append the request for a summary to the messages, and mark the call as a compaction, whose reply is a text."""
+    model_call.messages.append({"role": "user", "content": _REQUEST})
+    model_call.client_metadata[_HINT] = _TRIGGER
+    model_call.requested_sampling[_COMPACTION] = True
+    model_call.may_call = False
+
+
+def is_compaction(context: ReplyContext) -> bool:
+    """Return True when the reply must be a compaction item."""
+    return context.model_call.requested_sampling.get(_COMPACTION) is True
+
+
+def seal(summary: str) -> str:
+    """Return the `encrypted_content` of a compaction item."""
+    return base64.b64encode(f"{_MARK}{well_formed(summary)}".encode()).decode()
+
+
+def unseal(sealed: str | None) -> str | None:
+    """Return the text that replaces the history, or None when `sealed` does not have the form that `seal` writes."""
+    try:
+        text = base64.b64decode(sealed or "", validate=True).decode()
+    except (binascii.Error, ValueError):
+        return None
+    return _HEADING + text.removeprefix(_MARK) if text.startswith(_MARK) else None
+
+
+_LONGEST_TOOL_OUTPUT = 10_000
+"""Tokens, as in Codex's own catalogue."""
+_INSTRUCTIONS = (
+    "You are Codex, a coding agent in the user's terminal. Work in the current directory with the tools that you have. "
+    "Look before you change anything, edit files with shell commands, check what you did, and go on until the task is "
+    "done. End with a short account of what you changed."
+)
+"""The system prompt. Codex takes it from the catalogue and adds its own text about skills and the environment."""
+
+
+def catalogue(models: list[ServedModel]) -> dict[str, Any]:
+    """Return the catalogue of `models`. Codex uses the first as its default."""
+    return {"models": [_entry(model, priority) for priority, model in enumerate(models)]}
+
+
+def _entry(model: ServedModel, priority: int) -> dict[str, Any]:
+    return {
+        "slug": model.name,
+        "display_name": model.name,
+        "priority": priority,
+        "visibility": "list",
+        "supported_in_api": True,
+        "context_window": model.context_window,
+        # Codex's own limit is close to the full window; a model that reasons before its summary needs more room.
+        "auto_compact_token_limit": model.context_window * 3 // 4,
+        # Codex counts four bytes as one token, but one byte can be a token: an eighth may really be half the window.
+        "truncation_policy": {"mode": "tokens", "limit": min(_LONGEST_TOOL_OUTPUT, model.context_window // 8)},
+        "input_modalities": ["text"],
+        "base_instructions": _INSTRUCTIONS,
+        # Function tools only: a shell; no freeform apply_patch, which would need `apply_patch_tool_type`; no
+        # namespaces of sub-agents.
+        "shell_type": "unified_exec",
+        "experimental_supported_tools": [],
+        "multi_agent_version": "disabled",
+        "use_responses_lite": False,
+        "supports_parallel_tool_calls": True,
+        "supported_reasoning_levels": [],
+        "support_verbosity": False,
     }

@@ -8,8 +8,7 @@ from rolltap.addons.dialects.fields import Fields, parse_object
 from rolltap.addons.dialects.model_call import DialectError, Message, ModelCall
 from rolltap.addons.dialects.openai import WORDING, refuse_unsupported, wanted_schema
 from rolltap.addons.dialects.openai_responses.conversations import INSTRUCTIONS, names_stored, resolve
-from rolltap.addons.dialects.openai_responses.items import decode_input, hide_items
-from rolltap.addons.dialects.openai_responses.kept_items import kept_items
+from rolltap.addons.dialects.openai_responses.items import decode_input, hide_items, kept_items
 from rolltap.addons.dialects.openai_responses.tools import ToolNames, read_tools
 from rolltap.addons.dialects.stored import NamesStored, Stored
 

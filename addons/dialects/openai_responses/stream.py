@@ -9,8 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rolltap.addons.dialects.model_call import ContextOverflow, DialectError, Reply, ReplyContext, Usage, dump_json
-from rolltap.addons.dialects.openai_responses.compaction import is_compaction
-from rolltap.addons.dialects.openai_responses.reply import ending, message_item, output_items, reasoning_item, response
+from rolltap.addons.dialects.openai_responses.reply import (
+    ending,
+    is_compaction,
+    message_item,
+    output_items,
+    reasoning_item,
+    response,
+)
 
 _Item = dict[str, Any]
 

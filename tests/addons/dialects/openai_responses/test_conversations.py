@@ -10,7 +10,7 @@ from rolltap.addons.dialects import openai_responses
 from rolltap.addons.dialects.model_call import Reply
 from rolltap.addons.dialects.routes import find_route
 from rolltap.addons.dialects.stored import DialectError, Stored, StoredRequest
-from tests.addons.dialects.openai_responses.test_references import LOOK
+from tests.addons.dialects.openai_responses.test_items import LOOK
 from tests.addons.dialects.replies import TALK, by_id, stored_call
 
 USER = {"role": "user", "content": "Hello"}

@@ -1,4 +1,4 @@
-"""Ids in a request stand for what was said, as if the request had it in full."""
+"""Ids in a request stand for items, as if it had them in full. A stored item is the part that the model sees."""
 
 import json
 from dataclasses import asdict
@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from rolltap.addons.dialects import openai_responses
 from rolltap.addons.dialects.model_call import DialectError, Reply, ReplyContext, ToolCall, Usage
-from rolltap.addons.dialects.stored import DELETED, NamesStored, Stored
+from rolltap.addons.dialects.stored import DELETED, NamesStored, Stored, StoredRequest
 from tests.addons.dialects import hostile
+from tests.addons.dialects.openai_responses.test_request import KINDS, NAMES, SEARCH
+from tests.addons.dialects.openai_responses.test_request import MUTABLE as EVERYTHING
 from tests.addons.dialects.openai_responses.test_sdk import REPLIES, TOOLS
 from tests.addons.dialects.replies import TALK, by_id, stored_call
 from tests.deep import examples
@@ -160,3 +162,34 @@ def test_any_body_is_a_model_call_or_a_refusal(body):
             assert call.messages
     except DialectError:
         pass
+
+
+ITEMS = {"items": [*EVERYTHING["input"][:-1], {"type": "additional_tools", "tools": [SEARCH]}], "metadata": {"a": "b"}}
+contents = hostile.mutated(ITEMS, hostile.values([*KINDS, "user", "assistant"], NAMES))
+
+
+def decode_given(items):
+    call = openai_responses.decode(json.dumps({"model": "m", "input": [*items, USER]}).encode(), "/v1/responses")
+    hosted = [tool.get("type") for tool in call.hosted_tools if isinstance(tool, dict)]
+    return call.messages, call.tools, call.wire_tools, hosted
+
+
+@given(contents)
+@examples(500)
+def test_stored_items_are_decoded_as_those_that_were_given(body):
+    request = StoredRequest("POST", "/v1/conversations", json.dumps(body).encode(), "new", 5)
+    try:
+        entry = openai_responses.serve(request, Stored()).entry
+    except DialectError:
+        return
+    given = body.get("items") or []
+    if not any(item.get("type") == "item_reference" for item in given):
+        assert decode_given(entry["items"])[:3] == decode_given(json.loads(json.dumps(given)))[:3]
+
+
+def test_the_items_of_the_tests_are_stored():
+    entry = openai_responses.serve(
+        StoredRequest("POST", "/v1/conversations", json.dumps(ITEMS).encode(), "new", 5), Stored()
+    ).entry
+    assert decode_given(entry["items"]) == decode_given(ITEMS["items"])
+    assert entry["metadata"] == {"a": "b"}
