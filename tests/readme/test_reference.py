@@ -1,5 +1,6 @@
 """The tables of the pages name what the code has, and nothing else."""
 
+import json
 import re
 from dataclasses import fields
 from typing import get_args
@@ -35,6 +36,13 @@ def table(page, heading):
 
 def test_the_keys_of_a_recipe():
     assert table("trainer/README.md", "A recipe").keys() == Recipe.model_fields.keys()
+    for first, second in re.findall(
+        r"^\| (`[^|]*) \| (\S.*?) \|", section("trainer/README.md", "A recipe"), re.MULTILINE
+    ):
+        shown = zip(re.findall(r"`\[?(\w+)", first), second.split(", "), strict=False)
+        for name, default in shown:
+            if name not in ("dtype", "outcomes"):  # by the machine; a table of its own
+                assert json.loads(default.strip("`")) == Recipe.model_fields[name].default, name
 
 
 def test_the_keys_of_a_preset():

@@ -279,8 +279,8 @@ def rollout_command(tasks: Path, settings: dict[str, list[str]], preset: str, as
 
     TASKS is JSON Lines, one task a line; a Harbor task folder, or a folder of them; or rows of a SWE dataset: JSON
     Lines, Parquet, or a dataset on the disk. Each task's own judge gives the reward. A session that failed because of
-    the engine, the recorder or the machine has the status infrastructure and no reward. The same command goes on where
-    it was stopped. Exit status 1: no session has a reward, or the rollout gave up.
+    the engine, the recorder or the machine has the status infrastructure and no reward. The same command resumes a
+    stopped rollout. Exit status 1: no session has a reward, or the rollout gave up.
     """
     budget = {name: given.pop(f"max_{name}") for name in Budget.model_fields}
     run = rolltap.rollout(tasks, harness=preset, recorder=settings, budget=budget, **given)
@@ -307,8 +307,8 @@ def _report_faults(run: rolltap.Run) -> None:
     for alike in sorted(reasons.values(), key=len, reverse=True)[:MOST_REASONS]:
         console.print(f"  {len(alike)} of them: {alike[0]}", style="red", markup=False)
     console.print(
-        f"See {run.path / 'logs'} and the recorder's log in the run. Once it is mended, the same command tries again "
-        "those that are infrastructure or unjudged.",
+        f"See {run.path / 'logs'} and the recorder's log in the run. Fix the cause and rerun the same command: "
+        "it runs those that are infrastructure or unjudged.",
         markup=False,
     )
     if without.total() == len(last):

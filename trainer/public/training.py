@@ -22,8 +22,8 @@ def train(recipe: str | Path, *, engine: str, out: str | Path, seed: int = 0, st
 
     `recipe` is the path of a TOML file, as the README shows it; unknown keys are refused by name. `engine` is the URL
     of the vLLM server, which gets the new weights, or several separated by commas. The training owns them until it
-    ends; `steal` takes them from another training, which then fails. `out` is the run folder. A stopped training goes
-    on from its last checkpoint. `seed` is the trainer's. A line for each step goes to stderr, its metrics to
+    ends; `steal` takes them from another training, which then fails. `out` is the run folder. A stopped training
+    resumes from its last checkpoint. `seed` is the trainer's. A line for each step goes to stderr, its metrics to
     `metrics.jsonl` in the run, and plots to `reward.png` and `training.png`. The trained model is in the folder `model`
     of the run.
 
@@ -51,7 +51,7 @@ def train_offline(recipe: str | Path, runs: Sequence[str | Path], *, out: str | 
     `recipe` is that of `train`; its keys for rollouts and publishing are not used, and `tasks` and `harness` may be
     missing. Each group of the runs whose rewards differ is a row, and a step trains `groups_per_step` of them. The
     sessions may be of several policies: the loss weights their tokens by the recorded log-probabilities. `out` is a
-    folder for the checkpoints and the model. A stopped training goes on from its last checkpoint, if the runs have the
+    folder for the checkpoints and the model. A stopped training resumes from its last checkpoint, if the runs have the
     same groups. A line for each step goes to stderr, its metrics to `metrics.jsonl` in `out`, and a plot to
     `training.png`. Several processes train as with `train`.
 

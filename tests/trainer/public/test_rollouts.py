@@ -220,8 +220,8 @@ def test_a_wrong_argument_is_refused_before_anything_is_started(arguments, chang
 
 
 def test_a_recorder_that_does_not_start_is_an_error_of_its_own(arguments):
-    with pytest.raises(RecorderError, match=r"(?s)did not start:.*rolltap_fsync"):
-        rolltap.rollout([TASK], **arguments, recorder={"rolltap_fsync": "sometimes"})
+    with pytest.raises(RecorderError, match=r"(?s)did not start:.*sslinsecure"):
+        rolltap.rollout([TASK], **arguments, recorder={"sslinsecure": "true"})
 
 
 def test_an_engine_that_does_not_answer_is_an_error_before_anything_is_started(arguments):
