@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What the sessions of a worker share. It may be used in one event loop after another.
+    """Things that the sessions of a worker share. They may be used in one event loop after another.
 
     Attributes:
         work: Folder for what sessions need while they run.

@@ -61,7 +61,7 @@ class Worker:
         self.harness = harness if isinstance(harness, Harness) else Harness.load(str(harness))
         self.recorder = Recorder(out, engine=engine, model=model, options=config.options(), processes=config.recorders)
         self.stage: Stage
-        """What the sessions share. Only inside of the block."""
+        """Things that the sessions share. Only inside of the block."""
 
     def fit(self, tasks: Sequence[Task]) -> list[Task]:
         """Return the tasks as the runtime runs them. Checks runtime, tasks, program and judges, and starts nothing.
