@@ -3,7 +3,6 @@
 import json
 
 import anthropic
-import httpx
 import pytest
 
 from rolltap.addons.dialects import anthropic as dialect
@@ -11,14 +10,11 @@ from rolltap.addons.dialects.model_call import (
     ContextOverflow,
     DialectError,
     Reply,
-    ReplyContext,
-    ServedModel,
     ToolCall,
-    Usage,
     parse_arguments,
     sign,
 )
-from rolltap.addons.dialects.routes import find_route
+from tests.addons.dialects.server import USAGE, Server
 
 LOOK = ToolCall("call_1", "look", '{"at": "é\\n", "n": 1.5}')
 REPLIES = {
@@ -34,50 +30,13 @@ REPLIES = {
     "stop text": Reply("Hi", stop="END"),
     "nothing": Reply(),
 }
-USAGE = Usage(prompt=7, completion=3, cached=4)
-MODELS = [ServedModel("tiny", 4096), ServedModel("org/big", 8192)]
 PLAIN = {"model": "claude-x", "max_tokens": 100, "messages": [{"role": "user", "content": "Hi"}]}
 ASKED = {**PLAIN, "thinking": {"type": "enabled", "budget_tokens": 1024}}
 
 
 def client_of(reply):
-    """An SDK client whose requests are answered with a `Reply` or a `DialectError`."""
-
-    def answer(request):
-        target = request.url.raw_path.decode()
-        route = find_route(request.method, target, request.headers)
-        assert route is not None
-        assert route.dialect is dialect
-        if route.service == "models":
-            return httpx.Response(200, content=dialect.encode_models(target, MODELS, 5))
-        model_call = dialect.decode(request.content, target)
-        if route.service == "count_tokens":
-            return httpx.Response(200, content=dialect.encode_token_count(42))
-        context = ReplyContext("c9", 5, target, model_call, prompt_tokens=USAGE.prompt)
-        if model_call.stream:
-            return httpx.Response(200, headers={"content-type": "text/event-stream"}, content=stream_of(context, reply))
-        if isinstance(reply, DialectError):
-            return httpx.Response(reply.status, content=dialect.encode_error(reply))
-        return httpx.Response(200, content=dialect.encode_reply(context, reply, USAGE))
-
-    return anthropic.Anthropic(
-        api_key="k", max_retries=0, http_client=httpx.Client(transport=httpx.MockTransport(answer))
-    )
-
-
-def stream_of(context, reply):
-    """Yield the reply as chunks of one character, each followed by a keep-alive."""
-    encoder = dialect.stream_encoder(context)
-    yield encoder.start()
-    if isinstance(reply, DialectError):
-        yield encoder.delta("", "Hal")
-        yield encoder.error(reply)
-        return
-    for character in reply.reasoning:
-        yield encoder.delta(character, "") + encoder.keep_alive()
-    for character in reply.content:
-        yield encoder.delta("", character) + encoder.keep_alive()
-    yield encoder.finish(reply, USAGE)
+    """Return an SDK client whose requests are answered with a `Reply` or a `DialectError`."""
+    return anthropic.Anthropic(api_key="k", max_retries=0, http_client=Server(reply).client)
 
 
 def plain(client, asked=ASKED):

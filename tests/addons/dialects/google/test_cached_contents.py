@@ -9,14 +9,14 @@ from google.genai import errors, types
 from hypothesis import given
 
 from rolltap.addons.dialects import google
-from rolltap.addons.dialects.model_call import DialectError, Reply, ReplyContext, Usage
+from rolltap.addons.dialects.model_call import DialectError, Reply
 from rolltap.addons.dialects.routes import find_route
-from rolltap.addons.dialects.stored import NamesStored, Stored, StoredRequest
+from rolltap.addons.dialects.stored import Stored, StoredRequest
 from tests.addons.dialects import hostile
 from tests.addons.dialects.google.test_request import GENERATE, REQUEST, SNAKE_REQUEST
+from tests.addons.dialects.server import Server
 from tests.deep import examples
 
-NOW = 1_700_000_000
 CONTENT = types.CreateCachedContentConfig(
     display_name="book",
     system_instruction="Be brief.",
@@ -27,50 +27,14 @@ CONTENT = types.CreateCachedContentConfig(
 )
 
 
-class Server:
-    """A server for the SDK's HTTP client that keeps what is stored."""
-
-    def __init__(self):
-        self.objects = {}
-        self.calls = []
-        self.requests = 0
-
-    def __call__(self, request):
-        target = request.url.raw_path.decode()
-        route = find_route(request.method, target, request.headers)
-        assert route.dialect is google
-        try:
-            if route.service == "stored":
-                return self.store(StoredRequest(request.method, target, request.content, f"new{self.requests}", NOW))
-            self.calls.append(self.decode(request.content, target))
-        except DialectError as error:
-            return httpx.Response(error.status, content=google.encode_error(error))
-        context = ReplyContext("c1", NOW, target, self.calls[-1])
-        return httpx.Response(200, content=google.encode_reply(context, Reply("Yes."), Usage(7, 3)))
-
-    def decode(self, body, target):
-        try:
-            return google.decode(body, target)
-        except NamesStored as named:
-            return named.decoded(Stored({}, self.objects))[-1]
-
-    def store(self, request):
-        self.requests += 1
-        answer = google.serve(request, Stored({}, self.objects))
-        if answer.entry is not None:
-            self.objects.setdefault(answer.path, []).append(json.dumps(answer.entry))
-        return httpx.Response(200, json=answer.body)
-
-
 @pytest.fixture
 def server():
-    return Server()
+    return Server(Reply("Yes."))
 
 
 @pytest.fixture(params=["gemini", "vertex"])
 def sdk(server, request):
-    client = httpx.Client(transport=httpx.MockTransport(server))
-    options = types.HttpOptions(httpx_client=client)
+    options = types.HttpOptions(httpx_client=server.client)
     if request.param == "gemini":
         return genai.Client(api_key="k", http_options=options)
     from google.auth.credentials import AnonymousCredentials
@@ -137,7 +101,7 @@ def test_a_strange_content_is_refused_at_the_latest_when_it_is_used(server, body
         (name,) = server.objects
         request = {"cachedContent": name[1:], "contents": [{"parts": [{"text": "Hi"}]}]}
         with pytest.raises(DialectError):
-            server.decode(json.dumps(request).encode(), "/v1beta/models/gemini-x:generateContent")
+            server.decode(google, json.dumps(request).encode(), "/v1beta/models/gemini-x:generateContent")
 
 
 @pytest.mark.parametrize(

@@ -2,25 +2,19 @@
 
 import json
 
-import httpx
 import pytest
 from google import genai
 from google.genai import errors, types
 
-from rolltap.addons.dialects import google
 from rolltap.addons.dialects.model_call import (
     ContextOverflow,
     DialectError,
     Reply,
-    ReplyContext,
-    ServedModel,
     ToolCall,
-    Usage,
     sign,
 )
-from rolltap.addons.dialects.routes import find_route
+from tests.addons.dialects.server import Server
 
-USAGE = Usage(prompt=7, completion=3, cached=2)
 REPLIES = {
     "text": Reply("Hé\u2028l\x85lo 😀\r\n"),
     "reasoning and text": Reply("Done.", "I think.\n\nHard."),
@@ -39,60 +33,9 @@ THOUGHTS = types.GenerateContentConfig(thinking_config=types.ThinkingConfig(incl
 ECHOED = {name: reply for name, reply in REPLIES.items() if name != "nothing"}  # the SDK leaves empty replies out
 
 
-class Server:
-    """A server for the SDK's HTTP client: routes a request, decodes it, encodes the reply or the error."""
-
-    def __init__(self, reply=None, error=None, late_error=None):
-        self.reply = reply or Reply()
-        self.error = error
-        self.late_error = late_error
-        self.calls = []
-
-    def __call__(self, request):
-        target = request.url.raw_path.decode()
-        route = find_route(request.method, target, request.headers)
-        assert route.dialect is google
-        if self.error:
-            return httpx.Response(self.error.status, content=google.encode_error(self.error))
-        if route.service == "models":
-            return httpx.Response(200, content=google.encode_models(target, [ServedModel("gemini-x", 100)], 0))
-        call = google.decode(request.content, target)
-        self.calls.append(call)
-        if route.service == "count_tokens":
-            return httpx.Response(200, content=google.encode_token_count(12))
-        context = ReplyContext("call-9", 1_700_000_000, target, call)
-        if not call.stream:
-            return httpx.Response(200, content=google.encode_reply(context, self.reply, USAGE))
-        encoder = google.stream_encoder(context)
-        assert encoder.content_type == "text/event-stream"
-        return httpx.Response(200, headers={"content-type": encoder.content_type}, content=self.events(encoder))
-
-    def events(self, encoder):
-        yield encoder.start()
-        yield encoder.keep_alive()
-        texts = [(letter, "") for letter in self.reply.reasoning] + [("", letter) for letter in self.reply.content]
-        for reasoning, content in texts:
-            yield encoder.delta(reasoning, content)
-            yield encoder.keep_alive()
-        if self.late_error:
-            yield encoder.error(self.late_error)
-        else:
-            yield encoder.finish(self.reply, USAGE)
-
-
-@pytest.fixture
-def sdk():
-    """An SDK client whose requests are answered by a `Server`."""
-    clients = []
-
-    def connect(server, **options):
-        client = httpx.Client(transport=httpx.MockTransport(server))
-        clients.append(client)
-        return genai.Client(api_key="x", http_options=types.HttpOptions(httpx_client=client), **options)
-
-    yield connect
-    for client in clients:
-        client.close()
+def connect(server, **options):
+    """Return an SDK client whose requests are answered by a `Server`."""
+    return genai.Client(api_key="x", http_options=types.HttpOptions(httpx_client=server.client), **options)
 
 
 def generate(client, **request):
@@ -116,8 +59,8 @@ def read(responses):
 @pytest.mark.parametrize("ask", [generate, generate_stream])
 @pytest.mark.parametrize("config", [None, THOUGHTS], ids=["hidden thoughts", "thoughts"])
 @pytest.mark.parametrize("reply", REPLIES.values(), ids=REPLIES.keys())
-def test_the_sdk_reads_what_the_reply_holds(sdk, ask, config, reply):
-    responses = ask(sdk(Server(reply)), contents="Hi", config=config)
+def test_the_sdk_reads_what_the_reply_holds(ask, config, reply):
+    responses = ask(connect(Server(reply)), contents="Hi", config=config)
     text, reasoning, calls, signatures = read(responses)
     assert (text, calls) == (reply.content, reply.tool_calls)
     assert reasoning == (reply.reasoning if config else "")
@@ -126,27 +69,27 @@ def test_the_sdk_reads_what_the_reply_holds(sdk, ask, config, reply):
     reason = types.FinishReason.MAX_TOKENS if reply.finish_reason == "length" else types.FinishReason.STOP
     assert last.candidates[0].finish_reason is reason
     assert last.model_version == "gemini-x"
-    assert last.response_id == "call-9"
+    assert last.response_id == "c9"
     usage = last.usage_metadata
-    assert (usage.prompt_token_count, usage.candidates_token_count, usage.cached_content_token_count) == (7, 3, 2)
+    assert (usage.prompt_token_count, usage.candidates_token_count, usage.cached_content_token_count) == (7, 3, 4)
     assert usage.total_token_count == 10
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["plain", "stream"])
 @pytest.mark.parametrize("reply", ECHOED.values(), ids=ECHOED.keys())
-def test_the_sdks_chat_sends_the_reply_back_as_it_was_issued(sdk, streamed, reply):
+def test_the_sdks_chat_sends_the_reply_back_as_it_was_issued(streamed, reply):
     server = Server(reply)
-    chat = sdk(server).chats.create(model="gemini-x", config=THOUGHTS)
+    chat = connect(server).chats.create(model="gemini-x", config=THOUGHTS)
     for _ in range(2):
         list(chat.send_message_stream("Hi")) if streamed else chat.send_message("Hi")
     _, echoed, _ = server.calls[1].messages
-    expected = reply.to_message() | {"call_id": "call-9"}
+    expected = reply.to_message() | {"call_id": "c9"}
     for call in expected.get("tool_calls", []):
         call["function"]["arguments"] = json.loads(call["function"]["arguments"])
     assert echoed == expected
 
 
-def test_what_the_sdk_sends_is_understood(sdk):
+def test_what_the_sdk_sends_is_understood():
     server = Server()
     look = types.FunctionDeclaration(
         name="look",
@@ -161,7 +104,7 @@ def test_what_the_sdk_sends_is_understood(sdk):
     )
     answer = types.Part(function_response=types.FunctionResponse(id="c1", name="look", response={"result": "Nothing."}))
     generate(
-        sdk(server),
+        connect(server),
         contents=[
             types.UserContent("Look."),
             types.ModelContent([types.Part(text="Hm.", thought=True), call]),
@@ -206,9 +149,9 @@ def test_what_the_sdk_sends_is_understood(sdk):
 
 
 @pytest.mark.parametrize("ask", [generate, generate_stream])
-def test_vertex_ai_is_the_same_under_its_own_paths(sdk, ask):
+def test_vertex_ai_is_the_same_under_its_own_paths(ask):
     server = Server(Reply("Hi."))
-    responses = ask(sdk(server, vertexai=True), contents="Hi")
+    responses = ask(connect(server, vertexai=True), contents="Hi")
     assert read(responses)[0] == "Hi."
     assert server.calls[0].model == "gemini-x"
 
@@ -222,26 +165,26 @@ def test_vertex_ai_is_the_same_under_its_own_paths(sdk, ask):
     ],
 )
 @pytest.mark.parametrize("ask", [generate, generate_stream])
-def test_the_sdk_raises_its_own_error(sdk, ask, error, status, kind):
+def test_the_sdk_raises_its_own_error(ask, error, status, kind):
     with pytest.raises(kind) as raised:
-        ask(sdk(Server(error=error)), contents="Hi")
+        ask(connect(Server(error)), contents="Hi")
     assert (raised.value.code, raised.value.status, raised.value.message) == (error.status, status, str(error))
 
 
-def test_the_sdk_raises_on_an_error_in_the_stream(sdk):
-    server = Server(Reply("Hi."), late_error=ContextOverflow(9, 8))
+def test_the_sdk_raises_on_an_error_in_the_stream():
+    server = Server(ContextOverflow(9, 8))
     received = []
     with pytest.raises(errors.ClientError, match="exceeds the maximum number of tokens") as raised:
-        received.extend(sdk(server).models.generate_content_stream(model="gemini-x", contents="Hi"))
-    assert read(received)[0] == "Hi."
+        received.extend(connect(server).models.generate_content_stream(model="gemini-x", contents="Hi"))
+    assert read(received)[0] == "Hal"
     assert raised.value.status == "INVALID_ARGUMENT"
 
 
-def test_the_sdk_counts_tokens_and_lists_models(sdk):
+def test_the_sdk_counts_tokens_and_lists_models():
     server = Server()
-    client = sdk(server)
-    assert client.models.count_tokens(model="gemini-x", contents="Hi").total_tokens == 12
+    client = connect(server)
+    assert client.models.count_tokens(model="gemini-x", contents="Hi").total_tokens == 42
     assert server.calls[0].messages == [{"role": "user", "content": "Hi"}]
-    (listed,) = client.models.list()
-    assert (listed.name, listed.input_token_limit) == ("models/gemini-x", 100)
+    listed = [(model.name, model.input_token_limit) for model in client.models.list()]
+    assert listed == [("models/tiny", 4096), ("models/org/big", 8192)]
     assert client.models.get(model="other").name == "models/other"

@@ -1,8 +1,5 @@
 """Conversations and stored responses over OpenAI's own SDK."""
 
-import json
-
-import httpx
 import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 
@@ -11,46 +8,19 @@ from rolltap.addons.dialects.model_call import Reply
 from rolltap.addons.dialects.routes import find_route
 from rolltap.addons.dialects.stored import DialectError, Stored, StoredRequest
 from tests.addons.dialects.openai_responses.test_items import LOOK
-from tests.addons.dialects.replies import TALK, by_id, stored_call
+from tests.addons.dialects.server import NOW, TALK, Server, stored_call
 
 USER = {"role": "user", "content": "Hello"}
 
 
-class Server:
-    """A server for the SDK's HTTP client that keeps what is stored."""
-
-    def __init__(self, *calls):
-        self.calls = by_id(*calls)
-        self.objects = {}
-        self.requests = 0
-
-    def __call__(self, request):
-        target = request.url.raw_path.decode()
-        route = find_route(request.method, target, request.headers)
-        assert (route.dialect, route.service) == (openai_responses, "stored")
-        self.requests += 1
-        asked = StoredRequest(request.method, target, request.content, f"new{self.requests}", 5)
-        try:
-            answer = openai_responses.serve(asked, Stored(self.calls, self.objects))
-        except DialectError as error:
-            return httpx.Response(error.status, content=openai_responses.encode_error(error))
-        if answer.entry is not None:
-            self.add(answer.path, answer.entry)
-        return httpx.Response(200, json=answer.body)
-
-    def add(self, path, entry):
-        self.objects.setdefault(path, []).append(json.dumps(entry))
-
-
 @pytest.fixture
 def server():
-    return Server(stored_call("c1", [USER], LOOK), stored_call("c2", [USER], TALK))
+    return Server(None, stored_call("c1", [USER], LOOK), stored_call("c2", [USER], TALK))
 
 
 @pytest.fixture
 def sdk(server):
-    client = httpx.Client(transport=httpx.MockTransport(server))
-    return OpenAI(api_key="k", max_retries=0, http_client=client)
+    return OpenAI(api_key="k", max_retries=0, http_client=server.client)
 
 
 def texts(page):
@@ -59,7 +29,7 @@ def texts(page):
 
 def test_a_conversation_has_the_items_that_it_was_given_in_their_order(sdk):
     created = sdk.conversations.create(items=[USER], metadata={"topic": "x"})
-    assert (created.id, created.created_at, created.metadata) == ("conv_new1", 5, {"topic": "x"})
+    assert (created.id, created.created_at, created.metadata) == ("conv_new1", NOW, {"topic": "x"})
     added = sdk.conversations.items.create(created.id, items=[{"role": "assistant", "content": "Hi."}, USER])
     assert [item.role for item in added.data] == ["assistant", "user"]
     assert texts(sdk.conversations.items.list(created.id, order="asc")) == ["Hello", "Hi.", "Hello"]
@@ -128,9 +98,8 @@ def test_a_response_is_read_again(sdk):
 
 
 def test_a_response_that_was_cut_says_so():
-    cut = Server(stored_call("c1", [USER], Reply("And th", finish_reason="length")))
-    client = httpx.Client(transport=httpx.MockTransport(cut))
-    assert OpenAI(api_key="k", http_client=client).responses.retrieve("resp_c1").status == "incomplete"
+    cut = Server(None, stored_call("c1", [USER], Reply("And th", finish_reason="length")))
+    assert OpenAI(api_key="k", http_client=cut.client).responses.retrieve("resp_c1").status == "incomplete"
 
 
 def test_a_deleted_response_is_not_found(sdk):

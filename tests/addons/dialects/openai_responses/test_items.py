@@ -14,7 +14,7 @@ from tests.addons.dialects import hostile
 from tests.addons.dialects.openai_responses.test_request import KINDS, NAMES, SEARCH
 from tests.addons.dialects.openai_responses.test_request import MUTABLE as EVERYTHING
 from tests.addons.dialects.openai_responses.test_sdk import REPLIES, TOOLS
-from tests.addons.dialects.replies import TALK, by_id, stored_call
+from tests.addons.dialects.server import TALK, by_id, stored_call
 from tests.deep import examples
 
 USER, MORE = {"role": "user", "content": "Hello"}, {"role": "user", "content": "More"}

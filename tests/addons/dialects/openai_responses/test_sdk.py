@@ -2,13 +2,13 @@
 
 import json
 
-import httpx
 import pytest
 from openai import BadRequestError, OpenAI
 from openai.types.responses import Response
 
 from rolltap.addons.dialects import openai_responses
-from rolltap.addons.dialects.model_call import ContextOverflow, DialectError, Reply, ReplyContext, ToolCall, Usage
+from rolltap.addons.dialects.model_call import ContextOverflow, DialectError, Reply, ToolCall
+from tests.addons.dialects.server import NOW, Server
 
 FUNCTION = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}
 TOOLS = [
@@ -42,32 +42,11 @@ WIRE_CALLS = {
     "call_3": ("custom_tool_call", "patch", None, "+ x\n"),
     "call_4": ("function_call", "spawn", "agents", '{"n": 1}'),
 }
-USAGE = Usage(prompt=7, completion=3, cached=4)
 
 
 def sdk(reply):
     """Return an SDK client whose requests are answered with `reply`, a `Reply` or a `DialectError`."""
-
-    def answer(request):
-        target = request.url.raw_path.decode()
-        call = openai_responses.decode(request.content, target)
-        context = ReplyContext("c1", 5, target, call)
-        if not call.stream:
-            if isinstance(reply, DialectError):
-                return httpx.Response(reply.status, content=openai_responses.encode_error(reply))
-            return httpx.Response(200, content=openai_responses.encode_reply(context, reply, USAGE))
-        encoder = openai_responses.stream_encoder(context)
-        events = encoder.start() + encoder.keep_alive()
-        if isinstance(reply, DialectError):
-            events += encoder.error(reply)
-        else:
-            events += b"".join(encoder.delta(letter, "") for letter in reply.reasoning)
-            events += b"".join(encoder.delta("", letter) for letter in reply.content)
-            events += encoder.finish(reply, USAGE)
-        return httpx.Response(200, headers={"content-type": encoder.content_type}, content=events)
-
-    client = httpx.Client(transport=httpx.MockTransport(answer))
-    return OpenAI(api_key="x", http_client=client, max_retries=0).responses
+    return OpenAI(api_key="x", http_client=Server(reply).client, max_retries=0).responses
 
 
 def said(response):
@@ -104,7 +83,7 @@ def test_a_response_is_the_reply(reply):
     response = sdk(reply).create(model="gpt-x", input="Hi", tools=TOOLS)
     assert said(response) == expected(reply)
     assert_valid(response)
-    assert (response.id, response.model, response.created_at) == ("resp_c1", "gpt-x", 5)
+    assert (response.id, response.model, response.created_at) == ("resp_c9", "gpt-x", NOW)
     assert (response.usage.input_tokens, response.usage.output_tokens, response.usage.total_tokens) == (7, 3, 10)
     assert response.usage.input_tokens_details.cached_tokens == 4
 
@@ -144,7 +123,7 @@ def test_the_output_that_the_sdk_sends_back_is_the_reply(reply):
     (message,) = openai_responses.decode(json.dumps(body).encode(), "/v1/responses").messages
     assert message["content"] == reply.content
     assert message.get("reasoning_content", "") == reply.reasoning
-    assert message.get("call_id") == ("c1" if reply.reasoning else None)
+    assert message.get("call_id") == ("c9" if reply.reasoning else None)
     calls = message.get("tool_calls", [])
     assert [(c["id"], c["function"]["name"]) for c in calls] == [(c.id, c.name) for c in reply.tool_calls]
 
@@ -165,13 +144,5 @@ def test_a_failure_in_a_stream_is_a_failed_response():
 
 
 def test_the_sdk_reads_a_token_count():
-    def answer(request):
-        assert openai_responses.operation(request.method, request.url.path) == "count_tokens"
-        assert openai_responses.decode(request.content, request.url.path).messages == [
-            {"role": "user", "content": "Hi"}
-        ]
-        return httpx.Response(200, content=openai_responses.encode_token_count(42))
-
-    client = OpenAI(api_key="x", http_client=httpx.Client(transport=httpx.MockTransport(answer)))
-    count = client.responses.input_tokens.count(model="gpt-x", input="Hi")
+    count = sdk(None).input_tokens.count(model="gpt-x", input="Hi")
     assert (count.object, count.input_tokens) == ("response.input_tokens", 42)

@@ -1,0 +1,104 @@
+"""A server for the HTTP clients of SDKs: it answers as the recorder does, and keeps what is stored."""
+
+import json
+
+import httpx
+
+from rolltap.addons.dialects.model_call import DialectError, Reply, ReplyContext, ServedModel, Usage
+from rolltap.addons.dialects.routes import find_route
+from rolltap.addons.dialects.stored import NamesStored, Stored, StoredCall, StoredRequest
+
+NOW = 1_700_000_000
+USAGE = Usage(prompt=7, completion=3, cached=4)
+MODELS = [ServedModel("tiny", 4096), ServedModel("org/big", 8192)]
+TALK = Reply("Hi.", "I greet.")
+
+
+def stored_call(call_id, messages, reply, parent_id=None, **asked):
+    """Return a call whose request had `messages` after those of its parent."""
+    return StoredCall(
+        call_id=call_id,
+        parent_id=parent_id,
+        model="gpt-x",
+        messages=json.dumps(messages),
+        reply=json.dumps(reply.to_message()),
+        sampling=json.dumps({"max_tokens": 9, "asked": asked}),
+        finish_reason="length" if reply.finish_reason == "length" else "stop",
+        created=5,
+        usage=Usage(7, 3),
+    )
+
+
+def by_id(*calls):
+    return {call.call_id: call for call in calls}
+
+
+class Server:
+    """Answers every request with `reply`, a `Reply` or a `DialectError`. A stream fails after its first text.
+
+    A text is streamed one letter at a time, each followed by a keep-alive.
+    """
+
+    def __init__(self, reply=None, *stored):
+        self.reply = reply or Reply()
+        self.stored, self.objects = by_id(*stored), {}
+        self.calls = []
+        """The decoded requests."""
+        self.requests = 0
+
+    @property
+    def client(self):
+        """An HTTP client whose requests come here."""
+        return httpx.Client(transport=httpx.MockTransport(self))
+
+    def __call__(self, request):
+        target = request.url.raw_path.decode()
+        route = find_route(request.method, target, request.headers)
+        self.requests += 1
+        try:
+            return self._answer(route.dialect, route.service, request, target)
+        except DialectError as error:
+            return httpx.Response(error.status, content=route.dialect.encode_error(error))
+
+    def _answer(self, dialect, service, request, target):
+        if service == "models":
+            return httpx.Response(200, content=dialect.encode_models(target, MODELS, 5))
+        if service == "stored":
+            asked = StoredRequest(request.method, target, request.content, f"new{self.requests}", NOW)
+            answer = dialect.serve(asked, Stored(self.stored, self.objects))
+            if answer.entry is not None:
+                self.add(answer.path, answer.entry)
+            return httpx.Response(200, json=answer.body)
+        self.calls.append(self.decode(dialect, request.content, target))
+        if service == "count_tokens":
+            return httpx.Response(200, content=dialect.encode_token_count(42))
+        context = ReplyContext("c9", NOW, target, self.calls[-1], prompt_tokens=USAGE.prompt)
+        if self.calls[-1].stream:
+            encoder = dialect.stream_encoder(context)
+            headers = {"content-type": encoder.content_type}
+            return httpx.Response(200, headers=headers, content=self._events(encoder))
+        if isinstance(self.reply, DialectError):
+            raise self.reply
+        return httpx.Response(200, content=dialect.encode_reply(context, self.reply, USAGE))
+
+    def _events(self, encoder):
+        yield encoder.start() + encoder.keep_alive()
+        if isinstance(self.reply, DialectError):
+            yield encoder.delta("", "Hal") + encoder.error(self.reply)
+            return
+        for letter in self.reply.reasoning:
+            yield encoder.delta(letter, "") + encoder.keep_alive()
+        for letter in self.reply.content:
+            yield encoder.delta("", letter) + encoder.keep_alive()
+        yield encoder.finish(self.reply, USAGE)
+
+    def decode(self, dialect, body, target):
+        """Return the model call of a request, which may name what is stored."""
+        try:
+            return dialect.decode(body, target)
+        except NamesStored as named:
+            return named.decoded(Stored(self.stored, self.objects))[-1]
+
+    def add(self, path, entry):
+        """Store an entry of an object."""
+        self.objects.setdefault(path, []).append(json.dumps(entry))
