@@ -11,7 +11,7 @@ from rolltap.trainer.concurrency import backoff
 from rolltap.trainer.console import Advance
 from rolltap.trainer.rollouts.outcomes import Tally
 from rolltap.trainer.rollouts.resume import Group, next_attempt
-from rolltap.trainer.rollouts.runtimes.sandbox import HidingRuntime, private_paths
+from rolltap.trainer.rollouts.runtimes.runtime import HidingRuntime, private_paths
 from rolltap.trainer.rollouts.session import Stage, run_session
 
 logger = logging.getLogger(__name__)

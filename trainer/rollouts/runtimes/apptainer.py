@@ -10,8 +10,7 @@ from pathlib import Path
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes import container
 from rolltap.trainer.rollouts.runtimes.engine_box import EngineBox, call, mount_options
-from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Mount
-from rolltap.trainer.rollouts.runtimes.sandbox import HidingRuntime
+from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, HidingRuntime, Mount
 from rolltap.trainer.tasks.task import Limits
 
 _CONTROL_GROUPS = Path("/sys/fs/cgroup/cgroup.controllers")

@@ -23,8 +23,7 @@ from typing import Any
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes.engine_box import KEEPER, EngineBox, call, mount_options
 from rolltap.trainer.rollouts.runtimes.inside.seccomp_filter import DENIED
-from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Mount, require_narrow
-from rolltap.trainer.rollouts.runtimes.sandbox import HidingRuntime
+from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, HidingRuntime, Mount, require_narrow
 from rolltap.trainer.tasks.task import Limits
 
 _PULL_SECONDS = 3600.0

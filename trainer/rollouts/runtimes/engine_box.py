@@ -19,8 +19,15 @@ from typing import Protocol, Self
 
 from rolltap.trainer.concurrency import run_to_end, wait_for_end
 from rolltap.trainer.rollouts.runtimes.relay import PORT, Relay
-from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Ended, Mount, StopReason, remove_folder
-from rolltap.trainer.rollouts.runtimes.sandbox import HOME, HidingRuntime
+from rolltap.trainer.rollouts.runtimes.runtime import (
+    HOME,
+    BoxSpec,
+    Ended,
+    HidingRuntime,
+    Mount,
+    StopReason,
+    remove_folder,
+)
 from rolltap.trainer.rollouts.runtimes.supervised import Output, Supervised, start, written_to
 from rolltap.trainer.rollouts.runtimes.watch import exceeded, out_of_memory_kills, processes_in, written_folders
 

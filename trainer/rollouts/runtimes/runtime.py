@@ -1,16 +1,17 @@
 """The interface of a runtime: boxes in which the programs of a session run.
 
-Below it is what several runtimes need: temporary folders that can be removed whatever a session left in them, and the
-files of this machine that a program needs in order to run where the rest is hidden.
+Below it is what several runtimes need: what of this machine their boxes hide, temporary folders that can be removed
+whatever a session left in them, and the files that a program needs in order to run where the rest is hidden.
 """
 
 import contextlib
 import logging
 import os
+import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.tasks.task import Limits
+from rolltap.trainer.tasks.task import Limits, Task
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +132,57 @@ class ImageRuntime(Runtime, Protocol):
 
     def copy_out(self, image: str, workdir: str, dest: Path) -> None:
         """Copy what the folder `workdir` of an image holds into the folder `dest`. Raises `InputError` without it."""
+
+
+HOME = "/home/agent"
+"""The home folder in a box that has files of its own."""
+_ROW = re.compile(r"(:|, )[^/]*$")
+"""The place in a file at the end of a task's `source`."""
+
+
+class HidingRuntime:
+    """A runtime whose boxes show `tools`, folders of this machine, and hide files and folders in them."""
+
+    def __init__(self, tools: Iterable[Path] = (), hidden: Iterable[Path] = ()) -> None:
+        self.tools = [Path(os.path.abspath(tool)) for tool in tools]
+        self._hidden = tuple(hidden)
+
+    def hide(self, paths: Iterable[Path]) -> None:
+        """Hide files and folders in the boxes that are made from now on, besides those that are hidden already."""
+        self._hidden = tuple(dict.fromkeys([*self._hidden, *paths]))
+
+    def hidden_in(self, tools: Sequence[Path]) -> list[Path]:
+        """Return where hidden files and folders are below tool folders, as a box sees them.
+
+        A tool folder inside of a hidden one is not hidden: a program needs it. Paths that do not exist are left out.
+        """
+        found: list[Path] = []
+        for tool in tools:
+            place = tool.resolve()
+            for real in (path.resolve() for path in self._hidden):
+                if real.exists() and real.is_relative_to(place):
+                    found.append(tool / real.relative_to(place))
+        return list(dict.fromkeys(found))
+
+
+def private_paths(run: Path, work: Path, tasks: Iterable[Task]) -> list[Path]:
+    """Return what sessions must not see: the run folder, the folder that the rollout works in, and the tasks' files.
+
+    These are all paths that a task names, and the file or folder that its `source` names. An image is none of them: its
+    sessions see it.
+    """
+    found = [run, work]
+    for task in tasks:
+        found += _paths(task.model_dump(exclude={"image"}))
+        found.append(Path(_ROW.sub("", task.source)))
+    return [path for path in dict.fromkeys(map(Path.absolute, found)) if path.exists()]
+
+
+def _paths(value: object) -> list[Path]:
+    if isinstance(value, Path):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [path for part in parts for path in _paths(part)]
 
 
 @contextlib.contextmanager

@@ -1,17 +1,15 @@
 """The runtime `sandbox`: bubblewrap (bwrap(1)), without rights of root and without images.
 
-Its boxes have this machine's system folders and the tools of their programs, read-only. `HidingRuntime` is what the
-runtimes share that show folders of this machine: what of them no box may show.
+Its boxes have this machine's system folders and the tools of their programs, read-only.
 """
 
 import asyncio
 import errno
 import json
 import os
-import re
 import shutil
 import subprocess
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,71 +19,18 @@ from typing import Self
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes.inside.seccomp_filter import seccomp_filter
 from rolltap.trainer.rollouts.runtimes.relay import PORT, Relay
-from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Ended, require_narrow, scratch_folder, tool_folders
+from rolltap.trainer.rollouts.runtimes.runtime import (
+    HOME,
+    BoxSpec,
+    Ended,
+    HidingRuntime,
+    require_narrow,
+    scratch_folder,
+    tool_folders,
+)
 from rolltap.trainer.rollouts.runtimes.supervised import Supervised, end, start, written_to
 from rolltap.trainer.rollouts.runtimes.watch import choose_cores, descendants, exceeded, rlimits
-from rolltap.trainer.tasks.task import Task
 
-_ROW = re.compile(r"(:|, )[^/]*$")
-"""The place in a file at the end of a task's `source`."""
-
-
-class HidingRuntime:
-    """A runtime whose boxes show `tools`, folders of this machine, and hide files and folders in them."""
-
-    def __init__(self, tools: Iterable[Path] = (), hidden: Iterable[Path] = ()) -> None:
-        self.tools = [Path(os.path.abspath(tool)) for tool in tools]
-        self._hidden = tuple(hidden)
-
-    def hide(self, paths: Iterable[Path]) -> None:
-        """Hide files and folders in the boxes that are made from now on, besides those that are hidden already."""
-        self._hidden = tuple(dict.fromkeys([*self._hidden, *paths]))
-
-    def hidden_in(self, tools: Sequence[Path]) -> list[Path]:
-        """Return what is hidden in tool folders, as a box sees it. See `covered`."""
-        return covered(self._hidden, tools)
-
-
-def covered(hidden: Iterable[Path], tools: Sequence[Path]) -> list[Path]:
-    """Return where hidden files and folders are below tool folders, as a box sees them.
-
-    A tool folder inside of a hidden one is not hidden: a program needs it. Paths that do not exist are left out.
-    """
-    found: list[Path] = []
-    for tool in tools:
-        place = tool.resolve()
-        for path in hidden:
-            real = path.resolve()
-            if real.exists() and real.is_relative_to(place):
-                found.append(tool / real.relative_to(place))
-    return list(dict.fromkeys(found))
-
-
-def private_paths(run: Path, work: Path, tasks: Iterable[Task]) -> list[Path]:
-    """Return what sessions must not see: the run folder, the folder that the rollout works in, and the tasks' files.
-
-    These are all paths that a task names, and the file or folder that its `source` names. An image is none of them: its
-    sessions see it.
-    """
-    found = [run, work]
-    for task in tasks:
-        found += _paths(task.model_dump(exclude={"image"}))
-        found.append(Path(_ROW.sub("", task.source)))
-    return [path for path in dict.fromkeys(map(Path.absolute, found)) if path.exists()]
-
-
-def _paths(value: object) -> list[Path]:
-    if isinstance(value, Path):
-        return [value]
-    if isinstance(value, dict):
-        return [path for part in value.values() for path in _paths(part)]
-    if isinstance(value, list | tuple):
-        return [path for part in value for path in _paths(part)]
-    return []
-
-
-HOME = "/home/agent"
-"""The home folder in a box."""
 _USER = 1000
 """User and group in the box. Not 0: programs that unpack files as root try to give them to other users."""
 _ETC = {
