@@ -14,7 +14,6 @@ from rolltap.trainer.rollouts.runtimes.container import (
     copy_from_root_folder,
     find_engine,
     root_folder_digest,
-    without_namespaces,
 )
 from rolltap.trainer.rollouts.runtimes.engine_box import call
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Mount
@@ -114,22 +113,6 @@ def test_a_daemon_of_root_serves_root_only(docker, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(InputError, match="run rolltap as root, use rootless Docker"):
         find_engine("docker", ())
-
-
-def test_no_program_can_make_namespaces():
-    profile = {
-        "defaultAction": "SCMP_ACT_ERRNO",
-        "syscalls": [
-            {"names": ["read", "clone", "unshare", "ptrace", "pidfd_getfd"], "action": "SCMP_ACT_ALLOW"},
-            {"names": ["clone3", "setns"], "action": "SCMP_ACT_ALLOW"},
-        ],
-    }
-    narrowed = without_namespaces(profile)
-    first, clone, clone3 = narrowed["syscalls"]
-    assert first["names"] == ["read"]
-    assert (clone["names"], clone["args"][0]["value"]) == (["clone"], 0x7E020000)
-    assert (clone3["names"], clone3["action"], clone3["errnoRet"]) == (["clone3"], "SCMP_ACT_ERRNO", 38)
-    assert narrowed["defaultAction"] == "SCMP_ACT_ERRNO"
 
 
 @pytest.fixture

@@ -6,7 +6,12 @@ import struct
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.rollouts.runtimes.inside.seccomp_filter import ARCHITECTURES, DENIED, seccomp_filter
+from rolltap.trainer.rollouts.runtimes.inside.seccomp_filter import (
+    ARCHITECTURES,
+    DENIED,
+    seccomp_filter,
+    without_namespaces,
+)
 
 ALLOWED, KILLED, DENIED_CALL = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM
 X86, ARM = 0xC000003E, 0xC00000B7
@@ -55,3 +60,19 @@ def test_the_calls_of_x32_fail(number):
 def test_a_machine_that_is_not_known_is_named():
     with pytest.raises(InputError, match="this machine is riscv64"):
         seccomp_filter("riscv64")
+
+
+def test_no_program_can_make_namespaces():
+    profile = {
+        "defaultAction": "SCMP_ACT_ERRNO",
+        "syscalls": [
+            {"names": ["read", "clone", "unshare", "ptrace", "pidfd_getfd"], "action": "SCMP_ACT_ALLOW"},
+            {"names": ["clone3", "setns"], "action": "SCMP_ACT_ALLOW"},
+        ],
+    }
+    narrowed = without_namespaces(profile)
+    first, clone, clone3 = narrowed["syscalls"]
+    assert first["names"] == ["read"]
+    assert (clone["names"], clone["args"][0]["value"]) == (["clone"], 0x7E020000)
+    assert (clone3["names"], clone3["action"], clone3["errnoRet"]) == (["clone3"], "SCMP_ACT_ERRNO", 38)
+    assert narrowed["defaultAction"] == "SCMP_ACT_ERRNO"
