@@ -71,7 +71,6 @@ def _find(part: list[int], ids: list[int]) -> int | None:
     return next((i for i in range(len(ids) - len(part) + 1) if ids[i : i + len(part)] == part), None)
 
 
-_USER: Message = {"role": "user", "content": "Hello"}
 _WHERE = {"type": "object", "properties": {"where": {"type": "string"}}, "required": ["where"]}
 PROBE_TOOLS: list[Tool] = [function_tool("look", "Looks.", _WHERE), function_tool("listen", "Listens.", _WHERE)]
 _CALLS = [message_tool_call(f"c{i}", name, {"where": "é"}) for i, name in enumerate(("look", "listen"))]
@@ -130,7 +129,7 @@ class TemplateContinuation:
         """Return the rendered text from the end of the assistant's turn on, or None."""
         assistant = placeholder_turn(PLACEHOLDER, messages)
         try:
-            text = self._text([_USER, assistant, *messages], [], generation=True)
+            text = self._text([USER, assistant, *messages], [], generation=True)
         except Exception:
             return None  # templates raise for messages that they do not support
         mark = text.find(PLACEHOLDER)

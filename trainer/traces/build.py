@@ -16,7 +16,8 @@ ones were sampled. All calls have status `completed` and role `agent`.
                       0 4     p             A s E            0 0 1    A is trained in trace 0 2 3
     tree              as `prefix_merging`; trace 0 4 also names trace 0 2 3 and the length of p A, which both begin with
 
-The ledger is the same for each strategy: sampled A B C D E, trained A C D E, left out B as `superseded`.
+The ledger is the same for each strategy: sampled A B C D E, trained A C D E, left out B as `superseded`. `ledger.py`
+has the account of a token in full.
 """
 
 from collections import Counter

@@ -68,6 +68,15 @@ def same(reply):
     return reply
 
 
+def changed(**fields):
+    return lambda reply: {**reply, **fields}
+
+
+def named(name, cases):
+    """Parametrize a test by the values of a dict, with its keys as ids."""
+    return pytest.mark.parametrize(name, cases.values(), ids=cases)
+
+
 def arguments(text):
     def change(reply):
         (call,) = reply["tool_calls"]
@@ -83,30 +92,21 @@ class TestKind:
         assert prompt.ids == session.rendering.render([user("Hi")], [TOOL])
         assert prompt.new_messages == [user("Hi")]
 
-    @pytest.mark.parametrize(
+    @named(
         "echo",
-        [
-            same,
-            lambda reply: {**reply, "content": [{"type": "text", "text": "S"}, {"type": "text", "text": "o:"}]},
-            lambda reply: {key: value for key, value in reply.items() if key != "reasoning_content"},
-            lambda reply: {**reply, "reasoning_content": "Something else."},
-            lambda reply: {**reply, "refusal": None, "annotations": [], "name": "me"},
-            arguments('{"at":"café","deep":{"x":1.0,"y":[true,null]}}'),
-            arguments('{"deep": {"y": [true, null], "x": 1.0}, "at": "café"}'),
-            arguments('{\n  "at": "caf\\u00E9",\n  "deep": {"x": 1.0, "y": [true, null]}\n}'),
-            arguments('{"at":"café","deep":{"x":1,"y":[true,null]}}'),
-        ],
-        ids=[
-            "verbatim",
-            "as parts",
-            "without reasoning",
-            "with other reasoning",
-            "with more fields",
-            "other spaces",
-            "another key order",
-            "other escapes",
-            "numbers as JavaScript writes them",
-        ],
+        {
+            "verbatim": same,
+            "as parts": changed(content=[{"type": "text", "text": "S"}, {"type": "text", "text": "o:"}]),
+            "without reasoning": lambda reply: {
+                key: value for key, value in reply.items() if key != "reasoning_content"
+            },
+            "with other reasoning": changed(reasoning_content="Something else."),
+            "with more fields": changed(refusal=None, annotations=[], name="me"),
+            "other spaces": arguments('{"at":"café","deep":{"x":1.0,"y":[true,null]}}'),
+            "another key order": arguments('{"deep": {"y": [true, null], "x": 1.0}, "at": "café"}'),
+            "other escapes": arguments('{\n  "at": "caf\\u00E9",\n  "deep": {"x": 1.0, "y": [true, null]}\n}'),
+            "numbers as JavaScript writes them": arguments('{"at":"café","deep":{"x":1,"y":[true,null]}}'),
+        },
     )
     def test_an_echoed_reply_is_continued(self, session, echo):
         reply = session.ask([user("Hi")], THINKING + "<|im_end|>")
@@ -115,28 +115,18 @@ class TestKind:
         assert prompt.ids[: prompt.prefix_length] == session.token_ids(0)
         assert prompt.new_messages == [{**result(reply), "name": "look"}]
 
-    @pytest.mark.parametrize(
+    @named(
         "echo",
-        [
-            lambda reply: {**reply, "content": "So!"},
-            lambda reply: {**reply, "content": ""},
-            lambda reply: {**reply, "tool_calls": [{**reply["tool_calls"][0], "id": "call_other"}]},
-            lambda reply: {**reply, "tool_calls": reply["tool_calls"] * 2},
-            lambda reply: {**reply, "tool_calls": []},
-            arguments('{"at": "cafe", "deep": {"x": 1.0, "y": [true, null]}}'),
-            arguments('{"at": "café", "deep": {"x": 1.0, "y": [1, null]}}'),
-            arguments("not JSON"),
-        ],
-        ids=[
-            "other text",
-            "no text",
-            "another id",
-            "twice",
-            "no calls",
-            "other arguments",
-            "1 for true",
-            "no arguments",
-        ],
+        {
+            "other text": changed(content="So!"),
+            "no text": changed(content=""),
+            "another id": lambda reply: {**reply, "tool_calls": [{**reply["tool_calls"][0], "id": "call_other"}]},
+            "twice": lambda reply: {**reply, "tool_calls": reply["tool_calls"] * 2},
+            "no calls": changed(tool_calls=[]),
+            "other arguments": arguments('{"at": "cafe", "deep": {"x": 1.0, "y": [true, null]}}'),
+            "1 for true": arguments('{"at": "café", "deep": {"x": 1.0, "y": [1, null]}}'),
+            "no arguments": arguments("not JSON"),
+        },
     )
     def test_an_altered_reply_is_not_continued(self, session, echo):
         reply = session.ask([user("Hi")], THINKING + "<|im_end|>")
@@ -238,12 +228,12 @@ class TestChangedEchoes:
     @pytest.mark.parametrize(
         ("completion", "echo"),
         [
-            (THINKING, lambda reply: {**reply, "content": "<think>\nI look.\n</think>\n\nSo:"}),
-            (THINKING, lambda reply: {**reply, "content": "<think>I look.</think>So:\n"}),
-            (THINKING.replace("So:", ""), lambda reply: {**reply, "content": "<think>\nI look.\n</think>"}),
+            (THINKING, changed(content="<think>\nI look.\n</think>\n\nSo:")),
+            (THINKING, changed(content="<think>I look.</think>So:\n")),
+            (THINKING.replace("So:", ""), changed(content="<think>\nI look.\n</think>")),
             (THINKING.replace("So:", ""), lambda reply: {**reply, "content": TestChangedEchoes.LITELLM}),
-            (THINKING, lambda reply: {**reply, "content": "So:\n"}),
-            ("Done.\n", lambda reply: {**reply, "content": "Done."}),
+            (THINKING, changed(content="So:\n")),
+            ("Done.\n", changed(content="Done.")),
         ],
         ids=["thoughts", "thoughts and a newline", "only thoughts", "LiteLLM", "a newline more", "a newline less"],
     )
@@ -465,15 +455,21 @@ class TestContextMessages:
         prompt = session.prompt([*messages, user("Again.")])
         assert (prompt.kind, prompt.parent.call_id) == ("bridged", "0")
 
-    @pytest.mark.parametrize(
+    @named(
         "change",
-        [
-            lambda m: [*m[:3], {**m[3], "content": "Changed."}, m[4]],
-            lambda m: [*m[:2], user("Changed"), m[3], m[4]],
-            lambda m: [*m[:2], user("Changed"), {**m[3], "content": "Changed."}, m[4]],
-            lambda m: [*m[:2], user("More"), {**m[3], "content": "Changed."}, m[4], CONTEXT, user("And?")],
-        ],
-        ids=["the reply", "the message before it", "both", "both, with context"],
+        {
+            "the reply": lambda m: [*m[:3], {**m[3], "content": "Changed."}, m[4]],
+            "the message before it": lambda m: [*m[:2], user("Changed"), m[3], m[4]],
+            "both": lambda m: [*m[:2], user("Changed"), {**m[3], "content": "Changed."}, m[4]],
+            "both, with context": lambda m: [
+                *m[:2],
+                user("More"),
+                {**m[3], "content": "Changed."},
+                m[4],
+                CONTEXT,
+                user("And?"),
+            ],
+        },
     )
     def test_at_the_place_of_a_reply_there_is_no_context(self, session, change):
         messages = [user("Hi")]
@@ -484,7 +480,7 @@ class TestContextMessages:
         assert (prompt.kind, prompt.parent) == ("rendered", None)
         assert "is not that of call 1: " in prompt.reason
 
-    @pytest.mark.parametrize("echo", [same, lambda reply: {**reply, "content": "Changed."}], ids=["exact", "changed"])
+    @pytest.mark.parametrize("echo", [same, changed(content="Changed.")], ids=["exact", "changed"])
     def test_a_message_that_moves_along_makes_no_reply_context(self, session, echo):
         history = [user("Hi")]
         history.append(session.ask(history, "Hello.<|im_end|>"))
@@ -495,26 +491,26 @@ class TestContextMessages:
         assert [call.kind for call, _ in session.calls] == ["root", "bridged", "rendered", "rendered"]
         assert session.calls[2][0].reason.startswith("message 2 is not that of call 1: ")
 
-    @pytest.mark.parametrize(
+    @named(
         "change",
-        [
-            lambda m: [*m[:3], user("Remember."), *m[3:]],
-            lambda m: [*m[:3], user("Remember."), {**m[3], "content": "Changed."}, *m[4:]],
-            lambda m: [*m[:3], user("Remember."), {**m[3], "content": "Changed."}, m[4]],
-            lambda m: [*m[:2], *m[3:]],
-            lambda m: [*m[:2], m[5], m[6]],
-            lambda m: [*m, {**m[3], "tool_calls": [], "content": "Changed.", "call_id": "1"}, user("And?")],
-            lambda m: [*m, {**m[5], "content": "Third.\n"}, user("And?")],
-        ],
-        ids=[
-            "a message more before a tool call",
-            "and the call's text changed",
-            "and nothing after it",
-            "a message less",
-            "a turn less",
-            "a tool call of another call",
-            "a reply once more",
-        ],
+        {
+            "a message more before a tool call": lambda m: [*m[:3], user("Remember."), *m[3:]],
+            "and the call's text changed": lambda m: [
+                *m[:3],
+                user("Remember."),
+                {**m[3], "content": "Changed."},
+                *m[4:],
+            ],
+            "and nothing after it": lambda m: [*m[:3], user("Remember."), {**m[3], "content": "Changed."}, m[4]],
+            "a message less": lambda m: [*m[:2], *m[3:]],
+            "a turn less": lambda m: [*m[:2], m[5], m[6]],
+            "a tool call of another call": lambda m: [
+                *m,
+                {**m[3], "tool_calls": [], "content": "Changed.", "call_id": "1"},
+                user("And?"),
+            ],
+            "a reply once more": lambda m: [*m, {**m[5], "content": "Third.\n"}, user("And?")],
+        },
     )
     def test_a_reply_at_another_place_is_no_context(self, session, change):
         messages = [user("Hi")]
@@ -583,7 +579,7 @@ class TestExamples:
 
     @pytest.mark.parametrize(
         "change",
-        [lambda reply: reply, lambda reply: {**reply, "content": "Changed."}],
+        [lambda reply: reply, changed(content="Changed.")],
         ids=["verbatim", "with the id of its tool call"],
     )
     def test_a_reply_in_another_conversation_is_no_example(self, session, change):

@@ -222,12 +222,12 @@ class TestTrace:
 
     def test_thousands_of_turns_are_traced(self):
         calls = [make_call(0, [1], [2])]
-        for number in range(1, 5000):
+        for number in range(1, 2000):
             calls.append(follow(number, calls[-1], [], [number % 7]))
-        for strategy, traces_expected in (("tree", 1), ("per_request", 5000)):
+        for strategy, traces_expected in (("tree", 1), ("per_request", 2000)):
             traces, ledger = build_traces(calls, strategy)
             assert len(traces) == traces_expected
-            assert ledger == Ledger(sampled=5000, trained=5000)
+            assert ledger == Ledger(sampled=2000, trained=2000)
 
     def test_a_trace_that_trains_other_tokens_than_the_ledger_is_an_error(self, monkeypatch):
         monkeypatch.setattr("rolltap.trainer.traces.build.find_ends", lambda parents, trained: [0])

@@ -15,6 +15,12 @@ def test_ledgers_can_be_added():
     total.check()
 
 
+def test_tokens_are_left_out_of_those_to_train():
+    ledger = Ledger(sampled=5, trained=5).leave_out("no_signal", 2)
+    assert ledger == Ledger(sampled=5, trained=3, left_out={"no_signal": 2})
+    assert ledger.leave_out("no_reward") == Ledger(sampled=5, left_out={"no_signal": 2, "no_reward": 3})
+
+
 @pytest.mark.parametrize(
     "ledger",
     [Ledger(sampled=5, trained=4), Ledger(sampled=5, trained=5, left_out={"failed": 1}), Ledger(sampled=0, trained=1)],
