@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.prompts.tokenizer import CachingTokenizer, Markup
@@ -36,14 +36,6 @@ def test_the_returned_ids_are_a_copy():
     tokenizer = CachingTokenizer(Counting())
     tokenizer.encode(LONG).append(5)
     assert tokenizer.encode(LONG) == [len(LONG)]
-
-
-def test_its_ids_are_those_of_the_wrapped_tokenizer(tokenizer_folder):
-    inner = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
-    tokenizer = CachingTokenizer(inner)
-    for text in ("Hi", LONG, "é" * 300):
-        assert tokenizer.encode(text) == inner.encode(text, add_special_tokens=False)
-    assert tokenizer.eos_token_id == inner.eos_token_id
 
 
 def test_sessions_share_the_tokens_of_their_system_prompt(tokenizer_folder, monkeypatch):
