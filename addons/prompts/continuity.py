@@ -131,8 +131,8 @@ class Continued:
 class Changed:
     """A message is a recorded reply, changed or at another place."""
 
-    place: int
-    """The first such message."""
+    index: int
+    """That of the first such message."""
     call_id: str | None
     """The call of the reply; None when that may be one that cannot be read."""
     sampled_by: str | None
@@ -208,7 +208,7 @@ class History:
         notifications that it writes as if the model had asked for them. These are context.
 
         Where a recorded conversation has a reply and the request another assistant message, the program has changed its
-        history. So it has with a reply at another place.
+        history, and also where a reply stands at another place.
         """
         digests = conversation.digests
         end = next((n for n in range(len(digests) - 1, 0, -1) if digests[n] in self._ends), 0)
@@ -217,9 +217,9 @@ class History:
         shared = next(known, -1)
         changed = self._changed_reply(conversation, end, shared)
         if changed is not None:
-            place, call_id = changed
+            index, call_id = changed
             sampled_by = turns[0].call_id if turns else call_id
-            return Changed(place, call_id, sampled_by, self._why_changed(conversation, shared, place, call_id))
+            return Changed(index, call_id, sampled_by, self._why_changed(conversation, shared, index, call_id))
         return Continued(turns, end) if turns else New(self._why_new(conversation, shared))
 
     def add(self, turn: Turn, conversation: Conversation, reply: Message, kind: CallKind) -> None:
@@ -227,7 +227,7 @@ class History:
         digests, model_call = conversation.digests, conversation.model_call
         found = self.match(conversation) if kind == "rendered" else None
         if isinstance(found, Changed) and found.call_id is not None:
-            self._changed.setdefault(digests[found.place + 1], found.call_id)
+            self._changed.setdefault(digests[found.index + 1], found.call_id)
         if turn.base is None and (base := self._nearest(digests)) is not None:
             turn.store_after(base)
         turn.reasoning = reply.get("reasoning_content") or ""
@@ -306,14 +306,14 @@ class History:
         digests = (message_digest(form, model_call) for form in forms)
         return next((self._issued[digest] for digest in digests if digest in self._issued), None)
 
-    def _why_changed(self, conversation: Conversation, shared: int, place: int, call_id: str | None) -> str:
+    def _why_changed(self, conversation: Conversation, shared: int, index: int, call_id: str | None) -> str:
         digests = conversation.digests
         if call_id is None:
-            return f"message {place} may be the reply of a call that cannot be read"
-        if shared >= 0 and digests[place] in self._replies:
-            return self._difference(conversation, place, self._replies[digests[place]])
-        if shared >= 0 and (place < shared or digests[shared] not in self._next):
-            return f"message {place} is the reply of call {call_id}, changed or at another place"
+            return f"message {index} may be the reply of a call that cannot be read"
+        if shared >= 0 and digests[index] in self._replies:
+            return self._difference(conversation, index, self._replies[digests[index]])
+        if shared >= 0 and (index < shared or digests[shared] not in self._next):
+            return f"message {index} is the reply of call {call_id}, changed or at another place"
         return self._why_new(conversation, shared)
 
     def _why_new(self, conversation: Conversation, shared: int) -> str:
@@ -328,10 +328,10 @@ class History:
             return f"it ends within the conversation of call {followed.call_id}"
         return self._difference(conversation, shared, followed)
 
-    def _difference(self, conversation: Conversation, place: int, theirs: _Followed) -> str:
-        ours = canonical(conversation.model_call.messages[place], conversation.model_call)
+    def _difference(self, conversation: Conversation, index: int, theirs: _Followed) -> str:
+        ours = canonical(conversation.model_call.messages[index], conversation.model_call)
         difference = describe_difference(ours, theirs.excerpt)
-        return f"message {place} is not that of call {theirs.call_id}: {difference}"
+        return f"message {index} is not that of call {theirs.call_id}: {difference}"
 
 
 @dataclass(slots=True)
