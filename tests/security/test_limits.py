@@ -54,7 +54,7 @@ def test_calls_that_were_hung_up_count_while_they_run(start, scripted_engine):
 def test_a_limit_below_zero_is_refused_at_start(start):
     recorder = start("rolltap_max_session_bytes=-1")
     assert recorder.process.wait() == 1
-    assert "rolltap_max_session_bytes is -1: give 0 for no limit" in recorder.log()
+    assert "rolltap_max_session_bytes is -1: give 0 or more" in recorder.log()
 
 
 LIMIT = 320
