@@ -7,7 +7,7 @@ from mitmproxy import ctx
 from mitmproxy.addonmanager import Loader
 
 from rolltap.addons.endpoint import errors
-from rolltap.addons.endpoint.errors import is_told
+from rolltap.addons.endpoint.errors import is_listed
 from rolltap.addons.store.rows import printable
 
 LISTED = 100
@@ -59,7 +59,7 @@ class Log:
             if self._last_count > LISTED:
                 lines[0] += f" ({self._last_count} such lines so far)"
             record.msg, record.args, record.exc_info = "\n".join(lines), (), None
-        return is_told(self._last_count, LISTED)
+        return is_listed(self._last_count, LISTED)
 
     def _count(self, record: logging.LogRecord) -> int:
         if record.name == errors.__name__:

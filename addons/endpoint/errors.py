@@ -1,7 +1,4 @@
-"""Errors of a call as the harness receives them.
-
-Counts refusals and retries: a session that is refused all the time fills neither the run nor the log.
-"""
+"""Errors of a call as the harness receives them, and the events of refusals, whose number is bounded."""
 
 import errno
 import logging
@@ -20,27 +17,36 @@ from rolltap.addons.wire.protocol import Bucket
 
 logger = logging.getLogger(__name__)
 
-_OUR_STATUS = 500
-"""The lowest HTTP status of a `DialectError` that is not the harness's: of the recorder or the machine."""
-
 RETRY_SECONDS = 10
 """Value of `retry-after` while the disk is full."""
-_PASSING = frozenset({errno.ENOSPC, errno.EDQUOT})
+LISTED = 64
+"""Number of refusals of a session and a kind that have an event each. Later ones are counted."""
+BURST = 20_000
+"""Number of events of refusals that all sessions together may cause at once."""
+PER_SECOND = 20.0
+"""Number of such events each second after that."""
+REMEMBERED = 10_000
+"""Number of pairs of a session and a kind that are counted at the same time."""
+_OUR_STATUS = 500
+"""The lowest HTTP status of a `DialectError` that is not the harness's: of the recorder or the machine."""
+_TRANSIENT = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Errors of a commit that end when somebody frees space."""
 _OURS = (RolltapError, OSError, MemoryError, pa.ArrowException)
 """Errors with a cause outside of the request. A `ConnectionError` is the client's: those of engines are `EngineError`s,
 and a disk has none."""
+_DECISIVE = frozenset({"fault", "budget"})
+"""Kinds of events on which the outcome of a session depends."""
 
 
 def event_kind(error: Exception) -> EventKind:
     """Return the kind of the event for a model call that ends with `error`: `fault`, `budget` or `rejected`.
 
-    What the harness asked wrongly is a `DialectError`, found before the engine is asked. Errors of engines and disks
-    are ours: also an engine's refusal with a status below 500, because the recorder made the request that it refuses.
+    An invalid request is a `DialectError`, found before the engine is asked. Errors of engines and disks are ours: also
+    an engine's refusal with a status below 500, because the recorder made the request that it refuses.
 
-    An error that nobody thought of is not: decoding, rendering and parsing depend on what was asked and sampled, such
-    as the roles of messages, for which chat templates raise. An agent that could cause a fault could take back a
-    session that would fail.
+    An unexpected error is not: decoding, rendering and parsing depend on what was asked and sampled, such as the roles
+    of messages, for which chat templates raise. An agent that could cause a fault could take back a session that would
+    fail.
     """
     if isinstance(error, BudgetUsedUp | PromptOverBudget):
         return "budget"
@@ -62,56 +68,43 @@ def as_dialect_error(error: Exception, *, begun: bool = True) -> DialectError:
     if isinstance(error, RunError):
         return DialectError(f"the recorder cannot read its run: {error}", status=500, code="not_recorded")
     if isinstance(error, OSError):
+        status, wait = (503, RETRY_SECONDS) if error.errno in _TRANSIENT else (500, None)
         message = f"the recorder cannot write this call: {error}"
-        if error.errno in _PASSING:
-            return DialectError(message, status=503, code="not_recorded", retry_after=RETRY_SECONDS)
-        return DialectError(message, status=500, code="not_recorded")
-    logger.error("a request or reply that rolltap, the renderer or the chat template cannot work on", exc_info=error)
+        return DialectError(message, status=status, code="not_recorded", retry_after=wait)
+    logger.error("a request or reply that rolltap, the renderer or the chat template cannot process", exc_info=error)
     if begun:
         return DialectError(f"internal error of the recorder: {error!r}", status=500, code="internal_error")
     return DialectError(f"This request cannot be turned into a prompt: {error!r}")
 
 
-LISTED = 64
-"""Number of refusals of a session and a kind that have an event each. Later ones are counted."""
-BURST = 20_000
-"""Number of events of refusals that all sessions together may cause at once."""
-PER_SECOND = 20.0
-"""Number of such events each second after that."""
-_DECISIVE = frozenset({"fault", "budget"})
-"""Kinds of events on which the outcome of a session depends."""
-REMEMBERED = 10_000
-"""Number of pairs of a session and a kind that are counted at the same time."""
-
-
-def is_told(count: int, listed: int = LISTED) -> bool:
-    """Return True when the `count`-th repetition is told: each of the first `listed`, then those at powers of two."""
+def is_listed(count: int, listed: int = LISTED) -> bool:
+    """Return True for each of the first `listed` repetitions, and then for those at powers of two."""
     return count <= listed or count & (count - 1) == 0
 
 
 @dataclass(slots=True)
 class _Tally:
     count: int = 0
-    last: Event | None = None
-    """The newest event, unless it was told."""
+    pending: Event | None = None
+    """The newest event, unless it was written."""
 
 
 class Refusals:
     """Writes events of refusals with `write`, and a log line for each.
 
-    The first `LISTED` refusals of a session and a kind have an event each. After that an event at each power of two has
-    the number so far in `detail`, and one at the end of the session the number in all. The texts of an event come from
-    the wire: they are made printable and cut. Sessions are free to choose their names without a secret: events of all
-    of them together are bounded by a rate too, and those over it are counted, with an event at each power of two.
-    The last fault of a session and its last `budget` have an event in any case, when their counts are written at the
-    latest: its outcome depends on them.
+    Repeated refusals are written at powers of two after the first `LISTED` of a session and a kind, with the number so
+    far in `detail`, and at the end of the session with the total: a stuck session cannot flood the run or the log.
+    Without a secret, sessions are free to choose their names: a rate bounds the events of all of them together, and
+    those over it are counted the same way. The last `fault` and the last `budget` of a session are written in any case,
+    at the latest with their total, because its outcome depends on them. The texts of an event come from the wire: they
+    are made printable and cut.
     """
 
     def __init__(self, write: Callable[[Event], None]) -> None:
         self._write = write
         self._tallies: OrderedDict[tuple[str | None, EventKind], _Tally] = OrderedDict()
-        self._room = Bucket(BURST, PER_SECOND)
-        self._untold = 0
+        self._rate = Bucket(BURST, PER_SECOND)
+        self._omitted = 0
 
     def record(self, event: Event) -> None:
         """Write or count one refusal."""
@@ -120,49 +113,49 @@ class Refusals:
         tally = self._tallies.setdefault(key, _Tally())
         self._tallies.move_to_end(key)
         tally.count += 1
-        tally.last = None
-        if not is_told(tally.count):
-            tally.last = event
+        tally.pending = None
+        if not is_listed(tally.count):
+            tally.pending = event
         else:
             so_far = f"{tally.count} {event.kind} so far, the last: {event.detail}"
-            told = self._tell(event if tally.count <= LISTED else replace(event, detail=so_far))
-            if event.kind in _DECISIVE and not told:
-                tally.last = event
+            written = self._publish(event if tally.count <= LISTED else replace(event, detail=so_far))
+            if event.kind in _DECISIVE and not written:
+                tally.pending = event
         while len(self._tallies) > REMEMBERED:
             self._end(next(iter(self._tallies)))
 
     def end(self, session_id: str | None) -> None:
-        """Write the counts of a session, and forget them."""
+        """Write the totals of a session, and forget them."""
         for key in [key for key in self._tallies if key[0] == session_id]:
             self._end(key)
 
     def close(self) -> None:
-        """Write the counts of all sessions."""
+        """Write the totals of all sessions."""
         while self._tallies:
             self._end(next(iter(self._tallies)))
-        if self._untold:
-            self._write(Event(kind="refused", detail=f"{self._untold} events of refusals in all were left out"))
+        if self._omitted:
+            self._write(Event(kind="refused", detail=f"{self._omitted} events of refusals in all were left out"))
 
     def _end(self, key: tuple[str | None, EventKind]) -> None:
         tally = self._tallies.pop(key)
-        if tally.last is not None:
-            detail = f"{tally.count} {tally.last.kind} in all, the last: {tally.last.detail}"
-            self._tell(replace(tally.last, detail=detail), always=tally.last.kind in _DECISIVE)
+        if (last := tally.pending) is not None:
+            detail = f"{tally.count} {last.kind} in all, the last: {last.detail}"
+            self._publish(replace(last, detail=detail), always=last.kind in _DECISIVE)
 
-    def _tell(self, event: Event, *, always: bool = False) -> bool:
-        """Write an event if the rate has room for it. Return False when it is counted without its session."""
-        told = self._room.take() or always
-        if not told:
-            self._untold += 1
-            if not is_told(self._untold, 0):
+    def _publish(self, event: Event, *, always: bool = False) -> bool:
+        """Write an event if the rate allows it. Return False when it is counted without its session."""
+        allowed = self._rate.take() or always
+        if not allowed:
+            self._omitted += 1
+            if not is_listed(self._omitted, 0):
                 return False
-            detail = f"{self._untold} events of refusals in all were left out, the last: {event.detail}"
+            detail = f"{self._omitted} events of refusals in all were left out, the last: {event.detail}"
             event = replace(event, session_id=None, detail=detail)
         level = logging.INFO if event.kind in ("refused", "joined", "replayed") else logging.WARNING
         target = f"{event.method} {event.host}{event.path}".strip()
         logger.log(level, "session %s: %s %s: %s", event.session_id, event.kind, target, event.detail or "not served")
         self._write(event)
-        return told
+        return allowed
 
 
 def _printable(event: Event) -> Event:

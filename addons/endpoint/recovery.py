@@ -1,13 +1,9 @@
-"""Recovery: a session's state from the rows of its run, after a restart or when it was forgotten.
+"""Recovery: a session's state from the rows of its run, after a restart or when it was dropped.
 
-How a session uses it:
-
-    recovered = recovery.recover(session_id)   # at its first call in this process, or after it was dropped
-    if recovered.ended: ...                    # refuse with 410
-    recovered.index(dialect.NAME, model_call)  # before each `recovered.conversations.prompt(model_call)`
-    find_retried([*recovered.finished, *generations], request_digest(...), headers)
-
-The calls of a session as its rows have them.
+recovered = recovery.recover(session_id)   # at its first call in this process, or after it was dropped
+if recovered.ended: ...                    # refuse with 410
+recovered.index(dialect.NAME, model_call)  # before each `recovered.conversations.prompt(model_call)`
+find_retried([*recovered.finished, *generations], request_digest(...), headers)
 """
 
 import json
@@ -152,8 +148,7 @@ class Recovery:
     def rows(self, session_id: str) -> tuple[list[Row], bool]:
         """Return the undamaged rows of a session as of the last `recover` or `load`, each call once, parents first.
 
-        Also return True when there are damaged ones.
-        Those are left out with a warning. Raises `OSError`.
+        Also return True when there are damaged ones: they are left out with a warning. Raises `OSError`.
         """
         with self._lock:
             assert self._calls is not None, "`recover` comes first"
@@ -254,9 +249,16 @@ class RecoveredSession:
         row, model_call = recorded.row, recorded.model_call(rule)
         try:
             sampled_by = self.conversations.sampled_by(model_call) if row["kind"] == "rendered" else row["parent_id"]
-            times = row["started_at"], row["finished_at"] or self._recovery.started
-            who = row["call_id"], row["parent_id"], sampled_by, row["role"]
-            yield PastCall(*who, *times, model_call, recorded.reply)
+            yield PastCall(
+                call_id=row["call_id"],
+                parent_id=row["parent_id"],
+                sampled_by=sampled_by,
+                role=row["role"],
+                started_at=row["started_at"],
+                finished_at=row["finished_at"] or self._recovery.started,
+                model_call=model_call,
+                reply=recorded.reply,
+            )
         except _NOT_A_RECORDERS as error:
             leave_out(row, f"its messages are not those of a recorder ({error!r})")
 
@@ -265,10 +267,16 @@ class RecoveredSession:
         row, reply = recorded.row, recorded.reply
         if reply is None:
             return
-        who, ids = (row["call_id"], row["parent_id"]), (row["prompt_tail_ids"], row["completion_ids"])
-        request = recorded.model_call(rule)
         try:
-            turn = self.conversations.restore(*who, *ids, request, reply, row["kind"])
+            turn = self.conversations.restore(
+                row["call_id"],
+                row["parent_id"],
+                row["prompt_tail_ids"],
+                row["completion_ids"],
+                recorded.model_call(rule),
+                reply,
+                row["kind"],
+            )
         except _NOT_A_RECORDERS as error:
             self.conversations.history.incomplete = True
             leave_out(row, f"its messages are not those of a recorder ({error!r})")
@@ -318,6 +326,7 @@ def undamaged(batch: pa.RecordBatch, schema: pa.Schema) -> Row | None:
 
 
 def _last_version(rows: Iterable[Row]) -> str | None:
+    """Return the weights of the last token of the newest call that has one."""
     for row in sorted(rows, key=lambda row: row["started_at"], reverse=True):
         for span in reversed(row["weight_versions"] or []):
             if span["end"] > span["start"]:

@@ -2,10 +2,8 @@
 
 A call that is sampled under a grammar comes first: its role is one that is not trained. The rules that name a harness
 were observed in its traffic, and come next. Then a conversation keeps the role of its earlier calls, and one that
-begins while a tool call of another waits is a sub-agent's (`session_roles.py`). A call that matches no rule has the
-role `agent`.
-
-The earlier calls of a session, as far as they tell the role of a new one.
+begins while a tool call of another waits is a sub-agent's (`SessionRoles`). A call that matches no rule has the role
+`agent`.
 """
 
 import json

@@ -1,14 +1,14 @@
 """vLLM client: sends token ids, receives token ids, log-probabilities and weight versions.
 
-Uses vLLM's streaming `POST /inference/v1/generate` (vLLM 0.32 and newer, started with `--enable-scale-out`).
-
-The bodies of `POST /inference/v1/generate`: a request, and the server-sent events of its response.
+Uses vLLM's streaming `POST /inference/v1/generate` (vLLM 0.32 and newer, started with `--enable-scale-out`). A request
+is JSON, its response a stream of server-sent events.
 """
 
 import asyncio
 import json
 from collections.abc import AsyncIterable, AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -20,6 +20,18 @@ from rolltap.addons.engine.key import key_refused
 from rolltap.addons.engine.lookup import Lookup, OwnModel
 from rolltap.addons.errors import EngineError
 from rolltap.addons.store.records import VersionSpan
+
+GENERATE = "/inference/v1/generate"
+REFUSAL_SECONDS = 10.0
+"""Time limit for the body of a refusal, whose headers have arrived."""
+STREAM_INTERVAL = 8
+"""Tokens of an event of the engine, after the first token. An event costs the recorder as much as its tokens do."""
+END_SECONDS = 1.0
+"""Time limit for the end of a response whose last event has arrived. Only then its connection is used again."""
+
+
+class AdapterGone(EngineError):
+    """The engine does not have the adapter that a request names."""
 
 
 @dataclass(slots=True)
@@ -38,6 +50,153 @@ class Chunk:
     weight_versions: list[VersionSpan] | None = None
     cached_tokens: int | None = None
     """Number of prompt tokens that came from the engine's prefix cache."""
+
+
+class Engine:
+    """One vLLM server. Must be created inside the event loop that uses it.
+
+    With `own`, it is asked at first contact, after `forget`, and every `lookup.AGAIN_SECONDS` of use, whether it serves
+    that model. Until it has answered, and if it does not, every request raises `EngineError`.
+    """
+
+    def __init__(self, url: str, key: str | None = None, own: OwnModel | None = None) -> None:
+        self.url = url.rstrip("/")
+        self._key = key
+        self._compared = own is not None
+        self._connections = Connections(self.url, key)
+        self._lookup = Lookup(self._connections, key, own)
+        self.healthy = self._connections.healthy
+        self.forget = self._lookup.forget
+
+    @property
+    def model(self) -> str:
+        """Name of the served model, empty before the first look-up."""
+        return self._lookup.model
+
+    @property
+    def warning(self) -> str | None:
+        """Difference to `own` that the last look-up found and that refuses nothing."""
+        return self._lookup.warning
+
+    async def close(self) -> None:
+        """Close the connections. Running generations raise `EngineError`."""
+        await self._lookup.close()
+        await self._connections.close()
+
+    async def max_model_len(self) -> int:
+        """Return the engine's context window in tokens. Raises as `Lookup.served`."""
+        return (await self._lookup.served()).max_model_len
+
+    async def weight_version(self) -> str | None:
+        """Return the name that the base weights had at the last look-up, or None. Raises as `Lookup.served`."""
+        return (await self._lookup.served()).weight_version
+
+    async def describe(self) -> dict[str, Any]:
+        """Return the served model, the context window in tokens, and vLLM's version and configuration.
+
+        The version and the configuration are None when the engine does not serve them. The configuration needs
+        VLLM_SERVER_DEV_MODE=1. Raises `EngineError`.
+        """
+        max_model_len = await self.max_model_len()
+        _, version = await self._connections.ask("/version")
+        _, information = await self._connections.ask("/server_info")
+        return {
+            "model": self.model,
+            "max_model_len": max_model_len,
+            "vllm": version.get("version"),
+            "configuration": information.get("vllm_config"),
+        }
+
+    async def generate(self, token_ids: list[int], sampling: dict[str, Any], model: str | None) -> AsyncIterator[Chunk]:
+        """Sample a completion of `token_ids`. Yields chunks as they arrive.
+
+        `model` names a LoRA adapter, or is None for the base model. Closing the iterator cancels the generation. Raises
+        `AdapterGone` when the engine does not have the adapter, and `EngineError` when the engine cannot be reached,
+        refuses the request, violates the protocol, closes the stream without a finish reason, or is silent and not
+        healthy.
+        """
+        body: dict[str, Any] = {"token_ids": token_ids, "stream": True, "stream_options": {"include_usage": True}}
+        body["sampling_params"] = {**sampling, "logprobs": 0, "stream_interval": STREAM_INTERVAL}
+        if model is not None:
+            body["model"] = model
+        finished = False
+        if self._compared:
+            await self._lookup.served()
+        try:
+            async with await self._headers(body) as response:
+                if response.status != 200:
+                    raise await self._refusal(response, model)
+                watch = asyncio.create_task(self._watch(response.content))
+                try:
+                    async for data in events(response.content.iter_any()):
+                        if data == b"[DONE]":
+                            break
+                        chunk = decode(self.url, data)
+                        finished = finished or chunk.finish_reason is not None
+                        yield chunk
+                finally:
+                    watch.cancel()
+                async with asyncio.timeout(END_SECONDS):
+                    await response.read()
+        except (aiohttp.ClientError, TimeoutError, EngineError) as error:
+            if finished:
+                return  # all tokens have arrived: at most the usage is lost
+            if isinstance(error, EngineError):
+                raise
+            message = f"the engine at {self.url} failed: {error or type(error).__name__}"
+            raise EngineError(message, retryable=True) from error
+        if not finished:
+            message = f"the engine at {self.url} ended the generation without a finish reason"
+            raise EngineError(message, status=502, retryable=True)
+
+    async def _headers(self, body: dict[str, Any]) -> aiohttp.ClientResponse:
+        """Send a generation. Return the response once its headers are there. Raises as `Connections.while_healthy`."""
+        post = partial(
+            self._connections.session.post,
+            self.url + GENERATE,
+            data=encode(body),
+            headers={"content-type": "application/json"},
+            allow_redirects=False,
+        )
+        async with self._connections.while_healthy():
+            try:
+                return await post()
+            except aiohttp.ServerDisconnectedError:
+                # uvicorn closes a keep-alive connection after an internal error; no token has arrived, so retry once
+                return await post()
+
+    async def _watch(self, content: aiohttp.StreamReader) -> None:
+        """Make the reader of `content` raise `EngineError` once nothing arrives and the engine is not healthy."""
+        while True:
+            seen = content.total_bytes
+            await asyncio.sleep(connections.SILENCE_SECONDS)
+            if content.total_bytes == seen and not await self.healthy() and content.total_bytes == seen:
+                return content.set_exception(self._connections.silent())
+
+    async def _refusal(self, response: aiohttp.ClientResponse, model: str | None) -> EngineError:
+        async with asyncio.timeout(REFUSAL_SECONDS):
+            body = await response.read()
+        text = body.decode("utf-8", "replace")[:500]
+        if response.status == 404 and model is not None and _is_unknown(model, body):
+            told = f"the engine at {self.url} does not have the weights of this session"
+            message = f"the engine at {self.url} has no adapter {model}"
+            return AdapterGone(message, status=502, retryable=True, answered=True, told=told)
+        if (status := response.status) == 401 and (advice := key_refused(self.url, status, self._key)):
+            return EngineError(advice, status=502)
+        hint = f"; {GENERATE} needs vLLM 0.32 or newer with --enable-scale-out" if status in (403, 404) else ""
+        message = f"the engine at {self.url} answered {status}: {text}{hint}"
+        return EngineError(
+            message, status=status if status in (400, 413, 503) else 502, retryable=status >= 500, answered=True
+        )
+
+
+def _is_unknown(model: str, body: bytes) -> bool:
+    """Return True for the answer to a name that the engine does not serve (vLLM 0.32, `_check_model`)."""
+    try:
+        message = json.loads(body)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return False
+    return isinstance(message, str) and f"`{model}` does not exist" in message
 
 
 def encode(body: dict[str, Any]) -> bytes:
@@ -89,166 +248,3 @@ def decode(url: str, data: bytes) -> Chunk:
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         message = f"the engine at {url} sent an invalid event ({error!r}): {data[:200]!r}"
         raise EngineError(message, status=502) from error
-
-
-GENERATE = "/inference/v1/generate"
-REFUSAL_SECONDS = 10.0
-"""Time limit for the body of a refusal, whose headers have arrived."""
-STREAM_INTERVAL = 8
-"""Tokens of an event of the engine, after the first token. An event costs the recorder as much as its tokens do."""
-END_SECONDS = 1.0
-"""Time limit for the end of a response whose last event has arrived. Only then its connection is used again."""
-
-
-class AdapterGone(EngineError):
-    """The engine does not have the adapter that a request names."""
-
-
-class Engine:
-    """One vLLM server. Must be created inside the event loop that uses it.
-
-    With `own`, it is asked at first contact, after `forget`, and every `lookup.AGAIN_SECONDS` of use, whether it serves
-    that model. Until it has answered, and if it does not, every request raises `EngineError`.
-    """
-
-    def __init__(self, url: str, key: str | None = None, own: OwnModel | None = None) -> None:
-        self.url = url.rstrip("/")
-        self._key = key
-        self._compared = own is not None
-        self._connections = Connections(self.url, key)
-        self._lookup = Lookup(self._connections, key, own)
-        self.healthy = self._connections.healthy
-        self.forget = self._lookup.forget
-
-    @property
-    def model(self) -> str:
-        """Name of the served model, empty before the first look-up."""
-        return self._lookup.model
-
-    @property
-    def warning(self) -> str | None:
-        """Difference to `own` that the last look-up found and that refuses nothing."""
-        return self._lookup.warning
-
-    async def close(self) -> None:
-        """Close the connections. Running generations raise `EngineError`."""
-        await self._lookup.close()
-        await self._connections.close()
-
-    async def max_model_len(self) -> int:
-        """Return the engine's context window in tokens. Raises as `Lookup.served`."""
-        return (await self._lookup.served()).max_model_len
-
-    async def weight_version(self) -> str | None:
-        """Return the name that the base weights had at the last look-up, or None. Raises as `Lookup.served`."""
-        return (await self._lookup.served()).weight_version
-
-    async def describe(self) -> dict[str, Any]:
-        """Return the served model, the context window in tokens, and vLLM's version and configuration.
-
-        The version and the configuration are None when the engine does not serve them. The configuration needs
-        VLLM_SERVER_DEV_MODE=1. Raises `EngineError`.
-        """
-        max_model_len = await self.max_model_len()
-        (_, version), (_, information) = (
-            await self._connections.ask("/version"),
-            await self._connections.ask("/server_info"),
-        )
-        return {
-            "model": self.model,
-            "max_model_len": max_model_len,
-            "vllm": version.get("version"),
-            "configuration": information.get("vllm_config"),
-        }
-
-    async def generate(self, token_ids: list[int], sampling: dict[str, Any], model: str | None) -> AsyncIterator[Chunk]:
-        """Sample a completion of `token_ids`. Yields chunks as they arrive.
-
-        `model` names a LoRA adapter, or is None for the base model. Closing the iterator cancels the generation. Raises
-        `AdapterGone` when the engine does not have the adapter, and `EngineError` when the engine cannot be reached,
-        refuses the request, violates the protocol, closes the stream without a finish reason, or is silent and not
-        healthy.
-        """
-        body: dict[str, Any] = {"token_ids": token_ids, "stream": True, "stream_options": {"include_usage": True}}
-        body["sampling_params"] = {**sampling, "logprobs": 0, "stream_interval": STREAM_INTERVAL}
-        if model is not None:
-            body["model"] = model
-        finished = False
-        if self._compared:
-            await self._lookup.served()
-        try:
-            async with await self._headers(body) as response:
-                if response.status != 200:
-                    raise await self._refusal(response, model)
-                watch = asyncio.create_task(self._watch(response.content))
-                try:
-                    async for data in events(response.content.iter_any()):
-                        if data == b"[DONE]":
-                            break
-                        chunk = decode(self.url, data)
-                        finished = finished or chunk.finish_reason is not None
-                        yield chunk
-                finally:
-                    watch.cancel()
-                async with asyncio.timeout(END_SECONDS):
-                    await response.read()
-        except (aiohttp.ClientError, TimeoutError, EngineError) as error:
-            if finished:
-                return  # all tokens have arrived: at most the usage is lost
-            if isinstance(error, EngineError):
-                raise
-            message = f"the engine at {self.url} failed: {error or type(error).__name__}"
-            raise EngineError(message, retryable=True) from error
-        if not finished:
-            message = f"the engine at {self.url} ended the generation without a finish reason"
-            raise EngineError(message, status=502, retryable=True)
-
-    async def _post(self, body: dict[str, Any]) -> aiohttp.ClientResponse:
-        data, headers = encode(body), {"content-type": "application/json"}
-        try:
-            return await self._connections.session.post(
-                self.url + GENERATE, data=data, headers=headers, allow_redirects=False
-            )
-        except aiohttp.ServerDisconnectedError:
-            # uvicorn closes a keep-alive connection after an internal error; no token has arrived, so retry once
-            return await self._connections.session.post(
-                self.url + GENERATE, data=data, headers=headers, allow_redirects=False
-            )
-
-    async def _headers(self, body: dict[str, Any]) -> aiohttp.ClientResponse:
-        """Send a generation. Return the response once its headers are there. Raises as `Connections.while_healthy`."""
-        async with self._connections.while_healthy():
-            return await self._post(body)
-
-    async def _watch(self, content: aiohttp.StreamReader) -> None:
-        """Make the reader of `content` raise `EngineError` once nothing arrives and the engine is not healthy."""
-        while True:
-            seen = content.total_bytes
-            await asyncio.sleep(connections.SILENCE_SECONDS)
-            if content.total_bytes == seen and not await self.healthy() and content.total_bytes == seen:
-                return content.set_exception(self._connections.silent())
-
-    async def _refusal(self, response: aiohttp.ClientResponse, model: str | None) -> EngineError:
-        async with asyncio.timeout(REFUSAL_SECONDS):
-            body = await response.read()
-        text = body.decode("utf-8", "replace")[:500]
-        if response.status == 404 and model is not None and _is_unknown(model, body):
-            told = f"the engine at {self.url} does not have the weights of this session"
-            message = f"the engine at {self.url} has no adapter {model}"
-            return AdapterGone(message, status=502, retryable=True, answered=True, told=told)
-        if (status := response.status) == 401 and (advice := key_refused(self.url, status, self._key)):
-            return EngineError(advice, status=502)
-        hint = f"; {GENERATE} needs vLLM 0.32 or newer with --enable-scale-out" if status in (403, 404) else ""
-        message = f"the engine at {self.url} answered {status}: {text}{hint}"
-        return EngineError(
-            message, status=status if status in (400, 413, 503) else 502, retryable=status >= 500, answered=True
-        )
-
-
-def _is_unknown(model: str, body: bytes) -> bool:
-    """Return True for the answer to a name that the engine does not serve (vLLM 0.32, `_check_model`)."""
-    try:
-        message = json.loads(body)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        return False
-    return isinstance(message, str) and f"`{model}` does not exist" in message

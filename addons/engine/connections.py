@@ -1,6 +1,5 @@
-"""The connections to one vLLM server: its health, and short questions.
-
-Waiting for an engine: questions that are asked once for all who wait, and pauses between retries.
+"""The connections to one vLLM server: its health and short questions, asked once for all who wait; and the pauses
+between the retries of a call.
 """
 
 import asyncio
@@ -17,61 +16,6 @@ from rolltap.addons.errors import EngineError
 
 T = TypeVar("T")
 
-FIRST_PAUSE_SECONDS = 0.5
-LONGEST_PAUSE_SECONDS = 10.0
-"""Bounds in seconds of the pauses between the retries of a call. Each pause is twice the one before."""
-
-
-class Shared(Generic[T]):
-    """A question that is asked once at a time: all who ask meanwhile get the same answer or error."""
-
-    def __init__(self, ask: Callable[[], Coroutine[Any, Any, T]]) -> None:
-        self._ask = ask
-        self._running: asyncio.Task[T] | None = None
-
-    async def __call__(self) -> T:
-        """Return the answer. Cancelling one caller does not cancel the question."""
-        if self._running is None:
-            self._running = asyncio.create_task(self._ask())
-            self._running.add_done_callback(self._ended)
-        return await asyncio.shield(self._running)
-
-    async def close(self) -> None:
-        """Cancel the question that is being asked."""
-        if (running := self._running) is not None:
-            running.cancel()
-            await asyncio.wait([running])
-
-    def _ended(self, task: asyncio.Task[T]) -> None:
-        self._running = None
-        if not task.cancelled():
-            task.exception()  # asyncio logs errors that nobody has seen: the callers may be gone
-
-
-class Patience:
-    """The pauses of one call between its retries, until `seconds` have passed since its first failure."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin anew, because the call went on."""
-        self._pause = FIRST_PAUSE_SECONDS
-        self._failed_at: float | None = None
-
-    async def wait(self) -> bool:
-        """Pause. Returns False, without a pause, when the time would be used up at its end."""
-        now = asyncio.get_running_loop().time()
-        if self._failed_at is None:
-            self._failed_at = now
-        if now - self._failed_at + self._pause > self._seconds:
-            return False
-        await asyncio.sleep(self._pause)
-        self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
-        return True
-
-
 CONNECT_SECONDS = 10.0
 SILENCE_SECONDS = 10.0
 """Seconds without a byte of a generation after which the engine is asked for its health, as often as that passes. There
@@ -81,6 +25,9 @@ HEALTH_SECONDS = 5.0
 engine that says nothing is found out after 20 to 30 s."""
 KEEP_ALIVE_SECONDS = 4.0
 """Seconds for which an idle connection is kept for the next request. vLLM closes it after 5."""
+FIRST_PAUSE_SECONDS = 0.5
+LONGEST_PAUSE_SECONDS = 10.0
+"""Bounds in seconds of the pauses between the retries of a call. Each pause is twice the one before."""
 
 
 class Connections:
@@ -164,6 +111,56 @@ class Connections:
                 async with self.session.get(f"{self.url}/health", timeout=timeout, allow_redirects=False) as response:
                     return response.status < 500
         return False
+
+
+class Shared(Generic[T]):
+    """A question that is asked once at a time: all who ask meanwhile get the same answer or error."""
+
+    def __init__(self, ask: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        self._ask = ask
+        self._running: asyncio.Task[T] | None = None
+
+    async def __call__(self) -> T:
+        """Return the answer. Cancelling one caller does not cancel the question."""
+        if self._running is None:
+            self._running = asyncio.create_task(self._ask())
+            self._running.add_done_callback(self._ended)
+        return await asyncio.shield(self._running)
+
+    async def close(self) -> None:
+        """Cancel the question that is being asked."""
+        if (running := self._running) is not None:
+            running.cancel()
+            await asyncio.wait([running])
+
+    def _ended(self, task: asyncio.Task[T]) -> None:
+        self._running = None
+        if not task.cancelled():
+            task.exception()  # asyncio logs errors that nobody has seen: the callers may be gone
+
+
+class Patience:
+    """The pauses of one call between its retries, until `seconds` have passed since its first failure."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew, because the call went on."""
+        self._pause = FIRST_PAUSE_SECONDS
+        self._failed_at: float | None = None
+
+    async def wait(self) -> bool:
+        """Pause. Returns False, without a pause, when the time would be used up at its end."""
+        now = asyncio.get_running_loop().time()
+        if self._failed_at is None:
+            self._failed_at = now
+        if now - self._failed_at + self._pause > self._seconds:
+            return False
+        await asyncio.sleep(self._pause)
+        self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
+        return True
 
 
 def _socket_with_probes(address: aiohttp.AddrInfoType) -> socket.socket:

@@ -1,6 +1,6 @@
-"""Questions about what an engine serves: asked at first contact, and again while it is in use.
+"""The model that an engine serves: asked at first contact, and again while the engine is in use.
 
-Whether an engine serves the recorder's model: the same token ids for a fixed text.
+An engine must serve the recorder's model: a fixed text must have the same token ids.
 """
 
 import asyncio
@@ -16,6 +16,10 @@ from rolltap.addons.engine.connections import Connections, Shared
 from rolltap.addons.engine.key import key_refused
 from rolltap.addons.errors import EngineError
 
+logger = logging.getLogger(__name__)
+
+AGAIN_SECONDS = 60.0
+"""Seconds after which an engine that is in use is asked again what it serves: another one may have its URL by then."""
 TEXT = (
     "The quick brown fox jumps over 13 lazy dogs, 2026-11-22 at 10:58; internationalisation isn't antidisestablish"
     "mentarianism.\n\tdef f(x):\n        return {'a': x ** 2, \"b\": [1, 22, 333, 4444]}  # naïve café\n\n"
@@ -56,12 +60,6 @@ class OwnModel:
         """Return True when one of the names or folders, as the engine has them, is the recorder's model."""
         own = Path(self.name).resolve()
         return any(name == self.name or (Path(name).is_dir() and Path(name).resolve() == own) for name in names)
-
-
-logger = logging.getLogger(__name__)
-
-AGAIN_SECONDS = 60.0
-"""Seconds after which an engine that is in use is asked again what it serves: another one may have its URL by then."""
 
 
 @dataclass(frozen=True, slots=True)
